@@ -1,0 +1,1 @@
+"""Pure machines of the collective layer: no IO, no clock, no tensors."""

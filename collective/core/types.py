@@ -1,0 +1,87 @@
+"""The values that every layer speaks of: peers, views, rounds.
+
+Rules: immutable, comparable, wire-ready (msgspec structs, decoded with unknown fields forbidden). No behaviour
+beyond look-ups. Nothing here knows a socket, a tensor or a clock.
+"""
+
+from typing import NewType
+
+import msgspec
+
+PeerId = NewType("PeerId", str)
+"""Stable name of one site in the run: 16 lower-case hexadecimal digits."""
+
+Incarnation = NewType("Incarnation", int)
+"""One start of a peer's process. A later start has a larger number."""
+
+Epoch = NewType("Epoch", int)
+"""Number of a view. Grows with every change of membership and never goes back."""
+
+OuterStep = NewType("OuterStep", int)
+"""How many exchanges have been committed in this run."""
+
+Instant = float
+"""Seconds on a monotonic clock that the caller owns. Machines only compare and add."""
+
+PEER_ID_PATTERN = "^[0-9a-f]{16}$"
+
+
+class PeerRef(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """One start of one peer: the unit that can crash, be evicted, or join again."""
+
+    peer_id: PeerId
+    incarnation: Incarnation
+
+
+class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A peer with its place in a view. `address` is `host:port`, where others reach it."""
+
+    peer_id: PeerId
+    incarnation: Incarnation
+    address: str
+
+    @property
+    def ref(self) -> PeerRef:
+        """The peer and its incarnation, without the address."""
+        return PeerRef(self.peer_id, self.incarnation)
+
+
+class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who takes part, from which committed state on.
+
+    `outer_step` and `digest` name the shared state that every member must hold before it takes part. Ranks are
+    positions in `members`; they mean nothing outside this view.
+    """
+
+    epoch: Epoch
+    outer_step: OuterStep
+    digest: bytes
+    members: tuple[Member, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+    def rank_of(self, peer_id: PeerId) -> int | None:
+        """Position of a peer in this view, or None for an outsider."""
+        for rank, member in enumerate(self.members):
+            if member.peer_id == peer_id:
+                return rank
+        return None
+
+    def holds(self, ref: PeerRef) -> bool:
+        """Whether exactly this start of the peer is a member."""
+        return any(member.ref == ref for member in self.members)
+
+
+class RoundKey(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """Name of one attempt to exchange one fragment.
+
+    `outer_step` is the committed step the round starts from; its commit makes `outer_step + 1`. A retry in another
+    view has another epoch, so bytes of an abandoned attempt can never be taken for the new one's.
+    """
+
+    epoch: Epoch
+    outer_step: OuterStep
+    fragment: int

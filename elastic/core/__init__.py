@@ -1,0 +1,1 @@
+"""Pure machines of membership and commit: no IO, no clock, no randomness."""

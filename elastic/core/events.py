@@ -1,0 +1,255 @@
+"""Events (facts that happened) and effects (orders to carry out) of the two elastic machines.
+
+Contract with whoever drives a machine:
+* Effects are carried out in list order. A `Persist` is durable before any later effect of the list starts.
+* Every asynchronous effect ends by feeding exactly one event back: `StartExchange` → `ExchangeDone` or
+  `ExchangeFailed` (none after `AbortExchange` of the same key), `CatchUp` → `CaughtUp` or `CatchUpFailed`
+  (a newer `CatchUp` replaces a running one, which then stays silent), `FoundState` → `CaughtUp`.
+* `Tick` is fed when `next_deadline()` has passed. Time is the caller's.
+"""
+
+from dataclasses import dataclass
+
+from collective.core.types import Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from elastic.core.messages import CoordinatorMessage, Held, IndexRange, PeerMessage
+from elastic.core.records import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A deadline has passed."""
+
+
+# ------------------------------------------------------------------------------------ coordinator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSaid:
+    """A message arrived from this start of a peer."""
+
+    sender: PeerRef
+    message: PeerMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerConnectionLost:
+    """The control connection of this start of a peer broke. It may come back."""
+
+    sender: PeerRef
+
+
+CoordinatorEvent = PeerSaid | PeerConnectionLost | Tick
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persist:
+    """Make the record durable before any later effect."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendToPeer:
+    """Send if connected, else forget: the machine repeats what matters."""
+
+    to: PeerRef
+    message: CoordinatorMessage
+
+
+CoordinatorEffect = Persist | SendToPeer
+
+
+# ------------------------------------------------------------------------------------ member
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The control connection to the coordinator is up (again)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The control connection is gone; the shell is dialling again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorSaid:
+    """A message arrived from the coordinator."""
+
+    message: CoordinatorMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundReady:
+    """The local payload of the round after `outer_step` is emitted and kept until its outcome is known."""
+
+    outer_step: OuterStep
+    fragment: int
+    weight: float
+    num_tokens: int
+    consumed: tuple[IndexRange, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeDone:
+    """The round's result is staged; the shared state would have this digest."""
+
+    key: RoundKey
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeFailed:
+    """The exchange cannot finish in this view; the payload is untouched."""
+
+    key: RoundKey
+    suspects: tuple[PeerId, ...]
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaughtUp:
+    """A committed state is held now: fetched, replayed, founded or loaded from a checkpoint."""
+
+    held: Held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatchUpFailed:
+    """No donor could serve the state this time."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progressed:
+    """Something got done: `progress` only grows. `blocked` = waiting for others."""
+
+    progress: int
+    blocked: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasesWanted:
+    """The trainer will soon need this many more sample indices."""
+
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveRequested:
+    """The user wants this peer to leave: at the next commit boundary, or `now`."""
+
+    now: bool
+
+
+MemberEvent = (
+    Connected
+    | Disconnected
+    | CoordinatorSaid
+    | RoundReady
+    | ExchangeDone
+    | ExchangeFailed
+    | CaughtUp
+    | CatchUpFailed
+    | Progressed
+    | LeasesWanted
+    | LeaveRequested
+    | Tick
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendToCoordinator:
+    """Send if connected, else forget: the machine repeats what matters."""
+
+    message: PeerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class FoundState:
+    """Make the run's first state, install it, and answer with CaughtUp."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatchUp:
+    """Get from what is held to `target`, by replaying commits or fetching a snapshot, and install it."""
+
+    target: Held
+    donors: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstallView:
+    """Reconfigure the collective layer; exchanges of older epochs end."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BecomeActive:
+    """This peer is a member and holds the view's state: train from the anchor."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BecomeLearner:
+    """This peer is no member: stop training, forget the payload and its leases."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartExchange:
+    """Run the exchange of this round among the view's members, from the kept payload, into staging."""
+
+    view: View
+    key: RoundKey
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortExchange:
+    """Stop this exchange and forget what it staged. The payload stays."""
+
+    key: RoundKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstallStaged:
+    """The round is committed: what it staged becomes the shared state `held`."""
+
+    key: RoundKey
+    held: Held
+    final: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeLeases:
+    """These sample indices may be trained on."""
+
+    ranges: tuple[IndexRange, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """This peer's part in the run is over. `code` is the exit code, `reason` one sentence."""
+
+    code: int
+    reason: str
+
+
+MemberEffect = (
+    SendToCoordinator
+    | FoundState
+    | CatchUp
+    | InstallView
+    | BecomeActive
+    | BecomeLearner
+    | StartExchange
+    | AbortExchange
+    | InstallStaged
+    | TakeLeases
+    | Finish
+)

@@ -1,0 +1,166 @@
+"""What peers and the coordinator say to each other.
+
+Every message is idempotent and may arrive late, twice or out of order: senders repeat on timers, receivers decide
+by epoch, outer step and incarnation. The sender's identity comes from its connection's handshake, never from a
+message. Digests are the 32-byte roots of elastic/digest.py.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from collective.core.types import Epoch, Member, OuterStep, PeerId, RoundKey, View
+
+Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Natural = Annotated[int, Meta(ge=0, le=2**53)]
+Weight = Annotated[float, Meta(ge=0.0, le=1e15)]
+Reason = Annotated[str, Meta(max_length=512)]
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Base of every control message."""
+
+
+class IndexRange(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """Half-open range of sample indices `[start, stop)`."""
+
+    start: Natural
+    stop: Natural
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start)
+
+
+class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A committed shared state that somebody has in memory, whole and verified."""
+
+    outer_step: OuterStep
+    digest: Digest
+
+
+# ------------------------------------------------------------------------------------ peer to coordinator
+
+
+class Join(_Message, frozen=True, kw_only=True):
+    """ "Let me in", and after a reconnect "I am still here". Fresh and repeated Joins are the same message."""
+
+    address: Annotated[str, Meta(max_length=256)]
+    manifest_digest: Digest
+    held: Held | None = None
+
+
+class Heartbeat(_Message, frozen=True, kw_only=True):
+    """Sent every `heartbeat_interval_s`. `progress` grows whenever the peer gets anything done.
+
+    `blocked` says that the peer waits for others, so that standing still is not its fault.
+    """
+
+    epoch: Epoch
+    outer_step: OuterStep
+    progress: Natural
+    blocked: bool
+
+
+class Synced(_Message, frozen=True, kw_only=True):
+    """A learner holds this committed state now."""
+
+    held: Held
+
+
+class Vote(_Message, frozen=True, kw_only=True):
+    """The exchange is done and absorbed into staging: the shared state would have this digest.
+
+    `weight`, `num_tokens` and `consumed` describe the sender's own contribution to the round.
+    """
+
+    key: RoundKey
+    digest: Digest
+    weight: Weight
+    num_tokens: Natural
+    consumed: Annotated[tuple[IndexRange, ...], Meta(max_length=1024)]
+
+
+class RoundFailed(_Message, frozen=True, kw_only=True):
+    """The exchange of this round cannot finish here. `suspects` are the peers that fell silent, if any."""
+
+    key: RoundKey
+    suspects: Annotated[tuple[PeerId, ...], Meta(max_length=1024)]
+    cause: Reason
+
+
+class Leave(_Message, frozen=True, kw_only=True):
+    """Let me go at the next commit boundary (`now` = at once, handing back leases)."""
+
+    now: bool = False
+
+
+class LeaseRequest(_Message, frozen=True, kw_only=True):
+    """More data, please: `num_samples` sample indices. `serial` makes repeats recognisable."""
+
+    serial: Natural
+    num_samples: Annotated[int, Meta(ge=1, le=2**31)]
+
+
+PeerMessage = Join | Heartbeat | Synced | Vote | RoundFailed | Leave | LeaseRequest
+
+
+# ------------------------------------------------------------------------------------ coordinator to peer
+
+
+class Welcome(_Message, frozen=True, kw_only=True):
+    """You are a learner. `target` is the newest committed state, `donors` serve it.
+
+    No target means that the run has no state yet; `found` asks this one peer to make it.
+    """
+
+    epoch: Epoch
+    target: Held | None
+    donors: Annotated[tuple[Member, ...], Meta(max_length=1024)]
+    found: bool = False
+
+
+class NewView(_Message, frozen=True, kw_only=True):
+    """The membership from now on. Work of older epochs is void."""
+
+    view: View
+
+
+class Commit(_Message, frozen=True, kw_only=True):
+    """The round is committed: shared state number `outer_step` has `digest`. `final` ends the run."""
+
+    key: RoundKey
+    outer_step: OuterStep
+    digest: Digest
+    weights: Annotated[tuple[tuple[PeerId, Weight], ...], Meta(max_length=1024)]
+    final: bool = False
+
+
+class Evicted(_Message, frozen=True, kw_only=True):
+    """You are no member of epoch `epoch`. Answer with a fresh Join if you want to be."""
+
+    epoch: Epoch
+    reason: Reason
+
+
+class Refused(_Message, frozen=True, kw_only=True):
+    """You cannot take part, and trying again will not help. `code` is the exit code to end with."""
+
+    code: Annotated[int, Meta(ge=0, le=255)]
+    reason: Annotated[str, Meta(max_length=4096)]
+
+
+class LeaseGrant(_Message, frozen=True, kw_only=True):
+    """These sample indices are yours until you are no member any more. Repeats the request's serial."""
+
+    serial: Natural
+    ranges: Annotated[tuple[IndexRange, ...], Meta(max_length=4096)]
+
+
+class Goodbye(_Message, frozen=True, kw_only=True):
+    """You have left; nothing of yours is pending."""
+
+    outer_step: OuterStep
+
+
+CoordinatorMessage = Welcome | NewView | Commit | Evicted | Refused | LeaseGrant | Goodbye

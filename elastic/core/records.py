@@ -1,0 +1,69 @@
+"""What the coordinator writes down before anybody hears of it.
+
+The journal is the list of these records in order. Replaying them gives the state of the coordinator (its
+`recover`); auditing them proves what the run did. Records are never changed, only appended.
+"""
+
+import msgspec
+
+from collective.core.types import Epoch, OuterStep, PeerId, PeerRef, RoundKey, View
+from elastic.core.messages import Digest, IndexRange, Natural, Weight
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Base of every journal record."""
+
+
+class Genesis(_Record, frozen=True, kw_only=True):
+    """The state the run started from: step 0, or a checkpoint. `next_index` is the first free sample."""
+
+    outer_step: OuterStep
+    digest: Digest
+    next_index: Natural
+    returned: tuple[IndexRange, ...] = ()
+
+
+class ViewRecord(_Record, frozen=True, kw_only=True):
+    """A view was decided. `cause` says why, for people."""
+
+    view: View
+    cause: str
+
+
+class Contribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one member put into a committed round."""
+
+    ref: PeerRef
+    weight: Weight
+    num_tokens: Natural
+    consumed: tuple[IndexRange, ...]
+
+
+class CommitRecord(_Record, frozen=True, kw_only=True):
+    """A round was committed: `outer_step` is the step it made, `previous` the digest it started from."""
+
+    key: RoundKey
+    outer_step: OuterStep
+    previous: Digest
+    digest: Digest
+    contributions: tuple[Contribution, ...]
+    final: bool
+
+
+class LeaseRecord(_Record, frozen=True, kw_only=True):
+    """Sample indices were given to a peer."""
+
+    ref: PeerRef
+    serial: Natural
+    ranges: tuple[IndexRange, ...]
+
+
+class ReleaseRecord(_Record, frozen=True, kw_only=True):
+    """A peer is gone; its leases that no commit consumed are free again."""
+
+    peer_id: PeerId
+    epoch: Epoch
+    ranges: tuple[IndexRange, ...]
+
+
+Record = Genesis | ViewRecord | CommitRecord | LeaseRecord | ReleaseRecord

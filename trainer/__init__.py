@@ -1,0 +1,1 @@
+"""The product: peers that train one model together. See trainer/README.md."""
