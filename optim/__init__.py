@@ -1,0 +1,33 @@
+"""How parameters move: outer optimizers, and what the inner loop needs beside them. See README.md."""
+
+from optim.diloco import DiLoCo, default_outer_lr
+from optim.fragments import Fragment, FragmentKey, FragmentTable, ParameterSpec
+from optim.inner import build_inner_optimizer, set_lr
+from optim.outer import ANCHOR, Absorbed, Contribution, Emitted, Op, Outer, Result, Round, State
+from optim.registry import build_outer, outer_types, register
+from optim.schedule import Schedule, build_schedule
+
+__all__ = [
+    "ANCHOR",
+    "Absorbed",
+    "Contribution",
+    "DiLoCo",
+    "Emitted",
+    "Fragment",
+    "FragmentKey",
+    "FragmentTable",
+    "Op",
+    "Outer",
+    "ParameterSpec",
+    "Result",
+    "Round",
+    "Schedule",
+    "State",
+    "build_inner_optimizer",
+    "build_outer",
+    "build_schedule",
+    "default_outer_lr",
+    "outer_types",
+    "register",
+    "set_lr",
+]

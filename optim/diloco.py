@@ -1,0 +1,134 @@
+"""DiLoCo: H inner steps, then one Nesterov step on the mean of how far the workers went.
+
+    delta  = mean over workers of (anchor - local)
+    anchor <- Nesterov(anchor, delta);   local <- anchor
+
+The state of the inner optimizer stays with its worker and is never averaged. One fragment holds all parameters.
+Shared state: anchor and momentum. Private state: none.
+
+Source: DiLoCo (arXiv:2311.08105), algorithm 1; learning rates by number of workers from its scaling laws
+(arXiv:2503.09799).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from optim.flat import overlap, require_flat
+from optim.fragments import FragmentKey
+from optim.nesterov import nesterov_step
+from optim.outer import ANCHOR, Absorbed, Emitted, Op, Round, State
+from optim.registry import register
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optim.fragments import Fragment, FragmentTable
+    from optim.outer import Contribution, Result
+
+MOMENTUM: Final = "momentum"
+"""Name of the outer momentum in `State.shared`."""
+
+_WHOLE: Final = FragmentKey(kind="param", index=0)
+
+_BEST_LR: Final = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
+"""(workers, best outer learning rate) for models from 335M parameters up: arXiv:2503.09799."""
+
+
+@register("diloco")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiLoCo:
+    """DiLoCo's settings; defaults are the paper's.
+
+    Raises:
+        ValueError: if a setting is out of its range.
+    """
+
+    lr: float = 0.7
+    """Outer learning rate, > 0 and constant. `default_outer_lr` knows a better one for a given number of peers."""
+    momentum: float = 0.9
+    """Outer Nesterov momentum, in [0, 1)."""
+    inner_steps: int = 500
+    """H, inner steps between exchanges, >= 1. Smaller is closer to data parallel and costs more bytes."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.lr < float("inf"):
+            raise ValueError(f"outer lr must be positive and finite, got {self.lr}")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"outer momentum must be in [0, 1), got {self.momentum}")
+        if self.inner_steps < 1:
+            raise ValueError(f"inner_steps must be at least 1, got {self.inner_steps}")
+
+    def fragments(self, table: FragmentTable, /) -> tuple[Fragment, ...]:
+        """One fragment: the whole flat vector."""
+        return (table.whole(),)
+
+    def init(self, fragment: Fragment, value: Tensor, /) -> State:
+        """Anchor: a copy of the value. Momentum: zeros."""
+        require_flat(value, fragment.numel, "the initial value")
+        return State(shared={ANCHOR: value.clone(), MOMENTUM: torch.zeros_like(value)})
+
+    def plan(self, inner_step: int, /) -> tuple[Round, ...]:
+        """A blocking mean after every H-th inner step."""
+        if inner_step == 0 or inner_step % self.inner_steps:
+            return ()
+        return (Round(fragment=_WHOLE, op=Op.MEAN, inner_step=inner_step),)
+
+    def emit(self, _round: Round, value: Tensor, state: State, /, *, out: Tensor) -> Emitted:
+        """The pseudo-gradient, anchor - value."""
+        anchor = state.shared[ANCHOR]
+        require_flat(value, anchor.numel(), "the local value")
+        require_flat(out, anchor.numel(), "the payload buffer")
+        return Emitted(payload=torch.sub(anchor, value, out=out))
+
+    def absorb(self, _round: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
+        """One Nesterov step; the workers go to the new anchor.
+
+        `out.shared["momentum"]` may be `result.value`, or `out.shared["anchor"]` may be.
+
+        Raises:
+            ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
+        """
+        out = state.empty_like() if out is None else out
+        if any(overlap(new, old) for new in out.shared.values() for old in state.shared.values()):
+            raise ValueError("absorb never writes to the state it is given: out must be other memory")
+        nesterov_step(
+            anchor=state.shared[ANCHOR],
+            momentum=state.shared[MOMENTUM],
+            delta=result.value,
+            lr=self.lr,
+            mu=self.momentum,
+            anchor_out=out.shared[ANCHOR],
+            momentum_out=out.shared[MOMENTUM],
+        )
+        return Absorbed(state=out, target=out.shared[ANCHOR], keep=0.0)
+
+    def dropped(
+        self, _round: Round, _contribution: Contribution | None, state: State, /, *, out: State | None = None
+    ) -> Absorbed:
+        """Keep training: the next pseudo-gradient starts from the same anchor and so holds the missed steps too."""
+        del out
+        return Absorbed.unchanged(state)
+
+
+def default_outer_lr(num_peers: int) -> float:
+    """The best outer learning rate for a number of peers: 0.4 for one, 0.6 for two to four, 0.8 from eight on.
+
+    Linear between, in plain arithmetic rather than logarithms, so that every peer computes the same number.
+
+    Raises:
+        ValueError: if num_peers < 1.
+
+    Source: arXiv:2503.09799, models from 335M parameters up, momentum 0.9, H = 30.
+    """
+    if num_peers < 1:
+        raise ValueError(f"num_peers must be at least 1, got {num_peers}")
+    for (low, low_lr), (high, high_lr) in itertools.pairwise(_BEST_LR):
+        if num_peers <= high:
+            share = (num_peers - low) / (high - low)
+            return low_lr * (1.0 - share) + high_lr * share
+    return _BEST_LR[-1][1]

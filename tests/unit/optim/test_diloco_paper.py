@@ -1,0 +1,232 @@
+"""DiLoCo (arXiv:2311.08105), algorithm 1:
+
+Δ = 1/k Σ_i (θ^(t-1) - θ_i^(t));   θ^(t) ← OuterOpt(θ^(t-1), Δ)
+"""
+
+import pytest
+import torch
+
+from optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, Round, State, default_outer_lr
+from optim.diloco import MOMENTUM
+from optim.simulate import simulate
+
+TABLE = FragmentTable.from_named_shapes([("a", (7, 3)), ("b", (11,))])
+NUMEL = TABLE.numel
+WORKERS = ("ash", "birch", "cedar")
+INITIAL = torch.linspace(-1.0, 1.0, NUMEL)
+
+
+def gradient(worker: str, inner_step: int, value: torch.Tensor) -> torch.Tensor:
+    """Of a quadratic that differs between workers in both centre and curvature, and moves with the step."""
+    number = 1.0 + ord(worker[0]) - ord("a")
+    index = torch.arange(NUMEL, dtype=torch.float32)
+    centre = torch.sin(index * number + 0.1 * inner_step)
+    return (0.5 + 0.2 * number) * (value - centre)
+
+
+def sgd_step(worker: str, inner_step: int, value: torch.Tensor) -> None:
+    value -= 0.05 * gradient(worker, inner_step, value)
+
+
+def run(outer, num_inner_steps, **settings):
+    return simulate(
+        outer,
+        table=TABLE,
+        initial=INITIAL,
+        workers=WORKERS,
+        inner_step=sgd_step,
+        num_inner_steps=num_inner_steps,
+        **settings,
+    )
+
+
+def direct_diloco(lr, momentum, boundaries, weights=(1.0, 1.0, 1.0)):
+    """The paper's algorithm in double precision, sharing nothing with the package."""
+    anchor, velocity = INITIAL.double(), torch.zeros(NUMEL, dtype=torch.float64)
+    anchors, step = [], 0
+    locals_ = [anchor.clone() for _ in WORKERS]
+    for boundary in boundaries:
+        while step < boundary:
+            step += 1
+            for worker, value in zip(WORKERS, locals_, strict=True):
+                value -= 0.05 * gradient(worker, step, value)
+        delta = sum(w * (anchor - value) for w, value in zip(weights, locals_, strict=True)) / sum(weights)
+        velocity = momentum * velocity + delta
+        anchor = anchor - lr * (delta + momentum * velocity)
+        anchors.append(anchor)
+        locals_ = [anchor.clone() for _ in WORKERS]
+    return anchors
+
+
+def test_workers_differ_before_they_are_averaged():
+    trajectory = run(DiLoCo(inner_steps=5), 4)
+    values = list(trajectory.values.values())
+    assert (values[0] - values[1]).abs().max() > 0.01
+    assert (values[1] - values[2]).abs().max() > 0.01
+
+
+def test_lr_one_without_momentum_is_the_mean_of_the_workers():
+    before = run(DiLoCo(inner_steps=5), 4).values
+    for worker, value in before.items():
+        sgd_step(worker, 5, value)
+    after = run(DiLoCo(lr=1.0, momentum=0.0, inner_steps=5), 5)
+    torch.testing.assert_close(after.committed[0].shared[ANCHOR], torch.stack(list(before.values())).mean(dim=0))
+
+
+def test_sgd_with_one_inner_step_is_data_parallel():
+    value = INITIAL.double()
+    for step in range(1, 21):
+        value -= 0.05 * sum(gradient(worker, step, value) for worker in WORKERS) / len(WORKERS)
+    trajectory = run(DiLoCo(lr=1.0, momentum=0.0, inner_steps=1), 20)
+    for local in trajectory.values.values():
+        torch.testing.assert_close(local.double(), value, rtol=1e-5, atol=1e-6)
+
+
+def test_it_follows_a_direct_implementation():
+    trajectory = run(DiLoCo(lr=0.7, momentum=0.9, inner_steps=4), 24)
+    expected = direct_diloco(0.7, 0.9, [4, 8, 12, 16, 20, 24])
+    assert len(trajectory.committed) == len(expected)
+    for committed, anchor in zip(trajectory.committed, expected, strict=True):
+        torch.testing.assert_close(committed.shared[ANCHOR].double(), anchor, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_weigh_the_mean():
+    trajectory = run(DiLoCo(inner_steps=4), 12, weights={"ash": 3.0, "cedar": 0.5})
+    expected = direct_diloco(0.7, 0.9, [4, 8, 12], weights=(3.0, 1.0, 0.5))
+    torch.testing.assert_close(trajectory.committed[-1].shared[ANCHOR].double(), expected[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_worker_of_weight_nought_changes_nothing():
+    trajectory = run(DiLoCo(inner_steps=4), 12, weights={"cedar": 0.0})
+    expected = direct_diloco(0.7, 0.9, [4, 8, 12], weights=(1.0, 1.0, 0.0))
+    assert trajectory.committed[0].members == ("ash", "birch")
+    torch.testing.assert_close(trajectory.committed[-1].shared[ANCHOR].double(), expected[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_two_aborted_rounds_are_one_round_of_three_times_the_steps():
+    aborted = run(DiLoCo(inner_steps=4), 24, aborted=lambda round_: round_.inner_step in (12, 16))
+    assert [round_.inner_step for round_ in aborted.dropped] == [12, 16]
+    expected = direct_diloco(0.7, 0.9, [4, 8, 20, 24])
+    for committed, anchor in zip(aborted.committed, expected, strict=True):
+        torch.testing.assert_close(committed.shared[ANCHOR].double(), anchor, rtol=1e-4, atol=1e-5)
+
+
+def test_an_aborted_round_leaves_state_and_workers_as_they_were():
+    outer = DiLoCo(inner_steps=4)
+    without = run(outer, 7)
+    aborted = run(outer, 8, aborted=lambda round_: round_.inner_step == 8)
+    for worker, value in without.values.items():
+        sgd_step(worker, 8, value)
+        assert torch.equal(aborted.values[worker], value)
+        states = [next(iter(t.states[worker].values())) for t in (without, aborted)]
+        assert states[0].shared_digest() == states[1].shared_digest()
+
+
+def _state_and_result(numel: int = NUMEL):
+    generator = torch.Generator().manual_seed(3)
+    anchor, momentum, value = (torch.randn(numel, generator=generator) for _ in range(3))
+    state = State(shared={ANCHOR: anchor, MOMENTUM: momentum})
+    return state, Result(value=value, members=WORKERS, weight_sum=3.0)
+
+
+ROUND = Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=500)
+
+
+def test_absorb_is_pure_and_can_be_thrown_away():
+    outer = DiLoCo()
+    state, result = _state_and_result()
+    digest, value = state.shared_digest(), result.value.clone()
+    thrown_away = outer.absorb(ROUND, result, state)
+    assert thrown_away.state.shared_digest() != digest
+    assert state.shared_digest() == digest
+    assert torch.equal(result.value, value)
+    again = outer.absorb(ROUND, result, state)
+    assert again.state.shared_digest() == thrown_away.state.shared_digest()
+
+
+def test_absorb_writes_into_the_recycled_state():
+    outer = DiLoCo()
+    state, result = _state_and_result()
+    fresh = outer.absorb(ROUND, result, state)
+    out = state.empty_like()
+    absorbed = outer.absorb(ROUND, result, state, out=out)
+    assert absorbed.state is out
+    assert absorbed.target is out.shared[ANCHOR]
+    assert absorbed.keep == 0.0
+    assert out.shared_digest() == fresh.state.shared_digest()
+
+
+def test_the_averaged_gradients_memory_can_become_the_momentum():
+    outer = DiLoCo()
+    state, result = _state_and_result()
+    expected, digest = outer.absorb(ROUND, result, state).state.shared_digest(), state.shared_digest()
+    out = State(shared={ANCHOR: torch.empty(NUMEL), MOMENTUM: result.value})
+    assert outer.absorb(ROUND, result, state, out=out).state.shared_digest() == expected
+    assert state.shared_digest() == digest
+
+
+@pytest.mark.parametrize("name", [ANCHOR, MOMENTUM])
+def test_absorb_refuses_to_write_over_the_state_it_is_given(name):
+    state, result = _state_and_result()
+    out = State(shared={**state.empty_like().shared, name: state.shared[name]})
+    with pytest.raises(ValueError, match="never writes"):
+        DiLoCo().absorb(ROUND, result, state, out=out)
+
+
+def test_emit_may_write_over_the_value():
+    outer = DiLoCo()
+    state, _ = _state_and_result()
+    value = torch.linspace(0.0, 1.0, NUMEL)
+    expected = state.shared[ANCHOR] - value
+    digest = state.shared_digest()
+    separate = outer.emit(ROUND, value.clone(), state, out=torch.empty(NUMEL))
+    over = outer.emit(ROUND, value, state, out=value)
+    assert over.payload is value
+    assert torch.equal(over.payload, expected)
+    assert torch.equal(separate.payload, expected)
+    assert over.weight == 1.0
+    assert state.shared_digest() == digest
+
+
+def test_init_owns_its_memory():
+    value = torch.ones(NUMEL)
+    state = DiLoCo().init(TABLE.whole(), value)
+    value.zero_()
+    assert state.shared[ANCHOR].sum() == NUMEL
+    assert state.shared[MOMENTUM].count_nonzero() == 0
+    assert not state.private
+
+
+def test_buffers_of_another_size_or_type_are_refused():
+    outer = DiLoCo()
+    state, _ = _state_and_result()
+    right = torch.zeros(NUMEL)
+    for value, out in ((torch.zeros(3), right), (right, torch.zeros(3)), (right.double(), right)):
+        with pytest.raises(ValueError, match="contiguous fp32 CPU tensor"):
+            outer.emit(ROUND, value, state, out=out)
+    with pytest.raises(ValueError, match="initial value"):
+        outer.init(TABLE.whole(), torch.zeros(3))
+
+
+def test_the_plan_is_a_pure_function_of_the_global_step():
+    outer, twin = DiLoCo(inner_steps=5), DiLoCo(inner_steps=5)
+    forward = [outer.plan(step) for step in range(21)]
+    backward = [twin.plan(step) for step in reversed(range(21))]
+    assert forward == backward[::-1]
+    assert [step for step, rounds in enumerate(forward) if rounds] == [5, 10, 15, 20]
+    assert forward[5] == (Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=5, delay=0),)
+    assert forward[5][0].due_step == 5
+
+
+def test_one_fragment_holds_the_whole_vector():
+    assert DiLoCo().fragments(TABLE) == (TABLE.whole(),)
+
+
+@pytest.mark.parametrize(("num_peers", "lr"), [(1, 0.4), (2, 0.6), (3, 0.6), (4, 0.6), (6, 0.7), (8, 0.8), (100, 0.8)])
+def test_default_outer_lr_follows_the_scaling_laws(num_peers, lr):
+    assert default_outer_lr(num_peers) == pytest.approx(lr, rel=1e-15)
+
+
+def test_no_peers_have_no_learning_rate():
+    with pytest.raises(ValueError, match="at least 1"):
+        default_outer_lr(0)

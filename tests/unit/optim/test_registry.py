@@ -1,0 +1,52 @@
+"""Outer optimizers by name."""
+
+import pytest
+
+from optim import DiLoCo, build_outer, outer_types
+from optim.registry import register
+
+
+def test_a_method_is_built_from_its_name_and_settings():
+    assert build_outer("diloco", lr=0.4, inner_steps=30) == DiLoCo(lr=0.4, momentum=0.9, inner_steps=30)
+    assert "diloco" in outer_types()
+
+
+def test_a_whole_number_is_a_float_too():
+    assert build_outer("diloco", lr=1, momentum=0) == DiLoCo(lr=1.0, momentum=0.0)
+
+
+def test_unknown_type_names_the_known_and_the_closest():
+    with pytest.raises(
+        ValueError, match=r"unknown outer optimizer 'DiLoco' \(did you mean 'diloco'\?\); known: .*diloco"
+    ):
+        build_outer("DiLoco")
+    with pytest.raises(ValueError, match=r"unknown outer optimizer 'zzz'; known: "):
+        build_outer("zzz")
+
+
+def test_unknown_setting_names_the_known_and_the_closest():
+    with pytest.raises(ValueError, match=r"no setting 'inner_step' \(did you mean 'inner_steps'\?\)"):
+        build_outer("diloco", inner_step=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": "0.7"}, "'lr' .* must be float, got '0.7'"),
+        ({"inner_steps": 1.5}, "'inner_steps' .* must be int"),
+        ({"inner_steps": True}, "'inner_steps' .* must be int"),
+        ({"lr": 0.0}, "lr must be positive"),
+        ({"lr": float("nan")}, "lr must be positive"),
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\)"),
+        ({"inner_steps": 0}, "inner_steps must be at least 1"),
+    ],
+)
+def test_a_setting_of_another_type_or_range_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        build_outer("diloco", **settings)
+
+
+def test_a_name_is_given_once():
+    assert register("diloco")(DiLoCo) is DiLoCo
+    with pytest.raises(ValueError, match="registered by DiLoCo already"):
+        register("diloco")(type("Other", (), {}))

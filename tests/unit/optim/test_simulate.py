@@ -1,0 +1,91 @@
+"""The simulated engine: who is there when."""
+
+import pytest
+import torch
+
+from optim import ANCHOR, DiLoCo, FragmentKey, FragmentTable
+from optim.simulate import simulate
+
+TABLE = FragmentTable.from_named_shapes([("w", (4,))])
+KEY = FragmentKey(kind="param", index=0)
+
+
+def step_by_name(worker, _inner_step, value):
+    value += {"ash": 1.0, "birch": 2.0, "cedar": 4.0}[worker]
+
+
+def run(num_inner_steps, workers=("ash", "birch"), outer=None, **settings):
+    return simulate(
+        outer or DiLoCo(lr=1.0, momentum=0.0, inner_steps=2),
+        table=TABLE,
+        initial=torch.zeros(4),
+        workers=workers,
+        inner_step=step_by_name,
+        num_inner_steps=num_inner_steps,
+        **settings,
+    )
+
+
+def anchor_heights(trajectory):
+    return [committed.shared[ANCHOR][0].item() for committed in trajectory.committed]
+
+
+def test_the_anchor_moves_by_the_mean_of_the_workers():
+    assert anchor_heights(run(4)) == [3.0, 6.0]
+
+
+def test_a_worker_that_leaves_takes_its_payload_with_it():
+    trajectory = run(4, leaves={4: ["birch"]})
+    assert anchor_heights(trajectory) == [3.0, 5.0]
+    assert trajectory.committed[-1].members == ("ash",)
+    assert list(trajectory.values) == ["ash"]
+
+
+def test_a_joiner_starts_from_the_anchor_and_the_donors_shared_state():
+    trajectory = run(4, joins={2: ["cedar"]}, outer=DiLoCo(lr=1.0, momentum=0.5, inner_steps=2))
+    assert trajectory.committed[1].members == ("ash", "birch", "cedar")
+    assert len(set(trajectory.committed[1].digests.values())) == 1
+    # anchor 4.5, momentum 3; then delta = -(2 + 4 + 8) / 3
+    assert anchor_heights(trajectory) == pytest.approx([4.5, 4.5 + 14 / 3 + 0.5 * (1.5 + 14 / 3)])
+
+
+def test_a_joiner_in_mid_round_brings_the_steps_it_did():
+    assert anchor_heights(run(2, joins={1: ["cedar"]})) == pytest.approx([(2 + 4 + 4) / 3])
+
+
+def test_a_round_without_contributors_is_dropped():
+    trajectory = run(2, weights={"ash": 0.0, "birch": 0.0})
+    assert not trajectory.committed
+    assert [round_.inner_step for round_ in trajectory.dropped] == [2]
+
+
+def test_the_initial_value_is_not_written():
+    initial = torch.zeros(4)
+    simulate(
+        DiLoCo(inner_steps=1),
+        table=TABLE,
+        initial=initial,
+        workers=("ash",),
+        inner_step=step_by_name,
+        num_inner_steps=3,
+    )
+    assert initial.count_nonzero() == 0
+
+
+def test_a_method_that_lets_its_own_payload_into_shared_state_is_caught():
+    class Diverging(DiLoCo):
+        def absorb(self, round_, result, state, /, *, out=None):
+            result.value.add_(result.contribution.payload * 1e-6)
+            return super().absorb(round_, result, state, out=out)
+
+    trajectory = run(4, outer=Diverging(inner_steps=2))
+    assert all(len(set(committed.digests.values())) == 2 for committed in trajectory.committed)
+
+
+def test_fragments_of_another_kind_are_refused():
+    class Moments(DiLoCo):
+        def fragments(self, table, /):
+            return (table.whole("adam.exp_avg"),)
+
+    with pytest.raises(ValueError, match="only fragments of kind 'param'"):
+        run(1, outer=Moments())
