@@ -1,0 +1,307 @@
+"""docker/shape.py on a real kernel: between two network namespaces that the test makes and removes.
+
+Where the kernel has netem its delay and loss are measured; where it has not, the refusal is tested instead.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+DOCKER = Path(__file__).resolve().parents[2] / "docker"
+RATE_MBIT = 20
+DELAY_MS = 60
+SCENARIO = f"""
+[links.thin]
+rate_mbit = {RATE_MBIT}
+queue_kb = 64
+
+[links.far]
+delay_ms = {DELAY_MS}
+jitter_ms = 5
+rate_mbit = {RATE_MBIT}
+queue_kb = 64
+
+[links.long]
+delay_ms = {DELAY_MS}
+rate_mbit = {RATE_MBIT}
+queue_kb = 512
+
+[links.broken]
+loss_percent = 100
+"""
+
+# Prints its port, then the bytes a second that arrive. The first half second is not counted: in it the token
+# bucket is still full and TCP has not found its pace.
+RECEIVER = """
+import socket, sys, time
+host, seconds = sys.argv[1], float(sys.argv[2])
+with socket.create_server((host, 0)) as server:
+    server.settimeout(20)
+    print(server.getsockname()[1], flush=True)
+    connection, _ = server.accept()
+    with connection:
+        connection.settimeout(20)
+        started, since, nbytes = time.monotonic(), None, 0
+        while True:
+            piece = connection.recv(1 << 16)
+            now = time.monotonic()
+            if not piece or now - started > seconds:
+                break
+            if since is not None:
+                nbytes += len(piece)
+            elif now - started > 0.5:
+                since = now
+        print(nbytes / (now - since))
+"""
+SENDER = """
+import socket, sys
+with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=20) as connection:
+    try:
+        while True:
+            connection.sendall(bytes(1 << 16))
+    except (ConnectionResetError, BrokenPipeError):
+        pass  # the receiver has measured long enough
+"""
+# Prints the shortest of five connection set-ups, in milliseconds: one round trip each.
+KNOCK = """
+import socket, sys, time
+host = sys.argv[1]
+def knock(port):
+    started = time.monotonic()
+    socket.create_connection((host, port), timeout=20).close()
+    return time.monotonic() - started
+print(min(knock(int(sys.argv[2])) for _ in range(5)) * 1e3)
+"""
+ACCEPT_FIVE = """
+import socket, sys
+with socket.create_server((sys.argv[1], 0)) as server:
+    server.settimeout(20)
+    print(server.getsockname()[1], flush=True)
+    for _ in range(5):
+        server.accept()[0].close()
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A veth pair between two namespaces; `near` is the end that is shaped."""
+
+    near: str
+    far: str
+    far_address: str
+    interface: str
+    scenario: Path
+
+    def shape(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run shape.py on the near end."""
+        script = [sys.executable, str(DOCKER / "shape.py"), "--scenario", str(self.scenario)]
+        return run([*inside(self.near), *script, "--interface", self.interface, *arguments])
+
+    def transfer_mbit(self, seconds: float) -> float:
+        """Send over TCP from near to far for so long; returns 10^6 bit/s of payload that arrived."""
+        receiver = [*inside(self.far), sys.executable, "-c", RECEIVER, self.far_address, str(seconds)]
+        with subprocess.Popen(receiver, stdout=subprocess.PIPE, text=True) as receiving:
+            assert receiving.stdout is not None
+            port = receiving.stdout.readline().strip()
+            must([*inside(self.near), sys.executable, "-c", SENDER, self.far_address, port])
+            result, _ = receiving.communicate(timeout=30)
+        return float(result) * 8 / 1e6
+
+    def round_trip_ms(self) -> float:
+        """The shortest TCP connection set-up from near to far."""
+        acceptor = [*inside(self.far), sys.executable, "-c", ACCEPT_FIVE, self.far_address]
+        with subprocess.Popen(acceptor, stdout=subprocess.PIPE, text=True) as accepting:
+            assert accepting.stdout is not None
+            port = accepting.stdout.readline().strip()
+            shortest_ms = must([*inside(self.near), sys.executable, "-c", KNOCK, self.far_address, port])
+            accepting.communicate(timeout=30)
+        return float(shortest_ms)
+
+
+def inside(namespace: str) -> list[str]:
+    return ["ip", "netns", "exec", namespace]
+
+
+def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | variables
+    return subprocess.run(command, capture_output=True, text=True, timeout=40, check=False, env=environment)
+
+
+def must(command: list[str]) -> str:
+    done = run(command)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stdout
+
+
+def why_impossible() -> str | None:
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if not (shutil.which("ip") and shutil.which("tc")):
+        return "needs `ip` and `tc` (install iproute2)"
+    name = f"isthmus-try-{os.getpid()}"
+    tried = run(["ip", "netns", "add", name])
+    if tried.returncode:
+        return f"`ip netns add` does not work here: {tried.stderr.strip()}"
+    must(["ip", "netns", "del", name])
+    return None
+
+
+IMPOSSIBLE = why_impossible()
+pytestmark = [pytest.mark.netns, pytest.mark.skipif(IMPOSSIBLE is not None, reason=str(IMPOSSIBLE))]
+
+
+@pytest.fixture
+def link(tmp_path: Path) -> Iterator[Link]:
+    near, far = (f"isthmus-{side}-{os.getpid()}" for side in ("near", "far"))
+    scenario = tmp_path / "scenario.toml"
+    scenario.write_text(SCENARIO)
+    made = Link(near=near, far=far, far_address="10.77.0.2", interface="wan0", scenario=scenario)
+    try:
+        for namespace in (near, far):
+            must(["ip", "netns", "add", namespace])
+        must(["ip", "-n", near, "link", "add", "wan0", "type", "veth", "peer", "name", "wan0", "netns", far])
+        for namespace, address in ((near, "10.77.0.1"), (far, "10.77.0.2")):
+            must(["ip", "-n", namespace, "address", "add", f"{address}/24", "dev", "wan0"])
+            must(["ip", "-n", namespace, "link", "set", "wan0", "up"])
+        yield made
+    finally:
+        for namespace in (near, far):
+            run(["ip", "netns", "del", namespace])
+
+
+@pytest.fixture
+def has_netem(link: Link) -> bool:
+    """Whether this kernel has netem, found out without the code under test."""
+    added = run([*inside(link.far), "tc", "qdisc", "add", "dev", "wan0", "root", "netem", "delay", "1ms"])
+    if added.returncode:
+        return False
+    must([*inside(link.far), "tc", "qdisc", "del", "dev", "wan0", "root"])
+    return True
+
+
+def qdisc_kinds(link: Link) -> list[str]:
+    shown = must([*inside(link.near), "tc", "-j", "qdisc", "show", "dev", link.interface])
+    return [qdisc["kind"] for qdisc in json.loads(shown)]
+
+
+def gso_max_segs(link: Link) -> int:
+    shown = must(["ip", "-n", link.near, "-d", "link", "show", "dev", link.interface])
+    found = re.search(r"gso_max_segs (\d+)", shown)
+    assert found is not None
+    return int(found[1])
+
+
+def test_tcp_transfer_runs_at_the_shaped_rate_and_not_without_it(link: Link) -> None:
+    assert link.transfer_mbit(1.0) > 5 * RATE_MBIT
+    applied = link.shape("--link", "thin")
+    assert applied.returncode == 0, applied.stderr
+    assert applied.stdout == f"wan0: in force: rate_mbit = {RATE_MBIT}, queue_kb = 64\n"
+    assert link.transfer_mbit(3.0) == pytest.approx(RATE_MBIT, rel=0.15)
+
+
+def test_shape_replaces_an_earlier_one_and_clears_to_a_bare_interface(link: Link) -> None:
+    before = qdisc_kinds(link)
+    for _ in range(2):
+        assert link.shape("--link", "thin").returncode == 0
+        assert qdisc_kinds(link) == ["tbf"]
+        assert gso_max_segs(link) == 1
+    for _ in range(2):
+        cleared = link.shape("--clear")
+        assert (cleared.returncode, cleared.stdout) == (0, "wan0: in force: nothing\n")
+        assert qdisc_kinds(link) == before
+        assert gso_max_segs(link) == 65_535
+
+
+def test_show_gives_the_kernels_counters(link: Link) -> None:
+    assert link.shape("--link", "thin").returncode == 0
+    shown = link.shape("--show").stdout
+    assert shown.startswith(f"wan0: in force: rate_mbit = {RATE_MBIT}, queue_kb = 64\nqdisc tbf 1: root")
+    assert "dropped" in shown
+
+
+def test_qdisc_of_somebody_else_is_neither_replaced_nor_removed(link: Link) -> None:
+    must([*inside(link.near), "tc", "qdisc", "add", "dev", "wan0", "root", "handle", "8:", "pfifo"])
+    refused = link.shape("--link", "thin")
+    assert refused.returncode == 3
+    assert "another qdisc holds this interface" in refused.stderr
+    assert link.shape("--clear").returncode == 0
+    assert qdisc_kinds(link) == ["pfifo"]
+    assert gso_max_segs(link) == 65_535
+
+
+def test_delay_is_measured_where_there_is_netem_and_refused_by_name_where_not(link: Link, has_netem: bool) -> None:
+    applied = link.shape("--link", "far")
+    if has_netem:
+        assert applied.returncode == 0, applied.stderr
+        assert qdisc_kinds(link) == ["netem", "tbf"]
+        # One way only is delayed, and jitter may take 5 ms off; a busy machine may add some.
+        assert DELAY_MS - 5 <= link.round_trip_ms() <= DELAY_MS + 20
+    else:
+        assert applied.returncode == 3
+        assert applied.stdout == ""
+        assert "this kernel has no netem" in applied.stderr
+        assert f"NOT emulated: delay_ms = {DELAY_MS}, jitter_ms = 5; load sch_netem" in applied.stderr
+        assert "netem" not in qdisc_kinds(link)
+        assert "tbf" not in qdisc_kinds(link)
+
+
+def test_partial_shape_is_applied_only_when_allowed_and_says_what_is_left_out(link: Link, has_netem: bool) -> None:
+    if has_netem:
+        pytest.skip("this kernel has both netem and tbf: nothing is left out")
+    applied = link.shape("--link", "far", "--allow-partial")
+    assert applied.returncode == 0
+    assert "NOT emulated: delay_ms = 60, jitter_ms = 5" in applied.stderr
+    assert applied.stdout == f"wan0: in force: rate_mbit = {RATE_MBIT}, queue_kb = 64\n"
+    assert qdisc_kinds(link) == ["tbf"]
+    assert link.round_trip_ms() < DELAY_MS / 2
+
+
+def test_rate_holds_behind_a_delay(link: Link, has_netem: bool) -> None:
+    if not has_netem:
+        pytest.skip("this kernel has no netem (sch_netem)")
+    # No jitter, which reorders, and a queue beyond rate × delay: else it is TCP that stays below the rate.
+    assert link.shape("--link", "long").returncode == 0
+    assert link.transfer_mbit(4.0) == pytest.approx(RATE_MBIT, rel=0.15)
+
+
+def test_link_that_loses_everything_lets_nothing_through(link: Link, has_netem: bool) -> None:
+    if not has_netem:
+        pytest.skip("this kernel has no netem (sch_netem)")
+    assert link.shape("--link", "broken").returncode == 0
+    lone = "import socket, sys; socket.create_connection((sys.argv[1], 9), timeout=1)"
+    tried = run([*inside(link.near), sys.executable, "-c", lone, link.far_address])
+    assert "TimeoutError" in tried.stderr  # without the loss it would be ConnectionRefusedError
+
+
+def test_entrypoint_shapes_with_the_capabilities_of_compose_and_keeps_none(link: Link) -> None:
+    if shutil.which("setpriv") is None:
+        pytest.skip("needs setpriv (util-linux)")
+    folder = Path(tempfile.mkdtemp(prefix="shape-"))  # readable for the user that the entrypoint becomes
+    try:
+        folder.chmod(0o755)
+        for name in ("entrypoint.sh", "shape.py"):
+            shutil.copy(DOCKER / name, folder)
+        granted = ["setpriv", "--bounding-set=-all,+net_admin,+setuid,+setgid", "--no-new-privs", "--"]
+        look = [str(folder / "entrypoint.sh"), "sh", "-c", "id -u; grep CapEff /proc/self/status"]
+        variables = {"SHAPE_LINK": "thin", "SHAPE_SCENARIO": str(link.scenario), "SHAPE_INTERFACE": "wan0"}
+        done = run([*inside(link.near), *granted, *look], **variables)
+        variables["SHAPE_LINK"] = "thick"
+        refused = run([*inside(link.near), *granted, *look], **variables)
+        kept_down = run([*inside(link.near), *granted, *look], **variables, ON_FAILURE="1")
+    finally:
+        shutil.rmtree(folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"10001\nCapEff:\t{0:016x}\n"
+    assert qdisc_kinds(link) == ["tbf"]
+    assert (refused.returncode, kept_down.returncode) == (2, 0)
+    assert refused.stdout == kept_down.stdout == ""  # nothing was run over an unshaped link
+    assert "exit code 2, which no restart cures" in kept_down.stderr

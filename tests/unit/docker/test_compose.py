@@ -1,0 +1,311 @@
+"""compose.yml, the Dockerfile and the entrypoint, checked as far as they can be without a Docker engine."""
+
+import ipaddress
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from trainer.errors import RESTARTABLE, ExitCode
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCKER = ROOT / "docker"
+UNPRIVILEGED_ID = "10001"
+CAPABILITIES_OF_A_SHAPED_PEER = {"NET_ADMIN", "SETUID", "SETGID"}
+
+
+class StrictLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping, as Compose does and PyYAML does not."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        written = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        twice = {key for key in written if written.count(key) > 1}
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"keys stand twice: {twice}", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+@pytest.fixture(scope="module")
+def compose() -> Any:
+    return yaml.safe_load((DOCKER / "compose.yml").read_text())
+
+
+@pytest.fixture(scope="module")
+def schema() -> Any:
+    return json.loads(Path(__file__).with_name("compose_schema.json").read_text())
+
+
+def peers(compose: Any) -> dict[str, Any]:
+    return {name: service for name, service in compose["services"].items() if name != "coordinator"}
+
+
+# --------------------------------------------------------------------------------------- compose
+
+
+def test_compose_file_follows_the_compose_specification(compose: Any, schema: Any) -> None:
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.Draft202012Validator(schema).validate(compose)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("privileged", True),
+        ("pid", "host"),
+        ("restart", "sometimes"),
+        ("image", "isthmus"),
+        ("command", "isthmus join"),
+        ("user", "root"),
+        ("stop_grace_period", "90"),
+        ("volumes", ["ticket"]),
+        ("cap_add", ["CAP_net_admin"]),
+    ],
+)
+def test_schema_refuses_what_the_specification_or_we_do_not_allow(
+    compose: Any, schema: Any, key: str, value: object
+) -> None:
+    broken = json.loads(json.dumps(compose))
+    broken["services"]["peer-1"][key] = value
+    assert not jsonschema.Draft202012Validator(schema).is_valid(broken)
+
+
+def test_one_coordinator_and_three_peers_run_one_image(compose: Any) -> None:
+    assert len(peers(compose)) == 3
+    assert len({service["image"] for service in compose["services"].values()}) == 1
+    assert len({json.dumps(service["build"]) for service in compose["services"].values()}) == 1
+    build = compose["services"]["coordinator"]["build"]
+    assert (DOCKER / build["context"]).resolve() == ROOT
+    assert (ROOT / build["dockerfile"]).is_file()
+
+
+def test_every_peer_waits_for_the_coordinators_ticket_and_joins_with_it(compose: Any) -> None:
+    coordinator = compose["services"]["coordinator"]
+    ticket = coordinator["command"][coordinator["command"].index("--ticket-file") + 1]
+    assert ticket in coordinator["healthcheck"]["test"][1]
+    volume = next(v for v in coordinator["volumes"] if isinstance(v, str) and v.startswith("ticket:"))
+    assert ticket.startswith(volume.split(":")[1] + "/")
+    for peer in peers(compose).values():
+        assert peer["command"] == ["isthmus", "join", f"@{ticket}"]
+        assert peer["depends_on"] == {"coordinator": {"condition": "service_healthy"}}
+        assert f"{volume}:ro" in peer["volumes"]
+
+
+def test_every_named_volume_is_declared_used_and_every_run_directory_is_its_own(compose: Any) -> None:
+    mounts = [v.split(":") for s in compose["services"].values() for v in s["volumes"] if isinstance(v, str)]
+    assert {name for name, *_ in mounts} == set(compose["volumes"])
+    run_directories = [name for name, target, *_ in mounts if target == "/var/lib/isthmus"]
+    assert len(run_directories) == len(set(run_directories)) == len(compose["services"])
+
+
+def test_bind_mounts_are_read_only_and_never_invented_by_the_engine(compose: Any) -> None:
+    binds = [v for s in compose["services"].values() for v in s["volumes"] if isinstance(v, dict)]
+    assert binds
+    for bind in binds:
+        assert bind["read_only"] is True
+        assert bind["bind"]["create_host_path"] is False
+    assert (DOCKER / "scenario.toml").is_file()
+
+
+def test_addresses_are_fixed_distinct_and_inside_the_subnet(compose: Any) -> None:
+    subnet = ipaddress.ip_network(compose["networks"]["wan"]["ipam"]["config"][0]["subnet"])
+    assert subnet.is_private
+    addresses = [ipaddress.ip_address(s["networks"]["wan"]["ipv4_address"]) for s in compose["services"].values()]
+    assert len(set(addresses)) == len(compose["services"])
+    taken_by_docker = (subnet.network_address, subnet.network_address + 1, subnet.broadcast_address)
+    assert all(address in subnet and address not in taken_by_docker for address in addresses)
+
+
+def test_capabilities_are_minimal_and_only_where_a_link_is_shaped(compose: Any) -> None:
+    for service in compose["services"].values():
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert "privileged" not in service
+        is_shaped = bool(service["environment"].get("SHAPE_LINK"))
+        expected = CAPABILITIES_OF_A_SHAPED_PEER if is_shaped else set()
+        assert set(service.get("cap_add", [])) == expected
+        assert service["user"] == ("0:0" if is_shaped else f"{UNPRIVILEGED_ID}:{UNPRIVILEGED_ID}")
+
+
+def test_every_peer_has_its_own_link_in_the_scenario_and_no_link_is_left_over(compose: Any) -> None:
+    links = [peer["environment"]["SHAPE_LINK"] for peer in peers(compose).values()]
+    assert sorted(links) == sorted(tomllib.loads((DOCKER / "scenario.toml").read_text())["links"])
+    targets = {v["target"] for peer in peers(compose).values() for v in peer["volumes"] if isinstance(v, dict)}
+    assert {peer["environment"]["SHAPE_SCENARIO"] for peer in peers(compose).values()} <= targets
+
+
+def test_every_restart_goes_through_the_translation_of_exit_codes(compose: Any) -> None:
+    for service in compose["services"].values():
+        assert service["restart"] == "on-failure"
+        assert service["environment"]["ON_FAILURE"] == "1"
+
+
+def test_compose_passes_only_variables_that_the_entrypoint_reads(compose: Any) -> None:
+    read = set(re.findall(r"\$\{?([A-Z_]+)", (DOCKER / "entrypoint.sh").read_text()))
+    passed = {name for service in compose["services"].values() for name in service["environment"]}
+    assert passed <= read
+
+
+def test_no_key_stands_twice_in_the_compose_file() -> None:
+    yaml.load((DOCKER / "compose.yml").read_text(), Loader=StrictLoader)
+    with pytest.raises(yaml.constructor.ConstructorError):
+        yaml.load("a: {b: 1, b: 2}", Loader=StrictLoader)
+
+
+# ------------------------------------------------------------------------------------ Dockerfile
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile as (INSTRUCTION, arguments), continuation lines joined, comments left out."""
+    lines = [line for line in (DOCKER / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    pairs = [line.split(maxsplit=1) for line in joined.splitlines() if line.strip()]
+    return [(name, rest) for name, rest in pairs]
+
+
+def runtime_stage() -> list[tuple[str, str]]:
+    every = instructions()
+    last = max(index for index, (name, _) in enumerate(every) if name == "FROM")
+    return every[last:]
+
+
+def test_image_runs_as_the_unprivileged_user_that_the_entrypoint_drops_to() -> None:
+    users = [rest for name, rest in runtime_stage() if name == "USER"]
+    assert users == [f"{UNPRIVILEGED_ID}:{UNPRIVILEGED_ID}"]
+    assert f"user={UNPRIVILEGED_ID}\n" in (DOCKER / "entrypoint.sh").read_text()
+
+
+def test_base_images_are_named_with_a_version() -> None:
+    arguments = dict(rest.split("=", 1) for name, rest in instructions() if name == "ARG")
+    stages = set()
+    for name, rest in instructions():
+        if name == "FROM":
+            base, _, stage = rest.partition(" AS ")
+            base = re.sub(r"\$\{(\w+)\}", lambda match: arguments[match[1]], base)
+            assert base in stages or re.fullmatch(r"[a-z/]+:[0-9][\w.-]+", base), base
+            stages.add(stage)
+    assert len(stages) == 2
+
+
+def test_every_copied_source_exists_and_is_let_through_to_the_builder() -> None:
+    let_through = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for name, rest in instructions():
+        if name == "COPY" and "--from=" not in rest:
+            *sources, _ = [word for word in shlex.split(rest) if not word.startswith("--")]
+            for source in sources:
+                assert (ROOT / source).exists(), source
+                assert source.removeprefix("./") in let_through, source
+
+
+def test_image_holds_every_package_that_the_wheel_is_made_of() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = {
+        *project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"],
+        project["project"]["readme"],
+        *project["project"]["license-files"],
+    }
+    copied = {word for name, rest in instructions() if name == "COPY" for word in shlex.split(rest)[:-1]}
+    assert needed <= copied
+
+
+def test_image_asks_status_for_its_health_and_keeps_runs_in_a_volume() -> None:
+    stage = runtime_stage()
+    health = next(rest for name, rest in stage if name == "HEALTHCHECK")
+    assert "isthmus status --json" in health
+    assert "SHAPE_LINK= " in health  # or every check would shape the link anew
+    assert ("VOLUME", "/var/lib/isthmus") in stage
+    assert ("WORKDIR", "/var/lib/isthmus") in stage
+
+
+def test_no_secret_and_no_package_index_is_written_into_the_image() -> None:
+    for name, rest in instructions():
+        if name in ("ARG", "ENV"):
+            assert not re.search(r"token|password|secret|://", rest, re.IGNORECASE), rest
+    assert ("ARG", 'TORCH_INDEX_URL=""') in instructions()
+    assert ("ARG", 'PIP_OPTIONS=""') in instructions()
+
+
+# ------------------------------------------------------------------------------------ entrypoint
+
+
+@pytest.fixture(scope="module")
+def entrypoint() -> Iterator[Path]:
+    """A copy where the unprivileged user may read it, wherever this checkout lies."""
+    if os.geteuid() == 0 and shutil.which("setpriv") is None:
+        pytest.skip("dropping root needs setpriv (util-linux)")
+    folder = Path(tempfile.mkdtemp(prefix="entrypoint-"))
+    folder.chmod(0o755)
+    shutil.copy(DOCKER / "entrypoint.sh", folder)
+    yield folder / "entrypoint.sh"
+    shutil.rmtree(folder)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return {"PATH": os.environ["PATH"], **variables}
+
+
+@pytest.mark.parametrize("code", list(ExitCode), ids=lambda code: code.name.lower())
+def test_exit_code_reaches_a_restarting_engine_only_if_a_restart_can_cure_it(entrypoint: Path, code: ExitCode) -> None:
+    command = [str(entrypoint), "sh", "-c", f"exit {code}"]
+    done = subprocess.run(
+        command, env=environment(ON_FAILURE="1"), capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == (code if code in RESTARTABLE else 0)
+    assert (f"exit code {code:d}," in done.stderr) == (code not in RESTARTABLE and code != 0)
+
+
+def test_exit_code_is_untouched_without_a_restart_policy(entrypoint: Path) -> None:
+    done = subprocess.run([entrypoint, "sh", "-c", "exit 5"], env=environment(), timeout=20, check=False)
+    assert done.returncode == 5
+
+
+def test_sigterm_reaches_the_command_and_its_own_exit_code_comes_back(entrypoint: Path) -> None:
+    patient = "trap 'echo asked; exit 7' TERM; echo ready; while :; do sleep 0.05; done"
+    with subprocess.Popen(
+        [entrypoint, "sh", "-c", patient], env=environment(ON_FAILURE="1"), stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "ready\n"
+        running.send_signal(signal.SIGTERM)
+        rest, _ = running.communicate(timeout=20)
+    assert rest == "asked\n"
+    assert running.returncode == 7
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has something to drop")
+def test_command_of_a_root_container_has_no_privilege_left(entrypoint: Path) -> None:
+    look = ["sh", "-c", "id -u; id -G; grep -E 'Cap(Prm|Eff|Inh|Amb)|NoNewPrivs' /proc/self/status"]
+    done = subprocess.run(
+        [entrypoint, *look], env=environment(), capture_output=True, text=True, timeout=20, check=True
+    )
+    uid, groups, *status = done.stdout.splitlines()
+    assert (uid, groups) == (UNPRIVILEGED_ID, UNPRIVILEGED_ID)
+    values = dict(line.split(":\t") for line in status)
+    assert values.pop("NoNewPrivs") == "1"
+    assert len(values) == 4
+    assert set(values.values()) == {"0" * 16}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may shape")
+def test_shaping_without_root_is_an_environment_error(entrypoint: Path) -> None:
+    done = subprocess.run(
+        [entrypoint, "true"],
+        env=environment(SHAPE_LINK="peer-1"),
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == ExitCode.ENVIRONMENT
+    assert "user 0" in done.stderr
