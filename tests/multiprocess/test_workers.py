@@ -1,0 +1,310 @@
+"""Real worker processes under a real pool."""
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from trainer.corpus import Corpus
+from trainer.errors import ConfigError, EnvironmentFault, ExitCode, TrainingFault
+from trainer.model import ModelConfig, initial_parameters, num_parameters
+from trainer.shared_buffer import SharedBuffer
+from trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
+from trainer.worker_pool import WorkerDied, WorkerPool, WorkerStalled
+
+pytestmark = pytest.mark.multiprocess
+
+MODEL = ModelConfig(dim=8, num_layers=2, num_heads=2, num_kv_heads=1, hidden_dim=13, max_seq_len=8)
+NUMEL = num_parameters(MODEL)
+TEXT = np.frombuffer(b"Peers come and go; the run goes on. " * 40, dtype=np.uint8)
+CORPUS = Corpus(train=TEXT[:1000], validation=TEXT[1000:], digest="", description="")
+JOB = TrainingJob(
+    model=MODEL,
+    seq_len=8,
+    data_seed=3,
+    optimizer=OptimizerJob(lr=1e-2),
+    schedule=ScheduleJob(total_steps=100),
+    micro_batch=2,
+    eval_batch=2,
+    num_eval_batches=5,
+)
+
+
+@pytest.fixture
+def mailbox() -> Iterator[SharedBuffer]:
+    buffer = SharedBuffer.create(NUMEL)
+    buffer.tensor.copy_(initial_parameters(MODEL, 0))
+    yield buffer
+    buffer.close()
+
+
+@pytest.fixture(autouse=True)
+def private_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for sockets, short enough, that must be empty in the end."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+        assert list(Path(folder).iterdir()) == []
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No descriptor and no child, dead or alive, may outlive a test."""
+    before = _inodes_of_descriptors()
+    yield
+    leaked = _inodes_of_descriptors() - before
+    assert not {name for name in leaked if "memfd" in name or "socket" in name or "worker" in name}, leaked
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def _inodes_of_descriptors() -> set[str]:
+    names = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            names.add(f"{entry.name} {entry.readlink()}")
+        except FileNotFoundError:
+            continue  # the descriptor of the listing itself
+    return names
+
+
+def _pool(mailbox: SharedBuffer, log_dir: Path, num_workers: int = 1, job: TrainingJob = JOB, **settings) -> WorkerPool:
+    return WorkerPool(
+        job, mailbox=mailbox, corpus=CORPUS, num_workers=num_workers, device="cpu", num_threads=1, log_dir=log_dir,
+        **settings,
+    )  # fmt: skip
+
+
+async def _train(num_workers: int, mailbox: SharedBuffer, log_dir: Path) -> tuple[list[float], list[float]]:
+    """Losses and norms of four steps and of an evaluation; the end is in the mailbox."""
+    async with _pool(mailbox, log_dir, num_workers) as pool:
+        await pool.load()
+        # 7 samples: with two workers 4 and 3, in micro-batches of 2: the second has none left for half a micro-batch.
+        # 1 sample: the second worker has nothing at all.
+        batches = [range(7), range(7, 14), [14], range(15, 20)]
+        async with asyncio.TaskGroup() as group:  # all at once: the pool itself keeps to its window
+            steps = [
+                group.create_task(pool.step(batch, inner_step=number)) for number, batch in enumerate(batches, start=1)
+            ]
+        done = [step.result() for step in steps]
+        assert [step.inner_step for step in done] == [1, 2, 3, 4]
+        assert [step.num_tokens for step in done] == [56, 56, 8, 40]
+        loss = await pool.evaluate()
+        await pool.store()
+        return [*(step.loss for step in done), loss], [step.grad_norm for step in done]
+
+
+async def test_one_and_two_workers_train_to_equal_parameters(mailbox: SharedBuffer, tmp_path: Path) -> None:
+    losses, norms = await _train(1, mailbox, tmp_path)
+    alone = mailbox.tensor.clone()
+    mailbox.tensor.copy_(initial_parameters(MODEL, 0))
+    losses_of_two, norms_of_two = await _train(2, mailbox, tmp_path)
+    assert losses_of_two == pytest.approx(losses, rel=1e-6)
+    assert norms_of_two == pytest.approx(norms, rel=1e-5)
+    torch.testing.assert_close(mailbox.tensor, alone, rtol=1e-4, atol=1e-6)
+    assert not torch.equal(alone, initial_parameters(MODEL, 0))
+
+
+async def test_load_and_store_of_two_workers(mailbox: SharedBuffer, tmp_path: Path) -> None:
+    first = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
+    second = torch.randn(NUMEL, generator=torch.Generator().manual_seed(2))
+    async with _pool(mailbox, tmp_path, 2) as pool:
+        mailbox.tensor.copy_(first)
+        await pool.load()
+        mailbox.tensor.fill_(torch.nan)
+        await pool.store()
+        assert torch.equal(mailbox.tensor, first), "the round trip is bit for bit"
+
+        mailbox.tensor.copy_(second)
+        await pool.load(keep=0.5)
+        mailbox.tensor.fill_(torch.nan)
+        await pool.store()
+        assert torch.equal(mailbox.tensor, first * 0.5 + second * 0.5), "a blend is of separate products"
+
+        blended = mailbox.tensor.clone()
+        fragment = (slice(10, 500), slice(900, 901))
+        mailbox.tensor.copy_(second)
+        await pool.load(fragment)
+        mailbox.tensor.fill_(7.0)
+        await pool.store((slice(0, 600),))
+        expected = torch.full((NUMEL,), 7.0)
+        expected[:600] = blended[:600]
+        expected[10:500] = second[10:500]
+        assert torch.equal(mailbox.tensor, expected), "a fragment moves alone"
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+async def test_a_killed_worker_is_told_within_a_second_and_the_others_are_ended(
+    num_workers: int, mailbox: SharedBuffer, tmp_path: Path
+) -> None:
+    async with _pool(mailbox, tmp_path, num_workers) as pool:
+        await pool.load()
+        pidfds = [os.pidfd_open(pid) for pid in pool.pids]
+        os.kill(pool.pids[-1], signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(WorkerDied, match="ended by SIGKILL") as caught:
+            async with asyncio.timeout(5.0):
+                await pool.failed()
+        assert time.monotonic() - started < 1.0
+        assert (caught.value.local_rank, caught.value.worker_exit_code) == (num_workers - 1, -signal.SIGKILL)
+        assert caught.value.exit_code == ExitCode.WORKER_CRASHED
+        assert "worker_ready" in caught.value.stderr_tail
+        _wait_for_ends(pidfds)
+        with pytest.raises(WorkerDied):
+            await pool.store()
+
+
+async def test_a_worker_that_dies_while_a_step_is_under_way_ends_the_step(
+    mailbox: SharedBuffer, tmp_path: Path
+) -> None:
+    async with _pool(mailbox, tmp_path, 2) as pool:
+        await pool.load()
+        os.kill(pool.pids[0], signal.SIGSTOP)  # the other one now waits for it in a collective
+        async with asyncio.TaskGroup() as group:
+            step = group.create_task(_outcome(pool.step(range(4), inner_step=1)))
+            await asyncio.sleep(0)
+            os.kill(pool.pids[0], signal.SIGKILL)
+        assert isinstance(step.result(), WorkerDied)
+        assert step.result().local_rank == 0
+
+
+async def _outcome(awaitable) -> object:
+    try:
+        return await awaitable
+    except WorkerDied as error:
+        return error
+
+
+async def test_a_worker_that_hangs_is_stalled_in_bounded_time(mailbox: SharedBuffer, tmp_path: Path) -> None:
+    async with _pool(mailbox, tmp_path, 2) as pool:
+        await pool.load()
+        os.kill(pool.pids[1], signal.SIGSTOP)
+        with pytest.raises(WorkerStalled) as caught:
+            await pool.store(timeout_s=0.5)
+        assert (caught.value.request, caught.value.local_ranks) == ("store", (1,))
+
+
+async def test_a_loss_that_is_not_finite_is_a_training_fault(mailbox: SharedBuffer, tmp_path: Path) -> None:
+    mailbox.tensor[3] = torch.inf
+    async with _pool(mailbox, tmp_path, 2) as pool:
+        await pool.load()
+        with pytest.raises(TrainingFault, match="inner step 9: loss nan") as caught:
+            await pool.step(range(4), inner_step=9)
+        assert caught.value.exit_code == ExitCode.TRAINING_FAULT
+        assert caught.value.cure
+
+
+async def test_a_text_that_is_too_short_is_the_operators_fault(mailbox: SharedBuffer, tmp_path: Path) -> None:
+    job = msgspec.structs.replace(JOB, seq_len=900)
+    with pytest.raises(ConfigError, match="held-out tokens"):
+        async with _pool(mailbox, tmp_path, 2, job):
+            pytest.fail("the pool must not start")
+
+
+async def test_an_unexpected_error_in_a_worker_comes_with_its_traceback(mailbox: SharedBuffer, tmp_path: Path) -> None:
+    job = msgspec.structs.replace(JOB, seq_len=16)  # longer than the model was made for
+    async with _pool(mailbox, tmp_path, 2, job) as pool:
+        await pool.load()
+        with pytest.raises(WorkerDied, match="ValueError: sequence of 16 tokens") as caught:
+            await pool.step(range(4), inner_step=1)
+    assert caught.value.worker_exit_code == ExitCode.UNEXPECTED
+    assert "Traceback" in caught.value.stderr_tail
+    assert caught.value.log_path.read_text().endswith(caught.value.stderr_tail)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 3, reason="needs a machine with fewer devices than workers")
+async def test_missing_devices_are_the_operators_fault(mailbox: SharedBuffer, tmp_path: Path) -> None:
+    pool = WorkerPool(JOB, mailbox=mailbox, corpus=CORPUS, num_workers=4, device="cuda", log_dir=tmp_path)
+    with pytest.raises(EnvironmentFault, match="4 workers need as many CUDA devices"):
+        async with pool:
+            pytest.fail("the pool must not start")
+
+
+async def test_workers_ignore_the_signals_that_are_for_the_daemon(mailbox: SharedBuffer, tmp_path: Path) -> None:
+    async with _pool(mailbox, tmp_path) as pool:
+        await pool.load()
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pool.pids[0], signal_number)
+        assert os.getsid(pool.pids[0]) == pool.pids[0] != os.getsid(0)
+        assert (await pool.step([0], inner_step=1)).num_tokens == 8
+
+
+async def test_a_step_whose_caller_is_cancelled_is_trained_all_the_same(mailbox: SharedBuffer, tmp_path: Path) -> None:
+    before = mailbox.tensor.clone()
+    async with _pool(mailbox, tmp_path) as pool:
+        await pool.load()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await pool.step([0], inner_step=1)
+        done = await pool.step([1], inner_step=2)
+        assert done.inner_step == 2
+        await pool.store()
+    assert not torch.equal(mailbox.tensor, before)
+
+
+async def test_an_error_in_the_body_ends_the_workers_at_once(mailbox: SharedBuffer, tmp_path: Path) -> None:
+    pidfds: list[int] = []
+
+    async def fail() -> None:
+        async with _pool(mailbox, tmp_path, 2) as pool:
+            pidfds.extend(os.pidfd_open(pid) for pid in pool.pids)
+            raise LookupError("the daemon's own")
+
+    with pytest.raises(LookupError, match="the daemon's own"):
+        await fail()
+    _wait_for_ends(pidfds)
+
+
+def test_workers_die_with_a_killed_daemon(tmp_path: Path, private_tmp: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, __file__, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(private_tmp)},
+        text=True,
+    ) as daemon:
+        assert daemon.stdout is not None
+        pids = [int(pid) for pid in daemon.stdout.readline().split()]
+        pidfds = [os.pidfd_open(pid) for pid in pids]
+        assert len(pids) == 2
+        os.kill(pids[1], signal.SIGSTOP)  # it cannot look for its parent; the kernel must end it
+        daemon.kill()
+    _wait_for_ends(pidfds)
+    # A daemon that was killed cannot tidy up: an empty socket's name and the workers' meeting point stay behind.
+    for folder in private_tmp.glob("isthmus-*"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+
+
+def _wait_for_ends(pidfds: list[int]) -> None:
+    """Wait until the processes are gone, and close their descriptors."""
+    for pidfd in pidfds:
+        readable, _, _ = select.select([pidfd], [], [], 5.0)
+        os.close(pidfd)
+        assert readable, "a worker lives on"
+
+
+async def _run_daemon(log_dir: Path) -> None:
+    """A daemon with two workers that waits to be killed."""
+    mailbox = SharedBuffer.create(NUMEL)
+    mailbox.tensor.copy_(initial_parameters(MODEL, 0))
+    async with _pool(mailbox, log_dir, 2) as pool:
+        await pool.load()
+        print(*pool.pids, flush=True)
+        await pool.failed()
+
+
+if __name__ == "__main__":
+    asyncio.run(_run_daemon(Path(sys.argv[1])))

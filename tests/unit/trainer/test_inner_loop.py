@@ -1,0 +1,202 @@
+"""The training loop of one worker that is alone; several workers are in tests/multiprocess/test_workers.py."""
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from optim.fragments import FragmentTable
+from optim.inner import build_inner_optimizer
+from trainer.data import SampleSource, validation_batches
+from trainer.errors import TrainingFault
+from trainer.evaluate import evaluate
+from trainer.inner_loop import InnerLoop, shares
+from trainer.model import Decoder, ModelConfig, initial_parameters, named_shapes, token_loss
+from trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
+
+MODEL = ModelConfig(dim=8, num_layers=2, num_heads=2, num_kv_heads=1, hidden_dim=12, max_seq_len=8)
+TABLE = FragmentTable.from_named_shapes(named_shapes(MODEL))
+TEXT = np.frombuffer(b"Peers come and go; the run goes on. " * 40, dtype=np.uint8)
+TRAIN, VALIDATION = TEXT[:1000], TEXT[1000:]
+JOB = TrainingJob(
+    model=MODEL,
+    seq_len=8,
+    data_seed=3,
+    optimizer=OptimizerJob(lr=1e-2),
+    schedule=ScheduleJob(type="cosine", total_steps=20, warmup_steps=3),
+    micro_batch=4,
+    eval_batch=3,
+    num_eval_batches=4,
+)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def _loop(mesh: DeviceMesh, job: TrainingJob = JOB, weights: Tensor | None = None) -> InnerLoop:
+    loop = InnerLoop(job, mesh=mesh, train=TRAIN, validation=VALIDATION)
+    loop.load(initial_parameters(MODEL, 0) if weights is None else weights)
+    return loop
+
+
+def _stored(loop: InnerLoop) -> Tensor:
+    mailbox = torch.full((TABLE.numel,), torch.nan)
+    loop.store(mailbox)
+    return mailbox
+
+
+def _plain_decoder(weights: Tensor) -> Decoder:
+    decoder = Decoder(MODEL)
+    decoder.load_state_dict({spec.name: TABLE.view(weights, spec.name).clone() for spec in TABLE.specs})
+    return decoder
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("num_samples", [1, 2, 6, 7])
+def test_shares_cover_a_batch_once_and_differ_by_one_at_most(num_samples: int, num_workers: int) -> None:
+    parts = shares(num_samples, num_workers)
+    assert [position for part in parts for position in part] == list(range(num_samples))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert len(parts[0]) == max(map(len, parts))
+
+
+def test_steps_equal_plain_pytorch(mesh: DeviceMesh) -> None:
+    loop = _loop(mesh, msgspec.structs.replace(JOB, micro_batch=100))
+    decoder = _plain_decoder(initial_parameters(MODEL, 0))
+    optimizer = build_inner_optimizer(decoder.named_parameters(), lr=1e-2)
+    samples = SampleSource(TRAIN, 8, 3)
+    for inner_step in range(1, 5):
+        indices = range(6 * inner_step, 6 * inner_step + 6)
+        result = loop.step(indices, inner_step)
+        inputs, targets = samples.batch(indices)
+        loss = token_loss(decoder(inputs), targets)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = result.lr
+        optimizer.step()
+        optimizer.zero_grad()
+        assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+        assert result.num_tokens == 48
+    expected = torch.cat([p.detach().flatten() for p in decoder.parameters()])
+    torch.testing.assert_close(_stored(loop), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 5])
+def test_the_size_of_a_micro_batch_does_not_change_the_step(mesh: DeviceMesh, micro_batch: int) -> None:
+    sgd = OptimizerJob(type="sgd", lr=1.0)
+    whole = _loop(mesh, msgspec.structs.replace(JOB, micro_batch=5, optimizer=sgd))
+    parts = _loop(mesh, msgspec.structs.replace(JOB, micro_batch=micro_batch, optimizer=sgd))
+    one, other = whole.step(range(5), 9), parts.step(range(5), 9)
+    assert other.loss == pytest.approx(one.loss, rel=1e-6)
+    torch.testing.assert_close(_stored(parts), _stored(whole), rtol=1e-5, atol=1e-7)
+
+
+def test_the_learning_rate_follows_the_global_inner_step(mesh: DeviceMesh) -> None:
+    loop = _loop(mesh)
+    assert [loop.step([0], inner_step).lr for inner_step in (1, 2, 4)] == pytest.approx([0.0025, 0.005, 0.01])
+    assert loop.step([0], 21).lr == pytest.approx(0.001)
+
+
+def test_the_gradient_is_clipped_and_its_norm_told_unclipped(mesh: DeviceMesh) -> None:
+    job = msgspec.structs.replace(
+        JOB,
+        optimizer=OptimizerJob(type="sgd", lr=1.0, weight_decay=0.0),
+        schedule=ScheduleJob(total_steps=1),
+        grad_clip=1e-2,
+    )
+    loop = _loop(mesh, job)
+    before = _stored(loop)
+    result = loop.step(range(4), 1)
+    assert result.grad_norm > 0.1
+    assert torch.linalg.vector_norm(_stored(loop) - before).item() == pytest.approx(1e-2, rel=1e-3)
+
+
+def test_a_loss_that_is_not_finite_is_a_fault_and_moves_nothing(mesh: DeviceMesh) -> None:
+    weights = initial_parameters(MODEL, 0)
+    weights[5] = torch.inf
+    loop = _loop(mesh, weights=weights)
+    with pytest.raises(TrainingFault, match="inner step 3: loss nan"):
+        loop.step(range(4), 3)
+    assert torch.equal(_stored(loop), weights)
+    loop.load(initial_parameters(MODEL, 0))
+    assert loop.step(range(4), 3).loss < 6.0
+
+
+def test_an_evaluation_equals_that_of_an_unsharded_decoder(mesh: DeviceMesh) -> None:
+    expected = evaluate(_plain_decoder(initial_parameters(MODEL, 0)), validation_batches(VALIDATION, 8, 3, 4))
+    assert _loop(mesh).evaluate() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_load_after_an_evaluation_is_seen_by_the_next_one(mesh: DeviceMesh) -> None:
+    loop = _loop(mesh)
+    first = loop.evaluate()
+    loop.load(torch.zeros(TABLE.numel))
+    assert loop.evaluate() == pytest.approx(np.log(256.0), rel=1e-6)
+    loop.load(initial_parameters(MODEL, 0))
+    assert loop.evaluate() == first
+
+
+def test_a_part_can_be_blended_and_stored_alone(mesh: DeviceMesh) -> None:
+    loop = _loop(mesh)
+    before = _stored(loop)
+    part = range(100, 300)
+    loop.load(torch.ones(TABLE.numel), (part,), keep=0.25)
+    after = _stored(loop)
+    assert torch.equal(after[100:300], before[100:300] * 0.25 + torch.tensor(0.75))
+    assert torch.equal(after[300:], before[300:])
+    mailbox = torch.zeros(TABLE.numel)
+    loop.store(mailbox, (part,))
+    assert torch.equal(mailbox[part], after[part])
+    assert not mailbox[300:].any()
+
+
+def test_a_reset_optimizer_steps_like_a_new_one(mesh: DeviceMesh) -> None:
+    used = _loop(mesh)
+    for inner_step in range(1, 4):
+        used.step(range(4), inner_step)
+    used.load(initial_parameters(MODEL, 0), reset_optimizer=True)
+    kept = _loop(mesh)
+    for inner_step in range(1, 4):
+        kept.step(range(4), inner_step)
+    kept.load(initial_parameters(MODEL, 0))
+    new = _loop(mesh)
+    for loop in (used, kept, new):
+        loop.step(range(4, 8), 4)
+    assert torch.equal(_stored(used), _stored(new))
+    assert not torch.equal(_stored(kept), _stored(new))
+
+
+def test_bf16_computes_in_bf16_and_keeps_fp32(mesh: DeviceMesh) -> None:
+    loop = _loop(mesh, msgspec.structs.replace(JOB, precision="bf16"))
+    assert torch.equal(_stored(loop), initial_parameters(MODEL, 0))
+    exact = _loop(mesh).step(range(4), 1).loss
+    rounded = loop.step(range(4), 1).loss
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, rel=1e-2)
+
+
+def test_nothing_is_trained_before_weights_have_come(mesh: DeviceMesh) -> None:
+    loop = InnerLoop(JOB, mesh=mesh, train=TRAIN, validation=VALIDATION)
+    mailbox = initial_parameters(MODEL, 0)
+    for act in (loop.evaluate, lambda: loop.step([0], 1), lambda: loop.store(mailbox)):
+        with pytest.raises(RuntimeError, match="no values before the first load"):
+            act()
+    for partial in ({"keep": 0.5}, {"ranges": (range(3),)}):
+        with pytest.raises(RuntimeError, match="the first load must replace all parameters"):
+            loop.load(mailbox, **partial)
+
+
+def test_a_step_without_samples_is_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(ValueError, match="a step needs samples"):
+        _loop(mesh).step([], 1)

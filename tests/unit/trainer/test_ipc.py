@@ -1,0 +1,91 @@
+"""Messages between daemon and workers."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from trainer import ipc
+
+REQUESTS = [
+    ipc.Load(serial=1, spans=((0, 4), (9, 12)), keep=0.5, reset_optimizer=True),
+    ipc.Load(serial=2),
+    ipc.Step(serial=3, inner_step=7, indices=(5, 6, 2**40)),
+    ipc.Store(serial=4, spans=((3, 3),)),
+    ipc.Evaluate(serial=5),
+    ipc.Stop(serial=6),
+]
+REPLIES = [
+    ipc.Ready(serial=0, local_rank=1, device="cpu", seconds=1.5),
+    ipc.Loaded(serial=1),
+    ipc.StepDone(serial=3, inner_step=7, loss=2.5, num_tokens=96, grad_norm=0.1, lr=1e-3, seconds=0.2),
+    ipc.Stored(serial=4),
+    ipc.Evaluated(serial=5, loss=2.25),
+    ipc.WorkerFailed(serial=3, kind="training_fault", problem="loss nan", cure="lower inner.lr"),
+]
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda message: type(message).__name__)
+def test_a_request_reads_back_as_itself(request_: ipc.Request) -> None:
+    assert ipc.decode_request(ipc.encode(request_)) == request_
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda message: type(message).__name__)
+def test_a_reply_reads_back_as_itself(reply: ipc.Reply) -> None:
+    assert ipc.decode_reply(ipc.encode(reply)) == reply
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"type": "Load"},
+        {"type": "Load", "serial": -1},
+        {"type": "Load", "serial": 1, "keep": 1.5},
+        {"type": "Load", "serial": 1, "keep": float("nan")},
+        {"type": "Load", "serial": 1, "spans": [[0, -1]]},
+        {"type": "Load", "serial": 1, "spans": [[0, 1, 2]]},
+        {"type": "Load", "serial": 1, "extra": 1},
+        {"type": "Step", "serial": 1, "inner_step": 0, "indices": [1]},
+        {"type": "Step", "serial": 1, "inner_step": 1, "indices": []},
+        {"type": "Step", "serial": 1, "inner_step": 1, "indices": [-1]},
+        {"type": "Step", "serial": 1, "inner_step": 1, "indices": list(range(ipc.MAX_STEP_SAMPLES + 1))},
+        {"type": "Stored", "serial": 1},
+        {"type": "Reboot", "serial": 1},
+        {"serial": 1},
+        [1, 2],
+    ],
+    ids=repr,
+)
+def test_what_is_no_request_is_refused(fields: object) -> None:
+    with pytest.raises(ipc.MalformedMessage):
+        ipc.decode_request(msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.parametrize("wire", [b"", b"\xc1", ipc.encode(REQUESTS[0])[:-1], ipc.encode(REQUESTS[0]) + b"\x00"])
+def test_broken_bytes_are_refused(wire: bytes) -> None:
+    with pytest.raises(ipc.MalformedMessage):
+        ipc.decode_request(wire)
+
+
+def test_messages_over_the_limit_are_refused_on_both_ends() -> None:
+    indices = tuple(2**62 + number for number in range(ipc.MAX_MESSAGE_NBYTES // 9 + 1))
+    with pytest.raises(ValueError, match="over the limit"):
+        ipc.encode(ipc.Step(serial=1, inner_step=1, indices=indices))
+    with pytest.raises(ipc.MalformedMessage):
+        ipc.decode_reply(b"\x00" * (ipc.MAX_MESSAGE_NBYTES + 1))
+
+
+def test_the_largest_step_fits() -> None:
+    step = ipc.Step(serial=1, inner_step=1, indices=tuple(2**62 + number for number in range(ipc.MAX_STEP_SAMPLES)))
+    assert ipc.decode_request(ipc.encode(step)) == step
+
+
+def test_importing_the_messages_does_not_import_torch() -> None:
+    code = "import sys, trainer.ipc; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0
+
+
+def test_importing_the_pool_does_not_import_what_only_workers_need() -> None:
+    code = "import sys, trainer.worker_pool; sys.exit(any(m.startswith('torch.distributed.fsdp') for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0

@@ -1,0 +1,161 @@
+"""Where this worker's shards lie in the flat vector of parameters, and the copies between the two.
+
+FSDP2 cuts every parameter along its first dimension by the rule of `torch.chunk`: with n rows on L local ranks each
+takes ceil(n / L) of them until none are left, so the last shards may be smaller or empty. In the flat vector
+(`optim.fragments.FragmentTable`) rows lie one after another. A shard is therefore one contiguous range of it, and
+goes to and from the mailbox without a gather: no collective, no second copy of the parameters.
+
+Rules: every element of the flat vector belongs to exactly one local rank. Must not know messages, the optimizer or
+what the other side does with the mailbox.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Parameter
+
+from optim.fragments import FragmentTable, ParameterSpec
+
+
+def shard_rows(num_rows: int, local_rank: int, local_world_size: int) -> range:
+    """Rows of a parameter that `local_rank` holds.
+
+    Raises:
+        ValueError: the rank is not one of the `local_world_size`.
+    """
+    if not 0 <= local_rank < local_world_size:
+        raise ValueError(f"local rank {local_rank} is not in [0, {local_world_size})")
+    rows_per_rank = -(-num_rows // local_world_size)
+    start = min(local_rank * rows_per_rank, num_rows)
+    return range(start, min(start + rows_per_rank, num_rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Shard:
+    """One parameter's local part: its memory, flat, and its first element's place in the flat vector."""
+
+    values: Tensor
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.values.numel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardMap:
+    """All shards of one worker. Build it once, after the model is sharded and has memory (`to_empty`)."""
+
+    shards: tuple[_Shard, ...]
+    numel: int
+    """Elements of the whole flat vector."""
+
+    @classmethod
+    def build(cls, named_params: Iterable[tuple[str, Parameter]], table: FragmentTable) -> Self:
+        """Find the place of every shard.
+
+        Args:
+            named_params: `model.named_parameters()`, in any order: DTensors cut along dimension 0 over a mesh of one
+                dimension, as `fully_shard` makes them, or whole tensors of a worker that is alone.
+            table: the canonical layout of all parameters.
+
+        Raises:
+            ValueError: names or shapes are not those of the table, or a parameter is cut in another way.
+        """
+        params = dict(named_params)
+        specs = {spec.name: spec for spec in table.specs}
+        if strangers := sorted(params.keys() ^ specs.keys()):
+            raise ValueError(f"the model and the table of fragments differ in {', '.join(map(repr, strangers))}")
+        return cls(shards=tuple(_locate(params[name], spec) for name, spec in specs.items()), numel=table.numel)
+
+    @property
+    def num_local(self) -> int:
+        """Elements that this worker holds."""
+        return sum(shard.values.numel() for shard in self.shards)
+
+    @torch.no_grad()
+    def write(self, mailbox: Tensor, ranges: Sequence[range] = ()) -> None:
+        """Copy the shards into their places; the rest of the mailbox is untouched. Done when it returns.
+
+        Args:
+            mailbox: [numel] fp32 CPU.
+            ranges: the parts of the flat vector that are wanted (a fragment's); empty: all of it.
+
+        Raises:
+            ValueError: the mailbox has another size, or a range leaves it.
+        """
+        for values, place in self._pairs(mailbox, ranges):
+            place.copy_(values, non_blocking=True)
+        self._synchronize()
+
+    @torch.no_grad()
+    def read(self, mailbox: Tensor, ranges: Sequence[range] = (), *, keep: float = 0.0) -> None:
+        """shard <- keep * shard + (1 - keep) * mailbox, each product rounded to fp32. Done when it returns.
+
+        With `keep` = 0 the shards take the mailbox's bits, whatever they held before.
+
+        Args:
+            mailbox: [numel] fp32 CPU, not written.
+            ranges: as for `write`.
+            keep: in [0, 1]; Streaming DiLoCo's alpha (arXiv:2501.18512, eq. 3).
+
+        Raises:
+            ValueError: as for `write`, or `keep` is out of its range.
+        """
+        if not 0.0 <= keep <= 1.0:
+            raise ValueError(f"keep must be in [0, 1], got {keep}")
+        for values, place in self._pairs(mailbox, ranges):
+            if keep == 0.0:
+                values.copy_(place, non_blocking=True)
+            elif keep < 1.0:
+                values.mul_(keep).add_(place.to(values.device, non_blocking=True) * (1.0 - keep))
+        self._synchronize()
+
+    def _pairs(self, mailbox: Tensor, ranges: Sequence[range]) -> Iterable[tuple[Tensor, Tensor]]:
+        """(part of a shard, its place in the mailbox), both flat and of the same size, never empty."""
+        if mailbox.shape != (self.numel,) or mailbox.dtype != torch.float32:
+            raise ValueError(f"the mailbox must be fp32 of shape ({self.numel},), not {mailbox.dtype} {mailbox.shape}")
+        wanted = ranges or (range(self.numel),)
+        for part in wanted:
+            if part.step != 1 or not 0 <= part.start <= part.stop <= self.numel:
+                raise ValueError(f"{part} is no range of {self.numel} elements")
+        for shard in self.shards:
+            for part in wanted:
+                start, stop = max(part.start, shard.offset), min(part.stop, shard.stop)
+                if start < stop:
+                    yield shard.values[start - shard.offset : stop - shard.offset], mailbox[start:stop]
+
+    def _synchronize(self) -> None:
+        # Without it the other side would read what the device has yet to write, or overwrite what it has yet to read.
+        if any(shard.values.is_cuda for shard in self.shards):
+            torch.cuda.synchronize()
+
+
+def _locate(param: Parameter, spec: ParameterSpec) -> _Shard:
+    if tuple(param.shape) != spec.shape:
+        raise ValueError(f"{spec.name!r} has shape {tuple(param.shape)} in the model, {spec.shape} in the table")
+    if not isinstance(param, DTensor):
+        return _Shard(values=_flat(param.detach(), spec), offset=spec.offset)
+    mesh = param.device_mesh
+    if mesh.ndim != 1 or tuple(param.placements) != (Shard(0),):
+        raise ValueError(
+            f"{spec.name!r} is placed as {param.placements} over {mesh}, not cut along its first dimension"
+        )
+    rows = shard_rows(spec.shape[0], mesh.get_local_rank(), mesh.size())
+    with torch.no_grad():
+        local = param.to_local()
+    if tuple(local.shape) != (len(rows), *spec.shape[1:]):
+        raise ValueError(f"{spec.name!r} has a shard of shape {tuple(local.shape)}, not of rows {rows}")
+    row_numel = spec.numel // spec.shape[0] if spec.shape[0] else 0
+    return _Shard(values=_flat(local, spec), offset=spec.offset + rows.start * row_numel)
+
+
+def _flat(values: Tensor, spec: ParameterSpec) -> Tensor:
+    """The same memory, one-dimensional."""
+    if values.dtype != torch.float32:
+        raise ValueError(f"{spec.name!r} is kept in {values.dtype}; parameters are fp32, precision is the forward's")
+    return values.view(-1)

@@ -1,0 +1,117 @@
+"""One worker process as its daemon sees it.
+
+Owns the command line, the environment and the log of the process, and how it is ended. Rules: it runs in a session of
+its own, so that a terminal's Ctrl-C reaches the daemon alone; nothing is inherited but what the job names. Must not
+know what is said to it.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from trainer.errors import WorkerCrashed
+from trainer.worker_job import WorkerJob
+
+_STDERR_TAIL_NBYTES = 4096
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+
+class WorkerDied(WorkerCrashed):
+    """A worker process ended without being asked to.
+
+    Attributes:
+        local_rank: which.
+        worker_exit_code: its exit code; -n if signal n ended it. (`exit_code` is what our own process ends with.)
+        stderr_tail: the end of what it printed.
+        log_path: where all of it is.
+    """
+
+    def __init__(self, local_rank: int, exit_code: int, stderr_tail: str, log_path: Path) -> None:
+        how = f"by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"with exit code {exit_code}"
+        last_line = stderr_tail.strip().rpartition("\n")[2]
+        super().__init__(
+            f"worker {local_rank} ended {how}" + (f": {last_line}" if last_line else ""),
+            cure=f"{log_path} says more; start the peer again",
+        )
+        self.local_rank = local_rank
+        self.worker_exit_code = exit_code
+        self.stderr_tail = stderr_tail
+        self.log_path = log_path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WorkerProcess:
+    """A started worker. Whoever started it awaits `wait`, or a zombie is left."""
+
+    local_rank: int
+    log_path: Path
+    _process: asyncio.subprocess.Process
+    _log_start: int
+    """Size of the log before this process wrote to it."""
+
+    @classmethod
+    async def start(cls, job: WorkerJob, *, local_rank: int, num_workers: int, log_path: Path) -> Self:
+        """Start it; its output is appended to the log.
+
+        Raises:
+            OSError: the log cannot be opened, or no process can be started.
+        """
+        with log_path.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "trainer.worker",
+                msgspec.json.encode(job).decode(),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(local_rank, num_workers, job.num_threads),
+                pass_fds=(job.mailbox_fd, job.train.fd, job.validation.fd),
+                start_new_session=True,
+            )
+            return cls(local_rank=local_rank, log_path=log_path, _process=process, _log_start=log.tell())
+
+    @property
+    def pid(self) -> int:
+        """Its process id, also that of its process group."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not been seen to end."""
+        return self._process.returncode is None
+
+    async def wait(self) -> int:
+        """Its exit code, as soon as it has ended; -n if signal n ended it."""
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        """End it and whatever it has started, at once; `wait` tells when that is done."""
+        if self.is_running:
+            # Between its end and our hearing of it there is nobody to signal; its id is not reused before `wait`.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def died(self, exit_code: int) -> WorkerDied:
+        """The error that tells of its unexpected end."""
+        with self.log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, size - _STDERR_TAIL_NBYTES))
+            tail = log.read().decode("utf-8", "replace")
+        return WorkerDied(self.local_rank, exit_code, tail, self.log_path)
+
+
+def _environment(local_rank: int, num_workers: int, num_threads: int) -> dict[str, str]:
+    """Ours, and torchrun's words for one machine. The site's own traffic stays on the loopback interface."""
+    interfaces = {name: os.environ.get(name, _LOOPBACK) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    ranks = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": num_workers, "LOCAL_WORLD_SIZE": num_workers}
+    # Read by the mathematics libraries when they are loaded, before the worker could set anything.
+    threads = {"OMP_NUM_THREADS": num_threads, "MKL_NUM_THREADS": num_threads}
+    return dict(os.environ) | interfaces | {name: str(value) for name, value in (ranks | threads).items()}
