@@ -1,0 +1,80 @@
+"""The command `isthmus`.
+
+Rules: stdout is the result, stderr is logs and progress; a command imports what it needs when it runs, so that help,
+status and leave answer at once; every flag is known or an error. What the commands do stands elsewhere.
+
+Exit codes: see `trainer.errors.ExitCode`. `leave` and `status` end with 0, or 4 where no peer runs.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from trainer import cli_config, cli_models, cli_peers
+from trainer.cli_config import invocation_of
+from trainer.cli_support import PROGRAM, report, take_apart
+from trainer.errors import ConfigError, ExitCode
+
+app = typer.Typer(
+    name=PROGRAM,
+    help="Train one model on machines far apart, badly connected and unreliable.",
+    epilog="Any config key can be given as a flag (--inner.lr 3e-4); --debug shows tracebacks.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Look at the configuration.", rich_markup_mode=None)
+app.add_typer(config_app, name="config")
+
+for command in (
+    cli_peers.up,
+    cli_peers.join,
+    cli_peers.coordinator,
+    cli_peers.leave,
+    cli_peers.status,
+    cli_models.export,
+    cli_models.sample,
+):
+    app.command()(command)
+config_app.command()(cli_config.show)
+
+_TAKES_CONFIG = frozenset({"up", "join", "coordinator", "config"})
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(argv: list[str]) -> int:
+    """One command line; returns the exit code. Whatever happens, people get a sentence."""
+    debug = "--debug" in argv
+    try:
+        invocation = take_apart(argv)
+        outcome = typer.main.get_command(app).main(
+            args=list(invocation.arguments), prog_name=PROGRAM, standalone_mode=False, obj=invocation
+        )
+    except (KeyboardInterrupt, typer.Abort):
+        return int(ExitCode.FORCED)
+    except Exception as error:  # noqa: BLE001 - the root: every error becomes a sentence and an exit code
+        return report(error, debug=debug)
+    return int(outcome) if isinstance(outcome, int) else int(ExitCode.DONE)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """Look at what all commands share."""
+    if version:
+        from importlib.metadata import version as version_of
+
+        print(f"{PROGRAM} {version_of(PROGRAM)}")
+        raise typer.Exit
+    command = context.invoked_subcommand
+    if command is None:
+        print(context.get_help())
+    elif (given := invocation_of(context).overrides) and command not in _TAKES_CONFIG:
+        raise ConfigError(f"no such option --{given[0][0]}", cure=f"{PROGRAM} {command} takes no configuration")

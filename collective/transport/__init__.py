@@ -1,0 +1,12 @@
+"""Sockets and everything that is only known about sockets: options, handshakes, links, channels, the listener.
+
+The layer above speaks of frames. Operating system errors end here: they become the errors of collective/errors.py.
+"""
+
+from collective.transport.channel import Channel, connect
+from collective.transport.hello import Hello, HelloReply, Purpose
+from collective.transport.listener import Listener
+from collective.transport.sockets import SocketOptions
+from collective.wire import FrameType
+
+__all__ = ["Channel", "FrameType", "Hello", "HelloReply", "Listener", "Purpose", "SocketOptions", "connect"]

@@ -11,7 +11,7 @@ Contract with whoever drives a machine:
 from dataclasses import dataclass
 
 from collective.core.types import Member, OuterStep, PeerId, PeerRef, RoundKey, View
-from elastic.core.messages import CoordinatorMessage, Held, IndexRange, PeerMessage
+from elastic.core.messages import CoordinatorMessage, DataPosition, Held, IndexRange, PeerMessage
 from elastic.core.records import Record
 
 
@@ -218,11 +218,15 @@ class AbortExchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallStaged:
-    """The round is committed: what it staged becomes the shared state `held`."""
+    """The round is committed: what it staged becomes the shared state `held`.
+
+    `position` is where the data stands then; None if the commit was learnt from a view.
+    """
 
     key: RoundKey
     held: Held
     final: bool
+    position: DataPosition | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,13 @@ class IndexRange(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
         return max(0, self.stop - self.start)
 
 
+class DataPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which samples no commit has consumed: all from `next_index` on, and `unconsumed` below it."""
+
+    next_index: Natural
+    unconsumed: Annotated[tuple[IndexRange, ...], Meta(max_length=8192)] = ()
+
+
 class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A committed shared state that somebody has in memory, whole and verified."""
 
@@ -43,8 +50,13 @@ class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Join(_Message, frozen=True, kw_only=True):
-    """ "Let me in", and after a reconnect "I am still here". Fresh and repeated Joins are the same message."""
+    """ "Let me in", and after a reconnect "I am still here". Fresh and repeated Joins are the same message.
 
+    `epoch` is the newest epoch its sender has heard of. A former member that does not know yet that it was dropped
+    gives itself away by it: it must hear `Evicted`, and forget payload and leases, before it may be a learner.
+    """
+
+    epoch: Epoch = Epoch(0)
     address: Annotated[str, Meta(max_length=256)]
     manifest_digest: Digest
     held: Held | None = None
@@ -96,8 +108,12 @@ class Leave(_Message, frozen=True, kw_only=True):
 
 
 class LeaseRequest(_Message, frozen=True, kw_only=True):
-    """More data, please: `num_samples` sample indices. `serial` makes repeats recognisable."""
+    """More data, please: `num_samples` sample indices. `serial` makes repeats recognisable.
 
+    `epoch` is the sender's view; a request from before its last admission is void, or the grant would be lost.
+    """
+
+    epoch: Epoch
     serial: Natural
     num_samples: Annotated[int, Meta(ge=1, le=2**31)]
 
@@ -127,13 +143,17 @@ class NewView(_Message, frozen=True, kw_only=True):
 
 
 class Commit(_Message, frozen=True, kw_only=True):
-    """The round is committed: shared state number `outer_step` has `digest`. `final` ends the run."""
+    """The round is committed: shared state number `outer_step` has `digest`. `final` ends the run.
+
+    `position` is where the data stands behind that state, for checkpoints.
+    """
 
     key: RoundKey
     outer_step: OuterStep
     digest: Digest
     weights: Annotated[tuple[tuple[PeerId, Weight], ...], Meta(max_length=1024)]
     final: bool = False
+    position: DataPosition | None = None
 
 
 class Evicted(_Message, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ The journal is the list of these records in order. Replaying them gives the stat
 
 import msgspec
 
-from collective.core.types import Epoch, OuterStep, PeerId, PeerRef, RoundKey, View
+from collective.core.types import Epoch, OuterStep, PeerRef, RoundKey, View
 from elastic.core.messages import Digest, IndexRange, Natural, Weight
 
 
@@ -59,9 +59,9 @@ class LeaseRecord(_Record, frozen=True, kw_only=True):
 
 
 class ReleaseRecord(_Record, frozen=True, kw_only=True):
-    """A peer is gone; its leases that no commit consumed are free again."""
+    """A peer is gone since `epoch`; its leases that no commit consumed are free again."""
 
-    peer_id: PeerId
+    ref: PeerRef
     epoch: Epoch
     ranges: tuple[IndexRange, ...]
 

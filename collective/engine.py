@@ -1,0 +1,214 @@
+"""Where bulk frames and rounds meet: every frame is judged by the fence, then goes to its round, waits, or is dropped.
+
+Rules:
+* A frame of an older view, or of a round that has ended, is read into scratch, dropped and counted.
+* A frame of a round that is not posted here yet, or of a newer view, is held back (`Stash`). The credit of
+  core/reduce.py bounds what an honest peer can send so early; more is its protocol error.
+* A round ends when it is done, when a newer view is installed, or when its caller goes away. Its key is never used
+  again: a retry belongs to another view.
+* Nothing here waits: callbacks of the loop in, effects out. Deadlines are supervision.py's.
+"""
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+
+from collective.core.fence import Fence, Standing
+from collective.core.types import Epoch, PeerRef, RoundKey, View
+from collective.errors import CollectiveError, OperationAborted, RemoteProtocolError, RoundRefused
+from collective.round import MeanRound
+from collective.transport.bundle import Bundle
+from collective.transport.link import Link
+from collective.wire import Frame, FrameType, Header
+
+log = logging.getLogger(__name__)
+
+_CLOSED_KEYS_KEPT = 1024
+
+
+class Stash:
+    """Frames of one peer that came before their round was posted. Bounded in number and bytes; repeats replace.
+
+    Args:
+        max_frames: more is the peer's protocol error.
+        max_nbytes: likewise.
+    """
+
+    def __init__(self, *, max_frames: int, max_nbytes: int) -> None:
+        self._max_frames = max_frames
+        self._max_nbytes = max_nbytes
+        self._nbytes = 0
+        self._frames: dict[tuple[RoundKey, FrameType, int], Frame] = {}
+
+    def put(self, frame: Frame) -> None:
+        """Keep a copy. Raises RemoteProtocolError beyond the bounds."""
+        name = (frame.header.key, frame.header.type, frame.header.chunk)
+        self._drop(name)
+        nbytes = frame.header.payload_nbytes
+        if len(self._frames) >= self._max_frames or self._nbytes + nbytes > self._max_nbytes:
+            raise RemoteProtocolError("too far ahead")
+        self._frames[name] = Frame(frame.header, memoryview(bytearray(frame.payload)))
+        self._nbytes += nbytes
+
+    def take(self, key: RoundKey) -> list[Frame]:
+        """Remove and return the frames of this round, in the order of their arrival."""
+        names = [name for name in self._frames if name[0] == key]
+        frames = [self._frames[name] for name in names]
+        for name in names:
+            self._drop(name)
+        return frames
+
+    def holds(self, epoch: Epoch) -> bool:
+        """Whether anything waits for a round of this view."""
+        return any(key.epoch == epoch for key, _, _ in self._frames)
+
+    def drop_before(self, epoch: Epoch) -> int:
+        """Forget frames of older views; return how many."""
+        names = [name for name in self._frames if name[0].epoch < epoch]
+        for name in names:
+            self._drop(name)
+        return len(names)
+
+    def _drop(self, name: tuple[RoundKey, FrameType, int]) -> None:
+        frame = self._frames.pop(name, None)
+        if frame is not None:
+            self._nbytes -= frame.header.payload_nbytes
+
+
+class Engine:
+    """Routes frames between bundles and rounds. See the module.
+
+    Args:
+        chunk_nbytes: longest payload.
+        eager_chunks: contributions that a peer may send before we post a round.
+        max_rounds_ahead: for how many rounds it may do so.
+    """
+
+    def __init__(self, *, chunk_nbytes: int, eager_chunks: int, max_rounds_ahead: int) -> None:
+        self.fence = Fence.before_any_view()
+        self.view: View | None = None
+        self.rounds: dict[RoundKey, MeanRound] = {}
+        self.dropped: Counter[str] = Counter()
+        self._closed_keys: OrderedDict[RoundKey, None] = OrderedDict()
+        self._stashes: dict[PeerRef, Stash] = {}
+        self._max_frames = max_rounds_ahead * (eager_chunks + 2)
+        self._max_nbytes = max_rounds_ahead * (eager_chunks * chunk_nbytes + (8 << 10))
+
+    def install(self, view: View, bundles: Mapping[PeerRef, Bundle]) -> None:
+        """From now on this view is current. Rounds of older ones end."""
+        for round_ in list(self.rounds.values()):
+            if round_.key.epoch < view.epoch:
+                round_.fail(OperationAborted(round_.key, f"view {view.epoch} was installed"))
+        self.fence = Fence.of(view)
+        self.view = view
+        for ref in list(self._stashes):
+            self.dropped["of an older view"] += self._stashes[ref].drop_before(view.epoch)
+            if ref not in bundles:
+                del self._stashes[ref]
+
+    def check_free(self, key: RoundKey) -> View:
+        """The view in which this round may be posted. Raises RoundRefused."""
+        if self.view is None:
+            raise RoundRefused(key, "no view is installed")
+        if key.epoch != self.view.epoch:
+            raise RoundRefused(key, f"the installed view is {self.view.epoch}")
+        if key in self.rounds or key in self._closed_keys:
+            raise RoundRefused(key, "this key was used before")
+        return self.view
+
+    def is_awaited(self) -> bool:
+        """Whether frames of a round of this view wait for it to be posted here."""
+        epoch = None if self.view is None else self.view.epoch
+        return any(stash.holds(epoch) for stash in self._stashes.values() if epoch is not None)
+
+    def post(self, round_: MeanRound) -> None:
+        """Start a round and give it what has arrived for it already."""
+        self.rounds[round_.key] = round_
+        round_.start()
+        for bundle in round_.bundles:
+            stash = self._stashes.get(bundle.peer) if bundle is not None else None
+            if bundle is None or stash is None:
+                continue
+            for frame in stash.take(round_.key):
+                try:
+                    self._deliver(bundle, None, frame)
+                except RemoteProtocolError as error:
+                    # It came over a link that may be gone by now, so it is the peer that is refused.
+                    rank = self._rank_of(round_, bundle, frame.header)
+                    round_.suspect([rank], str(error))
+
+    def close(self, round_: MeanRound) -> None:
+        """The round has ended; what still comes for it is dropped."""
+        self.rounds.pop(round_.key, None)
+        self._closed_keys[round_.key] = None
+        if len(self._closed_keys) > _CLOSED_KEYS_KEPT:
+            self._closed_keys.popitem(last=False)
+
+    # -------------------------------------------------------------------------------- as owner of bundles
+
+    def place(self, bundle: Bundle, link: Link, header: Header) -> tuple[memoryview, object]:
+        """Destination of a payload: a round's memory, or the link's scratch for all that is copied or dropped."""
+        if header.type in (FrameType.OPEN, FrameType.ABORT):
+            return memoryview(bytearray(header.payload_nbytes)), None
+        round_ = self._round_of(bundle, header)
+        if round_ is None:
+            return link.staging.bytes[: header.payload_nbytes], None
+        return round_.place(link, self._rank_of(round_, bundle, header), header)
+
+    def on_frame(self, bundle: Bundle, link: Link, frame: Frame) -> None:
+        """A frame is whole."""
+        header = frame.header
+        standing = self.fence.judge(bundle.peer, Epoch(header.epoch))
+        if standing is Standing.STALE:
+            self.dropped["of an older view"] += 1
+        elif header.key in self._closed_keys:
+            self.dropped["of an ended round"] += 1
+        elif standing is Standing.CURRENT and header.key in self.rounds:
+            self._deliver(bundle, link, frame)
+        elif header.type is FrameType.RESULT:
+            raise RemoteProtocolError("result of a round that is not posted here")
+        else:
+            self._stash_of(bundle.peer).put(frame)
+
+    def on_broken(self, bundle: Bundle, cause: CollectiveError) -> None:
+        """Let the rounds with this peer look at it."""
+        if isinstance(cause, RemoteProtocolError):
+            self.dropped[cause.reason] += 1
+        for round_, rank in self._rounds_with(bundle):
+            round_.on_broken(rank, cause)
+
+    def on_renewed(self, bundle: Bundle) -> None:
+        """Let the rounds with this peer send again."""
+        for round_, rank in self._rounds_with(bundle):
+            round_.on_renewed(rank)
+
+    # -------------------------------------------------------------------------------- look-ups
+
+    def _deliver(self, bundle: Bundle, link: Link | None, frame: Frame) -> None:
+        round_ = self.rounds[frame.header.key]
+        round_.on_frame(link, self._rank_of(round_, bundle, frame.header), frame)
+        if round_.is_done:
+            self.close(round_)
+
+    def _round_of(self, bundle: Bundle, header: Header) -> MeanRound | None:
+        if self.fence.judge(bundle.peer, Epoch(header.epoch)) is not Standing.CURRENT:
+            return None
+        return self.rounds.get(header.key)
+
+    def _rank_of(self, round_: MeanRound, bundle: Bundle, header: Header) -> int:
+        if header.rank >= len(round_.bundles) or round_.bundles[header.rank] is not bundle:
+            raise RemoteProtocolError("rank is not the sender's")
+        return header.rank
+
+    def _rounds_with(self, bundle: Bundle) -> list[tuple[MeanRound, int]]:
+        return [
+            (round_, rank)
+            for round_ in self.rounds.values()
+            for rank, other in enumerate(round_.bundles)
+            if other is bundle and not round_.is_done
+        ]
+
+    def _stash_of(self, peer: PeerRef) -> Stash:
+        if peer not in self._stashes:
+            self._stashes[peer] = Stash(max_frames=self._max_frames, max_nbytes=self._max_nbytes)
+        return self._stashes[peer]

@@ -1,0 +1,122 @@
+"""What can go wrong between peers, by who must act.
+
+    CollectiveError
+    ├── expected fault: go on in the next view, or dial again
+    │   ├── OperationAborted(key, cause, suspects)
+    │   ├── ConnectionLost(cause)
+    │   ├── PeerUnreachable(address, cause)
+    │   └── DeadlineExceeded(what, timeout_s)
+    ├── a peer's fault: its connection is closed, it may be evicted
+    │   ├── RemoteProtocolError(reason)
+    │   │   └── PayloadCorrupted(reason)
+    │   └── PlanMismatch(field, ours, theirs, peer_id)
+    ├── the operator's: HandshakeRefused(code, reason), AddressInUse(address)
+    └── the caller's: NonFiniteInput(first_index), RoundRefused(key, reason)
+
+Rules: errors carry typed attributes; operating system errors are mapped once, in collective/transport. A
+`RemoteProtocolError` never says anything about us: whatever bytes arrive, that is the only error they can cause.
+"""
+
+from collections.abc import Sequence
+
+from collective.core.types import PeerId, RoundKey
+
+
+class CollectiveError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class OperationAborted(CollectiveError):
+    """The round cannot finish in this view. The input (out of place) is unchanged; try again in the next view.
+
+    `suspects` are the peers that broke or fell silent, possibly none (a newer view, a cancelled caller).
+    """
+
+    def __init__(self, key: RoundKey, cause: str, suspects: Sequence[PeerId] = ()) -> None:
+        super().__init__(f"round {key.epoch}/{key.outer_step}/{key.fragment} aborted: {cause}")
+        self.key = key
+        self.cause = cause
+        self.suspects = tuple(suspects)
+
+
+class ConnectionLost(CollectiveError):
+    """The connection is gone: closed, reset, or silent past the kernel's limits."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"connection lost: {cause}")
+        self.cause = cause
+
+
+class PeerUnreachable(CollectiveError):
+    """Nobody answered at this address in time."""
+
+    def __init__(self, address: str, cause: str) -> None:
+        super().__init__(f"{address} cannot be reached: {cause}")
+        self.address = address
+        self.cause = cause
+
+
+class DeadlineExceeded(CollectiveError):
+    """An awaited step did not end in its time."""
+
+    def __init__(self, what: str, timeout_s: float) -> None:
+        super().__init__(f"{what} took longer than {timeout_s:g} s")
+        self.what = what
+        self.timeout_s = timeout_s
+
+
+class RemoteProtocolError(CollectiveError):
+    """The other side broke the protocol. `reason` is a short word list for counters, never its bytes."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class PayloadCorrupted(RemoteProtocolError):
+    """A frame's checksum does not fit its bytes."""
+
+
+class PlanMismatch(CollectiveError):
+    """A member posted the same round with other terms. All members of the view see this error."""
+
+    def __init__(self, field: str, ours: object, theirs: object, peer_id: PeerId) -> None:
+        super().__init__(f"peer {peer_id} posted this round with {field}={theirs}, here it is {ours}")
+        self.field = field
+        self.ours = ours
+        self.theirs = theirs
+        self.peer_id = peer_id
+
+
+class HandshakeRefused(CollectiveError):
+    """The other side does not want this connection. `code` is the exit code it asks the dialler to end with."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
+class AddressInUse(CollectiveError):
+    """Somebody else listens at this address."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(f"{address} is in use: stop the process that listens there, or choose another port")
+        self.address = address
+
+
+class NonFiniteInput(CollectiveError):
+    """The caller's tensor holds NaN or infinity. Nothing was sent."""
+
+    def __init__(self, first_index: int) -> None:
+        super().__init__(f"the tensor is not finite near element {first_index}; nothing was sent")
+        self.first_index = first_index
+
+
+class RoundRefused(CollectiveError):
+    """This round cannot be posted here: wrong epoch, a key used before, or no view yet."""
+
+    def __init__(self, key: RoundKey, reason: str) -> None:
+        super().__init__(f"round {key.epoch}/{key.outer_step}/{key.fragment} cannot be posted: {reason}")
+        self.key = key
+        self.reason = reason

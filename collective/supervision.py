@@ -1,0 +1,103 @@
+"""Deadlines of one running round: who is gone, who stands still, when it is over anyway.
+
+Rules: every round ends. A member is a suspect when its connection broke and cannot be made anew within a short grace
+(at once if its host refuses), when it has opened the round and then stands still (core/progress.py), or when the
+round's own deadline passes. A member that has not opened is still computing: no suspect, as long as it is connected.
+Whoever needs a broken connection repairs it from here, so every dial has an owner.
+"""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+
+from collective.core.progress import ProgressWatch, StallLimits
+from collective.round import MeanRound
+from collective.transport.bundle import Bundle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a round waits for what. Local to a peer."""
+
+    stall: StallLimits = field(default_factory=StallLimits)
+    """For a member that stands still in the round."""
+    redial_s: float = 0.3
+    """For a connection that broke. Eight round trips are added, so that far peers get their chance."""
+    first_contact_s: float = 5.0
+    """For a connection that was never up, as in the first moments of a run."""
+    round_s: float = 1800.0
+    """For the whole round, members that are still computing included."""
+
+    def __post_init__(self) -> None:
+        if min(self.redial_s, self.first_contact_s, self.round_s) <= 0:
+            raise ValueError(f"patience must be positive: {self}")
+
+
+_CALM_TICK_S = 0.25
+_BROKEN_TICK_S = 0.02
+
+
+async def supervise(round_: MeanRound, patience: Patience, deadline_s: float) -> None:
+    """Return when the round is done, one way or the other. Cancelling ends the watch, not the round."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + deadline_s
+    watches = {
+        rank: (bundle, ProgressWatch(patience.stall, loop.time()))
+        for rank, bundle in enumerate(round_.bundles)
+        if bundle is not None
+    }
+    repairs: dict[int, asyncio.Task[None]] = {}
+    broken_since: dict[int, tuple[Bundle, float]] = {}
+    async with asyncio.TaskGroup() as tasks:
+        while not round_.is_done:
+            broken_since = {
+                rank: broken_since.get(rank, (bundle, loop.time()))
+                for rank, (bundle, _) in watches.items()
+                if not bundle.is_whole and round_.concerns(rank)
+            }
+            for rank, (bundle, _) in broken_since.items():
+                if rank not in repairs or repairs[rank].done():
+                    repairs[rank] = tasks.create_task(bundle.repair())
+            await _next_look(round_, min(_BROKEN_TICK_S if broken_since else _CALM_TICK_S, deadline - loop.time()))
+            if round_.is_done:
+                break
+            now = loop.time()
+            if now >= deadline:
+                round_.suspect(round_.waiting_for(), f"not finished in {deadline_s:g} s")
+                break
+            _suspect_the_lost(round_, broken_since, patience, now)
+            _suspect_the_stalled(round_, watches, now)
+        for task in repairs.values():
+            task.cancel()
+
+
+async def _next_look(round_: MeanRound, timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(max(0.0, timeout_s)):
+            await round_.changed.wait()
+    round_.changed.clear()
+
+
+def _suspect_the_lost(
+    round_: MeanRound, broken_since: dict[int, tuple[Bundle, float]], patience: Patience, now: float
+) -> None:
+    lost = []
+    for rank, (bundle, since) in broken_since.items():
+        if bundle.is_whole or not round_.concerns(rank):
+            continue
+        grace_s = patience.redial_s + 8 * bundle.round_trip_s if bundle.was_connected else patience.first_contact_s
+        if (bundle.is_refused and bundle.was_connected) or now - since > grace_s:
+            lost.append(rank)
+    if lost:
+        round_.suspect(lost, "connection lost")
+
+
+def _suspect_the_stalled(round_: MeanRound, watches: dict[int, tuple[Bundle, ProgressWatch]], now: float) -> None:
+    stalled = []
+    for rank, (bundle, watch) in watches.items():
+        watch.observe(bundle.moved(), now)
+        owes = round_.concerns(rank) and round_.has_opened(rank)
+        if watch.is_stalled(now, owes=owes, owes_only_results=round_.owes_only_results(rank)):
+            stalled.append(rank)
+    if stalled:
+        round_.suspect(stalled, "no byte moved for too long")

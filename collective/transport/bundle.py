@@ -1,0 +1,277 @@
+"""All links to one start of one peer, and the one queue of what is to be sent to it.
+
+Several streams share the queue: whichever can write takes the next frame. Results go before contributions, small
+notices before both.
+
+Rules: of a pair, the peer with the smaller id dials; the other waits, and may only look whether anybody is there.
+Streams outlive views. A broken stream is made anew by whoever needs it (`repair`), so there is no task in the
+background. Frames that were on a broken stream may be lost; `BundleOwner.on_renewed` says when to send again.
+"""
+
+import asyncio
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from collective.core.types import PeerId, PeerRef
+from collective.errors import CollectiveError, ConnectionLost, PeerUnreachable, RemoteProtocolError
+from collective.transport.hello import Hello, introduce
+from collective.transport.link import Link, Outgoing
+from collective.transport.sockets import SocketOptions, dial, round_trip_s
+from collective.wire import Frame, Header, on_bulk
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 1.0
+_DIAL_TIMEOUT_S = 5.0
+
+
+class BundleOwner(Protocol):
+    """What a bundle tells the layer above. The bundle says of which peer."""
+
+    def place(self, bundle: "Bundle", link: Link, header: Header) -> tuple[memoryview, object]:
+        """See LinkOwner.place."""
+        ...
+
+    def on_frame(self, bundle: "Bundle", link: Link, frame: Frame) -> None:
+        """See LinkOwner.on_frame."""
+        ...
+
+    def on_broken(self, bundle: "Bundle", cause: CollectiveError) -> None:
+        """A stream is gone. `cause` says whose fault."""
+        ...
+
+    def on_renewed(self, bundle: "Bundle") -> None:
+        """A stream that was gone is there again: repeat what may have been lost."""
+        ...
+
+
+class Notice:
+    """A small frame of its own, such as OPEN or ABORT."""
+
+    owner: object = None
+
+    def __init__(self, header: bytes, payload: bytes) -> None:
+        self._pieces = (header, memoryview(payload))
+
+    def pieces(self, scratch: object) -> tuple[bytes, memoryview]:  # noqa: ARG002 - it is encoded already
+        """Header and payload."""
+        return self._pieces
+
+    def sent(self) -> None:
+        """Nobody waits for it."""
+
+
+class Bundle:
+    """See the module.
+
+    Args:
+        peer: exactly this start of the peer.
+        is_dialler: whether our side opens the connections.
+        num_streams: how many connections the pair keeps.
+        chunk_nbytes: longest payload.
+        hello: makes the hello for one stream.
+        owner: hears what arrives.
+        options: for sockets dialled here.
+    """
+
+    def __init__(
+        self,
+        peer: PeerRef,
+        *,
+        is_dialler: bool,
+        num_streams: int,
+        chunk_nbytes: int,
+        hello: Callable[[PeerRef, int, int], Hello],
+        owner: BundleOwner,
+        options: SocketOptions,
+    ) -> None:
+        self.peer = peer
+        self.is_dialler = is_dialler
+        self.address: str | None = None  # known once a view names the peer
+        self.is_refused = False
+        self.closed = False
+        self.round_trip_s = 0.0
+        self.notices: deque[Outgoing] = deque()
+        self.results: deque[Outgoing] = deque()
+        self.contributions: deque[Outgoing] = deque()
+        self._links: dict[int, Link] = {}
+        self._seen_streams: set[int] = set()
+        self.num_streams = num_streams
+        self._chunk_nbytes = chunk_nbytes
+        self._limits = on_bulk(chunk_nbytes)
+        self._hello = hello
+        self._owner = owner
+        self._options = options
+        self._is_repairing = False
+        self._has_looked = False
+        self._bytes_of_old_links = [0, 0]
+
+    @property
+    def peer_id(self) -> PeerId:
+        """The peer's stable name."""
+        return self.peer.peer_id
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every stream is up."""
+        return len(self._links) >= self.num_streams
+
+    @property
+    def was_connected(self) -> bool:
+        """Whether any stream was ever up."""
+        return bool(self._seen_streams)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes given to the kernel for this peer, headers included."""
+        return self._bytes_of_old_links[0] + sum(link.bytes_sent for link in self._links.values())
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes read from this peer, headers included."""
+        return self._bytes_of_old_links[1] + sum(link.bytes_received for link in self._links.values())
+
+    def moved(self) -> int:
+        """A number that changes while bytes get through in either direction."""
+        return sum(self._bytes_of_old_links) + sum(link.moved() for link in self._links.values())
+
+    def attach(self, sock: socket.socket, stream: int) -> None:
+        """Take a connection after its handshake. A stream that is there already is replaced."""
+        if stream in self._links:
+            self._links[stream].close(ConnectionLost("replaced by a newer connection"))
+        link = Link(sock, stream=stream, limits=self._limits, chunk_nbytes=self._chunk_nbytes, owner=self)
+        self._links[stream] = link
+        self.round_trip_s = max(self.round_trip_s, round_trip_s(sock))
+        self.is_refused = self._has_looked = False
+        if stream in self._seen_streams:
+            self._owner.on_renewed(self)
+        self._seen_streams.add(stream)
+        link.wake()
+
+    def wake(self) -> None:
+        """Something was put into a queue."""
+        for link in tuple(self._links.values()):
+            link.wake()
+
+    def release(self, owner: object) -> None:
+        """Forget everything queued by this owner, and stop using its memory."""
+        self.forget_queued(owner)
+        for link in self._links.values():
+            link.release(owner)
+
+    def forget_queued(self, owner: object) -> None:
+        """Take back what this owner has queued but no link has begun to send."""
+        for queue in (self.results, self.contributions):
+            kept = [outgoing for outgoing in queue if outgoing.owner is not owner]
+            queue.clear()
+            queue.extend(kept)
+
+    def close(self) -> None:
+        """End all links."""
+        self.closed = True
+        for queue in (self.notices, self.results, self.contributions):
+            queue.clear()
+        for link in tuple(self._links.values()):
+            link.close()
+
+    async def repair(self) -> None:
+        """Make missing streams anew, again and again until they are all there or the peer refuses.
+
+        The caller bounds it by cancelling. Returns at once if somebody is at it already, or nothing can be done.
+        """
+        if self._is_repairing or self.closed or self.address is None or self._has_looked:
+            return
+        self._is_repairing = True
+        self.is_refused = False
+        pause_s = _FIRST_PAUSE_S
+        try:
+            while not self.closed and not self.is_whole:
+                try:
+                    if not self.is_dialler:
+                        await self._look(self.address)
+                        return
+                    await self._dial_missing(self.address)
+                except PeerUnreachable as error:
+                    self.is_refused = error.cause == "refused"
+                    if self.is_refused and self.was_connected:
+                        return
+                    log.debug("dial_failed peer_id=%s cause=%s", self.peer_id, error.cause)
+                except CollectiveError as error:
+                    log.info("handshake_failed peer_id=%s cause=%s", self.peer_id, error)
+                if not self.is_whole:
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        finally:
+            self._is_repairing = False
+
+    # -------------------------------------------------------------------------------- as owner of links
+
+    def next_out(self) -> Outgoing | None:
+        """The next frame for whichever stream can write."""
+        for queue in (self.notices, self.results, self.contributions):
+            if queue:
+                return queue.popleft()
+        return None
+
+    def place(self, link: Link, header: Header) -> tuple[memoryview, object]:
+        """Ask the owner."""
+        return self._owner.place(self, link, header)
+
+    def on_frame(self, link: Link, frame: Frame) -> None:
+        """Tell the owner."""
+        self._owner.on_frame(self, link, frame)
+
+    def on_lost(self, link: Link, cause: CollectiveError) -> None:
+        """Count what it moved, and tell the owner unless it is our own doing."""
+        self._bytes_of_old_links[0] += link.bytes_sent
+        self._bytes_of_old_links[1] += link.bytes_received
+        if self._links.get(link.stream) is link:
+            del self._links[link.stream]
+        if self.closed:
+            return
+        if isinstance(cause, RemoteProtocolError):
+            log.warning("link_dropped peer_id=%s stream=%d cause=%s", self.peer_id, link.stream, cause)
+        self._owner.on_broken(self, cause)
+
+    # -------------------------------------------------------------------------------- dialling
+
+    async def _dial_missing(self, address: str) -> None:
+        missing = [stream for stream in range(self.num_streams) if stream not in self._links]
+        async with asyncio.TaskGroup() as group:
+            dials = [group.create_task(self._try_dial(address, stream)) for stream in missing]
+        for finished in dials:
+            error = finished.result()
+            if error is not None:
+                raise error
+
+    async def _try_dial(self, address: str, stream: int) -> CollectiveError | None:
+        """Dial one stream. An error is returned, so that it does not take the other dials with it."""
+        try:
+            await self._dial(address, stream)
+        except CollectiveError as error:
+            return error
+        return None
+
+    async def _dial(self, address: str, stream: int) -> None:
+        sock = await dial(address, self._options, timeout_s=_DIAL_TIMEOUT_S)
+        try:
+            reply = await introduce(sock, self._hello(self.peer, stream, self.num_streams), timeout_s=_DIAL_TIMEOUT_S)
+            if reply.ref != self.peer:
+                raise PeerUnreachable(address, "another peer or start of it answers there")
+        except BaseException:
+            sock.close()
+            raise
+        if self.closed:
+            sock.close()
+        else:
+            self.attach(sock, stream)
+
+    async def _look(self, address: str) -> None:
+        """As the side that waits: find out at once if nobody listens there any more."""
+        sock = await dial(address, self._options, timeout_s=_DIAL_TIMEOUT_S)
+        sock.close()
+        self._has_looked = True

@@ -1,0 +1,258 @@
+"""Framing without IO: what a frame looks like, and how frames come out of a stream of bytes.
+
+A frame is a fixed header of 48 bytes in network order, then `payload_nbytes` bytes:
+
+    magic "IS" | version u8 | type u8 | payload_nbytes u32 | epoch u32 | outer_step u32 | fragment u16 | rank u16
+    slice u16 | flags u16 | chunk u32 | weight f64 | plan_hash u32 | check u64
+
+`check` is xxh3_64 over the 40 bytes before it and the payload: it finds broken bytes, not forged ones. Tensors in
+payloads are little-endian.
+
+Rules: bytes are untrusted. The reader allocates nothing by itself: it asks `place` for the destination of a payload,
+and only after the header's type and length were found within the limits of the connection's present state. Whatever
+arrives, the only error is RemoteProtocolError. Nothing here knows a socket, a tensor or a view.
+"""
+
+import enum
+import math
+import struct
+from collections.abc import Callable, Mapping
+
+import msgspec
+import xxhash
+
+from collective.core.types import Epoch, OuterStep, RoundKey
+from collective.errors import PayloadCorrupted, RemoteProtocolError
+
+PROTOCOL_VERSION = 1
+MAGIC = b"IS"
+HEADER_NBYTES = 48
+_FIELDS = struct.Struct("!2sBBIIIHHHHIdI")
+_CHECK = struct.Struct("!Q")
+_PREFIX_NBYTES = HEADER_NBYTES - _CHECK.size
+
+assert _FIELDS.size == _PREFIX_NBYTES
+
+
+class FrameType(enum.IntEnum):
+    """What a frame carries. The numbers are the wire's and never change their meaning."""
+
+    HELLO = 1
+    HELLO_REPLY = 2
+    CONTROL = 3
+    OPEN = 4
+    CONTRIBUTION = 5
+    RESULT = 6
+    ABORT = 7
+    STATE_REQUEST = 8
+    STATE_HEADER = 9
+    STATE_CHUNK = 10
+    STATE_ERROR = 11
+
+
+Limits = Mapping[FrameType, int]
+"""Which frame types a connection may receive now, and how long their payloads may be."""
+
+BEFORE_HELLO: Limits = {FrameType.HELLO: 4 << 10}
+BEFORE_REPLY: Limits = {FrameType.HELLO_REPLY: 4 << 10}
+ON_CONTROL: Limits = {FrameType.CONTROL: 256 << 10}
+ON_STATE: Limits = {
+    FrameType.STATE_REQUEST: 256 << 10,
+    FrameType.STATE_HEADER: 4 << 20,
+    FrameType.STATE_CHUNK: 4 << 20,
+    FrameType.STATE_ERROR: 4 << 10,
+}
+
+
+def on_bulk(chunk_nbytes: int) -> Limits:
+    """Limits of a bulk connection whose chunks have at most `chunk_nbytes` in fp32; no codec makes them longer."""
+    return {
+        FrameType.OPEN: 4 << 10,
+        FrameType.ABORT: 4 << 10,
+        FrameType.CONTRIBUTION: chunk_nbytes,
+        FrameType.RESULT: chunk_nbytes,
+    }
+
+
+class Header(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """A frame's header without magic, version and check. Fields that a type has no use for are 0."""
+
+    type: FrameType
+    payload_nbytes: int = 0
+    epoch: int = 0
+    outer_step: int = 0
+    fragment: int = 0
+    rank: int = 0
+    slice: int = 0
+    flags: int = 0
+    chunk: int = 0
+    weight: float = 0.0
+    plan_hash: int = 0
+
+    @property
+    def key(self) -> RoundKey:
+        """The round that the frame belongs to."""
+        return RoundKey(Epoch(self.epoch), OuterStep(self.outer_step), self.fragment)
+
+
+class Frame(msgspec.Struct, frozen=True, gc=False):
+    """A whole frame whose check fits. `payload` is the memory that `place` named, not a copy."""
+
+    header: Header
+    payload: memoryview
+
+
+def pack(header: Header, payload: bytes | memoryview = b"") -> bytes:
+    """The 48 bytes that go before `payload` on the wire. `header.payload_nbytes` must be the payload's length."""
+    prefix = _FIELDS.pack(
+        MAGIC,
+        PROTOCOL_VERSION,
+        header.type,
+        header.payload_nbytes,
+        header.epoch,
+        header.outer_step,
+        header.fragment,
+        header.rank,
+        header.slice,
+        header.flags,
+        header.chunk,
+        header.weight,
+        header.plan_hash,
+    )
+    check = xxhash.xxh3_64(prefix)
+    check.update(payload)
+    return prefix + _CHECK.pack(check.intdigest())
+
+
+def unpack(prefix: bytes | memoryview, limits: Limits) -> Header:
+    """Read a header's first 40 bytes.
+
+    Raises:
+        RemoteProtocolError: not our protocol or version, or a type or length that `limits` does not allow.
+    """
+    magic, version, type_code, payload_nbytes, *rest = _FIELDS.unpack_from(prefix)
+    if magic != MAGIC:
+        raise RemoteProtocolError("wrong magic")
+    if version != PROTOCOL_VERSION:
+        raise RemoteProtocolError("wrong protocol version")
+    try:
+        frame_type = FrameType(type_code)
+    except ValueError:
+        raise RemoteProtocolError("unknown frame type") from None
+    if frame_type not in limits:
+        raise RemoteProtocolError("frame type not allowed here")
+    if payload_nbytes > limits[frame_type]:
+        raise RemoteProtocolError("payload too long")
+    epoch, outer_step, fragment, rank, slice_, flags, chunk, weight, plan_hash = rest
+    if not (math.isfinite(weight) and weight >= 0):
+        raise RemoteProtocolError("weight is no finite number from 0 up")
+    return Header(
+        type=frame_type,
+        payload_nbytes=payload_nbytes,
+        epoch=epoch,
+        outer_step=outer_step,
+        fragment=fragment,
+        rank=rank,
+        slice=slice_,
+        flags=flags,
+        chunk=chunk,
+        weight=weight,
+        plan_hash=plan_hash,
+    )
+
+
+class FrameReader:
+    """Turns a stream of bytes into frames, without copying a payload.
+
+    The owner reads from its socket into `next_buffers()` and tells `received()` how many bytes came.
+
+    Args:
+        limits: what may arrive now; may be replaced between frames.
+        place: names the destination of a payload, a writable view of exactly `header.payload_nbytes` bytes. May
+            raise RemoteProtocolError.
+        read_ahead: offer room for the next header behind the payload, which saves a system call for each frame. Off
+            where the socket may be handed on between two frames.
+    """
+
+    def __init__(self, *, limits: Limits, place: Callable[[Header], memoryview], read_ahead: bool) -> None:
+        self.limits = limits
+        self._place = place
+        self._read_ahead = read_ahead
+        self._header_buffer = memoryview(bytearray(HEADER_NBYTES))
+        self._header_filled = 0
+        self._current: Header | None = None
+        self._expected_check = 0
+        self._check = xxhash.xxh3_64()
+        self._payload = memoryview(b"")
+        self._payload_filled = 0
+        self._diverted = False
+
+    @property
+    def in_frame(self) -> bool:
+        """Whether a frame has begun that is not whole yet."""
+        return self._current is not None or self._header_filled > 0
+
+    @property
+    def current(self) -> Header | None:
+        """Header of the frame whose payload is arriving, if any."""
+        return self._current
+
+    def next_buffers(self) -> list[memoryview]:
+        """Where the next bytes belong, in order; never empty."""
+        if self._current is None:
+            return [self._header_buffer[self._header_filled :]]
+        rest = self._payload[self._payload_filled :]
+        return [rest, self._header_buffer] if self._read_ahead else [rest]
+
+    def received(self, nbytes: int) -> list[Frame]:
+        """Account for `nbytes` that were read into the buffers just named; return the frames that are whole now.
+
+        Raises:
+            RemoteProtocolError: the stream is beyond repair; close the connection.
+        """
+        frames: list[Frame] = []
+        if self._current is not None:
+            taken = min(nbytes, len(self._payload) - self._payload_filled)
+            if not self._diverted:
+                # Piece by piece, while the bytes are still in the cache.
+                self._check.update(self._payload[self._payload_filled : self._payload_filled + taken])
+            self._payload_filled += taken
+            nbytes -= taken
+            self._finish_payload(frames)
+        if nbytes:
+            self._header_filled += nbytes
+            if self._header_filled == HEADER_NBYTES:
+                self._begin_payload()
+                self._finish_payload(frames)
+        return frames
+
+    def divert(self, scratch: memoryview) -> None:
+        """Let the rest of the arriving payload go to `scratch` and forget that frame: its destination is gone."""
+        if self._current is not None:
+            self._payload = scratch[: self._current.payload_nbytes]
+            self._diverted = True
+
+    def _begin_payload(self) -> None:
+        self._header_filled = 0
+        prefix = self._header_buffer[:_PREFIX_NBYTES]
+        header = unpack(prefix, self.limits)
+        (self._expected_check,) = _CHECK.unpack_from(self._header_buffer, _PREFIX_NBYTES)
+        self._check.reset()
+        self._check.update(prefix)
+        self._payload = self._place(header) if header.payload_nbytes else memoryview(b"")
+        assert len(self._payload) == header.payload_nbytes
+        self._payload_filled = 0
+        self._diverted = False
+        self._current = header
+
+    def _finish_payload(self, frames: list[Frame]) -> None:
+        if self._current is None or self._payload_filled < len(self._payload):
+            return
+        header, payload = self._current, self._payload
+        self._current = None
+        self._payload = memoryview(b"")
+        if self._diverted:
+            return
+        if self._check.intdigest() != self._expected_check:
+            raise PayloadCorrupted("checksum does not fit")
+        frames.append(Frame(header, payload))

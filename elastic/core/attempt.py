@@ -1,0 +1,79 @@
+"""The round in progress at one peer: its payload, the attempt to exchange it, and how that ended.
+
+Rules: the payload is kept until its outcome is known. An attempt belongs to one view (its key names the epoch); when
+the view goes, the attempt and everything staged by it go too, and the same payload is tried in the next view. What is
+staged becomes state only under the very digest that was voted for.
+"""
+
+from collections.abc import Sequence
+
+from collective.core.types import RoundKey, View
+from elastic.core.events import AbortExchange, ExchangeDone, ExchangeFailed, MemberEffect, RoundReady, StartExchange
+from elastic.core.messages import Held, RoundFailed, Vote
+
+
+class Attempt:
+    """At most one payload and at most one attempt to exchange it."""
+
+    def __init__(self) -> None:
+        self.payload: RoundReady | None = None
+        self.key: RoundKey | None = None
+        """Of the exchange in the current view, running or ended."""
+        self.staged: bytes | None = None
+        """Digest of the state that would be, once the exchange is done."""
+        self.failure: RoundFailed | None = None
+
+    def start(self, view: View) -> Sequence[MemberEffect]:
+        """Exchange the payload in this view, if there is one and that is not under way already."""
+        if self.payload is None or self.key is not None:
+            return ()
+        self.key = RoundKey(view.epoch, self.payload.outer_step, self.payload.fragment)
+        return [StartExchange(view=view, key=self.key, weight=self.payload.weight)]
+
+    def abort(self) -> Sequence[MemberEffect]:
+        """The view is gone: the attempt is void, the payload stays."""
+        key, self.key, self.staged, self.failure = self.key, None, None, None
+        return () if key is None else [AbortExchange(key=key)]
+
+    def forget(self) -> Sequence[MemberEffect]:
+        """The payload will never be committed."""
+        self.payload = None
+        return self.abort()
+
+    def ended(self, event: ExchangeDone | ExchangeFailed) -> bool:
+        """Note how the exchange ended. False if the event is of an attempt that is void."""
+        if event.key != self.key or self.staged is not None or self.failure is not None:
+            return False
+        match event:
+            case ExchangeDone():
+                self.staged = event.digest
+            case ExchangeFailed():
+                self.failure = RoundFailed(key=event.key, suspects=event.suspects, cause=event.cause[:512])
+        return True
+
+    def report(self) -> Vote | RoundFailed | None:
+        """What the coordinator has to hear about the attempt until it answers."""
+        payload, key = self.payload, self.key
+        if self.staged is None or payload is None or key is None:
+            return self.failure
+        return Vote(
+            key=key,
+            digest=self.staged,
+            weight=payload.weight,
+            num_tokens=payload.num_tokens,
+            consumed=payload.consumed,
+        )
+
+    def take_staged(self, made: Held) -> RoundKey | None:
+        """If exactly this state is staged, it is committed now: the round is over. Its key, or None."""
+        key = self.key
+        if key is None or self.staged != made.digest or made.outer_step != key.outer_step + 1:
+            return None
+        self.payload = self.key = self.staged = None
+        return key
+
+    def check_invariants(self) -> None:
+        """An outcome belongs to an attempt, an attempt to a payload, and there is one outcome."""
+        assert self.key is None or self.payload is not None, "an attempt without a payload"
+        assert self.key is not None or (self.staged is None and self.failure is None), "an outcome without an attempt"
+        assert self.staged is None or self.failure is None, "failed after it was done"

@@ -1,0 +1,89 @@
+"""How patient and how demanding the two elastic machines are.
+
+Every number that decides about life and death of a peer stands here with its reason. Seconds are seconds of the
+caller's monotonic clock.
+"""
+
+from dataclasses import dataclass
+
+from elastic.core.messages import IndexRange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorConfig:
+    """Rules of one run, as the coordinator applies them."""
+
+    manifest_digest: bytes
+    """Digest of the run manifest. A peer that was started with another one is refused."""
+    outer_steps: int
+    """The commit that makes this outer step is the final one."""
+    min_peers: int = 1
+    """Nothing is committed by fewer members than this."""
+    start_peers: int = 1
+    """The first commit waits for so many members."""
+    max_peers: int = 1024
+    """Sessions at once; a view must fit into one control message."""
+    first_free: tuple[IndexRange, ...] = ()
+    """Sample indices below `first_index` that a resumed checkpoint left untrained."""
+    first_index: int = 0
+    """First sample index that is still free when the run starts, more than 0 when it resumes a checkpoint."""
+    heartbeat_timeout_s: float = 5.0
+    """Silence after which a peer counts as dead, whatever its connection looks like. Also the time a member may stay
+    behind although it is told again and again: it speaks but cannot hear."""
+    suspect_silence_s: float = 2.5
+    """Silence after which a peer that others suspect counts as dead: two heartbeats and their delay."""
+    reconnect_grace_s: float = 0.5
+    """How long a peer whose control connection broke may take to come back before its place is given up."""
+    recover_grace_s: float = 10.0
+    """The same after a restart of the coordinator itself: all members have to dial again."""
+    report_window_s: float = 0.2
+    """After the first report of a failed round: how long the reports of the others are awaited, so that blame rests
+    on more than one voice."""
+    stall_floor_s: float = 8.0
+    """A member that stands still for less than this is never dropped for it."""
+    stall_factor: float = 4.0
+    """A member stalls when it stands still for this many times its own slowest measured interval."""
+    stall_initial_s: float = 300.0
+    """The stall timeout while nothing is measured yet: the first inner step may compile for minutes."""
+    lateness_s: float = 1.0
+    """If the coordinator itself is woken this much after its deadline it was paused, and judges nobody by that time."""
+    resend_interval_s: float = 0.5
+    """A member that is behind is told the view again at most this often."""
+    orphan_timeout_s: float = 600.0
+    """If nobody who holds the committed state shows up for this long, the waiting learners are sent home."""
+    max_split_votes: int = 3
+    """Votes without a majority, in a row, before the run is halted for its integrity."""
+
+    def __post_init__(self) -> None:
+        if len(self.manifest_digest) != 32:
+            raise ValueError("manifest_digest must have 32 bytes")
+        if not 1 <= self.min_peers <= self.max_peers <= 1024:
+            raise ValueError("1 <= min_peers <= max_peers <= 1024 must hold")
+        if self.outer_steps < 1 or self.first_index < 0 or self.max_split_votes < 1:
+            raise ValueError("outer_steps and max_split_votes must be at least 1, first_index at least 0")
+        times = [self.heartbeat_timeout_s, self.suspect_silence_s, self.reconnect_grace_s, self.recover_grace_s]
+        times += [self.report_window_s, self.stall_floor_s, self.stall_factor, self.stall_initial_s]
+        times += [self.lateness_s, self.resend_interval_s, self.orphan_timeout_s]
+        if min(times) <= 0:
+            raise ValueError("times must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberConfig:
+    """How often one peer speaks, and how long it waits for a coordinator that does not answer."""
+
+    heartbeat_interval_s: float = 1.0
+    """A fifth of the coordinator's `heartbeat_timeout_s`: four may be lost."""
+    resend_interval_s: float = 1.0
+    """What is not answered is said again this often. Never on receipt: with duplication that is a message storm."""
+    catch_up_retry_s: float = 0.5
+    """Pause after a failed catch-up; by then the coordinator has named other donors."""
+    coordinator_timeout_s: float = 600.0
+    """A peer without a connection to the coordinator for this long gives up (exit code 4)."""
+    farewell_timeout_s: float = 10.0
+    """A peer that wants to go waits no longer than this for the coordinator's Goodbye."""
+
+    def __post_init__(self) -> None:
+        times = (self.heartbeat_interval_s, self.resend_interval_s, self.catch_up_retry_s)
+        if min(*times, self.coordinator_timeout_s, self.farewell_timeout_s) <= 0:
+            raise ValueError("times must be positive")

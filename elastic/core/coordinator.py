@@ -1,0 +1,431 @@
+"""The coordinator: who is a member, what is committed, who trains on which samples.
+
+A deterministic machine without IO. Events only note facts; every decision is made in `_settle`, which runs after
+each event and looks at all that is known: drop the dead, judge failed rounds, count votes, admit learners. So it
+makes no difference in which order the same facts arrive.
+
+Rules (elastic/README.md has the reasons):
+* Journal first: every decision is a record, and its `Persist` stands before the messages that tell of it.
+* The membership changes at commit boundaries, when a member is lost or fails, or while no commit is possible.
+* A view names the committed state and always has a member that holds it, or no member at all.
+* Whoever speaks without a session is answered `Evicted`. Repeats are answered, never initiated: the peers' timers
+  drive everything, so that duplicated messages cannot multiply.
+
+It must not know how the state is trained, moved or stored, nor what a connection is.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from typing import assert_never
+
+from collective.core.types import Instant, OuterStep, PeerRef
+from elastic.core.admission import Admission
+from elastic.core.config import CoordinatorConfig
+from elastic.core.events import CoordinatorEffect, CoordinatorEvent, PeerConnectionLost, PeerSaid, Tick
+from elastic.core.messages import (
+    Evicted,
+    Goodbye,
+    Heartbeat,
+    Held,
+    Join,
+    LeaseGrant,
+    LeaseRequest,
+    Leave,
+    PeerMessage,
+    Refused,
+    RoundFailed,
+    Synced,
+    Vote,
+)
+from elastic.core.records import CommitRecord, Contribution, Genesis, LeaseRecord, Record
+from elastic.core.roster import Roster
+from elastic.core.rounds import Agreed, Split
+from elastic.core.run_state import RunState
+from elastic.core.sessions import Session
+
+STORY_LENGTH = 512
+DONE_EXIT_CODE, REFUSED_EXIT_CODE, INTEGRITY_EXIT_CODE = 0, 5, 9
+
+
+class CoordinatorMachine:
+    """See the module's docstring. Drive it by `handle`, and by a `Tick` whenever `next_deadline` has passed."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._start(config, RunState())
+
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        self.config = config
+        self.state = state
+        self._roster = Roster(config, state)
+        self._rounds = self._roster.rounds
+        self._admission = Admission(self._roster)
+        self._halted: Refused | None = None
+        self._promised: Instant | None = None  # what next_deadline() was after the last event
+        self._story: deque[tuple[Instant, CoordinatorEvent]] = deque(maxlen=STORY_LENGTH)
+
+    @classmethod
+    def recover(cls, config: CoordinatorConfig, records: Iterable[Record], now: Instant) -> "CoordinatorMachine":
+        """Go on from a journal (oldest record first), under the last epoch and with its members.
+
+        Nobody has lost anything by the restart: members that dial again within `recover_grace_s` find their view
+        unchanged and repeat their votes. Learners are forgotten; they are told so and join afresh.
+        """
+        machine = cls(config)
+        machine._start(config, state := RunState.replay(records))
+        roster = machine._roster
+        roster.now = now
+        voters = [item.ref for item in state.last_commit.contributions] if state.last_commit is not None else []
+        for member in state.view.members:
+            session = roster.open(member.ref, member.address)
+            session.last_heard = session.awaited_until = now + config.recover_grace_s
+            # Who voted for the last commit holds it or has it staged; of the others we learn when they speak.
+            session.holds_state = True if member.ref in voters else None
+        return machine
+
+    # -------------------------------------------------------------------------------- the machine
+
+    def handle(self, event: CoordinatorEvent, now: Instant) -> Sequence[CoordinatorEffect]:
+        """Take one event in. The effects are carried out in order, each `Persist` durably before the next effect."""
+        self._story.append((now, event))
+        roster = self._roster
+        roster.now, roster.effects = now, []
+        if self._promised is not None and now > self._promised + self.config.lateness_s:
+            for session in roster.sessions.values():
+                session.forgive(now)
+        match event:
+            case PeerSaid():
+                self._on_said(event.sender, event.message)
+            case PeerConnectionLost():
+                self._on_connection_lost(event.sender)
+            case Tick():
+                pass
+            case _:
+                assert_never(event)
+        self._settle()
+        self._promised = self.next_deadline()
+        return roster.effects
+
+    def next_deadline(self) -> Instant | None:
+        """When to feed a `Tick`, if nothing else happens before."""
+        deadlines = [deadline for deadline, _, _ in self._roster.deadlines()]
+        if not self._roster.over:
+            deadlines += self._admission.deadlines()
+            if self._rounds.judge_at is not None:
+                deadlines.append(self._rounds.judge_at)
+        return min(deadlines, default=None)
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        view, roster = self.state.view, self._roster
+        ids = [member.peer_id for member in view.members]
+        assert len(set(ids)) == len(ids), "a peer is in the view twice"
+        assert all(peer_id in ids for peer_id in (*self._rounds.votes, *self._rounds.reports)), "a stranger voted"
+        assert [member.ref for member in view.members] == list(self.state.admitted), "membership is told in two ways"
+        if view.members:
+            assert self.state.committed == Held(view.outer_step, view.digest), "the view names another state"
+        if view.members and not roster.over:
+            assert [session.ref.peer_id for session in roster.members()] == ids, "a member without a session"
+            assert roster.donors(), "nobody holds the view's state"
+        self.state.leases.check_invariants()
+
+    @property
+    def counters(self) -> Counter[str]:
+        """What was dropped by the fence and why peers were given up, by reason."""
+        return self._roster.counters
+
+    @property
+    def story(self) -> Sequence[tuple[Instant, CoordinatorEvent]]:
+        """The newest events, for a crash report."""
+        return tuple(self._story)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has ended and everybody has gone."""
+        return self._roster.over and not self._roster.sessions
+
+    # -------------------------------------------------------------------------------- facts
+
+    def _on_said(self, sender: PeerRef, message: PeerMessage) -> None:
+        roster = self._roster
+        if self._halted is not None:
+            roster.send(sender, self._halted)
+            return
+        session = roster.sessions.get(sender.peer_id)
+        if session is not None and sender.incarnation < session.ref.incarnation:
+            roster.counters["older_incarnation"] += 1
+            return
+        if session is None or session.ref != sender:
+            self._on_stranger(sender, message)
+            return
+        session.heard(roster.now)
+        match message:
+            case Leave():
+                self._on_leave(session, message)
+            case Join() | Heartbeat() | Synced() if not roster.is_member(session):
+                self._on_learner(session, message)
+            case Vote() | RoundFailed() | LeaseRequest() if not roster.is_member(session):
+                roster.counters["learner_spoke_as_member"] += 1
+                roster.send(sender, Evicted(epoch=self.state.epoch, reason="a learner, no member"))
+            case Join():
+                step = message.held.outer_step if message.held is not None else OuterStep(0)
+                session.shows(step, self.state.outer_step, roster.now)
+                roster.tell(session)
+            case Heartbeat():
+                self._on_heartbeat(session, message)
+            case Synced():
+                roster.tell(session)  # it missed its admission
+            case Vote() | RoundFailed():
+                self._on_round(session, message)
+            case LeaseRequest():
+                self._on_lease_request(session, message)
+            case _:
+                assert_never(message)
+
+    def _on_stranger(self, sender: PeerRef, message: PeerMessage) -> None:
+        match message:
+            case Join():
+                self._on_join(sender, message)
+            case Leave():
+                self._roster.send(sender, Goodbye(outer_step=self.state.outer_step))
+            case Heartbeat() | Synced() | Vote() | RoundFailed() | LeaseRequest():
+                # Without an answer a dropped peer would wait for ever.
+                self._roster.counters["stranger"] += 1
+                self._roster.send(sender, Evicted(epoch=self.state.epoch, reason="no member and no learner"))
+            case _:
+                assert_never(message)
+
+    def _on_join(self, sender: PeerRef, message: Join) -> None:
+        roster = self._roster
+        departure = self.state.departed.get(sender.peer_id)
+        if departure is not None and sender.incarnation < departure.incarnation:
+            roster.counters["older_incarnation"] += 1
+            return
+        refusal = self._refusal(message)
+        if refusal is not None:
+            roster.send(sender, refusal)
+            return
+        if departure is not None and sender.incarnation == departure.incarnation and message.epoch < departure.epoch:
+            # It believes that it is a member, with a payload and leases that are somebody else's by now. If it were
+            # taken as a learner and the Welcome got lost, it would be admitted without ever knowing.
+            roster.send(sender, Evicted(epoch=self.state.epoch, reason="dropped while it was away"))
+            return
+        replaced = roster.sessions.get(sender.peer_id)
+        session = roster.open(sender, message.address)
+        if replaced is not None and self.state.is_member(replaced.ref):
+            roster.change_view(out={replaced.ref: None}, cause=f"{sender.peer_id} started again")
+        if self._note_held(session, message.held):
+            roster.welcome(session)
+
+    def _on_learner(self, session: Session, message: Join | Heartbeat | Synced) -> None:
+        roster = self._roster
+        commit = self.state.commit_message()
+        if commit is not None and commit.final:
+            roster.send(session.ref, commit)  # there is nothing left to wait for
+            return
+        match message:
+            case Heartbeat():
+                session.beat(message, roster.now)
+            case Join():
+                session.address = message.address
+                if self._note_held(session, message.held):
+                    roster.welcome(session)
+            case Synced():
+                if self._note_held(session, message.held) and session.synced != self.state.committed:
+                    roster.welcome(session)
+            case _:
+                assert_never(message)
+
+    def _note_held(self, session: Session, held: Held | None) -> bool:
+        """A learner says what it holds; a run without a state begins with it. False if the peer was refused."""
+        if held is None:
+            return True
+        if self.state.committed is None:
+            record = Genesis(
+                outer_step=held.outer_step,
+                digest=held.digest,
+                next_index=self.config.first_index,
+                returned=self.config.first_free,
+            )
+            self._roster.persist(record)
+        if held in (self.state.committed, self.state.previous):
+            session.synced = held
+        elif held.outer_step > self.state.outer_step:
+            reason = f"you hold outer step {held.outer_step}, this run is at {self.state.outer_step}: start without it"
+            self._roster.send(session.ref, Refused(code=REFUSED_EXIT_CODE, reason=reason))
+            self._roster.close(session)
+            return False
+        return True
+
+    def _on_heartbeat(self, session: Session, beat: Heartbeat) -> None:
+        roster, now = self._roster, self._roster.now
+        session.beat(beat, now)
+        if beat.epoch >= self.state.epoch:
+            session.shows(beat.outer_step, self.state.outer_step, now)
+        if beat.epoch >= self.state.epoch and beat.outer_step >= self.state.outer_step:
+            session.behind_since = None
+        elif beat.epoch >= self.state.epoch and not beat.blocked:
+            session.behind_since = None  # it has the view and is on its way to the view's state
+        elif now >= session.told_at + self.config.resend_interval_s:
+            roster.tell(session)
+
+    def _on_round(self, session: Session, message: Vote | RoundFailed) -> None:
+        roster, peer_id, key = self._roster, session.ref.peer_id, message.key
+        if key.epoch != self.state.epoch or key.outer_step != self.state.outer_step:
+            # A late vote asks what became of the round: the last commit or the newest view says so.
+            roster.counters["old_round"] += 1
+            roster.tell(session)
+            return
+        session.behind_since = None
+        session.shows(key.outer_step, self.state.outer_step, roster.now)
+        match message:
+            case Vote():
+                if not self._rounds.vote(peer_id, message):
+                    roster.counters["vote_after_failure"] += 1
+            case RoundFailed():
+                self._rounds.report(peer_id, message, judge_at=roster.now + self.config.report_window_s)
+            case _:
+                assert_never(message)
+
+    def _on_leave(self, session: Session, message: Leave) -> None:
+        roster = self._roster
+        goodbye = Goodbye(outer_step=self.state.outer_step)
+        if not roster.is_member(session) or roster.over:
+            roster.close(session)
+            roster.send(session.ref, goodbye)
+        elif message.now:
+            roster.change_view(out={session.ref: goodbye}, cause=f"{session.ref.peer_id} left at once")
+        else:
+            session.leaving = True  # it goes at the next commit boundary, with its last steps committed
+
+    def _on_lease_request(self, session: Session, request: LeaseRequest) -> None:
+        roster, ref, leases = self._roster, session.ref, self.state.leases
+        newest = leases.newest_serial(ref)
+        if request.epoch < self.state.admitted[ref] or request.serial < newest:
+            roster.counters["old_lease_request"] += 1
+            return
+        if request.serial > newest:
+            ranges = leases.plan(request.num_samples)
+            roster.persist(LeaseRecord(ref=ref, serial=request.serial, ranges=ranges))
+        roster.send(ref, LeaseGrant(serial=request.serial, ranges=leases.newest_grant(ref)))
+
+    def _on_connection_lost(self, sender: PeerRef) -> None:
+        session = self._roster.sessions.get(sender.peer_id)
+        if session is not None and session.ref == sender and not session.disconnected:
+            session.lost(self._roster.now, self.config.reconnect_grace_s)
+
+    def _refusal(self, message: Join) -> Refused | None:
+        if message.manifest_digest != self.config.manifest_digest:
+            return Refused(code=REFUSED_EXIT_CODE, reason="your run manifest differs from the run's")
+        if self.state.final:
+            reason = f"the run is complete at outer step {self.state.outer_step}"
+            return Refused(code=DONE_EXIT_CODE, reason=reason)
+        if message.epoch > self.state.epoch:
+            reason = f"you have seen epoch {message.epoch}, this journal ends at {self.state.epoch}: restore it"
+            return Refused(code=INTEGRITY_EXIT_CODE, reason=reason)
+        if len(self._roster.sessions) >= self.config.max_peers:
+            return Refused(code=REFUSED_EXIT_CODE, reason=f"the run is full: {self.config.max_peers} peers")
+        return None
+
+    # -------------------------------------------------------------------------------- decisions
+
+    def _settle(self) -> None:
+        """Decide everything that the known facts decide."""
+        self._roster.release_leases_of_strangers()
+        self._drop_the_lost()
+        if self.state.view.members and not self._roster.over and not self._roster.donors():
+            self._roster.change_view(out={}, cause="nobody holds the state")
+        if not self._roster.over:
+            self._judge_reports()
+            self._decide_round()
+        if not self._roster.over:
+            self._admission.between_commits()
+            self._admission.found()
+            self._admission.send_orphans_home()
+
+    def _drop_the_lost(self) -> None:
+        roster = self._roster
+        accusers = self._rounds.accusers(self.state.view)
+        lost: dict[PeerRef, str] = {}
+        for deadline, reason, session in roster.deadlines():
+            if deadline <= roster.now:
+                lost.setdefault(session.ref, reason)
+        for session in roster.members():
+            if session.disconnected and accusers[session.ref.peer_id]:
+                lost.setdefault(session.ref, "connection lost, and a member waits for it")
+        roster.drop(lost)
+
+    def _judge_reports(self) -> None:
+        """The members that wait on a failed round get another view: without the silent, or one more try."""
+        roster, rounds, view = self._roster, self._rounds, self.state.view
+        if rounds.judge_at is None or roster.now < rounds.judge_at:
+            return
+        accusers = rounds.accusers(view)
+        heard_before = roster.now - self.config.suspect_silence_s
+        silent = [
+            session.ref
+            for session in roster.members()
+            if accusers[session.ref.peer_id] and session.last_heard <= heard_before
+        ]
+        if silent:
+            roster.drop(dict.fromkeys(silent, "silent, and a member waits for it"))
+        elif rounds.retries == 0:
+            rounds.retries += 1
+            causes = dict.fromkeys(report.cause for report in rounds.reports.values())
+            roster.change_view(out={}, cause=f"round failed, one more try: {'; '.join(causes)}")
+        else:
+            blamed = roster.sessions[rounds.most_accused(view)].ref
+            roster.counters["blamed"] += 1
+            roster.drop({blamed: "members could not finish the round with it"})
+
+    def _decide_round(self) -> None:
+        if self.state.view.world_size < self._roster.quorum:
+            return
+        match self._rounds.outcome(self.state.view):
+            case None:
+                pass
+            case Agreed() as agreed:
+                self._commit(agreed)
+            case Split():
+                self._rounds.splits += 1
+                if self._rounds.splits >= self.config.max_split_votes:
+                    self._halt(f"outer step {self.state.outer_step}: the members' results differ, without a majority")
+                else:
+                    self._roster.change_view(out={}, cause="votes differ without a majority, one more try")
+
+    def _commit(self, agreed: Agreed) -> None:
+        roster, state = self._roster, self.state
+        assert state.committed is not None, "members vote from a committed state"
+        members = roster.members()
+        step = OuterStep(agreed.key.outer_step + 1)
+        record = CommitRecord(
+            key=agreed.key,
+            outer_step=step,
+            previous=state.committed.digest,
+            digest=agreed.digest,
+            contributions=tuple(self._contribution(session) for session in members),
+            final=step >= self.config.outer_steps,
+        )
+        roster.persist(record)
+        self._rounds.committed()
+        commit = state.commit_message()
+        assert commit is not None, "it was committed just now"
+        deviants = [session.ref for session in members if session.ref.peer_id in agreed.deviants]
+        for session in roster.sessions.values():
+            if session.ref not in deviants:
+                roster.send(session.ref, commit)
+        for session in members:
+            session.holds_state = session.ref not in deviants
+            roster.expect_news(session)
+        if not record.final:
+            self._admission.at_boundary(deviants)
+
+    def _contribution(self, session: Session) -> Contribution:
+        vote = self._rounds.votes[session.ref.peer_id]
+        consumed = self.state.leases.clip(session.ref, vote.consumed)
+        return Contribution(ref=session.ref, weight=vote.weight, num_tokens=vote.num_tokens, consumed=consumed)
+
+    def _halt(self, reason: str) -> None:
+        self._halted = Refused(code=INTEGRITY_EXIT_CODE, reason=reason)
+        self._roster.halted = True
+        for session in self._roster.sessions.values():
+            self._roster.send(session.ref, self._halted)

@@ -1,0 +1,158 @@
+"""Which samples are given to whom: exactly-once data under churn (I7).
+
+Sample indices count up for ever; what an index means (which sample of which pass over the data) is the trainer's
+business. An index is in exactly one of four places: not given yet (`>= next_index`), free again (given to a peer
+that is gone, not consumed), owned by one start of one peer, or consumed by a commit. It moves only when a journal
+record says so.
+
+Rules: grants are journaled before they are told; the same request serial gives the same grant; only a commit
+consumes; what its owner's departure leaves unconsumed becomes free. Knows nothing of views or time.
+"""
+
+from collections.abc import Collection, Iterable
+
+from collective.core.types import PeerId, PeerRef
+from elastic.core.messages import DataPosition, IndexRange
+
+MAX_RANGES_PER_GRANT = 64
+"""A grant may hold fewer samples than asked for rather than more ranges than this: votes have to list them again."""
+
+
+def merged(ranges: Iterable[IndexRange]) -> tuple[IndexRange, ...]:
+    """The same indices as sorted, disjoint, maximal, non-empty ranges."""
+    result: list[IndexRange] = []
+    for item in sorted(item for item in ranges if len(item)):
+        if result and item.start <= result[-1].stop:
+            result[-1] = IndexRange(result[-1].start, max(result[-1].stop, item.stop))
+        else:
+            result.append(item)
+    return tuple(result)
+
+
+def overlap(left: Iterable[IndexRange], right: Iterable[IndexRange]) -> tuple[IndexRange, ...]:
+    """The indices that are in both, merged."""
+    ours, theirs = merged(left), merged(right)
+    result: list[IndexRange] = []
+    i = j = 0
+    while i < len(ours) and j < len(theirs):
+        start, stop = max(ours[i].start, theirs[j].start), min(ours[i].stop, theirs[j].stop)
+        if start < stop:
+            result.append(IndexRange(start, stop))
+        if ours[i].stop < theirs[j].stop:
+            i += 1
+        else:
+            j += 1
+    return tuple(result)
+
+
+def without(ranges: Iterable[IndexRange], removed: Iterable[IndexRange]) -> tuple[IndexRange, ...]:
+    """The indices of `ranges` that are not in `removed`, merged."""
+    holes = merged(removed)
+    result: list[IndexRange] = []
+    for item in merged(ranges):
+        start = item.start
+        for hole in holes:
+            if hole.stop <= start or hole.start >= item.stop:
+                continue
+            if start < hole.start:
+                result.append(IndexRange(start, hole.start))
+            start = hole.stop
+        if start < item.stop:
+            result.append(IndexRange(start, item.stop))
+    return tuple(result)
+
+
+def count(ranges: Iterable[IndexRange]) -> int:
+    """How many indices the (disjoint) ranges hold."""
+    return sum(len(item) for item in ranges)
+
+
+class LeaseLedger:
+    """Where every sample index is. Changed only by applying what the journal says."""
+
+    def __init__(self, next_index: int = 0, free: Iterable[IndexRange] = ()) -> None:
+        self.next_index = next_index
+        self.free = merged(free)
+        self._owned: dict[PeerRef, tuple[IndexRange, ...]] = {}
+        # The newest grant of each peer, so that a repeated request is recognised. Outlives the membership: an old
+        # request that comes late must not be taken for a new one.
+        self._newest: dict[PeerId, tuple[PeerRef, int, tuple[IndexRange, ...]]] = {}
+
+    def owned_by(self, ref: PeerRef) -> tuple[IndexRange, ...]:
+        """What this start of the peer has been given and no commit has consumed."""
+        return self._owned.get(ref, ())
+
+    def owners(self) -> tuple[PeerRef, ...]:
+        """Everybody who owns something, in the order of their first grant."""
+        return tuple(self._owned)
+
+    def plan(self, num_samples: int) -> tuple[IndexRange, ...]:
+        """What a request for `num_samples` would be given: freed indices first, lowest first, then new ones."""
+        granted: list[IndexRange] = []
+        missing = num_samples
+        for item in self.free:
+            if missing == 0 or len(granted) == MAX_RANGES_PER_GRANT:
+                break
+            granted.append(IndexRange(item.start, min(item.stop, item.start + missing)))
+            missing -= len(granted[-1])
+        if missing and len(granted) < MAX_RANGES_PER_GRANT:
+            granted.append(IndexRange(self.next_index, self.next_index + missing))
+        return merged(granted)
+
+    def newest_serial(self, ref: PeerRef) -> int:
+        """Serial of the newest grant to this start of the peer; -1 before its first."""
+        known = self._newest.get(ref.peer_id)
+        return known[1] if known is not None and known[0] == ref else -1
+
+    def newest_grant(self, ref: PeerRef) -> tuple[IndexRange, ...]:
+        """Ranges of that newest grant; empty if they were released since."""
+        known = self._newest.get(ref.peer_id)
+        return known[2] if known is not None and known[0] == ref else ()
+
+    def clip(self, ref: PeerRef, ranges: Iterable[IndexRange]) -> tuple[IndexRange, ...]:
+        """Those of the ranges that `ref` owns: what it may report as consumed."""
+        return overlap(self.owned_by(ref), ranges)
+
+    def grant(self, ref: PeerRef, serial: int, ranges: tuple[IndexRange, ...]) -> None:
+        """Apply a grant: the ranges leave the free pool (or are new) and belong to `ref`."""
+        assert not any(overlap(ranges, owned) for owned in self._owned.values()), "an index has two owners"
+        self.free = without(self.free, ranges)
+        self.next_index = max([self.next_index, *(item.stop for item in ranges)])
+        self._owned[ref] = merged((*self.owned_by(ref), *ranges))
+        self._newest[ref.peer_id] = (ref, serial, ranges)
+
+    def consume(self, ref: PeerRef, ranges: Collection[IndexRange]) -> None:
+        """Apply a commit: these indices of `ref` are used up for good.
+
+        Raises:
+            AssertionError: if `ref` does not own one of them; the coordinator clips votes before it commits them.
+        """
+        owned = self.owned_by(ref)
+        assert count(overlap(owned, ranges)) == count(merged(ranges)), "consumed what it does not own"
+        self._keep(ref, without(owned, ranges))
+
+    def release(self, ref: PeerRef, ranges: Collection[IndexRange]) -> None:
+        """Apply a departure: these indices of `ref` are free again."""
+        owned = self.owned_by(ref)
+        assert count(overlap(owned, ranges)) == count(merged(ranges)), "released what it does not own"
+        self.free = merged((*self.free, *ranges))
+        self._keep(ref, without(owned, ranges))
+        if self.newest_serial(ref) >= 0:
+            self._newest[ref.peer_id] = (ref, self.newest_serial(ref), ())
+
+    def position(self) -> DataPosition:
+        """Which samples no commit has consumed yet, whoever has them."""
+        return DataPosition(self.next_index, merged((*self.free, *(item for held in self._owned.values() for item in held))))
+
+    def check_invariants(self) -> None:
+        """No index is in two places, none is beyond `next_index`."""
+        places = [self.free, *self._owned.values()]
+        everything = [item for place in places for item in place]
+        assert count(everything) == count(merged(everything)), "an index is in two places"
+        assert all(item.stop <= self.next_index for item in everything), "an index was given that does not exist yet"
+
+    def _keep(self, ref: PeerRef, ranges: tuple[IndexRange, ...]) -> None:
+        if ranges:
+            self._owned[ref] = ranges
+        else:
+            self._owned.pop(ref, None)

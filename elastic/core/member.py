@@ -1,0 +1,469 @@
+"""One peer's part in the run: from its first Join to its exit code.
+
+A deterministic machine without IO; `Phase` says where it stands:
+
+    JOINING --Welcome--> LEARNING --NewView--> SYNCING --holds the view's state--> ACTIVE
+       ^                    |                     |                                  |
+       +------ Evicted -----+------ Evicted ------+------------- Evicted ------------+      any --> FINISHED
+
+Rules (elastic/README.md has the reasons):
+* Only who holds exactly the view's outer step and digest is active; anybody else catches up and never votes.
+* A payload is kept until its outcome is known: committed, or this peer itself was evicted. A new view of the same
+  outer step starts its exchange again.
+* What is staged is installed by a Commit that names its key and digest, or by a view that names its digest.
+* What waits for an answer is said again on one timer, and never because something arrived.
+
+It must not know what the state is, how it is exchanged or how it is fetched.
+"""
+
+import enum
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import assert_never
+
+import msgspec
+
+from collective.core.types import Epoch, Instant, OuterStep, PeerRef, View
+from elastic.core.attempt import Attempt
+from elastic.core.config import MemberConfig
+from elastic.core.events import (
+    BecomeActive,
+    BecomeLearner,
+    CatchUpFailed,
+    CaughtUp,
+    Connected,
+    CoordinatorSaid,
+    Disconnected,
+    ExchangeDone,
+    ExchangeFailed,
+    Finish,
+    InstallStaged,
+    InstallView,
+    LeasesWanted,
+    LeaveRequested,
+    MemberEffect,
+    MemberEvent,
+    Progressed,
+    RoundReady,
+    SendToCoordinator,
+    TakeLeases,
+    Tick,
+)
+from elastic.core.lease_desk import LeaseDesk
+from elastic.core.messages import (
+    Commit,
+    CoordinatorMessage,
+    DataPosition,
+    Evicted,
+    Goodbye,
+    Heartbeat,
+    Held,
+    Join,
+    LeaseGrant,
+    Leave,
+    NewView,
+    PeerMessage,
+    Refused,
+    Synced,
+    Welcome,
+)
+from elastic.core.pursuit import Pursuit
+
+STORY_LENGTH = 512
+DONE_EXIT_CODE, UNREACHABLE_EXIT_CODE, LEFT_EXIT_CODE = 0, 4, 20
+
+
+class Phase(enum.Enum):
+    """Where a peer stands."""
+
+    JOINING = "joining"  # has not been answered
+    LEARNING = "learning"  # welcome, but no member: catches up
+    SYNCING = "syncing"  # a member that does not hold the view's state yet
+    ACTIVE = "active"  # a member that does
+    FINISHED = "finished"  # its part is over, for good
+
+
+class MemberMachine:
+    """See the module's docstring. Drive it by `handle`, and by a `Tick` whenever `next_deadline` has passed."""
+
+    def __init__(
+        self, config: MemberConfig, me: PeerRef, address: str, manifest_digest: bytes, held: Held | None = None
+    ) -> None:
+        self.config = config
+        self.me = me
+        self.counters: Counter[str] = Counter()
+        self._address = address
+        self._manifest_digest = manifest_digest
+        self._phase = Phase.JOINING
+        self._epoch = Epoch(0)  # the newest one heard of
+        self._view: View | None = None  # the one this peer is a member of, advanced by installed commits
+        self._pursuit = Pursuit(me.peer_id, held, config.catch_up_retry_s)
+        self._attempt = Attempt()
+        self._leases = LeaseDesk()
+        # - Leaving
+        self._leave: Leave | None = None
+        self._leave_by: Instant | None = None
+        self._final = False
+        # - Connection and timers
+        self._connected = False
+        self._disconnected_since: Instant | None = None
+        self._progress = 0
+        self._waits = False  # for others, as the trainer says
+        self._heartbeat_at: Instant = 0.0
+        self._resend_at: Instant = 0.0
+        self._now: Instant = 0.0
+        self._effects: list[MemberEffect] = []
+        self._story: deque[tuple[Instant, MemberEvent]] = deque(maxlen=STORY_LENGTH)
+
+    # -------------------------------------------------------------------------------- the machine
+
+    @property
+    def phase(self) -> Phase:
+        """Where this peer stands."""
+        return self._phase
+
+    @property
+    def view(self) -> View | None:
+        """The view it is a member of, advanced by the commits it has installed."""
+        return self._view
+
+    @property
+    def held(self) -> Held | None:
+        """The committed state it holds."""
+        return self._pursuit.held
+
+    @property
+    def story(self) -> Sequence[tuple[Instant, MemberEvent]]:
+        """The newest events, for a crash report."""
+        return tuple(self._story)
+
+    def handle(self, event: MemberEvent, now: Instant) -> Sequence[MemberEffect]:
+        """Take one event in; the effects are to be carried out in order."""
+        self._story.append((now, event))
+        self._now = now
+        self._effects = []
+        if self._phase is Phase.FINISHED:
+            return self._effects
+        if not self._connected and self._disconnected_since is None:
+            self._disconnected_since = now
+        match event:
+            case CoordinatorSaid():
+                self._on_message(event.message)
+            case Connected():
+                self._on_connected()
+            case Disconnected():
+                self._connected = False
+                self._disconnected_since = now
+                self._limit_farewell()
+            case RoundReady():
+                self._on_round_ready(event)
+            case ExchangeDone() | ExchangeFailed():
+                if self._attempt.ended(event):
+                    self._say_outstanding()
+                else:
+                    self.counters["old_exchange"] += 1
+            case CaughtUp() | CatchUpFailed():
+                self._on_catch_up(event)
+            case Progressed():
+                self._progress = max(self._progress, event.progress)
+                self._waits = event.blocked
+            case LeasesWanted():
+                self._on_leases_wanted(event.num_samples)
+            case LeaveRequested():
+                self._on_leave_requested(event)
+            case Tick():
+                self._on_tick()
+            case _:
+                assert_never(event)
+        return self._effects
+
+    def next_deadline(self) -> Instant | None:
+        """When to feed a `Tick`, if nothing else happens before."""
+        if self._phase is Phase.FINISHED:
+            return None
+        deadlines: list[Instant | None] = [self._pursuit.retry_at, self._leave_by]
+        if self._connected:
+            deadlines.append(self._heartbeat_at)
+            if self._outstanding():
+                deadlines.append(self._resend_at)
+        elif self._disconnected_since is not None:
+            deadlines.append(self._disconnected_since + self.config.coordinator_timeout_s)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        view, attempt, held = self._view, self._attempt, self.held
+        attempt.check_invariants()
+        if self._phase is Phase.FINISHED:
+            return
+        assert (view is not None) == (self._phase in (Phase.SYNCING, Phase.ACTIVE)), "the phase contradicts the view"
+        if view is not None:
+            assert view.holds(self.me), "in a view without being its member"
+            assert view.epoch == self._epoch, "not in the newest view heard of"
+        if self._phase is Phase.ACTIVE and view is not None:
+            assert held == Held(view.outer_step, view.digest), "active from another state"
+            assert not self._pursuit.busy, "active while it catches up"
+        if attempt.payload is not None:
+            assert self._phase is Phase.ACTIVE, "a payload outside of a membership"
+            assert held is not None, "a payload from nowhere"
+            assert attempt.payload.outer_step == held.outer_step, "a payload of another step"
+        if attempt.key is not None:
+            assert view is not None, "an exchange without a view"
+            assert attempt.key.epoch == view.epoch, "an exchange of another view"
+
+    # -------------------------------------------------------------------------------- connection and time
+
+    def _on_connected(self) -> None:
+        self._connected = True
+        self._disconnected_since = None
+        self._heartbeat_at = self._now + self.config.heartbeat_interval_s
+        if self._leave is None:
+            if self._phase is not Phase.JOINING:
+                self._say(self._join())  # "I am still here"
+        elif self._view is not None and not self._leave.now:
+            self._leave_by = None
+        self._say_outstanding()
+
+    def _on_tick(self) -> None:
+        if self._leave_by is not None and self._now >= self._leave_by:
+            self._part("left without an answer from the coordinator")
+            return
+        gone_since = self._disconnected_since
+        if gone_since is not None and self._now >= gone_since + self.config.coordinator_timeout_s:
+            waited = f"{self.config.coordinator_timeout_s:.0f} s"
+            self._finish(UNREACHABLE_EXIT_CODE, f"the coordinator could not be reached for {waited}")
+            return
+        self._effects += self._pursuit.wake(self._now)
+        if not self._connected:
+            return
+        if self._now >= self._heartbeat_at:
+            self._heartbeat_at = self._now + self.config.heartbeat_interval_s
+            if self._phase is not Phase.JOINING:  # a stranger's heartbeat would only be answered by Evicted
+                self._say(self._heartbeat())
+        if self._now >= self._resend_at:
+            self._say_outstanding()
+
+    def _heartbeat(self) -> Heartbeat:
+        held = self.held
+        return Heartbeat(
+            epoch=self._epoch,
+            outer_step=held.outer_step if held is not None else OuterStep(0),
+            progress=self._progress,
+            # Who catches up is never blocked: the others must not wait for it without end.
+            blocked=self._phase is Phase.ACTIVE and (self._attempt.payload is not None or self._waits),
+        )
+
+    def _join(self) -> Join:
+        return Join(epoch=self._epoch, address=self._address, manifest_digest=self._manifest_digest, held=self.held)
+
+    def _outstanding(self) -> list[PeerMessage]:
+        """What waits for an answer, and is said again until it comes."""
+        messages: list[PeerMessage | None] = [self._attempt.report(), self._leases.request, self._leave]
+        if self._leave is None:
+            if self._phase is Phase.JOINING or (self._phase is Phase.LEARNING and self.held is None):
+                messages.append(self._join())
+            elif self._phase is Phase.LEARNING and self.held is not None:
+                messages.append(Synced(held=self.held))
+        return [message for message in messages if message is not None]
+
+    def _say_outstanding(self) -> None:
+        self._resend_at = self._now + self.config.resend_interval_s
+        for message in self._outstanding():
+            self._say(message)
+
+    def _say(self, message: PeerMessage) -> None:
+        if self._connected:
+            self._effects.append(SendToCoordinator(message=message))
+
+    # -------------------------------------------------------------------------------- what the coordinator says
+
+    def _on_message(self, message: CoordinatorMessage) -> None:
+        match message:
+            case Welcome():
+                self._on_welcome(message)
+            case NewView():
+                self._on_new_view(message.view)
+            case Commit():
+                self._on_commit(message)
+            case Evicted():
+                self._on_evicted(message)
+            case Refused():
+                self._finish(message.code, message.reason)
+            case LeaseGrant():
+                self._on_lease_grant(message)
+            case Goodbye():
+                if self._leave is not None:
+                    self._part(f"left at outer step {message.outer_step}")
+            case _:
+                assert_never(message)
+
+    def _is_stale(self, epoch: Epoch) -> bool:
+        """The fence for words about membership: older than what is known, or about the view that holds this peer."""
+        if epoch < self._epoch or (self._view is not None and epoch == self._view.epoch):
+            self.counters["old_epoch"] += 1
+            return True
+        return False
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        if self._is_stale(welcome.epoch):
+            return
+        self._epoch = welcome.epoch
+        self._lose_membership("welcomed as a learner")
+        self._phase = Phase.LEARNING
+        if welcome.found:
+            self._effects += self._pursuit.found()
+        if welcome.target is not None:
+            self._effects += self._pursuit.aim(welcome.target, welcome.donors)
+
+    def _on_new_view(self, view: View) -> None:
+        mine = self._view
+        if view.epoch < self._epoch or (
+            mine is not None and (view.epoch, view.outer_step) <= (mine.epoch, mine.outer_step)
+        ):
+            self.counters["old_epoch"] += 1
+            return
+        if not view.holds(self.me):
+            self._on_evicted(Evicted(epoch=view.epoch, reason="not in the new view"))
+            return
+        self._epoch = view.epoch
+        self._install_if_staged(Held(view.outer_step, view.digest), final=False)
+        if mine is None or view.epoch > mine.epoch:
+            self._effects += self._attempt.abort()
+            self._effects.append(InstallView(view=view))
+        self._view = view
+        self._take_part()
+
+    def _take_part(self) -> None:
+        """In a view: active if its state is held, else on the way to it."""
+        view = self._view
+        assert view is not None, "only members take part"
+        state = Held(view.outer_step, view.digest)
+        if self.held == state and not self._pursuit.busy:
+            self._pursuit.rest()
+            if self._phase is not Phase.ACTIVE:
+                self._phase = Phase.ACTIVE
+                self._effects.append(BecomeActive(view=view))
+            self._effects += self._attempt.start(view)
+            return
+        if self._phase is Phase.ACTIVE:
+            self._stop_training(f"outer step {view.outer_step} was committed without this peer's result")
+        self._phase = Phase.SYNCING
+        self._effects += self._pursuit.aim(state, view.members)
+
+    def _on_commit(self, commit: Commit) -> None:
+        made = Held(commit.outer_step, commit.digest)
+        if self._attempt.key == commit.key:
+            if not self._install_if_staged(made, final=commit.final, position=commit.position):
+                # The others agreed on something else. What is staged here is wrong, and the coordinator knows it.
+                self._lose_membership(f"outer step {commit.outer_step} was committed with another digest")
+                self._phase = Phase.JOINING
+                self._say_outstanding()
+        elif commit.final and (self._view is None or made == self.held):
+            self._bid_farewell()
+        elif self._view is None and self._phase is Phase.LEARNING:
+            # A learner lives through commits, or it would never arrive.
+            self._effects += self._pursuit.aim(made)
+
+    def _on_evicted(self, evicted: Evicted) -> None:
+        if self._is_stale(evicted.epoch):
+            return
+        if self._phase is Phase.JOINING and evicted.epoch == self._epoch:
+            return  # it is being answered already; the timer repeats the Join
+        self._epoch = evicted.epoch
+        self._lose_membership(evicted.reason)
+        self._phase = Phase.JOINING
+        self._say_outstanding()
+
+    def _on_lease_grant(self, grant: LeaseGrant) -> None:
+        ranges = self._leases.take(grant)
+        if ranges is None:
+            self.counters["old_grant"] += 1
+            return
+        self._effects.append(TakeLeases(ranges=ranges))
+        self._on_leases_wanted(0)
+
+    # -------------------------------------------------------------------------------- what happens at home
+
+    def _on_round_ready(self, payload: RoundReady) -> None:
+        if self._phase is not Phase.ACTIVE or self._final or self.held is None or self._view is None:
+            self.counters["payload_of_no_member"] += 1
+        elif payload.outer_step != self.held.outer_step or self._attempt.payload is not None:
+            self.counters["payload_of_another_step"] += 1
+        else:
+            self._attempt.payload = payload
+            self._effects += self._attempt.start(self._view)
+
+    def _on_catch_up(self, event: CaughtUp | CatchUpFailed) -> None:
+        self._pursuit.ended(event, self._now)
+        if self._view is not None:
+            self._take_part()
+            return
+        if self._phase is Phase.LEARNING:
+            self._say_outstanding()
+        if self._pursuit.target is not None:
+            self._effects += self._pursuit.aim(self._pursuit.target)
+
+    def _on_leases_wanted(self, num_samples: int) -> None:
+        if self._view is None:
+            self.counters["leases_wanted_by_learner"] += 1
+            return
+        request = self._leases.want(num_samples, self._view.epoch)
+        if request is not None:
+            self._say(request)
+
+    def _install_if_staged(self, made: Held, *, final: bool, position: DataPosition | None = None) -> bool:
+        """If this very state is staged, it becomes the held one."""
+        view, key = self._view, self._attempt.take_staged(made)
+        if key is None or view is None:
+            return False
+        self._effects.append(InstallStaged(key=key, held=made, final=final, position=position))
+        self._pursuit.installed(made)
+        self._view = msgspec.structs.replace(view, outer_step=made.outer_step, digest=made.digest)
+        if final:
+            self._bid_farewell()
+        return True
+
+    # -------------------------------------------------------------------------------- membership ends
+
+    def _stop_training(self, reason: str) -> None:
+        self._effects += self._attempt.forget()
+        self._leases.forget()
+        self._effects.append(BecomeLearner(reason=reason))
+
+    def _lose_membership(self, reason: str) -> None:
+        if self._view is not None:
+            self._stop_training(reason)
+            self._view = None
+        self._limit_farewell()
+
+    def _on_leave_requested(self, event: LeaveRequested) -> None:
+        if self._leave is None or (event.now and not self._leave.now):
+            self._leave = Leave(now=event.now)
+            self._limit_farewell()
+            self._say_outstanding()
+
+    def _bid_farewell(self) -> None:
+        """The run's last state is committed. It is not worth more than a short wait that everybody knows we go."""
+        if not self._final:
+            self._final = True
+            self._leave = Leave(now=True)
+            self._limit_farewell()
+            self._say_outstanding()
+
+    def _limit_farewell(self) -> None:
+        """A leave is awaited without limit only while a commit boundary is to be expected."""
+        if self._leave is None or self._leave_by is not None:
+            return
+        if self._leave.now or self._view is None or not self._connected:
+            self._leave_by = self._now + self.config.farewell_timeout_s
+
+    def _part(self, reason: str) -> None:
+        if self._final:
+            self._finish(DONE_EXIT_CODE, "the run is complete")
+        else:
+            self._finish(LEFT_EXIT_CODE, reason)
+
+    def _finish(self, code: int, reason: str) -> None:
+        self._effects += self._attempt.abort()
+        self._phase = Phase.FINISHED
+        self._effects.append(Finish(code=code, reason=reason))

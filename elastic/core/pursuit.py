@@ -1,0 +1,77 @@
+"""Getting to the committed state: what a peer holds, what it aims at, who can help.
+
+Rules: one catch-up at a time, and a running one is left alone, because restarted at every commit it would never
+end. After a failure there is a pause, in which the coordinator names other donors. Nobody goes back: a target that is
+older than what is held is stale.
+"""
+
+from collections.abc import Sequence
+
+from collective.core.types import Instant, Member, PeerId
+from elastic.core.events import CatchUp, CatchUpFailed, CaughtUp, FoundState, MemberEffect
+from elastic.core.messages import Held
+
+NOTHING: tuple[MemberEffect, ...] = ()
+
+
+class Pursuit:
+    """The state a peer holds and the one it is after."""
+
+    def __init__(self, me: PeerId, held: Held | None, retry_s: float) -> None:
+        self.held = held
+        self.target: Held | None = None
+        self.busy = False
+        """A `CatchUp` or `FoundState` was ordered and has not ended."""
+        self.retry_at: Instant | None = None
+        self._me = me
+        self._retry_s = retry_s
+        self._donors: tuple[Member, ...] = ()
+
+    def found(self) -> Sequence[MemberEffect]:
+        """The coordinator asks for the run's first state."""
+        if self.busy or self.held is not None:
+            return NOTHING
+        self.busy = True
+        return [FoundState()]
+
+    def aim(self, target: Held, donors: Sequence[Member] | None = None) -> Sequence[MemberEffect]:
+        """This state is committed (and these members can serve it)."""
+        if self.held is not None and target.outer_step < self.held.outer_step:
+            return NOTHING
+        self.target = target
+        if donors is not None:
+            self._donors = tuple(member for member in donors if member.peer_id != self._me)
+        return self._start()
+
+    def ended(self, event: CaughtUp | CatchUpFailed, now: Instant) -> None:
+        """What was ordered has ended; `aim` or `wake` goes on from there."""
+        self.busy = False
+        if isinstance(event, CaughtUp):
+            self.held = event.held
+            arrived = self.target is None or self.held == self.target or self.held.outer_step > self.target.outer_step
+        else:
+            arrived = False
+        self.retry_at = None if arrived else now + self._retry_s
+
+    def wake(self, now: Instant) -> Sequence[MemberEffect]:
+        """The pause after a failure is over."""
+        if self.retry_at is None or now < self.retry_at:
+            return NOTHING
+        self.retry_at = None
+        return self._start()
+
+    def installed(self, held: Held) -> None:
+        """The peer made this state itself, by a round that was committed."""
+        self.held = held
+
+    def rest(self) -> None:
+        """What is held is what is wanted."""
+        self.target = self.retry_at = None
+
+    def _start(self) -> Sequence[MemberEffect]:
+        if self.busy or self.target is None or self.target == self.held:
+            return NOTHING
+        if self.retry_at is not None or not self._donors:
+            return NOTHING  # the timer wakes us; the next Welcome or view names donors
+        self.busy = True
+        return [CatchUp(target=self.target, donors=self._donors)]

@@ -1,0 +1,196 @@
+"""Who is in the run, how views change, and what peers are told about it.
+
+The roster holds the durable state (run_state.py), one session per peer (sessions.py) and what was said in the round
+in progress (rounds.py), and offers the verbs that keep the three consistent. Every verb journals first and tells
+afterwards. When to use which verb is decided in coordinator.py and admission.py.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from collective.core.types import Epoch, Instant, Member, PeerId, PeerRef, View
+from elastic.core.config import CoordinatorConfig
+from elastic.core.events import CoordinatorEffect, Persist, SendToPeer
+from elastic.core.messages import CoordinatorMessage, Evicted, Goodbye, NewView, Welcome
+from elastic.core.records import Record, ReleaseRecord, ViewRecord
+from elastic.core.rounds import Rounds
+from elastic.core.run_state import RunState
+from elastic.core.sessions import Session
+
+Departures = Mapping[PeerRef, CoordinatorMessage | None]
+"""Members that the next view does without, each with what it is told (None: it is dead, nobody listens)."""
+
+
+class Roster:
+    """The coordinator's picture of the run, and the effects of what was decided in the current event."""
+
+    def __init__(self, config: CoordinatorConfig, state: RunState) -> None:
+        self.config = config
+        self.state = state
+        self.rounds = Rounds()
+        self.sessions: dict[PeerId, Session] = {}  # in the order they came; the view says who is a member
+        self.founder: PeerRef | None = None
+        self.halted = False
+        self.now: Instant = 0.0
+        self.effects: list[CoordinatorEffect] = []
+        self.counters: Counter[str] = Counter()
+
+    # -------------------------------------------------------------------------------- look-ups
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended: peers only go from here on, no view and no commit follows."""
+        return self.state.final or self.halted
+
+    @property
+    def quorum(self) -> int:
+        """How many members a commit needs now: the run's first one waits for `start_peers`."""
+        if self.state.last_commit is not None:
+            return self.config.min_peers
+        return max(self.config.min_peers, self.config.start_peers)
+
+    def is_member(self, session: Session) -> bool:
+        """Whether this session belongs to a member; else it is a learner's."""
+        return self.state.is_member(session.ref)
+
+    def members(self) -> list[Session]:
+        """Sessions of the members by rank. Complete unless the run is over."""
+        sessions = (self.sessions.get(member.peer_id) for member in self.state.view.members)
+        return [session for session in sessions if session is not None and self.is_member(session)]
+
+    def learners(self) -> list[Session]:
+        """Sessions of the learners that can be reached, in the order they came."""
+        return [item for item in self.sessions.values() if not self.is_member(item) and not item.disconnected]
+
+    def donors(self) -> tuple[Member, ...]:
+        """Members that hold the committed state, or have it staged."""
+        view = self.state.view
+        return tuple(member for member in view.members if self.sessions[member.peer_id].holds_state is not False)
+
+    def deadlines(self) -> list[tuple[Instant, str, Session]]:
+        """For every session each instant at which it would be given up, and why."""
+        waiting = [item for item in self.members() if item.blocked or self.rounds.spoke(item.ref.peer_id)]
+        # Who has caught up waits for a commit boundary. If the only member hangs there is nobody else to wait for it,
+        # and the learners would sit there for ever (scenario hung_sole_member).
+        waiting += [item for item in self.learners() if item.synced is not None and item.synced == self.state.committed]
+        result = []
+        for session in self.sessions.values():
+            # A member keeps the others waiting if there is a waiting one besides itself.
+            others_wait = self.is_member(session) and len(waiting) > (1 if session in waiting else 0)
+            for deadline, reason in session.deadlines(self.config, others_wait=others_wait):
+                result.append((deadline, reason, session))
+        return result
+
+    # -------------------------------------------------------------------------------- sessions
+
+    def open(self, ref: PeerRef, address: str) -> Session:
+        """Begin to know this start of a peer, as a learner unless the view holds it."""
+        now = self.now
+        session = Session(ref=ref, address=address, last_heard=now, progressed_at=now, told_at=now)
+        self.sessions[ref.peer_id] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        """Forget it: whatever it says next, it is a stranger."""
+        del self.sessions[session.ref.peer_id]
+
+    def drop(self, lost: Mapping[PeerRef, str]) -> None:
+        """Give these sessions up, each for its reason; members among them leave the view."""
+        out: dict[PeerRef, CoordinatorMessage | None] = {}
+        for ref, reason in lost.items():
+            session = self.sessions[ref.peer_id]
+            self.counters[f"dropped: {reason}"] += 1
+            if self.is_member(session) and not self.over:
+                out[ref] = Evicted(epoch=Epoch(self.state.epoch + 1), reason=reason)
+            else:
+                self.close(session)
+                self.send(ref, Evicted(epoch=self.state.epoch, reason=reason))
+        if out:
+            self.change_view(out=out, cause="; ".join(f"{ref.peer_id} dropped: {lost[ref]}" for ref in out))
+
+    # -------------------------------------------------------------------------------- views
+
+    def change_view(self, *, out: Departures, into: Sequence[Session] = (), cause: str) -> None:
+        """Journal and announce the next view: without `out`, with `into` at the end."""
+        committed, epoch = self.state.committed, Epoch(self.state.epoch + 1)
+        assert committed is not None, "a view needs a state"
+        out = dict(out)
+        for session in into:
+            session.holds_state = session.synced == committed
+        stays = [session for session in self.members() if session.ref not in out]
+        if all(session.holds_state is False for session in (*stays, *into)):
+            # Everybody is one commit behind and whoever could serve it is gone. As members they would wait for a
+            # donor for ever; as learners they wait for any peer that brings the state back.
+            out |= {session.ref: Evicted(epoch=epoch, reason="nobody holds the state") for session in stays}
+            stays, into = [], ()
+        by_ref = {member.ref: member for member in self.state.view.members}
+        members = [by_ref[session.ref] for session in stays]
+        members += [Member(item.ref.peer_id, item.ref.incarnation, item.address) for item in into]
+        view = View(epoch=epoch, outer_step=committed.outer_step, digest=committed.digest, members=tuple(members))
+        self.persist(ViewRecord(view=view, cause=cause[:500]))
+        self.release_leases_of_strangers()
+        self.rounds.void()
+        for ref, message in out.items():
+            gone = self.sessions.get(ref.peer_id)
+            if gone is not None and gone.ref == ref:
+                self.close(gone)
+            if message is not None:
+                self.send(ref, message)
+        for session in (*stays, *into):
+            self.expect_news(session)
+            self.send(session.ref, NewView(view=view))
+
+    def cross_boundary(self, *, evicted: Departures, into: Sequence[Session]) -> None:
+        """Change the view between two rounds: who wants to leave goes, these come in. No change, no view."""
+        goodbye = Goodbye(outer_step=self.state.outer_step)
+        out = dict(evicted)
+        out |= {session.ref: goodbye for session in self.members() if session.leaving and session.ref not in out}
+        if not out and not into:
+            return
+        causes = [f"{session.ref.peer_id} joined" for session in into]
+        causes += [f"{ref.peer_id} {'left' if said is goodbye else 'evicted'}" for ref, said in out.items()]
+        self.change_view(out=out, into=into, cause="; ".join(causes))
+
+    def release_leases_of_strangers(self) -> None:
+        """Free what former members own. Also repairs a journal that was cut between a view and its releases."""
+        leases = self.state.leases
+        for ref in leases.owners():
+            if not self.state.is_member(ref):
+                self.persist(ReleaseRecord(ref=ref, epoch=self.state.epoch, ranges=leases.owned_by(ref)))
+
+    # -------------------------------------------------------------------------------- telling
+
+    def expect_news(self, session: Session) -> None:
+        """It is being told something now; from now on it should show that it has heard."""
+        session.told_at = self.now
+        if session.behind_since is None:
+            session.behind_since = self.now
+
+    def tell(self, session: Session) -> None:
+        """Say again what a member must know: the newest commit (it may have it staged) and the view."""
+        session.told_at = self.now
+        commit = self.state.commit_message()
+        if commit is not None and commit.key.epoch == self.state.epoch:
+            self.send(session.ref, commit)
+        if not self.state.final:
+            self.send(session.ref, NewView(view=self.state.view))
+
+    def welcome(self, session: Session) -> None:
+        """Tell a learner what to catch up with and from whom, or that it is to found the run."""
+        committed = self.state.committed
+        welcome = Welcome(
+            epoch=self.state.epoch,
+            target=committed,
+            donors=() if session.synced == committed else self.donors(),
+            found=committed is None and session.ref == self.founder,
+        )
+        self.send(session.ref, welcome)
+
+    def persist(self, record: Record) -> None:
+        """Write a decision down, and only so make it true."""
+        self.effects.append(Persist(record=record))
+        self.state.apply(record)
+
+    def send(self, to: PeerRef, message: CoordinatorMessage) -> None:
+        """Tell a peer, if it is connected."""
+        self.effects.append(SendToPeer(to=to, message=message))

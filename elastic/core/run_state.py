@@ -1,0 +1,124 @@
+"""What the journal says: the durable state of a run as a fold over its records.
+
+The coordinator changes this state only by `apply`, with a record it persists in the same breath; a restarted one
+applies the same records again. So what a restart knows is, by construction, what the journal told everybody else.
+Knows nothing of connections, votes or time: those die with the process and may.
+"""
+
+from collections.abc import Iterable
+from typing import assert_never
+
+import msgspec
+
+from collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef, View
+from elastic.core.leases import LeaseLedger
+from elastic.core.messages import Commit, Held
+from elastic.core.records import CommitRecord, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
+
+BLANK_VIEW = View(epoch=Epoch(0), outer_step=OuterStep(0), digest=b"", members=())
+
+
+class Departure(msgspec.Struct, frozen=True):
+    """The newest start of a peer that was a member and is no more, and the first epoch without it."""
+
+    incarnation: Incarnation
+    epoch: Epoch
+
+
+class RunState:
+    """Epoch, members, committed state and leases of a run."""
+
+    def __init__(self) -> None:
+        self.view = BLANK_VIEW
+        self.committed: Held | None = None
+        self.previous: Held | None = None
+        self.last_commit: CommitRecord | None = None
+        self.admitted: dict[PeerRef, Epoch] = {}
+        self.departed: dict[PeerId, Departure] = {}
+        self.leases = LeaseLedger()
+
+    @classmethod
+    def replay(cls, records: Iterable[Record]) -> "RunState":
+        """The state after these records, oldest first."""
+        state = cls()
+        for record in records:
+            state.apply(record)
+        return state
+
+    @property
+    def epoch(self) -> Epoch:
+        """Number of the newest view; 0 before the first."""
+        return self.view.epoch
+
+    @property
+    def outer_step(self) -> OuterStep:
+        """Number of the committed state; 0 before the run began."""
+        return self.committed.outer_step if self.committed is not None else OuterStep(0)
+
+    @property
+    def final(self) -> bool:
+        """Whether the run's last outer step is committed."""
+        return self.last_commit is not None and self.last_commit.final
+
+    def is_member(self, ref: PeerRef) -> bool:
+        """Whether exactly this start of the peer is in the newest view."""
+        return ref in self.admitted
+
+    def commit_message(self) -> Commit | None:
+        """The newest commit as it is told to peers."""
+        record = self.last_commit
+        if record is None:
+            return None
+        weights = tuple((item.ref.peer_id, item.weight) for item in record.contributions)
+        return Commit(
+            key=record.key,
+            outer_step=record.outer_step,
+            digest=record.digest,
+            weights=weights,
+            final=record.final,
+            position=self.leases.position(),
+        )
+
+    def apply(self, record: Record) -> None:
+        """Take one record in. Asserts what I3 and I8 demand of a journal."""
+        match record:
+            case Genesis():
+                assert self.committed is None, "a run begins once"
+                self.committed = Held(record.outer_step, record.digest)
+                self.leases = LeaseLedger(record.next_index, record.returned)
+                self.view = msgspec.structs.replace(BLANK_VIEW, outer_step=record.outer_step, digest=record.digest)
+            case ViewRecord(view=view):
+                self._apply_view(view)
+            case CommitRecord():
+                self._apply_commit(record)
+            case LeaseRecord():
+                self.leases.grant(record.ref, record.serial, record.ranges)
+            case ReleaseRecord():
+                self.leases.release(record.ref, record.ranges)
+            case _:
+                assert_never(record)
+
+    def _apply_view(self, view: View) -> None:
+        assert view.epoch > self.view.epoch, "epochs only grow (I8)"
+        assert self.committed == Held(view.outer_step, view.digest), "a view names the committed state"
+        for member in self.view.members:
+            if not view.holds(member.ref):
+                self.departed[member.peer_id] = Departure(member.incarnation, view.epoch)
+                self.admitted.pop(member.ref, None)
+        for member in view.members:
+            self.admitted.setdefault(member.ref, view.epoch)
+        self.view = view
+
+    def _apply_commit(self, record: CommitRecord) -> None:
+        assert self.committed is not None, "nothing is committed before the run began"
+        assert record.key.epoch == self.view.epoch, "a commit belongs to the current view"
+        assert record.key.outer_step == self.committed.outer_step, "a commit starts from the committed step (I3)"
+        assert record.outer_step == self.committed.outer_step + 1, "no step is skipped or made twice (I3)"
+        assert record.previous == self.committed.digest, "commits form a chain (I1)"
+        for item in record.contributions:
+            self.leases.consume(item.ref, item.consumed)
+        self.previous = self.committed
+        self.committed = Held(record.outer_step, record.digest)
+        self.last_commit = record
+        # The same view goes on from the new state: no epoch is spent on a commit that changes nobody's membership.
+        self.view = msgspec.structs.replace(self.view, outer_step=record.outer_step, digest=record.digest)

@@ -1,0 +1,104 @@
+"""What the coordinator knows of one start of one peer, and when it gives it up.
+
+Liveness is progress, not heartbeats. A peer is given up when it is
+* gone: its connection broke and it did not come back within its grace;
+* silent: nothing was heard for `heartbeat_timeout_s`;
+* deaf: it speaks, but for as long as that shows no sign of having heard the newest view or commit;
+* stalled: it stands still although nobody keeps it waiting, and others wait for it.
+All of this dies with the coordinator's process; what must not is in run_state.py.
+"""
+
+from dataclasses import dataclass
+
+from collective.core.types import Instant, OuterStep, PeerRef
+from elastic.core.config import CoordinatorConfig
+from elastic.core.messages import Heartbeat, Held
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """One start of one peer, learner or member (the view says which)."""
+
+    ref: PeerRef
+    address: str
+    last_heard: Instant
+    progressed_at: Instant
+    told_at: Instant
+    synced: Held | None = None
+    """Newest committed state that it said it holds."""
+    holds_state: bool | None = None
+    """Whether this member holds the view's state. No for who was admitted one commit behind and has not said yet
+    that it caught up; unknown after a restart of the coordinator for who has not spoken yet."""
+    leaving: bool = False
+    disconnected: bool = False
+    """Its connection was seen to break and nothing was heard since."""
+    awaited_until: Instant | None = None
+    """By then it must have spoken again."""
+    behind_since: Instant | None = None
+    """Since then it should know something newer than what it shows."""
+    progress: int = -1
+    slowest_s: float | None = None
+    """Its slowest recent interval between two signs of progress, as seen through heartbeats."""
+    blocked: bool = False
+
+    def heard(self, now: Instant) -> None:
+        """Anything arrived from it."""
+        self.last_heard = now
+        self.disconnected = False
+        self.awaited_until = None
+
+    def lost(self, now: Instant, grace_s: float) -> None:
+        """Its connection broke."""
+        self.disconnected = True
+        self.awaited_until = now + grace_s
+
+    def beat(self, beat: Heartbeat, now: Instant) -> None:
+        """Measure its pace. Time in which it waits for others does not count."""
+        if beat.progress > self.progress:
+            if self.progress >= 0 and not self.blocked:
+                self.slowest_s = max(now - self.progressed_at, 0.9 * (self.slowest_s or 0.0))
+            self.progress = beat.progress
+            self.progressed_at = now
+        elif beat.blocked:
+            self.progressed_at = now
+        self.blocked = beat.blocked
+
+    def shows(self, held: OuterStep, needed: OuterStep, now: Instant) -> None:
+        """It says which outer step it holds. Who once held the view's state does not lose it."""
+        if held < needed:
+            self.holds_state = self.holds_state or False
+        elif not self.holds_state:
+            self.holds_state = True
+            # Bytes per second say nothing about inner steps: its pace is measured afresh.
+            self.progressed_at = now
+            self.slowest_s = None
+
+    def forgive(self, now: Instant) -> None:
+        """The coordinator itself did not run: its clock must not be held against the peer."""
+        self.last_heard = now
+        self.progressed_at = now
+        if self.behind_since is not None:
+            self.behind_since = now
+        if self.awaited_until is not None:
+            self.awaited_until = max(self.awaited_until, now + 1.0)
+
+    def stall_timeout_s(self, config: CoordinatorConfig) -> float:
+        """How long it may stand still, by its own measured pace."""
+        if self.slowest_s is None:
+            return config.stall_initial_s
+        return max(config.stall_floor_s, config.stall_factor * self.slowest_s)
+
+    def stalls_at(self, config: CoordinatorConfig) -> Instant:
+        """When it counts as stalled if it shows no progress until then."""
+        return self.progressed_at + self.stall_timeout_s(config)
+
+    def deadlines(self, config: CoordinatorConfig, *, others_wait: bool) -> tuple[tuple[Instant, str], ...]:
+        """When it will be given up and why, as things stand."""
+        result = [(self.last_heard + config.heartbeat_timeout_s, "silent")]
+        if self.awaited_until is not None:
+            result.append((self.awaited_until, "did not come back"))
+        if self.behind_since is not None:
+            result.append((self.behind_since + config.heartbeat_timeout_s, "does not hear"))
+        if others_wait and not self.blocked:
+            result.append((self.stalls_at(config), "makes no progress"))
+        return tuple(result)

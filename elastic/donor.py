@@ -1,0 +1,161 @@
+"""Serving the shared state to learners while training goes on.
+
+Rules: the members never wait for a learner. A snapshot is pinned, not copied, and its digests were made when its step
+was committed; a learner that stops reading only fills its own connection's buffers and is cut off at its deadline.
+A pin is always released, however the connection ends. At most
+`max_connections` are answered at once; others are told so.
+What the bytes mean is not known here.
+"""
+
+from collective.core.types import OuterStep
+from collective.errors import RemoteProtocolError
+from collective.transport import Channel
+from collective.wire import FrameType
+from elastic.commit_log import CommitLog
+from elastic.replica import Pinned, Replica
+from elastic.state_wire import (
+    PIECE_NBYTES,
+    REQUESTS,
+    ChunkMap,
+    ChunkRequest,
+    CommitHeader,
+    CommitRequest,
+    ManifestRequest,
+    Pace,
+    Refusal,
+    StateRequest,
+)
+from elastic.wire import decode, encode
+
+
+class Donor:
+    """Answers the questions of learners from a replica and a commit log.
+
+    Args:
+        replica: whose held state is pinned.
+        commit_log: the newest commits.
+        pace: how long a learner may take to accept an answer.
+        max_connections: how many are answered at once; each may hold a pin, and a learner uses up to two.
+        idle_timeout_s: how long a learner may ask nothing.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        commit_log: CommitLog,
+        *,
+        pace: Pace | None = None,
+        max_connections: int = 8,
+        idle_timeout_s: float = 120.0,
+    ) -> None:
+        self._replica = replica
+        self._commit_log = commit_log
+        self._pace = pace or Pace()
+        self._max_connections = max_connections
+        self._idle_timeout_s = idle_timeout_s
+        self.num_connections = 0
+        """Connections that are open now."""
+        self.bytes_served = 0
+        """Bytes of chunks and results sent since the start."""
+
+    async def serve(self, channel: Channel) -> None:
+        """Answer one learner until it goes. The route for STATE connections of the listener.
+
+        Raises:
+            CollectiveError: always, in the end: that is how a connection ends. The pin is released before.
+        """
+        session = _Session(self, channel)
+        self.num_connections += 1
+        try:
+            await session.run()
+        finally:
+            self.num_connections -= 1
+            session.release()
+            channel.close()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one connection more than allowed is open."""
+        return self.num_connections > self._max_connections
+
+
+class _Session:
+    """One learner's connection: its pin and its questions."""
+
+    def __init__(self, donor: Donor, channel: Channel) -> None:
+        self._donor = donor
+        self._channel = channel
+        self._pinned: Pinned | None = None
+        self._chunks: ChunkMap | None = None
+
+    async def run(self) -> None:
+        """Answer questions in their order, for ever."""
+        while True:
+            frame = await self._channel.receive(timeout_s=self._donor._idle_timeout_s)
+            if frame.type is not FrameType.STATE_REQUEST:
+                raise RemoteProtocolError("not a state request")
+            request = decode(REQUESTS, frame.payload)
+            if self._donor.is_full:
+                await self._refuse("this peer serves as many learners as it may")
+            else:
+                await self._answer(request)
+
+    def release(self) -> None:
+        """Give the pin up, if there is one."""
+        if self._pinned is not None:
+            self._pinned.release()
+        self._pinned = self._chunks = None
+
+    async def _answer(self, request: StateRequest) -> None:
+        match request:
+            case ManifestRequest():
+                await self._describe()
+            case ChunkRequest(index=index):
+                await self._send_chunk(index)
+            case CommitRequest(outer_step=outer_step):
+                await self._send_commit(outer_step)
+
+    async def _describe(self) -> None:
+        self.release()
+        if self._donor._replica.held() is None:
+            await self._refuse("this peer holds no state")
+            return
+        self._pinned = self._donor._replica.pin()
+        self._chunks = ChunkMap(self._pinned.manifest)
+        await self._send(FrameType.STATE_HEADER, encode(self._pinned.manifest))
+
+    async def _send_chunk(self, index: int) -> None:
+        if self._pinned is None or self._chunks is None:
+            raise RemoteProtocolError("chunk asked for before the manifest")
+        await self._send_pieces(index, self._pinned.chunk(*self._chunks.place(index)))
+
+    async def _send_commit(self, outer_step: OuterStep) -> None:
+        entry = self._donor._commit_log.get(outer_step)
+        if entry is None:
+            span = self._donor._commit_log.span
+            await self._refuse(f"commits {span.start} to {span.stop - 1} are kept, not {outer_step}")
+            return
+        header = CommitHeader(
+            entry.outer_step,
+            entry.digest,
+            entry.fragment,
+            entry.codec,
+            entry.weights,
+            tuple((chunk.start_numel, len(chunk.data)) for chunk in entry.chunks),
+        )
+        await self._send(FrameType.STATE_HEADER, encode(header))
+        for number, chunk in enumerate(entry.chunks):
+            await self._send_pieces(number, memoryview(chunk.data))
+
+    async def _send_pieces(self, number: int, data: memoryview) -> None:
+        for start in range(0, data.nbytes, PIECE_NBYTES):
+            piece = data[start : start + PIECE_NBYTES]
+            await self._send(FrameType.STATE_CHUNK, piece, chunk=number)
+            self._donor.bytes_served += piece.nbytes
+
+    async def _refuse(self, reason: str) -> None:
+        await self._send(FrameType.STATE_ERROR, encode(Refusal(reason)))
+
+    async def _send(self, frame_type: FrameType, payload: bytes | memoryview, *, chunk: int = 0) -> None:
+        timeout_s = self._donor._pace.allowance_s(len(payload))
+        await self._channel.send(frame_type, payload, chunk=chunk, timeout_s=timeout_s)

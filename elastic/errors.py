@@ -1,0 +1,154 @@
+"""What can go wrong in elastic, by who must act.
+
+    ElasticError
+    ├── expected: try again, in another view or from another donor
+    │   ├── NotAMember(reason)                this peer was put out of the view while somebody waited
+    │   └── NoDonor(target_step, causes)      nobody could serve the state this time
+    ├── another peer's fault: that peer is dropped
+    │   ├── DonorRefused(reason)              the donor cannot serve what was asked
+    │   ├── DonorStalled(waited_s, ...)       the donor is slower than the floor
+    │   ├── ChunkCorrupted(index)             bytes do not have the digest of the manifest
+    │   ├── ManifestInvalid(reason)           the manifest contradicts itself or the target
+    │   └── StateDiverged(outer_step, ...)    a replayed commit did not give the committed digest
+    ├── the operator's fault: exit code and one sentence
+    │   ├── StateMismatch(reason)             the run's state has other tensors than this peer's model
+    │   └── JournalError(path)
+    │       ├── JournalInUse                  another live coordinator writes this file
+    │       ├── JournalOfAnotherRun(...)      the file belongs to another run
+    │       ├── JournalCorrupted(slot)        a record is missing, moved or changed
+    │       └── JournalUnwritable(cause)      disk full, read-only, gone
+    └── RunFinished(code, reason)             this peer's part in the run is over
+
+Network errors are collective.errors; elastic adds none of its own.
+"""
+
+from pathlib import Path
+
+
+class ElasticError(Exception):
+    """Base of the package's errors."""
+
+
+class NotAMember(ElasticError):
+    """This peer is no member of the view (any more), so what was asked for cannot be had now."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"not a member: {reason}")
+        self.reason = reason
+
+
+class RunFinished(ElasticError):
+    """This peer's part in the run is over; `code` is the exit code."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"the run is over for this peer (exit code {code}): {reason}")
+        self.code = code
+        self.reason = reason
+
+
+class NoDonor(ElasticError):
+    """No donor could bring the state to the target. `causes` has one line for each donor that was tried."""
+
+    def __init__(self, target_step: int, causes: tuple[str, ...]) -> None:
+        super().__init__(f"no donor could serve step {target_step}: {'; '.join(causes) or 'there is no donor'}")
+        self.target_step = target_step
+        self.causes = causes
+
+
+class DonorFault(ElasticError):
+    """A donor did not do its part. The learner drops it and goes on with the next."""
+
+
+class DonorRefused(DonorFault):
+    """The donor answered that it cannot serve what was asked."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"donor refused: {reason}")
+        self.reason = reason
+
+
+class DonorStalled(DonorFault):
+    """The donor sent less than the floor within the time for one answer."""
+
+    def __init__(self, waited_s: float, expected_nbytes: int) -> None:
+        super().__init__(f"donor stalled: {expected_nbytes} bytes did not arrive within {waited_s:.1f} s")
+        self.waited_s = waited_s
+        self.expected_nbytes = expected_nbytes
+
+
+class ChunkCorrupted(DonorFault):
+    """A chunk arrived whole, yet its bytes do not have the digest that the manifest names."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(f"chunk {index} of the state does not have the digest of its manifest")
+        self.index = index
+
+
+class ManifestInvalid(DonorFault):
+    """A manifest whose root is not its own, or not the one the commit names."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"state manifest is invalid: {reason}")
+        self.reason = reason
+
+
+class StateDiverged(DonorFault):
+    """Applying a recorded commit gave another digest than the committed one."""
+
+    def __init__(self, outer_step: int, expected: bytes, actual: bytes) -> None:
+        super().__init__(f"state of step {outer_step} is {actual.hex()[:16]}, committed was {expected.hex()[:16]}")
+        self.outer_step = outer_step
+        self.expected = expected
+        self.actual = actual
+
+
+class StateMismatch(ElasticError):
+    """The run's shared state has other tensor names or sizes than this peer's model."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the run's state does not fit this peer's model: {reason}")
+        self.reason = reason
+
+
+class JournalError(ElasticError):
+    """Base of what a journal file can do wrong. `path` is the file."""
+
+    def __init__(self, path: Path, message: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class JournalInUse(JournalError):
+    """Another live process writes this journal."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, f"journal {path} is in use by another coordinator; stop that one first")
+
+
+class JournalOfAnotherRun(JournalError):
+    """The file holds the journal of another run."""
+
+    def __init__(self, path: Path, expected: str, actual: str) -> None:
+        super().__init__(path, f"journal {path} belongs to run {actual}, not to {expected}; give another path")
+        self.expected = expected
+        self.actual = actual
+
+
+class JournalCorrupted(JournalError):
+    """A record is missing, moved, changed or unreadable. `slot` is the first bad one, None if no row can be read."""
+
+    def __init__(self, path: Path, slot: int | None, cause: str) -> None:
+        where = "the file" if slot is None else f"record {slot}"
+        super().__init__(path, f"journal {path} is corrupted at {where}: {cause}; restore it from a copy")
+        self.slot = slot
+        self.cause = cause
+
+
+class JournalUnwritable(JournalError):
+    """The record was not made durable; the coordinator must stop and tell nobody of it."""
+
+    def __init__(self, path: Path, cause: str) -> None:
+        super().__init__(
+            path, f"journal {path} cannot be written: {cause}; free space or fix permissions, then restart"
+        )
+        self.cause = cause

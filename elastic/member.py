@@ -1,0 +1,335 @@
+"""The member's shell: one peer's machine, its line to the coordinator, its rounds, and the trainer's questions.
+
+    Membership.run()      owns everything below until the peer's part is over
+    ├── line              dials the coordinator, passes messages on, dials again
+    ├── time              feeds a Tick when the machine asks for it
+    └── work              carries out effects strictly in order; exchanges and catch-ups run beside it as tasks
+
+Rules:
+* Words to the coordinator leave at once, past the work queue: a heartbeat must not wait for an installation. They tell
+  what the machine knows, and it learns of finished work only by the event that the work ends with.
+* All other effects are carried out in order, each one after the one before has ended; exchanges, catch-ups and the
+  founding of the state are started in order and end with one event.
+* The machine is never kept waiting: events are handled when they come, whatever work is under way.
+* What the trainer waits for always ends: with its result, `NotAMember`, or `RunFinished`.
+
+It decides nothing: that is elastic/core/member.py. It knows no tensors.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import assert_never
+
+import msgspec
+
+from collective.core.types import Instant, Member, View
+from collective.errors import HandshakeRefused, PeerUnreachable
+from collective.transport import Channel, Purpose
+from elastic.alarm import Alarm
+from elastic.control import ControlConnection
+from elastic.core.events import (
+    AbortExchange,
+    BecomeActive,
+    BecomeLearner,
+    CatchUp,
+    Connected,
+    CoordinatorSaid,
+    Disconnected,
+    Finish,
+    FoundState,
+    InstallStaged,
+    InstallView,
+    LeasesWanted,
+    LeaveRequested,
+    MemberEffect,
+    MemberEvent,
+    Progressed,
+    RoundReady,
+    SendToCoordinator,
+    StartExchange,
+    TakeLeases,
+    Tick,
+)
+from elastic.core.member import MemberMachine, Phase
+from elastic.core.messages import Commit, CoordinatorMessage, Held, IndexRange
+from elastic.desk import Committed, Desk
+from elastic.dialler import Dial, Dialler, NobodyAnswers
+from elastic.digest import Hasher
+from elastic.errors import NotAMember, RunFinished
+from elastic.learner import Learner
+from elastic.observation import (
+    BecameActive,
+    BecameLearner,
+    CoordinatorConnected,
+    CoordinatorLost,
+    Finished,
+    Observe,
+    RoundCommitted,
+    ignore,
+)
+from elastic.replica import Replica
+from elastic.rounds import RoundRunner, Rounds
+from elastic.state_sync import StateSync
+from elastic.state_wire import Pace
+
+__all__ = ["Committed", "Membership", "RoundRunner"]
+
+_COORDINATOR_MESSAGES: msgspec.msgpack.Decoder[CoordinatorMessage] = msgspec.msgpack.Decoder(CoordinatorMessage)
+
+_MAX_QUEUED_EFFECTS = 1024
+"""The machine gives a handful of effects for an event, and waits for the outcome of long ones."""
+
+UNREACHABLE_EXIT_CODE, REFUSED_EXIT_CODE, TRAINING_EXIT_CODE = 4, 5, 8
+
+
+class Membership:
+    """One peer's part in the run.
+
+    Args:
+        machine: this peer's machine, fresh.
+        coordinators: where the coordinator may be, `host:port`, best first.
+        dial: opens a connection to an address for a purpose (CONTROL to the coordinator, STATE to donors).
+        runner: the trainer's half of a round.
+        replica: the shared state, for catching up.
+        hasher: for what the replica's memory already contains.
+        observe: told of everything that happens.
+        pace: floors and windows of state transfers.
+        first_contact_timeout_s: without any contact for so long the run is given up with exit code 4. Later outages
+            are the machine's matter (`MemberConfig.coordinator_timeout_s`).
+        clock: monotonic seconds.
+        rng: for the pauses between dials.
+    """
+
+    def __init__(
+        self,
+        machine: MemberMachine,
+        *,
+        coordinators: Sequence[str],
+        dial: Dial,
+        runner: RoundRunner,
+        replica: Replica,
+        hasher: Hasher,
+        observe: Observe = ignore,
+        pace: Pace | None = None,
+        first_contact_timeout_s: float = 30.0,
+        clock: Callable[[], Instant] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._machine = machine
+        self._dial = dial
+        self._observe = observe
+        self._clock = clock
+        self._first_contact_timeout_s = first_contact_timeout_s
+        self._dialler = Dialler(coordinators, dial, clock=clock, rng=rng or random.Random())
+        self._tasks = asyncio.TaskGroup()
+        self._rounds = Rounds(
+            runner,
+            self._tasks,
+            done=self._feed,
+            spoiled=lambda reason: self._end(TRAINING_EXIT_CODE, reason),
+            observe=observe,
+            clock=clock,
+        )
+        self._learner = Learner(
+            StateSync(replica, self._dial_donor, hasher=hasher, pace=pace, advanced=self._received),
+            runner,
+            self._tasks,
+            done=self._feed,
+            spoiled=lambda reason: self._end(REFUSED_EXIT_CODE, reason),
+            observe=observe,
+            clock=clock,
+        )
+        self._desk = Desk()
+        self._alarm = Alarm(clock)
+        self._connection: ControlConnection[CoordinatorMessage] | None = None
+        self._work: asyncio.Queue[MemberEffect] = asyncio.Queue(_MAX_QUEUED_EFFECTS)
+        self._round_began: Instant = 0.0
+        self._progress = 0
+        self._blocked = False
+
+    # -------------------------------------------------------------------------------- the trainer's side
+
+    async def run(self) -> Finish:
+        """Take part until this peer's part is over; returns exit code and reason. Cancel it to stop at once."""
+        finish = Finish(code=1, reason="stopped")
+        try:
+            async with self._tasks as tasks:
+                line = tasks.create_task(self._stay_connected())
+                alarm = tasks.create_task(self._keep_time())
+                finish = await self._carry_out()
+                self._rounds.stop()
+                self._learner.stop()
+                line.cancel()
+                alarm.cancel()
+            self._observe(Finished(code=finish.code, reason=finish.reason))
+            return finish
+        finally:
+            self._desk.close(RunFinished(finish.code, finish.reason))
+
+    @property
+    def active_view(self) -> View | None:
+        """The view this peer is an active member of, or None: then it must not train."""
+        return self._desk.active_view
+
+    async def activated(self) -> View:
+        """Wait until this peer is a member and holds the view's state: train from the anchor then.
+
+        Raises:
+            RunFinished: it never will be.
+        """
+        return await self._desk.activation()
+
+    async def commit_round(self, ready: RoundReady) -> Committed:
+        """Hand the payload in and wait until the round that holds it is committed and installed.
+
+        However many views it takes. One call at a time; the payload must not change before it returns.
+
+        Raises:
+            NotAMember: the membership ended, or the state moved on: payload and leases are void. Wait for
+                `activated` and start from the anchor.
+            RunFinished: this peer's part is over.
+        """
+        held = self._machine.held
+        if self._desk.active_view is None or self._machine.phase is not Phase.ACTIVE:
+            raise NotAMember("this peer is not active")
+        if held is None or held.outer_step != ready.outer_step:
+            raise NotAMember(f"the payload starts from outer step {ready.outer_step}, held is {held}")
+        self._round_began = self._clock()
+        self._feed(ready)
+        return await self._desk.round_outcome()
+
+    async def take_leases(self, num_samples: int) -> tuple[IndexRange, ...]:
+        """Sample indices that this peer alone may train on. Waits until it is a member, and while the line is down.
+
+        One call at a time. The coordinator may give more or fewer than asked for.
+
+        Raises:
+            NotAMember: the membership ended meanwhile, and with it all leases.
+            RunFinished: this peer's part is over.
+        """
+        await self.activated()
+        return await self._desk.leases(lambda: self._feed(LeasesWanted(num_samples=num_samples)))
+
+    def leave(self, *, now: bool = False) -> None:
+        """Leave at the next commit boundary, with the steps done so far, or at once. `run` returns when it is done."""
+        self._feed(LeaveRequested(now=now))
+
+    def progressed(self, progress: int, *, blocked: bool) -> None:
+        """Something got done: `progress` only grows. `blocked`: this peer stands still because it waits for others."""
+        self._progress, self._blocked = max(self._progress, progress), blocked
+        self._tell_progress()
+
+    # -------------------------------------------------------------------------------- the machine
+
+    def _feed(self, event: MemberEvent) -> None:
+        for effect in self._machine.handle(event, self._clock()):
+            match effect:
+                case SendToCoordinator(message=message):
+                    if self._connection is not None:
+                        self._connection.send(message)
+                    continue
+                case AbortExchange(key=key):
+                    self._rounds.void(key)
+                case BecomeLearner():
+                    self._desk.demoted()
+                case _:
+                    pass
+            self._work.put_nowait(effect)
+        self._alarm.wake()
+
+    def _end(self, code: int, reason: str) -> None:
+        """Something that the machine does not see ends this peer's part."""
+        self._work.put_nowait(Finish(code=code, reason=reason))
+
+    async def _keep_time(self) -> None:
+        while True:
+            if await self._alarm.sleep_until(self._machine.next_deadline()):
+                self._feed(Tick())
+
+    def _received(self, nbytes: int) -> None:
+        self._learner.received_nbytes += nbytes
+        self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        self._feed(Progressed(progress=self._progress + self._learner.received_nbytes, blocked=self._blocked))
+
+    # -------------------------------------------------------------------------------- line
+
+    async def _stay_connected(self) -> None:
+        timeout_s: float | None = self._first_contact_timeout_s
+        while True:
+            try:
+                address, channel = await self._dialler.connect(timeout_s=timeout_s)
+            except HandshakeRefused as error:
+                self._end(error.code, error.reason)
+                return
+            except NobodyAnswers as error:
+                causes = "; ".join(error.causes.values())
+                cure = "check that the run is up and that its address and port can be reached from here"
+                self._end(UNREACHABLE_EXIT_CODE, f"nobody answered for {error.waited_s:.0f} s ({causes}); {cure}")
+                return
+            timeout_s = None
+            self._connection = ControlConnection(channel, _COORDINATOR_MESSAGES)
+            self._observe(CoordinatorConnected(address))
+            self._feed(Connected())
+            cause = await self._connection.run(self._heard)
+            self._connection = None
+            self._observe(CoordinatorLost(str(cause)))
+            self._feed(Disconnected())
+
+    def _heard(self, message: CoordinatorMessage) -> None:
+        if isinstance(message, Commit):
+            self._learner.heard_of(Held(message.outer_step, message.digest))
+        self._feed(CoordinatorSaid(message=message))
+
+    async def _dial_donor(self, member: Member) -> Channel:
+        channel = await self._dial(member.address, Purpose.STATE)
+        if channel.hello.ref != member.ref:
+            channel.close()
+            raise PeerUnreachable(member.address, f"{channel.hello.peer_id} answers there, not {member.peer_id}")
+        return channel
+
+    # -------------------------------------------------------------------------------- work
+
+    async def _carry_out(self) -> Finish:
+        """One effect after the other, until the last."""
+        while True:
+            effect = await self._work.get()
+            match effect:
+                case InstallView():
+                    await self._rounds.install_view(effect)
+                case StartExchange():
+                    self._rounds.start(effect)
+                case AbortExchange():
+                    await self._rounds.abort(effect)
+                case InstallStaged():
+                    await self._install_staged(effect)
+                case FoundState():
+                    await self._learner.found()
+                case CatchUp():
+                    await self._learner.catch_up(effect)
+                case BecomeActive(view=view):
+                    self._observe(BecameActive(view))
+                    self._desk.became_active(view)
+                case BecomeLearner(reason=reason):
+                    self._observe(BecameLearner(reason))
+                    self._desk.became_learner(reason)
+                case TakeLeases(ranges=ranges):
+                    self._desk.took_leases(ranges)
+                case Finish():
+                    if self._connection is not None:
+                        await self._connection.flush(timeout_s=1.0)
+                    return effect
+                case SendToCoordinator():
+                    raise AssertionError("words leave at once")
+                case _:
+                    assert_never(effect)
+
+    async def _install_staged(self, effect: InstallStaged) -> None:
+        await self._rounds.install_staged(effect.key, effect.held, final=effect.final)
+        view, taken_s = self._rounds.view, self._clock() - self._round_began
+        assert view is not None, "what is staged was exchanged"
+        self._observe(RoundCommitted(key=effect.key, held=effect.held, final=effect.final, seconds=taken_s))
+        self._desk.committed(Committed(key=effect.key, view=view, held=effect.held, final=effect.final, position=effect.position))

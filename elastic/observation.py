@@ -1,0 +1,172 @@
+"""What the elastic layer tells whoever watches: event logs, metrics, the page.
+
+Rules: observations are facts after they happened, frozen, and cheap. An observer runs on the event loop between two
+steps of a machine: it must not block, and what it raises is a bug that ends the run. They carry no time; the observer
+stamps them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from collective.core.types import PeerId, PeerRef, RoundKey, View
+from elastic.core.messages import Held
+from elastic.core.records import Record
+
+# ------------------------------------------------------------------------------------ at the coordinator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordWritten:
+    """A record is durable; nobody has heard of it yet. Views, commits, leases, joins and evictions are records."""
+
+    slot: int
+    record: Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerConnected:
+    """A control connection of this start of a peer is up, perhaps in place of an older one."""
+
+    ref: PeerRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerDisconnected:
+    """The control connection of this start of a peer is gone."""
+
+    ref: PeerRef
+    cause: str
+
+
+# ------------------------------------------------------------------------------------ at a peer
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorConnected:
+    """The control connection to the coordinator is up."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorLost:
+    """The control connection to the coordinator is gone; this peer dials again."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class ViewInstalled:
+    """The collective layer has this view. `fault` says why some of its links could not be made."""
+
+    view: View
+    fault: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BecameActive:
+    """This peer is a member and holds the view's state."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class BecameLearner:
+    """This peer is no member (any more)."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundStarted:
+    """The exchange of a round began here."""
+
+    key: RoundKey
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundStaged:
+    """The exchange is done; this peer votes for the digest."""
+
+    key: RoundKey
+    digest: bytes
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundBroke:
+    """The exchange could not finish in this view."""
+
+    key: RoundKey
+    suspects: tuple[PeerId, ...]
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundAborted:
+    """The coordinator's word ended this exchange, or what it staged is forgotten."""
+
+    key: RoundKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundCommitted:
+    """What the round staged is the shared state now. `seconds` since the payload was handed in."""
+
+    key: RoundKey
+    held: Held
+    final: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatchUpStarted:
+    """This learner begins to fetch or replay, or aims at a newer target."""
+
+    target: Held
+    num_donors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatchUpEnded:
+    """`held` is what this learner holds now, or None with the cause why it could not be had this time."""
+
+    held: Held | None
+    cause: str
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """This peer's part in the run is over."""
+
+    code: int
+    reason: str
+
+
+ElasticEvent = (
+    RecordWritten
+    | PeerConnected
+    | PeerDisconnected
+    | CoordinatorConnected
+    | CoordinatorLost
+    | ViewInstalled
+    | BecameActive
+    | BecameLearner
+    | RoundStarted
+    | RoundStaged
+    | RoundBroke
+    | RoundAborted
+    | RoundCommitted
+    | CatchUpStarted
+    | CatchUpEnded
+    | Finished
+)
+
+Observe = Callable[[ElasticEvent], None]
+
+
+def ignore(_event: ElasticEvent) -> None:
+    """An observer that does not look."""

@@ -1,0 +1,90 @@
+"""The shared state as elastic sees it: named bytes of a committed step, with no meaning.
+
+The trainer implements `Replica` (parameters, outer momentum, whatever must be equal everywhere); elastic pins it for
+learners, fills it from donors, and replays commits into it. Nothing here knows a tensor's shape, type or purpose.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from collective.core.types import OuterStep, PeerId
+from elastic.core.messages import Digest, Held, Natural, Weight
+from elastic.digest import StateManifest
+
+
+class ResultChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The wire form of one chunk of a round's result, as all members decoded it. Owned bytes."""
+
+    start_numel: Natural
+    data: bytes
+
+
+class CommitEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One committed result, enough to make step `outer_step` out of step `outer_step - 1`, bit for bit."""
+
+    outer_step: OuterStep
+    digest: Digest
+    fragment: int
+    codec: str
+    weights: tuple[tuple[PeerId, Weight], ...]
+    chunks: tuple[ResultChunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the recorded result."""
+        return sum(len(chunk.data) for chunk in self.chunks)
+
+
+class Pinned(Protocol):
+    """An immutable snapshot of the held state. Training goes on beside it."""
+
+    @property
+    def manifest(self) -> StateManifest:
+        """What the snapshot consists of; hashed when the step was committed, never again for a learner."""
+        ...
+
+    def chunk(self, tensor: int, chunk: int) -> memoryview:
+        """Bytes of one chunk; `tensor` and `chunk` are indices into the manifest. Valid until `release`."""
+        ...
+
+    def release(self) -> None:
+        """Give the snapshot up. Called exactly once."""
+        ...
+
+
+class Replica(Protocol):
+    """The shared state of this peer. Called from the event loop's thread only, one write at a time."""
+
+    def held(self) -> Held | None:
+        """The committed state in memory, or None if there is none yet."""
+        ...
+
+    def pin(self) -> Pinned:
+        """An immutable snapshot of the held state, cheap enough for the event loop. Needs a held state."""
+        ...
+
+    def begin_restore(self, manifest: StateManifest) -> Sequence[memoryview]:
+        """Writable destination of every tensor, in the manifest's order (one-dimensional, format B).
+
+        What the destinations contain may be anything. Chunks that already have the right digest are kept, so a
+        replica which hands out the same memory again lets a transfer go on where it was cut off. The held state
+        stays as it is until `finish_restore`, unless the destinations are its own memory.
+
+        Raises:
+            StateMismatch: names or sizes are not those of this peer's model.
+        """
+        ...
+
+    async def finish_restore(self, manifest: StateManifest) -> Held:
+        """Every byte of the destinations has been verified: install them as the held state."""
+        ...
+
+    async def replay(self, entry: CommitEntry) -> Held:
+        """Apply one committed result to the held state. Returns what is held then: the entry's step and digest.
+
+        Raises:
+            StateDiverged: the outcome does not have the entry's digest; what was held is still held.
+        """
+        ...

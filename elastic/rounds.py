@@ -1,0 +1,157 @@
+"""The member's long work: views, exchanges and commits, in exactly the machine's order.
+
+`RoundRunner` is what the trainer brings along; `Rounds` owns the one exchange that may run, and makes sure that it
+ends with exactly one event, or with none after it was aborted.
+
+Rules: what changes the shared state is awaited before the next effect begins. An exchange runs beside, as a task of
+the member's TaskGroup. A fault of the network is an event; anything else ends the run.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from collective.core.types import Instant, PeerId, RoundKey, View
+from collective.errors import CollectiveError, NonFiniteInput, OperationAborted, PlanMismatch
+from elastic.core.events import AbortExchange, ExchangeDone, ExchangeFailed, InstallView, StartExchange
+from elastic.core.messages import Held
+from elastic.observation import Observe, RoundAborted, RoundBroke, RoundStaged, RoundStarted, ViewInstalled
+
+
+class RoundRunner(Protocol):
+    """The trainer's half of a round. Called from the event loop; at most one method is under way at a time."""
+
+    async def found(self) -> Held:
+        """Make the run's first shared state and install it."""
+        ...
+
+    async def install_view(self, view: View) -> None:
+        """Tell the collective layer its members. Bounded in time; CollectiveError if links could not be made."""
+        ...
+
+    async def exchange(self, view: View, key: RoundKey, weight: float) -> bytes:
+        """Exchange the kept payload among the view's members and stage what follows from it.
+
+        May be cancelled. It must then return only when nothing of it writes to staging any more, threads included.
+
+        Returns:
+            The digest that the shared state would have.
+
+        Raises:
+            CollectiveError: it cannot finish in this view; the payload is unchanged.
+        """
+        ...
+
+    async def install_staged(self, key: RoundKey, held: Held, *, final: bool) -> None:
+        """The round is committed: what it staged becomes the shared state `held`."""
+        ...
+
+    def discard_staged(self, key: RoundKey) -> None:
+        """Forget what the round staged, if anything. The payload stays."""
+        ...
+
+
+class Rounds:
+    """Owns the running exchange.
+
+    Args:
+        runner: the trainer's half.
+        tasks: where the exchange runs.
+        done: takes the exchange's one event.
+        spoiled: takes the reason if the local payload cannot be exchanged in any view.
+        observe: told of views and rounds.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        runner: RoundRunner,
+        tasks: asyncio.TaskGroup,
+        *,
+        done: Callable[[ExchangeDone | ExchangeFailed], None],
+        spoiled: Callable[[str], None],
+        observe: Observe,
+        clock: Callable[[], Instant],
+    ) -> None:
+        self._runner = runner
+        self._tasks = tasks
+        self._done = done
+        self._spoiled = spoiled
+        self._observe = observe
+        self._clock = clock
+        self._running: asyncio.Task[None] | None = None
+        self._key: RoundKey | None = None
+        self._void: RoundKey | None = None
+        self.view: View | None = None
+        """The view of the newest exchange."""
+
+    async def install_view(self, effect: InstallView) -> None:
+        """Give the view to the collective layer. Missing links are the next exchange's finding, not an error here."""
+        fault = None
+        try:
+            await self._runner.install_view(effect.view)
+        except CollectiveError as error:
+            fault = str(error)
+        self._observe(ViewInstalled(effect.view, fault))
+
+    def start(self, effect: StartExchange) -> None:
+        """Begin an exchange; the one before has ended."""
+        if effect.key == self._void:
+            return  # it was aborted before it began
+        assert self._running is None or self._running.done(), "one exchange at a time"
+        self.view, self._key = effect.view, effect.key
+        self._observe(RoundStarted(key=effect.key, weight=effect.weight))
+        self._running = self._tasks.create_task(self._exchange(effect))
+
+    def void(self, key: RoundKey) -> None:
+        """From now on no event may come of this exchange. Called as soon as the machine says so."""
+        self._void = key
+        if key == self._key:
+            self.stop()
+
+    async def abort(self, effect: AbortExchange) -> None:
+        """Wait until the exchange has ended and forget what it staged."""
+        self.stop()
+        if self._running is not None:
+            await asyncio.wait([self._running])
+            self._running = None
+        self._runner.discard_staged(effect.key)
+        self._observe(RoundAborted(effect.key))
+
+    async def install_staged(self, key: RoundKey, held: Held, *, final: bool) -> None:
+        """The exchange's result is committed."""
+        await self._runner.install_staged(key, held, final=final)
+        self._running = None
+
+    def stop(self) -> None:
+        """Cancel the exchange, if one runs."""
+        if self._running is not None:
+            self._running.cancel()
+
+    async def _exchange(self, effect: StartExchange) -> None:
+        key, began = effect.key, self._clock()
+        try:
+            digest = await self._runner.exchange(effect.view, key, effect.weight)
+        except NonFiniteInput as error:
+            self._spoiled(str(error))
+        except CollectiveError as error:
+            self._failed(key, _suspects(error), str(error))
+        else:
+            if key != self._void:
+                self._observe(RoundStaged(key=key, digest=digest, seconds=self._clock() - began))
+                self._done(ExchangeDone(key=key, digest=digest))
+
+    def _failed(self, key: RoundKey, suspects: tuple[PeerId, ...], cause: str) -> None:
+        if key != self._void:
+            self._observe(RoundBroke(key=key, suspects=suspects, cause=cause))
+            self._done(ExchangeFailed(key=key, suspects=suspects, cause=cause))
+
+
+def _suspects(error: CollectiveError) -> tuple[PeerId, ...]:
+    match error:
+        case OperationAborted(suspects=suspects):
+            return suspects
+        case PlanMismatch(peer_id=peer_id):
+            return (peer_id,)
+        case _:
+            return ()

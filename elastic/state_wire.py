@@ -1,0 +1,112 @@
+"""What learner and donor say to each other on a STATE connection, and how long each may take.
+
+The learner asks, the donor answers in the order of the questions. Requests and headers are msgpack; chunks are raw
+bytes in pieces of at most PIECE_NBYTES, whose frames carry the number that was asked for. Rules: nobody allocates what
+the other side announced without a bound of its own, and the deadline is one for every piece, never a fixed total: a
+donor that hangs is noticed after one piece's time, however large the state.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from collective.core.types import OuterStep, PeerId
+from collective.errors import RemoteProtocolError
+from elastic.core.messages import Digest, Natural, Reason, Weight
+from elastic.digest import StateManifest, count_chunks
+
+PIECE_NBYTES = 256 << 10
+"""Bytes of one STATE_CHUNK frame; a chunk is sent as several."""
+
+
+class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Base of what a learner asks for."""
+
+
+class ManifestRequest(_Request, frozen=True):
+    """Pin the state you hold and describe it. Answered by a StateManifest; replaces an earlier pin."""
+
+
+class ChunkRequest(_Request, frozen=True):
+    """Chunk number `index` of the pinned state, counted through all tensors. Answered by its bytes."""
+
+    index: Natural
+
+
+class CommitRequest(_Request, frozen=True):
+    """The commit that made this step. Answered by a CommitHeader and then its result chunks."""
+
+    outer_step: OuterStep
+
+
+StateRequest = ManifestRequest | ChunkRequest | CommitRequest
+
+
+class CommitHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A CommitEntry without its bytes; `chunks` has (start_numel, nbytes) of every result chunk that follows."""
+
+    outer_step: OuterStep
+    digest: Digest
+    fragment: int
+    codec: Annotated[str, Meta(max_length=32)]
+    weights: Annotated[tuple[tuple[PeerId, Weight], ...], Meta(max_length=1024)]
+    chunks: tuple[tuple[Natural, Natural], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that follow."""
+        return sum(nbytes for _, nbytes in self.chunks)
+
+
+class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Why the donor cannot answer. It stays ready for other questions."""
+
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How fast a transfer must be, and how much of it is under way at once."""
+
+    patience_s: float = 10.0
+    """Time an answer may take on top of its bytes."""
+    floor_bytes_per_s: float = 16 << 10
+    """A side that takes longer than this for a piece is given up: it holds a pin, or a transfer, for nothing."""
+    window: int = 4
+    """Chunks asked for and not yet here, from each donor. More than the bandwidth-delay product of a long path."""
+    max_donors: int = 3
+    """Donors that are read from at the same time."""
+    dial_timeout_s: float = 10.0
+    """Time to reach a donor and be let in."""
+
+    def allowance_s(self, nbytes: int) -> float:
+        """Time within which the next `nbytes` bytes must have passed."""
+        return self.patience_s + nbytes / self.floor_bytes_per_s
+
+
+class ChunkMap:
+    """Numbers the chunks of a manifest through all its tensors."""
+
+    def __init__(self, manifest: StateManifest) -> None:
+        self._places = [
+            (tensor, chunk)
+            for tensor, part in enumerate(manifest.tensors)
+            for chunk in range(count_chunks(part.nbytes, manifest.chunk_nbytes))
+        ]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Indices (tensor, chunk) of chunk number `index`. Raises RemoteProtocolError beyond the last."""
+        if not 0 <= index < len(self._places):
+            raise RemoteProtocolError("no such chunk")
+        return self._places[index]
+
+
+REQUESTS: msgspec.msgpack.Decoder[StateRequest] = msgspec.msgpack.Decoder(StateRequest)
+MANIFESTS: msgspec.msgpack.Decoder[StateManifest] = msgspec.msgpack.Decoder(StateManifest)
+COMMIT_HEADERS: msgspec.msgpack.Decoder[CommitHeader] = msgspec.msgpack.Decoder(CommitHeader)
+REFUSALS: msgspec.msgpack.Decoder[Refusal] = msgspec.msgpack.Decoder(Refusal)

@@ -1,0 +1,183 @@
+"""Three peers on this machine train one model; one is killed, one joins late, one leaves; the rest end equal.
+
+Every peer is what a user would start: `isthmus up`, `isthmus join`, `isthmus leave`, each with its own processes.
+The script watches the peers' own event logs, breaks things at set outer steps, and adds up what happened
+(demo_report.py).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import demo_report
+
+ROOT = Path(__file__).resolve().parent.parent
+ISTHMUS = str(Path(sys.executable).parent / "isthmus")
+POLL_INTERVAL_S = 0.05
+
+
+class DemoFailed(Exception):
+    """The demo cannot go on; the text says why."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """One `isthmus` process with its directory."""
+
+    name: str
+    directory: Path
+    process: subprocess.Popen[bytes]
+    started_at: float
+
+    def events(self) -> Iterator[dict[str, object]]:
+        """What the peer has written down so far."""
+        return demo_report.read_events(self.directory)
+
+
+class Demo:
+    """Starts the peers, follows their events and breaks things on time."""
+
+    def __init__(self, out: Path, config: Path, outer_steps: int, deadline_s: float) -> None:
+        self.out = out
+        self.config = config
+        self.outer_steps = outer_steps
+        self.deadline = time.monotonic() + deadline_s
+        self.peers: list[Peer] = []
+        self.faults: list[demo_report.Fault] = []
+
+    def start(self, *arguments: str) -> Peer:
+        """Start one peer. Its messages go to its own file, for whoever wants to know."""
+        name = f"peer-{len(self.peers)}"
+        directory = self.out / name
+        directory.mkdir(parents=True)
+        command = [ISTHMUS, *arguments, "--dir", str(directory)]
+        with (directory / "console.txt").open("wb") as console:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        peer = Peer(name, directory, process, time.time())  # noqa: TID251 - compared with the event logs' wall clock
+        self.peers.append(peer)
+        return peer
+
+    def wait_until(self, what: str, condition: Callable[[], bool]) -> None:
+        """Wait for something the peers do.
+
+        Raises:
+            DemoFailed: if the founder ended meanwhile or the time is up.
+        """
+        while not condition():
+            code = self.peers[0].process.poll() if self.peers else None
+            if code not in (None, 0):
+                raise DemoFailed(f"the founder ended with exit code {code}: see {self.out}/peer-0/console.txt")
+            if time.monotonic() > self.deadline:
+                raise DemoFailed(f"no {what} in time: see {self.out}/peer-*/console.txt")
+            time.sleep(POLL_INTERVAL_S)
+
+    def wait_for_step(self, outer_step: int) -> None:
+        """Wait until the founder has committed this outer step."""
+        founder = self.peers[0]
+        self.wait_until(
+            f"outer step {outer_step}",
+            lambda: any(e["event"] == "commit" and int(str(e["outer_step"])) >= outer_step for e in founder.events()),
+        )
+
+    def note(self, kind: str, peer: Peer) -> None:
+        """Remember when something was broken."""
+        fault = demo_report.Fault(kind=kind, peer=peer.name, wall=time.time())  # noqa: TID251
+        self.faults.append(fault)
+        print(f"  {kind}: {peer.name}", flush=True)
+
+    def run(self) -> None:
+        """The whole story."""
+        ticket = self.out / "ticket"
+        steps = ["--run.outer_steps", str(self.outer_steps)]
+        self.start("up", "-c", str(self.config), "--ticket-file", str(ticket), *steps)
+        self.wait_until("ticket", ticket.exists)
+        for _ in range(2):
+            self.start("join", f"@{ticket}")
+        print(f"  3 peers started, {self.outer_steps} outer steps", flush=True)
+
+        self.wait_for_step(self.outer_steps // 3)
+        victim = self.peers[1]
+        self.note("sigkill", victim)
+        victim.process.send_signal(signal.SIGKILL)
+        victim.process.wait()
+
+        self.wait_for_step(self.outer_steps // 2)
+        joiner = self.start("join", f"@{ticket}")
+        self.note("join", joiner)
+
+        self.wait_for_step(self.outer_steps * 2 // 3)
+        leaver = self.peers[2]
+        self.note("leave", leaver)
+        subprocess.run(
+            [ISTHMUS, "leave", "--dir", str(leaver.directory)], cwd=ROOT, check=True
+        )
+
+        self.wait_until("end", lambda: all(peer.process.poll() is not None for peer in self.peers))
+        codes = {peer.name: peer.process.returncode for peer in self.peers}
+        wanted = {peer.name: 0 for peer in self.peers} | {victim.name: -signal.SIGKILL, leaver.name: 20}
+        if codes != wanted:
+            raise DemoFailed(f"exit codes {codes}, expected {wanted}: see {self.out}/peer-*/console.txt")
+
+    def export(self) -> None:
+        """Write the trained model from the founder's last checkpoint."""
+        command = [ISTHMUS, "export", "--dir", str(self.peers[0].directory)]
+        subprocess.run([*command, "--out", str(self.out / "model")], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+    def stop(self) -> None:
+        """Leave no process behind, whatever happened."""
+        for peer in self.peers:
+            if peer.process.poll() is None:
+                peer.process.kill()
+            peer.process.wait()
+
+
+def main() -> int:
+    """Run the demo; 0 if everything that it claims holds."""
+    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo", help="where the results go")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "demo.toml")
+    parser.add_argument("--outer-steps", type=int, default=30)
+    parser.add_argument("--deadline", type=float, default=600.0, help="give up after this many seconds")
+    options = parser.parse_args()
+
+    shutil.rmtree(options.out, ignore_errors=True)
+    options.out.mkdir(parents=True)
+    began = time.monotonic()
+    demo = Demo(options.out, options.config, options.outer_steps, options.deadline)
+    try:
+        demo.run()
+        demo.export()
+    except DemoFailed as failure:
+        print(f"demo: {failure}", file=sys.stderr)
+        return 1
+    finally:
+        demo.stop()
+    report = demo_report.Report.read(options.out, [peer.directory for peer in demo.peers], demo.faults)
+    summary = report.summary() | {"seconds": round(time.monotonic() - began, 1)}
+    (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    report.plot(options.out / "loss.png")
+    report.print_table(summary)
+    problems = report.problems(summary)
+    for problem in problems:
+        print(f"demo: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Communicators of several peers in one process and one loop, on real sockets."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from collective import BulkOptions, Communicator, Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from collective.core.progress import StallLimits
+from collective.supervision import Patience
+from collective.transport import Hello, HelloReply, Listener, Purpose
+from collective.wire import PROTOCOL_VERSION
+
+QUICK = BulkOptions(
+    patience=Patience(stall=StallLimits(floor_s=0.3), redial_s=0.2, first_contact_s=0.5, round_s=20.0),
+    install_grace_s=5.0,
+)
+
+
+def make_bulk_hello(me: PeerRef, stream=0, num_streams=1):
+    return Hello(
+        protocol_version=PROTOCOL_VERSION,
+        run_id="run",
+        purpose=Purpose.BULK,
+        peer_id=me.peer_id,
+        incarnation=me.incarnation,
+        stream=stream,
+        num_streams=num_streams,
+    )
+
+
+class Site:
+    """One peer: a communicator and its listener."""
+
+    def __init__(self, number, incarnation=1, **more):
+        self.me = PeerRef(PeerId(f"{number:016x}"), Incarnation(incarnation))
+        self.communicator = Communicator(
+            me=self.me,
+            hello=lambda _, stream, num_streams: make_bulk_hello(self.me, stream, num_streams),
+            **({"options": QUICK} | more),
+        )
+        self.listener = Listener(
+            "127.0.0.1:0",
+            accept=lambda _: HelloReply(accepted=True, peer_id=self.me.peer_id, incarnation=self.me.incarnation),
+            routes={},
+            bulk=self.communicator.adopt,
+        )
+
+    @property
+    def member(self):
+        return Member(self.me.peer_id, self.me.incarnation, self.listener.address)
+
+    def mean(self, tensor, *, out=None, step=0, epoch=1, **more):
+        key = RoundKey(Epoch(epoch), OuterStep(step), 0)
+        return self.communicator.all_reduce_mean(key, tensor, out=tensor if out is None else out, **more)
+
+    async def close(self):
+        await self.communicator.close()
+        await self.listener.close()
+
+
+def make_view(sites, epoch=1):
+    return View(Epoch(epoch), OuterStep(0), b"", tuple(site.member for site in sites))
+
+
+@contextlib.asynccontextmanager
+async def running_sites(count, **more):
+    sites = [Site(number, **more) for number in range(count)]
+    for site in sites:
+        await site.listener.start()
+    try:
+        await asyncio.gather(*(site.communicator.install(make_view(sites)) for site in sites))
+        yield sites
+    finally:
+        for site in sites:
+            await site.close()
+
+
+@pytest.fixture
+def sites_running():
+    return running_sites
+
+
+@pytest.fixture
+def view_of():
+    return make_view
+
+
+@pytest.fixture
+def bulk_hello():
+    return make_bulk_hello

@@ -1,0 +1,416 @@
+"""What a caller of all_reduce_mean may rely on."""
+
+import asyncio
+import contextlib
+import math
+
+import msgspec
+import pytest
+import torch
+
+from collective import (
+    NonFiniteInput,
+    OperationAborted,
+    PlanMismatch,
+    RoundRefused,
+    decode_result,
+)
+from collective.plan import Terms
+from collective.transport.hello import introduce
+from collective.transport.sockets import SocketOptions, dial
+from collective.wire import FrameType, Header, pack
+
+NUMEL = 700_001
+
+
+def parts(count, numel=NUMEL):
+    generator = torch.Generator().manual_seed(count * 1000 + numel)
+    return [torch.randn(numel, generator=generator) for _ in range(count)]
+
+
+async def mean_of_all(sites, tensors, **more):
+    outs = [torch.full_like(tensor, math.nan) for tensor in tensors]
+    stats = await asyncio.gather(
+        *(site.mean(tensor, out=out, **more) for site, tensor, out in zip(sites, tensors, outs, strict=True))
+    )
+    return outs, stats
+
+
+def bits(tensor):
+    return tensor.view(torch.int32)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("numel", [0, 1, 3, 256, 1025, NUMEL])
+async def test_integers_average_exactly_and_all_hold_the_same_bits(sites_running, world_size, numel):
+    tensors = [torch.arange(numel).remainder(1000).float() * 8 * (rank + 1) for rank in range(world_size)]
+    expected = sum(tensors) / world_size
+    async with sites_running(world_size) as sites:
+        outs, stats = await mean_of_all(sites, tensors)
+    assert all(torch.equal(out, expected) for out in outs)
+    assert all(stat.weight_sum == world_size and len(stat.members) == world_size for stat in stats)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+@pytest.mark.parametrize("num_streams", [1, 3])
+async def test_bits_are_equal_on_all_members_and_inputs_stay_as_they_were(sites_running, codec, num_streams):
+    tensors = parts(3)
+    before = [tensor.clone() for tensor in tensors]
+    async with sites_running(3, num_streams=num_streams, chunk_nbytes=64 << 10) as sites:
+        outs, _ = await mean_of_all(sites, tensors, codec=codec)
+    assert all(torch.equal(bits(out), bits(outs[0])) for out in outs)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(tensors, before, strict=True))
+    error = (outs[0] - sum(tensors) / 3).norm() / (sum(tensors) / 3).norm()
+    assert error <= (1e-6 if codec == "raw" else 1.1e-2)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+async def test_in_place_gives_the_same_bits_as_out_of_place(sites_running, codec):
+    tensors = parts(2)
+    async with sites_running(2) as sites:
+        outs, _ = await mean_of_all(sites, tensors, codec=codec)
+        await asyncio.gather(*(site.mean(x, step=1, codec=codec) for site, x in zip(sites, tensors, strict=True)))
+    assert all(torch.equal(bits(tensor), bits(outs[0])) for tensor in tensors)
+
+
+async def test_weights_count_and_no_weight_at_all_gives_zeros(sites_running):
+    tensors = [torch.full((1000,), float(rank)) for rank in range(3)]
+    async with sites_running(3) as sites:
+        outs = [torch.empty(1000) for _ in sites]
+        await asyncio.gather(*(sites[i].mean(tensors[i], out=outs[i], weight=[1.0, 0.0, 3.0][i]) for i in range(3)))
+        assert all(torch.equal(out, torch.full((1000,), 1.5)) for out in outs)
+        outs, stats = await mean_of_all(sites, tensors, weight=0.0, step=1)
+    assert all(not out.any() for out in outs)
+    assert stats[0].weight_sum == 0.0
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+async def test_what_is_recorded_replays_to_the_same_bits(sites_running, codec):
+    tensors = parts(2)
+    records = [[], []]
+    outs = [torch.empty(NUMEL) for _ in tensors]
+    async with sites_running(2) as sites:
+        await asyncio.gather(
+            *(
+                sites[i].mean(
+                    tensors[i],
+                    out=outs[i],
+                    codec=codec,
+                    record=lambda start, wire, kept=records[i]: kept.append((start, bytes(wire))),
+                )
+                for i in range(2)
+            )
+        )
+    assert sorted(records[0]) == sorted(records[1])
+    replayed = torch.full((NUMEL,), math.nan)
+    for start, wire in records[0]:
+        decode_result(codec, start, wire, replayed)
+    assert torch.equal(bits(replayed), bits(outs[0]))
+
+
+async def test_several_rounds_run_at_once(sites_running):
+    async with sites_running(3, chunk_nbytes=64 << 10) as sites:
+        results = await asyncio.gather(*(mean_of_all(sites, parts(3, 50_000 + n), step=n) for n in range(4)))
+    for number, (outs, _) in enumerate(results):
+        torch.testing.assert_close(outs[0], sum(parts(3, 50_000 + number)) / 3)
+
+
+async def test_a_member_that_posts_late_finds_what_came_early(sites_running):
+    tensors = parts(2)
+    outs = [torch.empty(NUMEL), torch.empty(NUMEL)]
+    async with sites_running(2) as sites, asyncio.TaskGroup() as tasks:
+        tasks.create_task(sites[0].mean(tensors[0], out=outs[0]))
+        while not sites[1].communicator.bytes_received:
+            await asyncio.sleep(0)
+        await sites[1].mean(tensors[1], out=outs[1])
+    assert torch.equal(outs[0], outs[1])
+
+
+async def test_a_round_of_the_next_view_waits_until_that_view_is_installed_here(sites_running, view_of):
+    tensors = parts(2)
+    outs = [torch.empty(NUMEL), torch.empty(NUMEL)]
+    async with sites_running(2) as sites, asyncio.TaskGroup() as tasks:
+        await sites[0].communicator.install(view_of(sites, epoch=2))
+        tasks.create_task(sites[0].mean(tensors[0], out=outs[0], epoch=2))
+        while not sites[1].communicator.bytes_received:
+            await asyncio.sleep(0)
+        await sites[1].communicator.install(view_of(sites, epoch=2))
+        await sites[1].mean(tensors[1], out=outs[1], epoch=2)
+    assert torch.equal(outs[0], outs[1])
+
+
+async def test_other_terms_are_a_named_error_on_all_members_at_once(sites_running):
+    async with sites_running(3) as sites:
+        results = await asyncio.gather(
+            sites[0].mean(torch.ones(1000)),
+            sites[1].mean(torch.ones(1000)),
+            sites[2].mean(torch.ones(1001)),
+            return_exceptions=True,
+        )
+        assert [type(result) for result in results] == [PlanMismatch] * 3
+        assert (results[0].field, results[0].ours, results[0].theirs) == ("numel", 1000, 1001)
+        assert results[0].peer_id == sites[2].me.peer_id
+        codecs = await asyncio.gather(
+            sites[0].mean(torch.ones(1000), step=1, codec="raw"),
+            sites[1].mean(torch.ones(1000), step=1, codec="int8"),
+            sites[2].mean(torch.ones(1000), step=1, codec="raw"),
+            return_exceptions=True,
+        )
+        assert [result.field for result in codecs] == ["codec"] * 3
+        outs, _ = await mean_of_all(sites, parts(3), step=2)  # nothing is broken by that
+        assert torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+async def test_input_that_is_not_finite_is_refused_before_anything_is_sent(sites_running, bad):
+    tensor = torch.ones(3_000_000)
+    tensor[2_500_000] = bad
+    async with sites_running(2) as sites:
+        with pytest.raises(NonFiniteInput) as refused:
+            await sites[0].mean(tensor)
+        assert refused.value.first_index == 2_500_000
+        assert sites[0].communicator.bytes_sent == 0
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+async def test_a_sum_that_overflows_aborts_without_a_suspect(sites_running, codec):
+    async with sites_running(2) as sites:
+        results = await asyncio.gather(
+            *(site.mean(torch.full((1000,), 3e38), codec=codec) for site in sites), return_exceptions=True
+        )
+    assert all(isinstance(result, OperationAborted) and result.suspects == () for result in results)
+
+
+async def test_keys_are_used_once_and_only_in_their_view(sites_running):
+    async with sites_running(2) as sites:
+        await mean_of_all(sites, parts(2))
+        with pytest.raises(RoundRefused, match="used before"):
+            await sites[0].mean(torch.ones(5))
+        with pytest.raises(RoundRefused, match="installed view is 1"):
+            await sites[0].mean(torch.ones(5), epoch=2)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "out"),
+    [
+        (torch.ones(4, dtype=torch.float64), torch.ones(4)),
+        (torch.ones(2, 2), torch.ones(4)),
+        (torch.ones(8)[::2], torch.ones(4)),
+        (torch.ones(4), torch.ones(5)),
+    ],
+)
+async def test_tensors_that_are_not_as_described_are_refused(sites_running, tensor, out):
+    async with sites_running(1) as sites:
+        with pytest.raises(ValueError, match=r"tensor|out"):
+            await sites[0].mean(tensor, out=out)
+
+
+async def test_overlapping_memory_and_impossible_weights_are_refused(sites_running):
+    memory = torch.ones(10)
+    async with sites_running(1) as sites:
+        with pytest.raises(ValueError, match="overlap"):
+            await sites[0].mean(memory[:8], out=memory[2:])
+        for weight in (-1.0, math.nan, math.inf):
+            with pytest.raises(ValueError, match="weight"):
+                await sites[0].mean(memory, weight=weight)
+        with pytest.raises(ValueError, match="no codec"):
+            await sites[0].mean(memory, codec="zip")
+
+
+async def test_a_newer_view_ends_running_rounds_and_the_same_input_goes_through_it(sites_running, view_of):
+    tensors = parts(2)
+    before = tensors[0].clone()
+    async with sites_running(2) as sites:
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(_outcome(sites[0].mean(tensors[0], out=torch.empty(NUMEL))))
+            while not sites[1].communicator.bytes_received:
+                await asyncio.sleep(0)
+            for site in sites:
+                await site.communicator.install(view_of(sites, epoch=2))
+        assert isinstance(running.result(), OperationAborted)
+        assert running.result().suspects == ()
+        assert torch.equal(bits(tensors[0]), bits(before))
+        outs, _ = await mean_of_all(sites, tensors, epoch=2)
+    torch.testing.assert_close(outs[0], sum(tensors) / 2)
+
+
+async def test_a_cancelled_caller_tells_the_others(sites_running):
+    async with sites_running(3) as sites:
+        gone = asyncio.ensure_future(sites[0].mean(torch.ones(NUMEL)))
+        others = [asyncio.ensure_future(_outcome(site.mean(torch.ones(NUMEL)))) for site in sites[1:2]]
+        while not sites[2].communicator.bytes_received:
+            await asyncio.sleep(0)
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        outcomes = [await other for other in others]
+    assert all(isinstance(outcome, OperationAborted) and "gave up" in outcome.cause for outcome in outcomes)
+
+
+async def test_a_member_that_has_not_posted_is_no_suspect_until_the_deadline(sites_running):
+    async with sites_running(2) as sites:
+        outcome = await _outcome(sites[0].mean(torch.ones(NUMEL), deadline_s=1.0))
+    assert isinstance(outcome, OperationAborted)
+    assert "not finished in 1 s" in outcome.cause
+
+
+async def test_a_member_that_hangs_up_and_is_gone_is_the_suspect(sites_running):
+    async with sites_running(3) as sites:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(_outcome(site.mean(torch.ones(NUMEL)))) for site in sites[1:]]
+            while not sites[0].communicator.bytes_received:
+                await asyncio.sleep(0)
+            await sites[0].close()
+        for task in running:
+            assert isinstance(task.result(), OperationAborted)
+            assert task.result().suspects == (sites[0].me.peer_id,)
+
+
+async def test_a_link_that_breaks_in_mid_round_is_made_anew_and_the_round_goes_on(sites_running):
+    tensors = parts(2, 4_000_000)
+    outs = [torch.empty(4_000_000) for _ in tensors]
+    async with sites_running(2, chunk_nbytes=64 << 10) as sites:
+        async with asyncio.TaskGroup() as tasks:
+            for site, tensor, out in zip(sites, tensors, outs, strict=True):
+                tasks.create_task(site.mean(tensor, out=out))
+            for megabytes in (2, 5, 9):
+                while sites[0].communicator.bytes_received < megabytes << 20:
+                    await asyncio.sleep(0)
+                for bundle in sites[0].communicator._bundles.values():
+                    for link in tuple(bundle._links.values()):
+                        link.close()
+    assert torch.equal(bits(outs[0]), bits(outs[1]))
+    torch.testing.assert_close(outs[0], sum(tensors) / 2)
+
+
+async def _outcome(work):
+    try:
+        return await work
+    except OperationAborted as error:
+        return error
+
+
+# ------------------------------------------------------------------------------------ a peer that misbehaves
+
+
+@contextlib.asynccontextmanager
+async def impostor(site, bulk_hello, number=0):
+    """A raw, handshaken bulk connection to `site`, as peer `number` of the view."""
+    me = type(site.me)(f"{number:016x}", 1)
+    sock = await dial(site.listener.address, SocketOptions(), timeout_s=5)
+    await introduce(sock, bulk_hello(me), timeout_s=5)
+    try:
+        yield sock
+    finally:
+        sock.close()
+
+
+async def closed_by_other_side(sock):
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(5):
+        with contextlib.suppress(ConnectionError):
+            while await loop.sock_recv(sock, 1 << 16):
+                pass
+    return True
+
+
+def frame(frame_type, payload=b"", **fields):
+    return pack(Header(type=frame_type, payload_nbytes=len(payload), **fields), payload) + payload
+
+
+BAD_FRAMES = {
+    "random bytes": (bytes(range(255, -1, -1)), "wrong magic"),
+    "control on bulk": (frame(FrameType.CONTROL, b"{}"), "frame type not allowed here"),
+    "four GiB": (
+        pack(Header(type=FrameType.CONTRIBUTION, payload_nbytes=2**32 - 1)),
+        "payload too long",
+    ),
+    "result before posting": (
+        frame(FrameType.RESULT, b"1234", epoch=1, rank=0),
+        "result of a round that is not posted here",
+    ),
+    "flipped byte": (frame(FrameType.OPEN, b"abcd", epoch=1)[:-1] + b"X", "checksum does not fit"),
+    "far ahead": (
+        b"".join(frame(FrameType.CONTRIBUTION, b"1234", epoch=2, chunk=chunk) for chunk in range(100)),
+        "too far ahead",
+    ),
+}
+
+
+@pytest.mark.parametrize(("data", "reason"), BAD_FRAMES.values(), ids=BAD_FRAMES.keys())
+async def test_a_peer_that_sends_nonsense_loses_its_link_and_nobody_else_does(
+    sites_running, bulk_hello, data, reason
+):
+    async with sites_running(3) as sites:
+        async with impostor(sites[2], bulk_hello, number=0) as sock:  # replaces the link of peer 0
+            await asyncio.get_running_loop().sock_sendall(sock, data)
+            assert await closed_by_other_side(sock)
+        assert sites[2].communicator.dropped[reason] == 1
+        outs, _ = await mean_of_all(sites, parts(3))  # peer 0 dials again
+    assert torch.equal(outs[0], outs[2])
+
+
+async def test_chunks_that_the_plan_does_not_know_break_the_link(sites_running, bulk_hello):
+    bad = [
+        (FrameType.CONTRIBUTION, b"1234", {"chunk": 10**6}, "no such chunk"),
+        (FrameType.CONTRIBUTION, b"1234", {"chunk": 1}, "chunk has another length than planned"),
+        (FrameType.OPEN, b"1234", {}, "malformed Terms"),
+        (FrameType.CONTRIBUTION, b"1234", {"rank": 1}, "rank is not the sender's"),
+    ]
+    async with sites_running(2) as sites:
+        for step, (frame_type, payload, fields, reason) in enumerate(bad):
+            async with impostor(sites[1], bulk_hello) as sock:
+                running = asyncio.ensure_future(_outcome(sites[1].mean(torch.ones(2000), step=step)))
+                loop = asyncio.get_running_loop()
+                opened = await loop.sock_recv(sock, 48)  # our OPEN tells the plan's hash
+                plan_hash = int.from_bytes(opened[36:40], "big")
+                fields = {"epoch": 1, "outer_step": step, "plan_hash": plan_hash} | fields
+                await loop.sock_sendall(sock, frame(frame_type, payload, **fields))
+                assert await closed_by_other_side(sock)
+                assert sites[1].communicator.dropped[reason] == 1
+                running.cancel()
+                await asyncio.wait([running])
+
+
+async def test_a_contribution_that_is_not_finite_names_its_sender(sites_running, bulk_hello):
+    async with sites_running(2) as sites, impostor(sites[1], bulk_hello) as sock:
+        running = asyncio.ensure_future(_outcome(sites[1].mean(torch.ones(512))))
+        loop = asyncio.get_running_loop()
+        opened = bytearray()
+        while len(opened) < 48:
+            opened += await loop.sock_recv(sock, 48 - len(opened))
+        terms = bytearray()
+        while len(terms) < int.from_bytes(opened[4:8], "big"):
+            terms += await loop.sock_recv(sock, 4096)
+        fields = {"epoch": 1, "plan_hash": int.from_bytes(opened[36:40], "big"), "weight": 1.0}
+        length = int.from_bytes(opened[4:8], "big")
+        ours = msgspec.msgpack.encode(msgspec.msgpack.decode(bytes(terms[:length]), type=Terms))
+        await loop.sock_sendall(sock, frame(FrameType.OPEN, ours, **fields))
+        poison = torch.full((256,), math.nan).numpy().tobytes()
+        await loop.sock_sendall(sock, frame(FrameType.CONTRIBUTION, poison, chunk=1, **fields))
+        outcome = await running
+    assert isinstance(outcome, OperationAborted)
+    assert outcome.suspects == (sites[0].me.peer_id,)
+    assert "not finite" in outcome.cause
+
+
+async def test_a_member_that_opens_and_then_stands_still_is_the_suspect(sites_running, bulk_hello):
+    async with sites_running(2) as sites, impostor(sites[1], bulk_hello) as sock:
+        running = asyncio.ensure_future(_outcome(sites[1].mean(torch.ones(512))))
+        loop = asyncio.get_running_loop()
+        opened = b""
+        while len(opened) < 48 or len(opened) < 48 + int.from_bytes(opened[4:8], "big"):
+            opened += await loop.sock_recv(sock, 4096)
+        terms = opened[48 : 48 + int.from_bytes(opened[4:8], "big")]
+        fields = {"epoch": 1, "plan_hash": int.from_bytes(opened[36:40], "big"), "weight": 1.0}
+        await loop.sock_sendall(sock, frame(FrameType.OPEN, terms, **fields))
+        outcome = await running
+    assert isinstance(outcome, OperationAborted)
+    assert outcome.suspects == (sites[0].me.peer_id,)
+    assert "no byte moved" in outcome.cause
+
+
+async def test_a_connection_in_the_wrong_direction_is_closed_and_counted(sites_running, bulk_hello):
+    async with sites_running(2) as sites, impostor(sites[0], bulk_hello, number=5) as sock:
+        assert await closed_by_other_side(sock)
+        assert sites[0].communicator.dropped == {"connection in the wrong direction": 1}

@@ -1,0 +1,266 @@
+"""The door of a peer: who gets in, what becomes of those who do not, and what a channel promises."""
+
+import asyncio
+import contextlib
+import socket
+
+import msgspec
+import pytest
+
+from collective.core.types import Incarnation, PeerId
+from collective.errors import (
+    AddressInUse,
+    ConnectionLost,
+    DeadlineExceeded,
+    HandshakeRefused,
+    PeerUnreachable,
+    RemoteProtocolError,
+)
+from collective.transport import Channel, FrameType, Hello, HelloReply, Listener, Purpose, connect
+from collective.wire import PROTOCOL_VERSION, Header, pack
+
+SERVER, CLIENT = PeerId("5" * 16), PeerId("c" * 16)
+
+
+def hello(purpose=Purpose.CONTROL, version=PROTOCOL_VERSION):
+    return Hello(
+        protocol_version=version, run_id="run", purpose=purpose, peer_id=CLIENT, incarnation=Incarnation(7)
+    )
+
+
+def reply(accepted=True, code=0, reason=""):
+    return HelloReply(
+        accepted=accepted, code=code, reason=reason, peer_id=SERVER, incarnation=Incarnation(3)
+    )
+
+
+async def echo(channel: Channel):
+    while True:
+        frame = await channel.receive(timeout_s=5)
+        await channel.send(frame.type, frame.payload, chunk=frame.chunk, timeout_s=5)
+
+
+def listener(answer=None, **more):
+    return Listener(
+        "127.0.0.1:0",
+        accept=lambda _: answer or reply(),
+        routes={Purpose.CONTROL: echo, Purpose.STATE: echo},
+        bulk=lambda sock, _: sock.close(),
+        **more,
+    )
+
+
+async def talk_raw(address, data):
+    """Send bytes as a stranger and wait until the other side closes."""
+    host, port = address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    with contextlib.suppress(ConnectionError):
+        await reader.read()
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+async def works(address):
+    with contextlib.closing(await connect(address, hello(), timeout_s=5)) as channel:
+        await channel.send(FrameType.CONTROL, b"still there?", timeout_s=5)
+        return bytes((await channel.receive(timeout_s=5)).payload) == b"still there?"
+
+
+async def test_a_frame_goes_there_and_back_and_both_sides_know_each_other():
+    async with listener() as door:
+        with contextlib.closing(await connect(door.address, hello(), timeout_s=5)) as channel:
+            assert (channel.hello.peer_id, channel.hello.incarnation) == (SERVER, 3)
+            await channel.send(FrameType.CONTROL, b"x" * 200_000, chunk=9, timeout_s=5)
+            frame = await channel.receive(timeout_s=5)
+            assert (frame.type, bytes(frame.payload), frame.chunk) == (FrameType.CONTROL, b"x" * 200_000, 9)
+
+
+async def test_state_chunks_land_in_the_memory_that_was_named():
+    async with listener() as door:
+        with contextlib.closing(await connect(door.address, hello(Purpose.STATE), timeout_s=5)) as channel:
+            payload = bytes(range(256)) * 8192
+            await channel.send(FrameType.STATE_CHUNK, payload, chunk=4, timeout_s=5)
+            place = bytearray(len(payload))
+            named = []
+
+            def into(frame_type, chunk, nbytes):
+                named.append((frame_type, chunk, nbytes))
+                return memoryview(place)
+
+            await channel.receive(timeout_s=5, into=into)
+            assert place == payload
+            assert named == [(FrameType.STATE_CHUNK, 4, len(payload))]
+
+
+async def test_a_chunk_of_another_length_than_its_place_breaks_the_channel():
+    async with listener() as door:
+        with contextlib.closing(await connect(door.address, hello(Purpose.STATE), timeout_s=5)) as channel:
+            await channel.send(FrameType.STATE_CHUNK, b"12345", timeout_s=5)
+            with pytest.raises(RemoteProtocolError, match="another length"):
+                await channel.receive(timeout_s=5, into=lambda *_: memoryview(bytearray(4)))
+            assert channel.closed
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (bytes(range(256)) * 4, "wrong magic"),
+        (b"GET / HTTP/1.1\r\nHost: somewhere.example\r\nAccept: */*\r\n\r\n", "wrong magic"),
+        (b"\0" * 48, "wrong magic"),
+        (pack(Header(type=FrameType.CONTROL, payload_nbytes=2), b"hi") + b"hi", "frame type not allowed here"),
+        (pack(Header(type=FrameType.HELLO, payload_nbytes=4097)), "payload too long"),
+        (pack(Header(type=FrameType.HELLO, payload_nbytes=3), b"abc") + b"abX", "checksum does not fit"),
+        (pack(Header(type=FrameType.HELLO, payload_nbytes=3), b"abc") + b"abc", "malformed Hello"),
+        (pack(Header(type=FrameType.HELLO)), "malformed Hello"),
+    ],
+    ids=["random", "http", "zeros", "data first", "too long", "checksum", "no msgpack", "empty"],
+)
+async def test_whoever_sends_no_hello_is_closed_and_counted_and_others_go_on(data, reason):
+    async with listener() as door:
+        with contextlib.closing(await connect(door.address, hello(), timeout_s=5)) as friend:
+            await talk_raw(door.address, data)
+            assert door.counters == {reason: 1}
+            await friend.send(FrameType.CONTROL, b"me too", timeout_s=5)
+            assert bytes((await friend.receive(timeout_s=5)).payload) == b"me too"
+        assert await works(door.address)
+
+
+MALFORMED = {
+    "unknown field": {"admin": True},
+    "negative incarnation": {"incarnation": -1},
+    "huge incarnation": {"incarnation": 2**63},
+    "no peer id": {"peer_id": "../../etc/passwd"},
+    "long credential": {"credential": b"x" * 129},
+    "unknown purpose": {"purpose": "root"},
+    "stream out of range": {"stream": 64},
+}
+
+
+@pytest.mark.parametrize("change", MALFORMED.values(), ids=MALFORMED.keys())
+async def test_a_hello_with_a_bad_field_is_refused(change):
+    payload = msgspec.msgpack.encode(msgspec.to_builtins(hello(), builtin_types=(bytes,)) | change)
+    async with listener() as door:
+        await talk_raw(door.address, pack(Header(type=FrameType.HELLO, payload_nbytes=len(payload)), payload) + payload)
+        assert door.counters == {"malformed Hello": 1}
+
+
+async def test_deep_nesting_and_bad_text_are_malformed_too():
+    async with listener() as door:
+        for payload in (b"\x91" * 4000, b"\x81\xa3\xff\xfe\xfd\x01"):
+            header = pack(Header(type=FrameType.HELLO, payload_nbytes=len(payload)), payload)
+            await talk_raw(door.address, header + payload)
+        assert door.counters == {"malformed Hello": 2}
+
+
+async def test_silence_is_closed_after_its_deadline():
+    async with listener(hello_timeout_s=0.05) as door:
+        await talk_raw(door.address, b"")
+        assert door.counters == {"no hello in time": 1}
+        assert await works(door.address)
+
+
+async def test_a_peer_that_hangs_up_in_mid_hello_is_counted():
+    async with listener() as door:
+        host, port = door.address.split(":")
+        with socket.create_connection((host, int(port))) as sock:
+            sock.sendall(b"IS")
+        assert await works(door.address)
+        assert door.counters == {"closed before hello": 1}
+
+
+async def test_too_many_strangers_are_turned_away_and_come_back_later():
+    async with listener(max_unknown=2, hello_timeout_s=0.3) as door:
+        await asyncio.gather(*(talk_raw(door.address, b"") for _ in range(5)))
+        assert door.counters == {"too many without hello": 3, "no hello in time": 2}
+        assert await works(door.address)
+
+
+async def test_a_refusal_carries_code_and_reason():
+    async with listener(reply(False, 77, "another run")) as door:
+        with pytest.raises(HandshakeRefused, match="another run") as refused:
+            await connect(door.address, hello(), timeout_s=5)
+        assert refused.value.code == 77
+
+
+async def test_another_protocol_version_is_refused_with_a_reason():
+    async with listener() as door:
+        with pytest.raises(HandshakeRefused, match="update one side") as refused:
+            await connect(door.address, hello(version=PROTOCOL_VERSION + 1), timeout_s=5)
+        assert refused.value.code == 76
+
+
+async def test_nobody_there_is_peer_unreachable():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(PeerUnreachable) as unreachable:
+            await connect(address, hello(), timeout_s=5)
+    assert (unreachable.value.address, unreachable.value.cause) == (address, "refused")
+
+
+async def test_a_port_that_is_taken_is_address_in_use():
+    async with listener() as door:
+        other = Listener(door.address, accept=lambda _: reply(), routes={}, bulk=lambda sock, _: sock.close())
+        with pytest.raises(AddressInUse, match=door.address):
+            await other.start()
+
+
+async def test_a_receive_without_frames_ends_at_its_deadline_and_can_be_repeated():
+    async with listener() as door:
+        with contextlib.closing(await connect(door.address, hello(), timeout_s=5)) as channel:
+            with pytest.raises(DeadlineExceeded):
+                await channel.receive(timeout_s=0.01)
+            await channel.send(FrameType.CONTROL, b"now", timeout_s=5)
+            assert bytes((await channel.receive(timeout_s=5)).payload) == b"now"
+
+
+async def test_a_send_that_nobody_reads_ends_at_its_deadline_and_closes():
+    stopped = asyncio.Event()
+
+    async def never_read(_: Channel):
+        await stopped.wait()
+
+    door = Listener(
+        "127.0.0.1:0", accept=lambda _: reply(), routes={Purpose.STATE: never_read}, bulk=lambda sock, _: sock.close()
+    )
+    async with door:
+        channel = await connect(door.address, hello(Purpose.STATE), timeout_s=5)
+        with pytest.raises(DeadlineExceeded):
+            for _ in range(64):
+                await channel.send(FrameType.STATE_CHUNK, bytes(4 << 20), timeout_s=0.2)
+        assert channel.closed
+        with pytest.raises(ConnectionLost):
+            await channel.send(FrameType.STATE_CHUNK, b"", timeout_s=0.2)
+        stopped.set()
+
+
+async def test_closing_wakes_whoever_waits_on_either_side():
+    async with listener() as door:
+        channel = await connect(door.address, hello(), timeout_s=5)
+        waiting = asyncio.ensure_future(channel.receive(timeout_s=5))
+        await asyncio.sleep(0)
+        channel.close()
+        with pytest.raises(ConnectionLost):
+            await waiting
+
+
+async def test_a_handler_that_fails_does_not_take_the_listener_with_it():
+    async def fail(_: Channel):
+        raise KeyError("bug")
+
+    door = Listener(
+        "127.0.0.1:0",
+        accept=lambda _: reply(),
+        routes={Purpose.CONTROL: fail, Purpose.STATE: echo},
+        bulk=lambda sock, _: sock.close(),
+    )
+    async with door:
+        with contextlib.closing(await connect(door.address, hello(), timeout_s=5)) as channel:
+            with pytest.raises(ConnectionLost):
+                await channel.receive(timeout_s=5)
+        with contextlib.closing(await connect(door.address, hello(Purpose.STATE), timeout_s=5)) as channel:
+            await channel.send(FrameType.STATE_REQUEST, b"?", timeout_s=5)
+            assert bytes((await channel.receive(timeout_s=5)).payload) == b"?"
+        assert door.counters == {"handler failed": 1}

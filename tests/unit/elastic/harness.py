@@ -1,0 +1,230 @@
+"""A replica of whole numbers in memory, and donors behind real loopback connections.
+
+The state is two int64 vectors. A commit adds a sum to the anchor and keeps the sum as momentum, so that a wrong,
+missing or repeated commit gives other bits.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import numpy as np
+
+from collective.core.types import Incarnation, Member, OuterStep, PeerId
+from collective.transport import Channel, Hello, HelloReply, Listener, Purpose, connect
+from collective.wire import PROTOCOL_VERSION
+from elastic.commit_log import CommitLog
+from elastic.core.messages import Held
+from elastic.digest import Hasher, StateManifest, chunk_of, describe_state
+from elastic.donor import Donor
+from elastic.errors import StateDiverged, StateMismatch
+from elastic.replica import CommitEntry, ResultChunk
+
+CHUNK_NBYTES = 1024
+RUN_ID = "test-run"
+
+
+def peer_id(number: int) -> PeerId:
+    return PeerId(f"{number:016x}")
+
+
+class Pin:
+    def __init__(self, replica: "NumberReplica") -> None:
+        self._replica = replica
+        self._tensors = replica.tensors
+        assert replica.manifest is not None
+        self.manifest = replica.manifest
+        self.num_read = 0
+        replica.num_pins += 1
+
+    def chunk(self, tensor: int, chunk: int) -> memoryview:
+        name = self.manifest.tensors[tensor].name
+        self._replica.num_chunks_read += 1
+        return chunk_of(byte_view(self._tensors[name]), chunk, self.manifest.chunk_nbytes)
+
+    def release(self) -> None:
+        self._replica.num_pins -= 1
+
+
+class NumberReplica:
+    """elastic.replica.Replica over numbers."""
+
+    def __init__(self, hasher: Hasher, numel: int = 1000) -> None:
+        self.hasher = hasher
+        self.numel = numel
+        self.tensors: dict[str, np.ndarray] = {}
+        self.manifest: StateManifest | None = None
+        self.num_pins = 0
+        self.num_chunks_read = 0
+        self.num_restores = 0
+        self.replayed: list[int] = []
+        self._spare: dict[str, np.ndarray] | None = None
+
+    def _install(self, tensors: dict[str, np.ndarray], manifest: StateManifest) -> Held:
+        self.tensors, self.manifest = tensors, manifest
+        return Held(manifest.outer_step, manifest.digest)
+
+    def _next(self, total: np.ndarray) -> tuple[dict[str, np.ndarray], StateManifest]:
+        assert self.manifest is not None
+        tensors = {"anchor": self.tensors["anchor"] + total, "momentum": total.copy()}
+        return tensors, self._describe(self.manifest.outer_step + 1, tensors)
+
+    def _describe(self, outer_step: int, tensors: dict[str, np.ndarray]) -> StateManifest:
+        parts = self.hasher.describe([(name, byte_view(array)) for name, array in sorted(tensors.items())])
+        return describe_state(outer_step, parts, chunk_nbytes=self.hasher.chunk_nbytes)
+
+    def found(self) -> Held:
+        tensors = {"anchor": np.arange(self.numel, dtype=np.int64), "momentum": np.zeros(self.numel, np.int64)}
+        return self._install(tensors, self._describe(0, tensors))
+
+    def staged(self, total: np.ndarray) -> tuple[dict[str, np.ndarray], StateManifest]:
+        return self._next(total)
+
+    def install(self, staged: tuple[dict[str, np.ndarray], StateManifest]) -> Held:
+        return self._install(*staged)
+
+    def commit(self, total: np.ndarray, log: CommitLog | None = None) -> Held:
+        held = self._install(*self._next(total))
+        if log is not None:
+            log.append(entry_of(held, total))
+        return held
+
+    # ---------------------------------------------------------------- elastic.Replica
+
+    def held(self) -> Held | None:
+        return None if self.manifest is None else Held(self.manifest.outer_step, self.manifest.digest)
+
+    def pin(self) -> Pin:
+        return Pin(self)
+
+    def begin_restore(self, manifest: StateManifest) -> list[memoryview]:
+        self.num_restores += 1
+        theirs = {part.name: part.nbytes for part in manifest.tensors}
+        if theirs != {"anchor": 8 * self.numel, "momentum": 8 * self.numel}:
+            raise StateMismatch(f"the donor's state holds {theirs}")
+        if self._spare is None:
+            self._spare = {name: np.zeros(self.numel, np.int64) for name in theirs}
+        return [byte_view(self._spare[part.name]) for part in manifest.tensors]
+
+    async def finish_restore(self, manifest: StateManifest) -> Held:
+        assert self._spare is not None
+        tensors, self._spare = self._spare, None
+        return self._install(tensors, manifest)
+
+    async def replay(self, entry: CommitEntry) -> Held:
+        total = np.frombuffer(b"".join(chunk.data for chunk in entry.chunks), np.int64)
+        tensors, manifest = self._next(total)
+        if manifest.digest != entry.digest:
+            raise StateDiverged(entry.outer_step, entry.digest, manifest.digest)
+        self.replayed.append(entry.outer_step)
+        return self._install(tensors, manifest)
+
+
+def byte_view(array: np.ndarray) -> memoryview:
+    return memoryview(array.view(np.uint8))
+
+
+def entry_of(held: Held, total: np.ndarray) -> CommitEntry:
+    half = total.size // 2
+    return CommitEntry(
+        outer_step=held.outer_step,
+        digest=held.digest,
+        fragment=0,
+        codec="raw",
+        weights=((peer_id(1), 1.0),),
+        chunks=(ResultChunk(0, total[:half].tobytes()), ResultChunk(half, total[half:].tobytes())),
+    )
+
+
+def totals(outer_step: int, numel: int = 1000) -> np.ndarray:
+    """What the commit that makes `outer_step` adds."""
+    return np.random.default_rng(outer_step).integers(-(2**40), 2**40, numel)
+
+
+def hello(purpose: Purpose, number: int, incarnation: int = 1) -> Hello:
+    return Hello(
+        protocol_version=PROTOCOL_VERSION,
+        run_id=RUN_ID,
+        purpose=purpose,
+        peer_id=peer_id(number),
+        incarnation=Incarnation(incarnation),
+    )
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    number: int,
+    routes: dict[Purpose, Callable[[Channel], Awaitable[None]]],
+    *,
+    address: str = "127.0.0.1:0",
+    incarnation: int = 1,
+) -> AsyncIterator[Listener]:
+    """A listener of peer `number` on a free port."""
+
+    def accept(_hello: Hello) -> HelloReply:
+        return HelloReply(accepted=True, peer_id=peer_id(number), incarnation=Incarnation(incarnation))
+
+    def bulk(sock: object, _hello: Hello) -> None:
+        raise AssertionError(f"nobody sends bulk here: {sock}")
+
+    listener = Listener(address, accept=accept, routes=routes, bulk=bulk)
+    await listener.start()
+    await asyncio.sleep(0)  # let it begin to accept
+    try:
+        yield listener
+    finally:
+        await listener.close()
+
+
+class DonorPeer:
+    """A donor with `num_steps` commits behind it. `tamper` may stand between its donor and the network."""
+
+    def __init__(self, number: int, replica: NumberReplica, log: CommitLog) -> None:
+        self.number = number
+        self.replica = replica
+        self.log = log
+        self.donor = Donor(replica, log)
+        self.member: Member | None = None
+        self.num_connections = 0
+
+    @classmethod
+    def at_step(cls, number: int, hasher: Hasher, num_steps: int, *, numel: int = 1000, log_nbytes: int = 1 << 20):
+        replica, log = NumberReplica(hasher, numel), CommitLog(log_nbytes)
+        replica.found()
+        for step in range(1, num_steps + 1):
+            replica.commit(totals(step, numel), log)
+        return cls(number, replica, log)
+
+    async def serve(self, channel: Channel) -> None:
+        self.num_connections += 1
+        await self.donor.serve(channel)
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[Member]:
+        async with listening(self.number, {Purpose.STATE: self.serve}) as listener:
+            self.member = Member(peer_id(self.number), Incarnation(1), listener.address)
+            yield self.member
+
+    @property
+    def held(self) -> Held:
+        held = self.replica.held()
+        assert held is not None
+        return held
+
+    def advance(self) -> Held:
+        return self.replica.commit(totals(self.held.outer_step + 1, self.replica.numel), self.log)
+
+
+async def dial_state(member: Member) -> Channel:
+    return await connect(member.address, hello(Purpose.STATE, 99), timeout_s=5.0)
+
+
+def step_of(held: Held | None) -> OuterStep | None:
+    return None if held is None else held.outer_step
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Let the loop go on until the condition holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - conditions of several objects, none of which tells
+            await asyncio.sleep(0.005)

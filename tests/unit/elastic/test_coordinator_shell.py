@@ -1,0 +1,372 @@
+import asyncio
+import contextlib
+import sqlite3
+
+import msgspec
+import pytest
+
+from collective.core.types import PeerRef
+from collective.errors import ConnectionLost
+from collective.transport import FrameType, Purpose, connect
+from elastic.control import ControlConnection
+from elastic.coordinator import CoordinatorShell
+from elastic.core.config import CoordinatorConfig
+from elastic.core.messages import (
+    CoordinatorMessage,
+    Evicted,
+    Heartbeat,
+    Held,
+    Join,
+    LeaseGrant,
+    LeaseRequest,
+    NewView,
+    Refused,
+    Synced,
+    Welcome,
+)
+from elastic.core.records import Genesis, LeaseRecord, ViewRecord
+from elastic.errors import JournalUnwritable
+from elastic.journal import Journal
+from elastic.observation import PeerConnected, PeerDisconnected, RecordWritten
+from elastic.wire import encode
+from tests.unit.elastic.harness import RUN_ID, hello, listening, peer_id, until
+
+MANIFEST = b"m" * 32
+STATE = Held(0, b"0" * 32)
+
+
+class Client:
+    """A peer by hand: says what it is told to, and hears."""
+
+    def __init__(self, channel):
+        self.channel = channel
+
+    async def say(self, *messages):
+        for message in messages:
+            await self.channel.send(FrameType.CONTROL, encode(message), timeout_s=5.0)
+
+    async def hear(self, kind):
+        """The next message of this kind; others are passed over."""
+        while True:
+            frame = await self.channel.receive(timeout_s=5.0)
+            message = msgspec.msgpack.decode(frame.payload, type=CoordinatorMessage)
+            if isinstance(message, kind):
+                return message
+
+    async def cut_off(self):
+        """Everything there is to hear until the connection ends."""
+        with contextlib.suppress(ConnectionLost):
+            while True:
+                await self.channel.receive(timeout_s=5.0)
+
+    async def become_member(self):
+        await self.say(Join(address="127.0.0.1:1", manifest_digest=MANIFEST))
+        await self.hear(Welcome)
+        await self.say(Synced(held=STATE))
+        return (await self.hear(NewView)).view
+
+
+class Host:
+    def __init__(self, shell, address, observed, counters):
+        self.shell = shell
+        self.address = address
+        self.observed = observed
+        self.counters = counters
+        self.clients = []
+
+    async def dial(self, number, incarnation=1):
+        channel = await connect(self.address, hello(Purpose.CONTROL, number, incarnation), timeout_s=5.0)
+        self.clients.append(channel)
+        return Client(channel)
+
+    def saw(self, kind):
+        return [event for event in self.observed if isinstance(event, kind)]
+
+
+@contextlib.asynccontextmanager
+async def _hosting(store, **config):
+    observed = []
+    shell = CoordinatorShell(
+        CoordinatorConfig(manifest_digest=MANIFEST, outer_steps=100, **config), store, observe=observed.append
+    )
+    async with listening(1000, {Purpose.CONTROL: shell.serve}) as listener, asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(shell.run())
+        host = Host(shell, listener.address, observed, listener.counters)
+        try:
+            yield host
+        finally:
+            running.cancel()
+            for channel in host.clients:
+                channel.close()
+
+
+@pytest.fixture
+def journal(tmp_path):
+    journal = Journal(tmp_path / "journal.sqlite", run_id=RUN_ID)
+    yield journal
+    journal.close()
+
+
+async def test_first_peer_founds_and_is_a_member(journal):
+    async with _hosting(journal) as host:
+        client = await host.dial(1)
+        await client.say(Join(address="127.0.0.1:1", manifest_digest=MANIFEST))
+        while not (await client.hear(Welcome)).found:
+            pass
+        await client.say(Synced(held=STATE))
+        view = (await client.hear(NewView)).view
+        assert [member.peer_id for member in view.members] == [peer_id(1)]
+        status = host.shell.status()
+        assert status.view == view
+        assert status.learners == ()
+    assert [type(record) for record in journal.replay()] == [Genesis, ViewRecord]
+    assert [event.record for event in host.saw(RecordWritten)] == journal.replay()
+
+
+async def test_learners_are_counted_apart_from_members(journal):
+    async with _hosting(journal) as host:
+        await (await host.dial(1)).become_member()
+        await (await host.dial(2)).say(Join(address="127.0.0.1:2", manifest_digest=MANIFEST))
+        await until(lambda: host.shell.status().learners == (PeerRef(peer_id(2), 1),))
+        assert host.shell.status().view.world_size == 1
+
+
+async def test_record_is_durable_before_anybody_hears_of_it(tmp_path):
+    """At the instant a message arrives, another connection to the same file already finds its record."""
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path, run_id=RUN_ID)
+    async with _hosting(journal) as host:
+        client = await host.dial(1)
+        view = await client.become_member()
+        with contextlib.closing(sqlite3.connect(path)) as other:
+            rows = other.execute("SELECT record FROM journal ORDER BY slot").fetchall()
+        assert msgspec.msgpack.decode(rows[1][0], type=Genesis | ViewRecord).view == view
+    journal.close()
+
+
+class FullDisk:
+    """A store that can keep `room` records and then raises, as the real one does on a full disk."""
+
+    def __init__(self, journal, room):
+        self.journal = journal
+        self.room = room
+
+    def append(self, record):
+        if self.room == 0:
+            raise JournalUnwritable(self.journal.path, "database or disk is full")
+        self.room -= 1
+        return self.journal.append(record)
+
+    def replay(self):
+        return self.journal.replay()
+
+    def close(self):
+        self.journal.close()
+
+
+async def test_full_disk_stops_the_coordinator_and_nobody_hears_of_the_lost_record(journal):
+    shell = CoordinatorShell(CoordinatorConfig(manifest_digest=MANIFEST, outer_steps=9), FullDisk(journal, 1))
+    async with listening(1000, {Purpose.CONTROL: shell.serve}) as listener:
+        channel = await connect(listener.address, hello(Purpose.CONTROL, 1), timeout_s=5.0)
+        client, idle = Client(channel), await connect(listener.address, hello(Purpose.CONTROL, 2), timeout_s=5.0)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(_raised(shell.run()))
+            await client.say(Join(address="127.0.0.1:1", manifest_digest=MANIFEST))
+            await client.hear(Welcome)
+            await client.say(Synced(held=STATE))  # Genesis fits, the view does not
+            with pytest.raises(ConnectionLost):
+                await client.hear(NewView)
+            with pytest.raises(ConnectionLost):
+                await idle.receive(timeout_s=5.0)
+        assert isinstance(running.result(), JournalUnwritable)
+        late = await connect(listener.address, hello(Purpose.CONTROL, 3), timeout_s=5.0)
+        with pytest.raises(ConnectionLost):
+            await late.receive(timeout_s=5.0)
+        for each in (channel, idle, late):
+            each.close()
+    assert [type(record) for record in journal.replay()] == [Genesis]
+
+
+async def _raised(work):
+    try:
+        await work
+    except JournalUnwritable as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\x80" * 1000,
+        b"\x91" * 100_000,
+        encode(Welcome(epoch=1, target=None, donors=())),
+        msgspec.msgpack.encode({"type": "Heartbeat", "epoch": 0, "outer_step": 0, "progress": -1, "blocked": False}),
+        msgspec.msgpack.encode({"type": "Leave", "now": True, "extra": 1}),
+        msgspec.msgpack.encode({"type": "Leave", "now": 2**63}),
+        b"\x81\xa4type\xa5Le\xff\xfee",
+    ],
+    ids=["empty", "never used", "many maps", "deep", "a coordinator's", "negative", "unknown", "big", "no text"],
+)
+async def test_nonsense_closes_its_connection_and_nobody_elses(journal, payload):
+    async with _hosting(journal) as host:
+        good, bad = await host.dial(1), await host.dial(2)
+        await good.become_member()
+        await bad.channel.send(FrameType.CONTROL, payload, timeout_s=5.0)
+        with pytest.raises(ConnectionLost):
+            await bad.channel.receive(timeout_s=5.0)
+        await until(lambda: len(host.saw(PeerDisconnected)) == 1)
+        assert host.counters["broke the protocol after hello"] == 1
+        await good.say(LeaseRequest(epoch=host.shell.status().view.epoch, serial=1, num_samples=8))
+        assert (await good.hear(LeaseGrant)).ranges[0].start == 0
+    assert isinstance(journal.replay()[-1], LeaseRecord)
+
+
+async def test_stranger_is_told_that_it_is_no_member(journal):
+    async with _hosting(journal) as host:
+        client = await host.dial(7)
+        await client.say(Heartbeat(epoch=3, outer_step=9, progress=1, blocked=False))
+        assert isinstance(await client.hear(Evicted), Evicted)
+
+
+async def test_other_manifest_is_refused_with_an_exit_code(journal):
+    async with _hosting(journal) as host:
+        client = await host.dial(7)
+        await client.say(Join(address="127.0.0.1:1", manifest_digest=b"o" * 32))
+        assert (await client.hear(Refused)).code == 5
+
+
+async def test_newer_connection_of_the_same_peer_replaces_the_older(journal):
+    """The half-open connection of a peer that changed its network must not count as the peer's end."""
+    async with _hosting(journal, reconnect_grace_s=0.05) as host:
+        first = await host.dial(1)
+        view = await first.become_member()
+        second = await host.dial(1)
+        await first.cut_off()
+        await second.say(Heartbeat(epoch=view.epoch, outer_step=0, progress=1, blocked=False))
+        await asyncio.sleep(0.2)  # four times the grace that a lost connection would have
+        assert host.shell.status().view == view
+        assert len(host.saw(PeerConnected)) == 2
+        assert host.saw(PeerDisconnected) == []
+        await second.say(LeaseRequest(epoch=view.epoch, serial=1, num_samples=8))
+        await second.hear(LeaseGrant)
+
+
+async def test_member_whose_connection_broke_is_given_up_after_its_grace(journal):
+    async with _hosting(journal, reconnect_grace_s=0.05) as host:
+        client = await host.dial(1)
+        await client.become_member()
+        client.channel.close()
+        await until(lambda: host.shell.status().view.world_size == 0)
+        assert len(host.saw(PeerDisconnected)) == 1
+
+
+async def test_silent_member_is_given_up_by_the_clock_alone(journal):
+    async with _hosting(journal, heartbeat_timeout_s=0.2) as host:
+        client = await host.dial(1)
+        await client.become_member()
+        await until(lambda: host.shell.status().view.world_size == 0)
+
+
+async def test_restarted_coordinator_knows_what_it_knew(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path, run_id=RUN_ID)
+    async with _hosting(journal) as host:
+        client = await host.dial(1)
+        view = await client.become_member()
+        await client.say(LeaseRequest(epoch=view.epoch, serial=1, num_samples=8))
+        ranges = (await client.hear(LeaseGrant)).ranges
+    journal.close()
+    journal = Journal(path, run_id=RUN_ID)
+    async with _hosting(journal) as host:
+        status = host.shell.status()
+        assert (status.view, status.samples_leased) == (view, 8)
+        client = await host.dial(1)
+        await client.say(Join(epoch=view.epoch, address="127.0.0.1:1", manifest_digest=MANIFEST, held=STATE))
+        assert (await client.hear(NewView)).view == view
+        await client.say(LeaseRequest(epoch=view.epoch, serial=1, num_samples=8))
+        assert (await client.hear(LeaseGrant)).ranges == ranges  # the same request gets the same samples (I7)
+    journal.close()
+
+
+async def test_stopping_the_coordinator_is_not_held_against_the_members(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path, run_id=RUN_ID)
+    async with _hosting(journal) as host:
+        view = await (await host.dial(1)).become_member()
+        num_records = len(journal.replay())
+    assert len(journal.replay()) == num_records
+    journal.close()
+    journal = Journal(path, run_id=RUN_ID)
+    async with _hosting(journal) as host:
+        assert host.shell.status().view == view
+    journal.close()
+
+
+# -------------------------------------------------------------------------------- the connection itself
+
+
+class StuckChannel:
+    """A channel whose other side reads nothing."""
+
+    def __init__(self):
+        self.closed = False
+        self._gone = asyncio.Event()
+
+    async def send(self, *_args, timeout_s, **_kwargs):
+        await self._gone.wait()
+        raise ConnectionLost("closed here")
+
+    async def receive(self, *, timeout_s):
+        await self._gone.wait()
+        raise ConnectionLost("closed here")
+
+    def close(self):
+        self.closed = True
+        self._gone.set()
+
+
+async def test_side_that_does_not_read_is_disconnected_and_sending_never_waits():
+    channel = StuckChannel()
+    decoder = msgspec.msgpack.Decoder(CoordinatorMessage)
+    connection = ControlConnection(channel, decoder, outbox_size=10)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(connection.run(lambda message: None))
+        for _ in range(12):
+            connection.send(Evicted(epoch=1, reason=""))
+            await asyncio.sleep(0)
+    assert "outbox full" in str(running.result())
+    assert channel.closed
+    connection.send(Evicted(epoch=1, reason=""))  # and later sends are quietly forgotten
+
+
+async def test_flush_ends_at_its_deadline_when_nobody_reads():
+    channel = StuckChannel()
+    connection = ControlConnection(channel, msgspec.msgpack.Decoder(CoordinatorMessage))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(connection.run(lambda message: None))
+        connection.send(Evicted(epoch=1, reason=""))
+        async with asyncio.timeout(2):
+            await connection.flush(0.05)
+        connection.end("test over")
+
+
+async def test_what_the_listener_of_messages_raises_ends_the_connection(journal):
+    async def serve(channel):
+        def explode(message):
+            raise ValueError("a bug")
+
+        with pytest.raises(ExceptionGroup) as caught:
+            await ControlConnection(channel, msgspec.msgpack.Decoder(Heartbeat | Join)).run(explode)
+        seen.append(caught.value.exceptions)
+
+    seen = []
+    async with listening(1, {Purpose.CONTROL: serve}) as listener:
+        channel = await connect(listener.address, hello(Purpose.CONTROL, 2), timeout_s=5.0)
+        await Client(channel).say(Heartbeat(epoch=0, outer_step=0, progress=0, blocked=False))
+        with pytest.raises(ConnectionLost):
+            await channel.receive(timeout_s=5.0)
+        await until(lambda: bool(seen))
+        channel.close()
+    assert isinstance(seen[0][0], ValueError)

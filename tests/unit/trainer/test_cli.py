@@ -1,0 +1,407 @@
+"""The command line: exit codes, one sentence on stderr for every mistake, results on stdout."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from trainer.checkpoint import FOLDER_NAME, STATE_NAME, CheckpointMeta, CheckpointStore
+from trainer.cli_support import is_loopback, operator_error, take_apart
+from trainer.config import Config, ModelSection
+from trainer.errors import ConfigError, ExitCode, IsthmusError, Refused
+from trainer.model import initial_parameters, num_parameters
+from trainer.ticket import decode_ticket, encode_ticket, make_ticket
+
+REPOSITORY = Path(__file__).parents[3]
+TICKET = encode_ticket(
+    make_ticket(secret=b"s" * 32, run_id="demo-0123abcd", addresses=["127.0.0.1:1"], expires_at_s=1_900_000_000)
+)
+MODEL = ModelSection(preset="nano", num_layers=1, seq_len=16)
+LAUNCH = "from trainer.cli import main; main()"
+
+
+def isthmus(
+    *arguments: str, cwd: Path, launch: str = LAUNCH, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", launch, *arguments],
+        cwd=cwd,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | (environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+
+
+def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *parts: str) -> None:
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("isthmus: ")
+    for part in parts:
+        assert part in done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["jion"], ["no such command 'jion'", "join"]),
+        (["up", "--lisen", "x"], ["no such option: --lisen", "did you mean --listen?"]),
+        (["up", "--peers"], ["--peers"]),
+        (["up", "--peers", "many"], ["--peers"]),
+        (["up", "surplus"], ["surplus"]),
+        (["up", "--peers", "0"], ["members.start_peers from --peers is 0, expected at least 1"]),
+        (["up", "--inner.lr"], ["--inner.lr needs a value"]),
+        (["up", "--inner.lr", "--verbose"], ["--inner.lr needs a value"]),
+        (["up", "--inner.lr", "fast"], ['inner.lr from --inner.lr is "fast", expected a number']),
+        (["up", "--inner.lrr=1"], ["unknown key inner.lrr from --inner.lrr; did you mean inner.lr?"]),
+        (["up", "-c", "none.toml"], ["there is no file none.toml"]),
+        (["up", "--resume", "nowhere"], ["nowhere holds no checkpoint"]),
+        (["up", "--listen", "nonsense"], ['node.listen from --listen is "nonsense", expected host:port']),
+        (["up", "--listen", "0.0.0.0:7000"], ["not encrypted yet", "--insecure"]),
+        (["up", "--listen", "[::]:7000"], ["not encrypted yet", "--insecure"]),
+        (["up", "--advertise", "example.org:7000"], ["not encrypted yet", "--insecure"]),
+        (["up", "--node.listen=192.168.1.2:0"], ["not encrypted yet", "--insecure"]),
+        (["join", TICKET, "--listen", "10.0.0.1:0"], ["not encrypted yet", "--insecure"]),
+        (["coordinator", "--listen", "10.0.0.1:0"], ["not encrypted yet", "--insecure"]),
+        (["join", TICKET, "--max-upload", "20 parsec"], ["node.max_upload from --max-upload"]),
+        (["join"], ["ticket"]),
+        (["join", TICKET, "surplus"], ["surplus"]),
+        (["join", "@nowhere"], ["the ticket's file nowhere cannot be read: No such file or directory"]),
+        (["status", "--inner.lr", "1"], ["no such option --inner.lr", "isthmus status takes no configuration"]),
+        (["sample", "x", "--model", "nowhere"], ["nowhere"]),
+        (["sample", "x", "--top-k", "0"], ["--top-k"]),
+        (["export"], ["there is no run under runs/ here"]),
+        (["export", "--dir", "nowhere"], ["nowhere holds no checkpoint"]),
+        (["config", "show", "--run.seed", "-1"], ["run.seed from --run.seed is -1, expected at least 0"]),
+        (["config"], ["missing command"]),
+    ],
+)
+def test_mistake_is_one_sentence_and_exit_code_2(tmp_path: Path, arguments: list[str], parts: list[str]) -> None:
+    assert_one_sentence(isthmus(*arguments, cwd=tmp_path), ExitCode.USAGE, *parts)
+
+
+@pytest.mark.parametrize(
+    ("ticket", "part"),
+    [
+        ("hello", "this is not a ticket"),
+        (TICKET[:-9], "the ticket's end is missing"),
+        (TICKET[:30] + ("b" if TICKET[30] == "a" else "a") + TICKET[31:], "the ticket is damaged"),
+        ("isthmus2" + TICKET[8:], "this ticket is of version 2"),
+    ],
+)
+def test_bad_ticket_is_one_sentence_and_exit_code_5(tmp_path: Path, ticket: str, part: str) -> None:
+    assert_one_sentence(isthmus("join", ticket, cwd=tmp_path), ExitCode.REFUSED, part)
+
+
+@pytest.mark.parametrize("command", ["status", "leave"])
+def test_where_nothing_runs_the_exit_code_is_4(tmp_path: Path, command: str) -> None:
+    assert_one_sentence(isthmus(command, cwd=tmp_path), ExitCode.NOBODY_REACHABLE, "name its folder with --dir")
+    assert_one_sentence(isthmus(command, "--dir", "x", cwd=tmp_path), ExitCode.NOBODY_REACHABLE, "no isthmus runs in x")
+
+
+def test_variable_with_an_unknown_key_is_a_mistake(tmp_path: Path) -> None:
+    done = isthmus("config", "show", cwd=tmp_path, environment={"ISTHMUS__INNER__LRR": "1"})
+    assert_one_sentence(done, ExitCode.USAGE, "unknown key inner.lrr from ISTHMUS__INNER__LRR")
+
+
+# ------------------------------------------------------------------------------------------------------------ our bugs
+
+BROKEN = """
+import trainer.cli, trainer.cli_peers
+def status(*_, **__): raise KeyError("secret detail")
+trainer.cli_peers.choose_folder = status
+trainer.cli.main()
+"""
+
+
+def test_bug_is_one_sentence_that_names_a_file_with_the_story(tmp_path: Path) -> None:
+    done = isthmus("status", cwd=tmp_path, launch=BROKEN, environment={"TMPDIR": str(tmp_path)})
+    assert_one_sentence(done, ExitCode.UNEXPECTED, "this is a bug in isthmus (KeyError: 'secret detail')")
+    story = Path(re.search(r"report it with (\S+)", done.stderr)[1])
+    assert story.parent == tmp_path
+    assert "Traceback" in story.read_text()
+
+
+def test_debug_shows_the_traceback_of_any_error(tmp_path: Path) -> None:
+    for arguments, launch in ((["status", "--debug"], BROKEN), (["--debug", "join", "hello"], LAUNCH)):
+        done = isthmus(*arguments, cwd=tmp_path, launch=launch, environment={"TMPDIR": str(tmp_path)})
+        assert "Traceback" in done.stderr
+        assert done.stderr.splitlines()[-1].startswith("isthmus: ")
+
+
+def test_error_inside_task_groups_is_the_operators_only_if_all_of_it_is() -> None:
+    refused, bug = Refused("no"), KeyError("x")
+    assert operator_error(ExceptionGroup("a", [ExceptionGroup("b", [refused])])) is refused
+    assert operator_error(ExceptionGroup("a", [refused, bug])) is None
+    assert operator_error(bug) is None
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+def test_help_and_version_answer_without_torch_or_zmq(tmp_path: Path) -> None:
+    check = "import sys\ntry:\n    {}\nfinally:\n    assert not {{'torch', 'zmq'}} & set(sys.modules)"
+    for arguments in ([], ["--help"], ["up", "--help"], ["--version"]):
+        done = isthmus(*arguments, cwd=tmp_path, launch=check.format(LAUNCH.replace("; ", "\n    ")))
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        assert "isthmus" in done.stdout
+
+
+def test_config_show_needs_no_torch_and_prints_what_counts(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[inner]\nlr = 0.25\n")
+    check = "import sys\ntry:\n    {}\nfinally:\n    assert 'torch' not in sys.modules"
+    done = isthmus(
+        "config", "show", "--origin", "-c", "a.toml", "--run.seed=3", "--outer.codec", "raw",
+        cwd=tmp_path,
+        launch=check.format(LAUNCH.replace("; ", "\n    ")),
+        environment={"ISTHMUS__EVAL__BATCHES": "2"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "lr = 0.25  # a.toml" in done.stdout
+    assert "seed = 3  # --run.seed" in done.stdout
+    assert 'codec = "raw"  # --outer.codec' in done.stdout
+    assert "batches = 2  # ISTHMUS__EVAL__BATCHES" in done.stdout
+
+
+def test_config_show_as_json_is_one_object(tmp_path: Path) -> None:
+    done = isthmus("config", "show", "--json", cwd=tmp_path)
+    assert json.loads(done.stdout)["schema"] == "isthmus.config/1"
+
+
+def saved_run(run_dir: Path) -> CheckpointStore:
+    config = Config(model=MODEL)
+    anchor = initial_parameters(config.model.decoder_config(), seed=1)
+    store = CheckpointStore(run_dir / FOLDER_NAME, keep=3)
+    meta = CheckpointMeta(
+        run_id="demo-0123abcd", outer_step=4, digest=bytes(32), run_manifest=config.manifest_json(), next_index=0
+    )
+    store.save(meta, {"anchor": anchor, "momentum": torch.zeros_like(anchor)})
+    return store
+
+
+def test_export_then_sample_gives_text_on_stdout(tmp_path: Path) -> None:
+    saved_run(tmp_path / "runs" / "demo")
+    exported = isthmus("export", "--json", cwd=tmp_path)
+    assert json.loads(exported.stdout) == {
+        "schema": "isthmus.export/1",
+        "run_id": "demo-0123abcd",
+        "outer_step": 4,
+        "num_parameters": num_parameters(MODEL.decoder_config()),
+        "directory": "model",
+    }
+    sampled = isthmus("sample", "The sea", "--tokens", "5", "--temperature", "0", cwd=tmp_path)
+    assert sampled.returncode == 0, sampled.stderr
+    assert sampled.stdout.startswith("The sea")
+    assert sampled.stderr == ""
+
+
+def test_changed_byte_in_the_only_checkpoint_is_exit_code_9(tmp_path: Path) -> None:
+    store = saved_run(tmp_path / "run")
+    path = store.path_of(4) / STATE_NAME
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    done = isthmus("export", "--dir", "run", cwd=tmp_path)
+    assert done.returncode == ExitCode.INTEGRITY
+    assert "was changed since it was written" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:
+    saved_run(tmp_path / "runs" / "a")
+    saved_run(tmp_path / "runs" / "b")
+    assert_one_sentence(isthmus("export", cwd=tmp_path), ExitCode.USAGE, "runs/a, runs/b; choose one with --dir")
+
+
+# -------------------------------------------------------------------------------------------------------------- peers
+
+RECORDING_DAEMON = """
+import asyncio, sys, types
+import trainer
+from trainer.errors import ExitCode, Refused
+daemon = types.ModuleType("trainer.daemon")
+async def run_peer(options):
+    config = options.resolved.config
+    role = options.role
+    if type(role).__name__ == "Founding":
+        role.announce_ticket("TICKET")
+        print("founding", config.run.name, config.members.start_peers, options.run_dir, file=sys.stderr)
+        return int(ExitCode.LEFT)
+    print("joining", role.ticket.run_id, config.node.max_upload_bytes_per_s, options.run_dir, file=sys.stderr)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(refuse())
+async def refuse(): raise Refused("the run does not want us")
+daemon.run_peer = run_peer
+daemon.run_coordinator = run_peer
+sys.modules["trainer.daemon"] = daemon
+from trainer.cli import main
+main()
+"""
+
+
+def test_up_hands_the_daemon_its_options_and_prints_the_ticket(tmp_path: Path) -> None:
+    done = isthmus(
+        "up",
+        "--name",
+        "demo",
+        "--peers",
+        "3",
+        "--ticket-file",
+        "t",
+        "--run.seed=5",
+        cwd=tmp_path,
+        launch=RECORDING_DAEMON,
+    )
+    assert done.returncode == ExitCode.LEFT, done.stderr
+    assert done.stdout == "TICKET\n"
+    assert done.stderr == f"founding demo 3 {tmp_path}/runs/demo\n"
+    assert (tmp_path / "t").read_text() == "TICKET\n"
+    assert (tmp_path / "t").stat().st_mode & 0o777 == 0o600
+
+
+def test_coordinator_prints_the_ticket_too(tmp_path: Path) -> None:
+    done = isthmus("coordinator", cwd=tmp_path, launch=RECORDING_DAEMON)
+    assert (done.returncode, done.stdout) == (ExitCode.LEFT, "TICKET\n")
+
+
+def test_resumed_run_keeps_its_manifest_unless_told_otherwise(tmp_path: Path) -> None:
+    saved_run(tmp_path / "old")
+    done = isthmus("up", "--resume", "old", "--peers", "2", "--dir", "new", cwd=tmp_path, launch=RECORDING_DAEMON)
+    assert done.returncode == ExitCode.LEFT, done.stderr
+    assert done.stderr == f"founding run 2 {tmp_path}/new\n"
+
+
+def test_join_hands_over_the_ticket_and_ends_with_the_code_of_a_refusal(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text(TICKET + "\n")
+    done = isthmus("join", "@t", "--max-upload", "20mbit", cwd=tmp_path, launch=RECORDING_DAEMON)
+    assert done.returncode == ExitCode.REFUSED
+    told, refused = done.stderr.splitlines()
+    assert told == f"joining demo-0123abcd 2500000.0 {tmp_path}/runs/demo-0123abcd"
+    assert refused == "isthmus: the run does not want us"
+
+
+SERVING_DAEMON = """
+import asyncio, os, sys
+from pathlib import Path
+from trainer.control_socket import ControlServer
+from trainer.status import Status
+class Daemon:
+    def __init__(self): self.ended = asyncio.Event()
+    def status(self):
+        return Status(run_id="demo-0123abcd", peer_id="0123456789abcdef", incarnation=1, pid=os.getpid(),
+                      phase="training", outer_step=1, total_outer_steps=2)
+    def leave(self): self.ended.set()
+    stop = leave
+async def main():
+    daemon = Daemon()
+    with ControlServer(Path(sys.argv[1]), daemon, peer_id="0123456789abcdef", run_id="demo-0123abcd") as server:
+        print("ready", flush=True)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(server.serve())
+            await daemon.ended.wait()
+            task.cancel()
+asyncio.run(main())
+"""
+
+
+def test_old_ticket_is_only_warned_of_before_the_coordinator_decides(tmp_path: Path) -> None:
+    old = make_ticket(secret=b"s" * 32, run_id="demo-0123abcd", addresses=["127.0.0.1:1"], expires_at_s=1)
+    done = isthmus("join", encode_ticket(old), cwd=tmp_path, launch=RECORDING_DAEMON)
+    assert done.returncode == ExitCode.REFUSED
+    warned, told, refused = done.stderr.splitlines()
+    assert "ticket_old" in warned
+    assert told.startswith("joining")
+    assert refused == "isthmus: the run does not want us"
+
+
+def test_status_and_leave_of_a_running_peer(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "demo"
+    run_dir.mkdir(parents=True)
+    daemon = subprocess.Popen(
+        [sys.executable, "-c", SERVING_DAEMON, str(run_dir)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert daemon.stdout is not None
+        assert daemon.stdout.readline() == "ready\n"
+        as_json = isthmus("status", "--json", cwd=tmp_path)
+        assert msgspec.json.decode(as_json.stdout)["schema"] == "isthmus.status/1"
+        assert "outer step 1 of 2" in isthmus("status", cwd=tmp_path).stdout
+        left = isthmus("leave", "--dir", str(run_dir), cwd=tmp_path)
+        assert (left.returncode, left.stdout, left.stderr) == (0, "", "")
+        assert daemon.wait(20) == 0
+    finally:
+        daemon.kill()
+        daemon.communicate(timeout=20)
+
+
+def test_daemon_that_is_stopped_is_told_within_the_deadline(tmp_path: Path) -> None:
+    daemon = subprocess.Popen(
+        [sys.executable, "-c", SERVING_DAEMON, str(tmp_path)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert daemon.stdout is not None
+        assert daemon.stdout.readline() == "ready\n"
+        daemon.send_signal(signal.SIGSTOP)
+        done = isthmus("status", "--dir", str(tmp_path), cwd=tmp_path)
+        assert_one_sentence(done, ExitCode.NOBODY_REACHABLE, "did not answer in 5 s")
+    finally:
+        daemon.kill()
+        daemon.communicate(timeout=20)
+
+
+# -------------------------------------------------------------------------------------------------------------- pieces
+
+
+def test_config_flags_are_taken_out_of_the_command_line() -> None:
+    taken = take_apart(
+        ["up", "--inner.lr", "-1", "--data", "./x.y", "--run.name=a=b", "--debug", "--", "--inner.lr", "2"]
+    )
+    assert taken.arguments == ("up", "--data", "./x.y", "--", "--inner.lr", "2")
+    assert taken.overrides == (("inner.lr", "-1"), ("run.name", "a=b"))
+    assert taken.debug
+    with pytest.raises(ConfigError):
+        take_apart(["up", "--inner.lr"])
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1:0", True),
+        ("127.8.9.1:5", True),
+        ("[::1]:5", True),
+        ("localhost:5", True),
+        ("0.0.0.0:5", False),
+        ("[::]:5", False),
+        ("example.org:5", False),
+        ("10.0.0.1:5", False),
+    ],
+)
+def test_loopback_is_known_by_its_address(address: str, expected: bool) -> None:
+    assert is_loopback(address) is expected
+
+
+def test_every_operator_error_has_an_exit_code_of_its_own() -> None:
+    def tree(kind: type[IsthmusError]) -> list[type[IsthmusError]]:
+        return [kind, *(leaf for child in kind.__subclasses__() for leaf in tree(child))]
+
+    codes = {kind.exit_code for kind in tree(IsthmusError) if kind is not IsthmusError}
+    assert ExitCode.UNEXPECTED not in codes
+    assert {2, 3, 4, 5, 6, 7, 8, 9, 10} <= {int(code) for code in codes}
+
+
+def test_ticket_of_these_tests_is_a_ticket() -> None:
+    assert decode_ticket(TICKET).run_id == "demo-0123abcd"

@@ -1,0 +1,423 @@
+"""Configuration: layers, origins, the sentences for every mistake, the run manifest."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.config import (
+    Config,
+    ConstantSchedule,
+    NodeSection,
+    RunSection,
+    Sgd,
+    WsdSchedule,
+    manifest_diff,
+    manifest_digest,
+    manifest_sections,
+)
+from trainer.config_keys import KNOWN_KEYS
+from trainer.config_show import as_json_text, as_toml
+from trainer.config_sources import Override, ResolvedConfig, load_config
+from trainer.errors import ConfigError, ExitCode, Refused
+from trainer.quantities import parse_bytes_per_s, parse_count, parse_nbytes, parse_seconds
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def given(*flags: tuple[str, str]) -> list[Override]:
+    return [Override(key, text, f"--{key}") for key, text in flags]
+
+
+def load(*flags: tuple[str, str], **kwargs: object) -> ResolvedConfig:
+    return load_config(overrides=given(*flags), **kwargs)
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------------- layers
+
+
+def test_later_layers_win_key_by_key_and_every_value_knows_its_origin(tmp_path: Path) -> None:
+    first = write(tmp_path, "a.toml", "[inner]\nlr = 0.1\nbatch_size = 4\ngrad_clip = 2.0\n[run]\nseed = 1\n")
+    second = write(tmp_path, "b.toml", "[inner]\nlr = 0.2\nbatch_size = 5\n")
+    manifest = Config(run=RunSection(name="resumed", seed=9)).manifest_json()
+
+    resolved = load_config(
+        files=[first, second],
+        environ={"ISTHMUS__INNER__BATCH_SIZE": "6", "ISTHMUS__EVAL__BATCHES": "3", "PATH": "/bin"},
+        overrides=given(("eval.batches", "2")),
+        manifest=manifest,
+    )
+
+    config, origins = resolved.config, resolved.origins
+    assert (config.run.name, origins["run.name"]) == ("resumed", "run manifest")
+    assert (config.run.seed, origins["run.seed"]) == (1, str(first))
+    assert (config.inner.grad_clip, origins["inner.grad_clip"]) == (2.0, str(first))
+    assert (config.inner.lr, origins["inner.lr"]) == (0.2, str(second))
+    assert (config.inner.batch_size, origins["inner.batch_size"]) == (6, "ISTHMUS__INNER__BATCH_SIZE")
+    assert (config.eval.batches, origins["eval.batches"]) == (2, "--eval.batches")
+    assert origins["outer.momentum"] == "run manifest"
+    assert origins["node.listen"] == "default"
+
+
+def test_every_known_key_has_an_origin() -> None:
+    config = load()
+    assert set(config.origins) <= set(KNOWN_KEYS)
+    # What is not told belongs to a variant that was not chosen.
+    assert set(KNOWN_KEYS) - set(config.origins) == {"inner.schedule.decay_steps"}
+
+
+def test_the_last_of_two_equal_flags_wins() -> None:
+    assert load(("run.seed", "1"), ("run.seed", "2")).config.run.seed == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("run.name", "123", "123"),
+        ("run.name", "true", "true"),
+        ("run.name", "1e5", "1e5"),
+        ("inner.lr", "3e-4", 3e-4),
+        ("inner.lr", ".5", 0.5),
+        ("inner.lr", "1", 1.0),
+        ("inner.betas", "[0.8, 0.9]", (0.8, 0.9)),
+        ("model.tie_embeddings", "false", False),
+        ("model.tie_embeddings", "none", None),
+        ("data.path", "/x/1", Path("/x/1")),
+        ("data.path", "12", Path("12")),
+        ("metrics.port", "none", None),
+        ("run.outer_steps", "3k", 3000),
+    ],
+)
+def test_text_of_a_shell_becomes_the_type_that_the_key_has(key: str, text: str, expected: object) -> None:
+    section, name = key.split(".")
+    assert getattr(getattr(load((key, text)).config, section), name) == expected
+    variable = f"ISTHMUS__{section.upper()}__{name.upper()}"
+    from_environment = load_config(environ={variable: text}).config
+    assert getattr(getattr(from_environment, section), name) == expected
+
+
+# ----------------------------------------------------------------------------------------------------------- variants
+
+
+def test_switching_a_variant_forgets_what_lower_layers_said_for_the_other(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.toml", '[inner.schedule]\ntype = "wsd"\ndecay_steps = 7\nwarmup_steps = 3\n')
+    assert load(files=[file]).config.inner.schedule == WsdSchedule(decay_steps=7, warmup_steps=3)
+    switched = load(("inner.schedule.type", "constant"), files=[file])
+    assert switched.config.inner.schedule == ConstantSchedule(warmup_steps=3)
+    assert "inner.schedule.decay_steps" not in switched.origins
+
+
+def test_switching_the_inner_optimizer_keeps_what_both_have(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.toml", "[inner]\nbetas = [0.5, 0.6]\nlr = 0.25\n")
+    inner = load(("inner.type", "sgd"), files=[file]).config.inner
+    assert isinstance(inner, Sgd)
+    assert inner.lr == 0.25
+
+
+def test_key_of_another_variant_in_the_same_layer_is_an_error(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.toml", '[inner.schedule]\ntype = "constant"\nmin_ratio = 0.5\n')
+    with pytest.raises(ConfigError, match=r'min_ratio .* does not belong to .* = "constant"; .* "cosine" or "wsd"'):
+        load(files=[file])
+
+
+def test_key_of_another_variant_than_the_default_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r'does not belong to inner\.schedule\.type = "cosine"'):
+        load(("inner.schedule.decay_steps", "5"))
+
+
+# ----------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("inner.bach_size", "did you mean inner.batch_size?"),
+        ("inner.scedule.type", "did you mean inner.schedule.type?"),
+        ("iner.lr", "did you mean inner.lr?"),
+        ("inner.learning_rate", "did you mean inner.lr?"),
+        ("inner.seq_len", "did you mean model.seq_len?"),
+        ("model.n_layer", "did you mean model.num_layers?"),
+        ("members.heartbeat_timeout_s", "did you mean members.heartbeat_timeout?"),
+        ("xyzzy", "isthmus config show lists all keys"),
+    ],
+)
+def test_unknown_key_names_its_origin_and_the_closest_key(tmp_path: Path, key: str, suggestion: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load((key, "1"))
+    assert str(caught.value) == f"unknown key {key} from --{key}; {suggestion}"
+    assert caught.value.exit_code == ExitCode.USAGE
+
+    *tables, leaf = key.split(".")
+    file = write(tmp_path, "bad.toml", (f"[{'.'.join(tables)}]\n" if tables else "") + f"{leaf} = 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load(files=[file])
+    assert str(caught.value) == f"unknown key {key} from {file}; {suggestion}"
+    assert caught.value.origin == str(file)
+
+
+@pytest.mark.parametrize(
+    ("toml", "problem"),
+    [
+        ('[inner]\nlr = "fast"', 'inner.lr from {} is "fast", expected a number'),
+        ("[inner]\nlr = true", "inner.lr from {} is true, expected a number"),
+        ("[inner]\nlr = inf", "inner.lr from {} is Infinity, expected a finite number"),
+        ("[inner]\nlr = -1", "inner.lr from {} is -1, expected more than 0.0"),
+        ("[inner]\nlr = [1]", "inner.lr from {} is [1], expected a number"),
+        ("[inner.lr]\nx = 1", 'inner.lr from {} is {{"x": 1}}, expected a number'),
+        ("[run]\nname = 5", "run.name from {} is 5, expected a text in quotes"),
+        ("[run]\nname = 'A b'", 'run.name from {} is "A b", expected up to 48 lower-case letters'),
+        ("[run]\nouter_steps = 1.5", "run.outer_steps from {} is 1.5, expected a whole number"),
+        ("[run]\nouter_steps = 0", "run.outer_steps from {} is 0, expected at least 1"),
+        ("[run]\nouter_steps = true", "run.outer_steps from {} is true, expected a whole number"),
+        ("[run]\nouter_steps = 2024-01-01", 'run.outer_steps from {} is "2024-01-01", expected a count such as'),
+        ("[model]\ntie_embeddings = 1", "model.tie_embeddings from {} is 1, expected true or false"),
+        ("[inner]\nbetas = [0.9]", "inner.betas from {} is [0.9], expected a further value"),
+        ("[inner]\nbetas = [0.9, 1.0]", "inner.betas from {} is [0.9, 1.0], expected less than 1.0"),
+        ("[inner]\nbetas = 0.9", "inner.betas from {} is 0.9, expected a list"),
+        ("[outer]\ncodec = 'int9'", "outer.codec from {} is \"int9\", expected 'raw' or 'int8'; did you mean int8?"),
+        ("[inner]\ntype = 'adam'", "inner.type from {} is \"adam\", expected 'adamw', 'sgd'; did you mean adamw?"),
+        ("[inner.schedule]\ntype = 'cos'", 'inner.schedule.type from {} is "cos", expected'),
+        ("[inner]\nschedule = 'cosine'", "inner.schedule from {} is a section, not a value"),
+        ("inner = 3", "inner from {} is a section, not a value; set for example inner.lr"),
+        ("[node]\nlisten = 'here'", 'node.listen from {} is "here", expected host:port'),
+        ("[node]\nlisten = 'h:70000'", 'node.listen from {} is "h:70000", expected host:port'),
+        ("[node]\nmax_upload = '2 parsec'", 'node.max_upload from {} is "2 parsec", expected a rate such as'),
+        ("[node]\nmax_upload = '8bit'", 'node.max_upload from {} is "8bit", expected at least 1000'),
+        ("[net]\nchunk = 5000", "net.chunk from {} is 5000, expected a multiple of 4096"),
+        ("[members]\nheartbeat_timeout = 'soon'", 'is "soon", expected a duration such as'),
+        ("[members]\nheartbeat_timeout = '1s'", "heartbeat_timeout must be at least twice heartbeat_interval"),
+        ("[inner]\nbatch_size = 8\nmicro_batch = 3", "micro_batch 3 does not divide batch_size 8"),
+        ("[inner]\nlr = 'a'\nbatch_size = 'b'", "(and 1 more)"),
+        ("[inner\n", "{} is not TOML: "),
+    ],
+)
+def test_wrong_value_is_one_sentence_with_key_origin_value_and_what_is_expected(
+    tmp_path: Path, toml: str, problem: str
+) -> None:
+    file = write(tmp_path, "bad.toml", toml)
+    with pytest.raises(ConfigError) as caught:
+        load(files=[file])
+    sentence = str(caught.value)
+    assert problem.format(file) in sentence
+    assert "\n" not in sentence
+    assert "pydantic" not in sentence
+
+
+def test_a_flag_with_a_wrong_number_is_told_as_the_number_it_is() -> None:
+    with pytest.raises(ConfigError, match=r"^inner.lr from --inner.lr is -1, expected more than 0.0$"):
+        load(("inner.lr", "-1"))
+
+
+@pytest.mark.parametrize("value", ['1\nseed = 2"', "'''", "a\nb", "[", "\x00"])
+def test_text_of_a_flag_cannot_smuggle_in_other_keys(value: str) -> None:
+    with pytest.raises(ConfigError):
+        load(("run.seed", value))
+
+
+def test_missing_unreadable_and_foreign_files_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no file"):
+        load(files=[tmp_path / "none.toml"])
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load(files=[tmp_path])
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+        load(files=[tmp_path / "bytes.toml"])
+    (tmp_path / "big.toml").write_bytes(b"#" * (2 << 20))
+    with pytest.raises(ConfigError, match="larger than a configuration can be"):
+        load(files=[tmp_path / "big.toml"])
+
+
+def test_model_that_cannot_be_built_is_told_with_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match=r"\[model\] cannot be built: .*did you mean 'tiny'"):
+        load(("model.preset", "tinny")).config.model.decoder_config()
+    with pytest.raises(ConfigError, match="not a multiple of num_heads"):
+        load(("model.dim", "7")).config.model.decoder_config()
+
+
+def test_schedule_that_does_not_fit_the_run_is_told() -> None:
+    config = load(("inner.schedule.warmup_steps", "100"), ("run.outer_steps", "1"), ("outer.inner_steps", "10")).config
+    with pytest.raises(ConfigError, match=r"\[inner.schedule\] does not fit the run"):
+        config.lr_schedule()
+
+
+# -------------------------------------------------------------------------------------------------------- good values
+
+
+@pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
+def test_default_schedule_fits_the_shortest_run(kind: str) -> None:
+    config = load(("inner.schedule.type", kind), ("run.outer_steps", "1"), ("outer.inner_steps", "1")).config
+    assert 0 <= config.lr_schedule()(0) <= 1
+
+
+def test_overrides_of_a_preset_reach_the_decoder() -> None:
+    model = load(("model.preset", "nano"), ("model.seq_len", "32"), ("model.num_layers", "2")).config.model
+    decoder = model.decoder_config()
+    assert (decoder.max_seq_len, decoder.num_layers, decoder.hidden_dim) == (32, 2, 344)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "expected"),
+    [
+        (parse_seconds, "30min", 1800.0),
+        (parse_seconds, "250ms", 0.25),
+        (parse_seconds, "1.5h", 5400.0),
+        (parse_seconds, "2 d", 172800.0),
+        (parse_seconds, "7", 7.0),
+        (parse_bytes_per_s, "20mbit", 2.5e6),
+        (parse_bytes_per_s, "1Gbit/s", 1.25e8),
+        (parse_bytes_per_s, "5MB/s", 5e6),
+        (parse_bytes_per_s, "1MiB/s", 1048576.0),
+        (parse_nbytes, "64KiB", 65536),
+        (parse_nbytes, "1kB", 1000),
+        (parse_nbytes, "2GB", 2 * 10**9),
+        (parse_count, "3B", 3 * 10**9),
+        (parse_count, "1.5M", 1_500_000),
+        (parse_count, "500", 500),
+    ],
+)
+def test_quantities_are_read_in_their_units(parse: object, text: str, expected: float) -> None:
+    assert callable(parse)
+    value = parse(text)
+    assert value == expected
+
+
+@pytest.mark.parametrize("text", ["", "s", "3 weeks", "1e999", "nan", "inf", "1,5h", "--3s", "1.5.5", "0x10"])
+def test_what_is_no_quantity_is_refused(text: str) -> None:
+    for parse in (parse_seconds, parse_nbytes, parse_count):
+        with pytest.raises(ValueError, match="expected"):
+            parse(text)
+
+
+def test_half_a_byte_is_no_size() -> None:
+    with pytest.raises(ValueError, match="whole number"):
+        parse_nbytes("0.5")
+
+
+# ------------------------------------------------------------------------------------------------------- run manifest
+
+
+def test_manifest_holds_everything_but_node_and_reads_back_to_itself() -> None:
+    config = load(("node.listen", "127.0.0.1:9"), ("data.path", "/x"), ("members.stall_timeout", "2min")).config
+    manifest = config.manifest_json()
+    assert b"node" not in manifest
+    again = Config.from_manifest(manifest, node=NodeSection(local_workers=4))
+    assert again.manifest_json() == manifest
+    assert again.node.local_workers == 4
+    assert again.members.stall_timeout_s == 120.0
+    assert load(manifest=manifest).config.manifest_json() == manifest
+
+
+def test_manifest_digest_ignores_how_values_were_written_and_sees_every_change() -> None:
+    plain = load(("members.stall_timeout", "120"), ("inner.lr", "0.001")).config
+    fancy = load(("members.stall_timeout", "2min"), ("inner.lr", "1e-3"), ("node.threads", "3")).config
+    assert plain.manifest_digest() == fancy.manifest_digest() == manifest_digest(plain.manifest_json())
+    assert len(plain.manifest_digest()) == 32
+    assert plain.manifest_digest() != load(("run.seed", "1")).config.manifest_digest()
+
+
+def test_manifest_is_the_same_bytes_in_another_process() -> None:
+    script = "from trainer.config import Config; print(Config().manifest_digest().hex())"
+    other = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+        cwd=REPOSITORY,
+        env={"PYTHONHASHSEED": "7"},
+    )
+    assert other.stdout.strip() == Config().manifest_digest().hex()
+
+
+def test_diff_names_each_field_with_both_values() -> None:
+    ours = load(("run.seed", "1"), ("inner.type", "sgd")).config.manifest_json()
+    theirs = load(("run.seed", "2")).config.manifest_json()
+    assert manifest_diff(ours, theirs) == (
+        ("inner.betas", None, [0.9, 0.99]),
+        ("inner.eps", None, 1e-8),
+        ("inner.type", "sgd", "adamw"),
+        ("run.seed", 1, 2),
+    )
+    assert manifest_diff(ours, ours) == ()
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"{}",
+        b'{"format":2}',
+        b'{"format":1,"node":{}}',
+        b'{"format":1,"run":{"colour":1}}',
+        b'{"format":1,"run":{"seed":-1}}',
+        b"[" * 50_000,
+        b" " * 70_000,
+    ],
+)
+def test_what_is_no_manifest_is_refused(manifest: bytes) -> None:
+    with pytest.raises(Refused) as caught:
+        manifest_sections(manifest)
+    assert caught.value.exit_code == ExitCode.REFUSED
+
+
+# -------------------------------------------------------------------------------------------------------------- joiner
+
+
+def test_joiner_adopts_the_run_and_keeps_its_node() -> None:
+    manifest = load(("run.seed", "3"), ("run.name", "theirs")).config.manifest_json()
+    joined = load(("node.local_workers", "2"), ("run.seed", "3")).adopt(manifest)
+    assert joined.config.run.name == "theirs"
+    assert joined.config.node.local_workers == 2
+    assert joined.config.manifest_json() == manifest
+    assert joined.origins["run.name"] == "run manifest"
+
+
+def test_joiner_that_wants_another_run_is_refused_with_the_fields() -> None:
+    manifest = load(("run.seed", "3")).config.manifest_json()
+    with pytest.raises(Refused) as caught:
+        load(("run.seed", "4"), ("inner.lr", "0.5"), ("node.threads", "1")).adopt(manifest)
+    assert caught.value.fields == ("inner.lr", "run.seed")
+    assert "run.seed (here 4 from --run.seed, in the run 3)" in str(caught.value)
+    assert caught.value.exit_code == ExitCode.REFUSED
+
+
+def test_joiner_that_wants_another_variant_is_refused() -> None:
+    with pytest.raises(Refused) as caught:
+        load(("inner.type", "sgd")).adopt(Config().manifest_json())
+    assert "inner.type" in caught.value.fields
+
+
+# ------------------------------------------------------------------------------------------------------------- output
+
+
+def test_printed_toml_reads_back_to_the_same_configuration(tmp_path: Path) -> None:
+    resolved = load(("inner.schedule.type", "wsd"), ("data.path", '/odd "name"/ü'), ("metrics.port", "none"))
+    for with_origin in (False, True):
+        file = write(tmp_path, f"{with_origin}.toml", as_toml(resolved, with_origin=with_origin))
+        assert load(files=[file]).config == resolved.config
+    assert "--metrics.port" in as_toml(resolved, with_origin=True)
+
+
+def test_printed_json_has_a_versioned_schema() -> None:
+    shown = json.loads(as_json_text(load(("run.seed", "5"))))
+    assert shown["schema"] == "isthmus.config/1"
+    assert shown["config"]["run"]["seed"] == 5
+    assert shown["origins"]["run.seed"] == "--run.seed"
+
+
+@pytest.mark.parametrize("name", ["tiny", "nanogpt"])
+def test_configs_of_the_repository_are_valid(name: str) -> None:
+    config = load(files=[REPOSITORY / "configs" / f"{name}.toml"]).config
+    assert config.run.name == name
+    assert config.model.decoder_config().max_seq_len == config.model.seq_len
+    assert config.lr_schedule()(0) > 0

@@ -1,0 +1,190 @@
+"""The command line's questions to a daemon, over a real socket."""
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from trainer.control_socket import PEER_FILE_NAME, ControlClient, ControlServer, PeerFile, find_peer
+from trainer.errors import EnvironmentFault, ExitCode, NobodyReachable, NothingRuns
+from trainer.status import MemberStatus, RoundStatus, Status, render_status
+
+
+def a_status() -> Status:
+    return Status(
+        run_id="demo-0123abcd",
+        peer_id="0123456789abcdef",
+        incarnation=5,
+        pid=os.getpid(),
+        phase="training",
+        outer_step=3,
+        total_outer_steps=20,
+        inner_step=4,
+        inner_steps_per_round=50,
+        epoch=2,
+        members=(MemberStatus(peer_id="0123456789abcdef", incarnation=5, address="127.0.0.1:1", is_me=True),),
+        train_loss=2.5,
+        tokens=12345,
+        goodput=0.918,
+        sent_bytes=1_500_000,
+        last_round=RoundStatus(outer_step=3, seconds=1.25, exchange_seconds=0.5, bytes=2048, num_members=2),
+        metrics_address="127.0.0.1:9",
+    )
+
+
+class Daemon:
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def status(self) -> Status:
+        self.asked.append("status")
+        return a_status()
+
+    def leave(self) -> None:
+        self.asked.append("leave")
+
+    def stop(self) -> None:
+        self.asked.append("stop")
+
+
+@contextlib.contextmanager
+def running(run_dir: Path, daemon: Daemon) -> Iterator[ControlServer]:
+    """The server on an event loop in a thread, as a daemon has it."""
+    opened, closing = threading.Event(), threading.Event()
+    server = ControlServer(run_dir, daemon, peer_id="0123456789abcdef", run_id="demo-0123abcd")
+
+    async def serve() -> None:
+        with server:
+            task = asyncio.get_running_loop().create_task(server.serve())
+            opened.set()
+            await asyncio.to_thread(closing.wait)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert opened.wait(20)
+        yield server
+    finally:
+        closing.set()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_questions_reach_the_daemon_and_answers_come_back(tmp_path: Path) -> None:
+    daemon = Daemon()
+    with running(tmp_path, daemon):
+        client = ControlClient(tmp_path)
+        assert client.status() == a_status()
+        client.leave()
+        client.stop()
+        assert not client.has_ended()
+        assert daemon.asked == ["status", "leave", "stop"]
+    assert client.has_ended()
+
+
+def test_peer_file_tells_where_and_disappears_with_the_daemon(tmp_path: Path) -> None:
+    with running(tmp_path, Daemon()):
+        told = json.loads((tmp_path / PEER_FILE_NAME).read_text())
+        assert told["schema"] == "isthmus.peer/1"
+        assert told["pid"] == os.getpid()
+        socket = Path(told["socket"])
+        assert socket.is_socket()
+        assert socket.parent.stat().st_mode & 0o777 == 0o700
+        assert len(told["socket"]) < 100
+    assert not (tmp_path / PEER_FILE_NAME).exists()
+    assert not socket.parent.exists()
+
+
+def test_several_clients_at_once_are_all_answered(tmp_path: Path) -> None:
+    daemon = Daemon()
+    answers: list[Status] = []
+    with running(tmp_path, daemon):
+        threads = [threading.Thread(target=lambda: answers.append(ControlClient(tmp_path).status())) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert answers == [a_status()] * 8
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [[b"", b"\xc1"], [b"", b""], [b"x", b"y", b"z"], [b""], [b"", msgspec.msgpack.encode({"type": "Format"})]],
+)
+def test_what_is_no_question_does_not_disturb_the_daemon(tmp_path: Path, junk: list[bytes]) -> None:
+    with running(tmp_path, Daemon()):
+        peer = find_peer(tmp_path)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(f"ipc://{peer.socket}")
+            socket.send_multipart(junk)
+            assert ControlClient(tmp_path).status() == a_status()
+
+
+def test_where_nothing_runs_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NothingRuns, match="name the folder of a running peer with --dir") as caught:
+        ControlClient(tmp_path)
+    assert caught.value.exit_code == ExitCode.NOBODY_REACHABLE
+
+
+def test_daemon_that_was_killed_is_told_from_one_that_never_was(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(20)
+    peer = PeerFile(socket="/nowhere", pid=gone.pid, peer_id="a", run_id="b")
+    (tmp_path / PEER_FILE_NAME).write_bytes(msgspec.json.encode(peer))
+    with pytest.raises(NothingRuns, match=f"has ended without a word \\(process {gone.pid}\\)"):
+        ControlClient(tmp_path)
+
+
+def test_damaged_peer_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / PEER_FILE_NAME).write_text("{")
+    with pytest.raises(NothingRuns, match="is damaged"):
+        ControlClient(tmp_path)
+
+
+def test_daemon_that_does_not_answer_is_not_waited_for_longer_than_said(tmp_path: Path) -> None:
+    peer = PeerFile(socket=str(tmp_path / "deaf"), pid=os.getpid(), peer_id="a", run_id="b")
+    (tmp_path / PEER_FILE_NAME).write_bytes(msgspec.json.encode(peer))
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as deaf:
+        deaf.bind(f"ipc://{tmp_path / 'deaf'}")
+        with pytest.raises(NobodyReachable, match=r"did not answer in 0\.2 s"):
+            ControlClient(tmp_path, timeout_s=0.2).status()
+
+
+async def test_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    server = ControlServer(tmp_path / "none", Daemon(), peer_id="a", run_id="b")
+    with pytest.raises(EnvironmentFault, match="control socket cannot be made"), server:
+        pass
+
+
+# ------------------------------------------------------------------------------------------------------------- status
+
+
+def test_status_as_json_has_a_versioned_schema_and_reads_back() -> None:
+    encoded = msgspec.json.encode(a_status())
+    assert json.loads(encoded)["schema"] == "isthmus.status/1"
+    assert msgspec.json.decode(encoded, type=Status) == a_status()
+
+
+def test_status_for_people_says_what_is_known_and_what_is_not() -> None:
+    text = render_status(a_status())
+    assert "outer step 3 of 20, inner step 4 of 50, view 2 of 1 peer\n" in text
+    assert "train loss 2.5000, validation loss unknown" in text
+    assert "12,345 tokens, unknown a second, goodput 91.8%" in text
+    assert "sent 1.5 MB, received 0 B" in text
+    assert "last round 1.25 s (0.50 s exchange, 2.0 kB) with 2 peers" in text
+    assert "0123456789abcdef  127.0.0.1:1  (this)" in text

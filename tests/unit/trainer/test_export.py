@@ -1,0 +1,75 @@
+"""From a run's checkpoint to a model that continues a text."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.checkpoint import FOLDER_NAME, STATE_NAME, CheckpointMeta, CheckpointStore
+from trainer.config import Config, ModelSection
+from trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault
+from trainer.export import export_model
+from trainer.generate import generate, load_model
+from trainer.model import initial_parameters
+
+CONFIG = Config(model=ModelSection(preset="nano", num_layers=1, seq_len=16))
+
+
+def save(run_dir: Path, outer_step: int, tensors: dict[str, torch.Tensor] | None = None) -> CheckpointStore:
+    anchor = initial_parameters(CONFIG.model.decoder_config(), seed=outer_step)
+    store = CheckpointStore(run_dir / FOLDER_NAME, keep=3)
+    meta = CheckpointMeta(
+        run_id="demo-0123abcd",
+        outer_step=outer_step,
+        digest=bytes(32),
+        run_manifest=CONFIG.manifest_json(),
+        next_index=0,
+    )
+    store.save(meta, {"anchor": anchor, "momentum": torch.zeros_like(anchor)} if tensors is None else tensors)
+    return store
+
+
+def test_newest_checkpoint_becomes_a_model_with_its_parameters(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1)
+    save(tmp_path / "run", 2)
+    exported = export_model(tmp_path / "run", tmp_path / "model")
+    assert (exported.run_id, exported.outer_step) == ("demo-0123abcd", 2)
+
+    model = load_model(tmp_path / "model")
+    flat = torch.cat([parameter.flatten() for parameter in model.parameters()])
+    assert torch.equal(flat, initial_parameters(CONFIG.model.decoder_config(), seed=2))
+    assert flat.numel() == exported.num_parameters
+    assert len(generate(model, b"The sea", max_new_tokens=5)) == 5
+
+
+def test_damaged_newest_checkpoint_gives_the_model_of_the_one_before(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1)
+    store = save(tmp_path / "run", 2)
+    (store.path_of(2) / STATE_NAME).unlink()
+    assert export_model(tmp_path / "run", tmp_path / "model").outer_step == 1
+
+
+@pytest.mark.parametrize("tensors", [{}, {"momentum": torch.zeros(3)}, {"anchor": torch.zeros(3)}])
+def test_state_of_another_model_is_told(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save(tmp_path / "run", 1, tensors)
+    with pytest.raises(CheckpointCorrupted, match="its run's model has"):
+        export_model(tmp_path / "run", tmp_path / "model")
+
+
+def test_folder_without_checkpoints_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        export_model(tmp_path, tmp_path / "model")
+
+
+def test_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1)
+    (tmp_path / "model").write_text("in the way")
+    with pytest.raises(EnvironmentFault, match="cannot be written"):
+        export_model(tmp_path / "run", tmp_path / "model")
+
+
+def test_full_disk_is_told_when_exporting(tmp_path: Path, small_disk: Path) -> None:
+    save(tmp_path / "run", 1)
+    (small_disk / "ballast").write_bytes(b"x" * 900_000)
+    with pytest.raises(EnvironmentFault, match="cannot be written"):
+        export_model(tmp_path / "run", small_disk / "model")

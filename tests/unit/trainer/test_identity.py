@@ -1,0 +1,117 @@
+"""Who a peer is from one start to the next."""
+
+import json
+import multiprocessing
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import EnvironmentFault, ExitCode, IntegrityError
+from trainer.identity import PeerFolder
+
+
+def test_peer_keeps_its_id_and_each_start_is_later(tmp_path: Path) -> None:
+    starts = []
+    for _ in range(3):
+        with PeerFolder(tmp_path / "peer") as folder:
+            starts.append(folder.start_identity())
+    assert len({start.peer_id for start in starts}) == 1
+    assert starts[0].incarnation < starts[1].incarnation < starts[2].incarnation
+    assert starts[0].ref.peer_id == starts[0].peer_id
+
+
+def test_start_is_later_also_when_the_clock_went_back(tmp_path: Path) -> None:
+    far_ahead = time.time_ns() // 1_000_000 + 10**9
+    with PeerFolder(tmp_path) as folder:
+        (tmp_path / "incarnation").write_text(str(far_ahead))
+        assert folder.start_identity().incarnation == far_ahead + 1
+
+
+def test_start_is_later_also_when_the_file_was_lost(tmp_path: Path) -> None:
+    with PeerFolder(tmp_path) as folder:
+        first = folder.start_identity()
+        (tmp_path / "incarnation").unlink()
+        deadline = time.monotonic() + 5
+        while time.time_ns() // 1_000_000 <= first.incarnation and time.monotonic() < deadline:
+            pass  # the next start of a process is more than a millisecond later
+        assert folder.start_identity().incarnation > first.incarnation
+
+
+def test_files_are_only_ours_to_read(tmp_path: Path) -> None:
+    with PeerFolder(tmp_path) as folder:
+        folder.start_identity()
+        folder.found_run("demo")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"lock": 0o600, "peer_id": 0o600, "incarnation": 0o600, "run.json": 0o600}
+
+
+def test_second_daemon_in_the_same_folder_is_told_so(tmp_path: Path) -> None:
+    with PeerFolder(tmp_path):
+        with pytest.raises(EnvironmentFault, match="another isthmus works in") as caught:
+            PeerFolder(tmp_path)
+        assert caught.value.exit_code == ExitCode.ENVIRONMENT
+    PeerFolder(tmp_path).close()
+
+
+def hold_and_die(path: Path, ready: object) -> None:
+    PeerFolder(path)
+    ready.set()  # type: ignore[attr-defined]
+    while True:
+        time.sleep(1)
+
+
+def test_lock_of_a_killed_daemon_is_free(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    ready = spawn.Event()
+    process = spawn.Process(target=hold_and_die, args=(tmp_path, ready))
+    process.start()
+    try:
+        assert ready.wait(20)
+        with pytest.raises(EnvironmentFault):
+            PeerFolder(tmp_path)
+    finally:
+        process.kill()
+        process.join(20)
+    PeerFolder(tmp_path).close()
+
+
+@pytest.mark.parametrize("content", ["", "zz", "0123456789ABCDEF", "0123456789abcdef0", "../../etc/passwd"])
+def test_damaged_peer_id_is_told(tmp_path: Path, content: str) -> None:
+    (tmp_path / "peer_id").write_text(content)
+    with PeerFolder(tmp_path) as folder, pytest.raises(IntegrityError, match="peer_id is damaged"):
+        folder.start_identity()
+
+
+def test_damaged_incarnation_is_told(tmp_path: Path) -> None:
+    (tmp_path / "incarnation").write_bytes(b"\xff12")
+    with PeerFolder(tmp_path) as folder, pytest.raises(IntegrityError, match="incarnation is damaged"):
+        folder.start_identity()
+
+
+def test_run_is_founded_once_and_its_secret_is_kept(tmp_path: Path) -> None:
+    with PeerFolder(tmp_path) as folder:
+        assert folder.load_run() is None
+        run = folder.found_run("demo")
+        assert folder.found_run("other") == run == folder.load_run()
+    assert run.run_id.startswith("demo-")
+    assert len(run.secret) == 32
+    assert repr(run.secret) not in repr(run)
+    with PeerFolder(tmp_path / "b") as other:
+        assert other.found_run("demo").secret != run.secret
+
+
+def test_damaged_run_file_is_told(tmp_path: Path) -> None:
+    with PeerFolder(tmp_path) as folder:
+        folder.found_run("demo")
+        content = json.loads((tmp_path / "run.json").read_text())
+        for broken in ("{", json.dumps(content | {"extra": 1}), json.dumps(content | {"run_id": "../x"})):
+            (tmp_path / "run.json").write_text(broken)
+            with pytest.raises(IntegrityError, match=r"run\.json is damaged"):
+                folder.load_run()
+
+
+def test_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentFault, match="cannot be used: Not a directory"):
+        PeerFolder(tmp_path / "file" / "below")

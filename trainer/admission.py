@@ -1,0 +1,164 @@
+"""How a stranger with a ticket learns what it joins, and what every connection must prove.
+
+A joiner's first connection (purpose `admission`) presents the ticket's token. The coordinator's process answers with
+the run manifest, the digest of its text and the mesh key; from then on every connection of the run presents that key.
+So the expiry of a ticket keeps strangers out and never throws a member out.
+
+Rules: secrets are compared in constant time and never logged. Connections are not encrypted yet, which is why nothing
+but loopback is listened on unless the operator insists.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from collective.core.types import PeerRef
+from collective.errors import CollectiveError, HandshakeRefused, PeerUnreachable
+from collective.transport import Channel, FrameType, Hello, HelloReply, Purpose, connect
+from collective.wire import PROTOCOL_VERSION
+from trainer.config import MAX_MANIFEST_NBYTES
+from trainer.errors import ExitCode, NobodyReachable, Refused
+from trainer.ticket import Ticket, TicketRefused, verify_token
+
+_TIMEOUT_S = 10.0
+
+
+class RunTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a peer must know of a run before it can be part of it."""
+
+    run_id: Annotated[str, Meta(max_length=64)]
+    manifest: Annotated[bytes, Meta(max_length=MAX_MANIFEST_NBYTES)]
+    data_digest: Annotated[str, Meta(max_length=128)]
+    mesh_key: Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+    def digest(self) -> bytes:
+        """What peers compare at join: manifest and text together, 32 bytes."""
+        return hashlib.sha256(self.manifest + b"\0" + self.data_digest.encode()).digest()
+
+    def __repr__(self) -> str:
+        return f"RunTerms(run_id={self.run_id!r})"
+
+
+def mesh_key(secret: bytes, run_id: str) -> bytes:
+    """The key that members of a run show to each other, 32 bytes."""
+    return hmac.digest(secret, b"isthmus mesh key 1\0" + run_id.encode(), "sha256")
+
+
+class Gatekeeper:
+    """Decides about every hello that reaches this peer's port.
+
+    Args:
+        me: who answers.
+        terms: of the run.
+        secret: the run's, where a coordinator lives; None elsewhere, where nobody is admitted.
+        now_s: the wall clock in Unix seconds; it judges tickets and nothing else.
+    """
+
+    def __init__(self, me: PeerRef, terms: RunTerms, *, secret: bytes | None, now_s: Callable[[], float]) -> None:
+        self._me = me
+        self._terms = terms
+        self._secret = secret
+        self._now_s = now_s
+
+    def accept(self, hello: Hello) -> HelloReply:
+        """Yes, or no with the exit code and the sentence that the dialler should end with."""
+        if hello.protocol_version != PROTOCOL_VERSION:
+            return self._no(f"this peer speaks protocol {PROTOCOL_VERSION}, not {hello.protocol_version}: upgrade")
+        if hello.run_id != self._terms.run_id:
+            return self._no(f"the ticket is for run {hello.run_id}, here is {self._terms.run_id}; ask for a new ticket")
+        if hello.purpose is Purpose.ADMISSION:
+            if self._secret is None:
+                return self._no("this peer is not the coordinator; use the ticket that the founder printed")
+            try:
+                verify_token(self._secret, hello.run_id, hello.credential, now_s=self._now_s())
+            except TicketRefused as refused:
+                return self._no(str(refused))
+        elif not hmac.compare_digest(hello.credential, self._terms.mesh_key):
+            return self._no("the connection does not show the run's key; join with a ticket")
+        return HelloReply(accepted=True, peer_id=self._me.peer_id, incarnation=self._me.incarnation)
+
+    async def admit(self, channel: Channel) -> None:
+        """Tell an accepted stranger what run this is."""
+        wire = msgspec.msgpack.encode(self._terms)
+        await channel.send(FrameType.CONTROL, wire, timeout_s=_TIMEOUT_S)
+
+    def _no(self, reason: str) -> HelloReply:
+        me = self._me
+        code = ExitCode.REFUSED
+        return HelloReply(accepted=False, code=code, reason=reason, peer_id=me.peer_id, incarnation=me.incarnation)
+
+
+def hello_maker(me: PeerRef, terms: RunTerms) -> Callable[[Purpose, int, int], Hello]:
+    """What this peer says on its own connections: (purpose, stream, num_streams) -> Hello."""
+
+    def make(purpose: Purpose, stream: int = 0, num_streams: int = 1) -> Hello:
+        return Hello(
+            protocol_version=PROTOCOL_VERSION,
+            run_id=terms.run_id,
+            purpose=purpose,
+            peer_id=me.peer_id,
+            incarnation=me.incarnation,
+            credential=terms.mesh_key,
+            stream=stream,
+            num_streams=num_streams,
+        )
+
+    return make
+
+
+async def ask_terms(
+    ticket: Ticket, me: PeerRef, *, pause: Callable[[], Awaitable[None]], attempts: int = 5
+) -> RunTerms:
+    """Ask the ticket's addresses what run this is.
+
+    Args:
+        ticket: as given by the operator.
+        me: who asks.
+        pause: awaited between two rounds of attempts.
+        attempts: how often each address is tried.
+
+    Raises:
+        Refused: the coordinator does not want this ticket.
+        NobodyReachable: nobody answered at any address.
+    """
+    hello = Hello(
+        protocol_version=PROTOCOL_VERSION,
+        run_id=ticket.run_id,
+        purpose=Purpose.ADMISSION,
+        peer_id=me.peer_id,
+        incarnation=me.incarnation,
+        credential=ticket.token,
+    )
+    causes: dict[str, str] = {}
+    for attempt in range(attempts):
+        if attempt:
+            await pause()
+        for address in ticket.addresses:
+            try:
+                return await _ask_one(address, hello)
+            except HandshakeRefused as refused:
+                raise Refused(refused.reason) from refused
+            except PeerUnreachable as error:
+                causes[address] = error.cause
+            except CollectiveError as error:
+                causes[address] = str(error)
+    tried = ", ".join(f"{address} ({cause})" for address, cause in causes.items())
+    raise NobodyReachable(
+        f"nobody answers at {tried}",
+        cure="check that the founder runs and that this address can be reached from here, or ask for a new ticket",
+    )
+
+
+async def _ask_one(address: str, hello: Hello) -> RunTerms:
+    channel = await connect(address, hello, timeout_s=_TIMEOUT_S)
+    try:
+        frame = await channel.receive(timeout_s=_TIMEOUT_S)
+        return msgspec.msgpack.decode(frame.payload, type=RunTerms)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Refused("the coordinator's answer cannot be read", cure="run the same version of isthmus") from error
+    finally:
+        channel.close()

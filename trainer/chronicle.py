@@ -1,0 +1,220 @@
+"""From what happens to what is written down: elastic's observations, rounds and faults as lines of events.jsonl.
+
+Every fact also goes to the scoreboard, whose figures `status` and the metrics show. Rules: one line a fact; digests in
+full, so that an audit needs nothing else. Must not decide anything.
+"""
+
+import logging
+from typing import assert_never
+
+from collective import ReduceStats
+from collective.core.types import RoundKey, View
+from elastic.core.leases import count
+from elastic.core.records import CommitRecord, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
+from elastic.observation import (
+    BecameActive,
+    BecameLearner,
+    CatchUpEnded,
+    CatchUpStarted,
+    CoordinatorConnected,
+    CoordinatorLost,
+    ElasticEvent,
+    Finished,
+    PeerConnected,
+    PeerDisconnected,
+    RecordWritten,
+    RoundAborted,
+    RoundBroke,
+    RoundCommitted,
+    RoundStaged,
+    RoundStarted,
+    ViewInstalled,
+)
+from trainer.errors import CheckpointFailed
+from trainer.events import EventLog
+from trainer.scoreboard import Scoreboard
+from trainer.training_loop import RoundReport
+
+log = logging.getLogger(__name__)
+
+
+class Chronicle:
+    """Writes the events of one process.
+
+    Args:
+        events: where to.
+        board: gets the same facts.
+    """
+
+    def __init__(self, events: EventLog, board: Scoreboard) -> None:
+        self._log = events
+        self._board = board
+
+    def started(self, *, run_id: str, address: str, num_parameters: int, tokens_per_inner_step: int) -> None:
+        """This process knows what it is part of."""
+        self._log.emit(
+            "started",
+            run_id=run_id,
+            address=address,
+            num_parameters=num_parameters,
+            tokens_per_inner_step=tokens_per_inner_step,
+        )
+
+    def inner_step(self, inner_step: int, loss: float, num_tokens: int) -> None:
+        """One inner step is done: too many for the log, not for the figures."""
+        self._board.inner_step(inner_step, loss, num_tokens)
+
+    def handed_in(self) -> None:
+        """The payload of a round is made."""
+        self._board.handed_in()
+
+    def evaluated(self, outer_step: int, loss: float) -> None:
+        """The anchor was judged on held-out text."""
+        self._board.evaluated(loss)
+        self._log.emit("evaluate", outer_step=outer_step, loss=loss)
+        log.info("evaluated outer_step=%d validation_loss=%.4f", outer_step, loss)
+
+    def checkpoint_saved(self, outer_step: int, seconds: float) -> None:
+        """A checkpoint is on the disk."""
+        self._board.checkpoint_saved(outer_step, seconds)
+        self._log.emit("checkpoint", outer_step=outer_step, seconds=seconds)
+
+    def checkpoint_failed(self, failure: CheckpointFailed) -> None:
+        """A checkpoint could not be written. Training goes on."""
+        self._board.checkpoint_failed()
+        self._log.emit("fault", kind="checkpoint_failed", cause=str(failure))
+        log.warning("checkpoint_failed cause=%r", str(failure))
+
+    def exchanged(self, key: RoundKey, stats: ReduceStats) -> None:
+        """A mean is here: what it cost."""
+        self._board.exchanged(stats)
+        self._log.emit(
+            "round",
+            **_key(key),
+            members=[ref.peer_id for ref in stats.members],
+            bytes_sent=stats.bytes_sent,
+            bytes_received=stats.bytes_received,
+            seconds=stats.seconds,
+        )
+
+    def trained(self, report: RoundReport) -> None:
+        """What this peer did in a committed round, and how long it stood in it."""
+        self._board.trained(report)
+        log.info(
+            "committed outer_step=%d epoch=%d world_size=%d loss=%s wait_s=%.2f",
+            report.outer_step,
+            report.view.epoch,
+            report.view.world_size,
+            "none" if report.loss is None else f"{report.loss:.4f}",
+            report.wait_s,
+        )
+        self._log.emit(
+            "trained",
+            epoch=report.view.epoch,
+            outer_step=report.outer_step,
+            inner_step=report.inner_step,
+            loss=report.loss,
+            tokens=report.num_tokens,
+            train_s=report.train_s,
+            wait_s=report.wait_s,
+        )
+
+    def observe(self, event: ElasticEvent) -> None:
+        """An observer for elastic."""
+        self._count(event)
+        emit = self._log.emit
+        match event:
+            case RecordWritten(record=record):
+                self._record(record)
+            case PeerConnected(ref=ref):
+                emit("peer_connected", of=ref.peer_id, incarnation=ref.incarnation)
+            case PeerDisconnected(ref=ref, cause=cause):
+                emit("fault", kind="peer_disconnected", of=ref.peer_id, incarnation=ref.incarnation, cause=cause)
+            case CoordinatorConnected(address=address):
+                emit("coordinator_connected", address=address)
+            case CoordinatorLost(cause=cause):
+                emit("fault", kind="coordinator_lost", cause=cause)
+            case ViewInstalled(view=view, fault=fault):
+                emit("view", **_view(view), cause=fault)
+            case BecameActive(view=view):
+                emit("join", **_view(view))
+            case BecameLearner(reason=reason):
+                emit("learner", cause=reason)
+            case RoundStarted(key=key, weight=weight):
+                emit("round_started", **_key(key), weight=weight)
+            case RoundStaged(key=key, digest=digest, seconds=seconds):
+                emit("vote", **_key(key), digest=digest.hex(), seconds=seconds)
+            case RoundBroke(key=key, suspects=suspects, cause=cause):
+                emit("fault", kind="round_broke", **_key(key), suspects=list(suspects), cause=cause)
+            case RoundAborted(key=key):
+                emit("round_aborted", **_key(key))
+            case RoundCommitted(key=key, held=held, final=final, seconds=seconds):
+                fields = _key(key) | {"outer_step": held.outer_step}
+                emit("commit", **fields, digest=held.digest.hex(), final=final, seconds=seconds)
+            case CatchUpStarted(target=target, num_donors=num_donors):
+                emit("catch_up_started", outer_step=target.outer_step, donors=num_donors)
+            case CatchUpEnded(held=held, cause=cause, nbytes=nbytes, seconds=seconds):
+                emit(
+                    "catch_up",
+                    outer_step=None if held is None else held.outer_step,
+                    digest=None if held is None else held.digest.hex(),
+                    cause=cause,
+                    bytes=nbytes,
+                    seconds=seconds,
+                )
+            case Finished(code=code, reason=reason):
+                emit("leave", code=code, cause=reason)
+            case _:
+                assert_never(event)
+
+    def _count(self, event: ElasticEvent) -> None:
+        board = self._board
+        match event:
+            case ViewInstalled(view=view):
+                board.viewed(view)
+            case BecameActive():
+                board.became_member(is_member=True)
+            case BecameLearner(reason=reason):
+                board.became_member(is_member=False)
+                log.info("learner cause=%r", reason)
+            case CatchUpEnded(held=held) if held is not None:
+                board.caught_up(held)
+            case RoundAborted():
+                board.aborted()
+            case _:
+                pass  # of interest to the log alone
+
+    def _record(self, record: Record) -> None:
+        emit = self._log.emit
+        match record:
+            case Genesis(outer_step=outer_step, digest=digest, next_index=next_index):
+                emit("genesis", outer_step=outer_step, digest=digest.hex(), next_index=next_index)
+            case ViewRecord(view=view, cause=cause):
+                emit("view_decided", **_view(view), cause=cause)
+            case CommitRecord(key=key, outer_step=outer_step, digest=digest, contributions=contributions, final=final):
+                emit(
+                    "commit_decided",
+                    **(_key(key) | {"outer_step": outer_step}),
+                    digest=digest.hex(),
+                    members=[item.ref.peer_id for item in contributions],
+                    tokens=sum(item.num_tokens for item in contributions),
+                    final=final,
+                )
+            case LeaseRecord(ref=ref, serial=serial, ranges=ranges):
+                emit("lease", of=ref.peer_id, serial=serial, samples=count(ranges))
+            case ReleaseRecord(ref=ref, epoch=epoch, ranges=ranges):
+                emit("lease_returned", of=ref.peer_id, epoch=epoch, samples=count(ranges))
+            case _:
+                assert_never(record)
+
+
+def _key(key: RoundKey) -> dict[str, int]:
+    return {"epoch": key.epoch, "outer_step": key.outer_step, "fragment": key.fragment}
+
+
+def _view(view: View) -> dict[str, int | list[str]]:
+    return {
+        "epoch": view.epoch,
+        "outer_step": view.outer_step,
+        "members": [member.peer_id for member in view.members],
+    }

@@ -1,0 +1,75 @@
+"""The layers of the configuration as a command line gives them, and `isthmus config`.
+
+Rules: a command's own flags (`--listen`) stand below the config's (`--node.listen`), and say which flag they are.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainer.cli_support import Invocation
+from trainer.errors import ExitCode
+
+if TYPE_CHECKING:
+    from trainer.config_sources import ResolvedConfig
+
+ConfigFiles = Annotated[
+    list[Path] | None, typer.Option("--config", "-c", help="TOML file; repeat it, later ones win.", show_default=False)
+]
+Dir = Annotated[
+    Path | None, typer.Option("--dir", help="Folder of this peer. Default: under runs/.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable, with a versioned schema.")]
+
+
+def show(
+    context: typer.Context,
+    config: ConfigFiles = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Print the configuration that all layers make together, as TOML."""
+    from trainer.config_show import as_json_text, as_toml
+
+    resolved = resolve(context, files=config, flags={})
+    print(as_json_text(resolved) if as_json else as_toml(resolved, with_origin=origin), end="")
+    return int(ExitCode.DONE)
+
+
+def resolve(
+    context: typer.Context,
+    *,
+    files: list[Path] | None,
+    flags: dict[str, tuple[str, object]],
+    resume: Path | None = None,
+) -> "ResolvedConfig":
+    """All layers together.
+
+    Args:
+        context: of the command; knows the `--section.key` flags.
+        files: `--config`.
+        flags: dotted key → (flag, its value or None) of the command's own flags.
+        resume: where a run is taken up again; its manifest is the lowest layer.
+
+    Raises:
+        IsthmusError: see `load_config` and `load_resumed`.
+    """
+    from trainer.config_sources import Override, load_config
+
+    overrides = [Override(key, str(value), flag) for key, (flag, value) in flags.items() if value is not None]
+    overrides += [Override(key, text, f"--{key}") for key, text in invocation_of(context).overrides]
+    manifest = None
+    if resume is not None:
+        from trainer.checkpoint import load_resumed
+
+        manifest = load_resumed(resume).meta.run_manifest
+    return load_config(files=files or (), environ=os.environ, overrides=overrides, manifest=manifest)
+
+
+def invocation_of(context: typer.Context) -> Invocation:
+    """The command line that this command is part of."""
+    invocation = context.find_root().obj
+    assert isinstance(invocation, Invocation)
+    return invocation

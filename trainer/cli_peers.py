@@ -1,0 +1,254 @@
+"""The commands that run a peer, and those that talk to one."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainer.cli_config import AsJson, ConfigFiles, Dir, resolve
+from trainer.cli_support import RUNS_FOLDER, choose_folder, configure_logging, is_loopback
+from trainer.errors import ConfigError, EnvironmentFault, ExitCode, NobodyReachable, NothingRuns
+
+if TYPE_CHECKING:
+    from trainer.config_sources import ResolvedConfig
+
+log = logging.getLogger(__name__)
+
+_LEAVE_POLL_S = 0.1
+
+LocalWorkers = Annotated[int | None, typer.Option(help="Worker processes, one a GPU.", show_default=False)]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", show_default=False)]
+Listen = Annotated[
+    str | None, typer.Option(help="host:port to listen on. Default: a free port of this machine.", show_default=False)
+]
+Advertise = Annotated[
+    str | None, typer.Option(help="host:port where others reach this peer, if not --listen.", show_default=False)
+]
+MaxUpload = Annotated[str | None, typer.Option(help='Cap on sending, such as "20mbit".', show_default=False)]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Allow unencrypted connections beyond this machine.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log everything.")]
+TicketFile = Annotated[
+    Path | None, typer.Option("--ticket-file", help="Also write the ticket here (0600).", show_default=False)
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option("--resume", help="Start from a peer's folder or one checkpoint.", show_default=False),
+]
+
+
+def up(
+    context: typer.Context,
+    config: ConfigFiles = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run.", show_default=False)] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Text to train on. Default: Python's own sources.", show_default=False)
+    ] = None,
+    directory: Dir = None,
+    resume: Resume = None,
+    peers: Annotated[int | None, typer.Option(help="Start when so many are there.", show_default=False)] = None,
+    min_peers: Annotated[int | None, typer.Option(help="Go on with no fewer.", show_default=False)] = None,
+    outer_steps: Annotated[int | None, typer.Option(help="Exchanges until the end.", show_default=False)] = None,
+    local_workers: LocalWorkers = None,
+    device: Device = None,
+    listen: Listen = None,
+    advertise: Advertise = None,
+    max_upload: MaxUpload = None,
+    insecure: Insecure = False,
+    ticket_file: TicketFile = None,
+    verbose: Verbose = False,
+) -> int:
+    """Found a run and train in it. Prints the ticket with which others join."""
+    from trainer.options import Founding, PeerOptions
+
+    resolved = resolve(
+        context,
+        files=config,
+        resume=resume,
+        flags={
+            "run.name": ("--name", name),
+            "data.path": ("--data", _absolute(data)),
+            "members.start_peers": ("--peers", peers),
+            "members.min_peers": ("--min-peers", min_peers),
+            "run.outer_steps": ("--outer-steps", outer_steps),
+        }
+        | _node_flags(directory, local_workers, device, listen, advertise, max_upload),
+    )
+    _require_secure(resolved, insecure=insecure)
+    configure_logging(verbose=verbose)
+    options = PeerOptions(
+        resolved=resolved,
+        run_dir=_run_dir(resolved, resolved.config.run.name),
+        role=Founding(announce_ticket=_announcer(ticket_file), resume_dir=resume),
+        insecure=insecure,
+    )
+    from trainer.daemon import run_peer
+
+    return asyncio.run(run_peer(options))
+
+
+def join(
+    context: typer.Context,
+    ticket: Annotated[str, typer.Argument(help="The ticket, or @FILE that holds it.", show_default=False)],
+    config: ConfigFiles = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Where this machine keeps the run's text.", show_default=False)
+    ] = None,
+    directory: Dir = None,
+    local_workers: LocalWorkers = None,
+    device: Device = None,
+    listen: Listen = None,
+    advertise: Advertise = None,
+    max_upload: MaxUpload = None,
+    insecure: Insecure = False,
+    verbose: Verbose = False,
+) -> int:
+    """Join a run with its ticket and train in it."""
+    from trainer.options import Joining, PeerOptions
+    from trainer.ticket import expiry_hint, read_ticket
+
+    decoded = read_ticket(ticket)
+    resolved = resolve(
+        context,
+        files=config,
+        flags={"node.data": ("--data", _absolute(data))}
+        | _node_flags(directory, local_workers, device, listen, advertise, max_upload),
+    )
+    _require_secure(resolved, insecure=insecure)
+    configure_logging(verbose=verbose)
+    if (hint := expiry_hint(decoded, now_s=datetime.now(UTC).timestamp())) is not None:
+        log.warning("ticket_old hint=%r; if the coordinator refuses it, ask for a new one", hint)
+    options = PeerOptions(
+        resolved=resolved, run_dir=_run_dir(resolved, decoded.run_id), role=Joining(ticket=decoded), insecure=insecure
+    )
+    from trainer.daemon import run_peer
+
+    return asyncio.run(run_peer(options))
+
+
+def coordinator(
+    context: typer.Context,
+    config: ConfigFiles = None,
+    directory: Dir = None,
+    resume: Resume = None,
+    listen: Listen = None,
+    advertise: Advertise = None,
+    insecure: Insecure = False,
+    ticket_file: TicketFile = None,
+    verbose: Verbose = False,
+) -> int:
+    """Found a run without training in it: membership and decisions only. Prints the ticket."""
+    from trainer.options import CoordinatorOptions, Founding
+
+    resolved = resolve(
+        context, files=config, resume=resume, flags=_node_flags(directory, None, None, listen, advertise, None)
+    )
+    _require_secure(resolved, insecure=insecure)
+    configure_logging(verbose=verbose)
+    options = CoordinatorOptions(
+        resolved=resolved,
+        run_dir=_run_dir(resolved, resolved.config.run.name),
+        role=Founding(announce_ticket=_announcer(ticket_file), resume_dir=resume),
+        insecure=insecure,
+    )
+    from trainer.daemon import run_coordinator
+
+    return asyncio.run(run_coordinator(options))
+
+
+def leave(
+    directory: Dir = None,
+    now: Annotated[bool, typer.Option("--now", help="Stop at once; the steps since the last commit are lost.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the peer to end.", min=0.0)] = 120.0,
+) -> int:
+    """Let this machine's peer hand in its work and leave the run."""
+    from trainer.control_socket import PEER_FILE_NAME, ControlClient
+
+    folder = choose_folder(directory, holding=PEER_FILE_NAME, or_else=NothingRuns)
+    client = ControlClient(folder)
+    if now:
+        client.stop()
+    else:
+        client.leave()
+    deadline = time.monotonic() + timeout
+    while not client.has_ended():
+        if time.monotonic() >= deadline:
+            raise NobodyReachable(
+                f"the peer in {folder} is still handing in its work after {timeout:g} s",
+                cure="wait for it, or stop it with isthmus leave --now",
+            )
+        time.sleep(_LEAVE_POLL_S)
+    return int(ExitCode.DONE)
+
+
+def status(directory: Dir = None, as_json: AsJson = False) -> int:
+    """How this machine's peer is doing."""
+    import msgspec
+
+    from trainer.control_socket import PEER_FILE_NAME, ControlClient
+    from trainer.status import render_status
+
+    current = ControlClient(choose_folder(directory, holding=PEER_FILE_NAME, or_else=NothingRuns)).status()
+    print(msgspec.json.encode(current).decode() if as_json else render_status(current))
+    return int(ExitCode.DONE)
+
+
+def _node_flags(
+    directory: Path | None,
+    local_workers: int | None,
+    device: str | None,
+    listen: str | None,
+    advertise: str | None,
+    max_upload: str | None,
+) -> dict[str, tuple[str, object]]:
+    return {
+        "node.dir": ("--dir", directory),
+        "node.local_workers": ("--local-workers", local_workers),
+        "node.device": ("--device", device),
+        "node.listen": ("--listen", listen),
+        "node.advertise": ("--advertise", advertise),
+        "node.max_upload": ("--max-upload", max_upload),
+    }
+
+
+def _require_secure(resolved: "ResolvedConfig", *, insecure: bool) -> None:
+    node = resolved.config.node
+    for key, address in (("listen", node.listen), ("advertise", node.advertise)):
+        if address is not None and not is_loopback(address) and not insecure:
+            raise ConfigError(
+                f"node.{key} {address} is reachable from other machines, and connections are not encrypted yet",
+                cure="add --insecure if the network is your own (a VPN, say)",
+                key=f"node.{key}",
+                origin=resolved.origins[f"node.{key}"],
+            )
+
+
+def _run_dir(resolved: "ResolvedConfig", name: str) -> Path:
+    return (resolved.config.node.dir or RUNS_FOLDER / name).absolute()
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()
+
+
+def _announcer(ticket_file: Path | None) -> Callable[[str], None]:
+    """Prints the ticket, the one result of `up`, and writes it where it was asked for."""
+
+    def announce(ticket: str) -> None:
+        print(ticket, flush=True)
+        if ticket_file is None:
+            return
+        from trainer.files import write_atomically
+
+        try:
+            write_atomically(ticket_file, f"{ticket}\n".encode(), mode=0o600)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"the ticket cannot be written to {ticket_file}: {error.strerror}", cure="name another --ticket-file"
+            ) from error
+
+    return announce

@@ -1,0 +1,196 @@
+"""What every command needs: arguments that Typer cannot know, one sentence for an error, the folder of a run.
+
+Rules: an operator's error is one sentence on stderr and its exit code; our bug is exit code 1 and a file with the
+story. Must import quickly: no torch here.
+"""
+
+import ipaddress
+import logging
+import os
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import typer
+
+from trainer.errors import ConfigError, ExitCode, IsthmusError
+
+PROGRAM = "isthmus"
+RUNS_FOLDER = Path("runs")
+
+# A command line's mistakes, in every version of Typer (which moved them from one package to another).
+UsageMistake: type[Exception] = typer.BadParameter.__mro__[1]
+
+_DOTTED_FLAG = re.compile(r"--([A-Za-z0-9_]+(?:\.[A-Za-z0-9_-]+)+)(?:=(.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invocation:
+    """A command line, taken apart.
+
+    Attributes:
+        arguments: what Typer gets.
+        overrides: (dotted key, text) of every `--section.key value` and `--section.key=value`, in order.
+        debug: tracebacks instead of sentences.
+    """
+
+    arguments: tuple[str, ...]
+    overrides: tuple[tuple[str, str], ...] = field(default=())
+    debug: bool = False
+
+
+def take_apart(argv: Sequence[str]) -> Invocation:
+    """Separate the config's flags, which have a dot in their name, from the commands' own, which have none.
+
+    Typer could only be made to let them through together with every misspelt flag.
+
+    Raises:
+        ConfigError: a config flag without a value.
+    """
+    arguments: list[str] = []
+    overrides: list[tuple[str, str]] = []
+    debug = False
+    rest = iter(argv)
+    for argument in rest:
+        if argument == "--":
+            arguments += [argument, *rest]
+        elif argument == "--debug":
+            debug = True
+        elif (match := _DOTTED_FLAG.fullmatch(argument)) is not None:
+            value = match[2] if match[2] is not None else next(rest, None)
+            if value is None or (match[2] is None and value.startswith("--")):
+                raise ConfigError(f"--{match[1]} needs a value", cure=f"write --{match[1]} VALUE", key=match[1])
+            overrides.append((match[1], value))
+        else:
+            arguments.append(argument)
+    return Invocation(arguments=tuple(arguments), overrides=tuple(overrides), debug=debug)
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+def report(error: BaseException, *, debug: bool) -> int:
+    """Tell people what went wrong, on stderr. Returns the exit code."""
+    known = operator_error(error)
+    if debug:
+        traceback.print_exception(error, file=sys.stderr)
+    if known is not None:
+        complain(str(known))
+        return int(known.exit_code)
+    if isinstance(error, UsageMistake):
+        complain(_usage_sentence(error))
+        return int(ExitCode.USAGE)
+    leaf = _leaves(error)[0]
+    what = f"{type(leaf).__name__}: {leaf}".split("\n", 1)[0]
+    complain(f"this is a bug in isthmus ({what[:200]}); please report it with {_write_story(error)}")
+    return int(ExitCode.UNEXPECTED)
+
+
+def complain(sentence: str) -> None:
+    """One sentence on stderr."""
+    print(f"{PROGRAM}: {sentence}", file=sys.stderr)
+
+
+def operator_error(error: BaseException) -> IsthmusError | None:
+    """The operator's error in what a command raised; None if any part of it is our bug.
+
+    Task groups hand on groups of errors; the first one is what happened first.
+    """
+    leaves = _leaves(error)
+    known = [leaf for leaf in leaves if isinstance(leaf, IsthmusError)]
+    return known[0] if known and len(known) == len(leaves) else None
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]
+
+
+def _usage_sentence(error: Exception) -> str:
+    possibilities: Sequence[str] = getattr(error, "possibilities", None) or ()
+    message = str(getattr(error, "message", "")) if possibilities else ""
+    if not message:
+        format_message = getattr(error, "format_message", error.__str__)
+        message = str(format_message())
+    message = " ".join(message.split()).rstrip(".").replace(". Did you mean", "; did you mean")
+    hint = (
+        f"did you mean {' or '.join(sorted(possibilities))}?" if possibilities else "isthmus --help lists what there is"
+    )
+    return f"{message[:1].lower()}{message[1:]}" + ("" if "did you mean" in message else f"; {hint}")
+
+
+def _write_story(error: BaseException) -> str:
+    story = "".join(traceback.format_exception(error))
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="isthmus-crash-", suffix=".txt")
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{' '.join(sys.argv[:2])}\n{story}")
+    except OSError:
+        # Better a traceback on the terminal than none.
+        print(story, file=sys.stderr)
+        return "the traceback above"
+    return path
+
+
+# ----------------------------------------------------------------------------------------------------------- logging
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to whatever stderr is at the moment: a progress bar puts itself in between."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One record, one line (and a traceback if it has one)."""
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+def configure_logging(*, verbose: bool) -> None:
+    """Logs go to stderr: warnings and news of the run, with `verbose` everything of ours."""
+    handler = _StderrHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s %(message)s", "%H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    for package in ("collective", "elastic", "optim", "trainer"):
+        logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+# ------------------------------------------------------------------------------------------------- the run's folder
+
+
+def choose_folder(given: Path | None, *, holding: str, or_else: type[IsthmusError]) -> Path:
+    """The folder a command works on: the one given, or the only one under `runs/` that holds a certain entry.
+
+    Args:
+        given: `--dir`.
+        holding: name of a file or folder that tells the right one, such as `peer.json`.
+        or_else: what to raise where there is none.
+
+    Raises:
+        IsthmusError: there is none.
+        ConfigError: there are several.
+    """
+    if given is not None:
+        return given
+    candidates = sorted(path.parent for path in RUNS_FOLDER.glob(f"*/{holding}"))
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        names = ", ".join(str(path) for path in candidates[:8])
+        raise ConfigError(f"there are several runs here: {names}", cure="choose one with --dir")
+    raise or_else(f"there is no run under {RUNS_FOLDER}/ here", cure="name its folder with --dir")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether `host:port` can only be reached from this machine."""
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

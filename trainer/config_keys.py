@@ -1,0 +1,74 @@
+"""Which keys a configuration can have, found by looking at its sections.
+
+Rules: nothing is listed twice; a new field of `trainer.config` is known here by itself. Must not know values.
+"""
+
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+
+from pydantic import BaseModel
+
+from trainer.config import Config, flatten
+
+_OTHER_WORDS = {
+    "learning_rate": "lr",
+    "block_size": "seq_len",
+    "max_seq_len": "seq_len",
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_embd": "dim",
+    "hidden_size": "dim",
+    "compression": "codec",
+    "max_norm": "grad_clip",
+    "workers": "local_workers",
+    "steps": "outer_steps",
+}
+"""What other programs call our keys."""
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, dict[str, frozenset[str]]]:
+    """What `KNOWN_KEYS` says, for the sections below `prefix`."""
+    known: dict[str, dict[str, frozenset[str]]] = {}
+    for name, info in model.model_fields.items():
+        key = f"{prefix}{info.alias or name}"
+        parts = typing.get_args(info.annotation) if _is_union(info.annotation) else (info.annotation,)
+        variants = [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+        if not variants:
+            known[key] = {}
+        for variant in variants:
+            for inner_key, conditions in _known_keys(variant, f"{key}.").items():
+                seen = known.setdefault(inner_key, {})
+                for table, tags in conditions.items():
+                    seen[table] = seen.get(table, frozenset()) | tags
+                if len(variants) > 1:
+                    tag = variant.model_fields["type"].default
+                    seen[key] = seen.get(key, frozenset()) | {tag}
+    return known
+
+
+def _is_union(annotation: object) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+KNOWN_KEYS: Mapping[str, Mapping[str, frozenset[str]]] = _known_keys(Config)
+"""Dotted key → {table of a variant: the types that have the key}; the inner dict is empty where there is no variant."""
+
+TABLES = frozenset(key.rsplit(".", depth)[0] for key in KNOWN_KEYS for depth in range(1, key.count(".") + 1))
+"""Dotted names of all sections and of the tables in them."""
+
+DEFAULTS = dict(flatten(Config().tree()))
+"""Dotted key → the value where nobody says anything."""
+
+
+def closest_key(key: str) -> str:
+    """The closest key: a wrong letter, another program's word for it, the right name in the wrong section."""
+    section, _, leaf = key.rpartition(".")
+    leaf = _OTHER_WORDS.get(leaf, leaf)
+    corrected = f"{section}.{leaf}"
+    close = difflib.get_close_matches(corrected, KNOWN_KEYS, n=1, cutoff=0.8)
+    if not close:
+        by_leaf = {known.rpartition(".")[2]: known for known in KNOWN_KEYS}
+        close = [by_leaf[name] for name in difflib.get_close_matches(leaf, by_leaf, n=1)]
+    return f"did you mean {close[0]}?" if close else "isthmus config show lists all keys"

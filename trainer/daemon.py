@@ -1,0 +1,417 @@
+"""A process from its first line to its exit code: a peer, a peer with the coordinator in it, or a coordinator alone.
+
+    run_peer          folder, identity ─► terms (founded, or asked for) ─► text ─► listener ─► Peer
+    run_coordinator   the same without a Peer
+
+Rules: the first SIGINT or SIGTERM leaves in order, the second stops at once. What a process is there for is over when
+its part in the run is over and, where the coordinator lives, when everybody else has gone too.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+from collective import AddressInUse
+from collective.core.types import PeerRef
+from collective.transport import Channel, Hello, Listener, Purpose
+from elastic.coordinator import CoordinatorShell
+from elastic.core.events import Finish
+from elastic.errors import JournalCorrupted, JournalError
+from elastic.journal import Journal
+from trainer.admission import Gatekeeper, RunTerms, ask_terms, hello_maker
+from trainer.chronicle import Chronicle
+from trainer.config import Config
+from trainer.control_socket import ControlServer
+from trainer.corpus import Corpus, load_corpus
+from trainer.errors import EnvironmentFault, ExitCode, IntegrityError, IsthmusError, Refused
+from trainer.events import FILE_NAME, EventLog
+from trainer.founding import JOURNAL_NAME, Founded, found_or_go_on, remember_terms
+from trainer.identity import PeerFolder
+from trainer.metrics import Metrics, MetricsServer
+from trainer.options import CoordinatorOptions, Founding, PeerOptions
+from trainer.peer import Peer, PeerPlan
+from trainer.progress import open_progress
+from trainer.scoreboard import Scoreboard
+from trainer.status import Status
+from trainer.threads import in_thread
+from trainer.ticket import encode_ticket, make_ticket
+from trainer.wiring import coordinator_config
+
+log = logging.getLogger(__name__)
+
+_RETRY_PAUSE_S = 1.0
+_FAREWELL_TIMEOUT_S = 20.0
+"""How long a founder whose run is complete waits for the others to say goodbye."""
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """What is known before the first socket is opened. `founded` only where the coordinator lives."""
+
+    options: PeerOptions | CoordinatorOptions
+    folder: PeerFolder
+    me: PeerRef
+    config: Config
+    terms: RunTerms
+    corpus: Corpus
+    coordinators: tuple[str, ...]
+    founded: Founded | None
+
+
+async def run_peer(options: PeerOptions) -> int:
+    """Run a peer until its part in the run is over; returns the exit code.
+
+    Raises:
+        IsthmusError: what the operator must act on.
+    """
+    with PeerFolder(options.run_dir) as folder:
+        start = await _prepare(options, folder)
+        return await _Process(start).run()
+
+
+async def run_coordinator(options: CoordinatorOptions) -> int:
+    """Run a coordinator without a peer until the run is complete and everybody has gone.
+
+    Raises:
+        IsthmusError: what the operator must act on.
+    """
+    with PeerFolder(options.run_dir) as folder:
+        start = await _prepare(options, folder)
+        return await _Process(start).run()
+
+
+async def _prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder) -> _Start:
+    me = folder.start_identity().ref
+    if isinstance(options.role, Founding):
+        config = options.resolved.config
+        corpus = await in_thread(_read_corpus, config)
+        founded = found_or_go_on(folder, config, corpus, options.role.resume_dir)
+        return _Start(
+            options=options,
+            folder=folder,
+            me=me,
+            config=config,
+            terms=founded.terms,
+            corpus=corpus,
+            coordinators=(),
+            founded=founded,
+        )
+    ticket = options.role.ticket
+    terms = await ask_terms(ticket, me, pause=lambda: asyncio.sleep(_RETRY_PAUSE_S))
+    config = options.resolved.adopt(terms.manifest).config
+    corpus = await in_thread(_read_corpus, config)
+    if corpus.digest != terms.data_digest:
+        raise Refused(
+            f"the text here ({corpus.description}) is not the run's",
+            cure="use the same Python version, or name a copy of the run's text with --data",
+            fields=("data.path",),
+        )
+    return _Start(
+        options=options,
+        folder=folder,
+        me=me,
+        config=config,
+        terms=terms,
+        corpus=corpus,
+        coordinators=ticket.addresses,
+        founded=None,
+    )
+
+
+def _read_corpus(config: Config) -> Corpus:
+    return load_corpus(
+        config.data_path,
+        seq_len=config.model.decoder_config().max_seq_len,
+        validation_fraction=config.data.validation_fraction,
+        limit_nbytes=config.data.limit_nbytes,
+    )
+
+
+class _Process:
+    """Everything that one process runs. Answers the command line too (`control_socket.Controlled`)."""
+
+    def __init__(self, start: _Start) -> None:
+        self._start = start
+        self._run_dir = start.options.run_dir
+        self._coordinator: CoordinatorShell | None = None
+        self._peer: Peer | None = None
+        self._task: asyncio.Task[int] | None = None
+        self._num_signals = 0
+        self._is_closing = asyncio.Event()
+        self._metrics = Metrics(run_id=start.terms.run_id, peer_id=start.me.peer_id)
+
+    # -------------------------------------------------------------------------------- life
+
+    async def run(self) -> int:
+        """The whole life; returns the exit code."""
+        with self._signals():
+            async with asyncio.TaskGroup() as tasks:
+                self._task = tasks.create_task(self._live())
+                try:
+                    return await self._task
+                except asyncio.CancelledError:
+                    if self._num_signals < 2:
+                        raise
+                    return ExitCode.FORCED
+
+    async def _live(self) -> int:
+        start = self._start
+        config = start.config
+        with contextlib.ExitStack() as stack:
+            events = stack.enter_context(EventLog(self._run_dir / FILE_NAME, start.me.peer_id))
+            progress = stack.enter_context(
+                open_progress(
+                    name=config.run.name,
+                    total_outer_steps=config.run.outer_steps,
+                    inner_steps=config.outer.inner_steps,
+                )
+            )
+            self._board = Scoreboard(
+                me=start.me,
+                run_id=start.terms.run_id,
+                config=config,
+                metrics=self._metrics,
+                progress=progress,
+                clock=time.monotonic,
+                coordinator=start.coordinators[0] if start.coordinators else "here",
+            )
+            if config.metrics_port is not None:
+                server = stack.enter_context(MetricsServer(self._metrics, port=config.metrics_port))
+                self._board.metrics_address = server.address
+            chronicle = Chronicle(events, self._board)
+            control = stack.enter_context(
+                ControlServer(
+                    self._run_dir,
+                    self,
+                    peer_id=start.me.peer_id,
+                    run_id=start.terms.run_id,
+                    metrics_address=self._board.metrics_address,
+                )
+            )
+            return await self._serve(stack, chronicle, control)
+
+    async def _serve(self, stack: contextlib.ExitStack, chronicle: Chronicle, control: ControlServer) -> int:
+        start = self._start
+        if start.founded is not None:
+            self._coordinator = self._open_coordinator(stack, start.founded, chronicle)
+        listener = self._listener()
+        try:
+            await listener.start()
+        except AddressInUse as error:
+            raise EnvironmentFault(str(error)) from error
+        try:
+            address = start.config.node.advertise or listener.address
+            coordinators = start.coordinators or (address,)
+            if isinstance(start.options, PeerOptions):
+                self._peer = self._make_peer(chronicle, address, coordinators)
+            self._announce(chronicle, listener.address, address)
+            return await self._until_over(control, listener)
+        finally:
+            await listener.close()
+
+    def _open_coordinator(
+        self, stack: contextlib.ExitStack, founded: Founded, chronicle: Chronicle
+    ) -> CoordinatorShell:
+        position = None if founded.checkpoint is None else founded.checkpoint.meta
+        config = coordinator_config(
+            self._start.config,
+            founded.terms.digest(),
+            first_index=0 if position is None else position.next_index,
+            returned=() if position is None else position.returned,
+        )
+        with _journal_errors():
+            journal = Journal(self._run_dir / JOURNAL_NAME, run_id=founded.run.run_id)
+            stack.callback(journal.close)
+            return CoordinatorShell(config, journal, observe=chronicle.observe)
+
+    def _make_peer(self, chronicle: Chronicle, address: str, coordinators: tuple[str, ...]) -> Peer:
+        start = self._start
+        plan = PeerPlan(
+            me=start.me,
+            address=address,
+            coordinators=coordinators,
+            config=start.config,
+            terms=start.terms,
+            corpus=start.corpus,
+            run_dir=self._run_dir,
+            checkpoint=None if start.founded is None else start.founded.checkpoint,
+            hello=hello_maker(start.me, start.terms),
+        )
+        return Peer(plan, chronicle)
+
+    def _announce(self, chronicle: Chronicle, listening: str, address: str) -> None:
+        start, inner = self._start, self._start.config.inner
+        chronicle.started(
+            run_id=start.terms.run_id,
+            address=address,
+            num_parameters=0 if self._peer is None else self._peer.num_parameters,
+            tokens_per_inner_step=inner.batch_size * start.config.model.decoder_config().max_seq_len,
+        )
+        log.info("listening address=%s run_id=%s text=%r", address, start.terms.run_id, start.corpus.description)
+        if start.founded is None or not isinstance(start.options.role, Founding):
+            return
+        remember_terms(start.folder, start.terms, listening)
+        lifetime_s = round(start.config.members.ticket_lifetime_s)
+        ticket = make_ticket(
+            secret=start.founded.run.secret,
+            run_id=start.terms.run_id,
+            addresses=(address,),
+            expires_at_s=round(_wall_s()) + lifetime_s,
+        )
+        start.options.role.announce_ticket(encode_ticket(ticket))
+
+    async def _until_over(self, control: ControlServer, listener: Listener) -> int:
+        async with asyncio.TaskGroup() as tasks:
+            helpers = [tasks.create_task(control.serve()), tasks.create_task(self._count_refusals(listener))]
+            if self._coordinator is not None:
+                helpers.append(tasks.create_task(_coordinate(self._coordinator)))
+            code = await self._take_part()
+            for task in helpers:
+                task.cancel()
+        return code
+
+    async def _take_part(self) -> int:
+        if self._peer is None:
+            await self._everybody_gone(timeout_s=None)
+            return ExitCode.DONE
+        finish: Finish = await self._peer.run()
+        log.info("finished code=%d reason=%r", finish.code, finish.reason)
+        if self._coordinator is not None:
+            is_complete = finish.code == ExitCode.DONE
+            await self._everybody_gone(timeout_s=_FAREWELL_TIMEOUT_S if is_complete else None)
+        if finish.code not in (ExitCode.DONE, ExitCode.LEFT):
+            raise _Ended(finish)
+        return finish.code
+
+    async def _everybody_gone(self, *, timeout_s: float | None) -> None:
+        """Coordinate for as long as somebody is there, or until this process is asked to stop."""
+        assert self._coordinator is not None
+        others = len(self._coordinator.status().view.members)
+        if others and timeout_s is None and self._peer is not None:
+            log.info("still_coordinating members=%d; interrupt again to stop", others)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._is_over():  # noqa: ASYNC110 - a state of many parts, looked at ten times a second
+                    await asyncio.sleep(_POLL_S)
+
+    def _is_over(self) -> bool:
+        assert self._coordinator is not None
+        status = self._coordinator.status()
+        if self._peer is None:
+            return status.finished or self._is_closing.is_set()
+        return status.finished or not (status.view.members or status.learners)
+
+    # -------------------------------------------------------------------------------- connections
+
+    def _listener(self) -> Listener:
+        start = self._start
+        gatekeeper = Gatekeeper(
+            start.me,
+            start.terms,
+            secret=None if start.founded is None else start.founded.run.secret,
+            now_s=_wall_s,
+        )
+        routes: dict[Purpose, Callable[[Channel], Awaitable[None]]] = {Purpose.STATE: self._donate}
+        if self._coordinator is not None:
+            routes |= {Purpose.CONTROL: self._coordinator.serve, Purpose.ADMISSION: gatekeeper.admit}
+        return Listener(self._address(), accept=gatekeeper.accept, routes=routes, bulk=self._adopt)
+
+    def _address(self) -> str:
+        """The address of the last start, where the others look for the coordinator, unless told otherwise."""
+        listen, founded = self._start.config.node.listen, self._start.founded
+        if founded is not None and founded.address is not None and listen.endswith(":0"):
+            return founded.address
+        return listen
+
+    async def _donate(self, channel: Channel) -> None:
+        if self._peer is None:
+            channel.close()
+            return
+        await self._peer.donor.serve(channel)
+
+    def _adopt(self, sock: socket.socket, hello: Hello) -> None:
+        if self._peer is None:
+            sock.close()
+            return
+        self._peer.communicator.adopt(sock, hello)
+
+    async def _count_refusals(self, listener: Listener) -> None:
+        while True:
+            self._board.refused(listener.counters)
+            await asyncio.sleep(1.0)
+
+    # -------------------------------------------------------------------------------- being asked
+
+    def status(self) -> Status:
+        """How it is now."""
+        return self._board.status(os.getpid())
+
+    def leave(self) -> None:
+        """Begin to leave in order."""
+        self._board.phase = "leaving"
+        self._is_closing.set()
+        if self._peer is not None:
+            self._peer.leave(now=False)
+
+    def stop(self) -> None:
+        """Leave at once, without handing anything in."""
+        self._is_closing.set()
+        if self._peer is not None:
+            self._peer.leave(now=True)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        if self._num_signals == 1:
+            log.info("leaving; interrupt again to stop at once")
+            if hasattr(self, "_board"):
+                self.leave()
+                return
+        if self._task is not None:
+            self._num_signals = max(2, self._num_signals)
+            self._task.cancel()
+
+
+class _Ended(IsthmusError):
+    """The run is over for this peer, and not in a good way."""
+
+    def __init__(self, finish: Finish) -> None:
+        super().__init__(finish.reason)
+        self.exit_code = ExitCode(finish.code) if finish.code in list(ExitCode) else ExitCode.REFUSED  # type: ignore[misc]
+
+
+async def _coordinate(coordinator: CoordinatorShell) -> None:
+    with _journal_errors():
+        await coordinator.run()
+
+
+@contextlib.contextmanager
+def _journal_errors() -> Iterator[None]:
+    try:
+        yield
+    except JournalCorrupted as error:
+        raise IntegrityError(str(error)) from error
+    except JournalError as error:
+        raise EnvironmentFault(str(error)) from error
+
+
+def _wall_s() -> float:
+    """Unix seconds, for tickets: they are the one thing that two clocks must agree on."""
+    return time.time_ns() / 1e9

@@ -1,0 +1,181 @@
+"""How this program ends: exit codes, and the errors that an operator can do something about.
+
+Rules: an operator's error is one sentence that says what is wrong and, behind it, what to do; it is printed without a
+traceback. Everything else is our bug: exit code 1, traceback, story. Must not know where errors are caught.
+
+::
+
+    IsthmusError                 exit code
+    ├── ConfigError              2   a flag, a config value, a path
+    ├── EnvironmentFault         3   this machine: disk, port, permissions, missing device
+    │   └── CheckpointFailed         a checkpoint was not written; training goes on
+    ├── NobodyReachable          4   no peer answers
+    │   └── NothingRuns              no daemon of ours in this folder
+    ├── Refused                  5   version, manifest
+    │   └── TicketRefused            the ticket (trainer/ticket.py says why)
+    ├── EvictedForGood           6
+    ├── BelowQuorum              7
+    ├── TrainingFault            8   e.g. the loss is not finite
+    ├── IntegrityError           9
+    │   └── CheckpointCorrupted      bytes on the disk are not what was written
+    └── WorkerCrashed            10
+"""
+
+import enum
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+
+class ExitCode(enum.IntEnum):
+    """What the process tells its supervisor; it may start the program again on those of `RESTARTABLE`."""
+
+    DONE = 0
+    UNEXPECTED = 1
+    USAGE = 2
+    ENVIRONMENT = 3
+    NOBODY_REACHABLE = 4
+    REFUSED = 5
+    EVICTED = 6
+    BELOW_QUORUM = 7
+    TRAINING_FAULT = 8
+    INTEGRITY = 9
+    WORKER_CRASHED = 10
+    LEFT = 20
+    PREEMPTED = 21
+    FORCED = 130
+
+
+RESTARTABLE = frozenset(
+    {
+        ExitCode.UNEXPECTED,
+        ExitCode.NOBODY_REACHABLE,
+        ExitCode.BELOW_QUORUM,
+        ExitCode.WORKER_CRASHED,
+        ExitCode.PREEMPTED,
+    }
+)
+
+
+class IsthmusError(Exception):
+    """Something the operator must act on.
+
+    Attributes:
+        exit_code: what the process ends with.
+        problem: what is wrong, without a full stop.
+        cure: what to do, as a clause; empty where `problem` says it.
+    """
+
+    exit_code: ClassVar[ExitCode] = ExitCode.UNEXPECTED
+
+    def __init__(self, problem: str, *, cure: str = "") -> None:
+        self.problem = problem
+        self.cure = cure
+        super().__init__(f"{problem}; {cure}" if cure else problem)
+
+
+class ConfigError(IsthmusError):
+    """A flag, a config value or a path that cannot be.
+
+    Attributes:
+        key: the dotted config key at fault, if there is one.
+        origin: where its value came from, if known.
+    """
+
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, problem: str, *, cure: str = "", key: str | None = None, origin: str | None = None) -> None:
+        super().__init__(problem, cure=cure)
+        self.key = key
+        self.origin = origin
+
+
+class EnvironmentFault(IsthmusError):
+    """This machine does not allow it."""
+
+    exit_code = ExitCode.ENVIRONMENT
+
+
+class CheckpointFailed(EnvironmentFault):
+    """A checkpoint could not be written. The earlier ones are untouched, nothing half-written is left behind.
+
+    Attributes:
+        path: where the checkpoint was to be.
+        cause: what the system said.
+    """
+
+    def __init__(self, path: Path, cause: OSError) -> None:
+        super().__init__(
+            f"checkpoint {path} was not written: {cause.strerror or cause}",
+            cure="free some space there or give another folder with --dir; training goes on, earlier checkpoints stand",
+        )
+        self.path = path
+        self.cause = cause
+
+
+class NobodyReachable(IsthmusError):
+    """Nobody answers."""
+
+    exit_code = ExitCode.NOBODY_REACHABLE
+
+
+class NothingRuns(NobodyReachable):
+    """No daemon of ours runs in this folder."""
+
+
+class Refused(IsthmusError):
+    """The other side does not want us, and asking again will not help.
+
+    Attributes:
+        fields: the config keys that differ, where that is the reason.
+    """
+
+    exit_code = ExitCode.REFUSED
+
+    def __init__(self, problem: str, *, cure: str = "", fields: Sequence[str] = ()) -> None:
+        super().__init__(problem, cure=cure)
+        self.fields = tuple(fields)
+
+
+class EvictedForGood(IsthmusError):
+    """The others put us out and will not take us back."""
+
+    exit_code = ExitCode.EVICTED
+
+
+class BelowQuorum(IsthmusError):
+    """Too few peers are left to go on; the state is safe."""
+
+    exit_code = ExitCode.BELOW_QUORUM
+
+
+class TrainingFault(IsthmusError):
+    """The training itself has failed."""
+
+    exit_code = ExitCode.TRAINING_FAULT
+
+
+class IntegrityError(IsthmusError):
+    """Bytes are not what they should be."""
+
+    exit_code = ExitCode.INTEGRITY
+
+
+class CheckpointCorrupted(IntegrityError):
+    """A checkpoint is not what was written.
+
+    Attributes:
+        path: the file or folder at fault.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, path: Path, reason: str, *, cure: str = "delete it, or resume from another checkpoint") -> None:
+        super().__init__(f"{path} {reason}", cure=cure)
+        self.path = path
+        self.reason = reason
+
+
+class WorkerCrashed(IsthmusError):
+    """A worker process of this peer is gone."""
+
+    exit_code = ExitCode.WORKER_CRASHED

@@ -1,0 +1,104 @@
+"""What a founder decides before anybody else is there: the run, its terms, and the state it goes on from.
+
+A run lives in its founder's folder: `run.json` (id and secret), `terms.json` (the run manifest, the digest of its
+text, its address), `journal.sqlite`. Starting again in the same folder goes on where the journal ends, under the same
+run id, so that peers that are still out there find their run again. `resume` is another thing: a new lineage from a
+checkpoint.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from trainer.admission import RunTerms, mesh_key
+from trainer.checkpoint import Checkpoint, load_resumed
+from trainer.config import Config, manifest_diff
+from trainer.corpus import Corpus
+from trainer.errors import ConfigError, IntegrityError
+from trainer.files import write_atomically
+from trainer.identity import PeerFolder, RunIdentity
+
+JOURNAL_NAME = "journal.sqlite"
+_TERMS_NAME = "terms.json"
+
+
+class _SavedTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    manifest: str
+    data_digest: str
+    address: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Founded:
+    """A run as its founder's folder has it. `address` is where its coordinator listened last, if it ever did."""
+
+    run: RunIdentity
+    terms: RunTerms
+    address: str | None
+    checkpoint: Checkpoint | None
+
+
+def found_or_go_on(folder: PeerFolder, config: Config, corpus: Corpus, resume_dir: Path | None) -> Founded:
+    """The run of this folder: made now, or found there.
+
+    Raises:
+        ConfigError: the folder holds a run with other settings, or one that should be resumed from a checkpoint.
+        CheckpointCorrupted: `resume_dir` holds no whole checkpoint.
+        IntegrityError: a file of the folder is damaged.
+    """
+    checkpoint = None
+    if resume_dir is not None:
+        checkpoint = load_resumed(resume_dir)
+        _archive(folder.path)
+    manifest = config.manifest_json()
+    saved = _load_terms(folder.path)
+    if saved is not None:
+        _require_same(saved, manifest, corpus, folder.path)
+    run = folder.found_run(config.run.name)
+    terms = RunTerms(
+        run_id=run.run_id,
+        manifest=manifest,
+        data_digest=corpus.digest,
+        mesh_key=mesh_key(run.secret, run.run_id),
+    )
+    return Founded(run=run, terms=terms, address=None if saved is None else saved.address, checkpoint=checkpoint)
+
+
+def remember_terms(folder: PeerFolder, terms: RunTerms, address: str) -> None:
+    """Keep what the next start in this folder must agree with, and where the run's coordinator listens."""
+    saved = _SavedTerms(manifest=terms.manifest.decode(), data_digest=terms.data_digest, address=address)
+    write_atomically(folder.path / _TERMS_NAME, msgspec.json.encode(saved), mode=0o600)
+
+
+def _load_terms(path: Path) -> _SavedTerms | None:
+    file = path / _TERMS_NAME
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=_SavedTerms)
+    except FileNotFoundError:
+        return None
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise IntegrityError(f"{file} is damaged", cure="found a new run in another folder") from error
+
+
+def _require_same(saved: _SavedTerms, manifest: bytes, corpus: Corpus, path: Path) -> None:
+    differing = [key for key, _, _ in manifest_diff(manifest, saved.manifest.encode())]
+    if saved.data_digest != corpus.digest:
+        differing.append("the text")
+    if differing:
+        raise ConfigError(
+            f"{path} holds a run with other settings ({', '.join(differing)})",
+            cure="give the same settings to go on, --resume to start from its checkpoint, or another --dir",
+        )
+
+
+def _archive(path: Path) -> None:
+    """Put the old lineage aside: its journal describes steps that the checkpoint may not have."""
+    if not (path / _TERMS_NAME).exists():
+        return
+    number = 1 + sum(1 for _ in path.glob("lineage-*"))
+    aside = path / f"lineage-{number}"
+    aside.mkdir()
+    for name in ("run.json", _TERMS_NAME, *(f"{JOURNAL_NAME}{end}" for end in ("", "-wal", "-shm", ".lock"))):
+        if (path / name).exists():
+            (path / name).rename(aside / name)

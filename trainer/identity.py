@@ -1,0 +1,167 @@
+"""Who this peer is, and which run a coordinator serves: what a peer's folder keeps from one start to the next.
+
+::
+
+    <dir>/lock           one daemon at a time
+    <dir>/peer_id        16 hexadecimal digits, made at the first start
+    <dir>/incarnation    number of the last start
+    <dir>/run.json       run id and secret; only where a coordinator lives
+
+Rules: all files are 0600 and replaced in one step; a later start always has the larger incarnation, also when the
+file is lost; nothing here goes over the network but the peer id, the incarnation and the run id. Must not know tickets.
+
+Errors: `EnvironmentFault` (3) where the folder is not ours to use; `IntegrityError` (9) for a file that was changed.
+"""
+
+import fcntl
+import os
+import re
+import secrets
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from collective.core.types import PEER_ID_PATTERN, Incarnation, PeerId, PeerRef
+from trainer.errors import EnvironmentFault, IntegrityError
+from trainer.files import write_atomically
+
+_PRIVATE = 0o600
+_SECRET_NBYTES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerIdentity:
+    """One start of this peer."""
+
+    peer_id: PeerId
+    incarnation: Incarnation
+
+    @property
+    def ref(self) -> PeerRef:
+        """As the other layers name it."""
+        return PeerRef(self.peer_id, self.incarnation)
+
+
+class RunIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run. Who knows the secret can make tickets for it."""
+
+    run_id: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}\Z")]
+    secret: Annotated[bytes, Meta(min_length=_SECRET_NBYTES, max_length=_SECRET_NBYTES)]
+
+    def __repr__(self) -> str:
+        return f"RunIdentity(run_id={self.run_id!r})"
+
+
+@dataclass(slots=True)
+class PeerFolder:
+    """The folder of a peer, locked as long as this object is open (`close`, or a with block).
+
+    Two daemons that share an identity would throw each other out of the run for ever, hence the lock. The system
+    releases it when the process ends, however it ends.
+    """
+
+    path: Path
+    _lock_fd: int = field(init=False, default=-1, repr=False)
+
+    def __post_init__(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock_fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"the folder {self.path} cannot be used: {error.strerror}", cure="give another with --dir"
+            ) from error
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            raise EnvironmentFault(
+                f"another isthmus works in {self.path}", cure="leave it with isthmus leave, or give another with --dir"
+            ) from error
+
+    def __enter__(self) -> "PeerFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock; may be called twice."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def start_identity(self) -> PeerIdentity:
+        """This peer's id, made if there is none, with the incarnation of a new start.
+
+        Call it once a start: each call counts one up.
+
+        Raises:
+            IntegrityError: a file does not hold what it should.
+            EnvironmentFault: the disk refuses.
+        """
+        peer_id = self._read("peer_id", PEER_ID_PATTERN) or secrets.token_hex(8)
+        last = int(self._read("incarnation", r"^[0-9]{1,15}$") or 0)
+        # The clock alone may go back, the file alone may be lost; a start is later than the last by both.
+        incarnation = max(last + 1, time.time_ns() // 1_000_000)
+        self._write("peer_id", peer_id.encode())
+        self._write("incarnation", str(incarnation).encode())
+        return PeerIdentity(peer_id=PeerId(peer_id), incarnation=Incarnation(incarnation))
+
+    def load_run(self) -> RunIdentity | None:
+        """The run that was founded in this folder, or None.
+
+        Raises:
+            IntegrityError: `run.json` is damaged.
+        """
+        path = self.path / "run.json"
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=RunIdentity)
+        except FileNotFoundError:
+            return None
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise IntegrityError(f"{path} is damaged: {error}", cure="found a new run in another folder") from error
+        except OSError as error:
+            raise EnvironmentFault(f"{path} cannot be read: {error.strerror}", cure="check its permissions") from error
+
+    def found_run(self, name: str) -> RunIdentity:
+        """The run of this folder, made if there is none.
+
+        Args:
+            name: `run.name`; the run id is this and eight random digits.
+        """
+        run = self.load_run()
+        if run is None:
+            run = RunIdentity(run_id=f"{name}-{secrets.token_hex(4)}", secret=secrets.token_bytes(_SECRET_NBYTES))
+            self._write("run.json", msgspec.json.encode(run))
+        return run
+
+    def _read(self, name: str, pattern: str) -> str | None:
+        path = self.path / name
+        try:
+            text = path.read_text("ascii").strip()
+        except FileNotFoundError:
+            return None
+        except UnicodeDecodeError as error:
+            raise self._damaged(path) from error
+        except OSError as error:
+            raise EnvironmentFault(f"{path} cannot be read: {error.strerror}", cure="check its permissions") from error
+        if re.search(pattern, text) is None:
+            raise self._damaged(path)
+        return text
+
+    def _damaged(self, path: Path) -> IntegrityError:
+        return IntegrityError(f"{path} is damaged", cure=f"delete it; the peer gets a new {path.name}")
+
+    def _write(self, name: str, content: bytes) -> None:
+        path = self.path / name
+        try:
+            write_atomically(path, content, mode=_PRIVATE)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"{path} cannot be written: {error.strerror}", cure="free some space or give another folder with --dir"
+            ) from error

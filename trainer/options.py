@@ -1,0 +1,63 @@
+"""What the command line tells a daemon. Frozen; everything in it has been checked as far as it can be without acting.
+
+Must not know how flags are spelled (`trainer.cli`), nor what the daemon does with them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config_sources import ResolvedConfig
+from trainer.ticket import Ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Founding:
+    """This process decides what the run is.
+
+    Attributes:
+        announce_ticket: called once with the encoded ticket, as soon as others can join. Must not block for long.
+        resume_dir: a run's folder or one checkpoint to start from; None starts anew, or goes on where the journal in
+            `run_dir` ends.
+    """
+
+    announce_ticket: Callable[[str], None]
+    resume_dir: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joining:
+    """Somebody else has decided; `PeerOptions.resolved` counts for `[node]`, and `adopt` checks the rest.
+
+    Attributes:
+        ticket: decoded; may have expired.
+    """
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerOptions:
+    """For `trainer.daemon.run_peer`.
+
+    Attributes:
+        resolved: the configuration; of a joiner, call `resolved.adopt(manifest)` when the manifest is there.
+        run_dir: this peer's folder, absolute; created by the daemon.
+        role: who decides what the run is.
+        insecure: the operator has agreed to unencrypted connections beyond this machine.
+    """
+
+    resolved: ResolvedConfig
+    run_dir: Path
+    role: Founding | Joining
+    insecure: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorOptions:
+    """For `trainer.daemon.run_coordinator`: a coordinator without a peer. Fields as in `PeerOptions`."""
+
+    resolved: ResolvedConfig
+    run_dir: Path
+    role: Founding
+    insecure: bool = False

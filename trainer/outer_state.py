@@ -1,0 +1,243 @@
+"""This peer's copy of the shared state: live, staged for a commit, pinned for learners.
+
+A version of the state is never changed once it is live. An outer step writes the next version into spare buffers
+(`stage`); a commit swaps the two (`install_staged`), an abort forgets it (`discard_staged`). A donor pins the version
+it serves: a pinned version is not recycled, and only then does the next stage allocate.
+
+Memory, in copies of the parameters for DiLoCo: live 2, spare 2 (the mean is received straight into one of them).
+
+It must not know the network, views or workers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from collective import decode_result
+from collective.core.types import OuterStep
+from elastic.core.messages import Held
+from elastic.digest import Hasher, StateManifest, chunk_of, describe_state
+from elastic.errors import StateDiverged, StateMismatch
+from elastic.replica import CommitEntry
+from optim.fragments import Fragment
+from optim.outer import ANCHOR, Absorbed, Outer, Result, Round, State
+from trainer.round_schedule import RoundSchedule
+from trainer.threads import in_thread
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Version:
+    """One shared state, whole and hashed. `pins` counts the learners that are being served from it."""
+
+    state: State
+    manifest: StateManifest
+    pins: int = 0
+
+    @property
+    def held(self) -> Held:
+        """Its outer step and digest."""
+        return Held(self.manifest.outer_step, self.manifest.digest)
+
+    def chunk(self, tensor: int, chunk: int) -> memoryview:
+        """The bytes of one chunk of one tensor, in manifest order."""
+        whole = byte_view(self.state.shared[self.manifest.tensors[tensor].name])
+        return chunk_of(whole, chunk, self.manifest.chunk_nbytes)
+
+    def release(self) -> None:
+        """The learner is served or gone."""
+        self.pins -= 1
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Staged:
+    version: Version
+    absorbed: Absorbed = field(repr=False)
+
+
+class OuterState:
+    """The shared state of one fragment, and the replica that elastic sees.
+
+    Args:
+        outer: the method.
+        fragment: what is exchanged; here always the whole vector, [fragment.numel] fp32.
+        schedule: which round makes which outer step.
+        hasher: makes the manifests; its threads are the caller's to close.
+    """
+
+    def __init__(self, outer: Outer, fragment: Fragment, schedule: RoundSchedule, hasher: Hasher) -> None:
+        self._outer = outer
+        self._fragment = fragment
+        self._schedule = schedule
+        self._hasher = hasher
+        self._live: Version | None = None
+        self._staged: _Staged | None = None
+        self._spare: State | None = None
+        self._restoring: State | None = None
+
+    # -------------------------------------------------------------------------------- reading
+
+    @property
+    def live(self) -> Version:
+        """The committed state.
+
+        Raises:
+            AssertionError: if nothing is held yet (our bug: the member machine knows).
+        """
+        assert self._live is not None, "no shared state is held yet"
+        return self._live
+
+    @property
+    def anchor(self) -> Tensor:
+        """[numel], the committed parameters. Read-only."""
+        return self.live.state.shared[ANCHOR]
+
+    def held(self) -> Held | None:
+        """What is held, or None before the first state."""
+        return None if self._live is None else self._live.held
+
+    # -------------------------------------------------------------------------------- making states
+
+    async def adopt(self, outer_step: int, tensors: Mapping[str, Tensor]) -> Held:
+        """Make these tensors the live state: a checkpoint's.
+
+        Raises:
+            StateMismatch: if names or sizes are not those of this method and model.
+        """
+        state = self._outer.init(self._fragment, torch.zeros(self._fragment.numel))
+        given = {name: tensor.numel() for name, tensor in tensors.items()}
+        ours = {name: tensor.numel() for name, tensor in state.shared.items()}
+        if given != ours:
+            raise StateMismatch(f"the state holds {given}, this model and method need {ours}")
+        for name, tensor in state.shared.items():
+            tensor.copy_(tensors[name].view(-1))
+        return await self._make_live(outer_step, state)
+
+    async def found(self, parameters: Tensor) -> Held:
+        """Make the run's first state from initial parameters, [numel]."""
+        return await self._make_live(0, self._outer.init(self._fragment, parameters))
+
+    async def _make_live(self, outer_step: int, state: State) -> Held:
+        manifest = await self._describe(outer_step, state)
+        self._retire()
+        self._live = Version(state=state, manifest=manifest)
+        return self._live.held
+
+    # -------------------------------------------------------------------------------- one outer step
+
+    def result_buffer(self) -> Tensor:
+        """[numel], where the mean of the next round goes. It is one of the spare buffers: see `stage`."""
+        if self._spare is None:
+            self._spare = self.live.state.empty_like()
+        return self._spare.shared[ANCHOR]
+
+    async def stage(self, round_: Round, members: Sequence[str], weight_sum: float) -> bytes:
+        """Absorb the mean in `result_buffer` into staging. The live state is untouched.
+
+        Returns:
+            The digest that the shared state would have.
+        """
+        mean = self.result_buffer()
+        spare = self._spare
+        assert spare is not None
+        if weight_sum > 0.0:
+            result = Result(value=mean, members=tuple(members), weight_sum=weight_sum)
+            absorbed = await in_thread(self._outer.absorb, round_, result, self.live.state, out=spare)
+        else:
+            # A round of learners that have not trained yet: nothing moves, the step counts.
+            absorbed = await in_thread(self._copy_live, spare)
+        manifest = await self._describe(self.live.manifest.outer_step + 1, absorbed.state)
+        self._staged = _Staged(version=Version(state=absorbed.state, manifest=manifest), absorbed=absorbed)
+        return manifest.digest
+
+    def install_staged(self, held: Held) -> Absorbed:
+        """The staged state is committed as `held`: make it the live one, recycle the old one unless it is pinned.
+
+        Returns:
+            What the workers do with their local values.
+        """
+        staged = self._staged
+        assert staged is not None, f"nothing is staged for {held}"
+        assert staged.version.held == held, f"{staged.version.held} is staged, committed was {held}"
+        self._staged = None
+        self._spare = None
+        self._retire()
+        self._live = staged.version
+        return staged.absorbed
+
+    def discard_staged(self) -> None:
+        """The round was aborted: its buffers are free for the next attempt."""
+        self._staged = None
+
+    async def _describe(self, outer_step: int, state: State) -> StateManifest:
+        named = [(name, byte_view(tensor)) for name, tensor in sorted(state.shared.items())]
+        return describe_state(OuterStep(outer_step), await self._hasher.describe_async(named))
+
+    def _retire(self) -> None:
+        old, self._live = self._live, None
+        if old is not None and not old.pins and self._spare is None:
+            self._spare = old.state
+
+    def _copy_live(self, out: State) -> Absorbed:
+        for name, tensor in self.live.state.shared.items():
+            out.shared[name].copy_(tensor)
+        return Absorbed(state=out, target=out.shared[ANCHOR], keep=0.0)
+
+    # -------------------------------------------------------------------------------- elastic.Replica
+
+    def pin(self) -> Version:
+        """The live version, kept as it is until `release`. Costs nothing by itself."""
+        self.live.pins += 1
+        return self.live
+
+    def begin_restore(self, manifest: StateManifest) -> Sequence[memoryview]:
+        """Writable buffers for a state that is being fetched, in manifest order.
+
+        Raises:
+            StateMismatch: if the donor's tensors are not those of this method and model.
+        """
+        # The same memory again after a broken transfer: what has arrived is not fetched twice.
+        state = self._restoring or self._outer.init(self._fragment, torch.zeros(self._fragment.numel))
+        ours = {name: tensor.nbytes for name, tensor in state.shared.items()}
+        theirs = {tensor.name: tensor.nbytes for tensor in manifest.tensors}
+        if ours != theirs:
+            raise StateMismatch(f"the donor's state holds {theirs} bytes, this model and method need {ours}")
+        self._restoring = state
+        return [byte_view(state.shared[tensor.name]) for tensor in manifest.tensors]
+
+    async def finish_restore(self, manifest: StateManifest) -> Held:
+        """The buffers are filled and verified: make them the live state."""
+        assert self._restoring is not None, "no restore is under way"
+        state, self._restoring = self._restoring, None
+        self._staged = None
+        self._retire()
+        self._live = Version(state=state, manifest=manifest)
+        return self._live.held
+
+    async def replay(self, entry: CommitEntry) -> Held:
+        """Apply one committed result to what is held: the learner's own outer step.
+
+        Raises:
+            StateDiverged: if the outcome has not the committed digest; what was held is kept.
+        """
+        await in_thread(_decode_all, entry, self.result_buffer())
+        round_ = self._schedule.round_after(self.live.manifest.outer_step)
+        weights = dict(entry.weights)
+        digest = await self.stage(round_, tuple(weights), sum(weights.values()))
+        if digest != entry.digest:
+            self.discard_staged()
+            raise StateDiverged(entry.outer_step, expected=entry.digest, actual=digest)
+        self.install_staged(Held(entry.outer_step, entry.digest))
+        return self.live.held
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable, sharing memory."""
+    view: memoryview = tensor.view(torch.uint8).numpy().data
+    return view
+
+
+def _decode_all(entry: CommitEntry, out: Tensor) -> None:
+    for chunk in entry.chunks:
+        decode_result(entry.codec, chunk.start_numel, chunk.data, out)

@@ -1,0 +1,264 @@
+"""One peer of a run, put together: network, membership, shared state, workers.
+
+Everything here belongs to one `Peer`, lives in one task group and ends with it. The order of the start matters:
+workers first, membership last, so that nobody waits for a peer that is not able to train yet.
+
+It must not know how a run was found or founded (daemon.py), nor what a command looks like.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from collective import Communicator
+from collective.core.types import PeerRef
+from collective.transport import Channel, Hello, Purpose, connect
+from elastic.commit_log import CommitLog
+from elastic.core.events import Finish
+from elastic.core.member import MemberMachine
+from elastic.digest import Hasher
+from elastic.donor import Donor
+from elastic.member import Membership
+from elastic.observation import BecameLearner, ElasticEvent
+from trainer.admission import RunTerms
+from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointMeta, CheckpointStore
+from trainer.checkpointer import Checkpointer
+from trainer.chronicle import Chronicle
+from trainer.config import Config
+from trainer.corpus import Corpus
+from trainer.model import initial_parameters
+from trainer.outer_state import OuterState
+from trainer.round_runner import RoundRunner
+from trainer.round_schedule import RoundSchedule
+from trainer.sample_feed import SampleFeed
+from trainer.shared_buffer import SharedBuffer
+from trainer.training_loop import RoundReport, TrainingLoop
+from trainer.wiring import fragment_table, member_config, outer_of, samples_in_stock, training_job
+from trainer.worker_pool import WorkerPool
+
+_DIAL_TIMEOUT_S = 5.0
+_LAST_ROUND_TIMEOUT_S = 600.0
+"""For the evaluation and the checkpoint of the final state, after everybody has said goodbye."""
+
+HelloMaker = Callable[[Purpose, int, int], Hello]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerPlan:
+    """What the daemon has decided before its peer can start.
+
+    Attributes:
+        me: this start of this peer.
+        address: where others reach it.
+        coordinators: where the coordinator listens, the likeliest first.
+        config: the run's, with this peer's own `[node]`.
+        terms: the run's.
+        corpus: the text, the same on all peers.
+        run_dir: this peer's folder.
+        checkpoint: the state that a founder resumes from.
+        hello: what this peer says on its own connections.
+    """
+
+    me: PeerRef
+    address: str
+    coordinators: tuple[str, ...]
+    config: Config
+    terms: RunTerms
+    corpus: Corpus
+    run_dir: Path
+    checkpoint: Checkpoint | None
+    hello: HelloMaker
+
+
+class Peer:
+    """A peer that trains. `run` is its whole life; `leave` ends it in order.
+
+    `communicator` and `donor` take the connections that the daemon's listener accepts, from the beginning on.
+    """
+
+    def __init__(self, plan: PeerPlan, chronicle: Chronicle) -> None:
+        config = plan.config
+        self._plan = plan
+        self._chronicle = chronicle
+        self._outer = outer_of(config)
+        self._schedule = RoundSchedule(self._outer)
+        table = fragment_table(config.model.decoder_config())
+        (fragment,) = self._outer.fragments(table)
+        self.num_parameters = table.numel
+        self._hasher = Hasher()
+        self._mailbox = SharedBuffer.create(table.numel)
+        self._state = OuterState(self._outer, fragment, self._schedule, self._hasher)
+        # Results worth one copy of the parameters: what a learner needs that is a few steps behind.
+        self._commit_log = CommitLog(max_nbytes=4 * table.numel)
+        self.communicator = Communicator(
+            me=plan.me,
+            hello=lambda _peer, stream, num_streams: plan.hello(Purpose.BULK, stream, num_streams),
+            num_streams=config.net.num_streams,
+            chunk_nbytes=config.net.chunk_nbytes,
+        )
+        self.donor = Donor(self._state, self._commit_log)
+        self._runner = RoundRunner(
+            communicator=self.communicator,
+            state=self._state,
+            commit_log=self._commit_log,
+            schedule=self._schedule,
+            payload=self._mailbox.tensor,
+            codec=config.outer.codec,
+            initial_parameters=lambda: initial_parameters(config.model.decoder_config(), config.run.seed),
+            on_exchanged=chronicle.exchanged,
+        )
+        self._checkpointer = Checkpointer(
+            CheckpointStore(plan.run_dir / FOLDER_NAME, keep=config.checkpoint.keep),
+            on_saved=chronicle.checkpoint_saved,
+            on_failed=chronicle.checkpoint_failed,
+        )
+        self._membership: Membership | None = None
+        self._leaving: bool | None = None
+        self._inner_steps = 0
+        self._blocked = False
+
+    # -------------------------------------------------------------------------------- life
+
+    async def run(self) -> Finish:
+        """Join, train, and end; returns exit code and reason.
+
+        Raises:
+            IsthmusError: the workers or this machine gave up.
+        """
+        try:
+            await self._adopt_checkpoint()
+            async with self._workers() as pool:
+                return await self._take_part(pool)
+        finally:
+            await self.communicator.close()
+            self._mailbox.close()
+            self._hasher.close()
+
+    def leave(self, *, now: bool) -> None:
+        """Leave at the next commit boundary, or at once. Repeated calls change nothing but can hurry it."""
+        self._leaving = now
+        if self._membership is not None:
+            self._membership.leave(now=now)
+
+    @property
+    def membership(self) -> Membership | None:
+        """This peer's part in the run, once it has one."""
+        return self._membership
+
+    async def _adopt_checkpoint(self) -> None:
+        checkpoint = self._plan.checkpoint
+        if checkpoint is not None:
+            await self._state.adopt(checkpoint.meta.outer_step, checkpoint.tensors)
+
+    def _workers(self) -> WorkerPool:
+        plan, node = self._plan, self._plan.config.node
+        return WorkerPool(
+            training_job(plan.config),
+            mailbox=self._mailbox,
+            corpus=plan.corpus,
+            num_workers=node.local_workers,
+            device=node.device,
+            num_threads=node.threads or None,
+            log_dir=plan.run_dir,
+        )
+
+    async def _take_part(self, pool: WorkerPool) -> Finish:
+        plan = self._plan
+        machine = MemberMachine(
+            member_config(plan.config), plan.me, plan.address, plan.terms.digest(), held=self._state.held()
+        )
+        membership = Membership(
+            machine,
+            coordinators=plan.coordinators,
+            dial=self._dial,
+            runner=self._runner,
+            replica=self._state,
+            hasher=self._hasher,
+            observe=self._observe,
+        )
+        feed = SampleFeed(membership.take_leases, stock=samples_in_stock(plan.config))
+        self._membership, self._feed, self._pool = membership, feed, pool
+        training = self._training(membership, feed, pool)
+        if self._leaving is not None:
+            membership.leave(now=self._leaving)
+        async with asyncio.TaskGroup() as tasks:
+            trained = tasks.create_task(training.run())
+            helpers = [tasks.create_task(task) for task in (feed.run(), self._checkpointer.run(), pool.failed())]
+            finish = await membership.run()
+            if finish.code == 0:
+                # Everybody has said goodbye; the final state is still to be judged and kept.
+                await asyncio.wait([trained], timeout=_LAST_ROUND_TIMEOUT_S)
+                await self._checkpointer.drain()
+            for task in (trained, *helpers):
+                task.cancel()
+        return finish
+
+    def _training(self, membership: Membership, feed: SampleFeed, pool: WorkerPool) -> TrainingLoop:
+        return TrainingLoop(
+            membership=membership,
+            runner=self._runner,
+            state=self._state,
+            outer=self._outer,
+            schedule=self._schedule,
+            pool=pool,
+            mailbox=self._mailbox.tensor,
+            feed=feed,
+            batch_size=self._plan.config.inner.batch_size,
+            others_wait=self.communicator.is_awaited,
+            on_round=self._on_round,
+            on_inner_step=self._on_inner_step,
+            on_blocked=self._on_blocked,
+            on_lost=feed.reset,
+        )
+
+    async def _dial(self, address: str, purpose: Purpose) -> Channel:
+        return await connect(address, self._plan.hello(purpose, 0, 1), timeout_s=_DIAL_TIMEOUT_S)
+
+    # -------------------------------------------------------------------------------- what happens
+
+    def _observe(self, event: ElasticEvent) -> None:
+        if isinstance(event, BecameLearner):
+            self._feed.reset()
+        self._chronicle.observe(event)
+
+    def _on_inner_step(self, inner_step: int, loss: float, num_tokens: int) -> None:
+        self._inner_steps += 1
+        self._chronicle.inner_step(inner_step, loss, num_tokens)
+        self._tell_progress()
+
+    def _on_blocked(self, blocked: bool) -> None:
+        self._blocked = blocked
+        if blocked:
+            self._chronicle.handed_in()
+        self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        if self._membership is not None:
+            progress = self._inner_steps + self.communicator.progress()
+            self._membership.progressed(progress, blocked=self._blocked)
+
+    async def _on_round(self, report: RoundReport) -> None:
+        config = self._plan.config
+        self._chronicle.trained(report)
+        self._keep(report)
+        is_due = config.eval.every and (report.final or report.outer_step % config.eval.every == 0)
+        if is_due and report.view.rank_of(self._plan.me.peer_id) == 0:
+            self._chronicle.evaluated(report.outer_step, await self._pool.evaluate())
+            self._tell_progress()
+
+    def _keep(self, report: RoundReport) -> None:
+        """Offer the new state to the disk, if it is time."""
+        every, position = self._plan.config.checkpoint.every, report.position
+        is_due = report.final or (every and report.outer_step % every == 0)
+        if not is_due or position is None:
+            return
+        meta = CheckpointMeta(
+            run_id=self._plan.terms.run_id,
+            outer_step=report.outer_step,
+            digest=report.digest,
+            run_manifest=self._plan.terms.manifest,
+            next_index=position.next_index,
+            returned=position.unconsumed,
+        )
+        self._checkpointer.offer(meta, self._state.live)

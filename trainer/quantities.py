@@ -1,0 +1,100 @@
+"""Quantities as people write them: "30min", "20mbit", "64MiB", "3B".
+
+Rules: a number without a unit is in the base unit (seconds, bytes per second, bytes, one), so that what a manifest
+holds reads back as itself. Bits are written `bit`, bytes `B`; kB is 1000 bytes and KiB 1024. Letters' case does not
+matter, except that nothing here needs it to: a rate says `bit` or `B/s`.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+_PATTERN = re.compile(r"\s*([+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?)\s*([a-z/]*)\s*", re.IGNORECASE)
+
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_SIZES = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+_RATES = (
+    {"": 1.0}
+    | {f"{letter}bit": 1000.0**power / 8 for power, letter in enumerate(["", "k", "m", "g", "t"])}
+    | {f"{letter}bit/s": 1000.0**power / 8 for power, letter in enumerate(["", "k", "m", "g", "t"])}
+    | {f"{unit}/s": float(nbytes) for unit, nbytes in _SIZES.items() if unit}
+)
+
+
+def parse_seconds(value: object) -> object:
+    """`"250ms"`, `"30s"`, `"30min"`, `"2h"`, `"1d"` or a number of seconds → float.
+
+    Raises:
+        ValueError: a text that is no duration. What is neither text nor number is handed on as it is.
+    """
+    return _parse(value, _SECONDS, 'a duration such as "250ms", "30s", "30min", "2h" or "1d"')
+
+
+def parse_bytes_per_s(value: object) -> object:
+    """`"20mbit"`, `"1gbit"`, `"5MB/s"` or a number of bytes a second → float.
+
+    Raises:
+        ValueError: see `parse_seconds`.
+    """
+    return _parse(value, _RATES, 'a rate such as "20mbit", "1gbit" or "5MB/s"')
+
+
+def parse_nbytes(value: object) -> object:
+    """`"64KiB"`, `"1MiB"`, `"2GB"` or a number of bytes → int.
+
+    Raises:
+        ValueError: see `parse_seconds`; also a fraction of a byte.
+    """
+    return _whole(_parse(value, _SIZES, 'a size such as "64KiB", "1MiB" or "2GB"'), value)
+
+
+def parse_count(value: object) -> object:
+    """`"500"`, `"250k"`, `"1.5M"`, `"3B"` or a number → int.
+
+    Raises:
+        ValueError: see `parse_seconds`; also a fraction.
+    """
+    return _whole(_parse(value, _COUNTS, 'a count such as "500", "250k", "1.5M" or "3B"'), value)
+
+
+def _parse(value: object, units: Mapping[str, float], expected: str) -> object:
+    if not isinstance(value, str):
+        return value
+    match = _PATTERN.fullmatch(value)
+    scale = None if match is None else units.get(match[2].lower())
+    if match is None or scale is None:
+        raise ValueError(f"expected {expected}")
+    number = float(match[1])
+    if not math.isfinite(number):
+        raise ValueError(f"expected {expected}")
+    # Whole numbers stay exact beyond 2**53.
+    return int(number) * scale if number.is_integer() else number * scale
+
+
+def _whole(number: object, value: object) -> object:
+    if isinstance(value, str) and isinstance(number, float):
+        if not number.is_integer():
+            raise ValueError("expected a whole number")
+        return int(number)
+    return number
+
+
+Seconds = Annotated[float, BeforeValidator(parse_seconds)]
+"""A duration."""
+
+BytesPerSecond = Annotated[float, BeforeValidator(parse_bytes_per_s)]
+"""A rate; text counts bits unless it says B/s."""
+
+Nbytes = Annotated[int, BeforeValidator(parse_nbytes)]
+"""A size."""
+
+Count = Annotated[int, BeforeValidator(parse_count)]
+"""A large whole number."""

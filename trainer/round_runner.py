@@ -1,0 +1,114 @@
+"""A round as the membership asks for it: exchange the mailbox, absorb the mean into staging, install or forget it.
+
+This is the trainer's half of elastic/member.py. Rules: the payload stays in the mailbox, untouched, until the round's
+outcome is known, so that a round can run again in the next view; nothing shared changes before the commit.
+It must not know workers, samples or why a view changed.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from collective import Communicator, ReduceStats
+from collective.core.types import OuterStep, RoundKey, View
+from elastic.commit_log import CommitLog
+from elastic.core.messages import Held
+from elastic.replica import CommitEntry, ResultChunk
+from optim.outer import Absorbed
+from trainer.outer_state import OuterState
+from trainer.round_schedule import RoundSchedule
+from trainer.threads import in_thread
+
+
+class RoundRunner:
+    """Runs rounds of one fragment between the mailbox and the outer state.
+
+    Args:
+        communicator: the collective layer.
+        state: live and staged shared state.
+        commit_log: gets the wire form of every committed mean, for learners.
+        schedule: which round makes which outer step.
+        payload: [numel] fp32, the mailbox; the training loop fills it before it says `RoundReady`.
+        codec: how chunks are written on the wire.
+        initial_parameters: makes the run's first parameters, [numel]; slow, runs in a thread.
+        on_exchanged: told of every finished exchange, for logs.
+    """
+
+    def __init__(
+        self,
+        *,
+        communicator: Communicator,
+        state: OuterState,
+        commit_log: CommitLog,
+        schedule: RoundSchedule,
+        payload: Tensor,
+        codec: str,
+        initial_parameters: Callable[[], Tensor],
+        on_exchanged: Callable[[RoundKey, ReduceStats], None],
+    ) -> None:
+        self._communicator = communicator
+        self._state = state
+        self._commit_log = commit_log
+        self._schedule = schedule
+        self._payload = payload
+        self._codec = codec
+        self._initial_parameters = initial_parameters
+        self._on_exchanged = on_exchanged
+        self._staged_entry: CommitEntry | None = None
+        self.absorbed: Absorbed | None = None
+        """What the workers do with their values after the newest commit."""
+
+    async def found(self) -> Held:
+        """Make the run's first shared state."""
+        return await self._state.found(await in_thread(self._initial_parameters))
+
+    async def install_view(self, view: View) -> None:
+        """Connect to the members of this view."""
+        await self._communicator.install(view)
+
+    async def exchange(self, view: View, key: RoundKey, weight: float) -> bytes:
+        """Exchange the payload with the view's members and stage what follows from it.
+
+        Returns:
+            The digest that the shared state would have.
+
+        Raises:
+            CollectiveError: the exchange cannot finish in this view; the payload is unchanged.
+        """
+        self.discard_staged(key)
+        chunks: list[ResultChunk] = []
+        stats = await self._communicator.all_reduce_mean(
+            key,
+            self._payload,
+            out=self._state.result_buffer(),
+            weight=weight,
+            codec=self._codec,
+            record=lambda start_numel, wire: chunks.append(ResultChunk(start_numel, bytes(wire))),
+        )
+        self._on_exchanged(key, stats)
+        members = tuple(member.peer_id for member in view.members)
+        round_ = self._schedule.round_after(key.outer_step)
+        digest = await self._state.stage(round_, members, stats.weight_sum)
+        self._staged_entry = CommitEntry(
+            outer_step=OuterStep(key.outer_step + 1),
+            digest=digest,
+            fragment=key.fragment,
+            codec=self._codec,
+            weights=tuple(zip(members, stats.weights, strict=True)),
+            chunks=tuple(sorted(chunks, key=lambda chunk: chunk.start_numel)),
+        )
+        return digest
+
+    async def install_staged(self, key: RoundKey, held: Held, *, final: bool) -> None:
+        """The round is committed: staging becomes the shared state."""
+        del key, final
+        assert self._staged_entry is not None, f"nothing is staged for {held}"
+        self.absorbed = self._state.install_staged(held)
+        self._commit_log.append(self._staged_entry)
+        self._staged_entry = None
+
+    def discard_staged(self, key: RoundKey) -> None:
+        """The round was aborted: forget what it staged, keep the payload."""
+        del key
+        self._state.discard_staged()
+        self._staged_entry = None

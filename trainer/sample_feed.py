@@ -1,0 +1,107 @@
+"""Sample indices this peer may train on: leased ahead, handed out step by step, reported with the vote.
+
+Rules: an index is handed out only while its lease is held; what was handed out since the last commit is `consumed`
+and goes into the next vote; when the membership is lost, so are all leases (`reset`), whatever was trained.
+It must not know text, batches or the coordinator.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+from elastic.core.leases import count, merged, without
+from elastic.core.messages import IndexRange
+from elastic.errors import NotAMember, RunFinished
+
+
+class LeasesLost(Exception):
+    """The membership ended while somebody waited for samples."""
+
+
+class SampleFeed:
+    """A small stock of leased indices with a refill task.
+
+    Args:
+        lease: asks the coordinator for that many indices and returns the ranges granted.
+        stock: refill up to this many indices whenever fewer than half of them are left, so that training goes on
+            for a while when the coordinator is away.
+    """
+
+    def __init__(self, lease: Callable[[int], Awaitable[Sequence[IndexRange]]], *, stock: int) -> None:
+        self._lease = lease
+        self._stock = stock
+        self._ranges: deque[IndexRange] = deque()
+        self._available = 0
+        self._consumed: list[IndexRange] = []
+        self._generation = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def available(self) -> int:
+        """Indices in stock."""
+        return self._available
+
+    def consumed(self) -> tuple[IndexRange, ...]:
+        """What was handed out since the last `settle`, as sorted disjoint ranges."""
+        return merged(self._consumed)
+
+    def settle(self, consumed: Iterable[IndexRange]) -> None:
+        """These ranges are committed: the next vote must not name them again."""
+        self._consumed = list(without(self._consumed, consumed))
+
+    def reset(self) -> None:
+        """The membership is lost and every lease with it."""
+        self._generation += 1
+        self._ranges.clear()
+        self._available = 0
+        self._consumed.clear()
+        self._changed.set()
+
+    async def take(self, num_samples: int) -> tuple[int, ...]:
+        """The next indices, as soon as there are enough.
+
+        Waits as long as the coordinator is away: how long that may be is the membership's to decide.
+
+        Raises:
+            LeasesLost: if `reset` is called meanwhile.
+        """
+        generation = self._generation
+        while self._available < num_samples:
+            await self._change()
+            if generation != self._generation:
+                raise LeasesLost
+        indices: list[int] = []
+        while len(indices) < num_samples:
+            first = self._ranges.popleft()
+            stop = min(first.stop, first.start + num_samples - len(indices))
+            indices.extend(range(first.start, stop))
+            self._consumed.append(IndexRange(first.start, stop))
+            if stop < first.stop:
+                self._ranges.appendleft(IndexRange(stop, first.stop))
+        self._available -= num_samples
+        self._changed.set()
+        return tuple(indices)
+
+    async def run(self) -> None:
+        """Keeps the stock filled until the run is over for this peer."""
+        with contextlib.suppress(RunFinished):
+            while True:
+                while self._available * 2 >= self._stock:
+                    await self._change()
+                await self._refill()
+
+    async def _refill(self) -> None:
+        generation = self._generation
+        try:
+            ranges = await self._lease(self._stock - self._available)
+        except NotAMember:
+            return
+        if generation == self._generation:
+            self._ranges.extend(ranges)
+            self._available += count(ranges)
+            self._changed.set()
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()

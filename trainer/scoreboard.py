@@ -1,0 +1,214 @@
+"""The figures of one peer as they stand: what `status`, the metrics and the progress bar show.
+
+Fed by chronicle.py with the same facts that go into the event log. It must not decide anything.
+"""
+
+from collections.abc import Callable, Mapping
+
+from collective import ReduceStats
+from collective.core.types import PeerRef, View
+from elastic.core.messages import Held
+from trainer.config import Config
+from trainer.metrics import Metrics
+from trainer.progress import Progress
+from trainer.status import MemberStatus, Phase, RoundStatus, Status
+from trainer.training_loop import RoundReport
+
+
+class Scoreboard:
+    """Keeps count.
+
+    Args:
+        me: this start of this peer.
+        run_id: of the run.
+        config: of the run.
+        metrics: for Prometheus.
+        progress: for a terminal.
+        clock: monotonic seconds.
+        coordinator: where the coordinator listens.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: PeerRef,
+        run_id: str,
+        config: Config,
+        metrics: Metrics,
+        progress: Progress,
+        clock: Callable[[], float],
+        coordinator: str,
+    ) -> None:
+        self._me = me
+        self._run_id = run_id
+        self._config = config
+        self._metrics = metrics
+        self._progress = progress
+        self._clock = clock
+        self._coordinator = coordinator
+        self._started_at = clock()
+        self._train_s = 0.0
+        self._view: View | None = None
+        self._outer_step = 0
+        self._inner_step = 0
+        self._inner_steps_of_round = 0
+        self._tokens = 0
+        self._train_loss: float | None = None
+        self._validation_loss: float | None = None
+        self._last_exchange: ReduceStats | None = None
+        self._last_round: RoundStatus | None = None
+        self._checkpoint: int | None = None
+        self._sent = 0
+        self._received = 0
+        self._refused: dict[str, int] = {}
+        self.phase: Phase = "starting"
+        self.metrics_address: str | None = None
+
+    # -------------------------------------------------------------------------------- facts
+
+    def viewed(self, view: View) -> None:
+        """A view is installed."""
+        self._view = view
+        self._metrics.epoch.set(view.epoch)
+        self._metrics.world_size.set(view.world_size)
+
+    def became_member(self, *, is_member: bool) -> None:
+        """This peer became an active member, or ceased to be one."""
+        if not is_member and self.phase in ("training", "exchanging"):
+            self._metrics.evictions.inc()
+        self.phase = "training" if is_member else "learning"
+        self._inner_steps_of_round = 0
+        self._metrics.is_member.set(int(is_member))
+
+    def caught_up(self, held: Held) -> None:
+        """This learner holds a newer state."""
+        self._outer_step = held.outer_step
+
+    def inner_step(self, inner_step: int, loss: float, num_tokens: int) -> None:
+        """One inner step is done."""
+        self.phase = "training"
+        self._inner_step = inner_step
+        self._inner_steps_of_round += 1
+        self._tokens += num_tokens
+        self._train_loss = loss
+        self._metrics.inner_steps.inc()
+        self._metrics.tokens.inc(num_tokens)
+        self._show()
+
+    def handed_in(self) -> None:
+        """The payload of a round is made."""
+        self.phase = "exchanging"
+
+    def exchanged(self, stats: ReduceStats) -> None:
+        """A mean is here."""
+        self._last_exchange = stats
+        self._sent += stats.bytes_sent
+        self._received += stats.bytes_received
+        self._metrics.exchange_seconds.observe(stats.seconds)
+        self._metrics.sent_bytes.inc(stats.bytes_sent)
+        self._metrics.received_bytes.inc(stats.bytes_received)
+
+    def aborted(self) -> None:
+        """A round runs again in another view."""
+        self._metrics.aborts.inc()
+
+    def trained(self, report: RoundReport) -> None:
+        """A round of this peer is committed."""
+        self.phase = "training"
+        self._outer_step = report.outer_step
+        self._inner_steps_of_round = 0
+        self._train_s += report.train_s
+        exchange = self._last_exchange
+        self._last_round = RoundStatus(
+            outer_step=report.outer_step,
+            seconds=report.train_s + report.wait_s,
+            exchange_seconds=exchange.seconds if exchange is not None else 0.0,
+            bytes=exchange.bytes_sent + exchange.bytes_received if exchange is not None else 0,
+            num_members=report.view.world_size,
+        )
+        if report.loss is not None:
+            self._train_loss = report.loss
+            self._metrics.train_loss.set(report.loss)
+        self._metrics.outer_step.set(report.outer_step)
+        self._metrics.commits.inc()
+        self._metrics.round_seconds.observe(report.wait_s)
+        self._metrics.goodput_ratio.set(self._goodput())
+        self._show()
+
+    def evaluated(self, loss: float) -> None:
+        """The anchor was judged on held-out text."""
+        self._validation_loss = loss
+        self._metrics.validation_loss.set(loss)
+
+    def checkpoint_saved(self, outer_step: int, seconds: float) -> None:
+        """A checkpoint is on the disk."""
+        self._checkpoint = outer_step
+        self._metrics.checkpoints.inc()
+        self._metrics.checkpoint_seconds.observe(seconds)
+
+    def checkpoint_failed(self) -> None:
+        """A checkpoint could not be written."""
+        self._metrics.checkpoint_failures.inc()
+
+    def refused(self, counters: Mapping[str, int]) -> None:
+        """Connections that were not let in so far, by reason."""
+        for reason, count in counters.items():
+            self._metrics.refused_connections.labels(reason=reason).inc(count - self._refused.get(reason, 0))
+        self._refused = dict(counters)
+
+    # -------------------------------------------------------------------------------- reading
+
+    def status(self, pid: int) -> Status:
+        """What `isthmus status` tells."""
+        uptime_s = self._clock() - self._started_at
+        return Status(
+            run_id=self._run_id,
+            peer_id=self._me.peer_id,
+            incarnation=self._me.incarnation,
+            pid=pid,
+            phase=self.phase,
+            outer_step=self._outer_step,
+            total_outer_steps=self._config.run.outer_steps,
+            inner_step=self._inner_steps_of_round,
+            inner_steps_per_round=self._config.outer.inner_steps,
+            epoch=self._view.epoch if self._view is not None else 0,
+            members=self._members(),
+            coordinator=self._coordinator,
+            train_loss=self._train_loss,
+            validation_loss=self._validation_loss,
+            tokens=self._tokens,
+            tokens_per_s=self._tokens / uptime_s if uptime_s > 0 else None,
+            goodput=self._goodput(),
+            sent_bytes=self._sent,
+            received_bytes=self._received,
+            last_round=self._last_round,
+            checkpoint_outer_step=self._checkpoint,
+            metrics_address=self.metrics_address,
+            uptime_s=uptime_s,
+        )
+
+    def _members(self) -> tuple[MemberStatus, ...]:
+        if self._view is None:
+            return ()
+        return tuple(
+            MemberStatus(
+                peer_id=member.peer_id,
+                incarnation=member.incarnation,
+                address=member.address,
+                is_me=member.ref == self._me,
+                is_coordinator=member.address == self._coordinator,
+            )
+            for member in self._view.members
+        )
+
+    def _goodput(self) -> float:
+        uptime_s = self._clock() - self._started_at
+        return min(1.0, self._train_s / uptime_s) if uptime_s > 0 else 0.0
+
+    def _show(self) -> None:
+        self._progress.advance(
+            outer_step=self._outer_step,
+            inner_step=self._inner_steps_of_round,
+            world_size=self._view.world_size if self._view is not None else 0,
+            loss=self._train_loss,
+        )

@@ -1,0 +1,115 @@
+"""What `isthmus status` tells: schema `isthmus.status/1`.
+
+Rules: fields are added without a new schema, none changes its meaning within one; null means "not known yet". The
+JSON of `--json` is these structs, field for field. Must not know how a status travels or who draws it.
+"""
+
+from typing import Final, Literal
+
+import msgspec
+
+SCHEMA: Final = "isthmus.status/1"
+
+Phase = Literal["starting", "joining", "learning", "training", "exchanging", "waiting", "leaving", "done"]
+
+
+class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One member of the view."""
+
+    peer_id: str
+    incarnation: int
+    address: str
+    is_me: bool = False
+    is_coordinator: bool = False
+
+
+class RoundStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The last round that was committed. `bytes` counts both directions of this peer."""
+
+    outer_step: int
+    seconds: float
+    exchange_seconds: float
+    bytes: int
+    num_members: int
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """One peer at one moment.
+
+    Losses are in nats a token; `goodput` is the share of `uptime_s` spent in inner steps; `tokens` counts this
+    start of this peer; `total_outer_steps` is where the run ends.
+    """
+
+    schema: Literal["isthmus.status/1"] = SCHEMA
+    run_id: str
+    peer_id: str
+    incarnation: int
+    pid: int
+    phase: Phase
+    outer_step: int
+    total_outer_steps: int
+    inner_step: int = 0
+    inner_steps_per_round: int = 0
+    epoch: int = 0
+    members: tuple[MemberStatus, ...] = ()
+    coordinator: str | None = None
+    train_loss: float | None = None
+    validation_loss: float | None = None
+    tokens: int = 0
+    tokens_per_s: float | None = None
+    goodput: float | None = None
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    last_round: RoundStatus | None = None
+    checkpoint_outer_step: int | None = None
+    metrics_address: str | None = None
+    uptime_s: float = 0.0
+
+
+def render_status(status: Status) -> str:
+    """The status for people, a few lines without colours."""
+    lines = [
+        f"run {status.run_id}, peer {status.peer_id}: {status.phase}",
+        f"outer step {status.outer_step} of {status.total_outer_steps}"
+        + (
+            f", inner step {status.inner_step} of {status.inner_steps_per_round}"
+            if status.inner_steps_per_round
+            else ""
+        )
+        + f", view {status.epoch} of {_count(len(status.members), 'peer')}",
+        f"train loss {_number(status.train_loss, '.4f')}, validation loss {_number(status.validation_loss, '.4f')}",
+        f"{status.tokens:,} tokens, {_number(status.tokens_per_s, ',.0f')} a second, "
+        f"goodput {_number(status.goodput, '.1%')}",
+        f"sent {format_nbytes(status.sent_bytes)}, received {format_nbytes(status.received_bytes)}",
+    ]
+    if (last := status.last_round) is not None:
+        lines.append(
+            f"last round {last.seconds:.2f} s ({last.exchange_seconds:.2f} s exchange, {format_nbytes(last.bytes)}) "
+            f"with {_count(last.num_members, 'peer')}"
+        )
+    if status.checkpoint_outer_step is not None:
+        lines.append(f"checkpoint at outer step {status.checkpoint_outer_step}")
+    if status.metrics_address is not None:
+        lines.append(f"metrics at http://{status.metrics_address}/metrics")
+    for member in status.members:
+        notes = [note for note, holds in (("this", member.is_me), ("coordinator", member.is_coordinator)) if holds]
+        lines.append(f"  {member.peer_id}  {member.address}" + (f"  ({', '.join(notes)})" if notes else ""))
+    return "\n".join(lines)
+
+
+def format_nbytes(nbytes: int) -> str:
+    """`1.5 MB`; thousands, as networks count."""
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "unknown" if value is None else format(value, spec)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,235 @@
+"""One string that lets a second machine join: addresses, run, a token that expires.
+
+Layout: `isthmus1` and lower-case base32 (no padding) of ::
+
+    length    u16   of the body
+    body            msgpack array (addresses, run_id, fingerprint, token)
+    check     4     first bytes of SHA-256 over length and body: a slip of the hand, not an attacker
+
+The token is what admits: expires_at (u64, Unix seconds) and HMAC-SHA-256 of it and the run id under the run's secret,
+so the coordinator checks it without remembering whom it gave one. Rules: the coordinator decides about expiry, a
+joiner's clock is only a hint; tokens are compared in constant time; a token is never logged. Must not know sockets.
+
+Errors: `TicketRefused` (exit code 5) with a `TicketFault`.
+"""
+
+import base64
+import binascii
+import enum
+import hashlib
+import hmac
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from trainer.errors import ConfigError, Refused
+
+PREFIX = "isthmus"
+VERSION = "1"
+TOKEN_NBYTES = 40
+
+_MAX_TEXT_LENGTH = 8192
+_EXPIRY = struct.Struct(">Q")
+_LENGTH = struct.Struct(">H")
+_CHECK_NBYTES = 4
+_PURPOSE = b"isthmus join token 1\0"
+_ASK_AGAIN = "ask for a new ticket"
+
+
+class TicketFault(enum.Enum):
+    """Why a ticket or its token does not admit."""
+
+    NO_TICKET = "no ticket"
+    OTHER_VERSION = "other version"
+    TRUNCATED = "truncated"
+    GARBLED = "garbled"
+    EXPIRED = "expired"
+    FORGED = "forged"
+
+
+class TicketRefused(Refused):
+    """This ticket does not admit.
+
+    Attributes:
+        fault: why.
+    """
+
+    def __init__(self, fault: TicketFault, problem: str, *, cure: str = _ASK_AGAIN) -> None:
+        super().__init__(problem, cure=cure)
+        self.fault = fault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """What a joiner needs to know.
+
+    Attributes:
+        addresses: `host:port` of the coordinator, the likeliest first.
+        run_id: which run.
+        fingerprint: SHA-256 of the coordinator's certificate; empty while connections are not encrypted.
+        token: what the coordinator asks for; see `issue_token`.
+    """
+
+    addresses: tuple[str, ...]
+    run_id: str
+    token: bytes
+    fingerprint: bytes = b""
+
+    @property
+    def expires_at_s(self) -> int:
+        """When the token ends, in Unix seconds of the coordinator's clock."""
+        expires_at_s: int = _EXPIRY.unpack_from(self.token)[0]
+        return expires_at_s
+
+    def __repr__(self) -> str:
+        return f"Ticket(addresses={self.addresses}, run_id={self.run_id!r}, expires_at_s={self.expires_at_s})"
+
+
+class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    addresses: Annotated[tuple[Annotated[str, Meta(min_length=3, max_length=256)], ...], Meta(min_length=1)]
+    run_id: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}\Z")]
+    fingerprint: Annotated[bytes, Meta(max_length=64)]
+    token: Annotated[bytes, Meta(min_length=TOKEN_NBYTES, max_length=TOKEN_NBYTES)]
+
+
+def make_ticket(
+    *, secret: bytes, run_id: str, addresses: Sequence[str], expires_at_s: int, fingerprint: bytes = b""
+) -> Ticket:
+    """A ticket for whoever gets to see it, until `expires_at_s`."""
+    token = issue_token(secret, run_id, expires_at_s)
+    return Ticket(addresses=tuple(addresses), run_id=run_id, fingerprint=fingerprint, token=token)
+
+
+def encode_ticket(ticket: Ticket) -> str:
+    """The string that people pass on."""
+    body = msgspec.msgpack.encode(_Body(ticket.addresses, ticket.run_id, ticket.fingerprint, ticket.token))
+    framed = _LENGTH.pack(len(body)) + body
+    packed = framed + hashlib.sha256(framed).digest()[:_CHECK_NBYTES]
+    return PREFIX + VERSION + base64.b32encode(packed).decode("ascii").rstrip("=").lower()
+
+
+def decode_ticket(text: str) -> Ticket:
+    """Read a ticket. White space does not matter (mail programs wrap long lines), nor does the case of letters.
+
+    Raises:
+        TicketRefused: it is none, is of another version, or was damaged on its way. It may still have expired.
+    """
+    compact = "".join(text.split()).lower()
+    if not compact.startswith(PREFIX) or len(compact) > _MAX_TEXT_LENGTH:
+        raise TicketRefused(
+            TicketFault.NO_TICKET, "this is not a ticket", cure=f"a ticket starts with {PREFIX}{VERSION}; copy it whole"
+        )
+    version, encoded = compact[len(PREFIX) : len(PREFIX) + 1], compact[len(PREFIX) + 1 :]
+    if version != VERSION:
+        raise TicketRefused(
+            TicketFault.OTHER_VERSION,
+            f"this ticket is of version {version or 'none'}, we read version {VERSION}",
+            cure="run the same version of isthmus on all peers",
+        )
+    packed = _unpack(encoded)
+    framed, check = packed[:-_CHECK_NBYTES], packed[-_CHECK_NBYTES:]
+    if hashlib.sha256(framed).digest()[:_CHECK_NBYTES] != check:
+        raise _garbled()
+    try:
+        body = msgspec.msgpack.decode(framed[_LENGTH.size :], type=_Body)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise _garbled() from error
+    return Ticket(addresses=body.addresses, run_id=body.run_id, fingerprint=body.fingerprint, token=body.token)
+
+
+def read_ticket(argument: str) -> Ticket:
+    """Read a ticket given on the command line: the ticket itself, or `@FILE` that holds it.
+
+    Raises:
+        ConfigError: the file cannot be read.
+        TicketRefused: see `decode_ticket`.
+    """
+    if not argument.startswith("@"):
+        return decode_ticket(argument)
+    path = Path(argument[1:])
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_TEXT_LENGTH + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"the ticket's file {path} cannot be read: {error.strerror}", cure="name a file that holds a ticket"
+        ) from error
+    return decode_ticket(content.decode("ascii", errors="replace"))
+
+
+def expiry_hint(ticket: Ticket, *, now_s: float) -> str | None:
+    """What to tell people about a ticket that has expired by this machine's clock; None if it has not.
+
+    Only a hint for an error message: clocks differ, and the coordinator's decides.
+    """
+    late_s = now_s - ticket.expires_at_s
+    return f"by this machine's clock the ticket expired {_age(late_s)} ago" if late_s >= 0 else None
+
+
+def issue_token(secret: bytes, run_id: str, expires_at_s: int) -> bytes:
+    """`TOKEN_NBYTES` bytes that admit to a run until `expires_at_s` (Unix seconds)."""
+    expiry = _EXPIRY.pack(expires_at_s)
+    return expiry + _mac(secret, run_id, expiry)
+
+
+def verify_token(secret: bytes, run_id: str, token: bytes, *, now_s: float) -> None:
+    """Check a token; the coordinator's side of a join.
+
+    Args:
+        secret: the run's.
+        run_id: the run's.
+        token: from the network; any bytes.
+        now_s: Unix seconds.
+
+    Raises:
+        TicketRefused: `FORGED` (also: of another run) or `EXPIRED`.
+    """
+    expiry, mac = token[: _EXPIRY.size], token[_EXPIRY.size :]
+    if len(token) != TOKEN_NBYTES or not hmac.compare_digest(mac, _mac(secret, run_id, expiry)):
+        raise TicketRefused(TicketFault.FORGED, f"the ticket was not made for run {run_id}")
+    late_s = now_s - _EXPIRY.unpack(expiry)[0]
+    if late_s >= 0:
+        raise TicketRefused(TicketFault.EXPIRED, f"the ticket expired {_age(late_s)} ago")
+
+
+def _mac(secret: bytes, run_id: str, expiry: bytes) -> bytes:
+    return hmac.digest(secret, _PURPOSE + expiry + run_id.encode(), "sha256")
+
+
+def _unpack(encoded: str) -> bytes:
+    """The bytes of a ticket, as many as its length says.
+
+    Without the length, a ticket whose end is missing could not be told from one with a wrong letter.
+    """
+    # A cut may leave a number of letters that base32 never has; they carry no whole byte.
+    whole = encoded[: len(encoded) - (1 if len(encoded) % 8 in (1, 3, 6) else 0)]
+    try:
+        packed = base64.b32decode(whole + "=" * (-len(whole) % 8), casefold=True)
+    except binascii.Error as error:
+        raise _garbled() from error
+    expected = _LENGTH.size + _CHECK_NBYTES + (_LENGTH.unpack_from(packed)[0] if len(packed) >= _LENGTH.size else 0)
+    if len(packed) < expected:
+        raise TicketRefused(
+            TicketFault.TRUNCATED,
+            f"the ticket's end is missing: {len(packed)} of {expected} bytes are there",
+            cure="copy it whole",
+        )
+    if len(packed) > expected or len(whole) != len(encoded):
+        raise _garbled()
+    return packed
+
+
+def _garbled() -> TicketRefused:
+    return TicketRefused(TicketFault.GARBLED, "the ticket is damaged", cure="copy it again, whole and unchanged")
+
+
+def _age(seconds: float) -> str:
+    for name, unit_s in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.0f} {name}"
+    return f"{seconds:.0f} seconds"

@@ -1,0 +1,108 @@
+"""From the configuration to the parts' own settings: pure, no part is started here.
+
+One function a part, so that a reader finds in one place what a key of the configuration does.
+"""
+
+from typing import assert_never
+
+from elastic.core.config import CoordinatorConfig, MemberConfig
+from elastic.core.messages import IndexRange
+from optim.diloco import default_outer_lr
+from optim.fragments import FragmentTable
+from optim.outer import Outer
+from optim.registry import build_outer
+from trainer.config import AdamW, Config, Sgd, WsdSchedule
+from trainer.model import ModelConfig, named_shapes
+from trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
+
+__all__ = [
+    "coordinator_config",
+    "fragment_table",
+    "member_config",
+    "outer_of",
+    "training_job",
+]
+
+
+def outer_of(config: Config) -> Outer:
+    """`[outer]`: the method."""
+    lr = config.outer.lr if config.outer.lr is not None else default_outer_lr(config.members.start_peers)
+    return build_outer(config.outer.type, lr=lr, momentum=config.outer.momentum, inner_steps=config.outer.inner_steps)
+
+
+def fragment_table(model: ModelConfig) -> FragmentTable:
+    """Where each parameter lies in the flat vector."""
+    return FragmentTable.from_named_shapes(named_shapes(model))
+
+
+def training_job(config: Config) -> TrainingJob:
+    """`[model]`, `[inner]` and `[eval]`: what the workers do."""
+    model = config.model.decoder_config()
+    inner = config.inner
+    return TrainingJob(
+        model=model,
+        seq_len=model.max_seq_len,
+        data_seed=config.run.seed,
+        optimizer=_optimizer_job(inner),
+        schedule=_schedule_job(config),
+        micro_batch=inner.micro_batch or inner.batch_size,
+        grad_clip=inner.grad_clip or None,
+        eval_batch=inner.batch_size,
+        num_eval_batches=config.eval.batches,
+    )
+
+
+def _optimizer_job(inner: AdamW | Sgd) -> OptimizerJob:
+    match inner:
+        case AdamW(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay):
+            return OptimizerJob(type="adamw", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        case Sgd(lr=lr, weight_decay=weight_decay):
+            return OptimizerJob(type="sgd", lr=lr, weight_decay=weight_decay)
+        case _:
+            assert_never(inner)
+
+
+def _schedule_job(config: Config) -> ScheduleJob:
+    schedule, total = config.inner.schedule, config.total_inner_steps
+    warmup = schedule.warmup_steps if schedule.warmup_steps is not None else min(100, total // 20)
+    if isinstance(schedule, WsdSchedule):
+        decay = schedule.decay_steps if schedule.decay_steps is not None else total // 5
+        return ScheduleJob(
+            type=schedule.type, total_steps=total, warmup_steps=warmup, min_ratio=schedule.min_ratio, decay_steps=decay
+        )
+    min_ratio = schedule.min_ratio if schedule.type == "cosine" else 1.0
+    return ScheduleJob(type=schedule.type, total_steps=total, warmup_steps=warmup, min_ratio=min_ratio)
+
+
+def coordinator_config(
+    config: Config, terms_digest: bytes, *, first_index: int, returned: tuple[IndexRange, ...]
+) -> CoordinatorConfig:
+    """`[members]`: how patient and how demanding the coordinator is."""
+    members = config.members
+    return CoordinatorConfig(
+        manifest_digest=terms_digest,
+        outer_steps=config.run.outer_steps,
+        min_peers=members.min_peers,
+        start_peers=members.start_peers,
+        first_index=first_index,
+        first_free=returned,
+        heartbeat_timeout_s=members.heartbeat_timeout_s,
+        suspect_silence_s=2.5 * members.heartbeat_interval_s,
+        reconnect_grace_s=members.reconnect_grace_s,
+        stall_floor_s=members.stall_timeout_s,
+    )
+
+
+def member_config(config: Config) -> MemberConfig:
+    """`[members]`: how often a peer speaks and how long it waits."""
+    members = config.members
+    return MemberConfig(
+        heartbeat_interval_s=members.heartbeat_interval_s,
+        resend_interval_s=members.heartbeat_interval_s,
+        coordinator_timeout_s=members.outage_s,
+    )
+
+
+def samples_in_stock(config: Config) -> int:
+    """How many samples a peer keeps leased: two outer rounds, so that it can go on while the coordinator is away."""
+    return 2 * config.outer.inner_steps * config.inner.batch_size
