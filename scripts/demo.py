@@ -7,7 +7,6 @@ The script watches the peers' own event logs, breaks things at set outer steps, 
 
 import argparse
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -58,7 +57,8 @@ class Demo:
         name = f"peer-{len(self.peers)}"
         directory = self.out / name
         directory.mkdir(parents=True)
-        command = [ISTHMUS, *arguments, "--dir", str(directory)]
+        # One thread each: three peers share this machine's cores.
+        command = [ISTHMUS, *arguments, "--dir", str(directory), "--node.threads", "1"]
         with (directory / "console.txt").open("wb") as console:
             process = subprocess.Popen(
                 command,
@@ -66,7 +66,6 @@ class Demo:
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
         peer = Peer(name, directory, process, time.time())  # noqa: TID251 - compared with the event logs' wall clock
@@ -156,6 +155,7 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=600.0, help="give up after this many seconds")
     options = parser.parse_args()
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the peers are stopped then, too
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
     began = time.monotonic()

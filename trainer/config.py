@@ -21,7 +21,6 @@ from trainer.errors import ConfigError, Refused
 from trainer.quantities import BytesPerSecond, Count, Nbytes, Seconds
 
 if TYPE_CHECKING:
-    from optim.schedule import Schedule as InnerSchedule
     from trainer.model import ModelConfig
 
 MANIFEST_FORMAT = 1
@@ -336,23 +335,30 @@ class Config(_Section):
         config = cls.model_validate_json(json.dumps(manifest_sections(manifest)))
         return config if node is None else config.model_copy(update={"node": node})
 
-    def lr_schedule(self) -> "InnerSchedule":
-        """Inner step → factor on `inner.lr`.
+    @property
+    def warmup_steps(self) -> int:
+        """Inner steps of the warm-up, with the default worked out."""
+        given = self.inner.schedule.warmup_steps
+        return given if given is not None else min(100, self.total_inner_steps // 20)
 
-        Raises:
-            ConfigError: warm-up and decay do not fit into the run.
-        """
-        from optim.schedule import build_schedule
+    @property
+    def decay_steps(self) -> int:
+        """Inner steps of the last decay, with the default worked out; 0 where the schedule has none."""
+        if not isinstance(self.inner.schedule, WsdSchedule):
+            return 0
+        given = self.inner.schedule.decay_steps
+        return given if given is not None else self.total_inner_steps // 5
 
-        total = self.total_inner_steps
-        arguments = self.inner.schedule.model_dump(exclude_none=True)
-        arguments.setdefault("warmup_steps", min(100, total // 20))
-        if self.inner.schedule.type == "wsd":
-            arguments.setdefault("decay_steps", total // 5)
-        try:
-            return build_schedule(**arguments, total_steps=total)
-        except ValueError as error:
-            raise ConfigError(f"[inner.schedule] does not fit the run: {error}", key="inner.schedule") from error
+    @model_validator(mode="after")
+    def _schedule_fits_the_run(self) -> Self:
+        least_rest = 1 if isinstance(self.inner.schedule, CosineSchedule) else 0
+        needed = self.warmup_steps + self.decay_steps + least_rest
+        if self.inner.schedule.type != "constant" and needed > self.total_inner_steps:
+            raise ValueError(
+                f"inner.schedule needs at least {needed} inner steps for its warm-up and decay, but the run has "
+                f"{self.total_inner_steps} (run.outer_steps times outer.inner_steps)"
+            )
+        return self
 
     def tree(self) -> dict[str, Json]:
         """All values by TOML key, as JSON knows them."""

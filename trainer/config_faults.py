@@ -81,6 +81,8 @@ def config_error(faults: Sequence[ErrorDetails], given: Mapping[str, Given]) -> 
         )
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     entry = given.get(key)
+    if not key:
+        return ConfigError(f"{problem}{more}")
     if entry is None:
         return ConfigError(f"[{key}] {problem}{more}", key=key)
     cure = _closest_choice(entry.value, problem)

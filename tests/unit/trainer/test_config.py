@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from optim.schedule import Schedule, build_schedule
 from trainer.config import (
     Config,
     ConstantSchedule,
@@ -39,6 +40,16 @@ def write(folder: Path, name: str, text: str) -> Path:
     path = folder / name
     path.write_text(text)
     return path
+
+
+def schedule_of(config: Config) -> Schedule:
+    schedule = config.inner.schedule
+    return build_schedule(
+        schedule.type,
+        total_steps=config.total_inner_steps,
+        warmup_steps=config.warmup_steps,
+        decay_steps=config.decay_steps if isinstance(schedule, WsdSchedule) else None,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- layers
@@ -242,10 +253,17 @@ def test_model_that_cannot_be_built_is_told_with_a_suggestion() -> None:
         load(("model.dim", "7")).config.model.decoder_config()
 
 
-def test_schedule_that_does_not_fit_the_run_is_told() -> None:
-    config = load(("inner.schedule.warmup_steps", "100"), ("run.outer_steps", "1"), ("outer.inner_steps", "10")).config
-    with pytest.raises(ConfigError, match=r"\[inner.schedule\] does not fit the run"):
-        config.lr_schedule()
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [("inner.schedule.warmup_steps", "10")],
+        [("inner.schedule.type", "wsd"), ("inner.schedule.warmup_steps", "5"), ("inner.schedule.decay_steps", "6")],
+    ],
+)
+def test_schedule_that_does_not_fit_the_run_is_told(flags: list[tuple[str, str]]) -> None:
+    with pytest.raises(ConfigError, match=r"^inner\.schedule needs at least 11 inner steps .* but the run has 10 "):
+        load(("run.outer_steps", "1"), ("outer.inner_steps", "10"), *flags)
+    load(("run.outer_steps", "1"), ("outer.inner_steps", "11"), *flags)
 
 
 # -------------------------------------------------------------------------------------------------------- good values
@@ -254,7 +272,7 @@ def test_schedule_that_does_not_fit_the_run_is_told() -> None:
 @pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
 def test_default_schedule_fits_the_shortest_run(kind: str) -> None:
     config = load(("inner.schedule.type", kind), ("run.outer_steps", "1"), ("outer.inner_steps", "1")).config
-    assert 0 <= config.lr_schedule()(0) <= 1
+    assert 0 < schedule_of(config)(0) <= 1
 
 
 def test_overrides_of_a_preset_reach_the_decoder() -> None:
@@ -420,4 +438,4 @@ def test_configs_of_the_repository_are_valid(name: str) -> None:
     config = load(files=[REPOSITORY / "configs" / f"{name}.toml"]).config
     assert config.run.name == name
     assert config.model.decoder_config().max_seq_len == config.model.seq_len
-    assert config.lr_schedule()(0) > 0
+    assert schedule_of(config)(0) > 0
