@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collective import Communicator
-from collective.core.types import PeerRef
+from collective.core.types import OuterStep, PeerRef
 from collective.transport import Channel, Hello, Purpose, connect
 from elastic.commit_log import CommitLog
 from elastic.core.events import Finish
 from elastic.core.member import MemberMachine
+from elastic.core.messages import Held
 from elastic.digest import Hasher
 from elastic.donor import Donor
 from elastic.member import Membership
@@ -27,6 +28,7 @@ from trainer.checkpointer import Checkpointer
 from trainer.chronicle import Chronicle
 from trainer.config import Config
 from trainer.corpus import Corpus
+from trainer.errors import ExitCode
 from trainer.model import initial_parameters
 from trainer.outer_state import OuterState
 from trainer.round_runner import RoundRunner
@@ -40,6 +42,8 @@ from trainer.worker_pool import WorkerPool
 _DIAL_TIMEOUT_S = 5.0
 _LAST_ROUND_TIMEOUT_S = 600.0
 """For the evaluation and the checkpoint of the final state, after everybody has said goodbye."""
+_LAST_STEP_TIMEOUT_S = 20.0
+"""For the inner step that is under way when this peer's part ends early."""
 
 HelloMaker = Callable[[Purpose, int, int], Hello]
 
@@ -115,6 +119,7 @@ class Peer:
         )
         self._membership: Membership | None = None
         self._leaving: bool | None = None
+        self._unsaved: CheckpointMeta | None = None
         self._inner_steps = 0
         self._blocked = False
 
@@ -186,10 +191,12 @@ class Peer:
             trained = tasks.create_task(training.run())
             helpers = [tasks.create_task(task) for task in (feed.run(), self._checkpointer.run(), pool.failed())]
             finish = await membership.run()
-            if finish.code == 0:
-                # Everybody has said goodbye; the final state is still to be judged and kept.
-                await asyncio.wait([trained], timeout=_LAST_ROUND_TIMEOUT_S)
-                await self._checkpointer.drain()
+            # We have said goodbye; the last state is still to be judged (if the run is complete) and kept.
+            is_complete = finish.code == ExitCode.DONE
+            await asyncio.wait([trained], timeout=_LAST_ROUND_TIMEOUT_S if is_complete else _LAST_STEP_TIMEOUT_S)
+            await self._checkpointer.drain()
+            self._save()
+            await self._checkpointer.drain()
             for task in (trained, *helpers):
                 task.cancel()
         return finish
@@ -250,10 +257,9 @@ class Peer:
     def _keep(self, report: RoundReport) -> None:
         """Offer the new state to the disk, if it is time."""
         every, position = self._plan.config.checkpoint.every, report.position
-        is_due = report.final or (every and report.outer_step % every == 0)
-        if not is_due or position is None:
+        if position is None:
             return
-        meta = CheckpointMeta(
+        self._unsaved = CheckpointMeta(
             run_id=self._plan.terms.run_id,
             outer_step=report.outer_step,
             digest=report.digest,
@@ -261,4 +267,12 @@ class Peer:
             next_index=position.next_index,
             returned=position.unconsumed,
         )
-        self._checkpointer.offer(meta, self._state.live)
+        if every and report.outer_step % every == 0:
+            self._save()
+
+    def _save(self) -> None:
+        """Offer the live state to the disk, unless it is there already or no commit of ours made it."""
+        meta, live = self._unsaved, self._state.live
+        is_live = meta is not None and live.held == Held(OuterStep(meta.outer_step), meta.digest)
+        if meta is not None and is_live and self._checkpointer.offer(meta, live):
+            self._unsaved = None
