@@ -7,7 +7,6 @@ runs in the background but the sockets' callbacks. Several rounds with different
 import asyncio
 import contextlib
 import logging
-import math
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -16,13 +15,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from collective.buffers import MeanBuffers, Record, check_tensors
 from collective.codec import BLOCK_NUMEL, Codec, codec_named
 from collective.codec.base import first_non_finite
 from collective.core.types import PeerRef, RoundKey, View
 from collective.engine import Engine
 from collective.errors import NonFiniteInput, OperationAborted, RoundRefused
 from collective.plan import plan_mean, terms_of
-from collective.round import MeanRound, Record
+from collective.round import MeanRound
 from collective.supervision import Patience, supervise
 from collective.transport.bundle import Bundle
 from collective.transport.hello import MAX_STREAMS, Hello
@@ -194,7 +194,7 @@ class Communicator:
             ValueError: tensors, weight or codec are not as described.
         """
         started = time.monotonic()
-        _check_tensors(tensor, out, weight)
+        check_tensors(tensor, out, weight)
         chosen = self._codecs.setdefault(codec, codec_named(codec))
         self._engine.check_free(key)
         await _check_finite(tensor)
@@ -204,8 +204,9 @@ class Communicator:
             if not round_.is_done:
                 patience = self._options.patience
                 await supervise(round_, patience, patience.round_s if deadline_s is None else deadline_s)
-        except asyncio.CancelledError:
-            round_.give_up(OperationAborted(key, "cancelled by its caller"))
+        except BaseException as error:
+            cause = "cancelled by its caller" if isinstance(error, asyncio.CancelledError) else "failed inside"
+            round_.give_up(OperationAborted(key, cause))
             raise
         finally:
             self._engine.close(round_)
@@ -265,13 +266,18 @@ class Communicator:
             rank=rank,
             plan=plan,
             terms=terms_of(view, numel=tensor.numel(), codec=codec.name, chunk_numel=chunk_numel, plan=plan),
-            codec=codec,
-            tensor=tensor.detach(),
-            out=out.detach(),
+            buffers=MeanBuffers(
+                plan=plan,
+                own=plan.slices.chunks_of(rank),
+                codec=codec,
+                tensor=tensor.detach(),
+                out=out.detach(),
+                weight=weight,
+                record=record,
+            ),
             weight=weight,
             bundles=bundles,
             eager_chunks=self._options.eager_chunks,
-            record=record,
         )
 
     def _new_bundle(self, ref: PeerRef, num_streams: int) -> Bundle:
@@ -329,19 +335,6 @@ def decode_result(codec: str, start_numel: int, wire_bytes: bytes | memoryview, 
     if not 0 <= start_numel <= out.numel() - numel:
         raise ValueError(f"chunk {start_numel} + {numel} does not fit {out.numel()} elements")
     chosen.decode(wire, out[start_numel : start_numel + numel])
-
-
-def _check_tensors(tensor: Tensor, out: Tensor, weight: float) -> None:
-    for name, value in (("tensor", tensor), ("out", out)):
-        if value.dtype != torch.float32 or value.device.type != "cpu" or value.dim() != 1 or not value.is_contiguous():
-            raise ValueError(f"{name} must be flat contiguous fp32 on the CPU")
-    if tensor.numel() != out.numel():
-        raise ValueError(f"tensor has {tensor.numel()} elements, out {out.numel()}")
-    first, second = sorted((tensor.data_ptr(), out.data_ptr()))
-    if first != second and second - first < 4 * tensor.numel():
-        raise ValueError("tensor and out overlap without being the same")
-    if not (math.isfinite(weight) and weight >= 0.0):
-        raise ValueError(f"weight must be a finite number from 0 up, not {weight}")
 
 
 async def _check_finite(tensor: Tensor) -> None:

@@ -112,6 +112,8 @@ class Engine:
             raise RoundRefused(key, "no view is installed")
         if key.epoch != self.view.epoch:
             raise RoundRefused(key, f"the installed view is {self.view.epoch}")
+        if not (0 <= key.epoch < 2**32 and 0 <= key.outer_step < 2**32 and 0 <= key.fragment < 2**16):
+            raise RoundRefused(key, "its numbers do not fit a frame")
         if key in self.rounds or key in self._closed_keys:
             raise RoundRefused(key, "this key was used before")
         return self.view

@@ -18,8 +18,8 @@ from collective.codec.base import BLOCK_NUMEL
 from collective.core.reduce import SlicePlan
 from collective.core.types import View
 
-_MIN_CHUNK_BLOCKS = 64
-"""Do not cut below 64 KiB of fp32: a frame has its price."""
+_MIN_CHUNK_BLOCKS = 256
+"""Do not cut below 256 KiB of fp32: a frame has its price."""
 _CHUNKS_WANTED = 4
 """A slice of several chunks lets sending, adding and receiving overlap."""
 

@@ -1,27 +1,23 @@
 """One running MEAN: carries out what core/reduce.py orders, on real buffers.
 
-Who owns memory: the caller owns `tensor` and `out`; the round uses them until `done` is set and not a moment longer
-(`Bundle.release` takes them back from the sockets). An owner sums in its own slice of `out`; raw results land in
-`out` straight from the socket; everything else passes through the link's scratch, one chunk at a time. There is no
-temporary of the size of the tensor.
+The values are in buffers.py, the order of things is the machine's; this file joins them with the links. Raw results
+land in the output straight from the socket, everything else passes through the link's scratch, one chunk at a time.
 
-In place (`out` is `tensor`): a slice is overwritten only by its owner's results, which exist only after our part of
-them was counted. So a duplicate that is sent again from an overwritten slice is dropped by its owner.
-
-Rules: everything runs on the loop's thread, chunk by chunk. The result's bytes are the same on all members: the
-owner encodes once and decodes what it sends.
+Rules: the round uses the caller's memory until `is_done` and not a moment longer (`Bundle.release` takes it back from
+the sockets). A round that fails ends at once and stays failed; `changed` is set whenever the supervisor should look.
 """
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import assert_never
 
 import msgspec
 import torch
 from torch import Tensor
 
-from collective.codec.base import Codec, NotFinite, first_non_finite
+from collective.buffers import MeanBuffers
+from collective.codec.base import NotFinite
 from collective.core.reduce import (
     Accumulate,
     ContributionArrived,
@@ -42,11 +38,8 @@ from collective.errors import CollectiveError, OperationAborted, PlanMismatch, R
 from collective.plan import MeanPlan, Terms
 from collective.transport.bundle import Bundle, Notice
 from collective.transport.hello import decode
-from collective.transport.link import Link, Scratch, bytes_of
+from collective.transport.link import Link, Scratch
 from collective.wire import HEADER_NBYTES, Frame, FrameType, Header, pack
-
-Record = Callable[[int, memoryview], None]
-"""Receives (start_numel, wire form) of every result chunk; the memory is valid during the call only."""
 
 _MAX_FAULTS = 3
 """So often a peer's link may break by its own fault (a wrong checksum) before the round gives it up."""
@@ -87,13 +80,10 @@ class MeanRound:
         view: the view it runs in.
         rank: our place in it.
         plan: the cut; `terms` says the same in words that can be compared.
-        codec: with its scratch.
-        tensor: fp32, flat, contiguous, on the CPU: our part.
-        out: the same shape; `tensor` itself or other memory.
+        buffers: our tensor, the output, the codec.
         weight: of our part.
         bundles: by rank; None at ours.
         eager_chunks: see MeanMachine.
-        record: see Record.
     """
 
     def __init__(
@@ -104,18 +94,15 @@ class MeanRound:
         rank: int,
         plan: MeanPlan,
         terms: Terms,
-        codec: Codec,
-        tensor: Tensor,
-        out: Tensor,
+        buffers: MeanBuffers,
         weight: float,
         bundles: Sequence[Bundle | None],
         eager_chunks: int,
-        record: Record | None,
     ) -> None:
         self.key = key
         self.view = view
         self.rank = rank
-        self.error: CollectiveError | None = None
+        self.error: Exception | None = None
         self.is_done = False
         self.changed = asyncio.Event()
         self.bytes_sent = 0
@@ -126,21 +113,14 @@ class MeanRound:
         self._plan = plan
         self._terms = terms
         self._plan_hash = terms.hash32
-        self._codec = codec
-        self._tensor = tensor
-        self._out = out
+        self._buffers = buffers
         self._weight = weight
-        self._record = record
         self._machine = MeanMachine(key=key, rank=rank, slices=plan.slices, eager_chunks=eager_chunks)
         self._unsent: list[set[_ChunkSend]] = [set() for _ in bundles]
         self._faults = [0] * view.world_size
+        self._result_headers: dict[int, bytes] = {}
         self._landing: dict[int, Link] = {}  # raw results on their way into `out`
-        self._arrived = tensor[:0]  # wire form of the chunk that is being handled
-        self._sum_begun = -1  # chunk whose sum begins with our own part
-        self._result_wires: dict[int, Tensor] = {}
-        own = plan.slices.chunks_of(rank)
-        longest = max((codec.wire_nbytes(plan.numel_of(chunk)) for chunk in own), default=0)
-        self._wire_memory = torch.empty(0 if codec.is_identity else (len(own), longest), dtype=torch.uint8)
+        self._arrived: Tensor | None = None  # wire form of the chunk being handled; None if it landed in place
 
     # -------------------------------------------------------------------------------- from the engine
 
@@ -150,14 +130,14 @@ class MeanRound:
 
     def place(self, link: Link, rank: int, header: Header) -> tuple[memoryview, object]:
         """Destination of a chunk of this round."""
-        if not self._is_ours(header):
-            return link.staging.bytes[: header.payload_nbytes], None
-        chunk = header.chunk
-        if header.type is FrameType.RESULT and self._codec.is_identity and self._machine.wants_result(rank, chunk):
-            lander = self._landing.get(chunk)
-            if lander is None or lander.closed:
-                self._landing[chunk] = link
-                return bytes_of(self._out[self._plan.span(chunk)]), self
+        # A round that has ended must not hand out its caller's memory again.
+        if self._is_ours(header) and not self.is_done:
+            self._check_planned(header)
+            if self._lands_in_place(rank, header):
+                lander = self._landing.get(header.chunk)
+                if lander is None or lander.closed:
+                    self._landing[header.chunk] = link
+                    return self._buffers.landing_place(header.chunk), self
         return link.staging.bytes[: header.payload_nbytes], self
 
     def on_frame(self, link: Link | None, rank: int, frame: Frame) -> None:
@@ -166,6 +146,8 @@ class MeanRound:
         Raises:
             RemoteProtocolError: the sender broke the protocol.
         """
+        if self.is_done:
+            return
         header = frame.header
         self.bytes_received += HEADER_NBYTES + header.payload_nbytes
         match header.type:
@@ -198,18 +180,19 @@ class MeanRound:
 
     def on_sent(self, send: _ChunkSend) -> None:
         """A chunk is the kernel's now."""
-        self.bytes_sent += HEADER_NBYTES + self._codec.wire_nbytes(self._plan.numel_of(send.chunk))
+        self.bytes_sent += HEADER_NBYTES + self._buffers.wire_nbytes(send.chunk)
         self._unsent[send.to].discard(send)
         self._end_if_drained()
 
     def pieces_of(self, frame_type: FrameType, chunk: int, scratch: Scratch) -> tuple[bytes, memoryview]:
         """Encode now."""
         if frame_type is FrameType.CONTRIBUTION:
-            wire = self._codec.encode(self._tensor[self._plan.span(chunk)], scratch.tensor)
-        else:
-            wire = self._result_wires[chunk]
-        payload = bytes_of(wire)
-        return pack(self._header(frame_type, len(payload), chunk), payload), payload
+            payload = self._buffers.contribution(chunk, scratch.tensor)
+            return pack(self._header(frame_type, len(payload), chunk), payload), payload
+        payload = self._buffers.result(chunk)
+        if chunk not in self._result_headers:  # the same frame goes to all: its checksum is made once
+            self._result_headers[chunk] = pack(self._header(frame_type, len(payload), chunk), payload)
+        return self._result_headers[chunk], payload
 
     # -------------------------------------------------------------------------------- to the supervisor
 
@@ -233,18 +216,21 @@ class MeanRound:
         """Give up because of these members, and say so to the others."""
         self.give_up(OperationAborted(self.key, cause, [self.view.members[rank].peer_id for rank in ranks]))
 
-    def give_up(self, error: OperationAborted) -> None:
+    def give_up(self, error: Exception) -> None:
         """Fail, and tell the others so that they need not find out by themselves."""
         if self.is_done:
             return
         self.fail(error)
-        payload = msgspec.msgpack.encode(AbortNotice(error.cause[:512], error.suspects))
+        notice = AbortNotice("failed inside", ())
+        if isinstance(error, OperationAborted):
+            notice = AbortNotice(error.cause[:512], error.suspects)
+        payload = msgspec.msgpack.encode(notice)
         for bundle in self.bundles:
             if bundle is not None:
                 bundle.notices.append(Notice(pack(self._header(FrameType.ABORT, len(payload)), payload), payload))
                 bundle.wake()
 
-    def fail(self, error: CollectiveError) -> None:
+    def fail(self, error: Exception) -> None:
         """End without a result. Idempotent."""
         if not self.is_done:
             self.error = error
@@ -259,6 +245,16 @@ class MeanRound:
     def _is_ours(self, header: Header) -> bool:
         return header.plan_hash == self._plan_hash
 
+    def _lands_in_place(self, rank: int, header: Header) -> bool:
+        is_raw_result = header.type is FrameType.RESULT and self._buffers.codec.is_identity
+        return is_raw_result and self._machine.wants_result(rank, header.chunk)
+
+    def _check_planned(self, header: Header) -> None:
+        if header.chunk >= self._plan.slices.num_chunks:
+            raise RemoteProtocolError("no such chunk")
+        if header.payload_nbytes != self._buffers.wire_nbytes(header.chunk):
+            raise RemoteProtocolError("chunk has another length than planned")
+
     def _on_open(self, rank: int, header: Header, payload: memoryview) -> None:
         peer_id = self.view.members[rank].peer_id
         difference = self._terms.first_difference(decode(payload, Terms))
@@ -270,22 +266,17 @@ class MeanRound:
 
     def _on_chunk(self, link: Link | None, rank: int, header: Header, payload: memoryview) -> None:
         chunk = header.chunk
-        if chunk >= self._plan.slices.num_chunks:
-            raise RemoteProtocolError("no such chunk")
-        if header.payload_nbytes != self._codec.wire_nbytes(self._plan.numel_of(chunk)):
-            raise RemoteProtocolError("chunk has another length than planned")
-        is_result = header.type is FrameType.RESULT
-        if is_result and self._codec.is_identity and self._machine.wants_result(rank, chunk):
+        self._check_planned(header)
+        if self._lands_in_place(rank, header):
             if self._landing.get(chunk) is not link:
                 return  # the same chunk is landing from another stream
-            self._arrived = self._out[self._plan.span(chunk)].view(torch.uint8)
+            self._arrived = None
         elif link is not None:
             self._arrived = link.staging.tensor[: header.payload_nbytes]
         else:
             self._arrived = torch.frombuffer(payload, dtype=torch.uint8)
         try:
-            self._codec.check(self._arrived)
-            if is_result:
+            if header.type is FrameType.RESULT:
                 effects = self._machine.handle(ResultArrived(rank, chunk))
             else:
                 self._take_weight(rank, header.weight)
@@ -303,18 +294,33 @@ class MeanRound:
     # -------------------------------------------------------------------------------- effects
 
     def _run(self, effects: Sequence[ReduceEffect]) -> None:
+        try:
+            self._carry_out(effects)
+        except NotFinite:
+            raise
+        except OverflowError as error:  # nobody's fault: every part is finite
+            self.suspect([], str(error))
+        except Exception as error:  # noqa: BLE001 - above is only the loop; the caller must hear it (its `record` failed)
+            self.give_up(error)
+
+    def _carry_out(self, effects: Sequence[ReduceEffect]) -> None:
         touched: dict[int, Bundle] = {}
         for effect in effects:
             if self.is_done:
                 return
             match effect:
+                case Accumulate(chunk=chunk, rank=rank) if rank == self.rank:
+                    self._buffers.begin_sum(chunk)
                 case Accumulate(chunk=chunk, rank=rank):
-                    self._accumulate(chunk, rank)
+                    assert self._arrived is not None
+                    self._buffers.add(chunk, self._arrived, self._weight_of(rank))
                 case FinishChunk(chunk=chunk):
-                    self._finish_chunk(chunk)
+                    self._buffers.finish(chunk, self.weight_sum())
                 case InstallResult(chunk=chunk):
-                    self._codec.decode(self._arrived, self._out[self._plan.span(chunk)])
-                    self._tell_record(chunk, self._arrived)
+                    if self._arrived is None:
+                        self._buffers.install_landed(chunk)
+                    else:
+                        self._buffers.install(chunk, self._arrived)
                 case SendContribution(to=to, chunk=chunk):
                     touched[to] = self._queue(FrameType.CONTRIBUTION, to, chunk)
                 case SendResult(to=to, chunk=chunk):
@@ -333,52 +339,17 @@ class MeanRound:
             bundle.wake()
         self._end_if_drained()
 
-    def _accumulate(self, chunk: int, rank: int) -> None:
-        span = self._plan.span(chunk)
-        if rank == self.rank:
-            # Added together with the first part that arrives: one pass over memory less.
-            self._sum_begun = chunk
-            return
-        weight = self.weights[rank]
-        assert weight is not None
-        total = self._out[span]
-        if self._sum_begun == chunk:
-            self._codec.accumulate(self._arrived, weight, self._tensor[span], self._weight, total)
-            self._sum_begun = -1
-        else:
-            self._codec.accumulate(self._arrived, weight, total, 1.0, total)
-
-    def _finish_chunk(self, chunk: int) -> None:
-        span = self._plan.span(chunk)
-        total = self._out[span]
-        if self._sum_begun == chunk:  # alone in the view
-            torch.mul(self._tensor[span], self._weight, out=total)
-            self._sum_begun = -1
-        weight_sum = self.weight_sum()
-        if weight_sum > 0.0:
-            total.div_(weight_sum)
-        else:
-            total.zero_()
-        if first_non_finite(total) is not None:
-            self.suspect([], "the sum overflows fp32")
-            return
-        index = chunk - self._plan.slices.chunks_of(self.rank).start
-        wire = self._codec.encode(total, total if self._codec.is_identity else self._wire_memory[index])
-        if not self._codec.is_identity:
-            self._codec.decode(wire, total)
-        self._result_wires[chunk] = wire
-        self._tell_record(chunk, wire)
-
-    def _tell_record(self, chunk: int, wire: Tensor) -> None:
-        if self._record is not None:
-            self._record(self._plan.starts[chunk], bytes_of(wire))
-
     def _queue(self, frame_type: FrameType, to: int, chunk: int) -> Bundle:
         send = _ChunkSend(self, frame_type, to, chunk)
         self._unsent[to].add(send)
         bundle = self._bundle(to)
         (bundle.results if frame_type is FrameType.RESULT else bundle.contributions).append(send)
         return bundle
+
+    def _weight_of(self, rank: int) -> float:
+        weight = self.weights[rank]
+        assert weight is not None, "a chunk is added only after its weight was taken"
+        return weight
 
     def _bundle(self, rank: int) -> Bundle:
         bundle = self.bundles[rank]

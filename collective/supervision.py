@@ -95,7 +95,7 @@ def _suspect_the_lost(
 def _suspect_the_stalled(round_: MeanRound, watches: dict[int, tuple[Bundle, ProgressWatch]], now: float) -> None:
     stalled = []
     for rank, (bundle, watch) in watches.items():
-        watch.observe(bundle.moved(), now)
+        watch.observe(bundle.moved(), bundle.chunk_s, now)
         owes = round_.concerns(rank) and round_.has_opened(rank)
         if watch.is_stalled(now, owes=owes, owes_only_results=round_.owes_only_results(rank)):
             stalled.append(rank)

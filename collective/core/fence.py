@@ -7,6 +7,7 @@ and counted; future frames are held back within a bound.
 """
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from collective.core.types import Epoch, Incarnation, PeerId, PeerRef, View
@@ -25,21 +26,21 @@ class Fence:
     """What is needed of a view to judge a frame."""
 
     epoch: Epoch
-    incarnations: tuple[tuple[PeerId, Incarnation], ...] = ()
+    incarnations: Mapping[PeerId, Incarnation]
 
     @classmethod
     def before_any_view(cls) -> "Fence":
         """The fence of somebody without a view: everything is of the future."""
-        return cls(epoch=Epoch(-1))
+        return cls(epoch=Epoch(-1), incarnations={})
 
     @classmethod
     def of(cls, view: View) -> "Fence":
         """The fence of an installed view."""
-        return cls(epoch=view.epoch, incarnations=tuple((m.peer_id, m.incarnation) for m in view.members))
+        return cls(epoch=view.epoch, incarnations={m.peer_id: m.incarnation for m in view.members})
 
     def judge(self, sender: PeerRef, epoch: Epoch) -> Standing:
         """Decide about a frame that `sender` stamped with `epoch`."""
-        known = dict(self.incarnations).get(sender.peer_id)
+        known = self.incarnations.get(sender.peer_id)
         if epoch < self.epoch or (known is not None and sender.incarnation < known):
             return Standing.STALE
         if epoch > self.epoch:

@@ -20,7 +20,7 @@ class StallLimits:
     floor_s: float = 4.0
     """Shortest silence that counts; longer than a garbage collection, a page-in, a few lost packets."""
     chunk_times: float = 8.0
-    """Or so many times the slowest chunk seen from this member in this round, whichever is longer."""
+    """Or so many times what a chunk from this member takes, whichever is longer."""
     ceiling_s: float = 30.0
     """Never longer than this, however slow the link."""
 
@@ -36,22 +36,25 @@ class ProgressWatch:
         self._limits = limits
         self._moved = -1
         self._moved_at = now
-        self._slowest_chunk_s = 0.0
+        self._chunk_s = 0.0
 
-    def observe(self, moved: int, now: Instant) -> None:
-        """`moved` is a counter that grows with every byte from or to this member."""
+    def observe(self, moved: int, chunk_s: float, now: Instant) -> None:
+        """What the links to this member say.
+
+        Args:
+            moved: a counter that grows with every byte from or to it.
+            chunk_s: how long a chunk from it takes, from its first byte to its last.
+            now: the time.
+        """
+        self._chunk_s = chunk_s
         if moved != self._moved:
             self._moved = moved
             self._moved_at = now
 
-    def chunk_took(self, seconds: float) -> None:
-        """A chunk from this member took so long from its first byte to its last."""
-        self._slowest_chunk_s = max(self._slowest_chunk_s, seconds)
-
     @property
     def limit_s(self) -> float:
         """How long this member may stand still."""
-        return min(max(self._limits.floor_s, self._limits.chunk_times * self._slowest_chunk_s), self._limits.ceiling_s)
+        return min(max(self._limits.floor_s, self._limits.chunk_times * self._chunk_s), self._limits.ceiling_s)
 
     def is_stalled(self, now: Instant, *, owes: bool, owes_only_results: bool) -> bool:
         """Whether its silence is a suspicion.

@@ -139,6 +139,11 @@ class Bundle:
         """A number that changes while bytes get through in either direction."""
         return sum(self._bytes_of_old_links) + sum(link.moved() for link in self._links.values())
 
+    @property
+    def chunk_s(self) -> float:
+        """How long a chunk from this peer takes, on the slowest stream. 0.0 before the first."""
+        return max((link.chunk_s for link in self._links.values()), default=0.0)
+
     def attach(self, sock: socket.socket, stream: int) -> None:
         """Take a connection after its handshake. A stream that is there already is replaced."""
         if stream in self._links:

@@ -24,6 +24,8 @@ from collective.wire import Frame, FrameReader, Header, Limits
 _CALLS_PER_WAKE = 8
 """System calls per direction before the other sockets get their turn: at most a few MiB."""
 
+_AVERAGING = 0.2
+
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, without a copy."""
@@ -93,6 +95,7 @@ class Link:
         self.closed = False
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.chunk_s = 0.0  # moving average, from a payload's first byte to its last
         self.staging = Scratch(chunk_nbytes)  # where the owner may place what it does not keep
         self._encoding = Scratch(chunk_nbytes)
         self._owner = owner
@@ -100,6 +103,7 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(limits=limits, place=self._place, read_ahead=True)
         self._receiving_for: object = None
+        self._receiving_since = 0.0
         self._outgoing: Outgoing | None = None
         self._unsent: list[memoryview] = []
         self._is_writer_set = False
@@ -142,6 +146,7 @@ class Link:
 
     def _place(self, header: Header) -> memoryview:
         destination, self._receiving_for = self._owner.place(self, header)
+        self._receiving_since = self._loop.time()
         return destination
 
     def _on_readable(self) -> None:
@@ -153,7 +158,9 @@ class Link:
                     self.close(ConnectionLost("closed by the peer"))
                     return
                 self.bytes_received += nbytes
+                since = self._receiving_since  # of the frame that may be whole now; the next one may begin as well
                 for frame in self._reader.received(nbytes):
+                    self.chunk_s += _AVERAGING * (self._loop.time() - since - self.chunk_s)
                     self._owner.on_frame(self, frame)
                     if self.closed:
                         return

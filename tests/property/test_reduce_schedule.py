@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from collective.core.reduce import (
     Accumulate,
     ContributionArrived,
-    Finished,
     FinishChunk,
+    Finished,
     InstallResult,
     LinkRenewed,
     MeanMachine,

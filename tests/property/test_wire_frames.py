@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from collective.errors import PayloadCorrupted, RemoteProtocolError
 from collective.wire import HEADER_NBYTES, ON_CONTROL, FrameReader, FrameType, Header, on_bulk, pack, unpack
 
-LIMITS = {frame_type: 1 << 12 for frame_type in FrameType}
+LIMITS = dict.fromkeys(FrameType, 1 << 12)
 U16, U32 = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1)
 PAYLOADS = st.binary(max_size=300)
 

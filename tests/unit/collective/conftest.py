@@ -76,6 +76,18 @@ async def running_sites(count, **more):
             await site.close()
 
 
+async def wait_until(condition):
+    """Give the loop its turns until `condition()` holds."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what sockets do has no event
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+def until():
+    return wait_until
+
+
 @pytest.fixture
 def sites_running():
     return running_sites

@@ -7,7 +7,7 @@ LIMITS = StallLimits(floor_s=4.0, chunk_times=8.0, ceiling_s=30.0)
 
 def test_silence_longer_than_the_floor_is_a_stall():
     watch = ProgressWatch(LIMITS, now=0.0)
-    watch.observe(10, 1.0)
+    watch.observe(10, 0.1, 1.0)
     assert not watch.is_stalled(4.9, owes=True, owes_only_results=False)
     assert watch.is_stalled(5.1, owes=True, owes_only_results=False)
 
@@ -15,7 +15,7 @@ def test_silence_longer_than_the_floor_is_a_stall():
 def test_every_byte_starts_the_clock_again():
     watch = ProgressWatch(LIMITS, now=0.0)
     for second in range(20):
-        watch.observe(second, float(second))
+        watch.observe(second, 0.1, float(second))
         assert not watch.is_stalled(second + 0.9, owes=True, owes_only_results=False)
 
 
@@ -31,7 +31,7 @@ def test_whoever_owes_nothing_is_never_stalled():
 
 def test_a_slow_link_gets_longer_up_to_the_ceiling():
     watch = ProgressWatch(LIMITS, now=0.0)
-    watch.chunk_took(1.0)
+    watch.observe(1, 1.0, 0.0)
     assert watch.limit_s == 8.0
-    watch.chunk_took(100.0)
+    watch.observe(2, 100.0, 0.0)
     assert watch.limit_s == 30.0

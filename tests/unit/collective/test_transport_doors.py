@@ -23,15 +23,11 @@ SERVER, CLIENT = PeerId("5" * 16), PeerId("c" * 16)
 
 
 def hello(purpose=Purpose.CONTROL, version=PROTOCOL_VERSION):
-    return Hello(
-        protocol_version=version, run_id="run", purpose=purpose, peer_id=CLIENT, incarnation=Incarnation(7)
-    )
+    return Hello(protocol_version=version, run_id="run", purpose=purpose, peer_id=CLIENT, incarnation=Incarnation(7))
 
 
 def reply(accepted=True, code=0, reason=""):
-    return HelloReply(
-        accepted=accepted, code=code, reason=reason, peer_id=SERVER, incarnation=Incarnation(3)
-    )
+    return HelloReply(accepted=accepted, code=code, reason=reason, peer_id=SERVER, incarnation=Incarnation(3))
 
 
 async def echo(channel: Channel):
@@ -60,6 +56,11 @@ async def talk_raw(address, data):
     writer.close()
     with contextlib.suppress(ConnectionError):
         await writer.wait_closed()
+
+
+async def send_many(channel, count, timeout_s):
+    for _ in range(count):
+        await channel.send(FrameType.STATE_CHUNK, bytes(4 << 20), timeout_s=timeout_s)
 
 
 async def works(address):
@@ -228,8 +229,7 @@ async def test_a_send_that_nobody_reads_ends_at_its_deadline_and_closes():
     async with door:
         channel = await connect(door.address, hello(Purpose.STATE), timeout_s=5)
         with pytest.raises(DeadlineExceeded):
-            for _ in range(64):
-                await channel.send(FrameType.STATE_CHUNK, bytes(4 << 20), timeout_s=0.2)
+            await send_many(channel, 64, timeout_s=0.2)
         assert channel.closed
         with pytest.raises(ConnectionLost):
             await channel.send(FrameType.STATE_CHUNK, b"", timeout_s=0.2)
@@ -257,9 +257,9 @@ async def test_a_handler_that_fails_does_not_take_the_listener_with_it():
         bulk=lambda sock, _: sock.close(),
     )
     async with door:
-        with contextlib.closing(await connect(door.address, hello(), timeout_s=5)) as channel:
-            with pytest.raises(ConnectionLost):
-                await channel.receive(timeout_s=5)
+        channel = await connect(door.address, hello(), timeout_s=5)
+        with pytest.raises(ConnectionLost):
+            await channel.receive(timeout_s=5)
         with contextlib.closing(await connect(door.address, hello(Purpose.STATE), timeout_s=5)) as channel:
             await channel.send(FrameType.STATE_REQUEST, b"?", timeout_s=5)
             assert bytes((await channel.receive(timeout_s=5)).payload) == b"?"
