@@ -41,6 +41,9 @@ from elastic.observation import Observe, PeerConnected, PeerDisconnected, Record
 
 _log = logging.getLogger(__name__)
 
+_STORY_LENGTH = 20
+"""Events that are told when the machine fails."""
+
 _PEER_MESSAGES: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
 
 
@@ -175,7 +178,8 @@ class CoordinatorShell:
             self._carry_out(self._machine.handle(event, self._clock()))
         except Exception as error:  # noqa: BLE001 - run() raises it
             # A machine that raised, or is ahead of its journal, must not be asked again, and nobody may hear of it.
-            _log.error("coordinator_failed event=%s cause=%r", type(event).__name__, error)
+            story = list(self._machine.story)[-_STORY_LENGTH:]
+            _log.error("coordinator_failed cause=%r story=%r", error, story)
             self._failure = error
             self._stop("the coordinator failed")
         if self._machine.finished:

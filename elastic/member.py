@@ -17,6 +17,7 @@ It decides nothing: that is elastic/core/member.py. It knows no tensors.
 """
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -76,10 +77,15 @@ from elastic.state_wire import Pace
 
 __all__ = ["Committed", "Membership", "RoundRunner"]
 
+_log = logging.getLogger(__name__)
+
 _COORDINATOR_MESSAGES: msgspec.msgpack.Decoder[CoordinatorMessage] = msgspec.msgpack.Decoder(CoordinatorMessage)
 
 _MAX_QUEUED_EFFECTS = 1024
 """The machine gives a handful of effects for an event, and waits for the outcome of long ones."""
+
+_STORY_LENGTH = 20
+"""Events that are told when the machine fails."""
 
 UNREACHABLE_EXIT_CODE, REFUSED_EXIT_CODE, TRAINING_EXIT_CODE = 4, 5, 8
 
@@ -224,7 +230,12 @@ class Membership:
     # -------------------------------------------------------------------------------- the machine
 
     def _feed(self, event: MemberEvent) -> None:
-        for effect in self._machine.handle(event, self._clock()):
+        try:
+            effects = self._machine.handle(event, self._clock())
+        except AssertionError:
+            _log.exception("member_failed story=%r", list(self._machine.story)[-_STORY_LENGTH:])
+            raise
+        for effect in effects:
             match effect:
                 case SendToCoordinator(message=message):
                     if self._connection is not None:
@@ -332,4 +343,6 @@ class Membership:
         view, taken_s = self._rounds.view, self._clock() - self._round_began
         assert view is not None, "what is staged was exchanged"
         self._observe(RoundCommitted(key=effect.key, held=effect.held, final=effect.final, seconds=taken_s))
-        self._desk.committed(Committed(key=effect.key, view=view, held=effect.held, final=effect.final, position=effect.position))
+        self._desk.committed(
+            Committed(key=effect.key, view=view, held=effect.held, final=effect.final, position=effect.position)
+        )

@@ -20,11 +20,12 @@ from collections.abc import Callable, Sequence
 from collective.core.types import Member, OuterStep, PeerRef
 from collective.errors import CollectiveError
 from elastic.core.messages import Held
-from elastic.digest import Hasher, StateManifest, chunk_of
+from elastic.digest import Hasher, StateManifest
 from elastic.donor_link import Dial, DonorLink
 from elastic.errors import DonorFault, DonorRefused, NoDonor, StateDiverged, StateMismatch
 from elastic.replica import CommitEntry, Replica
-from elastic.state_wire import ChunkMap, Pace
+from elastic.state_wire import Pace
+from elastic.transfer import Transfer
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class StateSync:
         self._target: Held | None = None
         self._donors: tuple[Member, ...] = ()
         self._dropped: dict[PeerRef, str] = {}
-        self._transfer: _Transfer | None = None
+        self._transfer: Transfer | None = None
         self._known: dict[OuterStep, bytes] = {}
         self._collected: dict[OuterStep, CommitEntry] = {}
         self._news = asyncio.Event()
@@ -212,8 +213,9 @@ class StateSync:
     async def _fetch_snapshot(self) -> Held:
         """Fetch one whole snapshot and install it. Every turn of the loop drops a donor or ends."""
         while True:
-            offers = await self._gather_offers()
+            offers: list[tuple[DonorLink, StateManifest]] = []
             try:
+                await self._gather_offers(offers)
                 if not offers:
                     raise NoDonor(self._aim_now.outer_step, tuple(self._dropped.values()))
                 manifest = max((offered for _, offered in offers), key=self._preference)
@@ -234,31 +236,27 @@ class StateSync:
         begun = self._transfer is not None and self._transfer.manifest.digest == manifest.digest
         return begun, manifest.digest == self._aim_now.digest, manifest.outer_step
 
-    async def _gather_offers(self) -> list[tuple[DonorLink, StateManifest]]:
-        """Connect to the first few donors and ask each to pin its state."""
-        offers: list[tuple[DonorLink, StateManifest]] = []
+    async def _gather_offers(self, offers: list[tuple[DonorLink, StateManifest]]) -> None:
+        """Connect to the first few donors and ask each to pin its state. The caller closes what is in `offers`."""
 
         async def ask(member: Member) -> None:
-            link = None
+            useless = None
             try:
-                link = await self._open(member)
+                link = useless = await self._open(member)
                 offers.append((link, await link.manifest()))
+                useless = None
             except (CollectiveError, DonorFault) as error:
                 self._drop(member, error)
-                if link is not None:
-                    link.close()
-            except asyncio.CancelledError:
-                if link is not None:
-                    link.close()
-                raise
+            finally:
+                if useless is not None:
+                    useless.close()
 
         while not offers and (candidates := self._candidates()):
             async with asyncio.TaskGroup() as tasks:
                 for member in candidates[: self._pace.max_donors]:
                     tasks.create_task(ask(member))
-        return offers
 
-    async def _begin(self, manifest: StateManifest) -> "_Transfer":
+    async def _begin(self, manifest: StateManifest) -> Transfer:
         """Go on with the transfer of this manifest, or begin it with the chunks that are already right."""
         if self._transfer is None or self._transfer.manifest.digest != manifest.digest:
             self._transfer = None
@@ -266,7 +264,7 @@ class StateSync:
             if [buffer.nbytes for buffer in destinations] != [part.nbytes for part in manifest.tensors]:
                 raise StateMismatch("a destination has another size than the manifest names")
             present = await self._hasher.hash_async(destinations, chunk_nbytes=manifest.chunk_nbytes)
-            self._transfer = _Transfer(manifest, destinations, present)
+            self._transfer = Transfer(manifest, destinations, present)
         _log.info(
             "snapshot_begun outer_step=%d missing_chunks=%d num_chunks=%d",
             manifest.outer_step,
@@ -275,14 +273,14 @@ class StateSync:
         )
         return self._transfer
 
-    async def _pull_all(self, links: Sequence[DonorLink], transfer: "_Transfer") -> None:
+    async def _pull_all(self, links: Sequence[DonorLink], transfer: Transfer) -> None:
         async with asyncio.TaskGroup() as tasks:
             collecting = tasks.create_task(self._collect_commits(transfer.manifest))
             pulls = [tasks.create_task(self._pull(link, transfer)) for link in links]
             await asyncio.wait(pulls)
             collecting.cancel()
 
-    async def _pull(self, link: DonorLink, transfer: "_Transfer") -> None:
+    async def _pull(self, link: DonorLink, transfer: Transfer) -> None:
         """Fetch missing chunks from one donor until none is missing or the donor fails."""
         asked: deque[int] = deque()
         try:
@@ -304,53 +302,3 @@ class StateSync:
             # Closed before its chunks are given to another donor: two writers must never share a destination.
             link.close()
             transfer.give_back(asked)
-
-
-class _Transfer:
-    """A snapshot on its way: where its chunks belong and which are missing."""
-
-    def __init__(
-        self, manifest: StateManifest, destinations: Sequence[memoryview], present: Sequence[Sequence[bytes]]
-    ) -> None:
-        self.manifest = manifest
-        self._destinations = destinations
-        self._map = ChunkMap(manifest)
-        self._changed = asyncio.Event()
-        self.num_chunks = len(self._map)
-        self.missing: deque[int] = deque()
-        for index in range(self.num_chunks):
-            tensor, chunk = self._map.place(index)
-            if present[tensor][chunk] != manifest.tensors[tensor].chunk_digests[chunk]:
-                self.missing.append(index)
-        self._num_left = len(self.missing)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every chunk is in its place and verified."""
-        return self._num_left == 0
-
-    def place(self, index: int) -> tuple[memoryview, bytes]:
-        """Destination and digest of a chunk."""
-        tensor, chunk = self._map.place(index)
-        destination = chunk_of(self._destinations[tensor], chunk, self.manifest.chunk_nbytes)
-        return destination, self.manifest.tensors[tensor].chunk_digests[chunk]
-
-    def arrived(self) -> None:
-        """One more chunk is in its place and verified."""
-        self._num_left -= 1
-        self._changed.set()
-
-    def give_back(self, indices: Sequence[int]) -> None:
-        """These were asked for and will not come."""
-        self.missing.extend(indices)
-        self._changed.set()
-
-    async def more(self) -> bool:
-        """Wait until a chunk is missing again (True) or all have arrived (False).
-
-        Bounded by the deadlines of the donors that have the last chunks under way.
-        """
-        while not self.missing and not self.is_complete:
-            self._changed.clear()
-            await self._changed.wait()
-        return bool(self.missing)

@@ -1,20 +1,25 @@
 """How learners become members, and who makes the first state.
 
-* At a commit boundary every learner comes in that holds the new state or the one before it. It must not be asked
-  for the newest state only: every commit moves that, and a learner that chases it never arrives.
+* At a commit boundary every learner comes in that holds the new state, the one before it, or one that was the newest
+  within the last `admission_lag_s`; what it misses it replays from a member. It must not be asked for the newest
+  state only: every commit moves that, and a learner that chases it never arrives. One commit of slack is not enough
+  where commits come faster than a message and its answer (test_scenarios.py: far learner).
 * While the members are too few to commit there is no boundary to wait for: who holds the committed state comes in
   at once. This is also how a run goes on after its last member died.
 * Without any state, exactly one learner is asked to make it.
 * If nobody who holds the committed state shows up for `orphan_timeout_s`, the waiting learners are sent home.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 from collective.core.types import Epoch, Instant, PeerRef
-from elastic.core.messages import Evicted, Refused
+from elastic.core.messages import Evicted, Held, Refused
 from elastic.core.roster import Roster
 
 QUORUM_EXIT_CODE = 7
+MAX_COMMITS_BEHIND = 64
+"""Whatever the clock says, a donor's commit log does not reach back further than this."""
 
 
 class Admission:
@@ -23,6 +28,7 @@ class Admission:
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._orphaned_since: Instant | None = None
+        self._superseded: deque[tuple[Instant, Held]] = deque(maxlen=MAX_COMMITS_BEHIND)
 
     def at_boundary(self, deviants: Sequence[PeerRef]) -> None:
         """A commit was just made: leavers and deviants go, learners come in."""
@@ -33,8 +39,12 @@ class Admission:
             ref: Evicted(epoch=epoch, reason=f"other result at outer step {state.outer_step}") for ref in deviants
         }
         stays = [item for item in roster.members() if not item.leaving and item.ref not in evicted]
-        # A learner one commit behind replays it from a member; with no member left it must hold the state itself.
-        enough = (state.committed, state.previous) if stays else (state.committed,)
+        if state.previous is not None:
+            self._superseded.append((roster.now, state.previous))
+        enough = [state.committed]
+        if stays:  # with no member left to replay from, it must hold the state itself
+            recent = roster.now - roster.config.admission_lag_s
+            enough += [state.previous, *(held for since, held in self._superseded if since >= recent)]
         into = [session for session in roster.learners() if session.synced is not None and session.synced in enough]
         roster.cross_boundary(evicted=evicted, into=into)
 

@@ -45,6 +45,8 @@ class CoordinatorConfig:
     """A member stalls when it stands still for this many times its own slowest measured interval."""
     stall_initial_s: float = 300.0
     """The stall timeout while nothing is measured yet: the first inner step may compile for minutes."""
+    admission_lag_s: float = 2.0
+    """A learner may be admitted that is behind by the commits of so many seconds (always by one)."""
     lateness_s: float = 1.0
     """If the coordinator itself is woken this much after its deadline it was paused, and judges nobody by that time."""
     resend_interval_s: float = 0.5
@@ -63,7 +65,7 @@ class CoordinatorConfig:
             raise ValueError("outer_steps and max_split_votes must be at least 1, first_index at least 0")
         times = [self.heartbeat_timeout_s, self.suspect_silence_s, self.reconnect_grace_s, self.recover_grace_s]
         times += [self.report_window_s, self.stall_floor_s, self.stall_factor, self.stall_initial_s]
-        times += [self.lateness_s, self.resend_interval_s, self.orphan_timeout_s]
+        times += [self.admission_lag_s, self.lateness_s, self.resend_interval_s, self.orphan_timeout_s]
         if min(times) <= 0:
             raise ValueError("times must be positive")
 

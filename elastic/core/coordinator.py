@@ -37,14 +37,14 @@ from elastic.core.messages import (
     Synced,
     Vote,
 )
-from elastic.core.records import CommitRecord, Contribution, Genesis, LeaseRecord, Record
+from elastic.core.reception import INTEGRITY_EXIT_CODE, Reception
+from elastic.core.records import CommitRecord, Contribution, LeaseRecord, Record
 from elastic.core.roster import Roster
 from elastic.core.rounds import Agreed, Split
 from elastic.core.run_state import RunState
 from elastic.core.sessions import Session
 
 STORY_LENGTH = 512
-DONE_EXIT_CODE, REFUSED_EXIT_CODE, INTEGRITY_EXIT_CODE = 0, 5, 9
 
 
 class CoordinatorMachine:
@@ -58,6 +58,7 @@ class CoordinatorMachine:
         self.state = state
         self._roster = Roster(config, state)
         self._rounds = self._roster.rounds
+        self._reception = Reception(self._roster)
         self._admission = Admission(self._roster)
         self._halted: Refused | None = None
         self._promised: Instant | None = None  # what next_deadline() was after the last event
@@ -78,7 +79,9 @@ class CoordinatorMachine:
         for member in state.view.members:
             session = roster.open(member.ref, member.address)
             session.last_heard = session.awaited_until = now + config.recover_grace_s
-            # Who voted for the last commit holds it or has it staged; of the others we learn when they speak.
+            # Who voted for the last commit holds it or has it staged; of the others we learn when they speak. Not
+            # knowing is not "no": a view whose voters are all gone is held by others (test_scenarios.py: recovered
+            # view without a voter).
             session.holds_state = True if member.ref in voters else None
         return machine
 
@@ -102,7 +105,8 @@ class CoordinatorMachine:
             case _:
                 assert_never(event)
         self._settle()
-        self._promised = self.next_deadline()
+        deadline = self.next_deadline()
+        self._promised = None if deadline is None else max(deadline, now)
         return roster.effects
 
     def next_deadline(self) -> Instant | None:
@@ -155,14 +159,14 @@ class CoordinatorMachine:
             roster.counters["older_incarnation"] += 1
             return
         if session is None or session.ref != sender:
-            self._on_stranger(sender, message)
+            self._reception.stranger(sender, message)
             return
         session.heard(roster.now)
         match message:
             case Leave():
                 self._on_leave(session, message)
             case Join() | Heartbeat() | Synced() if not roster.is_member(session):
-                self._on_learner(session, message)
+                self._reception.learner(session, message)
             case Vote() | RoundFailed() | LeaseRequest() if not roster.is_member(session):
                 roster.counters["learner_spoke_as_member"] += 1
                 roster.send(sender, Evicted(epoch=self.state.epoch, reason="a learner, no member"))
@@ -180,81 +184,6 @@ class CoordinatorMachine:
                 self._on_lease_request(session, message)
             case _:
                 assert_never(message)
-
-    def _on_stranger(self, sender: PeerRef, message: PeerMessage) -> None:
-        match message:
-            case Join():
-                self._on_join(sender, message)
-            case Leave():
-                self._roster.send(sender, Goodbye(outer_step=self.state.outer_step))
-            case Heartbeat() | Synced() | Vote() | RoundFailed() | LeaseRequest():
-                # Without an answer a dropped peer would wait for ever.
-                self._roster.counters["stranger"] += 1
-                self._roster.send(sender, Evicted(epoch=self.state.epoch, reason="no member and no learner"))
-            case _:
-                assert_never(message)
-
-    def _on_join(self, sender: PeerRef, message: Join) -> None:
-        roster = self._roster
-        departure = self.state.departed.get(sender.peer_id)
-        if departure is not None and sender.incarnation < departure.incarnation:
-            roster.counters["older_incarnation"] += 1
-            return
-        refusal = self._refusal(message)
-        if refusal is not None:
-            roster.send(sender, refusal)
-            return
-        if departure is not None and sender.incarnation == departure.incarnation and message.epoch < departure.epoch:
-            # It believes that it is a member, with a payload and leases that are somebody else's by now. If it were
-            # taken as a learner and the Welcome got lost, it would be admitted without ever knowing.
-            roster.send(sender, Evicted(epoch=self.state.epoch, reason="dropped while it was away"))
-            return
-        replaced = roster.sessions.get(sender.peer_id)
-        session = roster.open(sender, message.address)
-        if replaced is not None and self.state.is_member(replaced.ref):
-            roster.change_view(out={replaced.ref: None}, cause=f"{sender.peer_id} started again")
-        if self._note_held(session, message.held):
-            roster.welcome(session)
-
-    def _on_learner(self, session: Session, message: Join | Heartbeat | Synced) -> None:
-        roster = self._roster
-        commit = self.state.commit_message()
-        if commit is not None and commit.final:
-            roster.send(session.ref, commit)  # there is nothing left to wait for
-            return
-        match message:
-            case Heartbeat():
-                session.beat(message, roster.now)
-            case Join():
-                session.address = message.address
-                if self._note_held(session, message.held):
-                    roster.welcome(session)
-            case Synced():
-                if self._note_held(session, message.held) and session.synced != self.state.committed:
-                    roster.welcome(session)
-            case _:
-                assert_never(message)
-
-    def _note_held(self, session: Session, held: Held | None) -> bool:
-        """A learner says what it holds; a run without a state begins with it. False if the peer was refused."""
-        if held is None:
-            return True
-        if self.state.committed is None:
-            record = Genesis(
-                outer_step=held.outer_step,
-                digest=held.digest,
-                next_index=self.config.first_index,
-                returned=self.config.first_free,
-            )
-            self._roster.persist(record)
-        if held in (self.state.committed, self.state.previous):
-            session.synced = held
-        elif held.outer_step > self.state.outer_step:
-            reason = f"you hold outer step {held.outer_step}, this run is at {self.state.outer_step}: start without it"
-            self._roster.send(session.ref, Refused(code=REFUSED_EXIT_CODE, reason=reason))
-            self._roster.close(session)
-            return False
-        return True
 
     def _on_heartbeat(self, session: Session, beat: Heartbeat) -> None:
         roster, now = self._roster, self._roster.now
@@ -312,19 +241,6 @@ class CoordinatorMachine:
         session = self._roster.sessions.get(sender.peer_id)
         if session is not None and session.ref == sender and not session.disconnected:
             session.lost(self._roster.now, self.config.reconnect_grace_s)
-
-    def _refusal(self, message: Join) -> Refused | None:
-        if message.manifest_digest != self.config.manifest_digest:
-            return Refused(code=REFUSED_EXIT_CODE, reason="your run manifest differs from the run's")
-        if self.state.final:
-            reason = f"the run is complete at outer step {self.state.outer_step}"
-            return Refused(code=DONE_EXIT_CODE, reason=reason)
-        if message.epoch > self.state.epoch:
-            reason = f"you have seen epoch {message.epoch}, this journal ends at {self.state.epoch}: restore it"
-            return Refused(code=INTEGRITY_EXIT_CODE, reason=reason)
-        if len(self._roster.sessions) >= self.config.max_peers:
-            return Refused(code=REFUSED_EXIT_CODE, reason=f"the run is full: {self.config.max_peers} peers")
-        return None
 
     # -------------------------------------------------------------------------------- decisions
 
@@ -411,7 +327,7 @@ class CoordinatorMachine:
         assert commit is not None, "it was committed just now"
         deviants = [session.ref for session in members if session.ref.peer_id in agreed.deviants]
         for session in roster.sessions.values():
-            if session.ref not in deviants:
+            if session.ref not in deviants or record.final:
                 roster.send(session.ref, commit)
         for session in members:
             session.holds_state = session.ref not in deviants

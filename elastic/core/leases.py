@@ -142,7 +142,8 @@ class LeaseLedger:
 
     def position(self) -> DataPosition:
         """Which samples no commit has consumed yet, whoever has them."""
-        return DataPosition(self.next_index, merged((*self.free, *(item for held in self._owned.values() for item in held))))
+        owned = (item for ranges in self._owned.values() for item in ranges)
+        return DataPosition(self.next_index, merged((*self.free, *owned)))
 
     def check_invariants(self) -> None:
         """No index is in two places, none is beyond `next_index`."""

@@ -354,15 +354,25 @@ class MemberMachine:
         made = Held(commit.outer_step, commit.digest)
         if self._attempt.key == commit.key:
             if not self._install_if_staged(made, final=commit.final, position=commit.position):
-                # The others agreed on something else. What is staged here is wrong, and the coordinator knows it.
-                self._lose_membership(f"outer step {commit.outer_step} was committed with another digest")
-                self._phase = Phase.JOINING
-                self._say_outstanding()
+                self._on_overruled(made)
+                if commit.final:
+                    self._bid_farewell()
         elif commit.final and (self._view is None or made == self.held):
             self._bid_farewell()
         elif self._view is None and self._phase is Phase.LEARNING:
             # A learner lives through commits, or it would never arrive.
             self._effects += self._pursuit.aim(made)
+
+    def _on_overruled(self, made: Held) -> None:
+        """The others agreed on something else than what is staged here: fetch what they have.
+
+        As a member, until an `Evicted` says otherwise. To leave the view by oneself would be a view of one's own: a
+        coordinator that crashed between commit and eviction still counts on this member (test_scenarios.py:
+        overruled member).
+        """
+        if self._view is not None:
+            self._view = msgspec.structs.replace(self._view, outer_step=made.outer_step, digest=made.digest)
+            self._take_part()
 
     def _on_evicted(self, evicted: Evicted) -> None:
         if self._is_stale(evicted.epoch):
@@ -380,6 +390,9 @@ class MemberMachine:
             self.counters["old_grant"] += 1
             return
         self._effects.append(TakeLeases(ranges=ranges))
+        # It waits for others only until it has what it waited for. A trainer that hangs right then says no more, and
+        # would count as waiting for ever (test_scenarios.py: trainer that hangs right after its leases came).
+        self._waits = False
         self._on_leases_wanted(0)
 
     # -------------------------------------------------------------------------------- what happens at home

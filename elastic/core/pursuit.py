@@ -25,6 +25,7 @@ class Pursuit:
         self.retry_at: Instant | None = None
         self._me = me
         self._retry_s = retry_s
+        self._goal: Held | None = None  # of the catch-up that runs
         self._donors: tuple[Member, ...] = ()
 
     def found(self) -> Sequence[MemberEffect]:
@@ -48,7 +49,8 @@ class Pursuit:
         self.busy = False
         if isinstance(event, CaughtUp):
             self.held = event.held
-            arrived = self.target is None or self.held == self.target or self.held.outer_step > self.target.outer_step
+            goal = self._goal  # the target may have moved on meanwhile; that is no failure
+            arrived = goal is None or self.held == goal or self.held.outer_step > goal.outer_step
         else:
             arrived = False
         self.retry_at = None if arrived else now + self._retry_s
@@ -74,4 +76,5 @@ class Pursuit:
         if self.retry_at is not None or not self._donors:
             return NOTHING  # the timer wakes us; the next Welcome or view names donors
         self.busy = True
+        self._goal = self.target
         return [CatchUp(target=self.target, donors=self._donors)]

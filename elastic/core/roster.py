@@ -71,7 +71,7 @@ class Roster:
         """For every session each instant at which it would be given up, and why."""
         waiting = [item for item in self.members() if item.blocked or self.rounds.spoke(item.ref.peer_id)]
         # Who has caught up waits for a commit boundary. If the only member hangs there is nobody else to wait for it,
-        # and the learners would sit there for ever (scenario hung_sole_member).
+        # and the learners would sit there for ever (test_scenarios.py: hung sole member).
         waiting += [item for item in self.learners() if item.synced is not None and item.synced == self.state.committed]
         result = []
         for session in self.sessions.values():
@@ -116,7 +116,7 @@ class Roster:
         assert committed is not None, "a view needs a state"
         out = dict(out)
         for session in into:
-            session.holds_state = session.synced == committed
+            session.admit(holds_state=session.synced == committed, now=self.now)
         stays = [session for session in self.members() if session.ref not in out]
         if all(session.holds_state is False for session in (*stays, *into)):
             # Everybody is one commit behind and whoever could serve it is gone. As members they would wait for a

@@ -63,6 +63,15 @@ class Session:
             self.progressed_at = now
         self.blocked = beat.blocked
 
+    def admit(self, *, holds_state: bool, now: Instant) -> None:
+        """It becomes a member. That it stood still as a learner, with nothing left to fetch, is not held against it.
+
+        Without this it was dropped in the moment of its admission (test_scenarios.py: idle learner).
+        """
+        self.holds_state = holds_state
+        self.progressed_at = now
+        self.slowest_s = None
+
     def shows(self, held: OuterStep, needed: OuterStep, now: Instant) -> None:
         """It says which outer step it holds. Who once held the view's state does not lose it."""
         if held < needed:
@@ -84,6 +93,8 @@ class Session:
 
     def stall_timeout_s(self, config: CoordinatorConfig) -> float:
         """How long it may stand still, by its own measured pace."""
+        if self.holds_state is False:
+            return config.stall_floor_s  # bytes arrive all the time, or its donors are gone
         if self.slowest_s is None:
             return config.stall_initial_s
         return max(config.stall_floor_s, config.stall_factor * self.slowest_s)

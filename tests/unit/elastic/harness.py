@@ -168,9 +168,9 @@ async def listening(
         raise AssertionError(f"nobody sends bulk here: {sock}")
 
     listener = Listener(address, accept=accept, routes=routes, bulk=bulk)
-    await listener.start()
-    await asyncio.sleep(0)  # let it begin to accept
     try:
+        await listener.start()
+        await asyncio.sleep(0)  # let it begin to accept
         yield listener
     finally:
         await listener.close()

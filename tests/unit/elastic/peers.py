@@ -25,7 +25,7 @@ from elastic.core.messages import Held, IndexRange
 from elastic.core.records import CommitRecord, Record
 from elastic.digest import Hasher
 from elastic.donor import Donor
-from elastic.errors import NotAMember, RunFinished
+from elastic.errors import JournalUnwritable, NotAMember, RunFinished
 from elastic.journal import Journal
 from elastic.member import Membership
 from elastic.state_wire import Pace
@@ -143,6 +143,8 @@ class Peer:
         self.finish: Finish | None = None
         self.first_contact_timeout_s = 10.0
         self.manifest_digest = MANIFEST_DIGEST
+        self.ready_at = -1
+        """The step whose round it has samples for and may not hand in yet."""
         self._limit = 0
         self._moved = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
@@ -172,8 +174,9 @@ class Peer:
                 rng=random.Random(self.number),
             )
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._train())
+                training = tasks.create_task(self._train())
                 self.finish = await self.membership.run()
+                training.cancel()
 
     async def allow(self, outer_step: int) -> None:
         """The trainer may hand in rounds until this step is committed."""
@@ -197,6 +200,7 @@ class Peer:
         while True:
             step = self.step
             ranges = await self.membership.take_leases(SAMPLES)
+            self.ready_at = step
             async with self._moved:
                 await self._moved.wait_for(lambda step=step: self._limit > step)
             self.runner.payload = contribution(self.me.peer_id, step)
@@ -230,7 +234,11 @@ class CoordinatorHost:
         routes = {Purpose.CONTROL: self.shell.serve}
         listener = await self._stack.enter_async_context(listening(1000, routes, address=self.address))
         self.address = listener.address
-        self._task = tasks.create_task(self.shell.run())
+        self._task = tasks.create_task(self._run())
+
+    async def _run(self) -> None:
+        with contextlib.suppress(JournalUnwritable):
+            await self.shell.run()
 
     async def stop(self) -> None:
         self._task.cancel()
@@ -248,7 +256,7 @@ class Run:
         self.tasks = tasks
         self.rendezvous = Rendezvous()
         self.peers: list[Peer] = []
-        self._running: dict[PeerRef, asyncio.Task[None]] = {}
+        self._running: list[tuple[Peer, asyncio.Task[None]]] = []
 
     def peer(self, number: int, *, incarnation: int = 1) -> Peer:
         """A peer that is not started yet."""
@@ -257,13 +265,14 @@ class Run:
     def start(self, *peers: Peer) -> None:
         for peer in peers:
             self.peers.append(peer)
-            self._running[peer.me] = self.tasks.create_task(peer.run())
+            self._running.append((peer, self.tasks.create_task(peer.run())))
 
     async def kill(self, peer: Peer) -> None:
         """As SIGKILL: no farewell, connections reset."""
         self.peers.remove(peer)
-        self._running[peer.me].cancel()
-        await asyncio.wait([self._running[peer.me]])
+        task = next(task for running, task in self._running if running is peer)
+        task.cancel()
+        await asyncio.wait([task])
         await self.rendezvous.kill(peer.me)
 
     async def allow(self, outer_step: int) -> None:
@@ -271,10 +280,12 @@ class Run:
             await peer.allow(outer_step)
 
     async def reach(self, outer_step: int, timeout_s: float = 20.0) -> None:
-        """All peers hold exactly this step."""
+        """All peers hold exactly this step, and those that are members are ready for the next."""
         await self.allow(outer_step)
         async with asyncio.timeout(timeout_s):
-            while any(peer.step != outer_step for peer in self.peers):  # noqa: ASYNC110 - of many peers
+            while not all(  # noqa: ASYNC110 - of many peers
+                peer.step == outer_step and (peer.ready_at == outer_step or not peer.is_active) for peer in self.peers
+            ):
                 await asyncio.sleep(0.005)
 
     async def admit(self, *newcomers: Peer, timeout_s: float = 20.0) -> None:
@@ -285,8 +296,7 @@ class Run:
                 members = [peer for peer in self.peers if peer.is_active]
                 step = 1 + max((peer.step for peer in members), default=-1)
                 if len(members) >= self.host.config.min_peers:
-                    for peer in members:
-                        await peer.allow(step)
+                    await self.allow(step)  # newcomers too: one may be admitted before this step is committed
                     while any(peer.step < step for peer in members):  # noqa: ASYNC110 - of many peers
                         await asyncio.sleep(0.005)
         await self.reach(max(peer.step for peer in self.peers) + 1)
@@ -298,10 +308,10 @@ class Run:
         return peers[0].step
 
     async def end(self) -> None:
-        for task in self._running.values():
-            task.cancel()
-        if self._running:
-            await asyncio.wait(self._running.values())
+        for peer, task in self._running:
+            if peer.finish is None:  # who is closing its listener is left to it
+                task.cancel()
+        await asyncio.gather(*(task for _, task in self._running), return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -335,6 +345,9 @@ def audit(records: list[Record], peers: list[Peer]) -> int:
             digests[step] = record.digest
     assert len(samples) == len(set(samples)), "a sample was trained twice"
     for peer in peers:
+        assert all(digests[held.outer_step] == held.digest for held in peer.commits), "a committed step was lost"
+        steps = [held.outer_step for held in peer.commits]
+        assert steps == sorted(set(steps)), "a step was taken twice or back"
         held = peer.replica.held()
         assert held is not None
         assert held.digest == digests.get(held.outer_step, held.digest)

@@ -263,7 +263,7 @@ async def test_member_whose_connection_broke_is_given_up_after_its_grace(journal
 
 
 async def test_silent_member_is_given_up_by_the_clock_alone(journal):
-    async with _hosting(journal, heartbeat_timeout_s=0.2) as host:
+    async with _hosting(journal, heartbeat_timeout_s=1.0) as host:
         client = await host.dial(1)
         await client.become_member()
         await until(lambda: host.shell.status().view.world_size == 0)

@@ -28,7 +28,7 @@ RECORDS = [
         contributions=(Contribution(PeerRef(PEER, 1), 1.0, 640, (IndexRange(0, 32),)),),
         final=False,
     ),
-    ReleaseRecord(peer_id=PEER, epoch=2, ranges=(IndexRange(32, 64),)),
+    ReleaseRecord(ref=PeerRef(PEER, 1), epoch=2, ranges=(IndexRange(32, 64),)),
 ]
 
 

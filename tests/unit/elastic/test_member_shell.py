@@ -2,12 +2,16 @@ import asyncio
 
 import pytest
 
+from collective.core.types import Member
+from collective.errors import NonFiniteInput, PeerUnreachable
+from collective.transport import FrameType, HelloReply, Listener, Purpose
+from elastic.core.events import RoundReady
 from elastic.core.records import CommitRecord, ViewRecord
 from elastic.digest import Hasher
-from elastic.errors import RunFinished
+from elastic.errors import JournalUnwritable, NotAMember, RunFinished
 from elastic.journal import Journal
-from elastic.observation import BecameLearner, CatchUpEnded, CoordinatorConnected
-from tests.unit.elastic.harness import CHUNK_NBYTES, RUN_ID, peer_id, until
+from elastic.observation import BecameLearner, CatchUpEnded, CoordinatorConnected, CoordinatorLost, RoundStaged
+from tests.unit.elastic.harness import CHUNK_NBYTES, RUN_ID, DonorPeer, listening, peer_id, until
 from tests.unit.elastic.peers import CoordinatorHost, audit, running
 
 

@@ -1,0 +1,132 @@
+"""How the coordinator receives who is no member: strangers, joiners and learners.
+
+Rules:
+* A Join is answered with a Welcome, a refusal with its cure, or `Evicted` if its sender does not know yet that it is
+  no member any more.
+* A newer start of a peer replaces the older one at once; words of an older start are dropped.
+* Whoever else speaks without a session is answered `Evicted`: without an answer it would wait for ever.
+* The first state that anybody holds becomes the state of a run that has none.
+"""
+
+from typing import assert_never
+
+from collective.core.types import PeerRef
+from elastic.core.messages import (
+    Evicted,
+    Goodbye,
+    Heartbeat,
+    Held,
+    Join,
+    LeaseRequest,
+    Leave,
+    PeerMessage,
+    Refused,
+    RoundFailed,
+    Synced,
+    Vote,
+)
+from elastic.core.records import Genesis
+from elastic.core.roster import Roster
+from elastic.core.sessions import Session
+
+DONE_EXIT_CODE, REFUSED_EXIT_CODE, INTEGRITY_EXIT_CODE = 0, 5, 9
+
+
+class Reception:
+    """Answers whoever is no member."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+
+    def stranger(self, sender: PeerRef, message: PeerMessage) -> None:
+        """Somebody without a session spoke."""
+        match message:
+            case Join():
+                self.join(sender, message)
+            case Leave():
+                self._roster.send(sender, Goodbye(outer_step=self._roster.state.outer_step))
+            case Heartbeat() | Synced() | Vote() | RoundFailed() | LeaseRequest():
+                # Without an answer a dropped peer would wait for ever.
+                self._roster.counters["stranger"] += 1
+                self._roster.send(sender, Evicted(epoch=self._roster.state.epoch, reason="no member and no learner"))
+            case _:
+                assert_never(message)
+
+    def join(self, sender: PeerRef, message: Join) -> None:
+        """A start of a peer that has no session wants in."""
+        roster = self._roster
+        departure = self._roster.state.departed.get(sender.peer_id)
+        if departure is not None and sender.incarnation < departure.incarnation:
+            roster.counters["older_incarnation"] += 1
+            return
+        refusal = self._refusal(message)
+        if refusal is not None:
+            roster.send(sender, refusal)
+            return
+        if departure is not None and sender.incarnation == departure.incarnation and message.epoch < departure.epoch:
+            # It believes that it is a member, with a payload and leases that are somebody else's by now. If it were
+            # taken as a learner and the Welcome got lost, it would be admitted without ever knowing.
+            roster.send(sender, Evicted(epoch=self._roster.state.epoch, reason="dropped while it was away"))
+            return
+        replaced = roster.sessions.get(sender.peer_id)
+        session = roster.open(sender, message.address)
+        if replaced is not None and self._roster.state.is_member(replaced.ref):
+            roster.change_view(out={replaced.ref: None}, cause=f"{sender.peer_id} started again")
+        if self._note_held(session, message.held):
+            roster.welcome(session)
+
+    def learner(self, session: Session, message: Join | Heartbeat | Synced) -> None:
+        """A learner spoke."""
+        roster = self._roster
+        commit = self._roster.state.commit_message()
+        if commit is not None and commit.final:
+            roster.send(session.ref, commit)  # there is nothing left to wait for
+            return
+        match message:
+            case Heartbeat():
+                session.beat(message, roster.now)
+            case Join():
+                session.address = message.address
+                if self._note_held(session, message.held):
+                    roster.welcome(session)
+            case Synced():
+                if self._note_held(session, message.held) and session.synced != self._roster.state.committed:
+                    roster.welcome(session)
+            case _:
+                assert_never(message)
+
+    def _note_held(self, session: Session, held: Held | None) -> bool:
+        """A learner says what it holds; a run without a state begins with it. False if the peer was refused."""
+        if held is None:
+            return True
+        if self._roster.state.committed is None:
+            record = Genesis(
+                outer_step=held.outer_step,
+                digest=held.digest,
+                next_index=self._roster.config.first_index,
+                returned=self._roster.config.first_free,
+            )
+            self._roster.persist(record)
+        if held.outer_step <= self._roster.state.outer_step:
+            if session.synced is None or held.outer_step >= session.synced.outer_step:
+                session.synced = held  # whether it is worth an admission is decided at the boundary
+        else:
+            newest = self._roster.state.outer_step
+            reason = f"you hold outer step {held.outer_step}, this run is at {newest}: start without it"
+            self._roster.send(session.ref, Refused(code=REFUSED_EXIT_CODE, reason=reason))
+            self._roster.close(session)
+            return False
+        return True
+
+    def _refusal(self, message: Join) -> Refused | None:
+        if message.manifest_digest != self._roster.config.manifest_digest:
+            return Refused(code=REFUSED_EXIT_CODE, reason="your run manifest differs from the run's")
+        if self._roster.state.final:
+            reason = f"the run is complete at outer step {self._roster.state.outer_step}"
+            return Refused(code=DONE_EXIT_CODE, reason=reason)
+        if message.epoch > self._roster.state.epoch:
+            reason = f"you have seen epoch {message.epoch}, this journal ends at {self._roster.state.epoch}: restore it"
+            return Refused(code=INTEGRITY_EXIT_CODE, reason=reason)
+        if len(self._roster.sessions) >= self._roster.config.max_peers:
+            return Refused(code=REFUSED_EXIT_CODE, reason=f"the run is full: {self._roster.config.max_peers} peers")
+        return None

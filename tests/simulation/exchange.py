@@ -1,0 +1,212 @@
+"""One peer's end of the collective layer: the real MEAN machine and the real fence over symbolic chunks.
+
+Stands in for collective's shells (engine, supervision): holds back frames of views and rounds to come, renews links,
+suspects who is lost or stands still, tells the others when it gives up.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from collective.core.fence import Fence, Standing
+from collective.core.reduce import (
+    Accumulate,
+    ChunkRefused,
+    ContributionArrived,
+    FinishChunk,
+    Finished,
+    InstallResult,
+    LinkRenewed,
+    MeanMachine,
+    PeerOpened,
+    ReduceEffect,
+    ReduceEvent,
+    ResultArrived,
+    SendContribution,
+    SendOpen,
+    SendResult,
+    SlicePlan,
+)
+from collective.core.types import PeerId, PeerRef, RoundKey, View
+from tests.simulation.symbols import ChunkValue, Payload, Result, Share
+from tests.simulation.world import Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.peer import PeerNode
+
+LOOK_S = 0.5
+STALL_S = 2.5
+LINK_TIMEOUT_S = 2.0
+MAX_HELD_BACK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What travels between two peers: an opening, a contribution, a result, or "I gave up"."""
+
+    sender: PeerRef
+    key: RoundKey
+    kind: str
+    chunk: int = -1
+    value: Share | ChunkValue = ()
+    suspects: tuple[PeerId, ...] = ()
+
+
+class Exchange:
+    """The exchange of one round in one view."""
+
+    def __init__(self, node: "PeerNode", view: View, key: RoundKey, payload: Payload, weight: float) -> None:
+        rank = view.rank_of(node.peer_id)
+        assert rank is not None
+        per_peer = node.sim.options.chunks_per_peer
+        # Rank 1 owns nothing: slices may be empty.
+        sizes = [0 if other == 1 and per_peer == 2 else per_peer for other in range(view.world_size)]
+        bounds = tuple(sum(sizes[:other]) for other in range(view.world_size + 1))
+        self.node, self.view, self.key, self.rank = node, view, key, rank
+        self.machine = MeanMachine(
+            key=key, rank=rank, slices=SlicePlan(bounds=bounds), eager_chunks=node.sim.options.eager_chunks
+        )
+        self.share: Share = (payload.name, weight)
+        self.failed = False
+        self.result: Result | None = None
+        self._arrived: dict[tuple[int, int], Share] = {}
+        self._sums: dict[int, list[Share]] = defaultdict(list)
+        self._chunks: dict[int, ChunkValue] = {}
+        self._incoming: ChunkValue = ()
+        self._heard_at = dict.fromkeys(range(view.world_size), node.sim.world.now)
+
+    @property
+    def is_over(self) -> bool:
+        return self.failed or self.result is not None
+
+    def start(self) -> None:
+        self._run(self.machine.start())
+        self.node.later(LOOK_S, "look", self._look)
+
+    def on_frame(self, frame: Frame) -> None:
+        rank = self.view.rank_of(frame.sender.peer_id)
+        assert rank is not None
+        self._heard_at[rank] = self.node.sim.world.now
+        if frame.kind == "abort":
+            self.fail(frame.suspects, f"{frame.sender.peer_id} gave up", tell=False)
+            return
+        event: ReduceEvent
+        if frame.kind == "open":
+            event = PeerOpened(rank)
+        elif frame.kind == "contribution":
+            if self.machine.wants_contribution(rank, frame.chunk):
+                self._arrived[rank, frame.chunk] = frame.value  # type: ignore[assignment]
+            event = ContributionArrived(rank, frame.chunk)
+        else:
+            self._incoming = frame.value  # type: ignore[assignment]
+            event = ResultArrived(rank, frame.chunk)
+        try:
+            self._run(self.machine.handle(event))
+        except ChunkRefused as error:
+            raise Violation("I2", f"{self.node.peer_id} got a chunk that no honest member sends: {error}") from error
+
+    def on_link_renewed(self, peer_id: PeerId) -> None:
+        rank = self.view.rank_of(peer_id)
+        if rank is not None and not self.failed:
+            self._run(self.machine.handle(LinkRenewed(rank)))
+
+    def on_gone(self, peer_id: PeerId) -> None:
+        """Its host refuses the connection."""
+        rank = self.view.rank_of(peer_id)
+        if rank is not None and self.machine.needs(rank):
+            self.fail((peer_id,), "connection refused")
+
+    def fail(self, suspects: tuple[PeerId, ...], cause: str, *, tell: bool = True) -> None:
+        if self.is_over:
+            return
+        self.failed = True
+        if tell:
+            for member in self.view.members:
+                if member.peer_id != self.node.peer_id:
+                    self._send(member.ref, "abort", suspects=suspects)
+        self.node.exchange_failed(self.key, suspects, cause)
+
+    def _look(self) -> None:
+        """Suspect members whose connection is lost, and those that have opened and then stand still."""
+        if self.is_over or self.node.exchange is not self:
+            return
+        now = self.node.sim.world.now
+        machine, waiting = self.machine, self.machine.waiting_for()
+        # A result depends on everybody, a contribution on its sender alone.
+        all_in = all(machine.has_opened(rank) and not machine.owes_contributions(rank) for rank in waiting)
+        suspects = []
+        for rank in waiting:
+            peer_id = self.view.members[rank].peer_id
+            silence_s = now - self._heard_at[rank]
+            owes = machine.has_opened(rank) and machine.owes_contributions(rank)
+            if (
+                self.node.sim.network.is_broken(self.node.peer_id, peer_id, LINK_TIMEOUT_S)
+                or (owes and silence_s > STALL_S)
+                or (all_in and silence_s > 2 * STALL_S)
+            ):
+                suspects.append(peer_id)
+        if suspects:
+            self.fail(tuple(suspects), "connection lost or no byte moved")
+        else:
+            self.node.later(LOOK_S, "look", self._look)
+
+    def _run(self, effects: Sequence[ReduceEffect]) -> None:
+        members = self.view.members
+        for effect in effects:
+            match effect:
+                case SendOpen(to):
+                    self._send(members[to].ref, "open")
+                case SendContribution(to, chunk):
+                    self._send(members[to].ref, "contribution", chunk, self.share)
+                case SendResult(to, chunk):
+                    self._send(members[to].ref, "result", chunk, self._chunks[chunk])
+                case Accumulate(chunk, rank):
+                    self._sums[chunk].append(self.share if rank == self.rank else self._arrived[rank, chunk])
+                case FinishChunk(chunk):
+                    self._chunks[chunk] = tuple(sorted(self._sums[chunk]))
+                case InstallResult(chunk):
+                    self._chunks[chunk] = self._incoming
+                case Finished():
+                    self.result = tuple(self._chunks[chunk] for chunk in sorted(self._chunks))
+                    self.node.exchange_done(self.key, self.result)
+        if self.node.sim.check_machines:
+            self.machine.check_invariants()
+
+    def _send(
+        self,
+        to: PeerRef,
+        kind: str,
+        chunk: int = -1,
+        value: Share | ChunkValue = (),
+        suspects: tuple[PeerId, ...] = (),
+    ) -> None:
+        frame = Frame(self.node.ref, self.key, kind, chunk, value, suspects)
+        self.node.sim.send_frame(self.node, to, frame)
+
+
+class FrameGate:
+    """Decides about every arriving frame by the fence, and keeps those that come too early, within a bound."""
+
+    def __init__(self, deliver: Callable[[Frame], None]) -> None:
+        self.fence = Fence.before_any_view()
+        self.dropped = 0
+        self._deliver = deliver
+        self._held_back: list[Frame] = []
+
+    def arrive(self, frame: Frame, current: RoundKey | None, outer_step: int) -> None:
+        """Deliver, hold back or drop."""
+        standing = self.fence.judge(frame.sender, frame.key.epoch)
+        early = standing is Standing.CURRENT and frame.key != current and frame.key.outer_step >= outer_step
+        if standing is Standing.CURRENT and frame.key == current:
+            self._deliver(frame)
+        elif (standing is Standing.FUTURE or early) and len(self._held_back) < MAX_HELD_BACK:
+            self._held_back.append(frame)
+        else:
+            self.dropped += 1
+
+    def again(self, current: RoundKey | None, outer_step: int) -> None:
+        """The view or the round changed: look at what was held back."""
+        frames, self._held_back = self._held_back, []
+        for frame in frames:
+            self.arrive(frame, current, outer_step)

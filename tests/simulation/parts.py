@@ -1,0 +1,24 @@
+"""Which machines a simulation runs: the real ones, or broken variants of them (mutants.py)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from elastic.core.coordinator import CoordinatorMachine
+from elastic.core.events import CoordinatorEffect
+from elastic.core.member import MemberMachine
+from tests.simulation.exchange import FrameGate
+
+
+def in_order(effects: Sequence[CoordinatorEffect]) -> Sequence[CoordinatorEffect]:
+    """As the contract of the effects says."""
+    return effects
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The machines, the fence for frames, and the order in which effects are carried out."""
+
+    coordinator: type[CoordinatorMachine] = CoordinatorMachine
+    member: type[MemberMachine] = MemberMachine
+    gate: type[FrameGate] = FrameGate
+    arrange: Callable[[Sequence[CoordinatorEffect]], Sequence[CoordinatorEffect]] = in_order

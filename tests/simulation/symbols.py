@@ -1,0 +1,59 @@
+"""Shared state and payloads as symbols: what they are made of instead of what they are.
+
+A payload is who made it and when; a chunk of a result is the sorted tuple of the payloads that are in it, with their
+weights; a state is the hash of its predecessor and the result that was absorbed. So a checker can read off a committed
+state who is in it, and how often.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+from collective.core.types import OuterStep, PeerRef
+from elastic.core.messages import Held, IndexRange
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """One peer's inner work since `outer_step`."""
+
+    ref: PeerRef
+    serial: int
+    outer_step: int
+    weight: float
+    consumed: tuple[IndexRange, ...]
+
+    @property
+    def name(self) -> str:
+        """Unique in a run."""
+        return f"{self.ref.peer_id}.{self.ref.incarnation}.{self.serial}"
+
+
+COMMIT_LOG = 64
+"""How many commits a donor can replay. It has to cover those made during one snapshot transfer, or who joins a fast
+run over a slow line never arrives."""
+
+Share = tuple[str, float]
+"""Payload name and weight."""
+ChunkValue = tuple[Share, ...]
+"""Everything that was added up in a chunk, sorted."""
+Result = tuple[ChunkValue, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A shared state. `lineage` holds the digests of its newest predecessors, newest last, as a commit log would."""
+
+    held: Held
+    lineage: tuple[bytes, ...] = ()
+
+    def after(self, result: Result, *, flaw: str = "") -> "State":
+        """The state once this result is absorbed. A `flaw` stands for bits that came out wrong."""
+        text = self.held.digest.hex() + repr(result) + flaw
+        digest = hashlib.sha256(text.encode()).digest()
+        return State(Held(OuterStep(self.held.outer_step + 1), digest), (*self.lineage, self.held.digest)[-COMMIT_LOG:])
+
+
+def first_state(founder: PeerRef) -> State:
+    """What a founder makes. Two founders never make the same."""
+    text = f"founded by {founder.peer_id}.{founder.incarnation}"
+    return State(Held(OuterStep(0), hashlib.sha256(text.encode()).digest()))

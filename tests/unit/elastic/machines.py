@@ -1,0 +1,142 @@
+"""Driving the pure machines by hand: short names for what tests say again and again."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from elastic.core.config import CoordinatorConfig, MemberConfig
+from elastic.core.coordinator import CoordinatorMachine
+from elastic.core.events import (
+    CoordinatorEffect,
+    CoordinatorEvent,
+    CoordinatorSaid,
+    MemberEffect,
+    MemberEvent,
+    PeerSaid,
+    Persist,
+    SendToCoordinator,
+    SendToPeer,
+)
+from elastic.core.member import MemberMachine
+from elastic.core.messages import CoordinatorMessage, Held, IndexRange, Join, PeerMessage, RoundFailed, Vote
+from elastic.core.records import Record
+
+MANIFEST = b"\7" * 32
+T = TypeVar("T")
+
+
+def ref(number: int, incarnation: int = 1) -> PeerRef:
+    return PeerRef(PeerId(f"{number:016x}"), Incarnation(incarnation))
+
+
+def member(number: int, incarnation: int = 1) -> Member:
+    return Member(ref(number).peer_id, Incarnation(incarnation), f"host{number}:1")
+
+
+def held(step: int, kind: int = 0) -> Held:
+    return Held(OuterStep(step), bytes([kind, step]) * 16)
+
+
+def view(epoch: int, step: int, *numbers: int) -> View:
+    return View(Epoch(epoch), OuterStep(step), held(step).digest, tuple(member(number) for number in numbers))
+
+
+def key(epoch: int, step: int, fragment: int = 0) -> RoundKey:
+    return RoundKey(Epoch(epoch), OuterStep(step), fragment)
+
+
+class CoordinatorDriver:
+    """A coordinator machine with a clock, a journal and a mailbox per peer."""
+
+    def __init__(self, machine: CoordinatorMachine | None = None, now: float = 0.0, **config: Any) -> None:
+        rules: dict[str, Any] = {"manifest_digest": MANIFEST, "outer_steps": 1000} | config
+        self.config = CoordinatorConfig(**rules)
+        self.machine = machine if machine is not None else CoordinatorMachine(self.config)
+        self.now = now
+        self.journal: list[Record] = []
+        self.effects: Sequence[CoordinatorEffect] = ()
+
+    def feed(self, event: CoordinatorEvent) -> Sequence[CoordinatorEffect]:
+        self.effects = self.machine.handle(event, self.now)
+        self.machine.check_invariants()
+        self.journal += [effect.record for effect in self.effects if isinstance(effect, Persist)]
+        return self.effects
+
+    def says(self, sender: PeerRef | int, message: PeerMessage) -> Sequence[CoordinatorEffect]:
+        sender = ref(sender) if isinstance(sender, int) else sender
+        return self.feed(PeerSaid(sender=sender, message=message))
+
+    def told(self, number: int, kind: type[T], incarnation: int = 1) -> T:
+        """The newest message of this kind that the last event sent to the peer."""
+        found = [item for item in self.all_told(number, incarnation) if isinstance(item, kind)]
+        assert found, f"{number} was told {self.all_told(number, incarnation)}"
+        return found[-1]
+
+    def all_told(self, number: int, incarnation: int = 1) -> list[CoordinatorMessage]:
+        sends = [effect for effect in self.effects if isinstance(effect, SendToPeer)]
+        return [effect.message for effect in sends if effect.to == ref(number, incarnation)]
+
+    def records(self, kind: type[T]) -> list[T]:
+        return [record for record in self.journal if isinstance(record, kind)]
+
+    def recovered(self, after_s: float = 1.0) -> "CoordinatorDriver":
+        """The same coordinator after a restart."""
+        machine = CoordinatorMachine.recover(self.config, list(self.journal), self.now + after_s)
+        driver = CoordinatorDriver(machine, self.now + after_s)
+        driver.config, driver.journal = self.config, list(self.journal)
+        return driver
+
+    # ------------------------------------------------------------------------ common histories
+
+    def join(self, number: int, state: Held | None = None, *, epoch: int = 0, incarnation: int = 1) -> None:
+        message = Join(epoch=Epoch(epoch), address=f"host{number}:1", manifest_digest=MANIFEST, held=state)
+        self.says(ref(number, incarnation), message)
+
+    def vote(self, number: int, digest: bytes | None = None, *consumed: IndexRange, epoch: int | None = None) -> None:
+        current = self.machine.state.view
+        made = digest if digest is not None else held(current.outer_step + 1).digest
+        round_key = key(current.epoch if epoch is None else epoch, current.outer_step)
+        self.says(number, Vote(key=round_key, digest=made, weight=1.0, num_tokens=1, consumed=consumed))
+
+    def fail(self, number: int, *suspects: int) -> None:
+        current = self.machine.state.view
+        peers = tuple(ref(suspect).peer_id for suspect in suspects)
+        self.says(number, RoundFailed(key=key(current.epoch, current.outer_step), suspects=peers, cause="test"))
+
+    def with_members(self, *numbers: int) -> "CoordinatorDriver":
+        """These peers are the members of the newest view."""
+        first, *rest = numbers
+        self.join(first, held(0))
+        for number in rest:
+            self.join(number, self.machine.state.committed)
+        while self.member_numbers() != list(numbers):
+            for number in self.member_numbers():
+                self.vote(number)
+        return self
+
+    def member_numbers(self) -> list[int]:
+        return [int(item.peer_id, 16) for item in self.machine.state.view.members]
+
+
+class MemberDriver:
+    """A member machine with a clock, peer number 1."""
+
+    def __init__(self, state: Held | None = None, **config: Any) -> None:
+        self.machine = MemberMachine(MemberConfig(**config), ref(1), "host1:1", MANIFEST, state)
+        self.now = 0.0
+        self.effects: Sequence[MemberEffect] = ()
+
+    def feed(self, event: MemberEvent) -> Sequence[MemberEffect]:
+        self.effects = self.machine.handle(event, self.now)
+        self.machine.check_invariants()
+        return self.effects
+
+    def hears(self, message: CoordinatorMessage) -> Sequence[MemberEffect]:
+        return self.feed(CoordinatorSaid(message=message))
+
+    def said(self) -> list[PeerMessage]:
+        return [effect.message for effect in self.effects if isinstance(effect, SendToCoordinator)]
+
+    def ordered(self) -> list[MemberEffect]:
+        """What the last event ordered, without messages."""
+        return [effect for effect in self.effects if not isinstance(effect, SendToCoordinator)]

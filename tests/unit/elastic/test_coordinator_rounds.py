@@ -1,0 +1,283 @@
+"""Votes, failures, commits, leases, and what a restart knows of them."""
+
+import pytest
+
+from collective.core.types import Epoch
+from elastic.core.coordinator import CoordinatorMachine
+from elastic.core.events import PeerConnectionLost, Tick
+from elastic.core.messages import (
+    Commit,
+    Evicted,
+    Heartbeat,
+    IndexRange,
+    Join,
+    LeaseGrant,
+    LeaseRequest,
+    Leave,
+    NewView,
+    Refused,
+)
+from elastic.core.records import CommitRecord, LeaseRecord, ReleaseRecord
+from tests.unit.elastic.machines import MANIFEST, CoordinatorDriver, held, ref
+
+OTHER = b"\xee" * 32
+
+
+def lease(driver: CoordinatorDriver, number: int, serial: int, num_samples: int = 10) -> tuple[IndexRange, ...]:
+    epoch = driver.machine.state.epoch
+    driver.says(number, LeaseRequest(epoch=epoch, serial=serial, num_samples=num_samples))
+    return driver.told(number, LeaseGrant).ranges
+
+
+# ------------------------------------------------------------------------ votes
+
+
+def test_round_is_committed_when_all_members_voted_the_same() -> None:
+    driver = CoordinatorDriver().with_members(1, 2)
+    driver.vote(1)
+    assert not any(isinstance(item, Commit) for item in driver.all_told(1))
+    driver.vote(2)
+    step = driver.machine.state.outer_step
+    for number in (1, 2):
+        assert driver.told(number, Commit).outer_step == step
+    assert [item.ref for item in driver.records(CommitRecord)[-1].contributions] == [ref(1), ref(2)]
+
+
+def test_nothing_is_committed_below_min_peers() -> None:
+    driver = CoordinatorDriver(min_peers=2)
+    driver.join(1, held(0))
+    driver.vote(1)
+    assert driver.machine.state.outer_step == 0
+
+
+def test_first_commit_waits_for_the_start_peers() -> None:
+    driver = CoordinatorDriver(start_peers=2)
+    driver.join(1, held(0))
+    driver.vote(1)
+    assert driver.machine.state.outer_step == 0
+    driver.join(2, held(0))
+    for number in (1, 2):
+        driver.vote(number)
+    assert driver.machine.state.outer_step == 1
+
+
+def test_vote_of_another_epoch_counts_for_nothing_and_is_told_the_view() -> None:
+    driver = CoordinatorDriver().with_members(1, 2)
+    step = driver.machine.state.outer_step
+    driver.vote(1, epoch=driver.machine.state.epoch - 1)
+    assert driver.told(1, NewView).view == driver.machine.state.view
+    driver.vote(2)
+    assert driver.machine.state.outer_step == step
+
+
+def test_repeated_vote_for_a_committed_round_is_answered_with_its_commit() -> None:
+    driver = CoordinatorDriver().with_members(1)
+    driver.vote(1)
+    commit = driver.told(1, Commit)
+    late = driver.records(CommitRecord)[-1].key
+    current = driver.machine.state.view.outer_step
+    assert late.outer_step == current - 1
+    driver.says(1, Heartbeat(epoch=Epoch(1), outer_step=late.outer_step, progress=0, blocked=True))
+    driver.now = 1.0
+    driver.says(1, Heartbeat(epoch=Epoch(1), outer_step=late.outer_step, progress=0, blocked=True))
+    assert driver.told(1, Commit) == commit
+
+
+def test_strict_majority_wins_and_the_deviant_has_to_sync() -> None:
+    driver = CoordinatorDriver().with_members(1, 2, 3)
+    step = driver.machine.state.outer_step
+    driver.vote(1)
+    driver.vote(2, OTHER)
+    driver.vote(3)
+    assert driver.machine.state.outer_step == step + 1
+    assert driver.member_numbers() == [1, 3]
+    assert [type(item) for item in driver.all_told(2)] == [Evicted]
+
+
+def test_votes_without_a_majority_are_tried_again_and_then_halt_the_run() -> None:
+    driver = CoordinatorDriver().with_members(1, 2)
+    step, epoch = driver.machine.state.outer_step, driver.machine.state.epoch
+    for attempt in range(3):
+        assert driver.machine.state.epoch == epoch + attempt
+        driver.vote(1)
+        driver.vote(2, OTHER)
+    assert driver.machine.state.outer_step == step
+    for number in (1, 2):
+        assert driver.told(number, Refused).code == 9
+    driver.says(2, Leave())
+    assert driver.told(2, Refused).code == 9
+
+
+def test_final_commit_says_so_and_a_late_joiner_is_sent_home_with_code_0() -> None:
+    driver = CoordinatorDriver(outer_steps=1).with_members(1)
+    driver.vote(1)
+    assert driver.told(1, Commit).final
+    driver.join(2)
+    assert driver.told(2, Refused).code == 0
+    driver.says(1, Leave(now=True))
+    assert driver.machine.finished
+
+
+# ------------------------------------------------------------------------ failures
+
+
+def test_first_failure_is_tried_again_with_the_same_members_in_the_next_epoch() -> None:
+    driver = CoordinatorDriver().with_members(1, 2, 3)
+    epoch = driver.machine.state.epoch
+    driver.fail(1, 3)
+    assert driver.machine.state.epoch == epoch, "the reports of the others are awaited first"
+    driver.now += 0.2
+    driver.feed(Tick())
+    assert (driver.machine.state.epoch, driver.member_numbers()) == (epoch + 1, [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("reports", "dropped"),
+    [
+        ({1: [2], 3: [2]}, 2),
+        ({1: [3], 2: [3], 3: [1]}, 3),
+        ({1: [2], 2: [1]}, 2),  # a tie goes against the highest rank
+        ({1: [], 2: []}, 2),  # who names nobody accuses itself
+        ({2: [2]}, 2),  # nobody else is to blame
+    ],
+)
+def test_repeated_failure_drops_the_most_accused(reports: dict[int, list[int]], dropped: int) -> None:
+    driver = CoordinatorDriver().with_members(1, 2, 3)
+    for _ in range(2):
+        for reporter, suspects in reports.items():
+            driver.fail(reporter, *suspects)
+        driver.now += 0.2
+        driver.feed(Tick())
+    assert driver.member_numbers() == [number for number in (1, 2, 3) if number != dropped]
+
+
+@pytest.mark.parametrize("report_first", [True, False])
+def test_lost_connection_and_a_report_drop_at_once_in_either_order(report_first: bool) -> None:
+    driver = CoordinatorDriver().with_members(1, 2, 3)
+    if report_first:
+        driver.fail(1, 3)
+    driver.feed(PeerConnectionLost(sender=ref(3)))
+    if not report_first:
+        driver.fail(1, 3)
+    assert driver.member_numbers() == [1, 2]
+
+
+def test_suspect_with_an_old_heartbeat_is_dropped_without_another_try() -> None:
+    driver = CoordinatorDriver().with_members(1, 2)
+    driver.now = 2.6
+    driver.fail(1, 2)
+    driver.now = 2.9
+    driver.feed(Tick())
+    assert driver.member_numbers() == [1]
+
+
+def test_vote_of_who_has_reported_a_failure_does_not_count() -> None:
+    driver = CoordinatorDriver().with_members(1, 2)
+    step = driver.machine.state.outer_step
+    driver.fail(1, 2)
+    driver.vote(1)
+    driver.vote(2)
+    assert driver.machine.state.outer_step == step
+
+
+# ------------------------------------------------------------------------ leases
+
+
+def test_same_serial_gives_the_same_leases_and_one_record() -> None:
+    driver = CoordinatorDriver().with_members(1)
+    assert lease(driver, 1, 1) == lease(driver, 1, 1) == (IndexRange(0, 10),)
+    assert len(driver.records(LeaseRecord)) == 1
+    assert lease(driver, 1, 2) == (IndexRange(10, 20),)
+
+
+def test_leases_of_the_dead_return_without_what_was_committed() -> None:
+    driver = CoordinatorDriver().with_members(1, 2)
+    taken = lease(driver, 2, 1)
+    driver.vote(1)
+    driver.vote(2, None, IndexRange(taken[0].start, taken[0].start + 4))
+    driver.says(2, Leave(now=True))
+    rest = (IndexRange(taken[0].start + 4, taken[0].stop),)
+    assert [record.ranges for record in driver.records(ReleaseRecord)] == [rest]
+    assert lease(driver, 1, 1, 6) == rest
+
+
+def test_member_cannot_consume_what_it_does_not_own() -> None:
+    driver = CoordinatorDriver().with_members(1, 2)
+    owned = lease(driver, 1, 1)
+    driver.vote(1, None, *owned)
+    driver.vote(2, None, *owned)
+    assert [item.consumed for item in driver.records(CommitRecord)[-1].contributions] == [owned, ()]
+
+
+def test_request_from_before_the_last_admission_is_void() -> None:
+    driver = CoordinatorDriver().with_members(1, 2)
+    before = driver.machine.state.epoch
+    driver.says(2, Leave(now=True))
+    driver.join(2, driver.machine.state.committed, epoch=driver.machine.state.epoch)
+    driver.vote(1)
+    assert driver.member_numbers() == [1, 2]
+    driver.says(2, LeaseRequest(epoch=before, serial=1, num_samples=5))
+    assert driver.all_told(2) == []
+
+
+# ------------------------------------------------------------------------ restart
+
+
+def test_restarted_coordinator_keeps_epoch_members_and_step_and_answers_with_them() -> None:
+    driver = CoordinatorDriver().with_members(1, 2)
+    again = driver.recovered()
+    assert again.machine.state.view == driver.machine.state.view
+    again.says(1, Join(epoch=again.machine.state.epoch, address="host1:1", manifest_digest=MANIFEST, held=held(1)))
+    assert again.told(1, NewView).view == driver.machine.state.view
+    again.vote(1)
+    again.vote(2)
+    assert again.machine.state.outer_step == driver.machine.state.outer_step + 1
+
+
+def test_member_that_does_not_come_back_after_a_restart_is_dropped_after_the_grace() -> None:
+    again = CoordinatorDriver().with_members(1, 2).recovered()
+    for second in range(12):
+        again.now = 1.0 + second
+        again.says(1, Heartbeat(epoch=Epoch(2), outer_step=held(1).outer_step, progress=0, blocked=False))
+    assert again.member_numbers() == [1]
+
+
+def test_commit_that_was_journaled_but_not_told_is_told_after_the_restart() -> None:
+    driver = CoordinatorDriver().with_members(1)
+    old = driver.machine.state.view
+    driver.vote(1)
+    again = driver.recovered()
+    again.says(1, Heartbeat(epoch=old.epoch, outer_step=old.outer_step, progress=0, blocked=True))
+    assert again.effects == [], "it has just been opened; the next heartbeat is late enough"
+    again.now += 1.0
+    again.says(1, Heartbeat(epoch=old.epoch, outer_step=old.outer_step, progress=0, blocked=True))
+    assert again.told(1, Commit).outer_step == old.outer_step + 1
+
+
+def test_release_that_a_crash_cut_off_is_made_up_for() -> None:
+    driver = CoordinatorDriver().with_members(1, 2)
+    taken = lease(driver, 2, 1)
+    driver.says(2, Leave(now=True))
+    journal = driver.journal[:-1]
+    assert isinstance(driver.journal[-1], ReleaseRecord)
+    machine = CoordinatorMachine.recover(driver.config, journal, driver.now)
+    again = CoordinatorDriver(machine, driver.now)
+    again.feed(Tick())
+    assert [record.ranges for record in again.records(ReleaseRecord)] == [taken]
+
+
+def test_journal_cut_anywhere_gives_a_state_that_the_whole_journal_went_through() -> None:
+    driver = CoordinatorDriver().with_members(1, 2, 3)
+    lease(driver, 2, 1)
+    driver.fail(1, 3)
+    driver.now += 0.2
+    driver.feed(Tick())
+    for number in (1, 2, 3):
+        driver.vote(number)
+    newest = (0, 0)
+    for length in range(len(driver.journal) + 1):
+        machine = CoordinatorMachine.recover(driver.config, driver.journal[:length], 0.0)
+        machine.check_invariants()
+        assert (machine.state.epoch, machine.state.outer_step) >= newest
+        newest = (machine.state.epoch, machine.state.outer_step)
+    assert newest == (driver.machine.state.epoch, driver.machine.state.outer_step)
