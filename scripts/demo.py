@@ -123,9 +123,7 @@ class Demo:
         self.wait_for_step(self.outer_steps * 2 // 3)
         leaver = self.peers[2]
         self.note("leave", leaver)
-        subprocess.run(
-            [ISTHMUS, "leave", "--dir", str(leaver.directory)], cwd=ROOT, check=True
-        )
+        subprocess.run([ISTHMUS, "leave", "--dir", str(leaver.directory)], cwd=ROOT, check=True)
 
         self.wait_until("end", lambda: all(peer.process.poll() is not None for peer in self.peers))
         codes = {peer.name: peer.process.returncode for peer in self.peers}

@@ -1,5 +1,6 @@
 """What a demo run did, read from the peers' event logs and the coordinator's journal; nothing is taken on trust."""
 
+import itertools
 import json
 import statistics
 from collections import defaultdict
@@ -124,7 +125,7 @@ class Report:
         """Median seconds from commit to commit at the founder while nothing was broken yet."""
         first_fault = min((fault.wall for fault in self.faults), default=float("inf"))
         times = [t for event in self.commits(next(iter(self.events))) if (t := wall_s(event)) < first_fault]
-        return statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+        return statistics.median(b - a for a, b in itertools.pairwise(times))
 
     def _fault(self, fault: Fault) -> dict[str, Any]:
         """`next_commit_s`: fault to next commit; `recovery_s`: what of it is beyond a calm round."""
@@ -186,10 +187,10 @@ class Report:
 
     def plot(self, path: Path) -> None:
         """Training loss of every peer and held-out loss over all peers' tokens, with what was broken when."""
-        import matplotlib  # noqa: ICN001, PLC0415 - half a second that only the end of a demo pays
+        import matplotlib
 
         matplotlib.use("Agg")
-        import matplotlib.pyplot as plt  # noqa: PLC0415
+        import matplotlib.pyplot as plt
 
         tokens_at = self._tokens_at()
         figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
@@ -231,7 +232,9 @@ class Report:
         leases = summary["leases"]
         print(f"  training loss {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}, held out", end=" ")
         print(f"{summary['val_loss_last']:.3f}, {summary['tokens']:,} tokens in {summary['seconds']} s")
-        print(f"  samples consumed {leases['consumed']:,}, twice {leases['duplicated']}, returned {leases['returned']:,}")
+        print(
+            f"  {leases['consumed']:,} samples consumed, {leases['duplicated']} twice, {leases['returned']:,} returned"
+        )
         print(f"  sent {summary['bytes_sent'] / 1e6:.1f} MB, {summary['reduction']}x less than data parallel")
         print(f"  final digests equal: {summary['digests_equal']}")
 

@@ -69,7 +69,9 @@ class Gatekeeper:
         if hello.protocol_version != PROTOCOL_VERSION:
             return self._no(f"this peer speaks protocol {PROTOCOL_VERSION}, not {hello.protocol_version}: upgrade")
         if hello.run_id != self._terms.run_id:
-            return self._no(f"the ticket is for run {hello.run_id}, here is {self._terms.run_id}; ask for a new ticket")
+            return self._no(
+                f"the ticket is for run {hello.run_id!r}, here is {self._terms.run_id}; ask for a new ticket"
+            )
         if hello.purpose is Purpose.ADMISSION:
             if self._secret is None:
                 return self._no("this peer is not the coordinator; use the ticket that the founder printed")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from trainer.checkpoint import CheckpointMeta, CheckpointStore
 from trainer.errors import CheckpointFailed
 from trainer.outer_state import Version
+from trainer.threads import in_thread
 
 
 class Checkpointer:
@@ -32,11 +33,13 @@ class Checkpointer:
         self._on_saved = on_saved
         self._on_failed = on_failed
         self._due: asyncio.Queue[tuple[CheckpointMeta, Version]] = asyncio.Queue(1)
+        self._is_busy = False
 
     def offer(self, meta: CheckpointMeta, version: Version) -> bool:
-        """Save this version soon, unless another is still waiting. The version is pinned until it is saved."""
-        if self._due.full():
+        """Save this version soon; False if another one is not on the disk yet. It is pinned until it is saved."""
+        if self._is_busy:
             return False
+        self._is_busy = True
         version.pins += 1
         self._due.put_nowait((meta, version))
         return True
@@ -48,12 +51,13 @@ class Checkpointer:
             meta, version = await self._due.get()
             began = clock()
             try:
-                await asyncio.to_thread(self._store.save, meta, version.state.shared)
+                await in_thread(self._store.save, meta, version.state.shared)
                 self._on_saved(meta.outer_step, clock() - began)
             except CheckpointFailed as failure:
                 self._on_failed(failure)
             finally:
                 version.release()
+                self._is_busy = False
                 self._due.task_done()
 
     async def drain(self) -> None:

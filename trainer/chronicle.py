@@ -5,6 +5,7 @@ full, so that an audit needs nothing else. Must not decide anything.
 """
 
 import logging
+from collections.abc import Mapping
 from typing import assert_never
 
 from collective import ReduceStats
@@ -84,6 +85,10 @@ class Chronicle:
         self._board.checkpoint_failed()
         self._log.emit("fault", kind="checkpoint_failed", cause=str(failure))
         log.warning("checkpoint_failed cause=%r", str(failure))
+
+    def counted(self, *, refused: Mapping[str, int], served_nbytes: int) -> None:
+        """So far: connections that were not let in, by reason, and bytes of state for learners. For the figures."""
+        self._board.counted(refused=refused, num_events_lost=self._log.num_lost, served_nbytes=served_nbytes)
 
     def exchanged(self, key: RoundKey, stats: ReduceStats) -> None:
         """A mean is here: what it cost."""

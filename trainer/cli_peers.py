@@ -79,6 +79,7 @@ def up(
         | _node_flags(directory, local_workers, device, listen, advertise, max_upload),
     )
     _require_secure(resolved, insecure=insecure)
+    _require_reachable(resolved)
     configure_logging(verbose=verbose)
     options = PeerOptions(
         resolved=resolved,
@@ -119,6 +120,7 @@ def join(
         | _node_flags(directory, local_workers, device, listen, advertise, max_upload),
     )
     _require_secure(resolved, insecure=insecure)
+    _require_reachable(resolved)
     configure_logging(verbose=verbose)
     if (hint := expiry_hint(decoded, now_s=datetime.now(UTC).timestamp())) is not None:
         log.warning("ticket_old hint=%r; if the coordinator refuses it, ask for a new one", hint)
@@ -148,6 +150,7 @@ def coordinator(
         context, files=config, resume=resume, flags=_node_flags(directory, None, None, listen, advertise, None)
     )
     _require_secure(resolved, insecure=insecure)
+    _require_reachable(resolved)
     configure_logging(verbose=verbose)
     options = CoordinatorOptions(
         resolved=resolved,
@@ -213,6 +216,18 @@ def _node_flags(
         "node.advertise": ("--advertise", advertise),
         "node.max_upload": ("--max-upload", max_upload),
     }
+
+
+def _require_reachable(resolved: "ResolvedConfig") -> None:
+    node = resolved.config.node
+    host = node.listen.rpartition(":")[0]
+    if host in ("0.0.0.0", "[::]") and node.advertise is None:
+        raise ConfigError(
+            f"node.listen {node.listen} means every address of this machine, and others cannot dial that",
+            cure="say which one they shall dial with --advertise HOST:PORT",
+            key="node.advertise",
+            origin=resolved.origins["node.listen"],
+        )
 
 
 def _require_secure(resolved: "ResolvedConfig", *, insecure: bool) -> None:

@@ -3,19 +3,20 @@
     run_peer          folder, identity ─► terms (founded, or asked for) ─► text ─► listener ─► Peer
     run_coordinator   the same without a Peer
 
-Rules: the first SIGINT or SIGTERM leaves in order, the second stops at once. What a process is there for is over when
-its part in the run is over and, where the coordinator lives, when everybody else has gone too.
+Rules: the first SIGINT or SIGTERM leaves in order, the second stops at once (interrupts.py). What a process is there
+for is over when its part in the run is over and, where the coordinator lives, when everybody else has gone too.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+
+import torch
 
 from collective import AddressInUse
 from collective.core.types import PeerRef
@@ -29,10 +30,11 @@ from trainer.chronicle import Chronicle
 from trainer.config import Config
 from trainer.control_socket import ControlServer
 from trainer.corpus import Corpus, load_corpus
-from trainer.errors import EnvironmentFault, ExitCode, IntegrityError, IsthmusError, Refused
+from trainer.errors import ConfigError, EnvironmentFault, ExitCode, IntegrityError, IsthmusError, Refused
 from trainer.events import FILE_NAME, EventLog
 from trainer.founding import JOURNAL_NAME, Founded, found_or_go_on, remember_terms
 from trainer.identity import PeerFolder
+from trainer.interrupts import Interrupts
 from trainer.metrics import Metrics, MetricsServer
 from trainer.options import CoordinatorOptions, Founding, PeerOptions
 from trainer.peer import Peer, PeerPlan
@@ -71,9 +73,8 @@ async def run_peer(options: PeerOptions) -> int:
     Raises:
         IsthmusError: what the operator must act on.
     """
-    with PeerFolder(options.run_dir) as folder:
-        start = await _prepare(options, folder)
-        return await _Process(start).run()
+    interrupts = Interrupts()
+    return await interrupts.guard(_run(options, interrupts))
 
 
 async def run_coordinator(options: CoordinatorOptions) -> int:
@@ -82,9 +83,17 @@ async def run_coordinator(options: CoordinatorOptions) -> int:
     Raises:
         IsthmusError: what the operator must act on.
     """
+    interrupts = Interrupts()
+    return await interrupts.guard(_run(options, interrupts))
+
+
+async def _run(options: PeerOptions | CoordinatorOptions, interrupts: Interrupts) -> int:
+    # The cores are the workers'. Two threads that fight for them make an addition of milliseconds last a third of a
+    # second, on the event loop.
+    torch.set_num_threads(1)
     with PeerFolder(options.run_dir) as folder:
-        start = await _prepare(options, folder)
-        return await _Process(start).run()
+        process = _Process(await _prepare(options, folder))
+        return await process.live(interrupts)
 
 
 async def _prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder) -> _Start:
@@ -142,26 +151,13 @@ class _Process:
         self._run_dir = start.options.run_dir
         self._coordinator: CoordinatorShell | None = None
         self._peer: Peer | None = None
-        self._task: asyncio.Task[int] | None = None
-        self._num_signals = 0
         self._is_closing = asyncio.Event()
         self._metrics = Metrics(run_id=start.terms.run_id, peer_id=start.me.peer_id)
 
     # -------------------------------------------------------------------------------- life
 
-    async def run(self) -> int:
+    async def live(self, interrupts: Interrupts) -> int:
         """The whole life; returns the exit code."""
-        with self._signals():
-            async with asyncio.TaskGroup() as tasks:
-                self._task = tasks.create_task(self._live())
-                try:
-                    return await self._task
-                except asyncio.CancelledError:
-                    if self._num_signals < 2:
-                        raise
-                    return ExitCode.FORCED
-
-    async def _live(self) -> int:
         start = self._start
         config = start.config
         with contextlib.ExitStack() as stack:
@@ -180,8 +176,9 @@ class _Process:
                 metrics=self._metrics,
                 progress=progress,
                 clock=time.monotonic,
-                coordinator=start.coordinators[0] if start.coordinators else "here",
+                coordinator=start.coordinators[0] if start.coordinators else None,
             )
+            interrupts.leave = self.leave
             if config.metrics_port is not None:
                 server = stack.enter_context(MetricsServer(self._metrics, port=config.metrics_port))
                 self._board.metrics_address = server.address
@@ -206,13 +203,17 @@ class _Process:
             await listener.start()
         except AddressInUse as error:
             raise EnvironmentFault(str(error)) from error
+        except ValueError as error:
+            cure = "name an address of this machine with --listen"
+            raise ConfigError(str(error), cure=cure, key="node.listen") from error
         try:
             address = start.config.node.advertise or listener.address
             coordinators = start.coordinators or (address,)
+            self._board.coordinator = coordinators[0]
             if isinstance(start.options, PeerOptions):
                 self._peer = self._make_peer(chronicle, address, coordinators)
             self._announce(chronicle, listener.address, address)
-            return await self._until_over(control, listener)
+            return await self._until_over(control, listener, chronicle)
         finally:
             await listener.close()
 
@@ -267,9 +268,9 @@ class _Process:
         )
         start.options.role.announce_ticket(encode_ticket(ticket))
 
-    async def _until_over(self, control: ControlServer, listener: Listener) -> int:
+    async def _until_over(self, control: ControlServer, listener: Listener, chronicle: Chronicle) -> int:
         async with asyncio.TaskGroup() as tasks:
-            helpers = [tasks.create_task(control.serve()), tasks.create_task(self._count_refusals(listener))]
+            helpers = [tasks.create_task(control.serve()), tasks.create_task(self._count(listener, chronicle))]
             if self._coordinator is not None:
                 helpers.append(tasks.create_task(_coordinate(self._coordinator)))
             code = await self._take_part()
@@ -281,14 +282,26 @@ class _Process:
         if self._peer is None:
             await self._everybody_gone(timeout_s=None)
             return ExitCode.DONE
-        finish: Finish = await self._peer.run()
+        finish = await self._run_peer(self._peer)
         log.info("finished code=%d reason=%r", finish.code, finish.reason)
         if self._coordinator is not None:
             is_complete = finish.code == ExitCode.DONE
+            self._is_closing.clear()  # that was about the peer; from now on it is about the coordinator
             await self._everybody_gone(timeout_s=_FAREWELL_TIMEOUT_S if is_complete else None)
         if finish.code not in (ExitCode.DONE, ExitCode.LEFT):
             raise _Ended(finish)
         return finish.code
+
+    async def _run_peer(self, peer: Peer) -> Finish:
+        try:
+            return await peer.run()
+        except (IsthmusError, ExceptionGroup) as error:
+            if self._coordinator is not None:
+                # The workers here are lost, the run is not: the others need the coordinator until they are done.
+                log.error("peer_failed cause=%r; interrupt to end the coordinator too", error)  # noqa: TRY400
+                self._is_closing.clear()
+                await self._everybody_gone(timeout_s=None)
+            raise
 
     async def _everybody_gone(self, *, timeout_s: float | None) -> None:
         """Coordinate for as long as somebody is there, or until this process is asked to stop."""
@@ -300,13 +313,15 @@ class _Process:
             async with asyncio.timeout(timeout_s):
                 while not self._is_over():  # noqa: ASYNC110 - a state of many parts, looked at ten times a second
                     await asyncio.sleep(_POLL_S)
+                if self._coordinator.finished:
+                    await self._coordinator.until_finished()  # the last goodbyes are on their way
 
     def _is_over(self) -> bool:
         assert self._coordinator is not None
         status = self._coordinator.status()
-        if self._peer is None:
-            return status.finished or self._is_closing.is_set()
-        return status.finished or not (status.view.members or status.learners)
+        if status.finished or self._is_closing.is_set():
+            return True
+        return self._peer is not None and not (status.view.members or status.learners)
 
     # -------------------------------------------------------------------------------- connections
 
@@ -342,9 +357,10 @@ class _Process:
             return
         self._peer.communicator.adopt(sock, hello)
 
-    async def _count_refusals(self, listener: Listener) -> None:
+    async def _count(self, listener: Listener, chronicle: Chronicle) -> None:
         while True:
-            self._board.refused(listener.counters)
+            served_nbytes = 0 if self._peer is None else self._peer.donor.bytes_served
+            chronicle.counted(refused=listener.counters, served_nbytes=served_nbytes)
             await asyncio.sleep(1.0)
 
     # -------------------------------------------------------------------------------- being asked
@@ -355,7 +371,7 @@ class _Process:
 
     def leave(self) -> None:
         """Begin to leave in order."""
-        self._board.phase = "leaving"
+        self._board.is_leaving = True
         self._is_closing.set()
         if self._peer is not None:
             self._peer.leave(now=False)
@@ -365,28 +381,6 @@ class _Process:
         self._is_closing.set()
         if self._peer is not None:
             self._peer.leave(now=True)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
-
-    def _on_signal(self) -> None:
-        self._num_signals += 1
-        if self._num_signals == 1:
-            log.info("leaving; interrupt again to stop at once")
-            if hasattr(self, "_board"):
-                self.leave()
-                return
-        if self._task is not None:
-            self._num_signals = max(2, self._num_signals)
-            self._task.cancel()
 
 
 class _Ended(IsthmusError):

@@ -6,18 +6,24 @@ run id, so that peers that are still out there find their run again. `resume` is
 checkpoint.
 """
 
+import itertools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from trainer.admission import RunTerms, mesh_key
-from trainer.checkpoint import Checkpoint, load_resumed
+from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointStore, load_resumed
 from trainer.config import Config, manifest_diff
 from trainer.corpus import Corpus
-from trainer.errors import ConfigError, IntegrityError
+from trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault, IntegrityError
 from trainer.files import write_atomically
 from trainer.identity import PeerFolder, RunIdentity
+
+log = logging.getLogger(__name__)
 
 JOURNAL_NAME = "journal.sqlite"
 _TERMS_NAME = "terms.json"
@@ -46,15 +52,18 @@ def found_or_go_on(folder: PeerFolder, config: Config, corpus: Corpus, resume_di
         ConfigError: the folder holds a run with other settings, or one that should be resumed from a checkpoint.
         CheckpointCorrupted: `resume_dir` holds no whole checkpoint.
         IntegrityError: a file of the folder is damaged.
+        EnvironmentFault: the disk refuses.
     """
     checkpoint = None
     if resume_dir is not None:
         checkpoint = load_resumed(resume_dir)
-        _archive(folder.path)
+        with _disk_errors(folder.path):
+            _archive(folder.path, checkpoint.meta.outer_step)
     manifest = config.manifest_json()
     saved = _load_terms(folder.path)
     if saved is not None:
         _require_same(saved, manifest, corpus, folder.path)
+        checkpoint = _newest_checkpoint(folder.path)
     run = folder.found_run(config.run.name)
     terms = RunTerms(
         run_id=run.run_id,
@@ -66,19 +75,34 @@ def found_or_go_on(folder: PeerFolder, config: Config, corpus: Corpus, resume_di
 
 
 def remember_terms(folder: PeerFolder, terms: RunTerms, address: str) -> None:
-    """Keep what the next start in this folder must agree with, and where the run's coordinator listens."""
+    """Keep what the next start in this folder must agree with, and where the run's coordinator listens.
+
+    Raises:
+        EnvironmentFault: the disk refuses.
+    """
     saved = _SavedTerms(manifest=terms.manifest.decode(), data_digest=terms.data_digest, address=address)
-    write_atomically(folder.path / _TERMS_NAME, msgspec.json.encode(saved), mode=0o600)
+    with _disk_errors(folder.path):
+        write_atomically(folder.path / _TERMS_NAME, msgspec.json.encode(saved), mode=0o600)
 
 
 def _load_terms(path: Path) -> _SavedTerms | None:
     file = path / _TERMS_NAME
     try:
-        return msgspec.json.decode(file.read_bytes(), type=_SavedTerms)
+        with _disk_errors(path):
+            return msgspec.json.decode(file.read_bytes(), type=_SavedTerms)
     except FileNotFoundError:
         return None
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise IntegrityError(f"{file} is damaged", cure="found a new run in another folder") from error
+
+
+def _newest_checkpoint(path: Path) -> Checkpoint | None:
+    """What this peer still has of its run. If the others have newer, it replays or fetches the rest."""
+    try:
+        return CheckpointStore(path / FOLDER_NAME, keep=1).load_newest()
+    except CheckpointCorrupted as error:
+        log.warning("checkpoints_unusable cause=%r; this peer has to find the state at others", str(error))
+        return None
 
 
 def _require_same(saved: _SavedTerms, manifest: bytes, corpus: Corpus, path: Path) -> None:
@@ -92,13 +116,29 @@ def _require_same(saved: _SavedTerms, manifest: bytes, corpus: Corpus, path: Pat
         )
 
 
-def _archive(path: Path) -> None:
-    """Put the old lineage aside: its journal describes steps that the checkpoint may not have."""
-    if not (path / _TERMS_NAME).exists():
+def _archive(path: Path, outer_step: int) -> None:
+    """Put the old lineage aside: its journal and newer checkpoints tell of steps that the one resumed has not."""
+    store = CheckpointStore(path / FOLDER_NAME, keep=1)
+    doomed = [store.path_of(step) for step in store.steps() if step > outer_step]
+    # The terms go last: a start that was cut short here begins again.
+    names = (*(f"{JOURNAL_NAME}{end}" for end in ("-wal", "-shm", "", ".lock")), "run.json", _TERMS_NAME)
+    doomed += [path / name for name in names if (path / name).exists()]
+    if not doomed:
         return
-    number = 1 + sum(1 for _ in path.glob("lineage-*"))
-    aside = path / f"lineage-{number}"
-    aside.mkdir()
-    for name in ("run.json", _TERMS_NAME, *(f"{JOURNAL_NAME}{end}" for end in ("", "-wal", "-shm", ".lock"))):
-        if (path / name).exists():
-            (path / name).rename(aside / name)
+    aside = next(place for number in itertools.count(1) if not (place := path / f"lineage-{number}").exists())
+    for old in doomed:
+        new = aside / old.relative_to(path)
+        new.parent.mkdir(parents=True, exist_ok=True)
+        old.rename(new)
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise EnvironmentFault(
+            f"the folder {path} cannot be used: {error.strerror}", cure="free some space or give another with --dir"
+        ) from error

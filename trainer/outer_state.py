@@ -4,11 +4,13 @@ A version of the state is never changed once it is live. An outer step writes th
 (`stage`); a commit swaps the two (`install_staged`), an abort forgets it (`discard_staged`). A donor pins the version
 it serves: a pinned version is not recycled, and only then does the next stage allocate.
 
-Memory, in copies of the parameters for DiLoCo: live 2, spare 2 (the mean is received straight into one of them).
+Memory, in copies of the parameters for DiLoCo: live 2, spare 2 (the mean is received straight into one of them, and a
+state that is being fetched into both), 2 more for every older version that is still pinned.
 
 It must not know the network, views or workers.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from collective import decode_result
 from collective.core.types import OuterStep
+from collective.errors import RemoteProtocolError
 from elastic.core.messages import Held
 from elastic.digest import Hasher, StateManifest, chunk_of, describe_state
 from elastic.errors import StateDiverged, StateMismatch
@@ -172,7 +175,8 @@ class OuterState:
 
     async def _describe(self, outer_step: int, state: State) -> StateManifest:
         named = [(name, byte_view(tensor)) for name, tensor in sorted(state.shared.items())]
-        return describe_state(OuterStep(outer_step), await self._hasher.describe_async(named))
+        parts = await self._hasher.describe_async(named)
+        return describe_state(OuterStep(outer_step), parts, chunk_nbytes=self._hasher.chunk_nbytes)
 
     def _retire(self) -> None:
         old, self._live = self._live, None
@@ -198,12 +202,14 @@ class OuterState:
             StateMismatch: if the donor's tensors are not those of this method and model.
         """
         # The same memory again after a broken transfer: what has arrived is not fetched twice.
-        state = self._restoring or self._outer.init(self._fragment, torch.zeros(self._fragment.numel))
+        state = self._restoring or self._spare or self._outer.init(self._fragment, torch.zeros(self._fragment.numel))
         ours = {name: tensor.nbytes for name, tensor in state.shared.items()}
         theirs = {tensor.name: tensor.nbytes for tensor in manifest.tensors}
         if ours != theirs:
             raise StateMismatch(f"the donor's state holds {theirs} bytes, this model and method need {ours}")
-        self._restoring = state
+        if state is self._spare:
+            self._spare = None
+        self._restoring, self._staged = state, None
         return [byte_view(state.shared[tensor.name]) for tensor in manifest.tensors]
 
     async def finish_restore(self, manifest: StateManifest) -> Held:
@@ -220,11 +226,12 @@ class OuterState:
 
         Raises:
             StateDiverged: if the outcome has not the committed digest; what was held is kept.
+            RemoteProtocolError: if its chunks do not fit this model; what was held is kept.
         """
         await in_thread(_decode_all, entry, self.result_buffer())
         round_ = self._schedule.round_after(self.live.manifest.outer_step)
         weights = dict(entry.weights)
-        digest = await self.stage(round_, tuple(weights), sum(weights.values()))
+        digest = await self.stage(round_, tuple(weights), math.fsum(weights.values()))
         if digest != entry.digest:
             self.discard_staged()
             raise StateDiverged(entry.outer_step, expected=entry.digest, actual=digest)
@@ -239,5 +246,8 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 def _decode_all(entry: CommitEntry, out: Tensor) -> None:
-    for chunk in entry.chunks:
-        decode_result(entry.codec, chunk.start_numel, chunk.data, out)
+    try:
+        for chunk in entry.chunks:
+            decode_result(entry.codec, chunk.start_numel, chunk.data, out)
+    except ValueError as error:  # the donor's fault, not ours
+        raise RemoteProtocolError("a recorded result does not fit") from error

@@ -42,6 +42,7 @@ from trainer.worker_pool import WorkerPool
 _DIAL_TIMEOUT_S = 5.0
 _LAST_ROUND_TIMEOUT_S = 600.0
 """For the evaluation and the checkpoint of the final state, after everybody has said goodbye."""
+_SIGN_OF_LIFE_S = 1.0
 _LAST_STEP_TIMEOUT_S = 20.0
 """For the inner step that is under way when this peer's part ends early."""
 
@@ -121,6 +122,7 @@ class Peer:
         self._leaving: bool | None = None
         self._unsaved: CheckpointMeta | None = None
         self._inner_steps = 0
+        self._signs_of_life = 0
         self._blocked = False
 
     # -------------------------------------------------------------------------------- life
@@ -142,7 +144,7 @@ class Peer:
 
     def leave(self, *, now: bool) -> None:
         """Leave at the next commit boundary, or at once. Repeated calls change nothing but can hurry it."""
-        self._leaving = now
+        self._leaving = now or bool(self._leaving)
         if self._membership is not None:
             self._membership.leave(now=now)
 
@@ -182,7 +184,7 @@ class Peer:
             hasher=self._hasher,
             observe=self._observe,
         )
-        feed = SampleFeed(membership.take_leases, stock=samples_in_stock(plan.config))
+        feed = SampleFeed(membership, stock=samples_in_stock(plan.config))
         self._membership, self._feed, self._pool = membership, feed, pool
         training = self._training(membership, feed, pool)
         if self._leaving is not None:
@@ -216,7 +218,6 @@ class Peer:
             on_round=self._on_round,
             on_inner_step=self._on_inner_step,
             on_blocked=self._on_blocked,
-            on_lost=feed.reset,
         )
 
     async def _dial(self, address: str, purpose: Purpose) -> Channel:
@@ -242,7 +243,7 @@ class Peer:
 
     def _tell_progress(self) -> None:
         if self._membership is not None:
-            progress = self._inner_steps + self.communicator.progress()
+            progress = self._inner_steps + self._signs_of_life + self.communicator.progress()
             self._membership.progressed(progress, blocked=self._blocked)
 
     async def _on_round(self, report: RoundReport) -> None:
@@ -251,8 +252,17 @@ class Peer:
         self._keep(report)
         is_due = config.eval.every and (report.final or report.outer_step % config.eval.every == 0)
         if is_due and report.view.rank_of(self._plan.me.peer_id) == 0:
-            self._chronicle.evaluated(report.outer_step, await self._pool.evaluate())
-            self._tell_progress()
+            self._chronicle.evaluated(report.outer_step, await self._evaluate())
+
+    async def _evaluate(self) -> float:
+        """Judge the anchor. That may take long and has the pool's deadline; the others must not call it a stall."""
+        async with asyncio.TaskGroup() as tasks:
+            judged = tasks.create_task(self._pool.evaluate())
+            while not judged.done():
+                await asyncio.wait([judged], timeout=_SIGN_OF_LIFE_S)
+                self._signs_of_life += 1
+                self._tell_progress()
+        return judged.result()
 
     def _keep(self, report: RoundReport) -> None:
         """Offer the new state to the disk, if it is time."""
@@ -272,7 +282,8 @@ class Peer:
 
     def _save(self) -> None:
         """Offer the live state to the disk, unless it is there already or no commit of ours made it."""
-        meta, live = self._unsaved, self._state.live
-        is_live = meta is not None and live.held == Held(OuterStep(meta.outer_step), meta.digest)
-        if meta is not None and is_live and self._checkpointer.offer(meta, live):
+        meta = self._unsaved
+        if meta is None or self._state.held() != Held(OuterStep(meta.outer_step), meta.digest):
+            return
+        if self._checkpointer.offer(meta, self._state.live):
             self._unsaved = None

@@ -1,14 +1,16 @@
 """Sample indices this peer may train on: leased ahead, handed out step by step, reported with the vote.
 
 Rules: an index is handed out only while its lease is held; what was handed out since the last commit is `consumed`
-and goes into the next vote; when the membership is lost, so are all leases (`reset`), whatever was trained.
-It must not know text, batches or the coordinator.
+and goes into the next vote; when the membership is lost, so are all leases (`reset`), whatever was trained. `reset` is
+called once for each loss, in the order of what happens: a later one would throw away the leases of the next membership,
+which nobody else gets while this peer is there. It must not know text, batches or what a view is.
 """
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from elastic.core.leases import count, merged, without
 from elastic.core.messages import IndexRange
@@ -19,17 +21,34 @@ class LeasesLost(Exception):
     """The membership ended while somebody waited for samples."""
 
 
+class Lessor(Protocol):
+    """Who grants leases: `elastic.member.Membership`, as far as it matters here."""
+
+    @property
+    def active_view(self) -> object | None:
+        """None while this peer is no member."""
+        ...
+
+    async def activated(self) -> object:
+        """Wait until it is one. Raises RunFinished."""
+        ...
+
+    async def take_leases(self, num_samples: int, /) -> Sequence[IndexRange]:
+        """About so many indices. Raises NotAMember if the membership ends meanwhile, or RunFinished."""
+        ...
+
+
 class SampleFeed:
     """A small stock of leased indices with a refill task.
 
     Args:
-        lease: asks the coordinator for that many indices and returns the ranges granted.
+        lessor: grants indices.
         stock: refill up to this many indices whenever fewer than half of them are left, so that training goes on
             for a while when the coordinator is away.
     """
 
-    def __init__(self, lease: Callable[[int], Awaitable[Sequence[IndexRange]]], *, stock: int) -> None:
-        self._lease = lease
+    def __init__(self, lessor: Lessor, *, stock: int) -> None:
+        self._lessor = lessor
         self._stock = stock
         self._ranges: deque[IndexRange] = deque()
         self._available = 0
@@ -59,13 +78,18 @@ class SampleFeed:
         self._changed.set()
 
     async def take(self, num_samples: int) -> tuple[int, ...]:
-        """The next indices, as soon as there are enough.
+        """The next indices, as soon as there are enough. At once, without giving way to others, if there are.
 
         Waits as long as the coordinator is away: how long that may be is the membership's to decide.
 
+        Args:
+            num_samples: at most half of the stock: more might never be there.
+
         Raises:
-            LeasesLost: if `reset` is called meanwhile.
+            LeasesLost: if `reset` is called meanwhile, or the run is over for this peer.
         """
+        if 2 * num_samples > self._stock:
+            raise ValueError(f"{num_samples} samples at once need a stock of twice as many, not {self._stock}")
         generation = self._generation
         while self._available < num_samples:
             await self._change()
@@ -90,11 +114,15 @@ class SampleFeed:
                 while self._available * 2 >= self._stock:
                     await self._change()
                 await self._refill()
+        self.reset()  # whoever still waits for samples waits in vain
 
     async def _refill(self) -> None:
+        while self._lessor.active_view is None:
+            await self._lessor.activated()
+        # Noted only as a member: a reset while this waited says nothing about leases that were not asked for yet.
         generation = self._generation
         try:
-            ranges = await self._lease(self._stock - self._available)
+            ranges = await self._lessor.take_leases(self._stock - self._available)
         except NotAMember:
             return
         if generation == self._generation:

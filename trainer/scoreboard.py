@@ -25,7 +25,7 @@ class Scoreboard:
         metrics: for Prometheus.
         progress: for a terminal.
         clock: monotonic seconds.
-        coordinator: where the coordinator listens.
+        coordinator: where the coordinator listens; None until that is known.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Scoreboard:
         metrics: Metrics,
         progress: Progress,
         clock: Callable[[], float],
-        coordinator: str,
+        coordinator: str | None,
     ) -> None:
         self._me = me
         self._run_id = run_id
@@ -45,7 +45,6 @@ class Scoreboard:
         self._metrics = metrics
         self._progress = progress
         self._clock = clock
-        self._coordinator = coordinator
         self._started_at = clock()
         self._train_s = 0.0
         self._view: View | None = None
@@ -61,7 +60,11 @@ class Scoreboard:
         self._sent = 0
         self._received = 0
         self._refused: dict[str, int] = {}
+        self._num_events_lost = 0
+        self._served_nbytes = 0
         self.phase: Phase = "starting"
+        self.is_leaving = False
+        self.coordinator = coordinator
         self.metrics_address: str | None = None
 
     # -------------------------------------------------------------------------------- facts
@@ -150,11 +153,13 @@ class Scoreboard:
         """A checkpoint could not be written."""
         self._metrics.checkpoint_failures.inc()
 
-    def refused(self, counters: Mapping[str, int]) -> None:
-        """Connections that were not let in so far, by reason."""
-        for reason, count in counters.items():
+    def counted(self, *, refused: Mapping[str, int], num_events_lost: int, served_nbytes: int) -> None:
+        """So far: connections that were not let in, by reason; lines that were lost; bytes of state for learners."""
+        for reason, count in refused.items():
             self._metrics.refused_connections.labels(reason=reason).inc(count - self._refused.get(reason, 0))
-        self._refused = dict(counters)
+        self._metrics.events_lost.inc(num_events_lost - self._num_events_lost)
+        self._metrics.state_bytes.inc(served_nbytes - self._served_nbytes)
+        self._refused, self._num_events_lost, self._served_nbytes = dict(refused), num_events_lost, served_nbytes
 
     # -------------------------------------------------------------------------------- reading
 
@@ -166,14 +171,14 @@ class Scoreboard:
             peer_id=self._me.peer_id,
             incarnation=self._me.incarnation,
             pid=pid,
-            phase=self.phase,
+            phase="leaving" if self.is_leaving else self.phase,
             outer_step=self._outer_step,
             total_outer_steps=self._config.run.outer_steps,
             inner_step=self._inner_steps_of_round,
             inner_steps_per_round=self._config.outer.inner_steps,
             epoch=self._view.epoch if self._view is not None else 0,
             members=self._members(),
-            coordinator=self._coordinator,
+            coordinator=self.coordinator,
             train_loss=self._train_loss,
             validation_loss=self._validation_loss,
             tokens=self._tokens,
@@ -196,7 +201,7 @@ class Scoreboard:
                 incarnation=member.incarnation,
                 address=member.address,
                 is_me=member.ref == self._me,
-                is_coordinator=member.address == self._coordinator,
+                is_coordinator=member.address == self.coordinator,
             )
             for member in self._view.members
         )

@@ -1,6 +1,7 @@
 """Work in a thread that a cancellation cannot leave behind."""
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 from collections.abc import Callable
@@ -11,7 +12,7 @@ T = TypeVar("T")
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a function in a thread and wait until it has ended, also when the caller is cancelled meanwhile.
+    """Run a function in a thread and wait until it has ended, however often the caller is cancelled meanwhile.
 
     `asyncio.to_thread` returns at once then, and its thread goes on writing into memory that is somebody else's by now.
     """
@@ -20,5 +21,8 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
-        await asyncio.wait([future])
+        # An aborted round is cancelled twice: when the machine says so, and when its turn in the order comes.
+        while not future.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([future])
         raise

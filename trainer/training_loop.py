@@ -4,7 +4,8 @@
 
 Rules: which round comes next follows from the global outer step, never from a local count; work is handed in exactly
 once, by the vote of the round it went into; when the membership is lost, so are payload, leases and the steps since the
-last commit. It must not know connections, views' reasons or how workers compute.
+last commit, also if it is won again before this loop looks: what was begun as a member of one view's admission is never
+handed in after the next (`_require`). It must not know connections, views' reasons or how workers compute.
 """
 
 import asyncio
@@ -62,13 +63,12 @@ class TrainingLoop:
         schedule: which round makes which outer step.
         pool: the workers.
         mailbox: [numel] fp32, shared with the workers.
-        feed: leased sample indices.
+        feed: leased sample indices; whoever observes the membership resets it.
         batch_size: samples of one inner step.
         others_wait: whether other members stand in the exchange that this peer has not begun.
         on_round: told of every committed round, before the workers go on; may evaluate and write checkpoints.
         on_inner_step: told of every inner step (global number, loss, tokens), for progress.
         on_blocked: told when this peer begins and ceases to stand still for the others.
-        on_lost: told when the work since the last commit is void.
     """
 
     def __init__(
@@ -87,7 +87,6 @@ class TrainingLoop:
         on_round: Callable[[RoundReport], Awaitable[None]],
         on_inner_step: Callable[[int, float, int], None],
         on_blocked: Callable[[bool], None],
-        on_lost: Callable[[], None],
     ) -> None:
         self._membership = membership
         self._runner = runner
@@ -102,44 +101,48 @@ class TrainingLoop:
         self._on_round = on_round
         self._on_inner_step = on_inner_step
         self._on_blocked = on_blocked
-        self._on_lost = on_lost
         self._clock = asyncio.get_running_loop().time
 
     async def run(self) -> None:
         """Train until the final commit or the end of the membership. Errors of the workers come through."""
         with contextlib.suppress(RunFinished):
             while True:
-                await self._membership.activated()
-                try:
-                    if await self._train_as_member():
-                        return
-                except (LeasesLost, NotAMember):
-                    self._on_lost()
+                admitted = await self._membership.activated()
+                with contextlib.suppress(LeasesLost, NotAMember):
+                    await self._train_as_member(admitted)
+                    return
 
-    async def _train_as_member(self) -> bool:
+    async def _train_as_member(self, admitted: View) -> None:
+        """Until the run's last commit. `admitted` is the view in which this peer became active."""
+        self._require(admitted)
         await self._load(self._state.anchor, keep=0.0)
         # A fresh member may come in the middle of the others' round: then it hands in what it has.
         is_fresh = True
-        while not await self._one_round(is_fresh=is_fresh):
+        while not await self._one_round(admitted, is_fresh=is_fresh):
             is_fresh = False
-        return True
 
-    async def _one_round(self, *, is_fresh: bool) -> bool:
+    def _require(self, admitted: View) -> None:
+        """Raise NotAMember unless this peer has been active without a break since it was admitted."""
+        if self._membership.active_view is not admitted:
+            raise NotAMember("put out of the view while it trained")
+
+    async def _one_round(self, admitted: View, *, is_fresh: bool) -> bool:
         """From one commit to the next. Returns whether it was the run's last.
 
         Raises:
             NotAMember, LeasesLost: the membership ended; nothing of this round counts.
         """
+        self._require(admitted)
         outer_step = self._state.live.manifest.outer_step
         round_ = self._schedule.round_after(outer_step)
         began = self._clock()
-        work = await self._train(self._schedule.inner_step_at(outer_step), round_.inner_step, is_fresh=is_fresh)
+        inner_steps = range(self._schedule.inner_step_at(outer_step) + 1, round_.inner_step + 1)
+        work = await self._train(inner_steps, admitted, is_fresh=is_fresh)
         await self._pool.store()
+        self._require(admitted)
+        await in_thread(self._outer.emit, round_, self._mailbox, self._state.live.state, out=self._mailbox)
+        self._require(admitted)
         consumed = self._feed.consumed()
-        state = self._state.live.state
-        await in_thread(self._outer.emit, round_, self._mailbox, state, out=self._mailbox)
-        if self._state.live.state is not state:
-            raise NotAMember("the state changed while the payload was made")
         handed_in = self._clock()
         ready = RoundReady(
             outer_step=OuterStep(outer_step),
@@ -171,14 +174,13 @@ class TrainingLoop:
         )
         return committed.final
 
-    async def _train(self, first: int, last: int, *, is_fresh: bool) -> _Work:
-        """Inner steps `first + 1` to `last`, or fewer for a fresh member whose fellows wait already."""
+    async def _train(self, inner_steps: range, admitted: View, *, is_fresh: bool) -> _Work:
+        """These inner steps, or fewer for a fresh member whose fellows wait already."""
         work = _Work()
-        for inner_step in range(first + 1, last + 1):
+        for inner_step in inner_steps:
             if is_fresh and self._others_wait():
                 break
-            if self._membership.active_view is None:
-                raise NotAMember("put out of the view in the middle of the inner steps")
+            self._require(admitted)
             indices = await self._feed.take(self._batch_size)
             done = await self._pool.step(indices, inner_step=inner_step)
             work.losses.append(done.loss)
@@ -194,5 +196,11 @@ class TrainingLoop:
             await self._load(absorbed.target, keep=absorbed.keep)
 
     async def _load(self, target: Tensor, *, keep: float) -> None:
-        await in_thread(self._mailbox.copy_, target)
+        """Move the workers towards a tensor of the live state."""
+        # Pinned, because this peer may be put out meanwhile and replay commits into whatever is recycled.
+        pinned = self._state.pin()
+        try:
+            await in_thread(self._mailbox.copy_, target)
+        finally:
+            pinned.release()
         await self._pool.load(keep=keep)

@@ -20,6 +20,7 @@ __all__ = [
     "fragment_table",
     "member_config",
     "outer_of",
+    "samples_in_stock",
     "training_job",
 ]
 

@@ -18,8 +18,8 @@ from collective.transport.sockets import lost
 from collective.wire import BEFORE_HELLO, BEFORE_REPLY, Frame, FrameReader, FrameType, Header, Limits, pack
 
 MAX_STREAMS = 64
-EXIT_PROTOCOL = 76
-"""sysexits.h EX_PROTOCOL: the two programs cannot talk to each other."""
+REFUSED_EXIT_CODE = 5
+"""For a dialler of another version: the product's table of exit codes calls that refused."""
 
 
 class Purpose(enum.StrEnum):
@@ -48,6 +48,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def ref(self) -> PeerRef:
         """This start of the peer."""
         return PeerRef(self.peer_id, self.incarnation)
+
+    def __repr__(self) -> str:
+        return f"Hello({self.purpose}, {self.peer_id}/{self.incarnation}, run_id={self.run_id!r})"
 
 
 class HelloReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

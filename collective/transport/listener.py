@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
 from collective.transport.channel import Channel
-from collective.transport.hello import EXIT_PROTOCOL, Hello, HelloReply, Purpose, read_hello, send_reply
+from collective.transport.hello import REFUSED_EXIT_CODE, Hello, HelloReply, Purpose, read_hello, send_reply
 from collective.transport.sockets import SocketOptions, join_address, open_listener, tune
 from collective.wire import PROTOCOL_VERSION
 
@@ -81,10 +81,12 @@ class Listener:
             return
         for task in self._running:
             task.cancel()
-        await self._tasks.__aexit__(None, None, None)
-        for sock in (self._sock, *self._unknown):  # a task that never began left its socket there
-            sock.close()
-        self._sock = None
+        try:
+            await self._tasks.__aexit__(None, None, None)
+        finally:
+            for sock in (self._sock, *self._unknown):  # a task that never began left its socket there
+                sock.close()
+            self._sock = None
 
     async def __aenter__(self) -> "Listener":
         await self.start()
@@ -160,7 +162,7 @@ class Listener:
                 if hello.protocol_version != PROTOCOL_VERSION:
                     reply = HelloReply(
                         accepted=False,
-                        code=EXIT_PROTOCOL,
+                        code=REFUSED_EXIT_CODE,
                         reason=f"protocol version {hello.protocol_version}, here {PROTOCOL_VERSION}: update one side",
                         peer_id=reply.peer_id,
                         incarnation=reply.incarnation,
@@ -168,7 +170,7 @@ class Listener:
                 elif reply.accepted and hello.purpose is not Purpose.BULK and hello.purpose not in self._routes:
                     reply = HelloReply(
                         accepted=False,
-                        code=EXIT_PROTOCOL,
+                        code=REFUSED_EXIT_CODE,
                         reason=f"{hello.purpose} is not served here",
                         peer_id=reply.peer_id,
                         incarnation=reply.incarnation,

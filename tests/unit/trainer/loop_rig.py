@@ -1,0 +1,291 @@
+"""One peer's training without processes or network: workers that count samples, and a coordinator in memory.
+
+Training on sample `i` takes 1 from parameter `i % NUMEL`, and the outer optimizer takes the mean as it is. So a payload
+says exactly which samples went into it, and `commit` checks that against what the vote says was consumed.
+
+`script` says what happens to the membership whenever somebody in here waits; when it is used up, nothing happens any
+more. A peer without a membership is let in again where the script has nothing else to say.
+"""
+
+import asyncio
+import enum
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from elastic.core.events import RoundReady
+from elastic.core.leases import LeaseLedger, count
+from elastic.core.messages import DataPosition, Held, IndexRange
+from elastic.desk import Committed
+from elastic.digest import Hasher
+from elastic.errors import NotAMember, RunFinished
+from optim.diloco import DiLoCo
+from optim.outer import Absorbed
+from tests.unit.trainer.rig import outer_state
+from trainer.round_schedule import RoundSchedule
+from trainer.sample_feed import SampleFeed
+from trainer.training_loop import RoundReport, TrainingLoop
+
+NUMEL = 64
+BATCH = 2
+INNER_STEPS = 3
+ME = PeerRef(PeerId("0" * 16), Incarnation(1))
+
+
+class Happening(enum.Enum):
+    """What the coordinator does while this peer waits for something."""
+
+    NOTHING = "nothing"
+    DEMOTION = "demotion"  # the machine knows it, the effect is not carried out yet
+    EVICTION = "eviction"
+    RETURN = "return"
+    BLINK = "blink"  # out and in again before anybody could look
+    BLINK_WITH_COMMITS = "blink with commits"  # and the others went on meanwhile
+
+
+@dataclass(frozen=True)
+class StepDone:
+    loss: float
+    num_tokens: int
+
+
+@dataclass
+class Runner:
+    """What the loop reads of trainer.round_runner."""
+
+    absorbed: Absorbed | None = None
+
+
+@dataclass
+class Commit:
+    outer_step: int
+    samples: tuple[int, ...]
+    num_tokens: int
+    is_mine: bool = True
+
+
+@dataclass
+class Pool:
+    """Workers that count."""
+
+    rig: "Rig"
+    local: Tensor = field(default_factory=lambda: torch.full((NUMEL,), float("nan")))
+    inner_steps: list[int] = field(default_factory=list)
+    trained: list[int] = field(default_factory=list)
+
+    async def load(self, *, keep: float) -> None:
+        await self.rig.wait()
+        self.local = keep * self.local + (1 - keep) * self.rig.mailbox if keep else self.rig.mailbox.clone()
+        self.inner_steps.clear()
+        self.trained.clear()
+        await self.rig.wait()
+
+    async def step(self, indices: tuple[int, ...], *, inner_step: int) -> StepDone:
+        await self.rig.wait()
+        for index in indices:
+            self.local[index % NUMEL] -= 1.0
+        self.inner_steps.append(inner_step)
+        self.trained += indices
+        await self.rig.wait()
+        return StepDone(loss=float(inner_step), num_tokens=len(indices))
+
+    async def store(self) -> None:
+        await self.rig.wait()
+        self.rig.mailbox.copy_(self.local)
+        await self.rig.wait()
+
+
+class Rig:
+    """Membership, coordinator and everything around one training loop."""
+
+    def __init__(self, hasher: Hasher, script: Iterable[Happening] = (), *, outer_steps: int = 3) -> None:
+        self.outer_steps = outer_steps
+        self.script = deque(script)
+        self.outer = self._outer()
+        self.state = outer_state(hasher, self.outer, NUMEL)
+        self.mailbox = torch.zeros(NUMEL)
+        self.pool = Pool(self)
+        self.runner = Runner()
+        self.ledger = LeaseLedger()
+        self.commits: list[Commit] = []
+        self.reports: list[RoundReport] = []
+        self.blocked: list[bool] = []
+        self.active_view: View | None = None
+        self.is_over = False
+        self.others_wait = False
+        self._epoch = 0
+        self._stint = 0
+        self._is_demoted = False
+        self._changing = asyncio.Lock()
+        self.feed = SampleFeed(self, stock=2 * INNER_STEPS * BATCH)
+        self.loop = TrainingLoop(
+            membership=self,
+            runner=self.runner,
+            state=self.state,
+            outer=self.outer,
+            schedule=RoundSchedule(self.outer),
+            pool=self.pool,
+            mailbox=self.mailbox,
+            feed=self.feed,
+            batch_size=BATCH,
+            others_wait=lambda: self.others_wait,
+            on_round=self._on_round,
+            on_inner_step=lambda *_: None,
+            on_blocked=self.blocked.append,
+        )
+
+    def _outer(self) -> DiLoCo:
+        rig, running = self, asyncio.get_running_loop()
+
+        class SlowToEmit(DiLoCo):
+            """Its thread waits too, and the membership may change meanwhile."""
+
+            def emit(self, *args, **kwargs):
+                asyncio.run_coroutine_threadsafe(rig.wait(), running).result(timeout=20.0)
+                emitted = DiLoCo.emit(self, *args, **kwargs)
+                asyncio.run_coroutine_threadsafe(rig.wait(), running).result(timeout=20.0)
+                return emitted
+
+        return SlowToEmit(lr=1.0, momentum=0.0, inner_steps=INNER_STEPS)
+
+    async def run(self) -> None:
+        """The loop's whole life, with its feed."""
+        if self.state.held() is None:
+            await self.state.found(torch.zeros(NUMEL))
+            self.admit()
+        feeding = asyncio.ensure_future(self.feed.run())
+        try:
+            await self.loop.run()
+        finally:
+            feeding.cancel()
+            await asyncio.wait([feeding])
+
+    # -------------------------------------------------------------------------------- what happens
+
+    async def wait(self) -> None:
+        """Somebody waits: the next of the script happens."""
+        await asyncio.sleep(0)
+        if self.script:
+            async with self._changing:
+                await self._happen(self.script.popleft() if self.script else Happening.NOTHING)
+
+    async def _happen(self, what: Happening) -> None:
+        match what:
+            case Happening.DEMOTION:
+                self._is_demoted = self._is_demoted or self.active_view is not None
+                self.active_view = None
+            case Happening.EVICTION:
+                self.evict()
+            case Happening.RETURN:
+                self.admit()
+            case Happening.BLINK:
+                self.evict()
+                self.admit()
+            case Happening.BLINK_WITH_COMMITS:
+                self.evict()
+                await self.others_commit()
+                await self.others_commit()
+                self.admit()
+            case Happening.NOTHING:
+                pass
+
+    def evict(self) -> None:
+        if self.active_view is not None or self._is_demoted:
+            self.active_view = None
+            self._is_demoted = False
+            self._stint += 1
+            self.ledger.release(ME, self.ledger.owned_by(ME))
+            self.feed.reset()
+
+    def admit(self) -> None:
+        self.evict()
+        self._epoch += 1
+        held = self.state.held()
+        member = Member(ME.peer_id, ME.incarnation, "127.0.0.1:1")
+        self.active_view = View(Epoch(self._epoch), held.outer_step, held.digest, (member,))
+
+    async def others_commit(self) -> None:
+        """The run goes on without this peer, which replays it."""
+        if self.state.live.manifest.outer_step < self.outer_steps - 1:
+            await self._install(torch.full((NUMEL,), 100.0), final=False)
+            self.commits.append(Commit(self.state.live.manifest.outer_step, (), 0, is_mine=False))
+
+    async def _install(self, mean: Tensor, *, final: bool, view: View | None = None) -> Committed:
+        step = self.state.live.manifest.outer_step
+        self.state.result_buffer().copy_(mean)
+        round_ = RoundSchedule(self.outer).round_after(step)
+        held = Held(OuterStep(step + 1), await self.state.stage(round_, (ME.peer_id,), 1.0))
+        self.runner.absorbed = self.state.install_staged(held)
+        key = RoundKey(Epoch(self._epoch), OuterStep(step), 0)
+        position = DataPosition(self.ledger.next_index)
+        return Committed(key=key, view=view, held=held, final=final, position=position)
+
+    async def _on_round(self, report: RoundReport) -> None:
+        self.reports.append(report)
+        await self.wait()
+
+    # -------------------------------------------------------------------------------- elastic.member.Membership
+
+    async def activated(self) -> View:
+        while self.active_view is None:
+            if self.is_over:
+                raise RunFinished(20, "left")
+            async with self._changing:
+                if self.active_view is None:
+                    what = self.script.popleft() if self.script else Happening.NOTHING
+                    await self._happen(Happening.RETURN if what is Happening.NOTHING else what)
+            await asyncio.sleep(0)
+        return self.active_view
+
+    async def commit_round(self, ready: RoundReady) -> Committed:
+        view, stint = self.active_view, self._stint
+        if view is None:
+            raise NotAMember("not active")
+        if self.state.held().outer_step != ready.outer_step:
+            raise NotAMember("another step")
+        payload = self.mailbox.clone()
+        await self.wait()
+        async with self._changing:
+            if stint != self._stint or self.active_view is None:
+                raise NotAMember("evicted")
+            assert torch.equal(payload, self.mailbox), "the payload changed before its outcome was known"
+            self._audit(ready)
+            committed = await self._install(payload, final=ready.outer_step + 1 >= self.outer_steps, view=view)
+        return committed
+
+    async def take_leases(self, num_samples: int, /) -> tuple[IndexRange, ...]:
+        await self.activated()
+        stint = self._stint
+        await self.wait()
+        if stint != self._stint or self.active_view is None:
+            raise NotAMember("evicted")
+        ranges = self.ledger.plan(max(1, num_samples // 2))
+        self.ledger.grant(ME, self.ledger.newest_serial(ME) + 1, ranges)
+        await self.wait()  # the grant is given; what happens now, happens before it arrives
+        return ranges
+
+    # -------------------------------------------------------------------------------- the audit
+
+    def _audit(self, ready: RoundReady) -> None:
+        samples = tuple(index for piece in ready.consumed for index in range(piece.start, piece.stop))
+        expected = torch.zeros(NUMEL)
+        for index in samples:
+            expected[index % NUMEL] += 1.0
+        assert torch.equal(self.mailbox, expected), "the payload is not the work on the samples that the vote names"
+        assert ready.num_tokens == ready.weight == len(samples)
+        first = INNER_STEPS * ready.outer_step + 1
+        assert self.pool.inner_steps == list(range(first, first + len(self.pool.inner_steps)))
+        self.ledger.consume(ME, ready.consumed)  # asserts that this peer still owns them
+        self.commits.append(Commit(ready.outer_step + 1, samples, ready.num_tokens))
+
+    def audit_the_end(self) -> None:
+        """Every step is there once, every sample is somewhere, and no lease was forgotten."""
+        assert [commit.outer_step for commit in self.commits] == list(range(1, self.outer_steps + 1))
+        samples = [index for commit in self.commits for index in commit.samples]
+        assert len(samples) == len(set(samples))
+        self.ledger.check_invariants()
+        assert self.feed.available + count(self.feed.consumed()) == count(self.ledger.owned_by(ME))

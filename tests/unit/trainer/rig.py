@@ -1,0 +1,122 @@
+"""Parts of a peer without processes: a small outer state, and communicators on loopback in one event loop."""
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+
+import torch
+from torch import Tensor
+
+from collective import BulkOptions, Communicator
+from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from collective.transport import Hello, HelloReply, Listener, Purpose
+from collective.wire import PROTOCOL_VERSION
+from elastic.commit_log import CommitLog
+from elastic.digest import Hasher
+from optim.diloco import DiLoCo
+from optim.fragments import Fragment, FragmentTable
+from trainer.outer_state import OuterState, Version
+from trainer.round_runner import RoundRunner
+from trainer.round_schedule import RoundSchedule
+
+NUMEL = 1000
+CHUNK_NBYTES = 1024
+
+
+def whole(numel: int = NUMEL) -> Fragment:
+    return FragmentTable.from_named_shapes([("weight", (numel,))]).whole()
+
+
+def numbers(seed: int, numel: int = NUMEL) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def hasher() -> Hasher:
+    return Hasher(num_threads=1, chunk_nbytes=CHUNK_NBYTES)
+
+
+def outer_state(hasher: Hasher, outer: DiLoCo | None = None, numel: int = NUMEL) -> OuterState:
+    outer = outer or DiLoCo(inner_steps=4)
+    return OuterState(outer, whole(numel), RoundSchedule(outer), hasher)
+
+
+def has_the_bits_of_its_manifest(version: Version) -> bool:
+    """Whether every chunk still is what was hashed when the version was made."""
+    return all(
+        hashlib.sha256(version.chunk(number, chunk)).digest() == digest
+        for number, tensor in enumerate(version.manifest.tensors)
+        for chunk, digest in enumerate(tensor.chunk_digests)
+    )
+
+
+class Site:
+    """One peer's half of rounds: listener, communicator, state, mailbox."""
+
+    def __init__(self, number: int, hasher: Hasher, *, outer: DiLoCo | None = None, codec: str = "raw") -> None:
+        self.outer = outer or DiLoCo(inner_steps=4)
+        self.me = PeerRef(PeerId(f"{number:016x}"), Incarnation(1))
+        self.mailbox = numbers(number)
+        self.state = outer_state(hasher, self.outer)
+        self.log = CommitLog(1 << 20)
+        self.exchanged: list[RoundKey] = []
+        self.communicator = Communicator(
+            me=self.me, hello=self._hello, chunk_nbytes=1024, options=BulkOptions(install_grace_s=5.0)
+        )
+        self.listener = Listener(
+            "127.0.0.1:0",
+            accept=lambda _: HelloReply(accepted=True, peer_id=self.me.peer_id, incarnation=self.me.incarnation),
+            routes={},
+            bulk=self.communicator.adopt,
+        )
+        self.runner = RoundRunner(
+            communicator=self.communicator,
+            state=self.state,
+            commit_log=self.log,
+            schedule=RoundSchedule(self.outer),
+            payload=self.mailbox,
+            codec=codec,
+            initial_parameters=lambda: numbers(99),
+            on_exchanged=lambda key, _: self.exchanged.append(key),
+        )
+
+    @property
+    def member(self) -> Member:
+        return Member(self.me.peer_id, self.me.incarnation, self.listener.address)
+
+    async def close(self) -> None:
+        await self.communicator.close()
+        await self.listener.close()
+
+    def _hello(self, _peer: PeerRef, stream: int, num_streams: int) -> Hello:
+        return Hello(
+            protocol_version=PROTOCOL_VERSION,
+            run_id="run",
+            purpose=Purpose.BULK,
+            peer_id=self.me.peer_id,
+            incarnation=self.me.incarnation,
+            stream=stream,
+            num_streams=num_streams,
+        )
+
+
+def view_of(sites: Sequence[Site], epoch: int = 1, outer_step: int = 0) -> View:
+    return View(Epoch(epoch), OuterStep(outer_step), b"", tuple(site.member for site in sites))
+
+
+@contextlib.asynccontextmanager
+async def sites_of_a_new_run(
+    count: int, hasher: Hasher, *, outers: Sequence[DiLoCo] = (), codec: str = "raw"
+) -> AsyncIterator[list[Site]]:
+    """Peers that hold the same founded state and are members of view 1."""
+    sites = [Site(number, hasher, outer=outers[number] if outers else None, codec=codec) for number in range(count)]
+    try:
+        for site in sites:
+            await site.listener.start()
+            await site.runner.found()
+        view = view_of(sites)
+        await asyncio.gather(*(site.runner.install_view(view) for site in sites))
+        yield sites
+    finally:
+        for site in sites:
+            await site.close()

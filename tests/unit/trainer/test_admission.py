@@ -1,0 +1,205 @@
+"""Who gets in, at a real door: tickets for strangers, the mesh key for everybody else, and what each refusal costs."""
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from collective.core.types import Incarnation, PeerId, PeerRef
+from collective.errors import HandshakeRefused
+from collective.transport import Channel, FrameType, Hello, HelloReply, Listener, Purpose, connect
+from collective.wire import PROTOCOL_VERSION
+from trainer.admission import Gatekeeper, RunTerms, ask_terms, hello_maker, mesh_key
+from trainer.errors import ExitCode, NobodyReachable, Refused
+from trainer.ticket import Ticket, issue_token, make_ticket
+
+NOW_S = 1_000_000.0
+SECRET = b"s" * 32
+RUN_ID = "demo-0123abcd"
+FOUNDER = PeerRef(PeerId("a" * 16), Incarnation(5))
+JOINER = PeerRef(PeerId("b" * 16), Incarnation(7))
+TERMS = RunTerms(run_id=RUN_ID, manifest=b'{"format":1}', data_digest="d" * 64, mesh_key=mesh_key(SECRET, RUN_ID))
+
+
+def ticket(*addresses: str, run_id: str = RUN_ID, secret: bytes = SECRET, expires_at_s: float = NOW_S + 60) -> Ticket:
+    return make_ticket(secret=secret, run_id=run_id, addresses=addresses, expires_at_s=round(expires_at_s))
+
+
+def gatekeeper(*, secret: bytes | None = SECRET) -> Gatekeeper:
+    return Gatekeeper(FOUNDER, TERMS, secret=secret, now_s=lambda: NOW_S)
+
+
+async def echo(channel: Channel) -> None:
+    frame = await channel.receive(timeout_s=5.0)
+    await channel.send(FrameType.CONTROL, bytes(frame.payload), timeout_s=5.0)
+
+
+@contextlib.asynccontextmanager
+async def door(keeper: Gatekeeper | None = None) -> AsyncIterator[Listener]:
+    keeper = keeper or gatekeeper()
+    routes = {Purpose.ADMISSION: keeper.admit, Purpose.CONTROL: echo}
+    async with Listener(
+        "127.0.0.1:0", accept=keeper.accept, routes=routes, bulk=lambda sock, _: sock.close()
+    ) as listener:
+        yield listener
+
+
+class Patience:
+    """Counts pauses instead of taking them."""
+
+    def __init__(self) -> None:
+        self.num_pauses = 0
+
+    async def __call__(self) -> None:
+        self.num_pauses += 1
+
+
+async def test_a_ticket_brings_the_terms_and_the_terms_open_every_other_door() -> None:
+    async with door() as listener:
+        terms = await ask_terms(ticket(listener.address), JOINER, pause=Patience())
+        assert terms == TERMS
+        channel = await connect(listener.address, hello_maker(JOINER, terms)(Purpose.CONTROL), timeout_s=5.0)
+        await channel.send(FrameType.CONTROL, b"hello", timeout_s=5.0)
+        assert bytes((await channel.receive(timeout_s=5.0)).payload) == b"hello"
+        assert channel.hello.ref == FOUNDER
+        channel.close()
+
+
+async def test_the_largest_manifest_that_may_be_gets_through() -> None:
+    terms = msgspec.structs.replace(TERMS, manifest=b"x" * (64 << 10))
+    keeper = Gatekeeper(FOUNDER, terms, secret=SECRET, now_s=lambda: NOW_S)
+    async with door(keeper) as listener:
+        assert await ask_terms(ticket(listener.address), JOINER, pause=Patience()) == terms
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ({"expires_at_s": NOW_S}, "expired"),
+        ({"secret": b"t" * 32}, "was not made for run"),
+        ({"run_id": "another-run"}, "is for run 'another-run'"),
+    ],
+    ids=["expired", "forged", "of another run"],
+)
+async def test_a_ticket_that_does_not_admit_is_refused_once_and_not_asked_again(
+    bad: dict[str, object], reason: str
+) -> None:
+    patience = Patience()
+    async with door() as listener:
+        with pytest.raises(Refused, match=reason) as refused:
+            await ask_terms(ticket(listener.address, **bad), JOINER, pause=patience)
+    assert refused.value.exit_code is ExitCode.REFUSED
+    assert patience.num_pauses == 0
+
+
+async def test_a_peer_that_is_not_the_coordinator_admits_nobody() -> None:
+    async with door(gatekeeper(secret=None)) as listener:
+        with pytest.raises(Refused, match="not the coordinator"):
+            await ask_terms(ticket(listener.address), JOINER, pause=Patience())
+
+
+async def test_expiry_keeps_strangers_out_and_never_throws_a_member_out() -> None:
+    keeper = Gatekeeper(FOUNDER, TERMS, secret=SECRET, now_s=lambda: NOW_S + 1e9)
+    async with door(keeper) as listener:
+        (await connect(listener.address, hello_maker(JOINER, TERMS)(Purpose.CONTROL), timeout_s=5.0)).close()
+        with pytest.raises(Refused):
+            await ask_terms(ticket(listener.address), JOINER, pause=Patience())
+
+
+@pytest.mark.parametrize("purpose", [Purpose.CONTROL, Purpose.BULK, Purpose.STATE])
+@pytest.mark.parametrize("credential", [b"", b"x" * 32, TERMS.mesh_key[:-1], issue_token(SECRET, RUN_ID, 2**40)])
+def test_without_the_mesh_key_no_connection_of_the_run_is_accepted(purpose: Purpose, credential: bytes) -> None:
+    hello = msgspec.structs.replace(hello_maker(JOINER, TERMS)(purpose), credential=credential)
+    reply = gatekeeper().accept(hello)
+    assert (reply.accepted, reply.code) == (False, ExitCode.REFUSED)
+
+
+def test_the_mesh_key_is_no_ticket() -> None:
+    assert not gatekeeper().accept(hello_maker(JOINER, TERMS)(Purpose.ADMISSION)).accepted
+
+
+def test_keys_of_different_runs_and_secrets_differ() -> None:
+    keys = {mesh_key(secret, run) for secret in (SECRET, b"t" * 32) for run in (RUN_ID, "demo-0123abce")}
+    assert len(keys) == 4
+    assert all(len(key) == 32 for key in keys)
+
+
+async def test_another_protocol_version_ends_with_the_exit_code_of_a_refusal() -> None:
+    def accept(hello: Hello) -> HelloReply:
+        return HelloReply(accepted=False, code=76, reason="protocol version 1, here 2: update one side",
+                          peer_id=FOUNDER.peer_id, incarnation=FOUNDER.incarnation)  # fmt: skip
+
+    async with Listener("127.0.0.1:0", accept=accept, routes={}, bulk=lambda sock, _: sock.close()) as listener:
+        with pytest.raises(Refused, match="update one side") as refused:
+            await ask_terms(ticket(listener.address), JOINER, pause=Patience())
+    assert refused.value.exit_code == 5
+    older = msgspec.structs.replace(hello_maker(JOINER, TERMS)(Purpose.CONTROL), protocol_version=PROTOCOL_VERSION + 1)
+    async with door() as listener:
+        with pytest.raises(HandshakeRefused, match="protocol"):
+            await connect(listener.address, older, timeout_s=5.0)
+
+
+async def test_a_reason_cannot_carry_a_strangers_control_characters_into_a_log() -> None:
+    hello = msgspec.structs.replace(
+        hello_maker(JOINER, TERMS)(Purpose.CONTROL), run_id="x\n\x1b[31mfounder: all is well"
+    )
+    reply = gatekeeper().accept(hello)
+    assert not reply.accepted
+    assert reply.reason.isprintable()
+
+
+async def test_nobody_at_any_address_is_told_with_every_address_and_its_cause() -> None:
+    async with door() as listener:
+        gone = listener.address
+    patience = Patience()
+    with pytest.raises(NobodyReachable) as nobody:
+        await ask_terms(ticket(gone, "no-address"), JOINER, pause=patience, attempts=3)
+    assert nobody.value.exit_code is ExitCode.NOBODY_REACHABLE
+    assert f"{gone} (refused)" in str(nobody.value)
+    assert "no-address" in str(nobody.value)
+    assert patience.num_pauses == 2
+
+
+async def test_the_second_address_of_a_ticket_is_tried_when_the_first_is_silent() -> None:
+    async with door() as listener:
+        gone = listener.address
+    async with door() as listener:
+        assert await ask_terms(ticket(gone, listener.address), JOINER, pause=Patience()) == TERMS
+
+
+async def test_an_answer_that_cannot_be_read_is_a_refusal() -> None:
+    async def babble(channel: Channel) -> None:
+        await channel.send(FrameType.CONTROL, b"\xc1 no msgpack", timeout_s=5.0)
+
+    routes = {Purpose.ADMISSION: babble}
+    async with Listener(
+        "127.0.0.1:0", accept=gatekeeper().accept, routes=routes, bulk=lambda sock, _: sock.close()
+    ) as listener:
+        with pytest.raises(Refused, match="cannot be read"):
+            await ask_terms(ticket(listener.address), JOINER, pause=Patience())
+
+
+async def test_no_secret_is_logged_or_shown(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    wrong = ticket("127.0.0.1:1", secret=b"t" * 32)
+    async with door() as listener:
+        await ask_terms(ticket(listener.address), JOINER, pause=Patience())
+        with pytest.raises(Refused) as refused:
+            await ask_terms(
+                Ticket(addresses=(listener.address,), run_id=RUN_ID, token=wrong.token), JOINER, pause=Patience()
+            )
+    shown = f"{caplog.text} {refused.value} {TERMS!r} {wrong!r}"
+    for secret in (SECRET, TERMS.mesh_key, wrong.token):
+        assert secret.hex() not in shown
+        assert repr(secret)[2:-1] not in shown
+
+
+def test_the_digest_of_the_terms_sees_settings_and_text() -> None:
+    others = (
+        msgspec.structs.replace(TERMS, manifest=b'{"format":2}'),
+        msgspec.structs.replace(TERMS, data_digest="e" * 64),
+    )
+    assert len({TERMS.digest(), *(other.digest() for other in others)}) == 3
+    assert msgspec.structs.replace(TERMS, mesh_key=b"k" * 32).digest() == TERMS.digest()

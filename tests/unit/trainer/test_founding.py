@@ -1,0 +1,176 @@
+"""A founder's folder: a new run, the same run again, or a new lineage from a checkpoint."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from elastic.core.messages import IndexRange
+from trainer.checkpoint import FOLDER_NAME, CheckpointMeta, CheckpointStore
+from trainer.config import Config
+from trainer.config_sources import Override, load_config
+from trainer.corpus import Corpus
+from trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault, IntegrityError
+from trainer.founding import JOURNAL_NAME, Founded, found_or_go_on, remember_terms
+from trainer.identity import PeerFolder
+
+TEXT = np.zeros(8, dtype=np.uint8)
+CORPUS = Corpus(train=TEXT, validation=TEXT, digest="d" * 64, description="a text")
+OTHER_TEXT = Corpus(train=TEXT, validation=TEXT, digest="e" * 64, description="another text")
+CONFIG = Config()
+OTHER_CONFIG = load_config(overrides=[Override("inner.batch_size", "3", "--inner.batch_size")]).config
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[PeerFolder]:
+    with PeerFolder(tmp_path / "peer") as folder:
+        yield folder
+
+
+def found(folder: PeerFolder, config: Config = CONFIG, corpus: Corpus = CORPUS, resume: Path | None = None) -> Founded:
+    return found_or_go_on(folder, config, corpus, resume)
+
+
+def start(folder: PeerFolder, resume: Path | None = None) -> Founded:
+    """A start that got as far as a coordinator's: terms kept, a journal there."""
+    founded = found(folder, resume=resume)
+    (folder.path / JOURNAL_NAME).write_bytes(founded.run.run_id.encode())
+    remember_terms(folder, founded.terms, "127.0.0.1:1234")
+    return founded
+
+
+def save_checkpoints(folder: Path, *steps: int) -> CheckpointStore:
+    store = CheckpointStore(folder / FOLDER_NAME, keep=10)
+    for step in steps:
+        meta = CheckpointMeta(
+            run_id="old",
+            outer_step=step,
+            digest=bytes(32),
+            run_manifest=b"{}",
+            next_index=9,
+            returned=(IndexRange(1, 2),),
+        )
+        store.save(meta, {"anchor": torch.full((4,), float(step))})
+    return store
+
+
+def test_a_new_folder_gets_a_new_run(folder: PeerFolder) -> None:
+    founded = found(folder)
+    assert founded.run.run_id.startswith(CONFIG.run.name)
+    assert founded.terms.run_id == founded.run.run_id
+    assert founded.terms.manifest == CONFIG.manifest_json()
+    assert founded.terms.data_digest == CORPUS.digest
+    assert (founded.address, founded.checkpoint) == (None, None)
+
+
+def test_the_same_folder_goes_on_with_its_run_and_its_address(folder: PeerFolder) -> None:
+    first = start(folder)
+    again = found(folder)
+    assert again.run == first.run
+    assert again.terms == first.terms
+    assert again.address == "127.0.0.1:1234"
+
+
+def test_what_is_kept_is_for_this_user_alone(folder: PeerFolder) -> None:
+    start(folder)
+    for name in ("run.json", "terms.json"):
+        assert os.stat(folder.path / name).st_mode & 0o077 == 0
+    assert found(folder).run.secret not in (folder.path / "terms.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("config", "corpus", "named"), [(OTHER_CONFIG, CORPUS, "inner.batch_size"), (CONFIG, OTHER_TEXT, "the text")]
+)
+def test_going_on_with_other_settings_is_refused_and_names_them(
+    folder: PeerFolder, config: Config, corpus: Corpus, named: str
+) -> None:
+    start(folder)
+    with pytest.raises(ConfigError, match=named) as refused:
+        found(folder, config, corpus)
+    assert "--resume" in refused.value.cure
+
+
+def test_resuming_from_another_peers_folder_takes_its_newest_checkpoint(folder: PeerFolder, tmp_path: Path) -> None:
+    save_checkpoints(tmp_path / "elsewhere", 10, 20)
+    founded = found(folder, resume=tmp_path / "elsewhere")
+    assert founded.checkpoint is not None
+    assert founded.checkpoint.meta.outer_step == 20
+    assert founded.checkpoint.meta.returned == (IndexRange(1, 2),)
+
+
+def test_resuming_in_the_same_folder_is_a_new_run_and_puts_the_old_one_aside(folder: PeerFolder) -> None:
+    old = start(folder)
+    save_checkpoints(folder.path, 10)
+    new = found(folder, OTHER_CONFIG, resume=folder.path)
+    assert new.run.run_id != old.run.run_id
+    assert new.run.secret != old.run.secret
+    assert new.address is None
+    assert not (folder.path / JOURNAL_NAME).exists()
+    assert (folder.path / "lineage-1" / JOURNAL_NAME).read_bytes() == old.run.run_id.encode()
+    assert (folder.path / "lineage-1" / "run.json").exists()
+
+
+def test_checkpoints_newer_than_the_one_resumed_go_aside_with_their_lineage(folder: PeerFolder) -> None:
+    start(folder)
+    store = save_checkpoints(folder.path, 10, 20, 30)
+    founded = found(folder, resume=store.path_of(10))
+    assert founded.checkpoint is not None
+    assert founded.checkpoint.meta.outer_step == 10
+    assert store.steps() == (10,)
+    assert CheckpointStore(folder.path / "lineage-1" / FOLDER_NAME, keep=1).steps() == (20, 30)
+    # Otherwise they would count as the newest ones, and those of this lineage would be pruned in their favour.
+    CheckpointStore(folder.path / FOLDER_NAME, keep=2).save(
+        CheckpointMeta(run_id="new", outer_step=11, digest=bytes(32), run_manifest=b"{}", next_index=0),
+        {"anchor": torch.zeros(4)},
+    )
+    assert store.steps() == (10, 11)
+    assert start(folder, resume=folder.path).checkpoint.meta.outer_step == 11
+
+
+def test_every_lineage_is_kept(folder: PeerFolder) -> None:
+    save_checkpoints(folder.path, 10)
+    runs = [start(folder).run.run_id]
+    runs += [start(folder, resume=folder.path).run.run_id for _ in range(3)]
+    kept = [(folder.path / f"lineage-{number}" / JOURNAL_NAME).read_text() for number in (1, 2, 3)]
+    assert [*kept, (folder.path / JOURNAL_NAME).read_text()] == runs
+    assert len(set(runs)) == 4
+
+
+def test_an_archive_that_was_cut_short_is_gone_on_with(folder: PeerFolder) -> None:
+    old = start(folder)
+    save_checkpoints(folder.path, 10)
+    (folder.path / "lineage-1").mkdir()
+    (folder.path / JOURNAL_NAME).rename(folder.path / "lineage-1" / JOURNAL_NAME)
+    new = found(folder, resume=folder.path)
+    assert new.run.run_id != old.run.run_id
+    assert (folder.path / "lineage-2" / "run.json").exists()
+    assert not (folder.path / "terms.json").exists()
+
+
+def test_a_checkpoint_that_is_damaged_leaves_the_folder_as_it_was(folder: PeerFolder) -> None:
+    old = start(folder)
+    store = save_checkpoints(folder.path, 10)
+    (store.path_of(10) / "state.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointCorrupted):
+        found(folder, resume=folder.path)
+    assert found(folder).run == old.run
+
+
+def test_damaged_terms_are_told_with_a_cure(folder: PeerFolder) -> None:
+    start(folder)
+    (folder.path / "terms.json").write_bytes(b"{")
+    with pytest.raises(IntegrityError, match=r"terms\.json is damaged"):
+        found(folder)
+
+
+def test_a_folder_that_cannot_be_written_is_this_machines_fault(folder: PeerFolder) -> None:
+    founded = start(folder)
+    (folder.path / "terms.json").unlink()
+    (folder.path / "terms.json").mkdir()
+    with pytest.raises(EnvironmentFault, match="cannot be used"):
+        remember_terms(folder, founded.terms, "127.0.0.1:1")
+    with pytest.raises(EnvironmentFault, match="cannot be used"):
+        found(folder)

@@ -1,0 +1,346 @@
+"""The shared state: live versions never change, staging is nothing until it is installed, memory is recycled."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from collective.core.types import OuterStep
+from collective.errors import RemoteProtocolError
+from elastic.core.messages import Held
+from elastic.digest import Hasher
+from elastic.errors import StateDiverged, StateMismatch
+from elastic.replica import CommitEntry, ResultChunk
+from optim.diloco import MOMENTUM, DiLoCo
+from optim.outer import ANCHOR, Result, Round
+from tests.unit.trainer.rig import NUMEL, has_the_bits_of_its_manifest, numbers, outer_state
+from trainer.outer_state import OuterState, Version
+
+MEMBERS = ("a", "b")
+
+
+@pytest.fixture
+def hasher() -> Iterator[Hasher]:
+    threads = Hasher(num_threads=1, chunk_nbytes=1024)
+    yield threads
+    threads.close()
+
+
+def round_after(state: OuterState) -> Round:
+    step = state.live.manifest.outer_step
+    return DiLoCo(inner_steps=4).plan(4 * (step + 1))[0]
+
+
+async def stage(state: OuterState, mean: torch.Tensor, weight_sum: float = 2.0) -> Held:
+    state.result_buffer().copy_(mean)
+    digest = await state.stage(round_after(state), MEMBERS, weight_sum)
+    return Held(OuterStep(state.live.manifest.outer_step + 1), digest)
+
+
+async def commit(state: OuterState, mean: torch.Tensor, weight_sum: float = 2.0) -> Held:
+    held = await stage(state, mean, weight_sum)
+    state.install_staged(held)
+    return held
+
+
+def entry(held: Held, *chunks: ResultChunk, weights: tuple[float, ...] = (1.0, 1.0), codec: str = "raw") -> CommitEntry:
+    return CommitEntry(held.outer_step, held.digest, 0, codec, tuple(zip(MEMBERS, weights, strict=True)), chunks)
+
+
+def raw(mean: torch.Tensor, start_numel: int = 0) -> ResultChunk:
+    return ResultChunk(start_numel, mean.numpy().tobytes())
+
+
+def addresses(version: Version) -> frozenset[int]:
+    return frozenset(tensor.data_ptr() for tensor in version.state.shared.values())
+
+
+# ------------------------------------------------------------------------------------------------ staging
+
+
+async def test_nothing_is_held_before_the_first_state(hasher: Hasher) -> None:
+    state = outer_state(hasher)
+    assert state.held() is None
+    with pytest.raises(AssertionError, match="no shared state"):
+        _ = state.live
+    held = await state.found(numbers(0))
+    assert state.held() == held
+    assert held.outer_step == 0
+    assert torch.equal(state.anchor, numbers(0))
+
+
+async def test_two_peers_that_found_from_the_same_bytes_hold_the_same_digest(hasher: Hasher) -> None:
+    assert await outer_state(hasher).found(numbers(0)) == await outer_state(hasher).found(numbers(0))
+    assert await outer_state(hasher).found(numbers(0)) != await outer_state(hasher).found(numbers(1))
+
+
+async def test_staging_leaves_the_live_state_alone_until_it_is_installed(hasher: Hasher) -> None:
+    state = outer_state(hasher)
+    before = await state.found(numbers(0))
+    held = await stage(state, numbers(1))
+    assert state.held() == before
+    assert has_the_bits_of_its_manifest(state.live)
+    absorbed = state.install_staged(held)
+    assert state.held() == held
+    assert has_the_bits_of_its_manifest(state.live)
+    assert absorbed.target is state.anchor
+    assert absorbed.keep == 0.0
+
+
+async def test_the_mean_in_a_recycled_buffer_gives_the_bits_of_the_plain_formula(hasher: Hasher) -> None:
+    outer = DiLoCo(inner_steps=4)
+    state = outer_state(hasher, outer)
+    await state.found(numbers(0))
+    plain = outer.init(state._fragment, numbers(0))
+    for step in range(4):
+        mean = numbers(step + 1)
+        plain = outer.absorb(round_after(state), Result(value=mean, members=MEMBERS, weight_sum=2.0), plain).state
+        await commit(state, mean)
+        for name in (ANCHOR, MOMENTUM):
+            assert torch.equal(state.live.state.shared[name], plain.shared[name])
+
+
+async def test_a_discarded_attempt_leaves_no_trace_in_the_next_one(hasher: Hasher) -> None:
+    state, other = outer_state(hasher), outer_state(hasher)
+    for each in (state, other):
+        await each.found(numbers(0))
+    await stage(state, numbers(7))
+    state.discard_staged()
+    assert await commit(state, numbers(1)) == await commit(other, numbers(1))
+
+
+async def test_only_what_is_staged_can_be_installed(hasher: Hasher) -> None:
+    state = outer_state(hasher)
+    founded = await state.found(numbers(0))
+    with pytest.raises(AssertionError, match="nothing is staged"):
+        state.install_staged(founded)
+    held = await stage(state, numbers(1))
+    with pytest.raises(AssertionError, match="is staged, committed was"):
+        state.install_staged(Held(held.outer_step, bytes(32)))
+    assert state.held() == founded
+
+
+async def test_a_round_without_weight_moves_nothing_and_counts(hasher: Hasher) -> None:
+    state = outer_state(hasher)
+    await state.found(numbers(0))
+    await commit(state, numbers(1))
+    anchor, momentum = (state.live.state.shared[name].clone() for name in (ANCHOR, MOMENTUM))
+    held = await commit(state, torch.zeros(NUMEL), weight_sum=0.0)
+    assert held.outer_step == 2
+    assert torch.equal(state.anchor, anchor)
+    assert torch.equal(state.live.state.shared[MOMENTUM], momentum)
+    assert has_the_bits_of_its_manifest(state.live)
+
+
+# ------------------------------------------------------------------------------------------------ memory and pins
+
+
+async def test_two_versions_worth_of_memory_serve_any_number_of_steps(hasher: Hasher) -> None:
+    state = outer_state(hasher)
+    await state.found(numbers(0))
+    seen = {addresses(state.live)}
+    for step in range(6):
+        await commit(state, numbers(step))
+        seen.add(addresses(state.live))
+    assert len(seen) == 2
+
+
+async def test_a_pinned_version_keeps_its_bits_while_training_goes_on(hasher: Hasher) -> None:
+    state = outer_state(hasher)
+    await state.found(numbers(0))
+    first, second = state.pin(), state.pin()
+    for step in range(3):
+        await commit(state, numbers(step))
+        assert has_the_bits_of_its_manifest(first)
+    first.release()
+    await commit(state, numbers(3))
+    assert has_the_bits_of_its_manifest(second)
+    second.release()
+    assert first is second
+    assert first.pins == 0
+
+
+async def test_a_version_released_before_it_is_replaced_is_recycled_again(hasher: Hasher) -> None:
+    state = outer_state(hasher)
+    await state.found(numbers(0))
+    pinned = state.pin()
+    await commit(state, numbers(1))
+    home = addresses(state.live)
+    pinned.release()
+    await commit(state, numbers(2))
+    await commit(state, numbers(3))
+    assert addresses(state.live) == home
+
+
+async def test_cancelling_an_exchange_that_stages_waits_until_nothing_writes_to_staging(hasher: Hasher) -> None:
+    loop = asyncio.get_running_loop()
+    has_begun, may_end = asyncio.Event(), threading.Event()
+
+    class Slow(DiLoCo):
+        def absorb(self, *args, **kwargs):
+            loop.call_soon_threadsafe(has_begun.set)
+            may_end.wait(30.0)
+            return DiLoCo.absorb(self, *args, **kwargs)
+
+    slow, other = outer_state(hasher, Slow(inner_steps=4)), outer_state(hasher)
+    for each in (slow, other):
+        await each.found(numbers(0))
+    staging = asyncio.ensure_future(stage(slow, numbers(5)))
+    await has_begun.wait()
+    try:
+        for _ in range(2):  # elastic cancels when the machine says so, and again when its turn comes
+            staging.cancel()
+            await asyncio.sleep(0)
+        assert not staging.done()
+    finally:
+        may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await staging
+    slow.discard_staged()
+    assert await commit(slow, numbers(1)) == await commit(other, numbers(1))
+
+
+# ------------------------------------------------------------------------------------------------ replay
+
+
+async def test_a_learner_replays_commits_to_the_members_digests(hasher: Hasher) -> None:
+    member, learner = outer_state(hasher), outer_state(hasher)
+    for each in (member, learner):
+        await each.found(numbers(0))
+    for mean, weight in ((numbers(1), 1.0), (torch.zeros(NUMEL), 0.0), (numbers(2), 1e-3)):
+        held = await commit(member, mean, weight_sum=2 * weight)
+        pieces = (raw(mean[:300]), raw(mean[300:], 300))
+        assert await learner.replay(entry(held, *pieces, weights=(weight, weight))) == held
+    assert torch.equal(learner.anchor, member.anchor)
+
+
+async def test_a_replay_that_diverges_keeps_what_was_held(hasher: Hasher) -> None:
+    member, learner = outer_state(hasher), outer_state(hasher)
+    for each in (member, learner):
+        await each.found(numbers(0))
+    before = learner.held()
+    held = await commit(member, numbers(1))
+    with pytest.raises(StateDiverged) as diverged:
+        await learner.replay(entry(held, raw(numbers(2))))
+    assert diverged.value.expected == held.digest
+    assert learner.held() == before
+    assert has_the_bits_of_its_manifest(learner.live)
+    assert await learner.replay(entry(held, raw(numbers(1)))) == held
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        entry(Held(OuterStep(1), bytes(32)), raw(torch.zeros(NUMEL), 1)),
+        entry(Held(OuterStep(1), bytes(32)), ResultChunk(0, b"12345")),
+        entry(Held(OuterStep(1), bytes(32)), ResultChunk(0, b"")),
+        entry(Held(OuterStep(1), bytes(32)), raw(torch.zeros(NUMEL)), codec="strange"),
+    ],
+    ids=["beyond the end", "half an element", "empty", "unknown codec"],
+)
+async def test_a_recorded_result_that_does_not_fit_is_the_donors_fault(hasher: Hasher, bad: CommitEntry) -> None:
+    learner = outer_state(hasher)
+    before = await learner.found(numbers(0))
+    with pytest.raises(RemoteProtocolError):
+        await learner.replay(bad)
+    assert learner.held() == before
+    assert has_the_bits_of_its_manifest(learner.live)
+
+
+# ------------------------------------------------------------------------------------------------ restore and adopt
+
+
+async def restore(donor: OuterState, learner: OuterState) -> Held:
+    pinned = donor.pin()
+    for destination, tensor in zip(
+        learner.begin_restore(pinned.manifest), range(len(pinned.manifest.tensors)), strict=True
+    ):
+        size = pinned.manifest.chunk_nbytes
+        for chunk in range(len(pinned.manifest.tensors[tensor].chunk_digests)):
+            data = pinned.chunk(tensor, chunk)
+            destination[chunk * size : chunk * size + data.nbytes] = data
+    pinned.release()
+    return await learner.finish_restore(pinned.manifest)
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+async def test_a_restored_state_goes_on_as_its_donor_does(hasher: Hasher, has_state: bool) -> None:
+    donor, learner = outer_state(hasher), outer_state(hasher)
+    await donor.found(numbers(0))
+    if has_state:
+        await learner.found(numbers(50))
+    for step in range(3):
+        held = await commit(donor, numbers(step))
+    assert await restore(donor, learner) == held
+    assert learner.held() == held
+    assert await commit(learner, numbers(4)) == await commit(donor, numbers(4))
+
+
+async def test_a_broken_restore_keeps_its_memory_and_what_was_held(hasher: Hasher) -> None:
+    donor, learner = outer_state(hasher), outer_state(hasher)
+    await donor.found(numbers(0))
+    manifest = donor.live.manifest
+    before = await learner.found(numbers(50))
+    first = learner.begin_restore(manifest)
+    first[0][:4] = b"kept"
+    assert learner.held() == before
+    assert has_the_bits_of_its_manifest(learner.live)
+    await commit(learner, numbers(1))  # a replay in between must not touch what has arrived
+    again = learner.begin_restore(manifest)
+    assert bytes(again[0][:4]) == b"kept"
+
+
+async def test_a_restore_needs_no_more_memory_than_a_step_of_training(hasher: Hasher) -> None:
+    donor, learner = outer_state(hasher), outer_state(hasher)
+    await donor.found(numbers(0))
+    await learner.found(numbers(50))
+    seen = {addresses(learner.live)}
+    await commit(learner, numbers(1))
+    seen.add(addresses(learner.live))
+    await restore(donor, learner)
+    assert addresses(learner.live) in seen
+    await commit(learner, numbers(2))
+    assert addresses(learner.live) in seen
+
+
+async def test_a_restore_never_writes_into_a_pinned_version(hasher: Hasher) -> None:
+    donor, learner = outer_state(hasher), outer_state(hasher)
+    await donor.found(numbers(0))
+    await learner.found(numbers(50))
+    pinned = learner.pin()
+    await commit(learner, numbers(1))
+    await restore(donor, learner)
+    await commit(learner, numbers(2))
+    assert has_the_bits_of_its_manifest(pinned)
+
+
+async def test_a_state_of_another_model_is_refused_before_anything_is_written(hasher: Hasher) -> None:
+    donor, learner = outer_state(hasher, numel=NUMEL + 1), outer_state(hasher)
+    await donor.found(numbers(0, NUMEL + 1))
+    before = await learner.found(numbers(0))
+    with pytest.raises(StateMismatch, match="momentum"):
+        learner.begin_restore(donor.live.manifest)
+    assert learner.held() == before
+    assert await commit(learner, numbers(1))
+
+
+async def test_an_adopted_checkpoint_is_the_state_that_was_saved(hasher: Hasher) -> None:
+    state, resumed = outer_state(hasher), outer_state(hasher)
+    await state.found(numbers(0))
+    held = await commit(state, numbers(1))
+    saved = {name: tensor.clone().view(2, -1) for name, tensor in state.live.state.shared.items()}
+    assert await resumed.adopt(1, saved) == held
+    saved[ANCHOR].zero_()
+    assert has_the_bits_of_its_manifest(resumed.live)
+
+
+@pytest.mark.parametrize(
+    "broken", [{ANCHOR: torch.zeros(NUMEL)}, {ANCHOR: torch.zeros(NUMEL), MOMENTUM: torch.zeros(3)}]
+)
+async def test_a_checkpoint_of_another_model_or_method_is_refused(hasher: Hasher, broken: dict) -> None:
+    state = outer_state(hasher)
+    with pytest.raises(StateMismatch, match="this model and method need"):
+        await state.adopt(1, broken)
+    assert state.held() is None

@@ -1,0 +1,174 @@
+"""Rounds between the mailbox and the outer state, with real communicators on loopback."""
+
+import asyncio
+import math
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from collective.core.types import Epoch, OuterStep, RoundKey
+from collective.errors import NonFiniteInput, OperationAborted
+from elastic.core.messages import Held
+from elastic.digest import Hasher
+from optim.diloco import DiLoCo
+from optim.outer import Result
+from tests.unit.trainer.rig import Site, has_the_bits_of_its_manifest, numbers, outer_state, sites_of_a_new_run, view_of
+
+
+@pytest.fixture
+def hasher() -> Iterator[Hasher]:
+    threads = Hasher(num_threads=1, chunk_nbytes=1024)
+    yield threads
+    threads.close()
+
+
+def key(outer_step: int, epoch: int = 1) -> RoundKey:
+    return RoundKey(Epoch(epoch), OuterStep(outer_step), 0)
+
+
+async def exchange(
+    sites: Sequence[Site], outer_step: int, *, epoch: int = 1, weights: Sequence[float] = ()
+) -> list[bytes]:
+    view = view_of(sites, epoch, outer_step)
+    return await asyncio.gather(
+        *(
+            site.runner.exchange(view, key(outer_step, epoch), weights[rank] if weights else 1.0)
+            for rank, site in enumerate(sites)
+        )
+    )
+
+
+async def commit(sites: Sequence[Site], outer_step: int, *, epoch: int = 1, weights: Sequence[float] = ()) -> Held:
+    digests = await exchange(sites, outer_step, epoch=epoch, weights=weights)
+    assert len(set(digests)) == 1
+    held = Held(OuterStep(outer_step + 1), digests[0])
+    for site in sites:
+        await site.runner.install_staged(key(outer_step, epoch), held, final=False)
+    return held
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+async def test_members_stage_the_same_digest_and_install_the_same_bits(hasher: Hasher, codec: str) -> None:
+    async with sites_of_a_new_run(3, hasher, codec=codec) as sites:
+        founded = sites[0].state.held()
+        digests = await exchange(sites, 0, weights=[1.0, 2.0, 0.0])
+        assert len(set(digests)) == 1
+        assert all(site.state.held() == founded for site in sites)
+        held = Held(OuterStep(1), digests[0])
+        for site in sites:
+            await site.runner.install_staged(key(0), held, final=True)
+        assert all(torch.equal(site.state.anchor, sites[0].state.anchor) for site in sites)
+        assert all(site.runner.absorbed.target is site.state.anchor for site in sites)
+        assert [site.exchanged for site in sites] == [[key(0)]] * 3
+
+
+async def test_the_committed_state_is_one_outer_step_on_the_weighted_mean(hasher: Hasher) -> None:
+    outer = DiLoCo(inner_steps=4)
+    async with sites_of_a_new_run(2, hasher) as sites:
+        await commit(sites, 0, weights=[3.0, 1.0])
+        mean = (3.0 * sites[0].mailbox + sites[1].mailbox) / 4.0
+        before = outer.init(outer_state(hasher)._fragment, numbers(99))
+        result = Result(value=mean, members=("a", "b"), weight_sum=4.0)
+        expected = outer.absorb(outer.plan(4)[0], result, before).state.shared["anchor"]
+        assert torch.allclose(sites[0].state.anchor, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+async def test_a_learner_replays_the_recorded_rounds_to_the_same_bits(hasher: Hasher, codec: str) -> None:
+    learner = outer_state(hasher)
+    await learner.found(numbers(99))
+    async with sites_of_a_new_run(3, hasher, codec=codec) as sites:
+        # The third round is one of fresh members that have not trained: no weight at all.
+        for step, weights in enumerate(([0.1, 0.2, 0.7], [1e15, 0.0, 1e-3], [0.0] * 3, [64.0] * 3)):
+            held = await commit(sites, step, weights=weights)
+            entries = [site.log.get(OuterStep(step + 1)) for site in sites]
+            assert entries[0] is not None
+            assert entries == [entries[0]] * 3
+            assert await learner.replay(entries[0]) == held
+        assert torch.equal(learner.anchor, sites[1].state.anchor)
+
+
+async def test_the_same_payload_runs_again_in_the_next_view_after_a_member_was_lost(hasher: Hasher) -> None:
+    async with sites_of_a_new_run(3, hasher) as sites:
+        payloads = [site.mailbox.clone() for site in sites]
+        view = view_of(sites)
+        first, second, third = sites
+        runs = [asyncio.ensure_future(site.runner.exchange(view, key(0), 1.0)) for site in (first, second)]
+        await asyncio.sleep(0)
+        await third.communicator.close()
+        for site in (first, second):
+            site.runner.discard_staged(key(0))
+        next_view = view_of([first, second], epoch=2)
+        await asyncio.gather(*(site.runner.install_view(next_view) for site in (first, second)))
+        for run in runs:
+            with pytest.raises(OperationAborted):
+                await run
+        assert all(torch.equal(site.mailbox, payload) for site, payload in zip(sites, payloads, strict=True))
+        await commit([first, second], 0, epoch=2)
+        assert torch.equal(first.state.anchor, second.state.anchor)
+        assert all(torch.equal(site.mailbox, payload) for site, payload in zip(sites, payloads, strict=True))
+        assert third.state.held() == Held(OuterStep(0), third.state.live.manifest.digest)
+
+
+async def test_what_an_aborted_round_staged_is_never_installed(hasher: Hasher) -> None:
+    async with sites_of_a_new_run(2, hasher) as sites:
+        digests = await exchange(sites, 0)
+        for site in sites:
+            site.runner.discard_staged(key(0))
+        with pytest.raises(AssertionError, match="nothing is staged"):
+            await sites[0].runner.install_staged(key(0), Held(OuterStep(1), digests[0]), final=False)
+        assert sites[0].log.get(OuterStep(1)) is None
+        view = view_of(sites, epoch=2)
+        await asyncio.gather(*(site.runner.install_view(view) for site in sites))
+        assert (await commit(sites, 0, epoch=2)).digest == digests[0]
+
+
+async def test_an_exchange_that_is_cancelled_twice_while_it_stages_is_over_when_it_returns(hasher: Hasher) -> None:
+    loop = asyncio.get_running_loop()
+    has_begun, may_end = asyncio.Event(), threading.Event()
+
+    class Slow(DiLoCo):
+        def absorb(self, *args, **kwargs):
+            loop.call_soon_threadsafe(has_begun.set)
+            may_end.wait(30.0)
+            return DiLoCo.absorb(self, *args, **kwargs)
+
+    outers = [Slow(inner_steps=4), DiLoCo(inner_steps=4)]
+    async with sites_of_a_new_run(2, hasher, outers=outers) as sites:
+        view = view_of(sites)
+        slow, quick = (asyncio.ensure_future(site.runner.exchange(view, key(0), 1.0)) for site in sites)
+        digest = await quick
+        await has_begun.wait()
+        try:
+            for _ in range(2):
+                slow.cancel()
+                await asyncio.sleep(0)
+            assert not slow.done()
+        finally:
+            may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await slow
+        for site in sites:
+            site.runner.discard_staged(key(0))
+        next_view = view_of(sites, epoch=2)
+        await asyncio.gather(*(site.runner.install_view(next_view) for site in sites))
+        assert (await commit(sites, 0, epoch=2)).digest == digest
+        assert all(has_the_bits_of_its_manifest(site.state.live) for site in sites)
+
+
+async def test_a_payload_that_is_not_finite_is_told_before_anything_is_sent(hasher: Hasher) -> None:
+    async with sites_of_a_new_run(1, hasher) as sites:
+        sites[0].mailbox[17] = math.nan
+        with pytest.raises(NonFiniteInput):
+            await exchange(sites, 0)
+        assert sites[0].state.held().outer_step == 0
+        assert not sites[0].exchanged
+
+
+async def test_a_peer_alone_trains_like_any_other(hasher: Hasher) -> None:
+    async with sites_of_a_new_run(1, hasher) as sites:
+        for step in range(3):
+            await commit(sites, step, weights=[float(step)])
+        assert sites[0].log.span == range(1, 4)

@@ -1,0 +1,121 @@
+"""From the anchor to the commit and on, whatever happens to the membership meanwhile."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from elastic.digest import Hasher
+from elastic.errors import NotAMember
+from tests.unit.trainer.loop_rig import BATCH, INNER_STEPS, Happening, Rig
+from trainer.errors import TrainingFault
+
+NOTHING, BLINK = Happening.NOTHING, Happening.BLINK
+
+
+@pytest.fixture
+def hasher() -> Iterator[Hasher]:
+    threads = Hasher(num_threads=1, chunk_nbytes=1024)
+    yield threads
+    threads.close()
+
+
+async def test_undisturbed_training_takes_every_sample_once_and_in_order(hasher: Hasher) -> None:
+    rig = Rig(hasher, outer_steps=4)
+    await rig.run()
+    rig.audit_the_end()
+    per_round = INNER_STEPS * BATCH
+    assert [index for commit in rig.commits for index in commit.samples] == list(range(4 * per_round))
+    assert [commit.num_tokens for commit in rig.commits] == [per_round] * 4
+
+
+async def test_reports_tell_what_was_done_in_each_round(hasher: Hasher) -> None:
+    rig = Rig(hasher, outer_steps=2)
+    await rig.run()
+    first, last = rig.reports
+    assert (first.outer_step, first.inner_step, first.num_tokens) == (1, INNER_STEPS, INNER_STEPS * BATCH)
+    assert first.loss == pytest.approx(2.0)  # steps 1, 2 and 3
+    assert (first.final, last.final) == (False, True)
+    assert last.digest == rig.state.live.manifest.digest
+    assert last.train_s >= 0.0
+    assert last.wait_s >= 0.0
+    assert last.position is not None
+
+
+async def test_the_others_are_told_when_this_peer_stands_still_for_them(hasher: Hasher) -> None:
+    rig = Rig(hasher, outer_steps=2)
+    await rig.run()
+    assert rig.blocked == [True, False] * 2
+
+
+async def test_a_fresh_member_whose_fellows_wait_hands_in_what_it_has(hasher: Hasher) -> None:
+    rig = Rig(hasher, outer_steps=2)
+    rig.others_wait = True
+    await rig.run()
+    rig.audit_the_end()
+    assert rig.commits[0].samples == ()
+    assert rig.reports[0].loss is None
+    assert len(rig.commits[1].samples) == INNER_STEPS * BATCH  # only a fresh one may do less
+
+
+# Where in the first round the membership is lost and won again, counted in waits of the pool and the feed.
+@pytest.mark.parametrize("place", range(24))
+@pytest.mark.parametrize("what", [BLINK, Happening.BLINK_WITH_COMMITS, Happening.EVICTION, Happening.DEMOTION])
+async def test_work_of_a_lost_membership_is_never_handed_in_after_the_next(
+    hasher: Hasher, place: int, what: Happening
+) -> None:
+    rig = Rig(hasher, [NOTHING] * place + [what], outer_steps=4)
+    await rig.run()
+    rig.audit_the_end()
+
+
+async def test_samples_of_a_lost_membership_are_trained_again_by_whoever_gets_them(hasher: Hasher) -> None:
+    rig = Rig(hasher, [NOTHING] * 6 + [Happening.EVICTION], outer_steps=2)
+    await rig.run()
+    rig.audit_the_end()
+    samples = sorted(index for commit in rig.commits for index in commit.samples)
+    assert samples == list(range(2 * INNER_STEPS * BATCH))
+
+
+async def test_losing_the_membership_while_the_round_is_out_starts_again_from_the_anchor(hasher: Hasher) -> None:
+    rig = Rig(hasher, outer_steps=2)
+    handed_in = asyncio.Event()
+    commit_round = rig.commit_round
+
+    async def lose_the_first(ready: object) -> object:
+        if not handed_in.is_set():
+            handed_in.set()
+            rig.evict()
+            raise NotAMember("evicted while it voted")
+        return await commit_round(ready)
+
+    rig.commit_round = lose_the_first
+    await rig.run()
+    rig.audit_the_end()
+    assert rig.blocked == [True, False] * 3
+
+
+async def test_the_loop_ends_quietly_when_this_peers_part_is_over(hasher: Hasher) -> None:
+    rig = Rig(hasher, outer_steps=10)
+    step = rig.pool.step
+
+    async def end_after_the_step(*args: object, **kwargs: object) -> object:
+        done = await step(*args, **kwargs)
+        if kwargs["inner_step"] == INNER_STEPS + 1:
+            rig.active_view, rig.is_over = None, True
+        return done
+
+    rig.pool.step = end_after_the_step
+    await rig.run()
+    assert [commit.outer_step for commit in rig.commits] == [1]
+
+
+async def test_a_fault_of_the_workers_comes_through(hasher: Hasher) -> None:
+    rig = Rig(hasher)
+
+    async def fail(*_args: object, **_kwargs: object) -> None:
+        raise TrainingFault("the loss is not finite", cure="lower inner.lr")
+
+    rig.pool.step = fail
+    with pytest.raises(TrainingFault):
+        await rig.run()

@@ -1,0 +1,97 @@
+"""What a key of the configuration does, part by part."""
+
+import pytest
+import torch
+
+from elastic.core.messages import IndexRange
+from optim.diloco import DiLoCo, default_outer_lr
+from trainer.config import Config
+from trainer.config_sources import Override, load_config
+from trainer.model import initial_parameters
+from trainer.wiring import coordinator_config, fragment_table, member_config, outer_of, samples_in_stock, training_job
+
+SMALL = {"dim": 16, "num_layers": 1, "num_heads": 2, "hidden_dim": 32, "seq_len": 32}
+
+
+def config(**keys: object) -> Config:
+    """The defaults on a small model; `section__key` names what differs."""
+    tree = {f"model__{key}": value for key, value in SMALL.items()} | keys
+    names = {key: key.replace("__", ".") for key in tree}
+    return load_config(overrides=[Override(names[key], str(value), key) for key, value in tree.items()]).config
+
+
+def test_the_outer_method_takes_its_settings_and_the_number_of_peers_its_learning_rate() -> None:
+    given = outer_of(config(outer__lr=0.5, outer__momentum=0.8, outer__inner_steps=7))
+    assert given == DiLoCo(lr=0.5, momentum=0.8, inner_steps=7)
+    for peers in (1, 2, 5, 8):
+        outer = outer_of(config(members__start_peers=peers))
+        assert isinstance(outer, DiLoCo)
+        assert outer.lr == default_outer_lr(peers)
+
+
+def test_the_fragment_table_is_as_long_as_the_initial_parameters() -> None:
+    model = config().model.decoder_config()
+    assert fragment_table(model).numel == initial_parameters(model, 0).numel()
+    assert torch.equal(initial_parameters(model, 3), initial_parameters(model, 3))
+
+
+@pytest.mark.parametrize(
+    ("inner", "expected"),
+    [
+        ({"inner__type": "adamw", "inner__lr": 1e-3, "inner__weight_decay": 0.2}, ("adamw", 1e-3, 0.2)),
+        ({"inner__type": "sgd", "inner__lr": 0.1, "inner__weight_decay": 0.0}, ("sgd", 0.1, 0.0)),
+    ],
+)
+def test_the_workers_get_the_inner_optimizer(inner: dict[str, object], expected: tuple[object, ...]) -> None:
+    optimizer = training_job(config(**inner)).optimizer
+    assert (optimizer.type, optimizer.lr, optimizer.weight_decay) == expected
+
+
+def test_micro_batches_default_to_the_whole_batch_and_no_clipping_is_none() -> None:
+    job = training_job(config(inner__batch_size=6, inner__grad_clip=0.0))
+    assert (job.micro_batch, job.grad_clip, job.eval_batch) == (6, None, 6)
+    assert job.seq_len == 32
+    assert training_job(config(inner__batch_size=6, inner__micro_batch=3)).micro_batch == 3
+
+
+@pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
+def test_a_schedule_spans_the_whole_run_whatever_its_kind(kind: str) -> None:
+    made = config(run__outer_steps=40, outer__inner_steps=10, inner__schedule__type=kind)
+    schedule = training_job(made).schedule
+    assert (schedule.type, schedule.total_steps, schedule.warmup_steps) == (kind, 400, 20)
+    if kind == "wsd":
+        assert schedule.decay_steps == 80
+    if kind == "constant":
+        assert schedule.min_ratio == 1.0
+
+
+def test_the_coordinator_is_as_patient_as_the_members_section_says() -> None:
+    made = config(
+        run__outer_steps=9,
+        members__min_peers=2,
+        members__start_peers=3,
+        members__heartbeat_interval="2s",
+        members__heartbeat_timeout="11s",
+        members__reconnect_grace="4s",
+        members__stall_timeout="33s",
+        members__outage="44s",
+    )
+    free = (IndexRange(1, 2),)
+    rules = coordinator_config(made, b"d" * 32, first_index=5, returned=free)
+    assert (rules.outer_steps, rules.min_peers, rules.start_peers) == (9, 2, 3)
+    assert (rules.first_index, rules.first_free, rules.manifest_digest) == (5, free, b"d" * 32)
+    assert (rules.heartbeat_timeout_s, rules.reconnect_grace_s, rules.stall_floor_s) == (11.0, 4.0, 33.0)
+    assert rules.suspect_silence_s == 5.0
+    member = member_config(made)
+    assert (member.heartbeat_interval_s, member.coordinator_timeout_s) == (2.0, 44.0)
+
+
+def test_the_defaults_make_settings_that_the_machines_accept() -> None:
+    rules = coordinator_config(Config(), b"d" * 32, first_index=0, returned=())
+    assert member_config(Config()).heartbeat_interval_s < rules.suspect_silence_s < rules.heartbeat_timeout_s
+
+
+@pytest.mark.parametrize("inner_steps", [1, 30])
+def test_the_stock_always_holds_twice_a_batch(inner_steps: int) -> None:
+    made = config(outer__inner_steps=inner_steps, inner__batch_size=4)
+    assert samples_in_stock(made) == 2 * inner_steps * 4 >= 2 * made.inner.batch_size
