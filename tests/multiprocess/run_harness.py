@@ -1,0 +1,415 @@
+"""Real `isthmus` processes for the tests of the whole product: started, watched by their own events, and cleared away.
+
+Not a test. `with running(tmp_path) as run:` gives a `Run`; `run.found()`, `run.join()` and the like start processes,
+each in a folder of its own; `run.until(...)` waits for what they write down. On the way out everything is killed, and
+a process, a socket's folder or a crash report that should not be there fails the test.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, assert_never
+
+from elastic.core.messages import Held
+from elastic.core.records import CommitRecord, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
+from elastic.journal import Journal
+
+Event = dict[str, Any]
+
+ISTHMUS = str(Path(sys.executable).parent / "isthmus")
+POLL_INTERVAL_S = 0.02
+TIMEOUT_S = 90.0
+"""For anything that is waited for. Generous: the machine may be busy with other things."""
+END_TIMEOUT_S = 10.0
+OPEN_END = 20_000
+"""Outer steps of a run that the test ends itself: more than any machine does while a test waits, and yet an end."""
+LEFT, FORCED, KILLED = 20, 130, -signal.SIGKILL
+
+_ORDERLY = (0, LEFT, FORCED, KILLED)
+_MARK = "RUN_HARNESS_MARK"
+_LOG_LINE = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) +\w+(\.\w+)* \S+")
+_TEXT = "Peers come and go, and the run goes on; a bridge is no wider than it must be. " * 200
+_CONFIG = """
+[model]
+dim = 16
+num_layers = 1
+num_heads = 2
+hidden_dim = 32
+seq_len = 32
+[inner]
+batch_size = 2
+[outer]
+inner_steps = 3
+[members]
+reconnect_grace = "500ms"
+[checkpoint]
+every = 0
+[eval]
+every = 0
+[metrics]
+port = "none"
+"""
+
+
+def now_s() -> float:
+    """The wall clock that the events have, in seconds."""
+    return datetime.now(UTC).timestamp()
+
+
+def wall_s(event: Event) -> float:
+    """When it happened, in seconds of the wall clock."""
+    return datetime.fromisoformat(event["wall"]).timestamp()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a command left when it ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def sentences(self) -> list[str]:
+        """The lines of stderr that are not of the log."""
+        return [line for line in self.err.splitlines() if _LOG_LINE.match(line) is None]
+
+
+@dataclass(slots=True)
+class Process:
+    """One `isthmus` process and its folder."""
+
+    directory: Path
+    popen: "subprocess.Popen[bytes]"
+    console: Path
+    """stdout, and beside it stderr with the suffix `.err`."""
+    is_judged: bool = False
+    """Whether a test has looked at its end, so that nobody else has to."""
+    _events: list[Event] = field(default_factory=list)
+    _read_nbytes: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.console.stem
+
+    @property
+    def peer_id(self) -> str:
+        return (self.directory / "peer_id").read_text()
+
+    @property
+    def is_running(self) -> bool:
+        return self.popen.poll() is None
+
+    def events(self, name: str | None = None, /, **fields: object) -> list[Event]:
+        """What it has written down so far, all starts in this folder together; a line may still be being written."""
+        path = self.directory / "events.jsonl"
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._read_nbytes)
+                content = file.read()
+            whole = content[: content.rfind(b"\n") + 1]
+            self._read_nbytes += len(whole)
+            self._events += [json.loads(line) for line in whole.splitlines() if line]
+        return [
+            event
+            for event in self._events
+            if (name is None or event["event"] == name) and all(event.get(k) == v for k, v in fields.items())
+        ]
+
+    def commits(self) -> dict[int, str]:
+        """Digest by outer step of the commits it took part in."""
+        return {event["outer_step"]: event["digest"] for event in self.events("commit")}
+
+    @property
+    def step(self) -> int:
+        """The newest outer step it has committed; 0 before the first."""
+        return max(self.commits(), default=0)
+
+    def outcome(self, *, timeout_s: float = TIMEOUT_S) -> Outcome:
+        """How it ended; waits for that."""
+        code = self.popen.wait(timeout_s)
+        self.is_judged = True
+        return Outcome(code, self.console.read_text(), self.console.with_suffix(".err").read_text())
+
+    def signal(self, number: signal.Signals) -> None:
+        self.popen.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.popen.kill()
+        assert self.popen.wait(END_TIMEOUT_S) == KILLED
+
+    def worker_pids(self) -> list[int]:
+        """The processes that it has started."""
+        return [pid for pid in _pids() if _parent_of(pid) == self.popen.pid]
+
+
+class Run:
+    """Processes that work together, in one folder. Made by `running`."""
+
+    def __init__(self, folder: Path, temporary: Path, environment: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.temporary = temporary
+        self.text = folder / "text.txt"
+        self.text.write_text(_TEXT)
+        self.config = folder / "run.toml"
+        self.config.write_text(_CONFIG)
+        self.ticket = folder / "ticket"
+        self.processes: list[Process] = []
+        self.mark = uuid.uuid4().hex
+        own = {name: value for name, value in os.environ.items() if not name.startswith("ISTHMUS__")}
+        self._environment = own | {
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(temporary),
+            _MARK: self.mark,
+            **environment,
+        }
+
+    # -------------------------------------------------------------------------------- starting
+
+    def found(self, *flags: str, folder: Path | None = None) -> Process:
+        """`isthmus up`: a founding peer. `wait_for_ticket` before anybody joins."""
+        self.ticket.unlink(missing_ok=True)  # of the founder before, if there was one
+        flags = ("-c", str(self.config), "--data", str(self.text), "--node.threads", "1", *flags)
+        return self.start("up", "--ticket-file", str(self.ticket), *flags, folder=folder)
+
+    def coordinator(self, *flags: str, folder: Path | None = None) -> Process:
+        """`isthmus coordinator`: a founder without a peer."""
+        self.ticket.unlink(missing_ok=True)
+        flags = ("-c", str(self.config), "--data.path", str(self.text), *flags)
+        return self.start("coordinator", "--ticket-file", str(self.ticket), *flags, folder=folder)
+
+    def join(self, *flags: str, folder: Path | None = None) -> Process:
+        """`isthmus join` with the founder's ticket."""
+        return self.start("join", f"@{self.ticket}", "--node.threads", "1", *flags, folder=folder)
+
+    def command(self, *arguments: str, timeout_s: float = TIMEOUT_S) -> Outcome:
+        """Run a command to its end."""
+        done = subprocess.run(
+            [ISTHMUS, *arguments],
+            cwd=self.folder,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    def wait_for_ticket(self) -> None:
+        """Wait until the founder has written its ticket: others can join from then on."""
+        self.until("ticket", self.ticket.exists)
+
+    def start(self, *arguments: str, folder: Path | None = None) -> Process:
+        """Any command that gets a folder, in one of its own."""
+        name = f"{len(self.processes)}-{arguments[0]}"
+        directory = folder or self.folder / name
+        console = self.folder / f"{name}.out"
+        with console.open("wb") as out, console.with_suffix(".err").open("wb") as err:
+            popen = subprocess.Popen(
+                [ISTHMUS, *arguments, "--dir", str(directory)],
+                cwd=self.folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        process = Process(directory, popen, console)
+        self.processes.append(process)
+        return process
+
+    # -------------------------------------------------------------------------------- waiting
+
+    def until(self, what: str, condition: Callable[[], bool], *, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until the processes have done something; fails at once if one of them has ended badly."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            for process in self.processes:
+                code = process.popen.poll()
+                assert code is None or code in _ORDERLY or process.is_judged, (
+                    f"{process.name} ended with {code}\n{self.story()}"
+                )
+            assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s\n{self.story()}"
+            time.sleep(POLL_INTERVAL_S)
+
+    def until_step(self, outer_step: int, *processes: Process) -> None:
+        """Wait until all these have committed this outer step."""
+        self.until(f"outer step {outer_step}", lambda: all(process.step >= outer_step for process in processes))
+
+    def until_ended(self, *processes: Process) -> list[int]:
+        """Wait until these have ended; returns their exit codes."""
+        self.until("end", lambda: not any(process.is_running for process in processes))
+        return [process.popen.returncode for process in processes]
+
+    def leave_all(self) -> None:
+        """End a run without an end: interrupt everybody that still runs, and see everybody leave in order."""
+        left = [process for process in self.processes if process.is_running]
+        for process in left:
+            process.signal(signal.SIGINT)
+        assert self.until_ended(*left) == [LEFT] * len(left), self.story()
+
+    def story(self) -> str:
+        """What everybody said last, for the message of a failed test."""
+        tails = []
+        for process in self.processes:
+            err = process.console.with_suffix(".err").read_text(errors="replace").splitlines()[-25:]
+            events = [f"{e['t_s']:.3f} {json.dumps(e)[:200]}" for e in process.events()[-12:]]
+            tails.append("\n".join([f"--- {process.name} (code {process.popen.poll()})", *err, *events]))
+        return "\n".join(tails)
+
+    # -------------------------------------------------------------------------------- clearing away
+
+    def alive(self) -> dict[int, str]:
+        """Processes of this run that live, workers too, by id with their command."""
+        return {pid: _command_of(pid) for pid in _pids() if _has_mark(pid, self.mark)}
+
+    def stop(self) -> list[str]:
+        """Kill everything that is left; returns what should not have been there."""
+        wrong = []
+        for process in self.processes:
+            if process.is_running:
+                process.popen.kill()
+            process.popen.wait()
+        deadline = time.monotonic() + END_TIMEOUT_S  # a worker hears of its daemon's end from the kernel
+        while (alive := self.alive()) and time.monotonic() < deadline:
+            time.sleep(POLL_INTERVAL_S)
+        if alive:
+            wrong.append(f"processes outlived their daemons: {alive}")
+            for pid in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        wrong += [f"a crash report:\n{path.read_text()}" for path in self.temporary.glob("isthmus-crash-*")]
+        if all(process.popen.returncode != KILLED for process in self.processes):
+            wrong += [f"left behind: {path}" for path in self.temporary.glob("isthmus-*")]
+        return wrong
+
+
+@contextlib.contextmanager
+def running(folder: Path, **environment: str) -> Iterator[Run]:
+    """A run whose processes are gone afterwards, whatever happens. `environment`: variables for all of them."""
+    # Sockets have short names only: the test's own folder lies too deep for them.
+    with tempfile.TemporaryDirectory(prefix="run-", dir="/tmp", ignore_cleanup_errors=True) as temporary:
+        run = Run(folder, Path(temporary), environment)
+        try:
+            yield run
+        except BaseException:
+            run.stop()
+            raise
+        wrong = run.stop()
+        assert not wrong, "\n".join([*wrong, run.story()])
+
+
+# ------------------------------------------------------------------------------------------------------------ audits
+
+
+def assert_same_commits(*processes: Process) -> dict[int, str]:
+    """Every outer step has one digest, whoever committed it; returns them."""
+    digests: dict[int, str] = {}
+    for process in processes:
+        for outer_step, digest in process.commits().items():
+            assert digests.setdefault(outer_step, digest) == digest, f"{process.name} differs at {outer_step}"
+    assert digests
+    return digests
+
+
+def read_journal(directory: Path) -> Sequence[Record]:
+    """The records of a run that has ended."""
+    run_id = json.loads((directory / "run.json").read_bytes())["run_id"]
+    journal = Journal(directory / "journal.sqlite", run_id=run_id)
+    try:
+        return journal.replay()
+    finally:
+        journal.close()
+
+
+@dataclass(slots=True)
+class Audit:
+    """What a journal proves. Building it checks that commits follow each other and no sample is consumed twice."""
+
+    genesis: Genesis
+    commits: list[CommitRecord]
+    consumed: dict[int, int]
+    """Outer step of the commit, by sample."""
+    returned: dict[str, set[int]]
+    """Samples that came back, by peer that was gone."""
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> "Audit":
+        (genesis,) = (record for record in records if isinstance(record, Genesis))
+        audit = cls(genesis, [record for record in records if isinstance(record, CommitRecord)], {}, {})
+        held, epoch = Held(genesis.outer_step, genesis.digest), 0
+        leased: dict[int, str] = {}
+        for record in records:
+            match record:
+                case LeaseRecord():
+                    for index in _indices(record.ranges):
+                        assert index not in leased, f"sample {index} is leased twice at once"
+                        leased[index] = record.ref.peer_id
+                case ReleaseRecord():
+                    audit.returned.setdefault(record.ref.peer_id, set()).update(_indices(record.ranges))
+                    for index in _indices(record.ranges):
+                        assert leased.pop(index) == record.ref.peer_id
+                case CommitRecord():
+                    assert (record.outer_step, record.previous) == (held.outer_step + 1, held.digest)
+                    assert record.key.epoch >= epoch
+                    held, epoch = Held(record.outer_step, record.digest), record.key.epoch
+                    for contribution in record.contributions:
+                        for index in _indices(contribution.consumed):
+                            assert audit.consumed.setdefault(index, record.outer_step) == record.outer_step
+                            assert leased[index] == contribution.ref.peer_id
+                case Genesis() | ViewRecord():
+                    pass
+                case _:
+                    assert_never(record)
+        assert sum(len(_indices(c.consumed)) for r in audit.commits for c in r.contributions) == len(audit.consumed)
+        return audit
+
+    def members_at(self, outer_step: int) -> set[str]:
+        """Who contributed to the commit that made this outer step."""
+        (record,) = (record for record in self.commits if record.outer_step == outer_step)
+        return {contribution.ref.peer_id for contribution in record.contributions}
+
+
+def _indices(ranges: Sequence[Any]) -> set[int]:
+    return {index for piece in ranges for index in range(piece.start, piece.stop)}
+
+
+# --------------------------------------------------------------------------------------------------------- processes
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _read_of(pid: int, name: str) -> bytes:
+    """A file of /proc; empty if the process has gone meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return b""
+
+
+def _parent_of(pid: int) -> int | None:
+    match = re.search(rb"^PPid:\s+(\d+)$", _read_of(pid, "status"), re.MULTILINE)
+    return None if match is None else int(match[1])
+
+
+def _has_mark(pid: int, mark: str) -> bool:
+    return f"{_MARK}={mark}".encode() in _read_of(pid, "environ").split(b"\0")
+
+
+def _command_of(pid: int) -> str:
+    return _read_of(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")[:120]

@@ -1,0 +1,68 @@
+"""A peer whose disk is full goes on training, says so, and keeps the checkpoint it has."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.run_harness import OPEN_END, Event, Process, assert_same_commits, running
+from trainer.checkpoint import load_resumed
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+
+ROOM_NBYTES = 256 << 10
+"""Left for events when the disk is filled; less than a checkpoint has."""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 4 MiB: the only honest way to run out of space."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_fails_a_checkpoint_and_nothing_else(tmp_path: Path, disk: Path) -> None:
+    with running(tmp_path) as run:
+        # Over a quarter of a million parameters: a checkpoint is large beside the events.
+        founder = run.found("--outer-steps", str(OPEN_END), "--checkpoint.every", "5", "--model.hidden_dim", "2048")
+        run.wait_for_ticket()
+        peer = run.join(folder=disk / "peer")
+        run.until("checkpoint", lambda: bool(peer.events("checkpoint")))
+        ballast = _fill(disk)
+        run.until("failed checkpoint", lambda: bool(_failures(peer)))
+        assert "No space left on device" in _failures(peer)[0]["cause"]
+        saved = [event["outer_step"] for event in peer.events("checkpoint")]
+        earlier = load_resumed(peer.directory)
+        assert earlier.meta.outer_step == saved[-1]
+        assert earlier.meta.digest.hex() == peer.commits()[saved[-1]]
+        run.until_step(peer.step + 5, founder, peer)
+
+        ballast.unlink()
+        run.until("next checkpoint", lambda: len(peer.events("checkpoint")) > len(saved))
+        run.leave_all()
+        newest = load_resumed(peer.directory)
+        assert newest.meta.outer_step > saved[-1]
+        assert_same_commits(founder, peer)
+    assert [event["kind"] for event in founder.events("fault") if event["kind"] == "checkpoint_failed"] == []
+
+
+def _failures(peer: Process) -> list[Event]:
+    return peer.events("fault", kind="checkpoint_failed")
+
+
+def _fill(disk: Path) -> Path:
+    """A file that leaves `ROOM_NBYTES` of the disk."""
+    ballast = disk / "ballast"
+    space = os.statvfs(disk)
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize - ROOM_NBYTES)
+    return ballast

@@ -1,0 +1,105 @@
+"""What a stranger can send to a peer's port: it is closed and counted, and the run does not notice."""
+
+import json
+import random
+import re
+import socket
+import struct
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from collective.core.types import Incarnation, PeerId
+from collective.transport import FrameType, Hello, Purpose
+from collective.wire import PROTOCOL_VERSION, Header, pack
+from tests.multiprocess.run_harness import OPEN_END, Audit, Process, assert_same_commits, read_journal, running
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+
+CLOSED_WITHIN_S = 15.0
+"""A hello has 5 s; the rest is for a busy machine."""
+PARTING_FAULTS = {"peer_disconnected", "coordinator_lost", "round_broke"}
+"""What may be written down when everybody leaves in the end."""
+
+COUNTER = re.compile(r'^isthmus_refused_connections_total\{reason="([^"]+)"\} (\S+)$', re.MULTILINE)
+
+
+def test_hostile_bytes_are_closed_and_counted_while_the_run_goes_on(tmp_path: Path) -> None:
+    rng = random.Random(11)
+    with running(tmp_path) as run:
+        flags = ("--node.metrics_port", "0")
+        founder = run.found("--peers", "2", "--outer-steps", str(OPEN_END), *flags)
+        run.wait_for_ticket()
+        peers = (founder, run.join(*flags))
+        run.until_step(3, *peers)
+        hello = _hello()
+        expected = {
+            rng.randbytes(4096): "wrong magic",
+            b"GET / HTTP/1.1\r\nHost: example.org\r\nUser-Agent: a browser\r\n\r\n": "wrong magic",
+            b"XX" + hello[2:]: "wrong magic",
+            hello[:-1] + b"\0": "checksum does not fit",
+            struct.pack("!2sBBI", b"IS", PROTOCOL_VERSION, FrameType.HELLO, 2**32 - 1) + bytes(40): "payload too long",
+            hello: "refused",  # in every respect as it should be, but for the run and its key
+            hello[:7]: "no hello in time",
+            b"": "no hello in time",
+        }
+        step = founder.step
+        strangers = [_dial(peer, content) for peer in peers for content in expected]
+        for stranger in strangers:
+            _read_until_closed(stranger)
+        # At least: the port may be an old one of another run, which somebody still looks for.
+        counted = Counter(expected.values())
+        run.until("counters", lambda: all(_refused(peer) >= counted for peer in peers), timeout_s=CLOSED_WITHIN_S)
+        assert not any("handler failed" in _refused(peer) for peer in peers)
+        run.until_step(step + 10, *peers)
+        before = {peer.name: peer.step for peer in peers}
+        run.leave_all()
+    for peer in peers:
+        assert {event["kind"] for event in peer.events("fault")} <= PARTING_FAULTS
+        assert sorted(peer.commits())[: before[peer.name]] == list(range(1, before[peer.name] + 1))
+        assert not re.search("Traceback|ERROR", peer.console.with_suffix(".err").read_text())
+    assert_same_commits(*peers)
+    audit = Audit.of(read_journal(founder.directory))
+    assert all(len(record.contributions) == 2 for record in audit.commits[: min(before.values())])
+
+
+def _hello() -> bytes:
+    """A frame such as a stranger would make who knows the protocol and not the run."""
+    hello = Hello(
+        protocol_version=PROTOCOL_VERSION,
+        run_id="run-00000000",
+        purpose=Purpose.CONTROL,
+        peer_id=PeerId("0123456789abcdef"),
+        incarnation=Incarnation(1),
+        credential=b"guess" * 6 + b"!!",
+        num_streams=1,
+    )
+    payload = msgspec.msgpack.encode(hello)
+    return pack(Header(type=FrameType.HELLO, payload_nbytes=len(payload)), payload) + payload
+
+
+def _dial(peer: Process, content: bytes) -> socket.socket:
+    host, _, port = peer.events("started")[0]["address"].rpartition(":")
+    stranger = socket.create_connection((host, int(port)), timeout=CLOSED_WITHIN_S)
+    stranger.sendall(content)
+    return stranger
+
+
+def _read_until_closed(stranger: socket.socket) -> None:
+    """Fails with a timeout if the other side does not close."""
+    with stranger:
+        try:
+            while stranger.recv(4096):
+                pass
+        except ConnectionResetError:
+            pass  # closed before all of ours was read
+
+
+def _refused(peer: Process) -> Counter[str]:
+    """Connections that were not let in, by reason, as Prometheus would read them."""
+    address = json.loads((peer.directory / "peer.json").read_bytes())["metrics_address"]
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=CLOSED_WITHIN_S) as answer:
+        return Counter({reason: int(float(value)) for reason, value in COUNTER.findall(answer.read().decode())})

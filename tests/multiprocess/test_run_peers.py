@@ -1,0 +1,147 @@
+"""Several real peers train one model: their anchors stay equal, whoever dies, freezes or comes late."""
+
+import os
+import signal
+import statistics
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.run_harness import (
+    OPEN_END,
+    Audit,
+    Process,
+    assert_same_commits,
+    now_s,
+    read_journal,
+    running,
+    wall_s,
+)
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+
+
+def test_three_peers_one_with_two_workers_hold_the_same_anchor_after_every_commit(tmp_path: Path) -> None:
+    last = 12
+    with running(tmp_path) as run:
+        founder = run.found("--peers", "3", "--outer-steps", str(last))
+        run.wait_for_ticket()
+        joiners = [run.join("--local-workers", "2"), run.join()]
+        run.until_step(1, joiners[0])
+        assert len(joiners[0].worker_pids()) == 2
+        assert run.until_ended(founder, *joiners) == [0, 0, 0]
+    assert len(set(assert_same_commits(founder, *joiners).values())) == last
+    for peer in (founder, *joiners):
+        assert sorted(peer.commits()) == list(range(1, last + 1))
+        assert [event["final"] for event in peer.events("commit")] == [False] * (last - 1) + [True]
+        assert peer.events("fault", kind="round_broke") == []
+    audit = Audit.of(read_journal(founder.directory))
+    assert all(len(record.contributions) == 3 for record in audit.commits)
+    tokens = [contribution.num_tokens for record in audit.commits[1:] for contribution in record.contributions]
+    assert set(tokens) == {3 * 2 * 32}  # inner steps, batch, tokens of a sample
+
+
+def test_survivors_of_a_sigkill_commit_again_within_two_seconds_and_inherit_its_samples(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), "--outer.inner_steps", "12")
+        run.wait_for_ticket()
+        victim, survivor = run.join(), run.join()
+        run.until_step(6, founder, victim, survivor)
+        killed_at = now_s()
+        victim.kill()
+        calm_s = _calm_round_s(founder)
+        run.until("commit without the victim", lambda: len(_members(founder)) == 2)
+        run.until_step(founder.step + 6, founder, survivor)
+        run.leave_all()
+    first_after = min(wall_s(event) for event in founder.events("commit") if wall_s(event) > killed_at)
+    assert first_after - killed_at < calm_s + 2.0
+    assert_same_commits(founder, victim, survivor)
+    assert sorted(survivor.commits()) == list(range(1, survivor.step + 1))
+    audit = Audit.of(read_journal(founder.directory))  # nothing is consumed twice
+    inherited = audit.returned[victim.peer_id]
+    assert inherited
+    assert inherited <= set(audit.consumed)
+    assert all(victim.peer_id not in audit.members_at(audit.consumed[index]) for index in inherited)
+
+
+def test_a_frozen_peer_is_put_out_and_comes_back_as_a_learner(tmp_path: Path) -> None:
+    heartbeat_timeout_s = 2.0
+    with running(tmp_path) as run:
+        flags = ["--members.heartbeat_interval", "500ms", "--members.heartbeat_timeout", f"{heartbeat_timeout_s}s"]
+        founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), *flags)
+        run.wait_for_ticket()
+        victim, other = run.join(), run.join()
+        run.until_step(5, founder, victim, other)
+        frozen = [victim.popen.pid, *victim.worker_pids()]
+        assert len(frozen) == 2
+        frozen_at = now_s()
+        _signal_all(frozen, signal.SIGSTOP)
+        run.until("view without the frozen peer", lambda: len(_members(founder)) == 2)
+        put_out = founder.events("view_decided")[-1]
+        assert victim.peer_id not in put_out["members"]
+        assert wall_s(put_out) - frozen_at < heartbeat_timeout_s + 2.0
+        step = founder.step
+        run.until_step(step + 5, founder, other)
+        _signal_all(frozen, signal.SIGCONT)
+        run.until("view with the peer again", lambda: len(_members(founder)) == 3)
+        back_at = founder.events("view_decided")[-1]["outer_step"]
+        run.until_step(back_at + 5, founder, victim, other)
+        assert [victim.popen.pid, *victim.worker_pids()] == frozen
+        run.leave_all()
+    assert len(victim.events("learner")) >= 1
+    digests = assert_same_commits(founder, victim, other)
+    assert set(range(step + 2, step + 6)).isdisjoint(victim.commits())  # the others' own while it was away
+    assert set(range(back_at + 1, back_at + 6)) <= set(victim.commits())
+    assert sorted(founder.commits()) == list(range(1, founder.step + 1))
+    assert len(digests) >= back_at + 5
+    Audit.of(read_journal(founder.directory))
+
+
+def test_a_late_joiner_enters_at_a_commit_boundary_with_the_members_state_and_nobody_waits(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        founder = run.found("--peers", "2", "--outer-steps", str(OPEN_END))
+        run.wait_for_ticket()
+        other = run.join()
+        run.until_step(3, founder, other)
+        late = run.join()
+        run.until_step(1, late)
+        run.until_step(late.step + 5, founder, other, late)
+        run.leave_all()
+    digests = assert_same_commits(founder, other, late)
+    (entry,) = late.events("join")
+    entered_at = entry["outer_step"]
+    assert entered_at >= 3
+    assert len(entry["members"]) == 3
+    # It held what the members held when it entered, and committed with them from there on.
+    caught_up = [event for event in late.events("catch_up") if event["t_s"] <= entry["t_s"]][-1]
+    assert (caught_up["outer_step"], caught_up["digest"]) == (entered_at, digests[entered_at])
+    assert min(late.commits()) == entered_at + 1
+    # Nobody stood still for it.
+    for member in (founder, other):
+        waits = {event["outer_step"]: event["wait_s"] for event in member.events("trained")}
+        assert waits[entered_at + 1] < 2.0
+        assert member.events("fault", kind="round_broke") == []
+    # And its work counts, from its first round on.
+    audit = Audit.of(read_journal(founder.directory))
+    assert late.peer_id not in audit.members_at(entered_at)
+    for outer_step in range(entered_at + 1, entered_at + 5):
+        assert late.peer_id in audit.members_at(outer_step)
+    tokens = {event["outer_step"]: event["tokens"] for event in late.events("trained")}
+    assert tokens[entered_at + 2] == 3 * 2 * 32
+
+
+def _members(founder: Process) -> list[str]:
+    """Of the newest commit."""
+    decided = founder.events("commit_decided")
+    return decided[-1]["members"] if decided else []
+
+
+def _calm_round_s(founder: Process) -> float:
+    times = [wall_s(event) for event in founder.events("commit")]
+    return statistics.median(later - earlier for earlier, later in pairwise(times))
+
+
+def _signal_all(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, number)

@@ -1,0 +1,113 @@
+"""What people get wrong: each mistake is one sentence on stderr, the right exit code, and nothing on stdout."""
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.run_harness import Outcome, Process, Run, now_s, running
+from trainer.ticket import read_ticket
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+
+USAGE, ENVIRONMENT, NOBODY, REFUSED, WORKER_CRASHED = 2, 3, 4, 5, 10
+
+
+def _sentence(outcome: Outcome, code: int) -> str:
+    """The one sentence, after checking that it is one and nothing else was said."""
+    assert outcome.code == code, outcome.err
+    assert outcome.out == ""
+    (sentence,) = outcome.sentences
+    assert sentence.startswith("isthmus: ")
+    assert "Traceback" not in outcome.err
+    assert not sentence.endswith(".")
+    return sentence.removeprefix("isthmus: ")
+
+
+def _end_of(*processes: Process) -> list[Outcome]:
+    return [process.outcome() for process in processes]
+
+
+def test_a_coordinator_refuses_what_does_not_belong_to_its_run(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        run.coordinator()
+        run.wait_for_ticket()
+        other_text = tmp_path / "other.txt"
+        other_text.write_text(run.text.read_text().replace("bridge", "tunnel"))
+        differing, misread, taken = _end_of(
+            run.join("--outer.inner_steps", "99"),
+            run.join("--data", str(other_text)),
+            run.start("up", "-c", str(run.config), "--data", str(run.text), "--listen", _address_of(run)),
+        )
+        sentence = _sentence(differing, REFUSED)
+        assert "outer.inner_steps (here 99 from --outer.inner_steps, in the run 3)" in sentence
+        assert "the text here (other.txt) is not the run's" in _sentence(misread, REFUSED)
+        assert _address_of(run) in _sentence(taken, ENVIRONMENT)
+
+
+def test_a_ticket_that_has_expired_or_is_of_another_run_admits_nobody(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        first = run.coordinator("--members.ticket_lifetime", "1s")
+        run.wait_for_ticket()
+        address, old_ticket = _address_of(run), run.ticket.read_text()
+        expires_at_s = read_ticket(old_ticket).expires_at_s
+        run.until("expiry", lambda: now_s() >= expires_at_s)
+        (expired,) = _end_of(run.join())
+        assert _sentence(expired, REFUSED).startswith("the ticket expired ")
+        first.kill()
+
+        run.coordinator("--listen", address)
+        run.wait_for_ticket()
+        new_run_id = read_ticket(f"@{run.ticket}").run_id
+        run.ticket.write_text(old_ticket)
+        old_run_id = read_ticket(f"@{run.ticket}").run_id
+        (stranger,) = _end_of(run.join())
+        sentence = _sentence(stranger, REFUSED)
+        assert sentence.startswith("the ticket is for run ")
+        assert old_run_id in sentence
+        assert new_run_id in sentence
+
+
+def test_a_join_without_anybody_there_ends_within_a_bound(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        coordinator = run.coordinator()
+        run.wait_for_ticket()
+        address = _address_of(run)
+        host, _, port = address.rpartition(":")
+        coordinator.kill()
+        with socket.socket() as placeholder:  # nobody else gets the port meanwhile
+            placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            placeholder.bind((host, int(port)))
+            began = time.monotonic()
+            (alone,) = _end_of(run.join())
+        assert time.monotonic() - began < 30.0
+        assert f"nobody answers at {address}" in _sentence(alone, NOBODY)
+
+
+def test_mistakes_on_the_command_line_are_told_before_anything_starts(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        garbage = run.command("join", "isthmus1thisisnoticket", "--dir", str(tmp_path / "a"))
+        assert "ticket" in _sentence(garbage, REFUSED)
+        misspelt = run.command("up", "--outer.inner_stepz", "3", "--dir", str(tmp_path / "b"))
+        assert "unknown key outer.inner_stepz" in (sentence := _sentence(misspelt, USAGE))
+        assert "did you mean outer.inner_steps?" in sentence
+        missing = run.command("up", "--data", "nowhere.txt", "--dir", str(tmp_path / "c"))
+        assert f"{tmp_path / 'nowhere.txt'} does not exist" in _sentence(missing, USAGE)
+
+
+def test_a_worker_that_cannot_start_ends_its_peer_with_the_reason(tmp_path: Path) -> None:
+    with running(tmp_path, GLOO_SOCKET_IFNAME="no-such-interface") as run:
+        founder = run.found()
+        ended = founder.outcome()
+        assert ended.out == run.ticket.read_text()
+        ended.out = ""
+        sentence = _sentence(ended, WORKER_CRASHED)
+        assert sentence.startswith("worker 0 ended with exit code 1: ")
+        assert str(founder.directory / "worker-0.log") in sentence
+
+
+def _address_of(run: Run) -> str:
+    """Where the newest ticket says that the coordinator is."""
+    (address,) = read_ticket(f"@{run.ticket}").addresses
+    return address

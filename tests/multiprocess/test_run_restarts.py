@@ -1,0 +1,89 @@
+"""Processes that die and are started again in their folders: they find their run, and the run finds them."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from elastic.core.records import ViewRecord
+from tests.multiprocess.run_harness import OPEN_END, Audit, assert_same_commits, read_journal, running
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+
+WORKER_CRASHED = 10
+
+
+def test_a_coordinator_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path: Path) -> None:
+    last = 60
+    with running(tmp_path) as run:
+        flags = ["--members.start_peers", "2", "--members.min_peers", "2", "--run.outer_steps", str(last)]
+        coordinator = run.coordinator(*flags)
+        run.wait_for_ticket()
+        peers = [run.join(), run.join()]
+        run.until_step(last // 4, *peers)
+        coordinator.kill()
+        before = max(event["outer_step"] for event in coordinator.events("commit_decided"))
+        again = run.coordinator(*flags, folder=coordinator.directory)
+        assert run.until_ended(again, *peers) == [0, 0, 0]
+    records = read_journal(coordinator.directory)
+    audit = Audit.of(records)  # no committed step is missing or there twice
+    assert [record.outer_step for record in audit.commits] == list(range(1, last + 1))
+    assert last // 4 <= before < last
+    assert len(assert_same_commits(*peers)) == last
+    for peer in peers:
+        assert sorted(peer.commits()) == list(range(1, last + 1))
+        assert len(peer.events("fault", kind="coordinator_lost")) >= 1
+        assert len(peer.events("join")) == 1  # it never lost its membership
+    # Nobody lost its place: the view in which both began is the last one with members.
+    refs = {contribution.ref for record in audit.commits for contribution in record.contributions}
+    assert len(refs) == 2
+    views = [record.view for record in records if isinstance(record, ViewRecord)]
+    assert {member.ref for view in views for member in view.members} == refs
+    assert max(view.epoch for view in views if view.members) == audit.commits[0].key.epoch
+
+
+def test_a_founder_that_is_killed_and_started_again_finds_its_run(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        flags = ["--peers", "3", "--min-peers", "2", "--outer-steps", str(OPEN_END)]
+        founder = run.found(*flags)
+        run.wait_for_ticket()
+        others = [run.join(), run.join()]
+        run.until_step(5, founder, *others)
+        founder.kill()
+        before = max(event["outer_step"] for event in founder.events("commit_decided"))
+        again = run.found(*flags, folder=founder.directory)
+        run.until("membership", lambda: len(again.events("join")) == 2)
+        run.until_step(again.events("join")[-1]["outer_step"] + 5, again, *others)
+        run.leave_all()
+    digests = assert_same_commits(again, *others)
+    assert sorted(digests) == list(range(1, len(digests) + 1))
+    audit = Audit.of(read_journal(founder.directory))
+    for peer in others:
+        assert len(peer.events("join")) == 1
+    refs = {c.ref for record in audit.commits for c in record.contributions if c.ref.peer_id == founder.peer_id}
+    assert len(refs) == 2  # two starts of one peer
+    assert len(audit.commits) > before + 5
+
+
+def test_a_peer_whose_worker_died_tells_why_and_can_be_started_again(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        founder = run.found("--peers", "2", "--outer-steps", str(OPEN_END))
+        run.wait_for_ticket()
+        peer = run.join()
+        run.until_step(3, founder, peer)
+        (worker,) = peer.worker_pids()
+        os.kill(worker, signal.SIGKILL)
+        ended = peer.outcome()
+        assert ended.code == WORKER_CRASHED
+        (sentence,) = ended.sentences
+        assert sentence.startswith("isthmus: worker 0 ended by SIGKILL")
+        assert "Traceback" not in ended.err
+        run.until_step(founder.step + 5, founder)
+
+        again = run.join(folder=peer.directory)
+        run.until("membership", lambda: len(again.events("join")) == 2)
+        run.until_step(again.events("join")[-1]["outer_step"] + 5, founder, again)
+        run.leave_all()
+    assert_same_commits(founder, again)
+    Audit.of(read_journal(founder.directory))
