@@ -29,7 +29,11 @@ Listen = Annotated[
 Advertise = Annotated[
     str | None, typer.Option(help="host:port where others reach this peer, if not --listen.", show_default=False)
 ]
-MaxUpload = Annotated[str | None, typer.Option(help='Cap on sending, such as "20mbit".', show_default=False)]
+Name = Annotated[str | None, typer.Option(help="Name of the run.", show_default=False)]
+Data = Annotated[Path | None, typer.Option(help="Text to train on. Default: Python's own sources.", show_default=False)]
+Peers = Annotated[int | None, typer.Option(help="Start when so many are there.", show_default=False)]
+MinPeers = Annotated[int | None, typer.Option(help="Go on with no fewer.", show_default=False)]
+OuterSteps = Annotated[int | None, typer.Option(help="Exchanges until the end.", show_default=False)]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Allow unencrypted connections beyond this machine.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log everything.")]
 TicketFile = Annotated[
@@ -44,20 +48,17 @@ Resume = Annotated[
 def up(
     context: typer.Context,
     config: ConfigFiles = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run.", show_default=False)] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Text to train on. Default: Python's own sources.", show_default=False)
-    ] = None,
+    name: Name = None,
+    data: Data = None,
     directory: Dir = None,
     resume: Resume = None,
-    peers: Annotated[int | None, typer.Option(help="Start when so many are there.", show_default=False)] = None,
-    min_peers: Annotated[int | None, typer.Option(help="Go on with no fewer.", show_default=False)] = None,
-    outer_steps: Annotated[int | None, typer.Option(help="Exchanges until the end.", show_default=False)] = None,
+    peers: Peers = None,
+    min_peers: MinPeers = None,
+    outer_steps: OuterSteps = None,
     local_workers: LocalWorkers = None,
     device: Device = None,
     listen: Listen = None,
     advertise: Advertise = None,
-    max_upload: MaxUpload = None,
     insecure: Insecure = False,
     ticket_file: TicketFile = None,
     verbose: Verbose = False,
@@ -69,14 +70,8 @@ def up(
         context,
         files=config,
         resume=resume,
-        flags={
-            "run.name": ("--name", name),
-            "data.path": ("--data", _absolute(data)),
-            "members.start_peers": ("--peers", peers),
-            "members.min_peers": ("--min-peers", min_peers),
-            "run.outer_steps": ("--outer-steps", outer_steps),
-        }
-        | _node_flags(directory, local_workers, device, listen, advertise, max_upload),
+        flags=_run_flags(name, data, peers, min_peers, outer_steps)
+        | _node_flags(directory, local_workers, device, listen, advertise),
     )
     _require_secure(resolved, insecure=insecure)
     _require_reachable(resolved)
@@ -104,7 +99,6 @@ def join(
     device: Device = None,
     listen: Listen = None,
     advertise: Advertise = None,
-    max_upload: MaxUpload = None,
     insecure: Insecure = False,
     verbose: Verbose = False,
 ) -> int:
@@ -117,7 +111,7 @@ def join(
         context,
         files=config,
         flags={"node.data": ("--data", _absolute(data))}
-        | _node_flags(directory, local_workers, device, listen, advertise, max_upload),
+        | _node_flags(directory, local_workers, device, listen, advertise),
     )
     _require_secure(resolved, insecure=insecure)
     _require_reachable(resolved)
@@ -135,8 +129,13 @@ def join(
 def coordinator(
     context: typer.Context,
     config: ConfigFiles = None,
+    name: Name = None,
+    data: Data = None,
     directory: Dir = None,
     resume: Resume = None,
+    peers: Peers = None,
+    min_peers: MinPeers = None,
+    outer_steps: OuterSteps = None,
     listen: Listen = None,
     advertise: Advertise = None,
     insecure: Insecure = False,
@@ -147,7 +146,11 @@ def coordinator(
     from trainer.options import CoordinatorOptions, Founding
 
     resolved = resolve(
-        context, files=config, resume=resume, flags=_node_flags(directory, None, None, listen, advertise, None)
+        context,
+        files=config,
+        resume=resume,
+        flags=_run_flags(name, data, peers, min_peers, outer_steps)
+        | _node_flags(directory, None, None, listen, advertise),
     )
     _require_secure(resolved, insecure=insecure)
     _require_reachable(resolved)
@@ -200,13 +203,24 @@ def status(directory: Dir = None, as_json: AsJson = False) -> int:
     return int(ExitCode.DONE)
 
 
+def _run_flags(
+    name: str | None, data: Path | None, peers: int | None, min_peers: int | None, outer_steps: int | None
+) -> dict[str, tuple[str, object]]:
+    return {
+        "run.name": ("--name", name),
+        "data.path": ("--data", _absolute(data)),
+        "members.start_peers": ("--peers", peers),
+        "members.min_peers": ("--min-peers", min_peers),
+        "run.outer_steps": ("--outer-steps", outer_steps),
+    }
+
+
 def _node_flags(
     directory: Path | None,
     local_workers: int | None,
     device: str | None,
     listen: str | None,
     advertise: str | None,
-    max_upload: str | None,
 ) -> dict[str, tuple[str, object]]:
     return {
         "node.dir": ("--dir", directory),
@@ -214,7 +228,6 @@ def _node_flags(
         "node.device": ("--device", device),
         "node.listen": ("--listen", listen),
         "node.advertise": ("--advertise", advertise),
-        "node.max_upload": ("--max-upload", max_upload),
     }
 
 

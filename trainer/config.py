@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from trainer.errors import ConfigError, Refused
-from trainer.quantities import BytesPerSecond, Count, Nbytes, Seconds
+from trainer.quantities import Count, Nbytes, Seconds
 
 if TYPE_CHECKING:
     from trainer.model import ModelConfig
@@ -31,7 +31,7 @@ MAX_MANIFEST_NBYTES = 64 * 1024
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 T = TypeVar("T")
 
-_UNIT_SUFFIXES = ("_bytes_per_s", "_nbytes", "_s")
+_UNIT_SUFFIXES = ("_nbytes", "_s")
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]+):(\d{1,5})")
 
@@ -287,8 +287,6 @@ class NodeSection(_Section):
     listen: Address = "127.0.0.1:0"
     advertise: Maybe[Address] = None
     """Where other peers reach this one, if that is not `listen`."""
-    max_upload_bytes_per_s: Maybe[Annotated[BytesPerSecond, Field(ge=1000)]] = None
-    max_download_bytes_per_s: Maybe[Annotated[BytesPerSecond, Field(ge=1000)]] = None
     data: Maybe[Path] = None
     """Where this peer keeps the text of `data.path`."""
     metrics_port: Maybe[Annotated[int, Field(ge=0, le=65535)]] = None

@@ -1,8 +1,7 @@
-"""Quantities as people write them: "30min", "20mbit", "64MiB", "3B".
+"""Quantities as people write them: "30min", "64MiB", "3B".
 
-Rules: a number without a unit is in the base unit (seconds, bytes per second, bytes, one), so that what a manifest
-holds reads back as itself. Bits are written `bit`, bytes `B`; kB is 1000 bytes and KiB 1024. Letters' case does not
-matter, except that nothing here needs it to: a rate says `bit` or `B/s`.
+Rules: a number without a unit is in the base unit (seconds, bytes, one), so that what a manifest holds reads back as
+itself. kB is 1000 bytes and KiB 1024. Letters' case does not matter.
 """
 
 import math
@@ -21,12 +20,6 @@ _SIZES = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
-_RATES = (
-    {"": 1.0}
-    | {f"{letter}bit": 1000.0**power / 8 for power, letter in enumerate(["", "k", "m", "g", "t"])}
-    | {f"{letter}bit/s": 1000.0**power / 8 for power, letter in enumerate(["", "k", "m", "g", "t"])}
-    | {f"{unit}/s": float(nbytes) for unit, nbytes in _SIZES.items() if unit}
-)
 
 
 def parse_seconds(value: object) -> object:
@@ -36,15 +29,6 @@ def parse_seconds(value: object) -> object:
         ValueError: a text that is no duration. What is neither text nor number is handed on as it is.
     """
     return _parse(value, _SECONDS, 'a duration such as "250ms", "30s", "30min", "2h" or "1d"')
-
-
-def parse_bytes_per_s(value: object) -> object:
-    """`"20mbit"`, `"1gbit"`, `"5MB/s"` or a number of bytes a second → float.
-
-    Raises:
-        ValueError: see `parse_seconds`.
-    """
-    return _parse(value, _RATES, 'a rate such as "20mbit", "1gbit" or "5MB/s"')
 
 
 def parse_nbytes(value: object) -> object:
@@ -89,9 +73,6 @@ def _whole(number: object, value: object) -> object:
 
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 """A duration."""
-
-BytesPerSecond = Annotated[float, BeforeValidator(parse_bytes_per_s)]
-"""A rate; text counts bits unless it says B/s."""
 
 Nbytes = Annotated[int, BeforeValidator(parse_nbytes)]
 """A size."""

@@ -213,6 +213,8 @@ def _unpack(encoded: str) -> bytes:
     except binascii.Error as error:
         raise _garbled() from error
     expected = _LENGTH.size + _CHECK_NBYTES + (_LENGTH.unpack_from(packed)[0] if len(packed) >= _LENGTH.size else 0)
+    if expected > _MAX_TEXT_LENGTH:
+        raise _garbled()  # no ticket is that long
     if len(packed) < expected:
         raise TicketRefused(
             TicketFault.TRUNCATED,

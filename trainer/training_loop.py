@@ -116,8 +116,9 @@ class TrainingLoop:
         """Until the run's last commit. `admitted` is the view in which this peer became active."""
         self._require(admitted)
         await self._load(self._state.anchor, keep=0.0)
-        # A fresh member may come in the middle of the others' round: then it hands in what it has.
-        is_fresh = True
+        # A fresh member may come in the middle of the others' round: then it hands in what it has. Not in the run's
+        # first round, which all begin together.
+        is_fresh = self._state.live.manifest.outer_step > 0
         while not await self._one_round(admitted, is_fresh=is_fresh):
             is_fresh = False
 

@@ -76,7 +76,7 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *part
         (["up", "--node.listen=192.168.1.2:0"], ["not encrypted yet", "--insecure"]),
         (["join", TICKET, "--listen", "10.0.0.1:0"], ["not encrypted yet", "--insecure"]),
         (["coordinator", "--listen", "10.0.0.1:0"], ["not encrypted yet", "--insecure"]),
-        (["join", TICKET, "--max-upload", "20 parsec"], ["node.max_upload from --max-upload"]),
+        (["join", TICKET, "--device", "abacus"], ["node.device from --device"]),
         (["join"], ["ticket"]),
         (["join", TICKET, "surplus"], ["surplus"]),
         (["join", "@nowhere"], ["the ticket's file nowhere cannot be read: No such file or directory"]),
@@ -241,7 +241,7 @@ async def run_peer(options):
         role.announce_ticket("TICKET")
         print("founding", config.run.name, config.members.start_peers, options.run_dir, file=sys.stderr)
         return int(ExitCode.LEFT)
-    print("joining", role.ticket.run_id, config.node.max_upload_bytes_per_s, options.run_dir, file=sys.stderr)
+    print("joining", role.ticket.run_id, config.node.local_workers, options.run_dir, file=sys.stderr)
     async with asyncio.TaskGroup() as group:
         group.create_task(refuse())
 async def refuse(): raise Refused("the run does not want us")
@@ -287,10 +287,10 @@ def test_resumed_run_keeps_its_manifest_unless_told_otherwise(tmp_path: Path) ->
 
 def test_join_hands_over_the_ticket_and_ends_with_the_code_of_a_refusal(tmp_path: Path) -> None:
     (tmp_path / "t").write_text(TICKET + "\n")
-    done = isthmus("join", "@t", "--max-upload", "20mbit", cwd=tmp_path, launch=RECORDING_DAEMON)
+    done = isthmus("join", "@t", "--local-workers", "2", cwd=tmp_path, launch=RECORDING_DAEMON)
     assert done.returncode == ExitCode.REFUSED
     told, refused = done.stderr.splitlines()
-    assert told == f"joining demo-0123abcd 2500000.0 {tmp_path}/runs/demo-0123abcd"
+    assert told == f"joining demo-0123abcd 2 {tmp_path}/runs/demo-0123abcd"
     assert refused == "isthmus: the run does not want us"
 
 

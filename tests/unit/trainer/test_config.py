@@ -23,7 +23,7 @@ from trainer.config_keys import KNOWN_KEYS
 from trainer.config_show import as_json_text, as_toml
 from trainer.config_sources import Override, ResolvedConfig, load_config
 from trainer.errors import ConfigError, ExitCode, Refused
-from trainer.quantities import parse_bytes_per_s, parse_count, parse_nbytes, parse_seconds
+from trainer.quantities import parse_count, parse_nbytes, parse_seconds
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -200,8 +200,8 @@ def test_unknown_key_names_its_origin_and_the_closest_key(tmp_path: Path, key: s
         ("inner = 3", "inner from {} is a section, not a value; set for example inner.lr"),
         ("[node]\nlisten = 'here'", 'node.listen from {} is "here", expected host:port'),
         ("[node]\nlisten = 'h:70000'", 'node.listen from {} is "h:70000", expected host:port'),
-        ("[node]\nmax_upload = '2 parsec'", 'node.max_upload from {} is "2 parsec", expected a rate such as'),
-        ("[node]\nmax_upload = '8bit'", 'node.max_upload from {} is "8bit", expected at least 1000'),
+        ("[data]\nlimit = '2 parsec'", 'data.limit from {} is "2 parsec", expected a size such as'),
+        ("[data]\nlimit = '0B'", 'data.limit from {} is "0B", expected at least 1'),
         ("[net]\nchunk = 5000", "net.chunk from {} is 5000, expected a multiple of 4096"),
         ("[members]\nheartbeat_timeout = 'soon'", 'is "soon", expected a duration such as'),
         ("[members]\nheartbeat_timeout = '1s'", "heartbeat_timeout must be at least twice heartbeat_interval"),
@@ -289,10 +289,6 @@ def test_overrides_of_a_preset_reach_the_decoder() -> None:
         (parse_seconds, "1.5h", 5400.0),
         (parse_seconds, "2 d", 172800.0),
         (parse_seconds, "7", 7.0),
-        (parse_bytes_per_s, "20mbit", 2.5e6),
-        (parse_bytes_per_s, "1Gbit/s", 1.25e8),
-        (parse_bytes_per_s, "5MB/s", 5e6),
-        (parse_bytes_per_s, "1MiB/s", 1048576.0),
         (parse_nbytes, "64KiB", 65536),
         (parse_nbytes, "1kB", 1000),
         (parse_nbytes, "2GB", 2 * 10**9),

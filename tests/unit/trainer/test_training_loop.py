@@ -49,13 +49,22 @@ async def test_the_others_are_told_when_this_peer_stands_still_for_them(hasher: 
 
 
 async def test_a_fresh_member_whose_fellows_wait_hands_in_what_it_has(hasher: Hasher) -> None:
-    rig = Rig(hasher, outer_steps=2)
+    # Put out in the first round, back after the others have committed it: fresh in the second.
+    rig = Rig(hasher, [NOTHING] * 4 + [Happening.BLINK_WITH_COMMITS], outer_steps=4)
     rig.others_wait = True
     await rig.run()
     rig.audit_the_end()
-    assert rig.commits[0].samples == ()
+    mine = [commit for commit in rig.commits if commit.is_mine]
+    assert mine[0].samples == ()
     assert rig.reports[0].loss is None
-    assert len(rig.commits[1].samples) == INNER_STEPS * BATCH  # only a fresh one may do less
+    assert all(len(commit.samples) == INNER_STEPS * BATCH for commit in mine[1:])  # only a fresh one may do less
+
+
+async def test_all_do_the_whole_of_the_first_round_because_they_begin_it_together(hasher: Hasher) -> None:
+    rig = Rig(hasher, outer_steps=2)
+    rig.others_wait = True
+    await rig.run()
+    assert [len(commit.samples) for commit in rig.commits] == [INNER_STEPS * BATCH] * 2
 
 
 # Where in the first round the membership is lost and won again, counted in waits of the pool and the feed.
