@@ -29,8 +29,8 @@ class ControlConnection(Generic[_Heard]):
         decoder: of the messages that the other side may send.
         outbox_size: messages that may wait to be sent.
         send_timeout_s: time for one message to leave.
-        silence_timeout_s: time without any message after which the connection counts as lost. Both sides speak
-            far more often than this: it only bounds the wait.
+        silence_timeout_s: time without any frame after which the connection counts as lost. Who has nothing to say
+            for a quarter of it sends an empty frame.
     """
 
     def __init__(
@@ -108,11 +108,18 @@ class ControlConnection(Generic[_Heard]):
             frame = await self._channel.receive(timeout_s=self._silence_timeout_s)
             if frame.type is not FrameType.CONTROL:
                 raise RemoteProtocolError("not a control message")
+            if not frame.payload:
+                continue  # a sign of life
             heard(decode(self._decoder, frame.payload))
 
     async def _transmit_all(self) -> None:
         while True:
-            await self._filled.wait()
+            try:
+                async with asyncio.timeout(self._silence_timeout_s / 4):
+                    await self._filled.wait()
+            except TimeoutError:
+                # The coordinator only answers, and a round may last for hours: silence must still mean something.
+                await self._channel.send(FrameType.CONTROL, b"", timeout_s=self._send_timeout_s)
             while self._outbox:
                 message = self._outbox.popleft()
                 await self._channel.send(FrameType.CONTROL, message, timeout_s=self._send_timeout_s)

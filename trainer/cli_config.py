@@ -63,8 +63,10 @@ def resolve(
     manifest = None
     if resume is not None:
         from trainer.checkpoint import load_resumed
+        from trainer.config import without_key
 
-        manifest = load_resumed(resume).meta.run_manifest
+        # "With any number of peers": the first start's wish for company does not bind a later one.
+        manifest = without_key(load_resumed(resume).meta.run_manifest, "members", "start_peers")
     return load_config(files=files or (), environ=os.environ, overrides=overrides, manifest=manifest)
 
 

@@ -408,6 +408,21 @@ def manifest_sections(manifest: bytes) -> dict[str, Json]:
     return tree
 
 
+def without_key(manifest: bytes, section: str, key: str) -> bytes:
+    """The manifest without one of its values, which takes its default then.
+
+    A resumed run need not wait for as many peers as its first start did.
+
+    Raises:
+        Refused: it is no manifest.
+    """
+    sections = manifest_sections(manifest)
+    kept = sections[section]
+    assert isinstance(kept, dict), "manifest_sections has checked it"
+    trimmed = sections | {section: {name: value for name, value in kept.items() if name != key}}
+    return canonical_json({"format": MANIFEST_FORMAT} | trimmed)
+
+
 def manifest_diff(ours: bytes, theirs: bytes) -> tuple[tuple[str, Json, Json], ...]:
     """Where two manifests differ: (key, our value, their value); None for a value that is not there.
 

@@ -7,6 +7,7 @@ It must not know how a run was found or founded (daemon.py), nor what a command 
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from elastic.core.messages import Held
 from elastic.digest import Hasher
 from elastic.donor import Donor
 from elastic.member import Membership
-from elastic.observation import BecameLearner, ElasticEvent
+from elastic.observation import BecameLearner, ElasticEvent, ViewInstalled
 from trainer.admission import RunTerms
 from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointMeta, CheckpointStore
 from trainer.checkpointer import Checkpointer
@@ -38,6 +39,8 @@ from trainer.shared_buffer import SharedBuffer
 from trainer.training_loop import RoundReport, TrainingLoop
 from trainer.wiring import fragment_table, member_config, outer_of, samples_in_stock, training_job
 from trainer.worker_pool import WorkerPool
+
+log = logging.getLogger(__name__)
 
 _DIAL_TIMEOUT_S = 5.0
 _LAST_ROUND_TIMEOUT_S = 600.0
@@ -123,6 +126,7 @@ class Peer:
         self._unsaved: CheckpointMeta | None = None
         self._inner_steps = 0
         self._signs_of_life = 0
+        self._num_rounds = 0
         self._blocked = False
 
     # -------------------------------------------------------------------------------- life
@@ -226,8 +230,17 @@ class Peer:
     # -------------------------------------------------------------------------------- what happens
 
     def _observe(self, event: ElasticEvent) -> None:
-        if isinstance(event, BecameLearner):
-            self._feed.reset()
+        match event:
+            case BecameLearner():
+                self._feed.reset()
+            case ViewInstalled(view=view) if self._num_rounds == 0:
+                wanted = self._plan.config.members.start_peers
+                if view.world_size < wanted:
+                    log.info(
+                        "waiting_for_peers present=%d wanted=%d; others join with the ticket", view.world_size, wanted
+                    )
+            case _:
+                pass
         self._chronicle.observe(event)
 
     def _on_inner_step(self, inner_step: int, loss: float, num_tokens: int) -> None:
@@ -248,6 +261,7 @@ class Peer:
 
     async def _on_round(self, report: RoundReport) -> None:
         config = self._plan.config
+        self._num_rounds += 1
         self._chronicle.trained(report)
         self._keep(report)
         is_due = config.eval.every and (report.final or report.outer_step % config.eval.every == 0)
