@@ -78,8 +78,6 @@ class Pace:
     """Chunks asked for and not yet here, from each donor. More than the bandwidth-delay product of a long path."""
     max_donors: int = 3
     """Donors that are read from at the same time."""
-    dial_timeout_s: float = 10.0
-    """Time to reach a donor and be let in."""
 
     def allowance_s(self, nbytes: int) -> float:
         """Time within which the next `nbytes` bytes must have passed."""

@@ -11,7 +11,7 @@ from optim.diloco import default_outer_lr
 from optim.fragments import FragmentTable
 from optim.outer import Outer
 from optim.registry import build_outer
-from trainer.config import AdamW, Config, Sgd, WsdSchedule
+from trainer.config import AdamW, Config, ConstantSchedule, Sgd, WsdSchedule
 from trainer.model import ModelConfig, named_shapes
 from trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
 
@@ -64,15 +64,14 @@ def _optimizer_job(inner: AdamW | Sgd) -> OptimizerJob:
 
 
 def _schedule_job(config: Config) -> ScheduleJob:
-    schedule, total = config.inner.schedule, config.total_inner_steps
-    warmup = schedule.warmup_steps if schedule.warmup_steps is not None else min(100, total // 20)
-    if isinstance(schedule, WsdSchedule):
-        decay = schedule.decay_steps if schedule.decay_steps is not None else total // 5
-        return ScheduleJob(
-            type=schedule.type, total_steps=total, warmup_steps=warmup, min_ratio=schedule.min_ratio, decay_steps=decay
-        )
-    min_ratio = schedule.min_ratio if schedule.type == "cosine" else 1.0
-    return ScheduleJob(type=schedule.type, total_steps=total, warmup_steps=warmup, min_ratio=min_ratio)
+    schedule = config.inner.schedule
+    return ScheduleJob(
+        type=schedule.type,
+        total_steps=config.total_inner_steps,
+        warmup_steps=config.warmup_steps,
+        min_ratio=1.0 if isinstance(schedule, ConstantSchedule) else schedule.min_ratio,
+        decay_steps=config.decay_steps if isinstance(schedule, WsdSchedule) else None,
+    )
 
 
 def coordinator_config(
