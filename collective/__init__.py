@@ -4,8 +4,10 @@ Read README.md first, it says how a byte travels. `Communicator` is the face for
 one for control messages and state transfer. No policy in here: who takes part is elastic's business.
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
+from collective.core.quorum import Quorum
 from collective.core.types import (
     Epoch,
     Incarnation,
@@ -23,6 +25,7 @@ from collective.errors import (
     ConnectionLost,
     DeadlineExceeded,
     HandshakeRefused,
+    LeftBehind,
     NonFiniteInput,
     OperationAborted,
     PayloadCorrupted,
@@ -30,10 +33,14 @@ from collective.errors import (
     PlanMismatch,
     RemoteProtocolError,
     RoundRefused,
+    SecurityRefused,
 )
 
 if TYPE_CHECKING:
-    from collective.communicator import BulkOptions, Communicator, ReduceStats, decode_result
+    from collective.communicator import BulkOptions, Communicator, RoundStats, decode_result
+    from collective.links import LinkReport
+    from collective.standalone import open_communicator, view_of
+    from collective.transport.security import Mode, Security, TicketSecurity
 
 __all__ = [
     "AddressInUse",
@@ -46,7 +53,10 @@ __all__ = [
     "HandshakeRefused",
     "Incarnation",
     "Instant",
+    "LeftBehind",
+    "LinkReport",
     "Member",
+    "Mode",
     "NonFiniteInput",
     "OperationAborted",
     "OuterStep",
@@ -55,21 +65,32 @@ __all__ = [
     "PeerRef",
     "PeerUnreachable",
     "PlanMismatch",
-    "ReduceStats",
+    "Quorum",
     "RemoteProtocolError",
     "RoundKey",
     "RoundRefused",
+    "RoundStats",
+    "Security",
+    "SecurityRefused",
+    "TicketSecurity",
     "View",
     "decode_result",
+    "open_communicator",
+    "view_of",
 ]
 
 
 if not TYPE_CHECKING:  # else every misspelt name of this package would pass for Any
+    # Errors and values are wanted by programs that never touch a tensor or a socket; torch and the TLS library are
+    # loaded for those that do.
+    _LATE = {
+        **dict.fromkeys(("BulkOptions", "Communicator", "RoundStats", "decode_result"), "collective.communicator"),
+        "LinkReport": "collective.links",
+        **dict.fromkeys(("open_communicator", "view_of"), "collective.standalone"),
+        **dict.fromkeys(("Mode", "Security", "TicketSecurity"), "collective.transport.security"),
+    }
 
     def __getattr__(name: str) -> object:
-        # The values above are wanted by programs that never touch a tensor; torch is loaded for those that do.
-        if name in ("BulkOptions", "Communicator", "ReduceStats", "decode_result"):
-            from collective import communicator
-
-            return getattr(communicator, name)
-        raise AttributeError(name)
+        if name not in _LATE:
+            raise AttributeError(name)
+        return getattr(importlib.import_module(_LATE[name]), name)

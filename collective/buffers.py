@@ -1,179 +1,260 @@
-"""The values of one MEAN: the caller's tensors, cut into chunks and seen through a codec.
+"""The values of one round: the caller's tensors, cut into chunks. Bytes as they lie in memory, any dtype.
 
-Who owns memory: the caller owns `tensor` and `out`. An owner sums in its own slice of `out`, which becomes the result
-in place; there is no temporary of the size of the tensor. Only a codec that changes the bytes gets memory of its own
-for the results of the own slice, since they are sent to several members.
+Who owns memory: the caller owns `source` and `out`. Whoever adds parts up does so in the chunk's place in `out`, which
+becomes the result in place; there is no temporary of the size of the tensor. The sums of half-precision numbers are
+the exception: they are kept in fp32 for the chunks whose result is made here, and rounded once.
 
-In place (`out` is `tensor`): a slice is overwritten only by its owner's results, which exist only after our part of
-them was counted. So a duplicate that is sent again from an overwritten slice is dropped by its owner.
-
-Rules: chunk by chunk, on the thread of the loop. The owner encodes a result once and keeps what the encoding decodes
-to, as everybody else does.
+Rules: chunk by chunk, on the thread of the loop. `source` and `out` never overlap. Numbers are looked at once, where
+they are added: the sum of finite numbers is finite unless it overflows, so one look at the sum finds a bad part.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from collective.codec.base import Codec, NotFinite, first_non_finite
-from collective.plan import MeanPlan
-from collective.transport.link import bytes_of
+from collective.codec.base import NotFinite, first_non_finite, weighted_sum
+from collective.errors import NonFiniteInput
+from collective.plan import RoundPlan
+from collective.transport.link import Scratch, bytes_of
 
-Record = Callable[[int, memoryview], None]
-"""Receives (start_numel, wire form) of every result chunk; the memory is valid during the call only."""
+Record = Callable[[int, int, memoryview], None]
+"""Receives (start_numel, numel, wire form) of every result chunk; the memory is valid during the call only."""
 
-_ITEM_NBYTES = 4
+DTYPES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+"""What can travel, and its name on the wire."""
+HALF = (torch.bfloat16, torch.float16)
+OPS = ("mean", "sum", "min", "max")
 
 
-def check_tensors(tensor: Tensor, out: Tensor, weight: float) -> None:
-    """Raise ValueError unless the arguments are what `Communicator.all_reduce_mean` asks for."""
-    for name, value in (("tensor", tensor), ("out", out)):
-        if value.dtype != torch.float32 or value.device.type != "cpu" or value.dim() != 1 or not value.is_contiguous():
-            raise ValueError(f"{name} must be flat contiguous fp32 on the CPU")
-    if tensor.numel() != out.numel():
-        raise ValueError(f"tensor has {tensor.numel()} elements, out {out.numel()}")
-    first, second = sorted((tensor.data_ptr(), out.data_ptr()))
-    if first != second and second - first < 4 * tensor.numel():
-        raise ValueError("tensor and out overlap without being the same")
-    if not (math.isfinite(weight) and weight >= 0.0):
-        raise ValueError(f"weight must be a finite number from 0 up, not {weight}")
-
-
-class MeanBuffers:
+class RoundBuffers:
     """See the module.
 
     Args:
         plan: the cut.
-        own: the chunks that are summed here.
-        codec: with its scratch.
-        tensor: our part.
-        out: where the mean goes.
-        weight: of our part.
+        rank: our place.
+        op: one of OPS, or "copy" for an operation without reduction.
+        source: our part; element 0 is the element `source_base` of the whole buffer.
+        out: where results go; element 0 is the element `out_base`.
+        weight: of our part, for "mean" and "sum".
         record: see Record.
     """
+
+    is_identity = True
+    """Whether a result's wire form is the output's own memory: then it lands there straight from the socket."""
 
     def __init__(
         self,
         *,
-        plan: MeanPlan,
-        own: range,
-        codec: Codec,
-        tensor: Tensor,
+        plan: RoundPlan,
+        rank: int,
+        op: str,
+        source: Tensor,
         out: Tensor,
-        weight: float,
-        record: Record | None,
+        source_base: int = 0,
+        out_base: int = 0,
+        weight: float = 1.0,
+        record: Record | None = None,
     ) -> None:
-        self.codec = codec
+        self.op = op
         self._plan = plan
-        self._own = own
-        self._tensor = tensor
-        self._out = out
+        self._starts = plan.starts
+        self._source, self._source_base = source, source_base
+        self._out, self._out_base = out, out_base
         self._weight = weight
-        self._record = record
-        self._sum_begun = -1  # chunk whose sum begins with our own part
-        self._tensor_bytes = bytes_of(tensor)  # cut as memoryviews: ten times cheaper than cutting tensors
+        self.record = record
+        self._item_nbytes = source.element_size()
+        self._source_bytes = bytes_of(source)  # cut as memoryviews: ten times cheaper than cutting tensors
         self._out_bytes = bytes_of(out)
-        self._result_payloads: dict[int, memoryview] = {}
-        longest = max((codec.wire_nbytes(plan.numel_of(chunk)) for chunk in own), default=0)
-        self._wire_memory = torch.empty(0 if codec.is_identity else (len(own), longest), dtype=torch.uint8)
+        self._is_begun = bytearray(plan.slices.num_chunks)  # our own part is in the sum
+        self._looks_at_numbers = source.is_floating_point() and op in ("mean", "sum")
+        self._own = [
+            chunk
+            for slice_, route in enumerate(plan.slices.routes)
+            if route.root == rank
+            for chunk in plan.slices.chunks_of(slice_)
+        ]
+        self._is_own = frozenset(self._own)
+        self._wide: dict[int, Tensor] = {}
+        if source.dtype in HALF and self._looks_at_numbers:
+            total = sum(map(plan.numel_of, self._own))
+            parts = torch.split(torch.empty(total), [plan.numel_of(chunk) for chunk in self._own])
+            self._wide = dict(zip(self._own, parts, strict=True))
 
-    def wire_nbytes(self, chunk: int) -> int:
-        """Length of this chunk on the wire."""
-        return self.codec.wire_nbytes(self._plan.numel_of(chunk))
+    # -------------------------------------------------------------------------------- to the sockets
 
-    def contribution(self, chunk: int, scratch: Tensor) -> memoryview:
-        """Wire form of our part of a chunk: in `scratch`, or the tensor's own memory."""
-        if self.codec.is_identity:
-            return self._tensor_bytes[self._byte_span(chunk)]
-        return bytes_of(self.codec.encode(self._tensor[self._plan.span(chunk)], scratch))
+    def part_nbytes(self, chunk: int, *, is_into_root: bool) -> int:  # noqa: ARG002 - codecs ask for it
+        """Length of a contribution."""
+        return self._plan.numel_of(chunk) * self._item_nbytes
+
+    def result_nbytes(self, chunk: int) -> int:
+        """Length of a result."""
+        return self._plan.numel_of(chunk) * self._item_nbytes
+
+    def part(self, chunk: int, scratch: Scratch, *, is_sum: bool, is_into_root: bool) -> memoryview:  # noqa: ARG002
+        """Wire form of our part of a chunk, or of the sum of parts that were added here."""
+        return self._out_bytes[self._in_out(chunk)] if is_sum else self._source_bytes[self._in_source(chunk)]
 
     def result(self, chunk: int) -> memoryview:
-        """Wire form of a chunk that was finished here."""
-        return self._result_payloads[chunk]
+        """Wire form of a chunk that is done here."""
+        if self.op == "copy" and self._is_source(chunk):
+            return self._source_bytes[self._in_source(chunk)]
+        return self._out_bytes[self._in_out(chunk)]
 
     def landing_place(self, chunk: int) -> memoryview:
-        """Memory of the output: where an identity codec's results arrive."""
-        return self._out_bytes[self._byte_span(chunk)]
+        """Memory of the output: where results arrive."""
+        return self._out_bytes[self._in_out(chunk)]
 
-    def begin_sum(self, chunk: int) -> None:
-        """The sum of this chunk starts with our own part; it is added with the first that arrives, in one pass."""
-        self._sum_begun = chunk
+    # -------------------------------------------------------------------------------- from the sockets
 
-    def add(self, chunk: int, wire: Tensor, weight: float) -> None:
-        """Add the part of another member.
+    def add(self, chunk: int, wire: Tensor, weight: float, *, is_into_root: bool) -> None:
+        """Add the part of another member; the first one is added to our own.
 
         Raises:
             NotFinite: it holds NaN or infinity.
-            OverflowError: the sum is too large for fp32.
+            NonFiniteInput: our own part does.
+            OverflowError: the sum is too large for the dtype.
         """
-        if not self.codec.is_identity:
-            self.codec.check(wire)
-        span = self._plan.span(chunk)
-        total = self._out[span]
-        if self._sum_begun == chunk:
-            self.codec.accumulate(wire, weight, self._tensor[span], self._weight, total)
-            self._sum_begun = -1
+        part = self._values_of(wire, is_into_root=is_into_root)
+        if chunk in self._wide:
+            total = self._wide[chunk]
+            if not self._is_begun[chunk]:
+                total.copy_(self._own_part(chunk)).mul_(self._weight)
+            torch.add(total, part, alpha=weight, out=total)
         else:
-            self.codec.accumulate(wire, weight, total, 1.0, total)
-        if first_non_finite(total) is not None:  # one look at the sum spares one at the part
-            self.codec.check(wire)
-            raise OverflowError("the sum overflows fp32")
+            total = self._out_part(chunk)
+            self._combine(self._own_part(chunk) if not self._is_begun[chunk] else None, part, weight, total)
+        is_first, self._is_begun[chunk] = not self._is_begun[chunk], 1
+        if self._looks_at_numbers and first_non_finite(total) is not None:
+            self._blame(chunk, part, is_first=is_first)
 
     def finish(self, chunk: int, weight_sum: float) -> None:
-        """Divide, encode once, keep what that decodes to. All zeros if `weight_sum` is 0.
+        """Divide by `weight_sum`. All zeros if that is 0.
 
         Raises:
-            OverflowError: the sum is too large for fp32.
+            NonFiniteInput: we are alone, and our part is not finite.
+            OverflowError: the result is too large for the dtype.
         """
-        span = self._plan.span(chunk)
-        total = self._out[span]
-        if self._sum_begun == chunk:  # alone in the view
-            torch.mul(self._tensor[span], self._weight, out=total)
-            self._sum_begun = -1
-            if first_non_finite(total) is not None:
-                raise OverflowError("the sum overflows fp32")
-        if weight_sum > 0.0:
-            total.div_(weight_sum)
-        else:
-            total.zero_()
-        if weight_sum < 1.0 and first_non_finite(total) is not None:
-            raise OverflowError("the mean overflows fp32")
-        if self.codec.is_identity:
-            payload = self._out_bytes[self._byte_span(chunk)]
-        else:
-            wire = self.codec.encode(total, self._wire_memory[chunk - self._own.start])
-            self.codec.decode(wire, total)
-            payload = bytes_of(wire)
-        self._result_payloads[chunk] = payload
-        self._tell_record(chunk, payload)
+        if self.op == "copy":
+            return  # the source is the result; `keep_own` brings it into the output
+        total = self._wide.get(chunk, self._out_part(chunk))
+        if not self._is_begun[chunk]:
+            total.copy_(self._own_part(chunk))
+            if self._weight != 1.0:
+                total.mul_(self._weight)
+            if self._looks_at_numbers and first_non_finite(total) is not None:
+                self._blame(chunk, None, is_first=True)
+        if self.op == "mean":
+            divide(total, weight_sum)
+        out = self._out_part(chunk)
+        if total is not out and chunk in self._wide:
+            out.copy_(total)
+        if (weight_sum < 1.0 or chunk in self._wide) and self._looks_at_numbers and first_non_finite(out) is not None:
+            raise OverflowError("the result overflows its dtype")
+        self._tell_record(chunk, self._out_bytes[self._in_out(chunk)])
 
-    def install(self, chunk: int, wire: Tensor) -> None:
-        """Take a result that arrived elsewhere than in its landing place.
-
-        Raises:
-            NotFinite: it holds NaN or infinity.
-        """
-        self.codec.check(wire)
-        self.codec.decode(wire, self._out[self._plan.span(chunk)])
-        self._tell_record(chunk, bytes_of(wire))
+    def install(self, chunk: int, wire: Tensor, weights: Sequence[float | None]) -> None:  # noqa: ARG002 - see swap.py
+        """Take a result that arrived elsewhere than in its landing place. `weights` are those of the members."""
+        self._out_bytes[self._in_out(chunk)] = bytes_of(wire)
+        self.install_landed(chunk)
 
     def install_landed(self, chunk: int) -> None:
-        """Take a result that arrived in its landing place.
-
-        Raises:
-            NotFinite: it holds NaN or infinity.
-        """
-        index = first_non_finite(self._out[self._plan.span(chunk)])
-        if index is not None:
-            raise NotFinite(f"element {index} is not finite")
+        """Take a result that arrived in its landing place."""
         self._tell_record(chunk, self.landing_place(chunk))
 
-    def _byte_span(self, chunk: int) -> slice:
-        span = self._plan.span(chunk)
-        return slice(_ITEM_NBYTES * span.start, _ITEM_NBYTES * span.stop)
+    def begin_again(self) -> None:
+        """For another attempt: sums that are not whole begin anew."""
+        self._is_begun = bytearray(len(self._is_begun))
+
+    def keepable(self, held: int) -> int:
+        """Which of these results (bit c: chunk c) can count in another attempt."""
+        return held
+
+    def keep(self, chunk: int) -> None:
+        """The result of an earlier attempt counts."""
+        self._tell_record(chunk, self.result(chunk))
+
+    def first_bad_input(self) -> int | None:
+        """Index of the first NaN or infinity of our part, where that matters; a whole pass."""
+        return first_non_finite(self._source) if self._looks_at_numbers else None
+
+    def keep_own(self) -> None:
+        """Bring what we gave to others into the output, if it has a place there."""
+        if self.op != "copy":
+            return
+        for chunk in self._own:
+            span = self._in_out(chunk)
+            if span.start >= 0 and span.stop <= len(self._out_bytes):
+                self._out_bytes[span] = self._source_bytes[self._in_source(chunk)]
+
+    # -------------------------------------------------------------------------------- inside
+
+    def _values_of(self, wire: Tensor, *, is_into_root: bool) -> Tensor:  # noqa: ARG002 - codecs ask for it
+        return wire.view(self._source.dtype)
+
+    def _combine(self, own: Tensor | None, part: Tensor, weight: float, total: Tensor) -> None:
+        match self.op:
+            case "min":
+                torch.minimum(total if own is None else own, part, out=total)
+            case "max":
+                torch.maximum(total if own is None else own, part, out=total)
+            case _ if total.is_floating_point():
+                if own is None:
+                    weighted_sum(total, 1.0, part, weight, total)
+                else:
+                    weighted_sum(own, self._weight, part, weight, total)
+            case _:
+                torch.add(total if own is None else own, part, out=total)
+
+    def _blame(self, chunk: int, part: Tensor | None, *, is_first: bool) -> None:
+        index = first_non_finite(self._own_part(chunk)) if is_first else None
+        if index is not None:
+            raise NonFiniteInput(self._starts[chunk] - self._source_base + index)
+        if part is not None and first_non_finite(part) is not None:
+            raise NotFinite("a part holds NaN or infinity")
+        raise OverflowError("the sum overflows its dtype")
+
+    def _own_part(self, chunk: int) -> Tensor:
+        base = self._source_base
+        return self._source[self._starts[chunk] - base : self._starts[chunk + 1] - base]
+
+    def _out_part(self, chunk: int) -> Tensor:
+        base = self._out_base
+        return self._out[self._starts[chunk] - base : self._starts[chunk + 1] - base]
+
+    def _in_source(self, chunk: int) -> slice:
+        base, item = self._source_base, self._item_nbytes
+        return slice((self._starts[chunk] - base) * item, (self._starts[chunk + 1] - base) * item)
+
+    def _in_out(self, chunk: int) -> slice:
+        base, item = self._out_base, self._item_nbytes
+        return slice((self._starts[chunk] - base) * item, (self._starts[chunk + 1] - base) * item)
+
+    def _is_source(self, chunk: int) -> bool:
+        return chunk in self._is_own
 
     def _tell_record(self, chunk: int, payload: memoryview) -> None:
-        if self._record is not None:
-            self._record(self._plan.starts[chunk], payload)
+        if self.record is not None:
+            self.record(self._starts[chunk], self._plan.numel_of(chunk), payload)
+
+
+def divide(total: Tensor, weight_sum: float) -> None:
+    """`total /= weight_sum` in place; zeros if that is 0. A product where it has the same bits: it is twice as fast."""
+    if weight_sum <= 0.0:
+        total.zero_()
+    elif math.frexp(weight_sum)[0] == 0.5 and 1e-30 < weight_sum < 1e30:
+        if weight_sum != 1.0:
+            total.mul_(1.0 / weight_sum)
+    else:
+        total.div_(weight_sum)

@@ -1,11 +1,10 @@
-"""The awaitable face of this package: install a view, average a tensor over its members.
+"""The awaitable face of this package: install a view, then run operations among its members.
 
 Rules: one event loop, one thread. `install` and the rounds are the only places where connections are made; nothing
-runs in the background but the sockets' callbacks. Several rounds with different keys may run at once.
+runs in the background but the sockets' callbacks. Any number of operations with different keys may be in flight.
 """
 
 import asyncio
-import contextlib
 import logging
 import socket
 import time
@@ -15,29 +14,38 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from collective.buffers import MeanBuffers, Record, check_tensors
-from collective.codec import BLOCK_NUMEL, Codec, codec_named
-from collective.codec.base import first_non_finite
-from collective.core.types import PeerRef, RoundKey, View
+from collective.buffers import OPS, Record
+from collective.codec import BLOCK_NUMEL, codec_named
+from collective.core.link_table import LinkTable
+from collective.core.quorum import Quorum
+from collective.core.slices import Route, broadcast, gather, scatter
+from collective.core.survey import Observation, table_of
+from collective.core.types import Member, PeerId, PeerRef, RoundKey, View
 from collective.engine import Engine
-from collective.errors import NonFiniteInput, OperationAborted, RoundRefused
-from collective.plan import plan_mean, terms_of
-from collective.round import MeanRound
+from collective.errors import LeftBehind, OperationAborted, RoundRefused
+from collective.gathering import Gathering
+from collective.links import LinkMeter, LinkReport
+from collective.memory import BufferPool
+from collective.mesh import Mesh
+from collective.operation import Attempts, Operation, Workplace
+from collective.plan import RoundPlan, cut, share_out
+from collective.round import Round
 from collective.supervision import Patience, supervise
+from collective.tensors import Array, check_out, check_weight, flat, overlap
 from collective.transport.bundle import Bundle
 from collective.transport.hello import MAX_STREAMS, Hello
+from collective.transport.link import Caps
+from collective.transport.security import Security
 from collective.transport.sockets import SocketOptions
 
 log = logging.getLogger(__name__)
 
-_MAX_STRANGERS = 64
-"""Peers that may be connected before a view names them; the oldest goes first."""
-_CHECK_NUMEL = 1 << 20
-"""Elements looked at before the loop gets its turn."""
+FIRST_PHASE = 1 << 15
+"""Fragments from here on name the first phase of an operation in two phases; callers' fragments are smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReduceStats:
+class RoundStats:
     """What one finished round was. Bytes include headers."""
 
     members: tuple[PeerRef, ...]
@@ -47,6 +55,9 @@ class ReduceStats:
     bytes_sent: int
     bytes_received: int
     seconds: float
+    plan: str = "butterfly"
+    predicted_s: float | None = None
+    """What the cost model expected, where links are measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +65,16 @@ class BulkOptions:
     """How one peer moves bulk bytes. Local: peers may differ."""
 
     eager_chunks: int = 4
-    """Contributions sent to a peer that has not posted the round yet."""
+    """Chunks sent to a peer that has not posted the round yet."""
     max_rounds_ahead: int = 4
-    """Rounds of which a peer may send us frames before we post them."""
+    """Rounds of which a peer may send us chunks before we post them."""
     install_grace_s: float = 1.0
     """How long `install` waits for new connections; the first round goes on with what is missing."""
     patience: Patience = field(default_factory=Patience)
     sockets: SocketOptions = field(default_factory=SocketOptions)
+    max_upload: float | None = None
+    """Bytes a second that all bulk links together may send; None for no bound."""
+    max_download: float | None = None
 
     def __post_init__(self) -> None:
         if min(self.eager_chunks, self.max_rounds_ahead) < 1:
@@ -68,14 +82,24 @@ class BulkOptions:
 
 
 class Communicator:
-    """Averages tensors among the members of the installed view.
+    """Operations on tensors among the members of the installed view.
+
+    What all of them share. `key` names the operation, the same on all members, and is used once; its epoch is the
+    installed view's. A tensor is a contiguous torch tensor (CPU, or CUDA through pinned memory) or numpy array of a
+    dtype of `collective.buffers.DTYPES`; it is borrowed until the operation ends and not a moment longer. After an
+    error inputs are untouched, in place too, and separate outputs are undefined. Errors: `OperationAborted` (a member
+    broke or stood still, or a newer view was installed: post again in the next view), `PlanMismatch` (a member posted
+    other terms; all see it), `NonFiniteInput` (our numbers), `RoundRefused` (the key is not for now), `ValueError`
+    (the arguments). `deadline_s` ends the patience for the whole operation; default `Patience.round_s`.
 
     Args:
         me: this start of this peer.
         hello: makes the hello for (peer, stream, num_streams) of a connection that we dial.
-        num_streams: TCP connections that we dial to each peer with a larger id; more where the path is long.
-        chunk_nbytes: longest chunk in fp32, a multiple of 1024. Must be equal on all peers.
+        num_streams: TCP connections that we dial to each peer with a larger id; None for one to a near peer and more
+            where the path is long.
+        chunk_nbytes: longest chunk in memory, a multiple of 2048. Must be equal on all peers.
         options: see BulkOptions.
+        security: encrypts the connections that we dial; None encrypts nothing. Accepted ones are the listener's.
     """
 
     def __init__(
@@ -83,47 +107,55 @@ class Communicator:
         *,
         me: PeerRef,
         hello: Callable[[PeerRef, int, int], Hello],
-        num_streams: int = 1,
-        chunk_nbytes: int = 1 << 20,
+        num_streams: int | None = None,
+        chunk_nbytes: int = 2 << 20,
         options: BulkOptions | None = None,
+        security: Security | None = None,
     ) -> None:
-        if chunk_nbytes <= 0 or chunk_nbytes % (4 * BLOCK_NUMEL):
-            raise ValueError(f"chunk_nbytes must be a multiple of {4 * BLOCK_NUMEL}, not {chunk_nbytes}")
-        if not 1 <= num_streams <= MAX_STREAMS:
+        if chunk_nbytes <= 0 or chunk_nbytes % (8 * BLOCK_NUMEL):
+            raise ValueError(f"chunk_nbytes must be a multiple of {8 * BLOCK_NUMEL}, not {chunk_nbytes}")
+        if num_streams is not None and not 1 <= num_streams <= MAX_STREAMS:
             raise ValueError(f"num_streams must be from 1 to {MAX_STREAMS}, not {num_streams}")
         self.me = me
-        self._hello = hello
-        self._num_streams = num_streams
-        self._chunk_nbytes = chunk_nbytes
+        self.address: str | None = None
+        """Where others reach us, for whoever listens on our behalf to note."""
         self._options = options or BulkOptions()
         self._engine = Engine(
             chunk_nbytes=chunk_nbytes,
             eager_chunks=self._options.eager_chunks,
             max_rounds_ahead=self._options.max_rounds_ahead,
         )
-        self._bundles: dict[PeerRef, Bundle] = {}
-        self._codecs: dict[str, Codec] = {}
-        self._moved_by_closed = [0, 0]
-        self._closed = False
+        self._mesh = Mesh(
+            me=me,
+            hello=hello,
+            num_streams=num_streams,
+            chunk_nbytes=chunk_nbytes,
+            owner=self._engine,
+            sockets=self._options.sockets,
+            security=security,
+            caps=Caps(upload=self._options.max_upload, download=self._options.max_download),
+            dropped=self._engine.dropped,
+        )
+        self._meter = LinkMeter(self._mesh.bundles)
+        self._attempts = Attempts()
+        self._workplace = Workplace(chunk_nbytes=chunk_nbytes, pool=BufferPool())
 
-    # -------------------------------------------------------------------------------- connections
+    # -------------------------------------------------------------------------------- views
+
+    @property
+    def view(self) -> View | None:
+        """The installed view."""
+        return self._engine.view
+
+    def key(self, outer_step: int, fragment: int = 0) -> RoundKey:
+        """A key in the installed view. Raises RuntimeError before the first one."""
+        if self.view is None:
+            raise RuntimeError("no view is installed; await install(view) first")
+        return RoundKey(self.view.epoch, outer_step, fragment)  # type: ignore[arg-type] # plain numbers are welcome
 
     def adopt(self, sock: socket.socket, hello: Hello) -> None:
         """Take an accepted BULK connection for good. One that cannot be meant for us is closed and counted."""
-        known = self._engine.view
-        member = next((m for m in known.members if m.peer_id == hello.peer_id), None) if known else None
-        if self._closed or hello.peer_id >= self.me.peer_id or hello.stream >= hello.num_streams:
-            self._refuse(sock, "connection in the wrong direction")
-            return
-        if member is not None and hello.incarnation < member.incarnation:
-            self._refuse(sock, "connection of an older incarnation")
-            return
-        bundle = self._bundles.get(hello.ref)
-        if bundle is None:
-            self._make_room_for_stranger()
-            bundle = self._new_bundle(hello.ref, hello.num_streams)
-        bundle.num_streams = hello.num_streams  # the dialler decides
-        bundle.attach(sock, hello.stream)
+        self._mesh.adopt(sock, hello)
 
     async def install(self, view: View) -> None:
         """Make this view current: end rounds of older ones, keep links to members that stay, drop and dial others.
@@ -136,92 +168,277 @@ class Communicator:
         installed = self._engine.view
         if installed is not None and view.epoch < installed.epoch:
             raise ValueError(f"view {view.epoch} is older than the installed {installed.epoch}")
-        former = {member.ref for member in installed.members} if installed else set()
-        members = {member.ref for member in view.members}
-        newest = {member.peer_id: member.incarnation for member in view.members}
-        for ref in list(self._bundles):
-            outdated = ref.incarnation < newest.get(ref.peer_id, 0)
-            if ref not in members and (ref in former or outdated):
-                self._drop(ref)
-        for member in view.members:
-            if member.ref != self.me:
-                if member.ref not in self._bundles:
-                    self._new_bundle(member.ref, self._num_streams)
-                self._bundles[member.ref].address = member.address
-        self._engine.install(view, self._bundles)
+        self._mesh.prepare(view)
+        self._engine.install(view, self._mesh.bundles)
+        self._workplace.learn(None)  # who survives an abort cannot know which of the others finished a survey
         log.info("view_installed epoch=%d world_size=%d", view.epoch, view.world_size)
-        await self._dial_members(members)
+        await self._mesh.connect(self._options.install_grace_s)
 
     async def close(self) -> None:
         """End all rounds and connections."""
-        self._closed = True
         for round_ in list(self._engine.rounds.values()):
             round_.fail(OperationAborted(round_.key, "the communicator was closed"))
-        for ref in list(self._bundles):
-            self._drop(ref)
+        self._mesh.close()
+        self._attempts.forget()
 
-    # -------------------------------------------------------------------------------- rounds
+    # -------------------------------------------------------------------------------- operations
 
-    async def all_reduce_mean(
+    async def all_reduce(
         self,
         key: RoundKey,
-        tensor: Tensor,
+        tensor: Array,
         *,
-        out: Tensor,
+        op: str = "mean",
+        out: Array | None = None,
         weight: float = 1.0,
         codec: str = "raw",
+        plan: str = "auto",
         record: Record | None = None,
+        quorum: Quorum | None = None,
+        resume: bool = False,
         deadline_s: float | None = None,
-    ) -> ReduceStats:
-        """`out = Σ w·x / Σ w` over the members of the view, the same bits on all of them. All zeros if Σw is 0.
+    ) -> RoundStats:
+        """The same bits on all members: Σ w·x / Σ w, Σ w·x, or the elementwise minimum or maximum.
 
         Args:
-            key: name of the round; its epoch must be the installed view's. Used once.
-            tensor: our x. Flat contiguous fp32 on the CPU, finite. Untouched, whatever happens, unless it is `out`.
-            out: as long as `tensor`; either `tensor` itself or memory that does not overlap it. After an error its
-                content is undefined; in place that means that the input is lost.
+            key: see the class.
+            tensor: our x, any shape; floats must be finite for "mean" and "sum".
+            op: "mean" (floats; all zeros if Σ w is 0), "sum" (integers wrap around), "min" or "max". Half-precision
+                numbers are summed in fp32.
+            out: as many elements of the same dtype, not overlapping `tensor`; None works in place, which costs a
+                buffer of the tensor's size inside, since the input must outlive an abort.
             weight: our w, from 0 up.
-            codec: wire form; "raw" is exact fp32. Our own part is not encoded for ourselves; the result is, for all.
-            record: receives (start_numel, wire form) of every result chunk, valid during the call; see
+            codec: wire form, see collective/codec; "raw" loses nothing, the others need fp32 and "mean" or "sum".
+            plan: "butterfly", "ring" or "two_level"; "auto" takes the fastest for the links that `survey` found.
+            record: receives (start, numel, wire form) of every result chunk, valid during the call; see
                 `decode_result`.
-            deadline_s: end of patience for the whole round; default `Patience.round_s`.
-
-        Raises:
-            OperationAborted: a member broke or stood still, or a newer view was installed. Try again in the next view.
-            PlanMismatch: a member posted other terms; all members see it.
-            NonFiniteInput: `tensor` holds NaN or infinity; nothing was sent.
-            RoundRefused: the key is not for now.
-            ValueError: tensors, weight or codec are not as described.
+            quorum: when to go on without those that are late: they get `LeftBehind`, and `members` of the stats are
+                those that were in. One more trip to the member of rank 0 and back. None waits for everybody.
+            resume: if this outer step and fragment were aborted in an earlier view of the same members, what is
+                reduced already is not sent again. The caller promises that the tensor is the same. Butterfly only.
+            deadline_s: see the class.
         """
-        started = time.monotonic()
-        check_tensors(tensor, out, weight)
-        chosen = self._codecs.setdefault(codec, codec_named(codec))
-        self._engine.check_free(key)
-        await _check_finite(tensor)
-        round_ = self._new_round(key, tensor, out, weight, chosen, record)
-        try:
-            self._engine.post(round_)
-            if not round_.is_done:
-                patience = self._options.patience
-                await supervise(round_, patience, patience.round_s if deadline_s is None else deadline_s)
-        except BaseException as error:
-            cause = "cancelled by its caller" if isinstance(error, asyncio.CancelledError) else "failed inside"
-            round_.give_up(OperationAborted(key, cause))
-            raise
-        finally:
-            self._engine.close(round_)
-        if round_.error is not None:
-            raise round_.error
-        return ReduceStats(
-            members=tuple(member.ref for member in round_.view.members),
-            weights=tuple(0.0 if known is None else known for known in round_.weights),
-            weight_sum=round_.weight_sum(),
-            bytes_sent=round_.bytes_sent,
-            bytes_received=round_.bytes_received,
-            seconds=time.monotonic() - started,
+        source = flat("tensor", tensor)
+        target = source if out is None else flat("out", out)
+        check_out(source, target, source.numel())
+        check_weight(weight, source.dtype, op)
+        if op not in OPS:
+            raise ValueError(f"no operation {op!r}; there are {', '.join(OPS)}")
+        if op == "mean" and not source.is_floating_point():
+            raise ValueError('the mean of integers is not an integer; use op="sum" and divide, or convert to float32')
+        if codec != "raw" and (source.dtype != torch.float32 or op not in ("mean", "sum")):
+            raise ValueError(f'codec {codec!r} is for the mean or sum of float32; use codec="raw"')
+        if out is not None and target.data_ptr() != source.data_ptr() and overlap(source, target):
+            raise ValueError("tensor and out overlap without being the same; pass separate memory, or no out")
+        members, rank = self._place(key)
+        if quorum is not None:
+            members, rank = await self._gather(key, members, rank, quorum, deadline_s)
+        choice = self._workplace.choose(plan, members, source, codec)
+        numels = share_out(source.numel(), choice.shares)
+        if choice.name == "swap":
+            numels = [source.numel()] * 2
+        operation = Operation(
+            self._workplace,
+            op=op,
+            plan=self._cut(numels, choice.routes, source),
+            plan_name=choice.name,
+            predicted_s=choice.predicted_s,
+            source=source,
+            target=target,
+            weight=weight,
+            codec=codec,
+            record=record,
         )
+        return await self._run(key, members, rank, operation, deadline_s, resume=resume)
+
+    async def reduce_scatter(
+        self,
+        key: RoundKey,
+        tensor: Array,
+        *,
+        out: Array,
+        op: str = "sum",
+        weight: float = 1.0,
+        deadline_s: float | None = None,
+    ) -> RoundStats:
+        """Our slice of the reduced tensor: element `rank · n` to `(rank + 1) · n` of n = numel / world_size.
+
+        Args:
+            key: see the class.
+            tensor: our part; its number of elements is a multiple of the number of members.
+            out: n elements of the same dtype, not overlapping `tensor`.
+            op: see all_reduce.
+            weight: see all_reduce.
+            deadline_s: see the class.
+        """
+        source, target = flat("tensor", tensor), flat("out", out)
+        check_weight(weight, source.dtype, op)
+        members, rank = self._place(key)
+        if op not in OPS or (op == "mean" and not source.is_floating_point()):
+            raise ValueError(f"no {op!r} of {source.dtype}; there are {', '.join(OPS)}, the mean for floats only")
+        if source.numel() % len(members):
+            raise ValueError(
+                f"{source.numel()} elements cannot be shared out to {len(members)} members; pad the tensor"
+            )
+        numel = source.numel() // len(members)
+        check_out(source, target, numel)
+        if overlap(source, target):
+            raise ValueError("tensor and out overlap; pass separate memory")
+        plan = self._cut([numel] * len(members), scatter(len(members)), source)
+        operation = Operation(
+            self._workplace,
+            op=op,
+            plan=plan,
+            plan_name="scatter",
+            source=source,
+            target=target,
+            target_base=rank * numel,
+            weight=weight,
+        )
+        return await self._run(key, members, rank, operation, deadline_s)
+
+    async def all_gather(
+        self,
+        key: RoundKey,
+        tensor: Array,
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Array | None = None,
+        deadline_s: float | None = None,
+    ) -> tuple[list[Tensor], RoundStats]:
+        """Every member's tensor, on all members, in the order of ranks.
+
+        Args:
+            key: see the class.
+            tensor: ours.
+            sizes: elements of each member's tensor; None if all are as long as ours. Where only their owners know
+                them, gather them first as an int64 tensor.
+            out: the parts one after another, Σ sizes elements, not overlapping `tensor`; None for fresh memory.
+            deadline_s: see the class.
+
+        Returns:
+            (flat parts, which lie in `out`; stats).
+        """
+        source = flat("tensor", tensor)
+        members, rank = self._place(key)
+        numels = [source.numel()] * len(members) if sizes is None else list(sizes)
+        if len(numels) != len(members) or min(numels) < 0 or numels[rank] != source.numel():
+            raise ValueError(f"sizes {numels} do not fit {len(members)} members and our {source.numel()} elements")
+        target = source.new_empty(sum(numels)) if out is None else flat("out", out)
+        check_out(source, target, sum(numels))
+        if overlap(source, target):
+            raise ValueError("tensor and out overlap; pass separate memory")
+        plan = self._cut(numels, gather(len(members)), source)
+        operation = Operation(
+            self._workplace,
+            op="copy",
+            plan=plan,
+            plan_name="gather",
+            source=source,
+            source_base=sum(numels[:rank]),
+            target=target,
+        )
+        stats = await self._run(key, members, rank, operation, deadline_s)
+        return list(torch.split(target, numels)), stats
+
+    async def broadcast(
+        self, key: RoundKey, tensor: Array, *, root: PeerId, deadline_s: float | None = None
+    ) -> RoundStats:
+        """The root's tensor, on all members.
+
+        Args:
+            key: see the class.
+            tensor: the root's is read; the others' are overwritten, and undefined after an error.
+            root: a member.
+            deadline_s: see the class.
+        """
+        source = flat("tensor", tensor)
+        members, rank = self._place(key)
+        ranks = [place for place, member in enumerate(members) if member.peer_id == root]
+        if not ranks:
+            raise ValueError(f"{root!r} is no member of the view; its members are {[m.peer_id for m in members]}")
+        plan = self._cut([source.numel()], broadcast(ranks[0], len(members)), source)
+        empty = source[:0]
+        operation = Operation(
+            self._workplace,
+            op="copy",
+            plan=plan,
+            plan_name="broadcast",
+            source=source if rank == ranks[0] else empty,
+            target=empty if rank == ranks[0] else source,
+        )
+        return await self._run(key, members, rank, operation, deadline_s)
+
+    async def exchange(
+        self, key: RoundKey, tensor: Array, *, out: Array, partner: PeerId, deadline_s: float | None = None
+    ) -> RoundStats:
+        """Swap tensors with one other member, which names us in turn. Several pairs may share a key.
+
+        Args:
+            key: see the class.
+            tensor: goes to the partner.
+            out: the partner's, as long as ours, not overlapping `tensor`.
+            partner: another member.
+            deadline_s: see the class.
+        """
+        source, target = flat("tensor", tensor), flat("out", out)
+        members, rank = self._place(key)
+        pair = [member for place, member in enumerate(members) if place == rank or member.peer_id == partner]
+        if len(pair) != 2:
+            raise ValueError(f"{partner!r} is no other member of the view")
+        check_out(source, target, source.numel())
+        if overlap(source, target):
+            raise ValueError("tensor and out overlap; pass separate memory")
+        place = 0 if pair[0].ref == self.me else 1
+        numel = source.numel()
+        plan = self._cut([numel, numel], gather(2), source)
+        operation = Operation(
+            self._workplace,
+            op="copy",
+            plan=plan,
+            plan_name="exchange",
+            source=source,
+            source_base=place * numel,
+            target=target,
+            target_base=(1 - place) * numel,
+        )
+        return await self._run(key, pair, place, operation, deadline_s)
+
+    async def barrier(self, key: RoundKey, *, deadline_s: float | None = None) -> RoundStats:
+        """Return when every member has posted this key."""
+        members, rank = self._place(key)
+        nothing = torch.empty(0)
+        plan = self._cut([0], broadcast(0, len(members)), nothing)
+        operation = Operation(
+            self._workplace, op="copy", plan=plan, plan_name="barrier", source=nothing, target=nothing
+        )
+        return await self._run(key, members, rank, operation, deadline_s)
+
+    async def survey(self, key: RoundKey, *, probe_s: float = 0.4, deadline_s: float | None = None) -> LinkTable:
+        """Bring together what all members know of their links; from then on "auto" plans follow it, in this view.
+
+        All members call it at the same point, with no all-reduce in flight. What earlier transfers showed is used;
+        towards members to which little was sent yet, padding is sent first.
+
+        Args:
+            key: see the class.
+            probe_s: longest time that padding is sent.
+            deadline_s: see the class.
+        """
+        members, _ = self._place(key)
+        await self._meter.probe(members, probe_s)
+        row = torch.tensor(self._meter.observation(members).to_numbers(), dtype=torch.float64)
+        parts, _ = await self.all_gather(key, row, deadline_s=deadline_s)
+        table = table_of([Observation.from_numbers(part.tolist()) for part in parts])
+        if self._engine.view is not None and self._engine.view.epoch == key.epoch:
+            self._workplace.learn(table)
+        return table
 
     # -------------------------------------------------------------------------------- figures
+
+    def links(self) -> list[LinkReport]:
+        """What is known of the way to every other member of the view."""
+        return [] if self.view is None else self._meter.reports(self.view.members)
 
     def is_awaited(self) -> bool:
         """Whether a member of the view has posted a round that is not posted here yet."""
@@ -234,12 +451,12 @@ class Communicator:
     @property
     def bytes_sent(self) -> int:
         """Bulk bytes given to the kernel since the start, headers included."""
-        return self._moved_by_closed[0] + sum(bundle.bytes_sent for bundle in self._bundles.values())
+        return self._mesh.bytes_sent
 
     @property
     def bytes_received(self) -> int:
         """Bulk bytes read since the start, headers included."""
-        return self._moved_by_closed[1] + sum(bundle.bytes_received for bundle in self._bundles.values())
+        return self._mesh.bytes_received
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -248,99 +465,118 @@ class Communicator:
 
     # -------------------------------------------------------------------------------- inside
 
-    def _new_round(
-        self, key: RoundKey, tensor: Tensor, out: Tensor, weight: float, codec: Codec, record: Record | None
-    ) -> MeanRound:
-        view = self._engine.check_free(key)  # again: the loop has run since
+    def _place(self, key: RoundKey) -> tuple[Sequence[Member], int]:
+        view = self._engine.check_free(key)
+        if key.fragment >= FIRST_PHASE:
+            raise RoundRefused(key, f"fragments from {FIRST_PHASE} up are used inside")
         rank = view.rank_of(self.me.peer_id)
         if rank is None or not view.holds(self.me):
             raise RoundRefused(key, "this peer is no member of the view")
-        chunk_numel = self._chunk_nbytes // 4
-        plan = plan_mean(tensor.numel(), [1.0] * view.world_size, chunk_numel)
-        bundles: Sequence[Bundle | None] = [
-            None if member.ref == self.me else self._bundles[member.ref] for member in view.members
-        ]
-        return MeanRound(
-            key=key,
-            view=view,
+        return view.members, rank
+
+    def _cut(self, numels: Sequence[int], routes: tuple[Route, ...], source: Tensor) -> RoundPlan:
+        return cut(numels, routes, item_nbytes=source.element_size(), chunk_nbytes=self._workplace.chunk_nbytes)
+
+    async def _gather(
+        self, key: RoundKey, members: Sequence[Member], rank: int, quorum: Quorum, deadline_s: float | None
+    ) -> tuple[Sequence[Member], int]:
+        """Who is in, and our rank among them."""
+        gathering = Gathering(
+            self._workplace,
+            self._engine,
+            key=RoundKey(key.epoch, key.outer_step, key.fragment | FIRST_PHASE),
+            members=members,
             rank=rank,
-            plan=plan,
-            terms=terms_of(view, numel=tensor.numel(), codec=codec.name, chunk_numel=chunk_numel, plan=plan),
-            buffers=MeanBuffers(
-                plan=plan,
-                own=plan.slices.chunks_of(rank),
-                codec=codec,
-                tensor=tensor.detach(),
-                out=out.detach(),
-                weight=weight,
-                record=record,
-            ),
-            weight=weight,
-            bundles=bundles,
-            eager_chunks=self._options.eager_chunks,
+            quorum=quorum,
+            bundles=self._bundles_to(members),
+        )
+        ranks = await gathering.ranks(lambda round_: self._see_through(round_, deadline_s))
+        chosen = [members[place] for place in ranks]
+        if rank not in ranks:
+            raise LeftBehind(key, [member.peer_id for member in chosen])
+        self._engine.check_free(key)  # the view may have changed meanwhile
+        return chosen, ranks.index(rank)
+
+    def _bundles_to(self, members: Sequence[Member]) -> list[Bundle | None]:
+        return [None if member.ref == self.me else self._mesh.bundles[member.ref] for member in members]
+
+    async def _run(
+        self,
+        key: RoundKey,
+        members: Sequence[Member],
+        rank: int,
+        operation: Operation,
+        deadline_s: float | None,
+        *,
+        resume: bool = False,
+    ) -> RoundStats:
+        started = time.monotonic()
+        operation = self._attempts.take_up(key, operation, members)
+        with operation:
+            round_ = Round(
+                key=key,
+                members=members,
+                rank=rank,
+                plan=operation.plan,
+                terms=operation.terms(members),
+                buffers=operation.buffers(rank),
+                weight=operation.weight,
+                bundles=self._bundles_to(members),
+                eager_chunks=self._engine.credit(),
+                held=operation.held,
+            )
+            try:
+                self._engine.post(round_)
+                await self._see_through(round_, deadline_s)
+            except OperationAborted:
+                if resume:
+                    self._attempts.keep(key, operation, members, round_.machine.done_mask())
+                raise
+            await operation.settle()
+        return RoundStats(
+            members=tuple(member.ref for member in members),
+            weights=tuple(0.0 if known is None else known for known in round_.weights),
+            weight_sum=round_.weight_sum(),
+            bytes_sent=round_.bytes_sent,
+            bytes_received=round_.bytes_received,
+            seconds=time.monotonic() - started,
+            plan=operation.plan_name,
+            predicted_s=operation.predicted_s,
         )
 
-    def _new_bundle(self, ref: PeerRef, num_streams: int) -> Bundle:
-        self._bundles[ref] = Bundle(
-            ref,
-            is_dialler=self.me.peer_id < ref.peer_id,
-            num_streams=num_streams,
-            chunk_nbytes=self._chunk_nbytes,
-            hello=self._hello,
-            owner=self._engine,
-            options=self._options.sockets,
-        )
-        return self._bundles[ref]
-
-    def _drop(self, ref: PeerRef) -> None:
-        bundle = self._bundles.pop(ref)
-        bundle.close()
-        self._moved_by_closed[0] += bundle.bytes_sent
-        self._moved_by_closed[1] += bundle.bytes_received
-
-    def _refuse(self, sock: socket.socket, reason: str) -> None:
-        self._engine.dropped[reason] += 1
-        sock.close()
-
-    def _make_room_for_stranger(self) -> None:
-        view = self._engine.view
-        strangers = [ref for ref in self._bundles if view is None or not view.holds(ref)]
-        if len(strangers) >= _MAX_STRANGERS:
-            self._engine.dropped["too many connections before a view"] += 1
-            self._drop(strangers[0])
-
-    async def _dial_members(self, members: set[PeerRef]) -> None:
-        wanted = [bundle for ref, bundle in self._bundles.items() if ref in members and bundle.is_dialler]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._options.install_grace_s), asyncio.TaskGroup() as dials:
-                for bundle in wanted:
-                    dials.create_task(bundle.repair())
+    async def _see_through(self, round_: Round, deadline_s: float | None) -> None:
+        patience = self._options.patience
+        """Watch a posted round until it is done; raise its error."""
+        try:
+            if not round_.is_done:
+                total_s = patience.round_s if deadline_s is None else deadline_s
+                await supervise(round_, patience, total_s, self._meter)
+        except BaseException as error:
+            cause = "cancelled by its caller" if isinstance(error, asyncio.CancelledError) else "failed inside"
+            round_.give_up(OperationAborted(round_.key, cause))
+            raise
+        finally:
+            self._engine.close(round_)
+        if round_.error is not None:
+            raise round_.error
 
 
-def decode_result(codec: str, start_numel: int, wire_bytes: bytes | memoryview, out: Tensor) -> None:
+def decode_result(codec: str, start: int, numel: int, wire_bytes: bytes | memoryview, out: Tensor) -> None:
     """Write a recorded result chunk into `out`, bit for bit as it was installed when it was recorded.
 
     Args:
         codec: the round's.
-        start_numel: where the chunk begins.
+        start: element where the chunk begins.
+        numel: how many it holds.
         wire_bytes: as `record` received it.
         out: flat fp32 of the whole buffer.
 
     Raises:
         ValueError: the bytes do not fit the codec or the buffer.
     """
-    wire = torch.frombuffer(bytearray(wire_bytes), dtype=torch.uint8)
     chosen = codec_named(codec)
-    numel = chosen.numel(wire.numel())
-    if not 0 <= start_numel <= out.numel() - numel:
-        raise ValueError(f"chunk {start_numel} + {numel} does not fit {out.numel()} elements")
-    chosen.decode(wire, out[start_numel : start_numel + numel])
-
-
-async def _check_finite(tensor: Tensor) -> None:
-    for start in range(0, tensor.numel(), _CHECK_NUMEL):
-        index = first_non_finite(tensor[start : start + _CHECK_NUMEL])
-        if index is not None:
-            raise NonFiniteInput(start + index)
-        if start:
-            await asyncio.sleep(0)
+    if start < 0 or numel < 0 or start + numel > out.numel() or len(wire_bytes) != chosen.wire_nbytes(numel):
+        raise ValueError(f"a {codec} chunk of {len(wire_bytes)} bytes at {start} + {numel} does not fit {out.numel()}")
+    wire = torch.frombuffer(bytearray(wire_bytes), dtype=torch.uint8) if numel else torch.empty(0, dtype=torch.uint8)
+    chosen.check(wire, numel)
+    chosen.decode(wire, out[start : start + numel])

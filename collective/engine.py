@@ -3,7 +3,7 @@
 Rules:
 * A frame of an older view, or of a round that has ended, is read into scratch, dropped and counted.
 * A frame of a round that is not posted here yet, or of a newer view, is held back (`Stash`). The credit of
-  core/reduce.py bounds what an honest peer can send so early; more is its protocol error.
+  core/round.py bounds what an honest peer can send so early; more is its protocol error.
 * A round ends when it is done, when a newer view is installed, or when its caller goes away. Its key is never used
   again: a retry belongs to another view.
 * Nothing here waits: callbacks of the loop in, effects out. Deadlines are supervision.py's.
@@ -16,14 +16,16 @@ from collections.abc import Mapping
 from collective.core.fence import Fence, Standing
 from collective.core.types import Epoch, PeerRef, RoundKey, View
 from collective.errors import CollectiveError, OperationAborted, RemoteProtocolError, RoundRefused
-from collective.round import MeanRound
-from collective.transport.bundle import Bundle
-from collective.transport.link import Link
-from collective.wire import Frame, FrameType, Header
+from collective.round import Round, abort_payload
+from collective.transport.bundle import Bundle, Notice
+from collective.transport.link import Link, Sink
+from collective.wire import Frame, FrameType, Header, pack
 
 log = logging.getLogger(__name__)
 
 _CLOSED_KEYS_KEPT = 1024
+_MAX_ROUNDS = 256
+"""In flight at once."""
 
 
 class Stash:
@@ -44,6 +46,8 @@ class Stash:
         """Keep a copy. Raises RemoteProtocolError beyond the bounds."""
         name = (frame.header.key, frame.header.type, frame.header.chunk)
         self._drop(name)
+        if frame.header.type is FrameType.ABORT:  # whatever came for that round has lost its meaning
+            self.take(frame.header.key)
         nbytes = frame.header.payload_nbytes
         if len(self._frames) >= self._max_frames or self._nbytes + nbytes > self._max_nbytes:
             raise RemoteProtocolError("too far ahead")
@@ -87,12 +91,14 @@ class Engine:
     def __init__(self, *, chunk_nbytes: int, eager_chunks: int, max_rounds_ahead: int) -> None:
         self.fence = Fence.before_any_view()
         self.view: View | None = None
-        self.rounds: dict[RoundKey, MeanRound] = {}
+        self.rounds: dict[RoundKey, Round] = {}
         self.dropped: Counter[str] = Counter()
-        self._closed_keys: OrderedDict[RoundKey, None] = OrderedDict()
+        self._closed_keys: OrderedDict[RoundKey, int] = OrderedDict()
         self._stashes: dict[PeerRef, Stash] = {}
-        self._max_frames = max_rounds_ahead * (eager_chunks + 2)
-        self._max_nbytes = max_rounds_ahead * (eager_chunks * chunk_nbytes + (8 << 10))
+        self._eager_chunks = eager_chunks
+        self._max_rounds_ahead = max_rounds_ahead
+        self._max_frames = max_rounds_ahead * eager_chunks + 2 * _MAX_ROUNDS
+        self._max_nbytes = max_rounds_ahead * eager_chunks * chunk_nbytes + _MAX_ROUNDS * (4 << 10)
 
     def install(self, view: View, bundles: Mapping[PeerRef, Bundle]) -> None:
         """From now on this view is current. Rounds of older ones end."""
@@ -114,61 +120,77 @@ class Engine:
             raise RoundRefused(key, f"the installed view is {self.view.epoch}")
         if not (0 <= key.epoch < 2**32 and 0 <= key.outer_step < 2**32 and 0 <= key.fragment < 2**16):
             raise RoundRefused(key, "its numbers do not fit a frame")
+        if len(self.rounds) >= _MAX_ROUNDS:
+            raise RoundRefused(key, f"{_MAX_ROUNDS} rounds are in flight; await some first")
         if key in self.rounds or key in self._closed_keys:
             raise RoundRefused(key, "this key was used before")
         return self.view
+
+    def credit(self) -> int:
+        """How many chunks a round that is posted now may send to members that have not opened it.
+
+        Of the rounds that somebody has not opened only so many may send chunks ahead, whatever is in flight.
+        """
+        num_ahead = sum(round_.eager_chunks > 0 and not round_.is_open for round_ in self.rounds.values())
+        return self._eager_chunks if num_ahead < self._max_rounds_ahead else 0
 
     def is_awaited(self) -> bool:
         """Whether frames of a round of this view wait for it to be posted here."""
         epoch = None if self.view is None else self.view.epoch
         return any(stash.holds(epoch) for stash in self._stashes.values() if epoch is not None)
 
-    def post(self, round_: MeanRound) -> None:
-        """Start a round and give it what has arrived for it already."""
+    def post(self, round_: Round, *, starts: bool = True) -> None:
+        """Take a round in, start it (or leave that to the caller) and give it what has arrived for it already."""
         self.rounds[round_.key] = round_
-        round_.start()
+        if starts:
+            round_.start()
+        else:
+            round_.announce()
         for bundle in round_.bundles:
             stash = self._stashes.get(bundle.peer) if bundle is not None else None
             if bundle is None or stash is None:
                 continue
             for frame in stash.take(round_.key):
+                if round_.is_done:
+                    break
                 try:
-                    self._deliver(bundle, None, frame)
+                    self._deliver(bundle, frame)
                 except RemoteProtocolError as error:
                     # It came over a link that may be gone by now, so it is the peer that is refused.
-                    rank = self._rank_of(round_, bundle, frame.header)
-                    round_.suspect([rank], str(error))
+                    rank = round_.rank_of(bundle)
+                    round_.suspect([] if rank is None else [rank], str(error))
 
-    def close(self, round_: MeanRound) -> None:
+    def close(self, round_: Round) -> None:
         """The round has ended; what still comes for it is dropped."""
         self.rounds.pop(round_.key, None)
-        self._closed_keys[round_.key] = None
+        self._closed_keys[round_.key] = round_.rank
         if len(self._closed_keys) > _CLOSED_KEYS_KEPT:
             self._closed_keys.popitem(last=False)
 
     # -------------------------------------------------------------------------------- as owner of bundles
 
-    def place(self, bundle: Bundle, link: Link, header: Header) -> tuple[memoryview, object]:
+    def place(self, bundle: Bundle, link: Link, header: Header) -> tuple[memoryview, Sink | None]:
         """Destination of a payload: a round's memory, or the link's scratch for all that is copied or dropped."""
         if header.type in (FrameType.OPEN, FrameType.ABORT):
             return memoryview(bytearray(header.payload_nbytes)), None
         round_ = self._round_of(bundle, header)
-        if round_ is None:
-            return link.staging.bytes[: header.payload_nbytes], None
-        return round_.place(link, self._rank_of(round_, bundle, header), header)
+        rank = None if round_ is None else round_.rank_of(bundle)
+        if round_ is None or rank is None:
+            return link.staging.room(header.payload_nbytes), None
+        return round_.place(link, rank, header)
 
-    def on_frame(self, bundle: Bundle, link: Link, frame: Frame) -> None:
-        """A frame is whole."""
+    def on_frame(self, bundle: Bundle, frame: Frame) -> None:
+        """A frame is whole that no round takes by itself."""
         header = frame.header
         standing = self.fence.judge(bundle.peer, Epoch(header.epoch))
         if standing is Standing.STALE:
             self.dropped["of an older view"] += 1
         elif header.key in self._closed_keys:
             self.dropped["of an ended round"] += 1
+            if header.type is FrameType.OPEN:
+                self._answer_late(bundle, header.key)
         elif standing is Standing.CURRENT and header.key in self.rounds:
-            self._deliver(bundle, link, frame)
-        elif header.type is FrameType.RESULT:
-            raise RemoteProtocolError("result of a round that is not posted here")
+            self._deliver(bundle, frame)
         else:
             self._stash_of(bundle.peer).put(frame)
 
@@ -186,29 +208,38 @@ class Engine:
 
     # -------------------------------------------------------------------------------- look-ups
 
-    def _deliver(self, bundle: Bundle, link: Link | None, frame: Frame) -> None:
+    def _deliver(self, bundle: Bundle, frame: Frame) -> None:
         round_ = self.rounds[frame.header.key]
-        round_.on_frame(link, self._rank_of(round_, bundle, frame.header), frame)
+        rank = round_.rank_of(bundle)
+        if rank is not None:
+            round_.on_frame(rank, frame)
+        elif frame.header.type is FrameType.OPEN:
+            round_.refuse_outsider(bundle)
         if round_.is_done:
             self.close(round_)
 
-    def _round_of(self, bundle: Bundle, header: Header) -> MeanRound | None:
+    def _answer_late(self, bundle: Bundle, key: RoundKey) -> None:
+        """Somebody opens a round that has ended here: say so, else it would wait for us until its deadline."""
+        payload = abort_payload("the round has ended there", ())
+        header = Header(
+            type=FrameType.ABORT,
+            payload_nbytes=len(payload),
+            epoch=key.epoch,
+            outer_step=key.outer_step,
+            fragment=key.fragment,
+            rank=self._closed_keys[key],
+        )
+        bundle.notices.append(Notice(pack(header, payload), payload))
+        bundle.wake()
+
+    def _round_of(self, bundle: Bundle, header: Header) -> Round | None:
         if self.fence.judge(bundle.peer, Epoch(header.epoch)) is not Standing.CURRENT:
             return None
         return self.rounds.get(header.key)
 
-    def _rank_of(self, round_: MeanRound, bundle: Bundle, header: Header) -> int:
-        if header.rank >= len(round_.bundles) or round_.bundles[header.rank] is not bundle:
-            raise RemoteProtocolError("rank is not the sender's")
-        return header.rank
-
-    def _rounds_with(self, bundle: Bundle) -> list[tuple[MeanRound, int]]:
-        return [
-            (round_, rank)
-            for round_ in self.rounds.values()
-            for rank, other in enumerate(round_.bundles)
-            if other is bundle and not round_.is_done
-        ]
+    def _rounds_with(self, bundle: Bundle) -> list[tuple[Round, int]]:
+        found = [(round_, round_.rank_of(bundle)) for round_ in self.rounds.values() if not round_.is_done]
+        return [(round_, rank) for round_, rank in found if rank is not None]
 
     def _stash_of(self, peer: PeerRef) -> Stash:
         if peer not in self._stashes:

@@ -10,8 +10,8 @@
     │   ├── RemoteProtocolError(reason)
     │   │   └── PayloadCorrupted(reason)
     │   └── PlanMismatch(field, ours, theirs, peer_id)
-    ├── the operator's: HandshakeRefused(code, reason), AddressInUse(address)
-    └── the caller's: NonFiniteInput(first_index), RoundRefused(key, reason)
+    ├── the operator's: HandshakeRefused(code, reason), SecurityRefused(reason), AddressInUse(address)
+    └── the caller's: NonFiniteInput(first_index), RoundRefused(key, reason), LeftBehind(key, members)
 
 Rules: errors carry typed attributes; operating system errors are mapped once, in collective/transport. A
 `RemoteProtocolError` never says anything about us: whatever bytes arrive, that is the only error they can cause.
@@ -97,6 +97,17 @@ class HandshakeRefused(CollectiveError):
         self.reason = reason
 
 
+class SecurityRefused(CollectiveError):
+    """This connection is not safe: not encrypted, or one side is not who it should be.
+
+    It says nothing about a peer, for anybody on the way can cause it. `reason` is a short word list for counters.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the connection is not safe: {reason}")
+        self.reason = reason
+
+
 class AddressInUse(CollectiveError):
     """Somebody else listens at this address."""
 
@@ -106,10 +117,10 @@ class AddressInUse(CollectiveError):
 
 
 class NonFiniteInput(CollectiveError):
-    """The caller's tensor holds NaN or infinity. Nothing was sent."""
+    """The caller's tensor holds NaN or infinity. No member gets a result."""
 
     def __init__(self, first_index: int) -> None:
-        super().__init__(f"the tensor is not finite near element {first_index}; nothing was sent")
+        super().__init__(f"the tensor is not finite near element {first_index}; no member got a result")
         self.first_index = first_index
 
 
@@ -120,3 +131,13 @@ class RoundRefused(CollectiveError):
         super().__init__(f"round {key.epoch}/{key.outer_step}/{key.fragment} cannot be posted: {reason}")
         self.key = key
         self.reason = reason
+
+
+class LeftBehind(CollectiveError):
+    """The round closed without us: a quorum was there, and its grace had passed. Nothing of ours is in the result."""
+
+    def __init__(self, key: RoundKey, members: Sequence[PeerId]) -> None:
+        name = f"{key.epoch}/{key.outer_step}/{key.fragment}"
+        super().__init__(f"round {name} closed without us, with {len(members)} members")
+        self.key = key
+        self.members = tuple(members)

@@ -1,8 +1,7 @@
-"""Who reduces which part of the buffer, and the terms that all members of a round must share.
+"""How a buffer is cut into slices and chunks, and the terms that all members of a round must share.
 
-The butterfly: the buffer is cut into one slice a member, a slice into chunks. Borders lie on multiples of 256
-elements, so that no codec's block crosses one; the last chunk takes the rest. A buffer with fewer blocks than members
-leaves some slices empty.
+Borders of a reduced buffer lie on multiples of 256 elements, so that no codec's block crosses one; the last chunk
+takes the rest. A buffer with fewer blocks than members leaves some slices empty.
 
 Rules: a plan follows from its arguments alone, so equal arguments give equal plans everywhere. `Terms` names them;
 its hash is in every frame of the round.
@@ -10,17 +9,18 @@ its hash is in every frame of the round.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 import xxhash
 
 from collective.codec.base import BLOCK_NUMEL
-from collective.core.reduce import SlicePlan
-from collective.core.types import View
+from collective.core.slices import Route, SlicePlan
+from collective.core.types import PeerRef
 
-_MIN_CHUNK_BLOCKS = 256
-"""Do not cut below 256 KiB of fp32: a frame has its price."""
-_CHUNKS_WANTED = 4
+_MIN_CHUNK_NBYTES = 256 << 10
+"""Do not cut finer: a frame has its price."""
+_CHUNKS_WANTED = 8
 """A slice of several chunks lets sending, adding and receiving overlap."""
 
 
@@ -31,8 +31,9 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     dtype: str
     numel: int
     codec: str
-    chunk_numel: int
+    chunk_nbytes: int
     members: str
+    plan: str
     slices: str
 
     @property
@@ -50,70 +51,96 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeanPlan:
-    """One round's cut. Chunk c covers elements `starts[c] .. starts[c+1]`."""
+class RoundPlan:
+    """One round's cut. Chunk c covers the elements `starts[c] .. starts[c+1]` of the whole buffer."""
 
     slices: SlicePlan
     starts: tuple[int, ...]
 
-    def span(self, chunk: int) -> slice:
-        """The elements of a chunk."""
-        return slice(self.starts[chunk], self.starts[chunk + 1])
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer."""
+        return self.starts[-1]
 
     def numel_of(self, chunk: int) -> int:
         """Number of elements of a chunk."""
         return self.starts[chunk + 1] - self.starts[chunk]
 
+    def slice_span(self, slice_: int) -> tuple[int, int]:
+        """First and last element (excluded) of a slice."""
+        return self.starts[self.slices.bounds[slice_]], self.starts[self.slices.bounds[slice_ + 1]]
 
-def plan_mean(numel: int, shares: Sequence[float], chunk_numel: int) -> MeanPlan:
-    """Cut a buffer.
+
+def share_out(numel: int, shares: Sequence[float]) -> list[int]:
+    """How many elements each slice gets: whole blocks in proportion to the shares, the last block may be short.
 
     Args:
         numel: elements of the whole buffer, 0 allowed.
-        shares: for each rank how much of the reducing it takes, any unit; equal numbers for equal links.
-        chunk_numel: longest chunk, a multiple of 256.
+        shares: of each slice, any unit; equal numbers for equal links.
 
     Raises:
-        ValueError: no members, a negative share, only zeros, or a chunk that is no multiple of 256.
+        ValueError: no slices, a negative share, or only zeros.
     """
     total_share = sum(shares)
-    if not shares or min(shares) < 0 or total_share <= 0:
-        raise ValueError(f"shares must be numbers from 0 up, not all 0: {list(shares)}")
-    if chunk_numel <= 0 or chunk_numel % BLOCK_NUMEL or numel < 0:
-        raise ValueError(f"cannot cut {numel} elements into chunks of {chunk_numel}")
+    if not shares or min(shares) < 0 or total_share <= 0 or numel < 0:
+        raise ValueError(f"cannot share {numel} elements out by {list(shares)}")
     num_blocks = -(-numel // BLOCK_NUMEL)
+    borders = [0]
+    share = 0.0
+    for own_share in shares:
+        share += own_share
+        borders.append(min(num_blocks, max(borders[-1], round(num_blocks * share / total_share))))
+    last_wanted = max(index for index, own_share in enumerate(shares) if own_share > 0)
+    borders[last_wanted + 1 :] = [num_blocks] * (len(shares) - last_wanted)
+    ends = [min(border * BLOCK_NUMEL, numel) for border in borders]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def cut(numels: Sequence[int], routes: tuple[Route, ...], *, item_nbytes: int, chunk_nbytes: int) -> RoundPlan:
+    """Cut every slice into chunks as even as can be.
+
+    Args:
+        numels: elements of each slice, in the order of `routes`.
+        routes: the slices' trees.
+        item_nbytes: length of an element.
+        chunk_nbytes: longest chunk as it lies in memory, at least 256 elements of 8 bytes.
+    """
     starts = [0]
     bounds = [0]
-    share = 0.0
-    first = 0
-    for rank, own_share in enumerate(shares):
-        share += own_share
-        stop = num_blocks if rank == len(shares) - 1 else max(first, round(num_blocks * share / total_share))
-        starts.extend(min(block * BLOCK_NUMEL, numel) for block in _cut(first, stop, chunk_numel // BLOCK_NUMEL))
+    max_blocks = chunk_nbytes // (BLOCK_NUMEL * item_nbytes)
+    min_blocks = min(max_blocks, max(1, _MIN_CHUNK_NBYTES // (BLOCK_NUMEL * item_nbytes)))
+    for numel in numels:
+        first = starts[-1]
+        num_blocks = -(-numel // BLOCK_NUMEL)
+        chunk_blocks = min(max_blocks, max(min_blocks, -(-num_blocks // _CHUNKS_WANTED)))
+        num_chunks = -(-num_blocks // chunk_blocks)
+        starts.extend(
+            first + min(num_blocks * (index + 1) // num_chunks * BLOCK_NUMEL, numel) for index in range(num_chunks)
+        )
         bounds.append(len(starts) - 1)
-        first = stop
-    return MeanPlan(slices=SlicePlan(bounds=tuple(bounds)), starts=tuple(starts))
+    return RoundPlan(slices=SlicePlan(bounds=tuple(bounds), routes=routes), starts=tuple(starts))
 
 
-def terms_of(view: View, *, numel: int, codec: str, chunk_numel: int, plan: MeanPlan) -> Terms:
-    """The terms of a MEAN of fp32 in this view."""
-    members = msgspec.msgpack.encode([member.ref for member in view.members])
+def terms_of(
+    plan: RoundPlan,
+    *,
+    op: str,
+    dtype: str,
+    numel: int,
+    codec: str,
+    chunk_nbytes: int,
+    members: Sequence[PeerRef],
+    plan_name: str,
+) -> Terms:
+    """Name what all members of a round must share. `numel` is the caller's, for people."""
+    trees = [(route.root, route.up, route.down) for route in plan.slices.routes]
     return Terms(
-        op="mean",
-        dtype="float32",
+        op=op,
+        dtype=dtype,
         numel=numel,
         codec=codec,
-        chunk_numel=chunk_numel,
-        members=xxhash.xxh3_64_hexdigest(members),
-        slices=xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode((plan.slices.bounds, plan.starts))),
+        chunk_nbytes=chunk_nbytes,
+        members=xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(list(members))),
+        plan=plan_name,
+        slices=xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode((plan.slices.bounds, plan.starts, trees))),
     )
-
-
-def _cut(first: int, stop: int, max_chunk_blocks: int) -> list[int]:
-    """Where the chunks of the blocks `first .. stop` end, as even as can be."""
-    num_blocks = stop - first
-    if num_blocks == 0:
-        return []
-    chunk_blocks = min(max_chunk_blocks, max(_MIN_CHUNK_BLOCKS, -(-num_blocks // _CHUNKS_WANTED)))
-    num_chunks = -(-num_blocks // chunk_blocks)
-    return [first + num_blocks * (index + 1) // num_chunks for index in range(num_chunks)]

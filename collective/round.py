@@ -1,7 +1,8 @@
-"""One running MEAN: carries out what core/reduce.py orders, on real buffers.
+"""One running round: carries out what core/round.py orders, on real buffers.
 
-The values are in buffers.py, the order of things is the machine's; this file joins them with the links. Raw results
-land in the output straight from the socket, everything else passes through the link's scratch, one chunk at a time.
+The values are in buffers.py, the order of things is the machine's; this file joins them with the links. Results whose
+wire form is the output's own memory land there straight from the socket, everything else passes through the link's
+scratch, one chunk at a time.
 
 Rules: the round uses the caller's memory until `is_done` and not a moment longer (`Bundle.release` takes it back from
 the sockets). A round that fails ends at once and stays failed; `changed` is set whenever the supervisor should look.
@@ -9,40 +10,48 @@ the sockets). A round that fails ends at once and stays failed; `changed` is set
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 import msgspec
 import torch
 from torch import Tensor
 
-from collective.buffers import MeanBuffers
+from collective.buffers import RoundBuffers
 from collective.codec.base import NotFinite
-from collective.core.reduce import (
+from collective.core.round import RoundMachine
+from collective.core.round_words import (
     Accumulate,
     ContributionArrived,
     FinishChunk,
     Finished,
     InstallResult,
+    KeepResult,
     LinkRenewed,
-    MeanMachine,
     PeerOpened,
-    ReduceEffect,
     ResultArrived,
+    RoundEffect,
     SendContribution,
     SendOpen,
     SendResult,
 )
-from collective.core.types import PeerId, RoundKey, View
-from collective.errors import CollectiveError, OperationAborted, PlanMismatch, RemoteProtocolError
-from collective.plan import MeanPlan, Terms
+from collective.core.types import Member, PeerId, RoundKey
+from collective.errors import CollectiveError, NonFiniteInput, OperationAborted, PlanMismatch, RemoteProtocolError
+from collective.plan import RoundPlan, Terms
 from collective.transport.bundle import Bundle, Notice
 from collective.transport.hello import decode
-from collective.transport.link import Link, Scratch
+from collective.transport.link import Link, Scratch, Sink
 from collective.wire import HEADER_NBYTES, Frame, FrameType, Header, pack
 
 _MAX_FAULTS = 3
 """So often a peer's link may break by its own fault (a wrong checksum) before the round gives it up."""
+
+
+class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Payload of OPEN: the terms, and which results the sender holds from an earlier attempt (bit c: chunk c)."""
+
+    terms: Terms
+    held: bytes = b""
 
 
 class AbortNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,96 +61,156 @@ class AbortNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     suspects: tuple[PeerId, ...]
 
 
+def abort_payload(cause: str, suspects: Sequence[PeerId]) -> bytes:
+    """Payload of ABORT."""
+    return msgspec.msgpack.encode(AbortNotice(cause[:512], tuple(suspects)))
+
+
 class _ChunkSend:
     """A chunk in a queue; encoded when a socket can take it."""
 
     __slots__ = ("chunk", "owner", "to", "type")
 
-    def __init__(self, owner: "MeanRound", frame_type: FrameType, to: int, chunk: int) -> None:
+    def __init__(self, owner: "Round", frame_type: FrameType, to: int, chunk: int) -> None:
         self.owner = owner
         self.type = frame_type
         self.to = to
         self.chunk = chunk
 
-    def pieces(self, scratch: Scratch) -> tuple[bytes, memoryview]:
+    def pieces(self, scratch: Scratch) -> tuple[bytes, memoryview] | None:
         """See Outgoing."""
         return self.owner.pieces_of(self.type, self.chunk, scratch)
 
-    def sent(self) -> None:
+    def sent(self, nbytes: int) -> None:
         """See Outgoing."""
-        self.owner.on_sent(self)
+        self.owner.on_sent(self, nbytes)
 
 
-class MeanRound:
+class _Inbox:
+    """Takes the chunks of one member, without asking again whose they are."""
+
+    __slots__ = ("owner", "rank")
+
+    def __init__(self, owner: "Round", rank: int) -> None:
+        self.owner = owner
+        self.rank = rank
+
+    def take(self, link: Link, frame: Frame) -> None:
+        """See Sink."""
+        self.owner.take_chunk(link, self.rank, frame)
+
+
+class Round:
     """See the module.
 
     Args:
         key: the round.
-        view: the view it runs in.
-        rank: our place in it.
+        members: who takes part, in the order of ranks.
+        rank: our place among them.
         plan: the cut; `terms` says the same in words that can be compared.
         buffers: our tensor, the output, the codec.
         weight: of our part.
         bundles: by rank; None at ours.
-        eager_chunks: see MeanMachine.
+        eager_chunks: see RoundMachine.
+        held: see RoundMachine.
+        is_gathering: the round only finds out who is there: it waits for the one result, not for everybody, and
+            whoever gives that may take its time.
+        on_opened: told when a member has posted the round.
     """
 
     def __init__(
         self,
         *,
         key: RoundKey,
-        view: View,
+        members: Sequence[Member],
         rank: int,
-        plan: MeanPlan,
+        plan: RoundPlan,
         terms: Terms,
-        buffers: MeanBuffers,
+        buffers: RoundBuffers,
         weight: float,
         bundles: Sequence[Bundle | None],
         eager_chunks: int,
+        held: int = 0,
+        is_gathering: bool = False,
+        on_opened: Callable[[int], None] | None = None,
     ) -> None:
         self.key = key
-        self.view = view
+        self.members = tuple(members)
         self.rank = rank
         self.error: Exception | None = None
         self.is_done = False
         self.changed = asyncio.Event()
         self.bytes_sent = 0
         self.bytes_received = 0
-        self.weights: list[float | None] = [None] * view.world_size
+        self.weights: list[float | None] = [None] * len(self.members)
         self.weights[rank] = weight
         self.bundles = bundles
+        self.eager_chunks = eager_chunks
+        self.machine = RoundMachine(
+            key=key,
+            rank=rank,
+            slices=plan.slices,
+            eager_chunks=eager_chunks,
+            held=held,
+            needs_all=not is_gathering,
+        )
+        self._is_gathering = is_gathering
+        self._on_opened = on_opened
         self._plan = plan
         self._terms = terms
         self._plan_hash = terms.hash32
         self._buffers = buffers
         self._weight = weight
-        self._machine = MeanMachine(key=key, rank=rank, slices=plan.slices, eager_chunks=eager_chunks)
+        self._ranks = {bundle: other for other, bundle in enumerate(bundles) if bundle is not None}
+        self._inboxes = [_Inbox(self, other) for other in range(len(self.members))]
         self._unsent: list[set[_ChunkSend]] = [set() for _ in bundles]
-        self._faults = [0] * view.world_size
+        self._num_unsent = 0
+        self._faults = [0] * len(self.members)
         self._result_headers: dict[int, bytes] = {}
-        self._landing: dict[int, Link] = {}  # raw results on their way into `out`
+        self._landing: dict[int, Link] = {}  # results on their way straight into the output
         self._arrived: Tensor | None = None  # wire form of the chunk being handled; None if it landed in place
 
     # -------------------------------------------------------------------------------- from the engine
 
     def start(self) -> None:
         """Begin: open the round towards all, send what the credit allows."""
-        self._run(self._machine.start())
+        self._run(self.machine.start())
 
-    def place(self, link: Link, rank: int, header: Header) -> tuple[memoryview, object]:
-        """Destination of a chunk of this round."""
-        # A round that has ended must not hand out its caller's memory again.
-        if self._is_ours(header) and not self.is_done:
-            self._check_planned(header)
-            if self._lands_in_place(rank, header):
-                lander = self._landing.get(header.chunk)
-                if lander is None or lander.closed:
-                    self._landing[header.chunk] = link
-                    return self._buffers.landing_place(header.chunk), self
-        return link.staging.bytes[: header.payload_nbytes], self
+    def announce(self) -> None:
+        """Open the round towards all before it starts: our terms, and that we are there."""
+        for rank, bundle in enumerate(self.bundles):
+            if bundle is not None:
+                self._send_open(rank)
+                bundle.wake()
 
-    def on_frame(self, link: Link | None, rank: int, frame: Frame) -> None:
-        """Take a frame of this round. `link` is None for one that was held back.
+    def rank_of(self, bundle: Bundle) -> int | None:
+        """Place of this peer in the round; None for one that the round does not hold."""
+        return self._ranks.get(bundle)
+
+    def refuse_outsider(self, bundle: Bundle) -> None:
+        """Another peer posted this round with us, and we posted it with others: an error for both."""
+        payload = msgspec.msgpack.encode(Opening(self._terms))
+        header = pack(self._header(FrameType.OPEN, len(payload)), payload)
+        bundle.notices.append(Notice(header, payload))
+        bundle.wake()
+        ours = [member.peer_id for member in self.members]
+        self.give_up(PlanMismatch("members", ours, "others", bundle.peer_id))
+
+    def place(self, link: Link, rank: int, header: Header) -> tuple[memoryview, Sink | None]:
+        """Destination of a chunk of this round, and who takes it."""
+        # A round that has ended must not hand out its caller's memory again; a chunk of another plan is only read.
+        if self.is_done or header.plan_hash != self._plan_hash:
+            return link.staging.room(header.payload_nbytes), None
+        self._check_planned(rank, header)
+        if self._lands_in_place(rank, header):
+            lander = self._landing.get(header.chunk)
+            if lander is None or lander.closed:
+                self._landing[header.chunk] = link
+                return self._buffers.landing_place(header.chunk), self._inboxes[rank]
+        return link.staging.room(header.payload_nbytes), self._inboxes[rank]
+
+    def on_frame(self, rank: int, frame: Frame) -> None:
+        """Take a frame that no inbox takes: no chunk, a chunk of another plan, or one that was held back.
 
         Raises:
             RemoteProtocolError: the sender broke the protocol.
@@ -151,24 +220,35 @@ class MeanRound:
         header = frame.header
         self.bytes_received += HEADER_NBYTES + header.payload_nbytes
         match header.type:
+            case FrameType.CONTRIBUTION | FrameType.RESULT:
+                if header.plan_hash == self._plan_hash:  # else of another plan: its OPEN says which
+                    self._check_planned(rank, header)
+                    self._on_chunk(rank, header, torch.frombuffer(frame.payload, dtype=torch.uint8))
             case FrameType.OPEN:
                 self._on_open(rank, header, frame.payload)
             case FrameType.ABORT:
-                notice = decode(frame.payload, AbortNotice)
-                peer_id = self.view.members[rank].peer_id
-                self.fail(OperationAborted(self.key, f"peer {peer_id} gave up: {notice.cause}", notice.suspects))
-            case FrameType.CONTRIBUTION | FrameType.RESULT if self._is_ours(header):
-                self._on_chunk(link, rank, header, frame.payload)
+                self._on_abort(rank, decode(frame.payload, AbortNotice))
             case _:
-                return  # a chunk of another plan: its OPEN says which
+                return
+
+    def take_chunk(self, link: Link, rank: int, frame: Frame) -> None:
+        """A chunk is whole where `place` put it."""
+        if self.is_done:
+            return
+        header = frame.header
+        self.bytes_received += HEADER_NBYTES + header.payload_nbytes
+        if self._lands_in_place(rank, header):
+            if self._landing.get(header.chunk) is link:
+                self._on_chunk(rank, header, None)
+            return  # else the same chunk is landing from another stream
+        self._on_chunk(rank, header, link.staging.tensor_of(frame.payload))
 
     def on_renewed(self, rank: int) -> None:
         """A stream to this member is new: send again what may have been lost."""
-        bundle = self.bundles[rank]
-        assert bundle is not None
-        bundle.forget_queued(self)
+        self._bundle(rank).forget_queued(self)
+        self._num_unsent -= len(self._unsent[rank])
         self._unsent[rank].clear()
-        self._run(self._machine.handle(LinkRenewed(rank)))
+        self._run(self.machine.handle(LinkRenewed(rank)))
 
     def on_broken(self, rank: int, cause: CollectiveError) -> None:
         """A stream to this member broke. Whether that matters is for the supervisor to say."""
@@ -178,53 +258,70 @@ class MeanRound:
                 self.suspect([rank], str(cause))
         self.changed.set()
 
-    def on_sent(self, send: _ChunkSend) -> None:
+    def on_sent(self, send: _ChunkSend, nbytes: int) -> None:
         """A chunk is the kernel's now."""
-        self.bytes_sent += HEADER_NBYTES + self._buffers.wire_nbytes(send.chunk)
-        self._unsent[send.to].discard(send)
-        self._end_if_drained()
+        self.bytes_sent += nbytes
+        if send in self._unsent[send.to]:
+            self._unsent[send.to].discard(send)
+            self._num_unsent -= 1
+        if not self._num_unsent:
+            self._end_if_drained()
 
-    def pieces_of(self, frame_type: FrameType, chunk: int, scratch: Scratch) -> tuple[bytes, memoryview]:
-        """Encode now."""
+    def pieces_of(self, frame_type: FrameType, chunk: int, scratch: Scratch) -> tuple[bytes, memoryview] | None:
+        """Encode now. None if our own numbers cannot be sent: then the round has ended."""
         if frame_type is FrameType.CONTRIBUTION:
-            payload = self._buffers.contribution(chunk, scratch.tensor)
+            try:
+                is_into_root = self.machine.is_into_root(self.rank, chunk)
+                payload = self._buffers.part(
+                    chunk, scratch, is_sum=not self.machine.sends_own_part(chunk), is_into_root=is_into_root
+                )
+            except NotFinite:
+                index = self._buffers.first_bad_input()
+                assert index is not None, "what is sent up is our own part, or sums that were looked at"
+                self.give_up(NonFiniteInput(index))
+                return None
             return pack(self._header(frame_type, len(payload), chunk), payload), payload
         payload = self._buffers.result(chunk)
-        if chunk not in self._result_headers:  # the same frame goes to all: its checksum is made once
-            self._result_headers[chunk] = pack(self._header(frame_type, len(payload), chunk), payload)
-        return self._result_headers[chunk], payload
+        header = self._result_headers.get(chunk)
+        if header is None:  # the same frame goes to all: its checksum is made once
+            header = self._result_headers[chunk] = pack(self._header(frame_type, len(payload), chunk), payload)
+        return header, payload
 
     # -------------------------------------------------------------------------------- to the supervisor
 
+    @property
+    def is_open(self) -> bool:
+        """Whether every member has posted the round."""
+        return self.machine.num_unopened == 0
+
     def concerns(self, rank: int) -> bool:
         """Whether the round cannot end without this member: it owes us something, or we owe it."""
-        return rank != self.rank and (self._machine.needs(rank) or bool(self._unsent[rank]))
+        return rank != self.rank and (self.machine.needs(rank) or bool(self._unsent[rank]))
 
-    def has_opened(self, rank: int) -> bool:
-        """Whether this member has posted the round."""
-        return self._machine.has_opened(rank)
-
-    def owes_only_results(self, rank: int) -> bool:
-        """Whether all that this member owes may depend on a third one."""
-        return not self._unsent[rank] and not self._machine.owes_contributions(rank)
+    def owes_now(self, rank: int) -> bool:
+        """Whether bytes must be moving between us: what it owes depends on nobody else, or it does not take ours."""
+        if self._is_gathering:
+            return False
+        return bool(self._unsent[rank]) or self.machine.owes_own_parts(rank)
 
     def waiting_for(self) -> list[int]:
         """Every member that this round still concerns."""
-        return [rank for rank in range(self.view.world_size) if self.concerns(rank)]
+        return [rank for rank in range(len(self.members)) if self.concerns(rank)]
 
     def suspect(self, ranks: Sequence[int], cause: str) -> None:
         """Give up because of these members, and say so to the others."""
-        self.give_up(OperationAborted(self.key, cause, [self.view.members[rank].peer_id for rank in ranks]))
+        self.give_up(OperationAborted(self.key, cause, [self.members[rank].peer_id for rank in ranks]))
 
     def give_up(self, error: Exception) -> None:
         """Fail, and tell the others so that they need not find out by themselves."""
         if self.is_done:
             return
         self.fail(error)
-        notice = AbortNotice("failed inside", ())
+        payload = abort_payload("failed inside", ())
         if isinstance(error, OperationAborted):
-            notice = AbortNotice(error.cause[:512], error.suspects)
-        payload = msgspec.msgpack.encode(notice)
+            payload = abort_payload(error.cause, error.suspects)
+        elif isinstance(error, NonFiniteInput):
+            payload = abort_payload("its input is not finite", (self.members[self.rank].peer_id,))
         for bundle in self.bundles:
             if bundle is not None:
                 bundle.notices.append(Notice(pack(self._header(FrameType.ABORT, len(payload)), payload), payload))
@@ -242,114 +339,132 @@ class MeanRound:
 
     # -------------------------------------------------------------------------------- frames
 
-    def _is_ours(self, header: Header) -> bool:
-        return header.plan_hash == self._plan_hash
-
     def _lands_in_place(self, rank: int, header: Header) -> bool:
-        is_raw_result = header.type is FrameType.RESULT and self._buffers.codec.is_identity
-        return is_raw_result and self._machine.wants_result(rank, header.chunk)
+        is_result = header.type is FrameType.RESULT and self._buffers.is_identity
+        return is_result and self.machine.wants_result(rank, header.chunk)
 
-    def _check_planned(self, header: Header) -> None:
-        if header.chunk >= self._plan.slices.num_chunks:
+    def _check_planned(self, rank: int, header: Header) -> None:
+        chunk = header.chunk
+        if header.rank != rank:
+            raise RemoteProtocolError("rank is not the sender's")
+        if chunk >= self._plan.slices.num_chunks:
             raise RemoteProtocolError("no such chunk")
-        if header.payload_nbytes != self._buffers.wire_nbytes(header.chunk):
+        if header.type is FrameType.RESULT:
+            planned = self._buffers.result_nbytes(chunk)
+        else:
+            planned = self._buffers.part_nbytes(chunk, is_into_root=self.machine.is_into_root(rank, chunk))
+        if header.payload_nbytes != planned:
             raise RemoteProtocolError("chunk has another length than planned")
 
     def _on_open(self, rank: int, header: Header, payload: memoryview) -> None:
-        peer_id = self.view.members[rank].peer_id
-        difference = self._terms.first_difference(decode(payload, Terms))
+        opening = decode(payload, Opening)
+        difference = self._terms.first_difference(opening.terms)
         if difference is not None:
-            self.fail(PlanMismatch(*difference, peer_id))
+            self.fail(PlanMismatch(*difference, self.members[rank].peer_id))
             return
         self._take_weight(rank, header.weight)
-        self._run(self._machine.handle(PeerOpened(rank)))
+        self._run(self.machine.handle(PeerOpened(rank, int.from_bytes(opening.held, "little"))))
+        if self._on_opened is not None:
+            self._on_opened(rank)
 
-    def _on_chunk(self, link: Link | None, rank: int, header: Header, payload: memoryview) -> None:
-        chunk = header.chunk
-        self._check_planned(header)
-        if self._lands_in_place(rank, header):
-            if self._landing.get(chunk) is not link:
-                return  # the same chunk is landing from another stream
-            self._arrived = None
-        elif link is not None:
-            self._arrived = link.staging.tensor[: header.payload_nbytes]
-        else:
-            self._arrived = torch.frombuffer(payload, dtype=torch.uint8)
+    def _on_abort(self, rank: int, notice: AbortNotice) -> None:
+        if self.members[self.rank].peer_id in notice.suspects:
+            index = self._buffers.first_bad_input()
+            if index is not None:  # another member found it where the parts are added up
+                self.fail(NonFiniteInput(index))
+                return
+        cause = f"peer {self.members[rank].peer_id} gave up: {notice.cause}"
+        self.fail(OperationAborted(self.key, cause, notice.suspects))
+
+    def _on_chunk(self, rank: int, header: Header, arrived: Tensor | None) -> None:
+        """`arrived` is the chunk's wire form; None if it landed in the output."""
+        self._arrived = arrived
+        self._take_weight(rank, header.weight)
         try:
             if header.type is FrameType.RESULT:
-                effects = self._machine.handle(ResultArrived(rank, chunk))
+                effects = self.machine.handle(ResultArrived(rank, header.chunk))
             else:
-                self._take_weight(rank, header.weight)
-                effects = self._machine.handle(ContributionArrived(rank, chunk))
+                effects = self.machine.handle(ContributionArrived(rank, header.chunk))
             self._run(effects)
         except NotFinite as error:
             self.suspect([rank], f"a {header.type.name} is not finite: {error}")
 
     def _take_weight(self, rank: int, weight: float) -> None:
         known = self.weights[rank]
-        if known is not None and known != weight:
+        if known is None:
+            self.weights[rank] = weight
+        elif known != weight:
             raise RemoteProtocolError("weight changed within a round")
-        self.weights[rank] = weight
 
     # -------------------------------------------------------------------------------- effects
 
-    def _run(self, effects: Sequence[ReduceEffect]) -> None:
+    def _run(self, effects: Sequence[RoundEffect]) -> None:
         try:
             self._carry_out(effects)
         except NotFinite:
             raise
+        except NonFiniteInput as error:
+            self.give_up(error)
         except OverflowError as error:  # nobody's fault: every part is finite
             self.suspect([], str(error))
         except Exception as error:  # noqa: BLE001 - above is only the loop; the caller must hear it (its `record` failed)
             self.give_up(error)
 
-    def _carry_out(self, effects: Sequence[ReduceEffect]) -> None:
-        touched: dict[int, Bundle] = {}
+    def _carry_out(self, effects: Sequence[RoundEffect]) -> None:
+        touched: set[int] = set()
         for effect in effects:
             if self.is_done:
                 return
             match effect:
-                case Accumulate(chunk=chunk, rank=rank) if rank == self.rank:
-                    self._buffers.begin_sum(chunk)
+                case SendContribution(to=to, chunk=chunk):
+                    self._queue(FrameType.CONTRIBUTION, to, chunk)
+                    touched.add(to)
+                case SendResult(to=to, chunk=chunk):
+                    self._queue(FrameType.RESULT, to, chunk)
+                    touched.add(to)
                 case Accumulate(chunk=chunk, rank=rank):
-                    assert self._arrived is not None
-                    self._buffers.add(chunk, self._arrived, self._weight_of(rank))
+                    self._accumulate(chunk, rank)
                 case FinishChunk(chunk=chunk):
                     self._buffers.finish(chunk, self.weight_sum())
                 case InstallResult(chunk=chunk):
                     if self._arrived is None:
                         self._buffers.install_landed(chunk)
                     else:
-                        self._buffers.install(chunk, self._arrived)
-                case SendContribution(to=to, chunk=chunk):
-                    touched[to] = self._queue(FrameType.CONTRIBUTION, to, chunk)
-                case SendResult(to=to, chunk=chunk):
-                    touched[to] = self._queue(FrameType.RESULT, to, chunk)
+                        self._buffers.install(chunk, self._arrived, self.weights)
+                case KeepResult(chunk=chunk):
+                    self._buffers.keep(chunk)
                 case SendOpen(to=to):
-                    touched[to] = self._bundle(to)
-                    payload = msgspec.msgpack.encode(self._terms)
-                    header = pack(self._header(FrameType.OPEN, len(payload)), payload)
-                    touched[to].notices.append(Notice(header, payload))
-                    self.bytes_sent += len(header) + len(payload)
+                    self._send_open(to)
+                    touched.add(to)
                 case Finished():
+                    self._buffers.keep_own()
                     self.changed.set()
                 case _:
                     assert_never(effect)
-        for bundle in touched.values():
-            bundle.wake()
+        for to in touched:
+            self._bundle(to).wake()
         self._end_if_drained()
 
-    def _queue(self, frame_type: FrameType, to: int, chunk: int) -> Bundle:
+    def _accumulate(self, chunk: int, rank: int) -> None:
+        assert self._arrived is not None
+        weight = 1.0 if self.machine.adds_for(rank, chunk) else self.weights[rank]
+        assert weight is not None, "a chunk is added only after its weight was taken"
+        is_into_root = self.machine.is_into_root(rank, chunk)
+        self._buffers.add(chunk, self._arrived, weight, is_into_root=is_into_root)
+
+    def _queue(self, frame_type: FrameType, to: int, chunk: int) -> None:
         send = _ChunkSend(self, frame_type, to, chunk)
         self._unsent[to].add(send)
+        self._num_unsent += 1
         bundle = self._bundle(to)
         (bundle.results if frame_type is FrameType.RESULT else bundle.contributions).append(send)
-        return bundle
 
-    def _weight_of(self, rank: int) -> float:
-        weight = self.weights[rank]
-        assert weight is not None, "a chunk is added only after its weight was taken"
-        return weight
+    def _send_open(self, to: int) -> None:
+        held = self.machine.held
+        payload = msgspec.msgpack.encode(Opening(self._terms, held.to_bytes(-(-held.bit_length() // 8), "little")))
+        header = pack(self._header(FrameType.OPEN, len(payload)), payload)
+        self._bundle(to).notices.append(Notice(header, payload))
+        self.bytes_sent += len(header) + len(payload)
 
     def _bundle(self, rank: int) -> Bundle:
         bundle = self.bundles[rank]
@@ -364,14 +479,13 @@ class MeanRound:
             outer_step=self.key.outer_step,
             fragment=self.key.fragment,
             rank=self.rank,
-            slice=self._plan.slices.owner_of(chunk) if payload_nbytes else 0,
             chunk=chunk,
             weight=self._weight,
             plan_hash=self._plan_hash,
         )
 
     def _end_if_drained(self) -> None:
-        if self._machine.finished and not self.is_done and not any(self._unsent):
+        if self.machine.finished and not self.is_done and not self._num_unsent:
             self._end()
 
     def _end(self) -> None:

@@ -11,7 +11,8 @@ import contextlib
 from dataclasses import dataclass, field
 
 from collective.core.progress import ProgressWatch, StallLimits
-from collective.round import MeanRound
+from collective.links import LinkMeter
+from collective.round import Round
 from collective.transport.bundle import Bundle
 
 
@@ -34,10 +35,11 @@ class Patience:
 
 
 _CALM_TICK_S = 0.25
+_SIGN_EVERY_S = 0.5
 _BROKEN_TICK_S = 0.02
 
 
-async def supervise(round_: MeanRound, patience: Patience, deadline_s: float) -> None:
+async def supervise(round_: Round, patience: Patience, deadline_s: float, meter: LinkMeter) -> None:
     """Return when the round is done, one way or the other. Cancelling ends the watch, not the round."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + deadline_s
@@ -48,6 +50,9 @@ async def supervise(round_: MeanRound, patience: Patience, deadline_s: float) ->
     }
     repairs: dict[int, asyncio.Task[None]] = {}
     broken_since: dict[int, tuple[Bundle, float]] = {}
+    signed_at = loop.time()
+    sign_every_s = min(_SIGN_EVERY_S, patience.stall.floor_s / 4)
+    meter.begin(signed_at)
     async with asyncio.TaskGroup() as tasks:
         while not round_.is_done:
             broken_since = {
@@ -58,7 +63,7 @@ async def supervise(round_: MeanRound, patience: Patience, deadline_s: float) ->
             for rank, (bundle, _) in broken_since.items():
                 if rank not in repairs or repairs[rank].done():
                     repairs[rank] = tasks.create_task(bundle.repair())
-            asked_at, tick_s = loop.time(), _BROKEN_TICK_S if broken_since else _CALM_TICK_S
+            asked_at, tick_s = loop.time(), _BROKEN_TICK_S if broken_since else min(_CALM_TICK_S, sign_every_s)
             await _next_look(round_, min(tick_s, deadline - asked_at))
             if round_.is_done:
                 break
@@ -66,16 +71,21 @@ async def supervise(round_: MeanRound, patience: Patience, deadline_s: float) ->
             # Time in which this process did not run is not held against others: their answers may lie in the kernel.
             late_s = max(0.0, now - asked_at - tick_s)
             broken_since = {rank: (bundle, since + late_s) for rank, (bundle, since) in broken_since.items()}
+            meter.sample(now)
+            if now - signed_at >= sign_every_s:
+                signed_at = now
+                for bundle, _ in watches.values():
+                    bundle.give_sign()
             if now >= deadline:
                 round_.suspect(round_.waiting_for(), f"not finished in {deadline_s:g} s")
                 break
             _suspect_the_lost(round_, broken_since, patience, now)
-            _suspect_the_stalled(round_, watches, now)
+            _suspect_the_stalled(round_, watches, now, late_s)
         for task in repairs.values():
             task.cancel()
 
 
-async def _next_look(round_: MeanRound, timeout_s: float) -> None:
+async def _next_look(round_: Round, timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(max(0.0, timeout_s)):
             await round_.changed.wait()
@@ -83,7 +93,7 @@ async def _next_look(round_: MeanRound, timeout_s: float) -> None:
 
 
 def _suspect_the_lost(
-    round_: MeanRound, broken_since: dict[int, tuple[Bundle, float]], patience: Patience, now: float
+    round_: Round, broken_since: dict[int, tuple[Bundle, float]], patience: Patience, now: float
 ) -> None:
     lost = []
     for rank, (bundle, since) in broken_since.items():
@@ -96,12 +106,15 @@ def _suspect_the_lost(
         round_.suspect(lost, "connection lost")
 
 
-def _suspect_the_stalled(round_: MeanRound, watches: dict[int, tuple[Bundle, ProgressWatch]], now: float) -> None:
+def _suspect_the_stalled(
+    round_: Round, watches: dict[int, tuple[Bundle, ProgressWatch]], now: float, late_s: float
+) -> None:
     stalled = []
     for rank, (bundle, watch) in watches.items():
-        watch.observe(bundle.moved(), bundle.chunk_s, now)
-        owes = round_.concerns(rank) and round_.has_opened(rank)
-        if watch.is_stalled(now, owes=owes, owes_only_results=round_.owes_only_results(rank)):
+        watch.forgive(late_s)
+        watch.observe(heard=bundle.heard(), moved=bundle.moved(), chunk_s=bundle.chunk_s, now=now)
+        owes = round_.concerns(rank) and round_.machine.has_opened(rank)
+        if watch.is_stalled(now, owes=owes, owes_now=round_.owes_now(rank)):
             stalled.append(rank)
     if stalled:
         round_.suspect(stalled, "no byte moved for too long")

@@ -1,11 +1,13 @@
 """How a stranger with a ticket learns what it joins, and what every connection must prove.
 
 A joiner's first connection (purpose `admission`) presents the ticket's token. The coordinator's process answers with
-the run manifest, the digest of its text and the mesh key; from then on every connection of the run presents that key.
-So the expiry of a ticket keeps strangers out and never throws a member out.
+the run manifest, the digest of its text, the mesh key and the TLS secret; from then on every connection of the run
+presents that key, and is encrypted under that secret where `net.tls` wants it. So the expiry of a ticket keeps
+strangers out and never throws a member out.
 
-Rules: secrets are compared in constant time and never logged. Connections are not encrypted yet, which is why nothing
-but loopback is listened on unless the operator insists.
+Rules: secrets are compared in constant time and never logged. The first connection is encrypted even on one machine,
+if the ticket has a fingerprint: only its answer tells what `net.tls` says. The mesh key crosses loopback unencrypted
+in mode "auto", so the TLS secret does not follow from it.
 """
 
 import hashlib
@@ -17,12 +19,22 @@ import msgspec
 from msgspec import Meta
 
 from collective.core.types import PeerRef
-from collective.errors import CollectiveError, HandshakeRefused, PeerUnreachable
-from collective.transport import Channel, FrameType, Hello, HelloReply, Purpose, connect
+from collective.errors import CollectiveError, HandshakeRefused, PeerUnreachable, SecurityRefused
+from collective.transport import (
+    Channel,
+    FrameType,
+    Hello,
+    HelloReply,
+    Mode,
+    Purpose,
+    Security,
+    TicketSecurity,
+    connect,
+)
 from collective.wire import PROTOCOL_VERSION
 from trainer.config import MAX_MANIFEST_NBYTES
 from trainer.errors import ExitCode, NobodyReachable, Refused
-from trainer.ticket import Ticket, TicketRefused, verify_token
+from trainer.ticket import Ticket, TicketFault, TicketRefused, verify_token
 
 _TIMEOUT_S = 10.0
 
@@ -34,6 +46,7 @@ class RunTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     manifest: Annotated[bytes, Meta(max_length=MAX_MANIFEST_NBYTES)]
     data_digest: Annotated[str, Meta(max_length=128)]
     mesh_key: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    tls_secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
 
     def digest(self) -> bytes:
         """What peers compare at join: manifest and text together, 32 bytes."""
@@ -46,6 +59,43 @@ class RunTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def mesh_key(secret: bytes, run_id: str) -> bytes:
     """The key that members of a run show to each other, 32 bytes."""
     return hmac.digest(secret, b"isthmus mesh key 1\0" + run_id.encode(), "sha256")
+
+
+def tls_secret(secret: bytes, run_id: str) -> bytes:
+    """What the run's certificates are made from, 32 bytes."""
+    return hmac.digest(secret, b"isthmus tls secret 1\0" + run_id.encode(), "sha256")
+
+
+def member_security(me: PeerRef, terms: RunTerms, tls: str) -> Security:
+    """Who we are on encrypted connections, and which those are.
+
+    Args:
+        me: this start of this peer.
+        terms: of the run.
+        tls: `net.tls`, the same on all peers of the run.
+    """
+    return Security(me.peer_id, terms.tls_secret, mode=Mode(tls))
+
+
+def stranger_security(ticket: Ticket, tls: str) -> TicketSecurity | None:
+    """How somebody with this ticket makes sure that it is the run that answers; None if nothing is encrypted.
+
+    Args:
+        ticket: as given by the operator.
+        tls: `net.tls` as given by the operator, which may not be the run's.
+
+    Raises:
+        TicketRefused: the ticket does not say how to know the run, and the operator has not asked for that.
+    """
+    if ticket.fingerprint:
+        return TicketSecurity(ticket.fingerprint, mode=Mode.ON)
+    if tls == Mode.OFF:
+        return None
+    raise TicketRefused(
+        TicketFault.NO_FINGERPRINT,
+        "the ticket has no fingerprint to know the run by: an older isthmus made it, or the run is not encrypted",
+        cure="ask for a new ticket, or join with --insecure if no encryption is what you want",
+    )
 
 
 class Gatekeeper:
@@ -113,18 +163,24 @@ def hello_maker(me: PeerRef, terms: RunTerms) -> Callable[[Purpose, int, int], H
 
 
 async def ask_terms(
-    ticket: Ticket, me: PeerRef, *, pause: Callable[[], Awaitable[None]], attempts: int = 5
+    ticket: Ticket,
+    me: PeerRef,
+    *,
+    security: TicketSecurity | None,
+    pause: Callable[[], Awaitable[None]],
+    attempts: int = 5,
 ) -> RunTerms:
     """Ask the ticket's addresses what run this is.
 
     Args:
         ticket: as given by the operator.
         me: who asks.
+        security: see `stranger_security`.
         pause: awaited between two rounds of attempts.
         attempts: how often each address is tried.
 
     Raises:
-        Refused: the coordinator does not want this ticket.
+        Refused: the coordinator does not want this ticket, or whoever answers is not of its run.
         NobodyReachable: nobody answered at any address.
     """
     hello = Hello(
@@ -136,27 +192,37 @@ async def ask_terms(
         credential=ticket.token,
     )
     causes: dict[str, str] = {}
+    impostor: SecurityRefused | None = None
     for attempt in range(attempts):
         if attempt:
             await pause()
         for address in ticket.addresses:
             try:
-                return await _ask_one(address, hello)
+                return await _ask_one(address, hello, security)
             except HandshakeRefused as refused:
                 raise Refused(refused.reason) from refused
+            except SecurityRefused as error:
+                causes[address], impostor = error.reason, error  # another address may be the run's all the same
             except PeerUnreachable as error:
                 causes[address] = error.cause
             except CollectiveError as error:
                 causes[address] = str(error)
+        if impostor is not None:
+            break
     tried = ", ".join(f"{address} ({cause})" for address, cause in causes.items())
+    if impostor is not None:
+        raise Refused(
+            f"who answers is not the run of this ticket: {tried}",
+            cure="ask for a new ticket; if that does not help, compare the machines' clocks",
+        ) from impostor
     raise NobodyReachable(
         f"nobody answers at {tried}",
         cure="check that the founder runs and that this address can be reached from here, or ask for a new ticket",
     )
 
 
-async def _ask_one(address: str, hello: Hello) -> RunTerms:
-    channel = await connect(address, hello, timeout_s=_TIMEOUT_S)
+async def _ask_one(address: str, hello: Hello, security: TicketSecurity | None) -> RunTerms:
+    channel = await connect(address, hello, timeout_s=_TIMEOUT_S, security=security)
     try:
         frame = await channel.receive(timeout_s=_TIMEOUT_S)
         return msgspec.msgpack.decode(frame.payload, type=RunTerms)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from typing import assert_never
 
-from collective import ReduceStats
+from collective import RoundStats
 from collective.core.types import RoundKey, View
 from elastic.core.leases import count
 from elastic.core.records import CommitRecord, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
@@ -90,7 +90,7 @@ class Chronicle:
         """So far: connections that were not let in, by reason, and bytes of state for learners. For the figures."""
         self._board.counted(refused=refused, num_events_lost=self._log.num_lost, served_nbytes=served_nbytes)
 
-    def exchanged(self, key: RoundKey, stats: ReduceStats) -> None:
+    def exchanged(self, key: RoundKey, stats: RoundStats) -> None:
         """A mean is here: what it cost."""
         self._board.exchanged(stats)
         self._log.emit(

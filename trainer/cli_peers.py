@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,7 +34,20 @@ Data = Annotated[Path | None, typer.Option(help="Text to train on. Default: Pyth
 Peers = Annotated[int | None, typer.Option(help="Start when so many are there.", show_default=False)]
 MinPeers = Annotated[int | None, typer.Option(help="Go on with no fewer.", show_default=False)]
 OuterSteps = Annotated[int | None, typer.Option(help="Exchanges until the end.", show_default=False)]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Allow unencrypted connections beyond this machine.")]
+Tls = Annotated[
+    str | None, typer.Option(help="What is encrypted: auto (what leaves a machine), on, off.", show_default=False)
+]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Encrypt nothing, not even beyond this machine.")]
+Streams = Annotated[
+    int | None, typer.Option(help="TCP connections for each pair of peers. Default: by distance.", show_default=False)
+]
+MaxUpload = Annotated[
+    str | None,
+    typer.Option(help="Cap of what exchanges send, as 20mbit or 6MB. Not of state for joiners.", show_default=False),
+]
+MaxDownload = Annotated[
+    str | None, typer.Option(help="Cap of what exchanges receive. Not of state when joining.", show_default=False)
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log everything.")]
 TicketFile = Annotated[
     Path | None, typer.Option("--ticket-file", help="Also write the ticket here (0600).", show_default=False)
@@ -59,6 +72,10 @@ def up(
     device: Device = None,
     listen: Listen = None,
     advertise: Advertise = None,
+    max_upload: MaxUpload = None,
+    max_download: MaxDownload = None,
+    streams: Streams = None,
+    tls: Tls = None,
     insecure: Insecure = False,
     ticket_file: TicketFile = None,
     verbose: Verbose = False,
@@ -71,16 +88,18 @@ def up(
         files=config,
         resume=resume,
         flags=_run_flags(name, data, peers, min_peers, outer_steps)
-        | _node_flags(directory, local_workers, device, listen, advertise),
+        | _node_flags(directory, local_workers, device, listen, advertise)
+        | _line_flags(max_upload, max_download)
+        | _net_flags(tls, streams, insecure=insecure),
     )
     _require_secure(resolved, insecure=insecure)
     _require_reachable(resolved)
     configure_logging(verbose=verbose)
+    _warn_of_insecurity(resolved, insecure=insecure)
     options = PeerOptions(
         resolved=resolved,
         run_dir=_run_dir(resolved, resolved.config.run.name),
         role=Founding(announce_ticket=_announcer(ticket_file), resume_dir=resume),
-        insecure=insecure,
     )
     from trainer.daemon import run_peer
 
@@ -99,6 +118,9 @@ def join(
     device: Device = None,
     listen: Listen = None,
     advertise: Advertise = None,
+    max_upload: MaxUpload = None,
+    max_download: MaxDownload = None,
+    tls: Tls = None,
     insecure: Insecure = False,
     verbose: Verbose = False,
 ) -> int:
@@ -111,16 +133,17 @@ def join(
         context,
         files=config,
         flags={"node.data": ("--data", _absolute(data))}
-        | _node_flags(directory, local_workers, device, listen, advertise),
+        | _node_flags(directory, local_workers, device, listen, advertise)
+        | _line_flags(max_upload, max_download)
+        | _net_flags(tls, None, insecure=insecure),
     )
-    _require_secure(resolved, insecure=insecure)
+    _require_secure(resolved, insecure=insecure, dialled=decoded.addresses)
     _require_reachable(resolved)
     configure_logging(verbose=verbose)
+    _warn_of_insecurity(resolved, insecure=insecure)
     if (hint := expiry_hint(decoded, now_s=datetime.now(UTC).timestamp())) is not None:
         log.warning("ticket_old hint=%r; if the coordinator refuses it, ask for a new one", hint)
-    options = PeerOptions(
-        resolved=resolved, run_dir=_run_dir(resolved, decoded.run_id), role=Joining(ticket=decoded), insecure=insecure
-    )
+    options = PeerOptions(resolved=resolved, run_dir=_run_dir(resolved, decoded.run_id), role=Joining(ticket=decoded))
     from trainer.daemon import run_peer
 
     return asyncio.run(run_peer(options))
@@ -138,6 +161,8 @@ def coordinator(
     outer_steps: OuterSteps = None,
     listen: Listen = None,
     advertise: Advertise = None,
+    streams: Streams = None,
+    tls: Tls = None,
     insecure: Insecure = False,
     ticket_file: TicketFile = None,
     verbose: Verbose = False,
@@ -150,16 +175,17 @@ def coordinator(
         files=config,
         resume=resume,
         flags=_run_flags(name, data, peers, min_peers, outer_steps)
-        | _node_flags(directory, None, None, listen, advertise),
+        | _node_flags(directory, None, None, listen, advertise)
+        | _net_flags(tls, streams, insecure=insecure),
     )
     _require_secure(resolved, insecure=insecure)
     _require_reachable(resolved)
     configure_logging(verbose=verbose)
+    _warn_of_insecurity(resolved, insecure=insecure)
     options = CoordinatorOptions(
         resolved=resolved,
         run_dir=_run_dir(resolved, resolved.config.run.name),
         role=Founding(announce_ticket=_announcer(ticket_file), resume_dir=resume),
-        insecure=insecure,
     )
     from trainer.daemon import run_coordinator
 
@@ -231,6 +257,20 @@ def _node_flags(
     }
 
 
+def _line_flags(max_upload: str | None, max_download: str | None) -> dict[str, tuple[str, object]]:
+    return {
+        "node.max_upload": ("--max-upload", max_upload),
+        "node.max_download": ("--max-download", max_download),
+    }
+
+
+def _net_flags(tls: str | None, streams: int | None, *, insecure: bool) -> dict[str, tuple[str, object]]:
+    return {
+        "net.tls": ("--insecure", "off") if insecure and tls is None else ("--tls", tls),
+        "net.num_streams": ("--streams", streams),
+    }
+
+
 def _require_reachable(resolved: "ResolvedConfig") -> None:
     node = resolved.config.node
     host = node.listen.rpartition(":")[0]
@@ -243,16 +283,37 @@ def _require_reachable(resolved: "ResolvedConfig") -> None:
         )
 
 
-def _require_secure(resolved: "ResolvedConfig", *, insecure: bool) -> None:
-    node = resolved.config.node
-    for key, address in (("listen", node.listen), ("advertise", node.advertise)):
+def _require_secure(resolved: "ResolvedConfig", *, insecure: bool, dialled: Sequence[str] = ()) -> None:
+    """Nothing leaves this machine unencrypted unless the operator insists. `dialled`: the ticket's addresses."""
+    config, origin = resolved.config, resolved.origins["net.tls"]
+    if config.net.tls != "off":
+        if insecure:
+            raise ConfigError(
+                f"--insecure contradicts net.tls {config.net.tls} from {origin}",
+                cure="leave one of them out",
+                key="net.tls",
+                origin=origin,
+            )
+        return
+    named = [("node.listen", config.node.listen), ("node.advertise", config.node.advertise)]
+    named += [("the ticket's address", address) for address in dialled]
+    for name, address in named:
         if address is not None and not is_loopback(address) and not insecure:
             raise ConfigError(
-                f"node.{key} {address} is reachable from other machines, and connections are not encrypted yet",
-                cure="add --insecure if the network is your own (a VPN, say)",
-                key=f"node.{key}",
-                origin=resolved.origins[f"node.{key}"],
+                f"{name} {address} is beyond this machine, and net.tls from {origin} says to encrypt nothing",
+                cure="leave the encryption on, or add --insecure if the network is your own (a VPN, say)",
+                key="net.tls",
+                origin=origin,
             )
+
+
+def _warn_of_insecurity(resolved: "ResolvedConfig", *, insecure: bool) -> None:
+    if insecure:
+        log.warning(
+            "not_encrypted listen=%s; whoever is on the way can read, change and join: leave out --insecure unless the "
+            "network is your own",
+            resolved.config.node.listen,
+        )
 
 
 def _run_dir(resolved: "ResolvedConfig", name: str) -> Path:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from trainer.errors import ConfigError, Refused
-from trainer.quantities import Count, Nbytes, Seconds
+from trainer.quantities import BytesPerSecond, Count, Nbytes, Seconds
 
 if TYPE_CHECKING:
     from trainer.model import ModelConfig
@@ -31,7 +31,9 @@ MAX_MANIFEST_NBYTES = 64 * 1024
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 T = TypeVar("T")
 
-_UNIT_SUFFIXES = ("_nbytes", "_s")
+_UNIT_SUFFIXES = ("_nbytes", "_bytes_per_s", "_s")
+_LEAST_RATE = 16_000.0
+"""Bytes a second. Under less the others would take a peer for one that stands still."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]+):(\d{1,5})")
 
@@ -55,6 +57,12 @@ def _address(value: str) -> str:
     return value
 
 
+def _rate(value: float) -> float:
+    if value < _LEAST_RATE:
+        raise ValueError('expected at least "128kbit", which is 16000 bytes a second')
+    return value
+
+
 def _name(value: str) -> str:
     if _NAME.fullmatch(value) is None:
         raise ValueError("expected up to 48 lower-case letters, digits, dots, hyphens and underscores")
@@ -66,6 +74,9 @@ Maybe = Annotated[T | None, BeforeValidator(_word_none)]
 
 Address = Annotated[str, Field(max_length=256), AfterValidator(_address)]
 """`host:port`; port 0 lets the system choose."""
+
+Rate = Annotated[BytesPerSecond, AfterValidator(_rate)]
+"""Bytes a second that a line may carry."""
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -245,8 +256,10 @@ class MembersSection(_Section):
 class NetSection(_Section):
     """`[net]`: how bytes travel between peers."""
 
-    num_streams: Annotated[int, Field(ge=1, le=64)] = 1
-    """TCP connections for each pair of peers; several help on long paths."""
+    tls: Literal["auto", "on", "off"] = "auto"
+    """Which connections are encrypted: those that leave a machine, all, or none."""
+    num_streams: Maybe[Annotated[int, Field(ge=1, le=64)]] = None
+    """TCP connections for each pair of peers; none: one to a near peer, more where the path is long."""
     chunk_nbytes: Annotated[Nbytes, Field(ge=4096, le=16 * 2**20, multiple_of=4096)] = 2**20
     """Unit of pipelining, checking and repeating."""
 
@@ -287,6 +300,10 @@ class NodeSection(_Section):
     listen: Address = "127.0.0.1:0"
     advertise: Maybe[Address] = None
     """Where other peers reach this one, if that is not `listen`."""
+    max_upload_bytes_per_s: Maybe[Rate] = None
+    """What exchanges may send, all members together; none: no bound. State for a joiner comes on top."""
+    max_download_bytes_per_s: Maybe[Rate] = None
+    """The same for what they receive."""
     data: Maybe[Path] = None
     """Where this peer keeps the text of `data.path`."""
     metrics_port: Maybe[Annotated[int, Field(ge=0, le=65535)]] = None

@@ -20,12 +20,12 @@ import torch
 
 from collective import AddressInUse
 from collective.core.types import PeerRef
-from collective.transport import Channel, Hello, Listener, Purpose
+from collective.transport import Channel, Hello, Listener, Purpose, Security
 from elastic.coordinator import CoordinatorShell
 from elastic.core.events import Finish
 from elastic.errors import JournalCorrupted, JournalError
 from elastic.journal import Journal
-from trainer.admission import Gatekeeper, RunTerms, ask_terms, hello_maker
+from trainer.admission import Gatekeeper, RunTerms, ask_terms, hello_maker, member_security, stranger_security
 from trainer.chronicle import Chronicle
 from trainer.config import Config
 from trainer.control_socket import ControlServer
@@ -63,6 +63,7 @@ class _Start:
     config: Config
     terms: RunTerms
     corpus: Corpus
+    security: Security
     coordinators: tuple[str, ...]
     founded: Founded | None
 
@@ -109,11 +110,13 @@ async def _prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder
             config=config,
             terms=founded.terms,
             corpus=corpus,
+            security=member_security(me, founded.terms, config.net.tls),
             coordinators=(),
             founded=founded,
         )
     ticket = options.role.ticket
-    terms = await ask_terms(ticket, me, pause=lambda: asyncio.sleep(_RETRY_PAUSE_S))
+    security = stranger_security(ticket, options.resolved.config.net.tls)
+    terms = await ask_terms(ticket, me, security=security, pause=lambda: asyncio.sleep(_RETRY_PAUSE_S))
     config = options.resolved.adopt(terms.manifest).config
     corpus = await in_thread(_read_corpus, config)
     if corpus.digest != terms.data_digest:
@@ -129,6 +132,7 @@ async def _prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder
         config=config,
         terms=terms,
         corpus=corpus,
+        security=member_security(me, terms, config.net.tls),
         coordinators=ticket.addresses,
         founded=None,
     )
@@ -244,6 +248,7 @@ class _Process:
             run_dir=self._run_dir,
             checkpoint=None if start.founded is None else start.founded.checkpoint,
             hello=hello_maker(start.me, start.terms),
+            security=start.security,
         )
         return Peer(plan, chronicle)
 
@@ -255,7 +260,13 @@ class _Process:
             num_parameters=0 if self._peer is None else self._peer.num_parameters,
             tokens_per_inner_step=inner.batch_size * start.config.model.decoder_config().max_seq_len,
         )
-        log.info("listening address=%s run_id=%s text=%r", address, start.terms.run_id, start.corpus.description)
+        log.info(
+            "listening address=%s run_id=%s tls=%s text=%r",
+            address,
+            start.terms.run_id,
+            start.security.mode,
+            start.corpus.description,
+        )
         if start.founded is None or not isinstance(start.options.role, Founding):
             return
         remember_terms(start.folder, start.terms, listening)
@@ -265,6 +276,7 @@ class _Process:
             run_id=start.terms.run_id,
             addresses=(address,),
             expires_at_s=round(_wall_s()) + lifetime_s,
+            fingerprint=start.security.server_fingerprint if start.security.is_served else b"",
         )
         start.options.role.announce_ticket(encode_ticket(ticket))
 
@@ -336,7 +348,9 @@ class _Process:
         routes: dict[Purpose, Callable[[Channel], Awaitable[None]]] = {Purpose.STATE: self._donate}
         if self._coordinator is not None:
             routes |= {Purpose.CONTROL: self._coordinator.serve, Purpose.ADMISSION: gatekeeper.admit}
-        return Listener(self._address(), accept=gatekeeper.accept, routes=routes, bulk=self._adopt)
+        return Listener(
+            self._address(), accept=gatekeeper.accept, routes=routes, bulk=self._adopt, security=start.security
+        )
 
     def _address(self) -> str:
         """The address of the last start, where the others look for the coordinator, unless told otherwise."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.admission import RunTerms, mesh_key
+from trainer.admission import RunTerms, mesh_key, tls_secret
 from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointStore, load_resumed
 from trainer.config import Config, manifest_diff
 from trainer.corpus import Corpus
@@ -70,6 +70,7 @@ def found_or_go_on(folder: PeerFolder, config: Config, corpus: Corpus, resume_di
         manifest=manifest,
         data_digest=corpus.digest,
         mesh_key=mesh_key(run.secret, run.run_id),
+        tls_secret=tls_secret(run.secret, run.run_id),
     )
     return Founded(run=run, terms=terms, address=None if saved is None else saved.address, checkpoint=checkpoint)
 

@@ -44,13 +44,11 @@ class PeerOptions:
         resolved: the configuration; of a joiner, call `resolved.adopt(manifest)` when the manifest is there.
         run_dir: this peer's folder, absolute; created by the daemon.
         role: who decides what the run is.
-        insecure: the operator has agreed to unencrypted connections beyond this machine.
     """
 
     resolved: ResolvedConfig
     run_dir: Path
     role: Founding | Joining
-    insecure: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,4 +58,3 @@ class CoordinatorOptions:
     resolved: ResolvedConfig
     run_dir: Path
     role: Founding
-    insecure: bool = False

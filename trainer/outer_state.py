@@ -247,7 +247,8 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 def _decode_all(entry: CommitEntry, out: Tensor) -> None:
     try:
-        for chunk in entry.chunks:
-            decode_result(entry.codec, chunk.start_numel, chunk.data, out)
+        ends = [chunk.start_numel for chunk in entry.chunks[1:]] + [out.numel()]
+        for chunk, end in zip(entry.chunks, ends, strict=False):
+            decode_result(entry.codec, chunk.start_numel, end - chunk.start_numel, chunk.data, out)
     except ValueError as error:  # the donor's fault, not ours
         raise RemoteProtocolError("a recorded result does not fit") from error

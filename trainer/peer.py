@@ -14,7 +14,7 @@ from pathlib import Path
 
 from collective import Communicator
 from collective.core.types import OuterStep, PeerRef
-from collective.transport import Channel, Hello, Purpose, connect
+from collective.transport import Channel, Hello, Purpose, Security, connect
 from elastic.commit_log import CommitLog
 from elastic.core.events import Finish
 from elastic.core.member import MemberMachine
@@ -37,7 +37,7 @@ from trainer.round_schedule import RoundSchedule
 from trainer.sample_feed import SampleFeed
 from trainer.shared_buffer import SharedBuffer
 from trainer.training_loop import RoundReport, TrainingLoop
-from trainer.wiring import fragment_table, member_config, outer_of, samples_in_stock, training_job
+from trainer.wiring import bulk_options, fragment_table, member_config, outer_of, samples_in_stock, training_job
 from trainer.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class PeerPlan:
         run_dir: this peer's folder.
         checkpoint: the state that a founder resumes from.
         hello: what this peer says on its own connections.
+        security: which of them are encrypted, and as whom.
     """
 
     me: PeerRef
@@ -77,6 +78,7 @@ class PeerPlan:
     run_dir: Path
     checkpoint: Checkpoint | None
     hello: HelloMaker
+    security: Security
 
 
 class Peer:
@@ -104,6 +106,8 @@ class Peer:
             hello=lambda _peer, stream, num_streams: plan.hello(Purpose.BULK, stream, num_streams),
             num_streams=config.net.num_streams,
             chunk_nbytes=config.net.chunk_nbytes,
+            options=bulk_options(config),
+            security=plan.security,
         )
         self.donor = Donor(self._state, self._commit_log)
         self._runner = RoundRunner(
@@ -225,7 +229,8 @@ class Peer:
         )
 
     async def _dial(self, address: str, purpose: Purpose) -> Channel:
-        return await connect(address, self._plan.hello(purpose, 0, 1), timeout_s=_DIAL_TIMEOUT_S)
+        hello = self._plan.hello(purpose, 0, 1)
+        return await connect(address, hello, timeout_s=_DIAL_TIMEOUT_S, security=self._plan.security)
 
     # -------------------------------------------------------------------------------- what happens
 

@@ -1,7 +1,8 @@
-"""Quantities as people write them: "30min", "64MiB", "3B".
+"""Quantities as people write them: "30min", "64MiB", "3B", "20mbit".
 
-Rules: a number without a unit is in the base unit (seconds, bytes, one), so that what a manifest holds reads back as
-itself. kB is 1000 bytes and KiB 1024. Letters' case does not matter.
+Rules: a number without a unit is in the base unit (seconds, bytes, one, bytes a second), so that what a manifest holds
+reads back as itself. kB is 1000 bytes and KiB 1024. Letters' case does not matter, but for one letter: a rate in "Mb"
+may mean bits or bytes, which is a factor of eight, so it is refused.
 """
 
 import math
@@ -19,6 +20,11 @@ _SIZES = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("b", 1000), ("ib", 1024))
+}
+_RATES = {"": 1.0, "b": 1.0, "bit": 1 / 8} | {
+    f"{letter}{suffix}": scale * base**power
+    for power, letter in enumerate("kmg", start=1)
+    for suffix, base, scale in (("b", 1000, 1.0), ("ib", 1024, 1.0), ("bit", 1000, 1 / 8))
 }
 
 
@@ -47,6 +53,20 @@ def parse_count(value: object) -> object:
         ValueError: see `parse_seconds`; also a fraction.
     """
     return _whole(_parse(value, _COUNTS, 'a count such as "500", "250k", "1.5M" or "3B"'), value)
+
+
+def parse_rate(value: object) -> object:
+    """`"20mbit"`, `"6MB"`, `"512KiB/s"` or a number of bytes a second → float, bytes a second.
+
+    Raises:
+        ValueError: see `parse_seconds`; also "Mb", "mb", "kb" and "mbps", which some read as bits and some as bytes.
+    """
+    expected = 'a rate such as "20mbit" (bits a second) or "6MB" (bytes a second)'
+    if isinstance(value, str):
+        value = re.sub(r"(?<=[A-Za-z])\s*/\s*s\s*$", "", value)
+        if re.search(r"(?:[kmgKMG]i?b|ps)\s*$", value):
+            raise ValueError(f"expected {expected}; Mb and mbps could be either")
+    return _parse(value, _RATES, expected)
 
 
 def _parse(value: object, units: Mapping[str, float], expected: str) -> object:
@@ -79,3 +99,6 @@ Nbytes = Annotated[int, BeforeValidator(parse_nbytes)]
 
 Count = Annotated[int, BeforeValidator(parse_count)]
 """A large whole number."""
+
+BytesPerSecond = Annotated[float, BeforeValidator(parse_rate)]
+"""A rate."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from collective import Communicator, ReduceStats
+from collective import Communicator, RoundStats
 from collective.core.types import OuterStep, RoundKey, View
 from elastic.commit_log import CommitLog
 from elastic.core.messages import Held
@@ -44,7 +44,7 @@ class RoundRunner:
         payload: Tensor,
         codec: str,
         initial_parameters: Callable[[], Tensor],
-        on_exchanged: Callable[[RoundKey, ReduceStats], None],
+        on_exchanged: Callable[[RoundKey, RoundStats], None],
     ) -> None:
         self._communicator = communicator
         self._state = state
@@ -77,13 +77,13 @@ class RoundRunner:
         """
         self.discard_staged(key)
         chunks: list[ResultChunk] = []
-        stats = await self._communicator.all_reduce_mean(
+        stats = await self._communicator.all_reduce(
             key,
             self._payload,
             out=self._state.result_buffer(),
             weight=weight,
             codec=self._codec,
-            record=lambda start_numel, wire: chunks.append(ResultChunk(start_numel, bytes(wire))),
+            record=lambda start_numel, _numel, wire: chunks.append(ResultChunk(start_numel, bytes(wire))),
         )
         self._on_exchanged(key, stats)
         members = tuple(member.peer_id for member in view.members)

@@ -5,7 +5,7 @@ Fed by chronicle.py with the same facts that go into the event log. It must not 
 
 from collections.abc import Callable, Mapping
 
-from collective import ReduceStats
+from collective import RoundStats
 from collective.core.types import PeerRef, View
 from elastic.core.messages import Held
 from trainer.config import Config
@@ -54,7 +54,7 @@ class Scoreboard:
         self._tokens = 0
         self._train_loss: float | None = None
         self._validation_loss: float | None = None
-        self._last_exchange: ReduceStats | None = None
+        self._last_exchange: RoundStats | None = None
         self._last_round: RoundStatus | None = None
         self._checkpoint: int | None = None
         self._sent = 0
@@ -102,7 +102,7 @@ class Scoreboard:
         """The payload of a round is made."""
         self.phase = "exchanging"
 
-    def exchanged(self, stats: ReduceStats) -> None:
+    def exchanged(self, stats: RoundStats) -> None:
         """A mean is here."""
         self._last_exchange = stats
         self._sent += stats.bytes_sent

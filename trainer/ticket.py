@@ -1,4 +1,4 @@
-"""One string that lets a second machine join: addresses, run, a token that expires.
+"""One string that lets a second machine join: addresses, run, how to know the run again, a token that expires.
 
 Layout: `isthmus1` and lower-case base32 (no padding) of ::
 
@@ -7,8 +7,9 @@ Layout: `isthmus1` and lower-case base32 (no padding) of ::
     check     4     first bytes of SHA-256 over length and body: a slip of the hand, not an attacker
 
 The token is what admits: expires_at (u64, Unix seconds) and HMAC-SHA-256 of it and the run id under the run's secret,
-so the coordinator checks it without remembering whom it gave one. Rules: the coordinator decides about expiry, a
-joiner's clock is only a hint; tokens are compared in constant time; a token is never logged. Must not know sockets.
+so the coordinator checks it without remembering whom it gave one. The fingerprint is what protects the token on its
+way: it is shown to nobody who cannot prove to be of the run. Rules: the coordinator decides about expiry, a joiner's
+clock is only a hint; tokens are compared in constant time; a token is never logged. Must not know sockets.
 
 Errors: `TicketRefused` (exit code 5) with a `TicketFault`.
 """
@@ -32,6 +33,7 @@ from trainer.errors import ConfigError, Refused
 PREFIX = "isthmus"
 VERSION = "1"
 TOKEN_NBYTES = 40
+FINGERPRINT_NBYTES = 32
 
 _MAX_TEXT_LENGTH = 8192
 _EXPIRY = struct.Struct(">Q")
@@ -50,6 +52,7 @@ class TicketFault(enum.Enum):
     GARBLED = "garbled"
     EXPIRED = "expired"
     FORGED = "forged"
+    NO_FINGERPRINT = "no fingerprint"
 
 
 class TicketRefused(Refused):
@@ -71,7 +74,8 @@ class Ticket:
     Attributes:
         addresses: `host:port` of the coordinator, the likeliest first.
         run_id: which run.
-        fingerprint: SHA-256 of the coordinator's certificate; empty while connections are not encrypted.
+        fingerprint: `FINGERPRINT_NBYTES` bytes by which the run's peers are known (`Security.server_fingerprint`);
+            empty if the run's connections are not encrypted.
         token: what the coordinator asks for; see `issue_token`.
     """
 
@@ -93,7 +97,7 @@ class Ticket:
 class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     addresses: Annotated[tuple[Annotated[str, Meta(min_length=3, max_length=256)], ...], Meta(min_length=1)]
     run_id: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}\Z")]
-    fingerprint: Annotated[bytes, Meta(max_length=64)]
+    fingerprint: Annotated[bytes, Meta(max_length=FINGERPRINT_NBYTES)]
     token: Annotated[bytes, Meta(min_length=TOKEN_NBYTES, max_length=TOKEN_NBYTES)]
 
 
@@ -139,6 +143,8 @@ def decode_ticket(text: str) -> Ticket:
         body = msgspec.msgpack.decode(framed[_LENGTH.size :], type=_Body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise _garbled() from error
+    if len(body.fingerprint) not in (0, FINGERPRINT_NBYTES):
+        raise _garbled()
     return Ticket(addresses=body.addresses, run_id=body.run_id, fingerprint=body.fingerprint, token=body.token)
 
 

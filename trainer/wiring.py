@@ -5,6 +5,7 @@ One function a part, so that a reader finds in one place what a key of the confi
 
 from typing import assert_never
 
+from collective import BulkOptions
 from elastic.core.config import CoordinatorConfig, MemberConfig
 from elastic.core.messages import IndexRange
 from optim.diloco import default_outer_lr
@@ -16,6 +17,7 @@ from trainer.model import ModelConfig, named_shapes
 from trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
 
 __all__ = [
+    "bulk_options",
     "coordinator_config",
     "fragment_table",
     "member_config",
@@ -101,6 +103,12 @@ def member_config(config: Config) -> MemberConfig:
         resend_interval_s=members.heartbeat_interval_s,
         coordinator_timeout_s=members.outage_s,
     )
+
+
+def bulk_options(config: Config) -> BulkOptions:
+    """`[node]`: how much of its line this machine gives to exchanges."""
+    node = config.node
+    return BulkOptions(max_upload=node.max_upload_bytes_per_s, max_download=node.max_download_bytes_per_s)
 
 
 def samples_in_stock(config: Config) -> int:

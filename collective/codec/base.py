@@ -1,8 +1,11 @@
 """The seam between chunks and bytes.
 
-Rules: everything works on flat contiguous CPU tensors and into buffers that the caller gives; scratch is allocated
-once per codec. The same wire bytes decode to the same bits on every machine: decoding is at most one rounded
-operation per element. No NaN and no infinity passes in either direction.
+Rules: everything works on flat contiguous tensors and into buffers that the caller gives; scratch is made once per
+codec and device, and follows the device of what is encoded. The length of a wire form follows from the number of
+elements alone, so nothing is ever sized by what a peer sent. The same wire bytes decode to the same bits on every
+machine: decoding is at most one rounded operation per element. No NaN and no infinity passes in either direction.
+A wire form begins at a multiple of 4 bytes; that of whole blocks has such a length, so that several lie end to end.
+It must not know: who sends, views, weights' meaning, sockets.
 """
 
 import math
@@ -17,24 +20,29 @@ assert sys.byteorder == "little", "tensors travel in little-endian order without
 BLOCK_NUMEL = 256
 """Chunks and slices begin on multiples of this, so that no block of a codec lies across a border."""
 
+TINY = 2.0**-100
+"""Scales below this are sent as zero: their inverse could overflow, and what they scale could become subnormal, which
+some processors flush. Zero or at least this is what a wire form may hold."""
+
 
 class NotFinite(ValueError):
     """NaN or infinity where only numbers may be."""
+
+
+class BadWire(NotFinite):
+    """A wire form that no encoder writes; decoding it could give NaN, infinity or a place outside the tensor."""
 
 
 class Codec(Protocol):
     """One wire form of fp32 chunks."""
 
     name: str
+    """As `codec_named` takes it, with all parameters: peers that share a name share the wire form."""
     is_identity: bool
     """Whether the wire form is the tensor's own memory: then nothing is copied and results land in place."""
 
     def wire_nbytes(self, numel: int) -> int:
         """Length of the wire form of `numel` elements."""
-        ...
-
-    def numel(self, wire_nbytes: int) -> int:
-        """How many elements a wire form of this length holds. Raises ValueError for an impossible length."""
         ...
 
     def encode(self, source: Tensor, wire: Tensor) -> Tensor:
@@ -45,12 +53,16 @@ class Codec(Protocol):
         """
         ...
 
-    def check(self, wire: Tensor) -> None:
-        """Look at a wire form from another peer. Raises NotFinite if it holds NaN or infinity."""
+    def check(self, wire: Tensor, numel: int) -> None:
+        """Look at a wire form of `numel` elements from another peer; its length is right already.
+
+        Raises:
+            NotFinite: it decodes to NaN or infinity, or no encoder writes it (BadWire).
+        """
         ...
 
     def decode(self, wire: Tensor, out: Tensor) -> None:
-        """Write the values of `wire` to `out`, fp32."""
+        """Write the values of a checked `wire` to `out`, fp32."""
         ...
 
     def accumulate(self, wire: Tensor, weight: float, base: Tensor, base_weight: float, total: Tensor) -> None:
@@ -75,3 +87,28 @@ def weighted_sum(base: Tensor, base_weight: float, other: Tensor, weight: float,
     if base_weight != 1.0:
         base = torch.mul(base, base_weight, out=total)
     torch.add(base, other, alpha=weight, out=total)
+
+
+def check_scales(scales: Tensor, highest: float) -> None:
+    """Raise BadWire unless every scale is +0.0 or from TINY to `highest`; what is not finite is neither."""
+    if not scales.numel():
+        return
+    low, high = (float(bound) for bound in torch.aminmax(scales))
+    if not (low >= 0.0 and high <= highest):
+        raise BadWire("a scale is not finite, negative or too large")
+    if low < TINY and bool(((scales < TINY) & (scales.view(torch.int32) != 0)).any()):
+        raise BadWire("a scale is too small or a negative zero")
+
+
+class Scratch:
+    """Work memory by name and device, as large as the largest request so far. Not to be shared between threads."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[str, torch.device], Tensor] = {}
+
+    def rows(self, name: str, device: torch.device, dtype: torch.dtype, num_rows: int, width: int) -> Tensor:
+        """[num_rows, width]; a name always has the same dtype and width. What it holds is anybody's."""
+        tensor = self._tensors.get((name, device))
+        if tensor is None or len(tensor) < num_rows:
+            tensor = self._tensors[name, device] = torch.empty(num_rows, width, dtype=dtype, device=device)
+        return tensor if len(tensor) == num_rows else tensor[:num_rows]

@@ -1,8 +1,9 @@
 """Who stands still? A pure watch over counters that only grow while bytes move.
 
-Liveness is progress, not heartbeats: a hung peer's kernel goes on acknowledging. But a member whose result is
-missing may itself be waiting for a third one, so a missing result counts only after twice the time; by then the
-member that waited has named the culprit and told us.
+Two questions, since a member that is well may have nothing to send: what it owes may depend on a third one. Is it
+there: members send signs of life while they are in a round, so one from which nothing at all comes is gone or hung (a
+hung peer's kernel goes on acknowledging). Does it move: where it owes what depends on nobody else, or has not taken
+what we sent, bytes of the round must get through, and signs of life do not count.
 
 Rules: a member that has not opened the round is still computing, which is not ours to judge. The limit follows the
 measured chunk time of a slow link, never below a floor.
@@ -30,24 +31,30 @@ class StallLimits:
 
 
 class ProgressWatch:
-    """Silence of one member, in one round."""
+    """Silence and standstill of one member, in one round."""
 
     def __init__(self, limits: StallLimits, now: Instant) -> None:
         self._limits = limits
+        self._heard = -1
+        self._heard_at = now
         self._moved = -1
         self._moved_at = now
         self._chunk_s = 0.0
 
-    def observe(self, moved: int, chunk_s: float, now: Instant) -> None:
+    def observe(self, *, heard: int, moved: int, chunk_s: float, now: Instant) -> None:
         """What the links to this member say.
 
         Args:
-            moved: a counter that grows with every byte from or to it.
+            heard: a counter that grows with every byte from it.
+            moved: a counter that changes with every byte of a round from it, or to it and acknowledged.
             chunk_s: how long a chunk from it takes, from its first byte to its last.
             now: the time.
         """
         self._chunk_s = chunk_s
-        if moved != self._moved:
+        if heard != self._heard:
+            self._heard = heard
+            self._heard_at = now
+        if moved > self._moved:  # our own signs of life leave it for a moment
             self._moved = moved
             self._moved_at = now
 
@@ -56,13 +63,19 @@ class ProgressWatch:
         """How long this member may stand still."""
         return min(max(self._limits.floor_s, self._limits.chunk_times * self._chunk_s), self._limits.ceiling_s)
 
-    def is_stalled(self, now: Instant, *, owes: bool, owes_only_results: bool) -> bool:
-        """Whether its silence is a suspicion.
+    def is_stalled(self, now: Instant, *, owes: bool, owes_now: bool) -> bool:
+        """Whether it is a suspect.
 
         Args:
             now: the time.
-            owes: it has opened the round and owes us something, or does not take what we send.
-            owes_only_results: all that is missing are results, which may depend on a third member.
+            owes: it has opened the round, and the round cannot end without it.
+            owes_now: bytes must be moving between us: what is owed depends on nobody else.
         """
-        patience = 2.0 if owes_only_results else 1.0
-        return owes and now - self._moved_at > patience * self.limit_s
+        is_silent = now - self._heard_at > self.limit_s
+        stands_still = owes_now and now - self._moved_at > self.limit_s
+        return owes and (is_silent or stands_still)
+
+    def forgive(self, seconds: float) -> None:
+        """Time in which this process did not run is not held against others."""
+        self._heard_at += seconds
+        self._moved_at += seconds

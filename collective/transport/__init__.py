@@ -6,7 +6,20 @@ The layer above speaks of frames. Operating system errors end here: they become 
 from collective.transport.channel import Channel, connect
 from collective.transport.hello import Hello, HelloReply, Purpose
 from collective.transport.listener import Listener
+from collective.transport.security import Mode, Security, TicketSecurity
 from collective.transport.sockets import SocketOptions
 from collective.wire import FrameType
 
-__all__ = ["Channel", "FrameType", "Hello", "HelloReply", "Listener", "Purpose", "SocketOptions", "connect"]
+__all__ = [
+    "Channel",
+    "FrameType",
+    "Hello",
+    "HelloReply",
+    "Listener",
+    "Mode",
+    "Purpose",
+    "Security",
+    "SocketOptions",
+    "TicketSecurity",
+    "connect",
+]

@@ -17,26 +17,30 @@ from typing import Protocol
 
 from collective.core.types import PeerId, PeerRef
 from collective.errors import CollectiveError, ConnectionLost, PeerUnreachable, RemoteProtocolError
-from collective.transport.hello import Hello, introduce
-from collective.transport.link import Link, Outgoing
-from collective.transport.sockets import SocketOptions, dial, round_trip_s
-from collective.wire import Frame, Header, on_bulk
+from collective.transport.dialling import open_connection
+from collective.transport.hello import Hello
+from collective.transport.link import Caps, Link, Outgoing, Sink
+from collective.transport.security import Security
+from collective.transport.sockets import SocketOptions, congestion_control_of, dial, round_trip_s, streams_for
+from collective.wire import HEADER_NBYTES, PADDING_NBYTES, Frame, FrameType, Header, on_bulk, pack
 
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
 _DIAL_TIMEOUT_S = 5.0
+_SIGN = pack(Header(type=FrameType.SIGN))
+_NOTHING = bytes(PADDING_NBYTES)
 
 
 class BundleOwner(Protocol):
     """What a bundle tells the layer above. The bundle says of which peer."""
 
-    def place(self, bundle: "Bundle", link: Link, header: Header) -> tuple[memoryview, object]:
+    def place(self, bundle: "Bundle", link: Link, header: Header) -> tuple[memoryview, Sink | None]:
         """See LinkOwner.place."""
         ...
 
-    def on_frame(self, bundle: "Bundle", link: Link, frame: Frame) -> None:
+    def on_frame(self, bundle: "Bundle", frame: Frame) -> None:
         """See LinkOwner.on_frame."""
         ...
 
@@ -61,8 +65,11 @@ class Notice:
         """Header and payload."""
         return self._pieces
 
-    def sent(self) -> None:
+    def sent(self, nbytes: int) -> None:
         """Nobody waits for it."""
+
+
+_PADDING = Notice(pack(Header(type=FrameType.PADDING, payload_nbytes=PADDING_NBYTES), _NOTHING), _NOTHING)
 
 
 class Bundle:
@@ -71,11 +78,13 @@ class Bundle:
     Args:
         peer: exactly this start of the peer.
         is_dialler: whether our side opens the connections.
-        num_streams: how many connections the pair keeps.
+        num_streams: how many connections the pair keeps; None: one, and more once the path is found to be long.
         chunk_nbytes: longest payload.
         hello: makes the hello for one stream.
         owner: hears what arrives.
         options: for sockets dialled here.
+        security: likewise.
+        caps: bound what all links together move.
     """
 
     def __init__(
@@ -83,11 +92,13 @@ class Bundle:
         peer: PeerRef,
         *,
         is_dialler: bool,
-        num_streams: int,
+        num_streams: int | None,
         chunk_nbytes: int,
         hello: Callable[[PeerRef, int, int], Hello],
         owner: BundleOwner,
         options: SocketOptions,
+        security: Security | None,
+        caps: Caps,
     ) -> None:
         self.peer = peer
         self.is_dialler = is_dialler
@@ -100,15 +111,21 @@ class Bundle:
         self.contributions: deque[Outgoing] = deque()
         self._links: dict[int, Link] = {}
         self._seen_streams: set[int] = set()
-        self.num_streams = num_streams
+        self.num_streams = num_streams or 1
+        self._chooses_streams = num_streams is None
         self._chunk_nbytes = chunk_nbytes
         self._limits = on_bulk(chunk_nbytes)
         self._hello = hello
         self._owner = owner
         self._options = options
+        self._security = security
+        self._caps = caps
+        self._control = ""
         self._is_repairing = False
         self._has_looked = False
         self._bytes_of_old_links = [0, 0]
+        self._num_signs = 0
+        self._pads_until = 0.0
 
     @property
     def peer_id(self) -> PeerId:
@@ -135,9 +152,48 @@ class Bundle:
         """Bytes read from this peer, headers included."""
         return self._bytes_of_old_links[1] + sum(link.bytes_received for link in self._links.values())
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is more to send than the sockets take."""
+        is_queued = self.notices or self.results or self.contributions or self._pads_until
+        return bool(is_queued) or any(link.is_sending for link in self._links.values())
+
+    def acknowledged(self) -> int:
+        """Bytes that have arrived at the peer over the streams that are up."""
+        infos = [link.tcp_info() for link in self._links.values()]
+        return sum(info.bytes_acked or 0 for info in infos if info is not None)
+
+    def bytes_sent_again(self) -> int:
+        """Bytes that were lost on the way, over the streams that are up."""
+        infos = [link.tcp_info() for link in self._links.values()]
+        return sum(info.bytes_retrans or 0 for info in infos if info is not None)
+
+    def shortest_round_trip_s(self) -> float:
+        """The path without queues; 0.0 is unknown."""
+        infos = [link.tcp_info() for link in self._links.values()]
+        trips = [info.min_rtt_us for info in infos if info is not None and info.min_rtt_us]
+        return min(trips, default=0) * 1e-6
+
+    def pad_until(self, instant: float) -> None:
+        """Send bytes without meaning until then (loop time), whenever there is nothing else."""
+        self._pads_until = instant
+        self.wake()
+
+    def heard(self) -> int:
+        """A number that grows with every byte from this peer."""
+        return self.bytes_received
+
     def moved(self) -> int:
-        """A number that changes while bytes get through in either direction."""
-        return sum(self._bytes_of_old_links) + sum(link.moved() for link in self._links.values())
+        """A number that changes while bytes get through in either direction, signs of life apart."""
+        signs = self._num_signs * HEADER_NBYTES
+        return sum(self._bytes_of_old_links) + sum(link.moved() for link in self._links.values()) - signs
+
+    def give_sign(self) -> None:
+        """Say that we are there, on one stream, unless something waits to be sent anyway."""
+        if not (self.notices or self.results or self.contributions):
+            self._num_signs += 1
+            self.notices.append(Notice(_SIGN, b""))
+            self.wake()
 
     @property
     def chunk_s(self) -> float:
@@ -148,9 +204,12 @@ class Bundle:
         """Take a connection after its handshake. A stream that is there already is replaced."""
         if stream in self._links:
             self._links[stream].close(ConnectionLost("replaced by a newer connection"))
-        link = Link(sock, stream=stream, limits=self._limits, chunk_nbytes=self._chunk_nbytes, owner=self)
+        link = Link(sock, stream=stream, limits=self._limits, caps=self._caps, owner=self)
         self._links[stream] = link
         self.round_trip_s = max(self.round_trip_s, round_trip_s(sock))
+        self._control = congestion_control_of(sock)
+        if self._chooses_streams and self.is_dialler:
+            self.num_streams = max(self.num_streams, streams_for(self.round_trip_s, self._control))
         self.is_refused = self._has_looked = False
         if stream in self._seen_streams:
             self._owner.on_renewed(self)
@@ -220,15 +279,24 @@ class Bundle:
         for queue in (self.notices, self.results, self.contributions):
             if queue:
                 return queue.popleft()
+        if self._pads_until:
+            if asyncio.get_running_loop().time() < self._pads_until:
+                return _PADDING
+            self._pads_until = 0.0
         return None
 
-    def place(self, link: Link, header: Header) -> tuple[memoryview, object]:
+    def place(self, link: Link, header: Header) -> tuple[memoryview, Sink | None]:
         """Ask the owner."""
+        if header.type is FrameType.PADDING:
+            return link.staging.room(header.payload_nbytes), None
         return self._owner.place(self, link, header)
 
-    def on_frame(self, link: Link, frame: Frame) -> None:
-        """Tell the owner."""
-        self._owner.on_frame(self, link, frame)
+    def on_frame(self, link: Link, frame: Frame) -> None:  # noqa: ARG002 - the queue is one for all streams
+        """Tell the owner, unless it was a mere sign of life or padding."""
+        if frame.header.type is FrameType.SIGN:
+            self._num_signs += 1
+        elif frame.header.type is not FrameType.PADDING:
+            self._owner.on_frame(self, frame)
 
     def on_lost(self, link: Link, cause: CollectiveError) -> None:
         """Count what it moved, and tell the owner unless it is our own doing."""
@@ -262,14 +330,17 @@ class Bundle:
         return None
 
     async def _dial(self, address: str, stream: int) -> None:
-        sock = await dial(address, self._options, timeout_s=_DIAL_TIMEOUT_S)
-        try:
-            reply = await introduce(sock, self._hello(self.peer, stream, self.num_streams), timeout_s=_DIAL_TIMEOUT_S)
-            if reply.ref != self.peer:
-                raise PeerUnreachable(address, "another peer or start of it answers there")
-        except BaseException:
+        sock, reply = await open_connection(
+            address,
+            self._hello(self.peer, stream, self.num_streams),
+            timeout_s=_DIAL_TIMEOUT_S,
+            options=self._options,
+            security=self._security,
+            expect=self.peer.peer_id,
+        )
+        if reply.ref != self.peer:
             sock.close()
-            raise
+            raise PeerUnreachable(address, "another start of the peer answers there")
         if self.closed:
             sock.close()
         else:

@@ -12,9 +12,12 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from collective.core.types import PeerId
 from collective.errors import ConnectionLost, DeadlineExceeded, RemoteProtocolError
-from collective.transport.hello import Hello, Purpose, introduce
-from collective.transport.sockets import SocketOptions, dial, lost
+from collective.transport.dialling import open_connection
+from collective.transport.hello import Hello, Purpose
+from collective.transport.security import DialSecurity
+from collective.transport.sockets import SocketOptions, lost
 from collective.wire import ON_CONTROL, ON_STATE, FrameReader, FrameType, Header, pack
 
 Into = Callable[[FrameType, int, int], memoryview | None]
@@ -146,20 +149,26 @@ class Channel:
         return named.cast("B")
 
 
-async def connect(address: str, hello: Hello, *, timeout_s: float, options: SocketOptions | None = None) -> Channel:
+async def connect(
+    address: str,
+    hello: Hello,
+    *,
+    timeout_s: float,
+    options: SocketOptions | None = None,
+    security: DialSecurity | None = None,
+    expect: PeerId | None = None,
+) -> Channel:
     """Dial, shake hands, return the channel. Its `hello` describes the side that answered.
 
     Raises:
         PeerUnreachable: nobody there.
         HandshakeRefused: somebody is there and says no; `code` is for the process to end with.
+        SecurityRefused: it is somebody else, or one side does not take the other's certificate.
         ConnectionLost, DeadlineExceeded, RemoteProtocolError: the handshake broke off.
     """
-    sock = await dial(address, options or SocketOptions(), timeout_s=timeout_s)
-    try:
-        reply = await introduce(sock, hello, timeout_s=timeout_s)
-    except BaseException:
-        sock.close()
-        raise
+    sock, reply = await open_connection(
+        address, hello, timeout_s=timeout_s, options=options, security=security, expect=expect
+    )
     answered = Hello(
         protocol_version=hello.protocol_version,
         run_id=hello.run_id,

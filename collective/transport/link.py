@@ -4,7 +4,8 @@ How it is fast: `sendmsg` takes header and payload in one call, `recvmsg_into` p
 belongs and the next header behind it. What to send is asked for only when the socket can take it
 (`LinkOwner.next_out`), so encoding is lazy and a queue holds references, never bytes.
 
-Rules: a link always reads; a slow owner never makes a zero window, so a death is always noticed. Memory that the
+Rules: a link always reads; a slow owner never makes a zero window, so a death is always noticed. Only a cap on the
+download makes it pause, for milliseconds. Memory that the
 link is using can be taken back at any moment (`release`): it then finishes the frame from a copy, or receives the
 rest into scratch. The link ends exactly once, with `on_lost`. It knows nothing of rounds.
 """
@@ -12,48 +13,104 @@ rest into scratch. The link ends exactly once, with `on_lost`. It knows nothing 
 import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from collective.core.bucket import TokenBucket
 from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
 from collective.transport.sockets import lost, unacknowledged_nbytes
+from collective.transport.tcp_info import TcpInfo, read_tcp_info
+from collective.transport.tls import TlsSocket
 from collective.wire import Frame, FrameReader, Header, Limits
 
 _CALLS_PER_WAKE = 8
 """System calls per direction before the other sockets get their turn: at most a few MiB."""
 
 _AVERAGING = 0.2
+_GATHERED_NBYTES = 32 << 10
+"""Of small frames in one system call."""
+_PIECE_NBYTES = 16 << 10
+"""Under a cap: not worth a system call if less may be moved."""
+_BURST_S = 0.02
+"""Under a cap: what may be moved at once after a pause."""
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, without a copy."""
+    if not tensor.numel():
+        return memoryview(b"")
     return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type] # numpy's stub lacks the buffer
 
 
-class Scratch:
-    """Memory of one link for one chunk: as a tensor for codecs and as bytes for sockets."""
+def has_pending(sock: socket.socket) -> bool:
+    """Whether bytes wait inside the encryption, of which the loop will not hear."""
+    return isinstance(sock, TlsSocket) and sock.pending() > 0
 
-    def __init__(self, nbytes: int) -> None:
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8)
-        self.bytes = bytes_of(self.tensor)
+
+class Scratch:
+    """Memory of one link for one chunk: as a tensor for codecs and as bytes for sockets. Grows to the longest one."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.bytes = memoryview(b"")
+
+    def room(self, nbytes: int) -> memoryview:
+        """Its first bytes. The caller has checked that so many are allowed."""
+        if nbytes > len(self.bytes):
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8)
+            self.bytes = bytes_of(self.tensor)
+        return self.bytes[:nbytes]
+
+    def room_tensor(self, nbytes: int) -> Tensor:
+        """The same as a uint8 tensor."""
+        self.room(nbytes)
+        return self.tensor[:nbytes]
+
+    def tensor_of(self, payload: memoryview) -> Tensor:
+        """What was placed here, as a uint8 tensor. It may have grown since: then that lies in its former memory."""
+        if payload.obj is self.bytes.obj:
+            return self.tensor[: len(payload)]
+        return torch.frombuffer(payload, dtype=torch.uint8)
+
+
+class Caps:
+    """What all links of a process together may move a second; None for no bound."""
+
+    def __init__(self, *, upload: float | None = None, download: float | None = None) -> None:
+        self.upload = None if upload is None else TokenBucket(upload, max(_PIECE_NBYTES, upload * _BURST_S))
+        self.download = None if download is None else TokenBucket(download, max(_PIECE_NBYTES, download * _BURST_S))
 
 
 class Outgoing(Protocol):
     """Something to send, encoded when its turn comes."""
 
-    def pieces(self, scratch: Scratch) -> tuple[bytes, memoryview]:
-        """Header and payload. The payload may lie in `scratch`, or in memory that belongs to `owner`."""
+    def pieces(self, scratch: Scratch) -> tuple[bytes, memoryview] | None:
+        """Header and payload, or None for nothing after all. The payload may lie in `scratch` or be `owner`'s."""
         ...
 
     @property
     def owner(self) -> object:
-        """Whose memory the payload may be."""
+        """Whose memory the payload may be; None for a notice, which is small and carries its own."""
         ...
 
-    def sent(self) -> None:
-        """The whole frame is the kernel's now."""
+    def sent(self, nbytes: int) -> None:
+        """The whole frame, of so many bytes, is the kernel's now."""
+        ...
+
+
+class Sink(Protocol):
+    """Who takes a chunk when it is whole. Decided once, when its header comes: a chunk has no time to lose."""
+
+    @property
+    def owner(self) -> object:
+        """Whose memory the destination may be."""
+        ...
+
+    def take(self, link: "Link", frame: Frame) -> None:
+        """The chunk is whole and verified, where it was placed. May raise RemoteProtocolError."""
         ...
 
 
@@ -64,8 +121,8 @@ class LinkOwner(Protocol):
         """What to send next, or None for nothing now (then `wake` starts the sending again)."""
         ...
 
-    def place(self, link: "Link", header: Header) -> tuple[memoryview, object]:
-        """Where this payload belongs, and whose memory that is. May raise RemoteProtocolError."""
+    def place(self, link: "Link", header: Header) -> tuple[memoryview, "Sink | None"]:
+        """Where this payload belongs, and who takes it; None for `on_frame`. May raise RemoteProtocolError."""
         ...
 
     def on_frame(self, link: "Link", frame: Frame) -> None:
@@ -84,35 +141,39 @@ class Link:
         sock: connected, after its handshake; the link owns it from now on.
         stream: number of this connection among those of the pair.
         limits: what may arrive.
-        chunk_nbytes: the longest payload in either direction.
+        caps: see Caps.
         owner: see LinkOwner.
     """
 
-    def __init__(
-        self, sock: socket.socket, *, stream: int, limits: Limits, chunk_nbytes: int, owner: LinkOwner
-    ) -> None:
+    def __init__(self, sock: socket.socket, *, stream: int, limits: Limits, caps: Caps, owner: LinkOwner) -> None:
         self.stream = stream
         self.closed = False
         self.bytes_sent = 0
         self.bytes_received = 0
         self.chunk_s = 0.0  # moving average, from a payload's first byte to its last
-        self.staging = Scratch(chunk_nbytes)  # where the owner may place what it does not keep
-        self._encoding = Scratch(chunk_nbytes)
+        self.staging = Scratch()  # where the owner may place what it does not keep
+        self._encoding = Scratch()
+        self._caps = caps
         self._owner = owner
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(limits=limits, place=self._place, read_ahead=True)
-        self._receiving_for: object = None
+        self._sink: Sink | None = None
         self._receiving_since = 0.0
         self._outgoing: Outgoing | None = None
+        self._outgoing_nbytes = 0
         self._unsent: list[memoryview] = []
         self._is_writer_set = False
         self._is_writing = False
+        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
         self._loop.add_reader(sock.fileno(), self._on_readable)
+        if has_pending(sock):  # frames that came together with the answer to our hello
+            self._loop.call_soon(self._on_readable)
 
     def wake(self) -> None:
         """There is something to send."""
-        if not self._is_writer_set and not self._is_writing and not self.closed:
+        is_paused = self._on_writable in self._timers
+        if not self._is_writer_set and not self._is_writing and not self.closed and not is_paused:
             self._on_writable()
 
     def moved(self) -> int:
@@ -121,19 +182,31 @@ class Link:
             return 0
         return self.bytes_received + self.bytes_sent - unacknowledged_nbytes(self._sock)
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether a frame is half written."""
+        return bool(self._unsent)
+
+    def tcp_info(self) -> TcpInfo | None:
+        """What the kernel knows of this connection."""
+        return None if self.closed else read_tcp_info(self._sock)
+
     def release(self, owner: object) -> None:
         """Stop using memory of this owner, now. Frames under way are finished without it."""
         if self._outgoing is not None and self._outgoing.owner is owner and len(self._unsent) > 0:
             self._keep_unsent()
-        if self._receiving_for is owner and self._reader.current is not None:
-            self._reader.divert(self.staging.bytes)
-            self._receiving_for = None
+        if self._sink is not None and self._sink.owner is owner and self._reader.current is not None:
+            self._reader.divert(self.staging.room)
+            self._sink = None
 
     def close(self, cause: CollectiveError | None = None) -> None:
         """End the link; `on_lost` hears `cause`, or that it was closed here."""
         if self.closed:
             return
         self.closed = True
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
         self._loop.remove_reader(self._sock.fileno())
         self._loop.remove_writer(self._sock.fileno())
         with contextlib.suppress(OSError):  # it may be broken already
@@ -145,46 +218,69 @@ class Link:
     # -------------------------------------------------------------------------------- reading
 
     def _place(self, header: Header) -> memoryview:
-        destination, self._receiving_for = self._owner.place(self, header)
+        destination, self._sink = self._owner.place(self, header)
         self._receiving_since = self._loop.time()
         return destination
 
     def _on_readable(self) -> None:
         try:
             for _ in range(_CALLS_PER_WAKE):
-                buffers = self._reader.next_buffers()
-                nbytes = self._sock.recvmsg_into(buffers)[0]
-                if nbytes == 0:
-                    self.close(ConnectionLost("closed by the peer"))
+                if self.closed or not self._read_once():
                     return
-                self.bytes_received += nbytes
-                since = self._receiving_since  # of the frame that may be whole now; the next one may begin as well
-                for frame in self._reader.received(nbytes):
-                    self.chunk_s += _AVERAGING * (self._loop.time() - since - self.chunk_s)
-                    self._owner.on_frame(self, frame)
-                    if self.closed:
-                        return
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
             self.close(lost(error))
         except RemoteProtocolError as error:
             self.close(error)
+        else:
+            if not self.closed and has_pending(self._sock):  # no readiness will tell of these
+                self._loop.call_soon(self._on_readable)
+
+    def _read_once(self) -> bool:
+        buffers = self._reader.next_buffers()
+        cap = self._caps.download
+        if cap is not None:
+            buffers = self._within(cap, buffers, self._resume_reading)
+            if not buffers:
+                self._loop.remove_reader(self._sock.fileno())
+                return False
+        nbytes = self._sock.recvmsg_into(buffers)[0]
+        if nbytes == 0:
+            self.close(ConnectionLost("closed by the peer"))
+            return False
+        if cap is not None:
+            cap.take(self._loop.time(), nbytes)
+        self.bytes_received += nbytes
+        # Of the frame that may be whole now; the next one may begin as well.
+        since, sink = self._receiving_since, None if self._reader.current is None else self._sink
+        for frame in self._reader.received(nbytes):
+            if sink is not None:
+                self.chunk_s += _AVERAGING * (self._loop.time() - since - self.chunk_s)
+                sink.take(self, frame)
+                sink = None
+            else:
+                self._owner.on_frame(self, frame)
+            if self.closed:
+                return False
+        return True
+
+    def _resume_reading(self) -> None:
+        self._timers.pop(self._resume_reading, None)
+        if not self.closed:
+            self._loop.add_reader(self._sock.fileno(), self._on_readable)
+            self._on_readable()
 
     # -------------------------------------------------------------------------------- writing
 
     def _on_writable(self) -> None:
+        self._timers.pop(self._on_writable, None)
+        if self.closed:
+            return
         # The owner may wake us while it makes the next frame; that must not start a second round of sending.
         self._is_writing = True
         try:
-            for _ in range(_CALLS_PER_WAKE):
-                if not self._unsent and not self._take_next():
-                    self._want_writable(False)
-                    return
-                self._advance(self._sock.sendmsg(self._unsent))
-                if self._unsent:
-                    break  # the kernel's buffer is full
-            self._want_writable(True)
+            self._want_writable(self._write_some())
         except (BlockingIOError, InterruptedError):
             self._want_writable(True)
         except OSError as error:
@@ -192,30 +288,77 @@ class Link:
         finally:
             self._is_writing = False
 
-    def _take_next(self) -> bool:
-        outgoing = self._owner.next_out()
-        if outgoing is None or self.closed:
-            return False
-        self._outgoing = outgoing
-        header, payload = outgoing.pieces(self._encoding)
-        self._unsent = [memoryview(header), payload] if len(payload) else [memoryview(header)]
+    def _write_some(self) -> bool:
+        """Whether there is more to write as soon as the socket can take it."""
+        cap = self._caps.upload
+        for _ in range(_CALLS_PER_WAKE):
+            if not self._unsent and not self._take_next():
+                return False
+            pieces = self._unsent
+            if cap is not None:
+                pieces = self._within(cap, pieces, self._on_writable)
+                if not pieces:
+                    return False
+            nbytes = self._sock.sendmsg(pieces)
+            if cap is not None:
+                cap.take(self._loop.time(), nbytes)
+            self._advance(nbytes)
+            if self._unsent and cap is None:
+                return True  # the kernel's buffer is full
         return True
+
+    def _within(self, cap: TokenBucket, buffers: list[memoryview], resume: Callable[[], None]) -> list[memoryview]:
+        """As much of the buffers as the cap allows now; nothing, and a call of `resume` in time, if that is little."""
+        allowed = cap.available(self._loop.time())
+        total = sum(map(len, buffers))
+        if allowed < min(total, _PIECE_NBYTES):
+            delay_s = cap.delay_s(self._loop.time(), min(total, _PIECE_NBYTES))
+            self._timers[resume] = self._loop.call_later(delay_s, resume)
+            return []
+        within = []
+        for buffer in buffers:
+            within.append(buffer[:allowed])
+            allowed -= len(within[-1])
+            if allowed <= 0:
+                break
+        return within
+
+    def _take_next(self) -> bool:
+        """Gather notices and at most one chunk: small frames share a system call, and the receiver's wake-up."""
+        gathered = 0
+        while (outgoing := self._owner.next_out()) is not None and not self.closed:
+            pieces = outgoing.pieces(self._encoding)
+            if pieces is None:
+                continue
+            header, payload = pieces
+            self._unsent.append(memoryview(header))
+            if len(payload):
+                self._unsent.append(payload)
+            gathered += len(header) + len(payload)
+            if outgoing.owner is not None:
+                self._outgoing = outgoing
+                self._outgoing_nbytes = len(header) + len(payload)
+                break
+            if gathered >= _GATHERED_NBYTES:
+                break
+        return bool(self._unsent)
 
     def _advance(self, nbytes: int) -> None:
         self.bytes_sent += nbytes
-        while self._unsent and nbytes >= len(self._unsent[0]):
-            nbytes -= len(self._unsent.pop(0))
-        if self._unsent:
-            self._unsent[0] = self._unsent[0][nbytes:]
+        unsent = self._unsent
+        while unsent and nbytes >= len(unsent[0]):
+            nbytes -= len(unsent.pop(0))
+        if unsent:
+            unsent[0] = unsent[0][nbytes:]
             return
         outgoing, self._outgoing = self._outgoing, None
         if outgoing is not None:
-            outgoing.sent()
+            outgoing.sent(self._outgoing_nbytes)
 
     def _keep_unsent(self) -> None:
         payload = self._unsent[-1]
         if payload.obj is not self._encoding.bytes.obj:
-            kept = self._encoding.bytes[: len(payload)]
+            kept = self._encoding.room(len(payload))
             kept[:] = payload
             self._unsent[-1] = kept
         self._outgoing = None

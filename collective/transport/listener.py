@@ -1,8 +1,9 @@
-"""One port per peer: accept, read the hello within its deadline, hand the connection to whom it is for.
+"""One port per peer: accept, encrypt, read the hello within its deadline, hand the connection to whom it is for.
 
-Rules: nothing that a stranger sends can end the process or hold more than a socket and 4 KiB for 5 s. At most
-`max_unknown` connections may be without a valid hello. Every connection that does not get through is closed and
-counted in `counters`, by reason.
+Rules: nothing that a stranger sends can end the process or hold more than a socket, 4 KiB and a TLS handshake for 5 s.
+At most `max_unknown` connections may be without a valid hello, and an address may not try too often. Every connection
+that does not get through is closed and counted in `counters`, by reason. Whether it must be encrypted is the policy
+of `Security`; a hello counts only if the certificate says the same name.
 """
 
 import asyncio
@@ -12,17 +13,34 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
-from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
+from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError, SecurityRefused
+from collective.transport.accept_limit import AcceptLimiter, Attempt
 from collective.transport.channel import Channel
 from collective.transport.hello import REFUSED_EXIT_CODE, Hello, HelloReply, Purpose, read_hello, send_reply
-from collective.transport.sockets import SocketOptions, join_address, open_listener, tune
+from collective.transport.security import Security, name_mismatch
+from collective.transport.sockets import SocketOptions, fit_to_path, join_address, lost, open_listener, tune
+from collective.transport.tls import TLS_HANDSHAKE_RECORD
 from collective.wire import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
 
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RESOURCE_PAUSE_S = 0.1
+_ALERT_S = 0.5
+_UNREAD_NBYTES = 4 << 10
+_NUM_UNREAD = 16
+
+
+@dataclass(slots=True, eq=False)
+class _Caller:
+    """A connection that was accepted and has shown no valid hello yet. `sock` is replaced when it is encrypted."""
+
+    sock: socket.socket
+    host: str
+    attempt: Attempt
 
 
 class Listener:
@@ -35,6 +53,8 @@ class Listener:
             channel is closed then.
         bulk: takes an accepted BULK socket for good.
         counters: by reason, connections that did not get through; give one to share it.
+        security: encrypts what comes from outside this machine; None takes nothing but plain connections.
+        limiter: how often an address may try; the usual limits if None.
     """
 
     def __init__(
@@ -48,6 +68,8 @@ class Listener:
         options: SocketOptions | None = None,
         hello_timeout_s: float = 5.0,
         max_unknown: int = 64,
+        security: Security | None = None,
+        limiter: AcceptLimiter | None = None,
     ) -> None:
         self.address = address
         self.counters: Counter[str] = Counter() if counters is None else counters
@@ -57,7 +79,9 @@ class Listener:
         self._options = options or SocketOptions()
         self._hello_timeout_s = hello_timeout_s
         self._max_unknown = max_unknown
-        self._unknown: set[socket.socket] = set()
+        self._security = security
+        self._limiter = limiter or AcceptLimiter()
+        self._unknown: set[_Caller] = set()
         self._sock: socket.socket | None = None
         self._tasks = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()
@@ -73,7 +97,7 @@ class Listener:
         host, port, *_ = self._sock.getsockname()
         self.address = join_address(host, port)
         await self._tasks.__aenter__()
-        self._spawn(self._accept_connections, self._sock)
+        self._spawn(partial(self._accept_connections, self._sock))
 
     async def close(self) -> None:
         """Stop accepting, end every connection that a route still holds. Returns when all tasks have ended."""
@@ -84,9 +108,10 @@ class Listener:
         try:
             await self._tasks.__aexit__(None, None, None)
         finally:
-            for sock in (self._sock, *self._unknown):  # a task that never began left its socket there
-                sock.close()
+            self._sock.close()
             self._sock = None
+            for caller in self._unknown:  # a task that never began left its socket there
+                caller.sock.close()
 
     async def __aenter__(self) -> "Listener":
         await self.start()
@@ -95,10 +120,10 @@ class Listener:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _spawn(self, work: Callable[[socket.socket], Awaitable[None]], sock: socket.socket) -> None:
+    def _spawn(self, work: Callable[[], Awaitable[None]]) -> None:
         async def run() -> None:
             try:
-                await work(sock)
+                await work()
             except Exception:  # a task root: the failure of one connection is not the listener's
                 self.counters["handler failed"] += 1
                 log.exception("connection_handler_failed address=%s", self.address)
@@ -120,24 +145,39 @@ class Listener:
                 self.counters["out of descriptors"] += 1
                 await asyncio.sleep(_RESOURCE_PAUSE_S)
                 continue
-            if len(self._unknown) >= self._max_unknown:
-                self.counters["too many without hello"] += 1
+            caller = self._admitted(sock, remote[0])
+            if caller is None:
                 sock.close()
-                continue
-            try:
-                tune(sock, self._options, remote[0])
-            except OSError:
-                self.counters["broken before hello"] += 1
-                sock.close()
-                continue
-            self._unknown.add(sock)
-            self._spawn(self._welcome, sock)
+            else:
+                self._unknown.add(caller)
+                self._spawn(partial(self._welcome, caller))
 
-    async def _welcome(self, sock: socket.socket) -> None:
+    def _admitted(self, sock: socket.socket, host: str) -> _Caller | None:
+        """None, counted by reason, if there is no room for one more. This is the cheapest moment to say so."""
+        if len(self._unknown) >= self._max_unknown:
+            self.counters["too many without hello"] += 1
+            return None
+        attempt = self._limiter.attempt(host, asyncio.get_running_loop().time())
+        if attempt.refusal is not None:
+            self.counters[attempt.refusal] += 1
+            return None
         try:
-            hello = await self._greet(sock)
+            tune(sock, self._options)
+            fit_to_path(sock, self._options)
+        except OSError:
+            self.counters["broken before hello"] += 1
+            return None
+        return _Caller(sock, host, attempt)
+
+    async def _welcome(self, caller: _Caller) -> None:
+        try:
+            hello = await self._greet(caller)
+        except BaseException:
+            caller.sock.close()
+            raise
         finally:
-            self._unknown.discard(sock)
+            self._unknown.discard(caller)
+        sock = caller.sock
         if hello is None:
             sock.close()
             return
@@ -153,41 +193,88 @@ class Listener:
                 self.counters["broke the protocol after hello"] += 1
                 log.warning("connection_dropped purpose=%s peer_id=%s cause=%s", hello.purpose, hello.peer_id, error)
 
-    async def _greet(self, sock: socket.socket) -> Hello | None:
-        """Read and answer the hello. None, counted by reason, if this connection is not to live."""
+    # -------------------------------------------------------------------------------- before the hello
+
+    async def _greet(self, caller: _Caller) -> Hello | None:
+        """Encrypt, read and answer the hello. None, counted by reason, if this connection is not to live."""
         try:
             async with asyncio.timeout(self._hello_timeout_s):
-                hello = await read_hello(sock)
-                reply = self._accept(hello)
-                if hello.protocol_version != PROTOCOL_VERSION:
-                    reply = HelloReply(
-                        accepted=False,
-                        code=REFUSED_EXIT_CODE,
-                        reason=f"protocol version {hello.protocol_version}, here {PROTOCOL_VERSION}: update one side",
-                        peer_id=reply.peer_id,
-                        incarnation=reply.incarnation,
-                    )
-                elif reply.accepted and hello.purpose is not Purpose.BULK and hello.purpose not in self._routes:
-                    reply = HelloReply(
-                        accepted=False,
-                        code=REFUSED_EXIT_CODE,
-                        reason=f"{hello.purpose} is not served here",
-                        peer_id=reply.peer_id,
-                        incarnation=reply.incarnation,
-                    )
-                await send_reply(sock, reply)
+                await self._secure(caller)
+                hello = await read_hello(caller.sock)
+                reply, counted_as = self._decide(caller.sock, hello)
+                await send_reply(caller.sock, reply)
         except TimeoutError:
             self.counters["no hello in time"] += 1
         except ConnectionLost:
             self.counters["closed before hello"] += 1
         except RemoteProtocolError as error:
             self.counters[error.reason] += 1
-        except BaseException:
-            sock.close()
-            raise
+        except SecurityRefused as error:
+            self.counters[error.reason] += 1
+            log.info("connection_not_safe host=%s reason=%s", caller.host, error.reason)
+            await _let_read(caller.sock)
         else:
             if reply.accepted:
+                caller.attempt.forgive()
                 return hello
-            self.counters["refused"] += 1
+            self.counters[counted_as] += 1
             log.warning("hello_refused peer_id=%s purpose=%s reason=%s", hello.peer_id, hello.purpose, reply.reason)
         return None
+
+    async def _secure(self, caller: _Caller) -> None:
+        first = await _first_byte(caller.sock)
+        if first == TLS_HANDSHAKE_RECORD:
+            if self._security is None or not self._security.is_served:
+                raise SecurityRefused("unexpected TLS")
+            caller.sock = await self._security.secure_accepted(caller.sock, timeout_s=self._hello_timeout_s)
+        elif first and self._security is not None and self._security.wanted_for(caller.host):
+            raise SecurityRefused("not encrypted")
+
+    def _decide(self, sock: socket.socket, hello: Hello) -> tuple[HelloReply, str]:
+        """The answer to a valid hello, and what to count it as if that is no."""
+        reply = self._accept(hello)
+        mismatch = name_mismatch(sock, hello.peer_id, may_be_stranger=hello.purpose is Purpose.ADMISSION)
+        if hello.protocol_version != PROTOCOL_VERSION:
+            reason = f"protocol version {hello.protocol_version}, here {PROTOCOL_VERSION}: update one side"
+        elif mismatch is not None:
+            reason = f"the connection is not safe: {mismatch}"
+        elif reply.accepted and hello.purpose is not Purpose.BULK and hello.purpose not in self._routes:
+            reason = f"{hello.purpose} is not served here"
+        else:
+            return reply, "refused"
+        refusal = HelloReply(
+            accepted=False,
+            code=REFUSED_EXIT_CODE,
+            reason=reason,
+            peer_id=reply.peer_id,
+            incarnation=reply.incarnation,
+        )
+        return refusal, mismatch or "refused"
+
+
+async def _first_byte(sock: socket.socket) -> bytes:
+    """The byte that comes first, which stays there to be read. Empty if the other side hangs up instead."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return sock.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            readable = asyncio.Event()
+            loop.add_reader(sock.fileno(), readable.set)
+            try:
+                await readable.wait()
+            finally:
+                loop.remove_reader(sock.fileno())
+        except OSError as error:
+            raise lost(error) from error
+
+
+async def _let_read(sock: socket.socket) -> None:
+    """Leave the other side a moment for the alert that says why: closing with bytes unread would destroy it."""
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
+        async with asyncio.timeout(_ALERT_S):
+            for _ in range(_NUM_UNREAD):
+                if not await loop.sock_recv(sock, _UNREAD_NBYTES):
+                    return

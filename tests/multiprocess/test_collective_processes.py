@@ -92,13 +92,13 @@ def test_processes_agree_bit_for_bit_and_integers_are_exact(world_size):
             assert answers[0]["relative_error"] <= (1e-7 if bound == 0.0 and world_size == 3 else bound)
 
 
-@pytest.mark.parametrize("victim_number", [0, 2])
+@pytest.mark.parametrize(("victim_number", "in_place"), [(0, False), (2, True)])
 @pytest.mark.parametrize("codec", ["raw", "int8"])
-def test_survivors_of_a_sigkill_name_the_dead_and_finish_in_the_next_view(victim_number, codec):
+def test_survivors_of_a_sigkill_name_the_dead_and_finish_in_the_next_view(victim_number, in_place, codec):
     with running(3) as peers:
         install(peers)
         victim = peers[victim_number]
-        reduce(peers, codec=codec, special=(victim, {"signal": "SIGKILL", "signal_after": 5}))
+        reduce(peers, codec=codec, in_place=in_place, special=(victim, {"signal": "SIGKILL", "signal_after": 5}))
         survivors = [peer for peer in peers if peer is not victim]
         for answer in [peer.answer() for peer in survivors]:
             assert answer["suspects"] == [victim.peer_id]
@@ -106,7 +106,7 @@ def test_survivors_of_a_sigkill_name_the_dead_and_finish_in_the_next_view(victim
             assert answer["seconds"] < MAX_SECONDS
         assert victim.process.wait(10) == -signal.SIGKILL
         install(survivors, epoch=2)
-        reduce(survivors, epoch=2, codec=codec)
+        reduce(survivors, epoch=2, codec=codec, in_place=in_place)
         answers = [peer.answer() for peer in survivors]
         assert len({answer["digest"] for answer in answers}) == 1
 

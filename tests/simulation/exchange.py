@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from collective.core.fence import Fence, Standing
-from collective.core.reduce import (
+from collective.core.round import RoundMachine
+from collective.core.round_words import (
     Accumulate,
     ChunkRefused,
     ContributionArrived,
@@ -18,16 +19,15 @@ from collective.core.reduce import (
     Finished,
     InstallResult,
     LinkRenewed,
-    MeanMachine,
     PeerOpened,
-    ReduceEffect,
-    ReduceEvent,
     ResultArrived,
+    RoundEffect,
+    RoundEvent,
     SendContribution,
     SendOpen,
     SendResult,
-    SlicePlan,
 )
+from collective.core.slices import SlicePlan, butterfly
 from collective.core.types import PeerId, PeerRef, RoundKey, View
 from tests.simulation.symbols import ChunkValue, Payload, Result, Share
 from tests.simulation.world import Violation
@@ -49,7 +49,7 @@ class Frame:
     key: RoundKey
     kind: str
     chunk: int = -1
-    value: Share | ChunkValue = ()
+    value: ChunkValue = ()
     suspects: tuple[PeerId, ...] = ()
 
 
@@ -64,17 +64,20 @@ class Exchange:
         sizes = [0 if other == 1 and per_peer == 2 else per_peer for other in range(view.world_size)]
         bounds = tuple(sum(sizes[:other]) for other in range(view.world_size + 1))
         self.node, self.view, self.key, self.rank = node, view, key, rank
-        self.machine = MeanMachine(
-            key=key, rank=rank, slices=SlicePlan(bounds=bounds), eager_chunks=node.sim.options.eager_chunks
+        self.machine = RoundMachine(
+            key=key,
+            rank=rank,
+            slices=SlicePlan(bounds=bounds, routes=butterfly(view.world_size)),
+            eager_chunks=node.sim.options.eager_chunks,
         )
         self.share: Share = (payload.name, weight)
         self.failed = False
         self.result: Result | None = None
-        self._arrived: dict[tuple[int, int], Share] = {}
-        self._sums: dict[int, list[Share]] = defaultdict(list)
+        self._sums: dict[int, list[Share]] = defaultdict(lambda: [self.share])
         self._chunks: dict[int, ChunkValue] = {}
         self._incoming: ChunkValue = ()
         self._heard_at = dict.fromkeys(range(view.world_size), node.sim.world.now)
+        self._moved_at = dict(self._heard_at)
 
     @property
     def is_over(self) -> bool:
@@ -88,19 +91,20 @@ class Exchange:
         rank = self.view.rank_of(frame.sender.peer_id)
         assert rank is not None
         self._heard_at[rank] = self.node.sim.world.now
+        if frame.kind == "sign":
+            return
+        self._moved_at[rank] = self.node.sim.world.now
         if frame.kind == "abort":
             self.fail(frame.suspects, f"{frame.sender.peer_id} gave up", tell=False)
             return
-        event: ReduceEvent
+        event: RoundEvent
         if frame.kind == "open":
             event = PeerOpened(rank)
         elif frame.kind == "contribution":
-            if self.machine.wants_contribution(rank, frame.chunk):
-                self._arrived[rank, frame.chunk] = frame.value  # type: ignore[assignment]
             event = ContributionArrived(rank, frame.chunk)
         else:
-            self._incoming = frame.value  # type: ignore[assignment]
             event = ResultArrived(rank, frame.chunk)
+        self._incoming = frame.value
         try:
             self._run(self.machine.handle(event))
         except ChunkRefused as error:
@@ -132,37 +136,36 @@ class Exchange:
         if self.is_over or self.node.exchange is not self:
             return
         now = self.node.sim.world.now
-        machine, waiting = self.machine, self.machine.waiting_for()
-        # A result depends on everybody, a contribution on its sender alone.
-        all_in = all(machine.has_opened(rank) and not machine.owes_contributions(rank) for rank in waiting)
+        machine = self.machine
         suspects = []
-        for rank in waiting:
+        for rank in machine.waiting_for():
             peer_id = self.view.members[rank].peer_id
-            silence_s = now - self._heard_at[rank]
-            owes = machine.has_opened(rank) and machine.owes_contributions(rank)
-            if (
-                self.node.sim.network.is_broken(self.node.peer_id, peer_id, LINK_TIMEOUT_S)
-                or (owes and silence_s > STALL_S)
-                or (all_in and silence_s > 2 * STALL_S)
+            is_silent = now - self._heard_at[rank] > STALL_S
+            stands_still = machine.owes_own_parts(rank) and now - self._moved_at[rank] > STALL_S
+            if self.node.sim.network.is_broken(self.node.peer_id, peer_id, LINK_TIMEOUT_S) or (
+                machine.has_opened(rank) and (is_silent or stands_still)
             ):
                 suspects.append(peer_id)
+        for rank, member in enumerate(self.view.members):
+            if rank != self.rank:
+                self._send(member.ref, "sign")
         if suspects:
             self.fail(tuple(suspects), "connection lost or no byte moved")
         else:
             self.node.later(LOOK_S, "look", self._look)
 
-    def _run(self, effects: Sequence[ReduceEffect]) -> None:
+    def _run(self, effects: Sequence[RoundEffect]) -> None:
         members = self.view.members
         for effect in effects:
             match effect:
                 case SendOpen(to):
                     self._send(members[to].ref, "open")
                 case SendContribution(to, chunk):
-                    self._send(members[to].ref, "contribution", chunk, self.share)
+                    self._send(members[to].ref, "contribution", chunk, tuple(self._sums[chunk]))
                 case SendResult(to, chunk):
                     self._send(members[to].ref, "result", chunk, self._chunks[chunk])
-                case Accumulate(chunk, rank):
-                    self._sums[chunk].append(self.share if rank == self.rank else self._arrived[rank, chunk])
+                case Accumulate(chunk, _):
+                    self._sums[chunk].extend(self._incoming)
                 case FinishChunk(chunk):
                     self._chunks[chunk] = tuple(sorted(self._sums[chunk]))
                 case InstallResult(chunk):
@@ -178,7 +181,7 @@ class Exchange:
         to: PeerRef,
         kind: str,
         chunk: int = -1,
-        value: Share | ChunkValue = (),
+        value: ChunkValue = (),
         suspects: tuple[PeerId, ...] = (),
     ) -> None:
         frame = Frame(self.node.ref, self.key, kind, chunk, value, suspects)

@@ -5,14 +5,29 @@ import contextlib
 
 import pytest
 
-from collective import BulkOptions, Communicator, Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from collective import (
+    BulkOptions,
+    Communicator,
+    Epoch,
+    Incarnation,
+    Member,
+    NonFiniteInput,
+    OperationAborted,
+    OuterStep,
+    PeerId,
+    PeerRef,
+    PlanMismatch,
+    RoundKey,
+    View,
+)
 from collective.core.progress import StallLimits
 from collective.supervision import Patience
 from collective.transport import Hello, HelloReply, Listener, Purpose
 from collective.wire import PROTOCOL_VERSION
 
+# The floor is above the pause between two signs of life, else a member that waits for a third one would be a suspect.
 QUICK = BulkOptions(
-    patience=Patience(stall=StallLimits(floor_s=0.3), redial_s=0.2, first_contact_s=0.5, round_s=20.0),
+    patience=Patience(stall=StallLimits(floor_s=1.5), redial_s=0.2, first_contact_s=0.5, round_s=20.0),
     install_grace_s=5.0,
 )
 
@@ -37,7 +52,7 @@ class Site:
         self.communicator = Communicator(
             me=self.me,
             hello=lambda _, stream, num_streams: make_bulk_hello(self.me, stream, num_streams),
-            **({"options": QUICK} | more),
+            **({"options": QUICK, "chunk_nbytes": 1 << 20} | more),
         )
         self.listener = Listener(
             "127.0.0.1:0",
@@ -50,9 +65,12 @@ class Site:
     def member(self):
         return Member(self.me.peer_id, self.me.incarnation, self.listener.address)
 
-    def mean(self, tensor, *, out=None, step=0, epoch=1, **more):
-        key = RoundKey(Epoch(epoch), OuterStep(step), 0)
-        return self.communicator.all_reduce_mean(key, tensor, out=tensor if out is None else out, **more)
+    @property
+    def peer_id(self):
+        return self.me.peer_id
+
+    def mean(self, tensor, *, step=0, epoch=1, **more):
+        return self.communicator.all_reduce(RoundKey(Epoch(epoch), OuterStep(step), 0), tensor, op="mean", **more)
 
     async def close(self):
         await self.communicator.close()
@@ -81,6 +99,29 @@ async def wait_until(condition):
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110 - what sockets do has no event
             await asyncio.sleep(0)
+
+
+async def outcome_or_abort(work):
+    """The value of `work`, or the error by which its round was ended."""
+    try:
+        return await work
+    except (OperationAborted, PlanMismatch, NonFiniteInput) as error:
+        return error
+
+
+async def all_outcomes(works):
+    """Outcomes of rounds that run at once, in order. Whoever waits for a lost one is found by the test's timeout."""
+    return await asyncio.gather(*(outcome_or_abort(work) for work in works))
+
+
+@pytest.fixture
+def outcome():
+    return outcome_or_abort
+
+
+@pytest.fixture
+def outcomes():
+    return all_outcomes
 
 
 @pytest.fixture

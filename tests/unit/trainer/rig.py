@@ -21,7 +21,7 @@ from trainer.round_runner import RoundRunner
 from trainer.round_schedule import RoundSchedule
 
 NUMEL = 1000
-CHUNK_NBYTES = 1024
+CHUNK_NBYTES = 2048
 
 
 def whole(numel: int = NUMEL) -> Fragment:
@@ -61,7 +61,7 @@ class Site:
         self.log = CommitLog(1 << 20)
         self.exchanged: list[RoundKey] = []
         self.communicator = Communicator(
-            me=self.me, hello=self._hello, chunk_nbytes=1024, options=BulkOptions(install_grace_s=5.0)
+            me=self.me, hello=self._hello, chunk_nbytes=2048, options=BulkOptions(install_grace_s=5.0)
         )
         self.listener = Listener(
             "127.0.0.1:0",

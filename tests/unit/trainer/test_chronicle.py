@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from collective import ReduceStats
+from collective import RoundStats
 from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
 from elastic.core.messages import DataPosition, Held, IndexRange
 from elastic.core.records import CommitRecord, Contribution, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
@@ -50,9 +50,7 @@ VIEW = View(
     DIGEST,
     (Member(A.peer_id, A.incarnation, ADDRESS), Member(B.peer_id, B.incarnation, "127.0.0.1:7001")),
 )
-STATS = ReduceStats(
-    members=(A, B), weights=(6.0, 2.0), weight_sum=8.0, bytes_sent=100, bytes_received=200, seconds=0.25
-)
+STATS = RoundStats(members=(A, B), weights=(6.0, 2.0), weight_sum=8.0, bytes_sent=100, bytes_received=200, seconds=0.25)
 REPORT = RoundReport(
     view=VIEW,
     outer_step=3,

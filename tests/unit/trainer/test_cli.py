@@ -1,5 +1,6 @@
 """The command line: exit codes, one sentence on stderr for every mistake, results on stdout."""
 
+import dataclasses
 import json
 import os
 import re
@@ -20,9 +21,15 @@ from trainer.model import initial_parameters, num_parameters
 from trainer.ticket import decode_ticket, encode_ticket, make_ticket
 
 REPOSITORY = Path(__file__).parents[3]
-TICKET = encode_ticket(
-    make_ticket(secret=b"s" * 32, run_id="demo-0123abcd", addresses=["127.0.0.1:1"], expires_at_s=1_900_000_000)
+ON_THIS_MACHINE = make_ticket(
+    secret=b"s" * 32,
+    run_id="demo-0123abcd",
+    addresses=["127.0.0.1:1"],
+    expires_at_s=1_900_000_000,
+    fingerprint=b"f" * 32,
 )
+TICKET = encode_ticket(ON_THIS_MACHINE)
+FAR_TICKET = encode_ticket(dataclasses.replace(ON_THIS_MACHINE, addresses=("203.0.113.7:7000",)))
 MODEL = ModelSection(preset="nano", num_layers=1, seq_len=16)
 LAUNCH = "from trainer.cli import main; main()"
 
@@ -58,7 +65,7 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *part
     ("arguments", "parts"),
     [
         (["jion"], ["no such command 'jion'", "join"]),
-        (["up", "--lisen", "x"], ["no such option: --lisen", "did you mean --listen?"]),
+        (["up", "--lisen", "x"], ["no such option: --lisen", "did you mean --listen"]),
         (["up", "--peers"], ["--peers"]),
         (["up", "--peers", "many"], ["--peers"]),
         (["up", "surplus"], ["surplus"]),
@@ -70,12 +77,22 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *part
         (["up", "-c", "none.toml"], ["there is no file none.toml"]),
         (["up", "--resume", "nowhere"], ["nowhere holds no checkpoint"]),
         (["up", "--listen", "nonsense"], ['node.listen from --listen is "nonsense", expected host:port']),
-        (["up", "--listen", "0.0.0.0:7000"], ["not encrypted yet", "--insecure"]),
-        (["up", "--listen", "[::]:7000"], ["not encrypted yet", "--insecure"]),
-        (["up", "--advertise", "example.org:7000"], ["not encrypted yet", "--insecure"]),
-        (["up", "--node.listen=192.168.1.2:0"], ["not encrypted yet", "--insecure"]),
-        (["join", TICKET, "--listen", "10.0.0.1:0"], ["not encrypted yet", "--insecure"]),
-        (["coordinator", "--listen", "10.0.0.1:0"], ["not encrypted yet", "--insecure"]),
+        (["up", "--listen", "10.0.0.1:7000", "--tls", "off"], ["node.listen 10.0.0.1:7000", "--tls", "--insecure"]),
+        (["up", "--advertise", "example.org:7000", "--net.tls=off"], ["node.advertise example.org:7000", "--insecure"]),
+        (["join", TICKET, "--tls", "off", "--node.listen=192.168.1.2:0"], ["node.listen 192.168.1.2:0", "--insecure"]),
+        (["join", FAR_TICKET, "--tls", "off"], ["the ticket's address 203.0.113.7:7000", "--insecure"]),
+        (["coordinator", "--listen", "[::]:0", "--tls", "off"], ["node.listen [::]:0", "--insecure"]),
+        (["up", "--insecure", "--tls", "on"], ["--insecure contradicts net.tls on from --tls"]),
+        (["up", "--insecure", "--net.tls", "auto"], ["--insecure contradicts net.tls auto from --net.tls"]),
+        (["up", "--tls", "of"], ["net.tls from --tls is \"of\", expected 'auto', 'on' or 'off'; did you mean off?"]),
+        (["up", "--listen", "0.0.0.0:7000"], ["others cannot dial that", "--advertise HOST:PORT"]),
+        (
+            ["up", "--max-upload", "20Mb"],
+            ['node.max_upload from --max-upload is "20Mb", expected a rate such as "20mbit"'],
+        ),
+        (["join", TICKET, "--max-download", "0"], ["node.max_download from --max-download is 0, expected at least"]),
+        (["coordinator", "--max-upload", "1MB"], ["no such option: --max-upload"]),
+        (["up", "--streams", "65"], ["net.num_streams from --streams is 65, expected at most 64"]),
         (["join", TICKET, "--device", "abacus"], ["node.device from --device"]),
         (["join"], ["ticket"]),
         (["join", TICKET, "surplus"], ["surplus"]),
@@ -292,6 +309,52 @@ def test_join_hands_over_the_ticket_and_ends_with_the_code_of_a_refusal(tmp_path
     told, refused = done.stderr.splitlines()
     assert told == f"joining demo-0123abcd 2 {tmp_path}/runs/demo-0123abcd"
     assert refused == "isthmus: the run does not want us"
+
+
+LINE_DAEMON = """
+import sys, types
+import trainer
+daemon = types.ModuleType("trainer.daemon")
+async def run(options):
+    net, node = options.resolved.config.net, options.resolved.config.node
+    print(net.tls, net.num_streams, node.listen, node.max_upload_bytes_per_s, node.max_download_bytes_per_s)
+daemon.run_peer = daemon.run_coordinator = run
+sys.modules["trainer.daemon"] = daemon
+from trainer.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["up"], "auto None 127.0.0.1:0 None None"),
+        (["up", "--listen", "10.0.0.1:7"], "auto None 10.0.0.1:7 None None"),
+        (["up", "--tls", "off"], "off None 127.0.0.1:0 None None"),
+        (["up", "--streams", "4", "--max-upload", "20mbit"], "auto 4 127.0.0.1:0 2500000.0 None"),
+        (["coordinator", "--listen", "[2001:db8::1]:0", "--tls", "on"], "on None [2001:db8::1]:0 None None"),
+        (["join", FAR_TICKET, "--max-upload", "6MB", "--max-download", "1gbit/s"],
+         "auto None 127.0.0.1:0 6000000.0 125000000.0"),
+    ],
+)  # fmt: skip
+def test_the_line_is_as_the_flags_say_and_encryption_needs_no_insistence(
+    tmp_path: Path, arguments: list[str], line: str
+) -> None:
+    done = isthmus(*arguments, cwd=tmp_path, launch=LINE_DAEMON)
+    assert (done.returncode, done.stdout, done.stderr) == (0, line + "\n", "")
+
+
+@pytest.mark.parametrize("tls", [[], ["--tls", "off"]])
+@pytest.mark.parametrize("command", [["up"], ["coordinator"], ["join", FAR_TICKET]])
+def test_without_encryption_every_start_beyond_this_machine_warns(
+    tmp_path: Path, command: list[str], tls: list[str]
+) -> None:
+    done = isthmus(*command, "--listen", "10.0.0.1:7", "--insecure", *tls, cwd=tmp_path, launch=LINE_DAEMON)
+    assert (done.returncode, done.stdout) == (0, "off None 10.0.0.1:7 None None\n")
+    (warned,) = done.stderr.splitlines()
+    assert "WARNING" in warned
+    assert "not_encrypted listen=10.0.0.1:7; " in warned
+    assert "leave out --insecure" in warned
 
 
 SERVING_DAEMON = """

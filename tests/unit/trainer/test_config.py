@@ -23,7 +23,7 @@ from trainer.config_keys import KNOWN_KEYS
 from trainer.config_show import as_json_text, as_toml
 from trainer.config_sources import Override, ResolvedConfig, load_config
 from trainer.errors import ConfigError, ExitCode, Refused
-from trainer.quantities import parse_count, parse_nbytes, parse_seconds
+from trainer.quantities import parse_count, parse_nbytes, parse_rate, parse_seconds
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -202,6 +202,11 @@ def test_unknown_key_names_its_origin_and_the_closest_key(tmp_path: Path, key: s
         ("[node]\nlisten = 'h:70000'", 'node.listen from {} is "h:70000", expected host:port'),
         ("[data]\nlimit = '2 parsec'", 'data.limit from {} is "2 parsec", expected a size such as'),
         ("[data]\nlimit = '0B'", 'data.limit from {} is "0B", expected at least 1'),
+        ("[net]\ntls = 'yes'", "net.tls from {} is \"yes\", expected 'auto', 'on' or 'off'"),
+        ("[net]\ntls = true", "net.tls from {} is true, expected 'auto', 'on' or 'off'"),
+        ("[node]\nmax_upload = '5/s'", 'node.max_upload from {} is "5/s", expected a rate such as'),
+        ("[node]\nmax_upload = '100kbit'", 'node.max_upload from {} is "100kbit", expected at least "128kbit"'),
+        ("[node]\nmax_download = -1", "node.max_download from {} is -1, expected at least"),
         ("[net]\nchunk = 5000", "net.chunk from {} is 5000, expected a multiple of 4096"),
         ("[members]\nheartbeat_timeout = 'soon'", 'is "soon", expected a duration such as'),
         ("[members]\nheartbeat_timeout = '1s'", "heartbeat_timeout must be at least twice heartbeat_interval"),
@@ -295,6 +300,15 @@ def test_overrides_of_a_preset_reach_the_decoder() -> None:
         (parse_count, "3B", 3 * 10**9),
         (parse_count, "1.5M", 1_500_000),
         (parse_count, "500", 500),
+        (parse_rate, "20mbit", 2_500_000.0),
+        (parse_rate, "20 Mbit/s", 2_500_000.0),
+        (parse_rate, "1gbit", 125e6),
+        (parse_rate, "9600bit", 1200.0),
+        (parse_rate, "6MB", 6e6),
+        (parse_rate, "6MB/s", 6e6),
+        (parse_rate, "512KiB / s", 524288.0),
+        (parse_rate, "1.5MiB", 1.5 * 2**20),
+        (parse_rate, "7", 7.0),
     ],
 )
 def test_quantities_are_read_in_their_units(parse: object, text: str, expected: float) -> None:
@@ -305,9 +319,15 @@ def test_quantities_are_read_in_their_units(parse: object, text: str, expected: 
 
 @pytest.mark.parametrize("text", ["", "s", "3 weeks", "1e999", "nan", "inf", "1,5h", "--3s", "1.5.5", "0x10"])
 def test_what_is_no_quantity_is_refused(text: str) -> None:
-    for parse in (parse_seconds, parse_nbytes, parse_count):
+    for parse in (parse_seconds, parse_nbytes, parse_count, parse_rate):
         with pytest.raises(ValueError, match="expected"):
             parse(text)
+
+
+@pytest.mark.parametrize("text", ["6Mb", "6mb", "6Mb/s", "6kb", "6Kib", "20mbps", "20 MBps"])
+def test_a_rate_that_may_be_bits_or_bytes_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r'"20mbit" \(bits a second\) or "6MB" \(bytes a second\); Mb and mbps could'):
+        parse_rate(text)
 
 
 def test_half_a_byte_is_no_size() -> None:

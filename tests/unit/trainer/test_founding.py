@@ -66,6 +66,14 @@ def test_a_new_folder_gets_a_new_run(folder: PeerFolder) -> None:
     assert (founded.address, founded.checkpoint) == (None, None)
 
 
+def test_keys_are_the_same_at_every_start_and_none_is_another_or_the_secret_itself(tmp_path: Path) -> None:
+    with PeerFolder(tmp_path / "one") as one, PeerFolder(tmp_path / "other") as other:
+        first, again, another = found(one), found(one), found(other)
+    assert (again.terms.mesh_key, again.terms.tls_secret) == (first.terms.mesh_key, first.terms.tls_secret)
+    keys = {key for run in (first, another) for key in (run.run.secret, run.terms.mesh_key, run.terms.tls_secret)}
+    assert len(keys) == 6
+
+
 def test_the_same_folder_goes_on_with_its_run_and_its_address(folder: PeerFolder) -> None:
     first = start(folder)
     again = found(folder)

@@ -19,7 +19,7 @@ from tests.unit.trainer.rig import Site, has_the_bits_of_its_manifest, numbers, 
 
 @pytest.fixture
 def hasher() -> Iterator[Hasher]:
-    threads = Hasher(num_threads=1, chunk_nbytes=1024)
+    threads = Hasher(num_threads=1, chunk_nbytes=2048)
     yield threads
     threads.close()
 

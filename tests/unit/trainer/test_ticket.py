@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import dataclasses
 import hashlib
 import string
 from pathlib import Path
@@ -54,6 +55,16 @@ def test_ticket_survives_the_way() -> None:
     assert set(text) <= set(string.ascii_lowercase + string.digits)
     assert decode_ticket(text) == ticket
     assert ticket.expires_at_s == EXPIRES_AT_S
+
+
+def test_ticket_of_a_run_without_encryption_has_no_fingerprint() -> None:
+    bare = dataclasses.replace(a_ticket(), fingerprint=b"")
+    assert decode_ticket(encode_ticket(bare)) == bare
+
+
+@pytest.mark.parametrize("nbytes", [1, 31, 33, 64])
+def test_fingerprint_of_another_length_is_damage(nbytes: int) -> None:
+    assert fault_of(encode_ticket(dataclasses.replace(a_ticket(), fingerprint=b"f" * nbytes))) is TicketFault.GARBLED
 
 
 def test_ticket_survives_mail_programs_and_shouting() -> None:

@@ -8,7 +8,15 @@ from optim.diloco import DiLoCo, default_outer_lr
 from trainer.config import Config
 from trainer.config_sources import Override, load_config
 from trainer.model import initial_parameters
-from trainer.wiring import coordinator_config, fragment_table, member_config, outer_of, samples_in_stock, training_job
+from trainer.wiring import (
+    bulk_options,
+    coordinator_config,
+    fragment_table,
+    member_config,
+    outer_of,
+    samples_in_stock,
+    training_job,
+)
 
 SMALL = {"dim": 16, "num_layers": 1, "num_heads": 2, "hidden_dim": 32, "seq_len": 32}
 
@@ -95,3 +103,9 @@ def test_the_defaults_make_settings_that_the_machines_accept() -> None:
 def test_the_stock_always_holds_twice_a_batch(inner_steps: int) -> None:
     made = config(outer__inner_steps=inner_steps, inner__batch_size=4)
     assert samples_in_stock(made) == 2 * inner_steps * 4 >= 2 * made.inner.batch_size
+
+
+def test_exchanges_keep_within_the_caps_of_this_machine() -> None:
+    assert (bulk_options(Config()).max_upload, bulk_options(Config()).max_download) == (None, None)
+    capped = bulk_options(config(node__max_upload="20mbit", node__max_download="6MB"))
+    assert (capped.max_upload, capped.max_download) == (2.5e6, 6e6)

@@ -1,0 +1,189 @@
+"""What the codecs with one scale for every 256 elements share: wire layout, tiles, the short last block.
+
+Wire form: the scales of all blocks (fp32, little-endian), then the codes of all elements in order, `code_bits` each,
+the first in the low bits of a byte. A last block of fewer elements has fewer codes; its last byte is filled with the
+code of zero.
+
+Work goes tile by tile, because operations on a whole tensor leave the cache and are 10 to 20 times slower. A tile's
+border is a block's border and a block depends on itself only, so tiles change no bit.
+It must not know how a block becomes codes: that is the kernel's.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from collective.codec.base import BLOCK_NUMEL, TINY, NotFinite, Scratch, check_scales, first_non_finite, weighted_sum
+
+_SCALE_NBYTES = 4
+_ALIGNMENT_NUMEL = 4
+"""A kernel may see fp32 as complex128, which is four of them."""
+_TILE_BLOCKS = 2048
+"""2 MiB of fp32. Smaller ones, which would fit into the nearest cache, lose more to calls than they gain."""
+_TILE_BLOCKS_ACCELERATOR = 65_536
+"""64 MiB: an accelerator has no such cache and wants few launches."""
+
+
+def num_blocks(numel: int) -> int:
+    """Blocks of `numel` elements, the short one included."""
+    return -(-numel // BLOCK_NUMEL)
+
+
+class BlockKernel(Protocol):
+    """How B whole blocks become codes and back: fp32 is [B, 256], scales are [B], codes [B, 32 · bits] uint8."""
+
+    name: str
+    code_bits: int
+    highest_scale: float
+    """The largest scale with which every code decodes to a finite value, an fp32; scales are at most this."""
+
+    def encode(self, source: Tensor, scales: Tensor, codes: Tensor, work: Tensor, block_numel: int) -> None:
+        """Write `scales` and `codes`; spoils `work`, fp32. Of each block `block_numel` elements count, the rest are 0.
+
+        Raises:
+            NotFinite: `source` holds NaN or infinity.
+        """
+        ...
+
+    def decode(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        """Write all of `out`, fp32, which begins at a multiple of 4 elements of its storage."""
+        ...
+
+
+def settle_scales(scales: Tensor, numerator: Tensor, highest: float) -> Tensor:
+    """Set scales up to TINY to +0.0 and those above `highest` to that. Few operations: each costs microseconds.
+
+    Args:
+        scales: [B], not negative.
+        numerator: fp32 without dimensions.
+        highest: an fp32.
+
+    Returns:
+        `numerator / scale` [B, 1], of scales before they were cut down to `highest`; 0 where the scale is 0.
+
+    Raises:
+        NotFinite: a scale is NaN or infinity.
+    """
+    torch.threshold_(scales, TINY, 0.0)
+    total = scales.sum().item()
+    inverse = torch.div(numerator, scales).nan_to_num_(nan=0.0, posinf=0.0).unsqueeze_(1)
+    if not total <= highest:
+        if first_non_finite(scales) is not None:
+            raise NotFinite("a block holds NaN or infinity")
+        scales.clamp_(max=highest)
+    return inverse
+
+
+class BlockCodec:
+    """See the module. Holds a few MiB of scratch.
+
+    Args:
+        kernel: for this codec alone, since it has scratch too.
+    """
+
+    is_identity = False
+
+    def __init__(self, kernel: BlockKernel) -> None:
+        self.name = kernel.name
+        self._kernel = kernel
+        self._block_code_nbytes = BLOCK_NUMEL * kernel.code_bits // 8
+        self._scratch = Scratch()
+
+    def wire_nbytes(self, numel: int) -> int:
+        """One scale a block, `code_bits` an element."""
+        return num_blocks(numel) * _SCALE_NBYTES + -(-numel * self._kernel.code_bits // 8)
+
+    def encode(self, source: Tensor, wire: Tensor) -> Tensor:
+        """Quantise `source` to the front of `wire`. Raises NotFinite."""
+        numel = source.numel()
+        wire = wire[: self.wire_nbytes(numel)]
+        work = self._work(source.device)
+        for span, scales, codes in self._tiles(wire, numel):
+            blocks = cut(source, span).view(-1, BLOCK_NUMEL)
+            self._kernel.encode(blocks, scales, codes, cut(work, slice(0, len(scales))), BLOCK_NUMEL)
+        rest = numel % BLOCK_NUMEL
+        if rest:
+            block, scale, codes = self._short_block(wire, numel)
+            block.zero_()
+            block[0, :rest] = source[numel - rest :]
+            padded = self._padded_codes(source.device)
+            self._kernel.encode(block, scale, padded, work[:1], rest)
+            codes.copy_(padded[0, : len(codes)])
+        return wire
+
+    def check(self, wire: Tensor, numel: int) -> None:
+        """Every code is good with a good scale, so the scales decide. Raises BadWire."""
+        scales_nbytes = num_blocks(numel) * _SCALE_NBYTES
+        check_scales(wire[:scales_nbytes].view(torch.float32), self._kernel.highest_scale)
+
+    def decode(self, wire: Tensor, out: Tensor) -> None:
+        """Straight to `out`, or through scratch if its place in memory is odd."""
+        is_aligned = out.storage_offset() % _ALIGNMENT_NUMEL == 0
+        for span, scales, codes in self._tiles(wire, out.numel()):
+            place = cut(out, span).view(-1, BLOCK_NUMEL)
+            if is_aligned:
+                self._kernel.decode(codes, scales, place)
+            else:
+                place.copy_(self._decoded(codes, scales))
+        rest = out.numel() % BLOCK_NUMEL
+        if rest:
+            out[-rest:] = self._decoded_short_block(wire, out.numel())
+
+    def accumulate(self, wire: Tensor, weight: float, base: Tensor, base_weight: float, total: Tensor) -> None:
+        """Decode a tile into scratch, add it, next tile."""
+        for span, scales, codes in self._tiles(wire, total.numel()):
+            decoded = self._decoded(codes, scales).view(-1)
+            weighted_sum(cut(base, span), base_weight, decoded, weight, cut(total, span))
+        rest = total.numel() % BLOCK_NUMEL
+        if rest:
+            decoded = self._decoded_short_block(wire, total.numel())
+            weighted_sum(base[-rest:], base_weight, decoded, weight, total[-rest:])
+
+    def _decoded(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """[B, 256] in scratch, valid until the next call."""
+        decoded = cut(self._work(codes.device), slice(0, len(scales)))
+        self._kernel.decode(codes, scales, decoded)
+        return decoded
+
+    def _decoded_short_block(self, wire: Tensor, numel: int) -> Tensor:
+        _, scale, codes = self._short_block(wire, numel)
+        padded = self._padded_codes(wire.device).zero_()
+        padded[0, : len(codes)] = codes
+        return self._decoded(padded, scale).view(-1)[: numel % BLOCK_NUMEL]
+
+    def _tiles(self, wire: Tensor, numel: int) -> list[tuple[slice, Tensor, Tensor]]:
+        """Elements, scales and codes [B, bytes] of each tile of whole blocks."""
+        scales, codes = self._parts(wire, numel)
+        whole = numel // BLOCK_NUMEL
+        step = _TILE_BLOCKS if wire.device.type == "cpu" else _TILE_BLOCKS_ACCELERATOR
+        nbytes = self._block_code_nbytes
+        tiles = []
+        for first in range(0, whole, step):
+            last = min(first + step, whole)
+            tile_codes = cut(codes, slice(first * nbytes, last * nbytes)).view(-1, nbytes)
+            span = slice(first * BLOCK_NUMEL, last * BLOCK_NUMEL)
+            tiles.append((span, cut(scales, slice(first, last)), tile_codes))
+        return tiles
+
+    def _parts(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        scales_nbytes = num_blocks(numel) * _SCALE_NBYTES
+        return wire[:scales_nbytes].view(torch.float32), wire[scales_nbytes : self.wire_nbytes(numel)]
+
+    def _short_block(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Scratch [1, 256] for its elements, its scale [1] and its codes, of which there are fewer than in others."""
+        scales, codes = self._parts(wire, numel)
+        block = self._scratch.rows("block", wire.device, torch.float32, 1, BLOCK_NUMEL)
+        return block, scales[-1:], codes[numel // BLOCK_NUMEL * self._block_code_nbytes :]
+
+    def _padded_codes(self, device: torch.device) -> Tensor:
+        return self._scratch.rows("codes", device, torch.uint8, 1, self._block_code_nbytes)
+
+    def _work(self, device: torch.device) -> Tensor:
+        step = _TILE_BLOCKS if device.type == "cpu" else _TILE_BLOCKS_ACCELERATOR
+        return self._scratch.rows("work", device, torch.float32, step, BLOCK_NUMEL)
+
+
+def cut(tensor: Tensor, span: slice) -> Tensor:
+    """`tensor[span]` of the first dimension; cutting costs more than a microsecond, so not if that is all of it."""
+    return tensor if span.start == 0 and span.stop == len(tensor) else tensor[span]

@@ -1,0 +1,114 @@
+"""The values of a MEAN or SUM of fp32 whose chunks travel in a lossy codec's wire form.
+
+A part is encoded on its way into the slice's root, sums of parts on the way there travel as they are; the root
+encodes the result once, keeps what that decodes to, and everybody decodes the same bytes. So no number is quantised
+more than twice, whatever the plan and the number of members.
+
+Rules: only the results that others get from here cost memory of their own, in wire form.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collective.buffers import RoundBuffers, divide
+from collective.codec.base import Codec, first_non_finite
+from collective.errors import NonFiniteInput
+from collective.transport.link import Scratch, bytes_of
+
+
+class CodedBuffers(RoundBuffers):
+    """See the module. Arguments as RoundBuffers, the codec with its scratch, and `take(nbytes)` for wire memory."""
+
+    is_identity = False
+
+    def __init__(self, codec: Codec, *, take: Callable[[int], Tensor], rank: int, **more: Any) -> None:  # noqa: ANN401
+        super().__init__(rank=rank, **more)
+        self._codec = codec
+        routes = self._plan.slices.routes
+        handed_on = [
+            chunk
+            for slice_, route in enumerate(routes)
+            if route.root == rank or rank in route.down
+            for chunk in self._plan.slices.chunks_of(slice_)
+        ]
+        lengths = [codec.wire_nbytes(self._plan.numel_of(chunk)) for chunk in handed_on]
+        self._results = dict(zip(handed_on, torch.split(take(sum(lengths)), lengths), strict=True))
+
+    def part_nbytes(self, chunk: int, *, is_into_root: bool) -> int:
+        """Encoded only on the way into the root."""
+        if is_into_root:
+            return self._codec.wire_nbytes(self._plan.numel_of(chunk))
+        return super().part_nbytes(chunk, is_into_root=False)
+
+    def result_nbytes(self, chunk: int) -> int:
+        """Always encoded."""
+        return self._codec.wire_nbytes(self._plan.numel_of(chunk))
+
+    def part(self, chunk: int, scratch: Scratch, *, is_sum: bool, is_into_root: bool) -> memoryview:
+        """Encode into `scratch` on the way into the root. Raises NotFinite."""
+        if not is_into_root:
+            return super().part(chunk, scratch, is_sum=is_sum, is_into_root=False)
+        values = self._out_part(chunk) if is_sum else self._own_part(chunk)
+        wire = scratch.room_tensor(self._codec.wire_nbytes(values.numel()))
+        return bytes_of(self._codec.encode(values, wire))
+
+    def result(self, chunk: int) -> memoryview:
+        """The bytes that everybody decodes."""
+        return bytes_of(self._results[chunk])
+
+    def keepable(self, held: int) -> int:
+        """Those that could be recorded again: the wire form of what others made is not kept."""
+        if self.record is None:
+            return held
+        return held & sum(1 << chunk for chunk in self._results)
+
+    def keep(self, chunk: int) -> None:
+        """The result of an earlier attempt counts."""
+        if chunk in self._results:
+            super().keep(chunk)
+
+    def add(self, chunk: int, wire: Tensor, weight: float, *, is_into_root: bool) -> None:
+        """Decode and add in one pass."""
+        if not is_into_root:
+            super().add(chunk, wire, weight, is_into_root=False)
+            return
+        total = self._out_part(chunk)
+        self._codec.check(wire, total.numel())
+        if self._is_begun[chunk]:
+            self._codec.accumulate(wire, weight, total, 1.0, total)
+        else:
+            own = self._own_part(chunk)
+            self._codec.accumulate(wire, weight, own, self._weight, total)
+        is_first, self._is_begun[chunk] = not self._is_begun[chunk], 1
+        if first_non_finite(total) is not None:
+            index = first_non_finite(self._own_part(chunk)) if is_first else None
+            if index is not None:
+                raise NonFiniteInput(self._starts[chunk] + index)
+            raise OverflowError("the sum overflows its dtype")
+
+    def finish(self, chunk: int, weight_sum: float) -> None:
+        """Divide, encode once, keep what that decodes to."""
+        total = self._out_part(chunk)
+        if not self._is_begun[chunk]:  # we are alone
+            torch.mul(self._own_part(chunk), self._weight, out=total)
+            if first_non_finite(total) is not None:
+                self._blame(chunk, None, is_first=True)
+        if self.op == "mean":
+            divide(total, weight_sum)
+        if weight_sum < 1.0 and first_non_finite(total) is not None:
+            raise OverflowError("the result overflows its dtype")
+        wire = self._codec.encode(total, self._results[chunk])
+        self._codec.decode(wire, total)
+        self._tell_record(chunk, bytes_of(wire))
+
+    def install(self, chunk: int, wire: Tensor, weights: Sequence[float | None]) -> None:  # noqa: ARG002
+        """Decode a result. Raises NotFinite if it holds NaN or infinity."""
+        out = self._out_part(chunk)
+        self._codec.check(wire, out.numel())
+        self._codec.decode(wire, out)
+        if chunk in self._results:
+            self._results[chunk].copy_(wire)
+        self._tell_record(chunk, bytes_of(wire))

@@ -1,0 +1,130 @@
+"""Which plan a view uses: the butterfly, a ring, or two levels.
+
+    butterfly   two one-way trips; every pair exchanges
+    ring        2(n - 1) trips; each member speaks with two others only
+    two_level   four trips; between regions each piece travels once, inside a region for a second time
+
+Rules: every member must come to the same choice from the same table, so nothing else is asked: no clock, no chance, no
+order of hashing. The trees are made by `slices`, seconds are counted by `cost`; here is only the choosing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import NamedTuple
+
+from collective.core.cost import Volume, best_shares, predict
+from collective.core.link_table import LinkTable
+from collective.core.regions import guess_trunks, regions
+from collective.core.ring_order import ring_order
+from collective.core.slices import Route, butterfly, ring, two_level
+
+PLANS = ("butterfly", "ring", "two_level")
+
+_WORTH = 0.95
+"""Another plan than the butterfly must need less than this part of its time: it has more hops that can go wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A plan and what speaks for it.
+
+    Attributes:
+        name: one of `PLANS`.
+        routes, shares: for each slice its trees and its part of the buffer; shares sum to 1.
+        predicted_s: seconds; inf if the plan needs a pair that cannot speak; None if nothing is known of the links.
+        rejected: the other plans considered, with their seconds.
+    """
+
+    name: str
+    routes: tuple[Route, ...]
+    shares: tuple[float, ...]
+    predicted_s: float | None
+    rejected: tuple[tuple[str, float], ...] = ()
+
+
+class _Plan(NamedTuple):
+    name: str
+    routes: tuple[Route, ...]
+    shares: tuple[float, ...]
+    predicted_s: float
+
+
+def choose(table: LinkTable, volume: Volume, *, only: str | None = None) -> Choice:
+    """The plan for all members of this table.
+
+    The fastest by prediction, but the butterfly unless another saves more than 5 %. With nothing known
+    (`LinkTable.unknown`) it is the butterfly with equal shares, and no prediction. Pairs that cannot be judged alone,
+    because they seem to share a line between regions, are judged together (`regions.guess_trunks`).
+
+    Args:
+        only: consider this plan alone. A two-level plan without regions is a butterfly.
+
+    Raises:
+        ValueError: no members, or an unknown name.
+    """
+    if table.world_size == 0 or (only is not None and only not in PLANS):
+        raise ValueError(f"no plan {only!r} for {table.world_size} members")
+    if table.says_nothing:
+        name = only or "butterfly"
+        routes = _routes(name, table, volume, (tuple(range(table.world_size)),))
+        shares = (1 / len(routes),) * len(routes)
+        return Choice(name=name, routes=routes, shares=shares, predicted_s=None)
+    found = regions(table)
+    table = replace(table, trunks=table.trunks + guess_trunks(table, found))
+    considered = [only] if only is not None else _candidates(table.world_size, found)
+    tried = [_sized(name, _routes(name, table, volume, found), volume, table) for name in considered]
+    first, *others = tried
+    worth_it = [plan for plan in others if plan.predicted_s < _WORTH * first.predicted_s]
+    chosen = min([first, *worth_it], key=lambda plan: plan.predicted_s)
+    return Choice(
+        name=chosen.name,
+        routes=chosen.routes,
+        shares=chosen.shares,
+        predicted_s=chosen.predicted_s,
+        rejected=tuple((plan.name, plan.predicted_s) for plan in tried if plan is not chosen),
+    )
+
+
+def _candidates(world_size: int, found: Sequence[Sequence[int]]) -> list[str]:
+    """Plans that differ from the butterfly here, after it."""
+    names = ["butterfly"]
+    if world_size > 2:
+        names.append("ring")
+    if 1 < len(found) < world_size:
+        names.append("two_level")
+    return names
+
+
+def _routes(name: str, table: LinkTable, volume: Volume, found: Sequence[Sequence[int]]) -> tuple[Route, ...]:
+    match name:
+        case "butterfly":
+            return butterfly(table.world_size)
+        case "two_level":
+            return two_level(found)
+        case _:
+            return ring(_order(table, volume))
+
+
+def _order(table: LinkTable, volume: Volume) -> tuple[int, ...]:
+    """The ring's order for equal slices: the seconds of its slowest edge, and every latency twice, up and down."""
+    size = table.world_size
+    everybody = range(size)
+    nbytes = (volume.nbytes_up_raw * (size - 2) + volume.nbytes_up + volume.nbytes_down * (size - 1)) / size
+    slowest = [[0.0] * size for _ in everybody]
+    for a in everybody:
+        for b in everybody:
+            speed = table.speed(a, b)
+            if a != b and nbytes > 0:
+                slowest[a][b] = nbytes / speed if speed > 0 else inf
+    return ring_order([[2 * latency_s for latency_s in row] for row in table.latency_s], slowest)
+
+
+def _sized(name: str, routes: tuple[Route, ...], volume: Volume, table: LinkTable) -> _Plan:
+    """The plan with the better of best and equal shares: equal ones have the smallest chunks to wait for."""
+    equal = (1 / len(routes),) * len(routes)
+    plans = [
+        _Plan(name, routes, shares, predict(routes, shares, volume, table))
+        for shares in (equal, best_shares(routes, volume, table))
+    ]
+    return min(plans, key=lambda plan: plan.predicted_s)

@@ -1,0 +1,374 @@
+"""One member's part in one round, as a pure machine over chunk references (ARCHITECTURE §6).
+
+A round is any collective operation. The plan (core/slices.py) gives every slice of the buffer two trees: parts go up
+to the slice's root, each node adding its children's parts to its own; the root encodes the result once, and the same
+bytes go down to all. An operation without reduction has no way up, one without distribution no way down. This machine
+decides who sends what and when a chunk is complete. It never sees a byte: the values live in the effects, so the
+simulator can carry chunks that are multisets of contributors.
+
+Rules:
+* Every part is counted once. A duplicate is dropped and counted in `duplicates`; order does not matter.
+* Credit: a member that has not opened the round gets at most `eager_chunks` frames with chunks, so what it must hold
+  back is bounded. A chunk of its own proves that it has opened.
+* A chunk is finished only when all members have opened the round: before that the sum of weights is not known.
+* The round is finished when every member has opened it, every part was handed out and every chunk that is wanted here
+  is in place. Sends may still be under way then; the shell drains them before it lets go of the buffers.
+* What an earlier attempt of the same round has finished among the same members is not sent again (`held`). Whoever
+  opens says which results it holds; a result counts as held only where the slice's root holds it too, since a root
+  that sums again may sum in another order.
+* In a link's queue, results go before contributions: a result completes a chunk, a contribution only begins one.
+* No time in here. Whoever moves the bytes sees who stands still, and asks `needs()` whom that concerns.
+"""
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from collective.core.round_words import (
+    Accumulate,
+    ChunkRefused,
+    ContributionArrived,
+    FinishChunk,
+    Finished,
+    InstallResult,
+    KeepResult,
+    LinkRenewed,
+    PeerOpened,
+    ResultArrived,
+    RoundEffect,
+    RoundEvent,
+    SendContribution,
+    SendOpen,
+    SendResult,
+)
+from collective.core.slices import NOBODY, Route, SlicePlan
+from collective.core.types import RoundKey
+
+
+class RoundMachine:
+    """See the module.
+
+    Args:
+        key: name of the round, for whoever reads a story of it.
+        rank: our place in the view.
+        slices: the plan; the same on all members.
+        eager_chunks: how many chunks a member may get before it has opened the round, from 0 up.
+        held: bit c set: the result of chunk c is in place already, from an earlier attempt among the same members.
+        needs_all: whether the round waits until every member has opened it, even one from which nothing is missing.
+    """
+
+    def __init__(
+        self,
+        *,
+        key: RoundKey,
+        rank: int,
+        slices: SlicePlan,
+        eager_chunks: int,
+        held: int = 0,
+        needs_all: bool = True,
+    ) -> None:
+        world_size = slices.world_size
+        if not 0 <= rank < world_size or eager_chunks < 0:
+            raise ValueError(f"rank {rank} of {world_size}, {eager_chunks} eager chunks")
+        self.key = key
+        self.rank = rank
+        self.slices = slices
+        self.duplicates = 0
+        self.finished = False
+        self.held = held
+        self._eager_chunks = eager_chunks
+        self._needs_all = needs_all
+        self._others = tuple(other for other in range(world_size) if other != rank)
+        self._opened = [other == rank for other in range(world_size)]
+        self.num_unopened = len(self._others)
+        """Members that are not known to have posted the round."""
+        self._untold = sum(1 << other for other in self._others)  # bit r: the OPEN of rank r itself is not here yet
+        self._peer_held = [0] * world_size
+        self._sent_early = [0] * world_size
+        self._waiting: list[list[SendContribution | SendResult]] = [[] for _ in range(world_size)]
+        num_chunks = slices.num_chunks
+        self._slice_of = [0] * num_chunks
+        self._missing = [0] * num_chunks  # bit r: the part of rank r is not in the sum yet
+        self._is_handed_up = bytearray(num_chunks)
+        self._is_done = bytearray(num_chunks)  # the result is in place here
+        self._missing_parts = [0] * world_size
+        self._missing_results = [0] * world_size  # ours: chunks that we finish
+        self._children_up: list[tuple[int, ...]] = []
+        self._children_down: list[tuple[int, ...]] = []
+        self._read_plan()
+
+    def _read_plan(self) -> None:
+        for slice_, route in enumerate(self.slices.routes):
+            children = tuple(other for other, parent in enumerate(route.up) if parent == self.rank)
+            self._children_up.append(children)
+            self._children_down.append(tuple(other for other, parent in enumerate(route.down) if parent == self.rank))
+            mask = sum(1 << child for child in children)
+            chunks = self.slices.chunks_of(slice_)
+            for chunk in chunks:
+                self._slice_of[chunk] = slice_
+                self._missing[chunk] = mask
+            for child in children:
+                self._missing_parts[child] += len(chunks)
+            giver = self.rank if route.root == self.rank else route.down[self.rank]
+            if giver != NOBODY:
+                self._missing_results[giver] += len(chunks)
+
+    # -------------------------------------------------------------------------------- in and out
+
+    def start(self) -> Sequence[RoundEffect]:
+        """Open the round towards everybody and send what the credit allows. Call once, before any event."""
+        effects: list[RoundEffect] = [SendOpen(other) for other in self._others]
+        for chunk in range(self.slices.num_chunks):
+            if self.held >> chunk & 1 and self.is_root(chunk):
+                for child in self._children_up[self._slice_of[chunk]]:
+                    self._missing_parts[child] -= 1
+                self._missing[chunk] = 0
+                self._is_done[chunk] = 1
+                self._missing_results[self.rank] -= 1
+                effects.append(KeepResult(chunk))
+            elif not self._missing[chunk]:
+                self._go_on(chunk, effects)
+        self._finish_if_complete(effects)
+        return effects
+
+    def handle(self, event: RoundEvent) -> Sequence[RoundEffect]:
+        """Take one fact, return the orders that follow, to be carried out in this order.
+
+        Raises:
+            ChunkRefused: the member named in it sent something outside the plan. The machine is unchanged.
+        """
+        effects: list[RoundEffect] = []
+        match event:
+            case ContributionArrived(rank=rank, chunk=chunk):
+                self._on_contribution(rank, chunk, effects)
+            case ResultArrived(rank=rank, chunk=chunk):
+                self._on_result(rank, chunk, effects)
+            case PeerOpened(rank=rank, held=held):
+                self._check_member(rank)
+                self._on_open(rank, held, effects)
+            case LinkRenewed(rank=rank):
+                self._check_member(rank)
+                self._on_link_renewed(rank, effects)
+            case _:
+                assert_never(event)
+        self._finish_if_complete(effects)
+        return effects
+
+    # -------------------------------------------------------------------------------- questions
+
+    def needs(self, rank: int) -> bool:
+        """Whether we cannot finish without hearing more from this member."""
+        if rank == self.rank:
+            return False
+        is_awaited = self._needs_all and not self._opened[rank]
+        return is_awaited or self._missing_parts[rank] > 0 or self._missing_results[rank] > 0
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """Ranks from which an opening, a contribution or a result is still missing."""
+        return tuple(other for other in self._others if self.needs(other))
+
+    def has_opened(self, rank: int) -> bool:
+        """Whether this member is known to have posted the round."""
+        return self._opened[rank]
+
+    def owes_own_parts(self, rank: int) -> bool:
+        """Whether it owes something that depends on nobody else: parts that it need not add to, or its own data."""
+        if not self._missing_parts[rank] and not self._missing_results[rank]:
+            return False
+        for slice_, route in enumerate(self.slices.routes):
+            is_leaf = route.up[rank] == self.rank and rank not in route.up
+            gives_own = route.root == rank and route.down[self.rank] == rank and not route.is_reduced
+            chunks = self.slices.chunks_of(slice_)
+            if is_leaf and any(self._missing[chunk] >> rank & 1 for chunk in chunks):
+                return True
+            if gives_own and any(not self._is_done[chunk] for chunk in chunks):
+                return True
+        return False
+
+    def adds_for(self, rank: int, chunk: int) -> bool:
+        """Whether `rank` sends us sums of several parts for this chunk, which are weighted already."""
+        return rank in self._route(chunk).up
+
+    def is_root(self, chunk: int) -> bool:
+        """Whether the result of this chunk is made here."""
+        return self._route(chunk).root == self.rank
+
+    def is_into_root(self, rank: int, chunk: int) -> bool:
+        """Whether what this member sends up for this chunk goes straight to the root."""
+        route = self._route(chunk)
+        return route.up[rank] == route.root
+
+    def sends_own_part(self, chunk: int) -> bool:
+        """Whether what we send up for this chunk is our own part alone."""
+        return not self._children_up[self._slice_of[chunk]]
+
+    def wants_result(self, rank: int, chunk: int) -> bool:
+        """Whether this result would be installed. False for what is not this member's to give and for duplicates."""
+        route = self._route(chunk)
+        is_due = route.up[self.rank] == NOBODY or self._is_handed_up[chunk] == 1
+        return route.down[self.rank] == rank and is_due and not self._is_done[chunk]
+
+    def done_mask(self) -> int:
+        """Bit c set: the result of chunk c is in place. What a later attempt may pass as `held`."""
+        return sum(1 << chunk for chunk, is_done in enumerate(self._is_done) if is_done)
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        missing_parts = [0] * self.slices.world_size
+        missing_results = [0] * self.slices.world_size
+        for chunk in range(self.slices.num_chunks):
+            route = self._route(chunk)
+            for child in self._children_up[self._slice_of[chunk]]:
+                missing_parts[child] += self._missing[chunk] >> child & 1
+            giver = self.rank if route.root == self.rank else route.down[self.rank]
+            if giver != NOBODY:
+                missing_results[giver] += not self._is_done[chunk]
+            if self._is_done[chunk]:
+                assert giver != NOBODY
+                assert not self._missing[chunk]
+            if self._is_handed_up[chunk]:
+                assert not self._missing[chunk]
+                assert route.up[self.rank] != NOBODY
+            # A result cannot exist before our part of it was handed up, or was found to be needed no more.
+            if self._is_done[chunk] and route.up[self.rank] != NOBODY:
+                assert self._is_handed_up[chunk]
+        assert missing_parts == self._missing_parts
+        assert missing_results == self._missing_results
+        assert self.num_unopened == self._opened.count(False)
+        for other in self._others:
+            assert self._opened[other] or self._sent_early[other] <= self._eager_chunks
+            assert not (self._opened[other] and self._waiting[other])
+        is_complete = not self._missing_results[self.rank] and not self.waiting_for()
+        assert self.finished == (is_complete and not (self.held and self._untold))
+
+    # -------------------------------------------------------------------------------- transitions
+
+    def _on_contribution(self, rank: int, chunk: int, effects: list[RoundEffect]) -> None:
+        self._check_member(rank, chunk)
+        if self._route(chunk).up[rank] != self.rank:
+            raise ChunkRefused(rank, chunk, "contribution that is not for us to add")
+        self._open(rank, effects)
+        bit = 1 << rank
+        if not self._missing[chunk] & bit:
+            self.duplicates += 1
+            return
+        self._missing[chunk] ^= bit
+        self._missing_parts[rank] -= 1
+        effects.append(Accumulate(chunk, rank))
+        if not self._missing[chunk]:
+            self._go_on(chunk, effects)
+
+    def _on_result(self, rank: int, chunk: int, effects: list[RoundEffect]) -> None:
+        self._check_member(rank, chunk)
+        route = self._route(chunk)
+        if route.down[self.rank] != rank:
+            raise ChunkRefused(rank, chunk, "result of a chunk that its sender does not give us")
+        if route.up[self.rank] != NOBODY and not (self._is_handed_up[chunk] or self._is_done[chunk]):
+            raise ChunkRefused(rank, chunk, "result of a chunk before our contribution to it")
+        self._open(rank, effects)
+        if self._is_done[chunk]:
+            self.duplicates += 1
+            return
+        self._is_done[chunk] = 1
+        self._missing_results[rank] -= 1
+        effects.append(InstallResult(chunk))
+        self._hand_down(chunk, effects)
+
+    def _on_open(self, rank: int, held: int, effects: list[RoundEffect]) -> None:
+        if not self._untold >> rank & 1:
+            return
+        self._waiting[rank] = [
+            order for order in self._waiting[rank] if isinstance(order, SendResult) or not held >> order.chunk & 1
+        ]
+        self._open(rank, effects)
+        self._untold ^= 1 << rank
+        self._peer_held[rank] = held
+        for chunk in range(self.slices.num_chunks):
+            route = self._route(chunk)
+            if route.root == rank and held >> chunk & 1 and not self._is_done[chunk]:
+                # The root needs our part no more; its result comes, unless we have it from the same attempt.
+                self._is_handed_up[chunk] = 1
+                if self.held >> chunk & 1:
+                    self._is_done[chunk] = 1
+                    self._missing_results[rank] -= 1
+                    effects.append(KeepResult(chunk))
+            is_old_result = self.held >> chunk & 1 and route.root == self.rank and route.down[rank] == self.rank
+            if is_old_result and not held >> chunk & 1:
+                effects.append(SendResult(rank, chunk))
+
+    def _on_link_renewed(self, rank: int, effects: list[RoundEffect]) -> None:
+        effects.append(SendOpen(rank))
+        not_sent_yet = set(self._waiting[rank])
+        for chunk in range(self.slices.num_chunks):
+            route = self._route(chunk)
+            is_acknowledged = self._is_done[chunk] and route.down[self.rank] != NOBODY
+            if self._is_handed_up[chunk] and route.up[self.rank] == rank and not is_acknowledged:
+                order: SendContribution | SendResult = SendContribution(rank, chunk)
+                if order not in not_sent_yet and not self._peer_held[rank] >> chunk & 1:
+                    effects.append(order)
+            if self._is_done[chunk] and route.down[rank] == self.rank:
+                order = SendResult(rank, chunk)
+                # Of an old result we know whether it is wanted by the peer's OPEN; a new one is wanted by all.
+                is_old = self.held >> chunk & 1 and self.is_root(chunk)
+                is_wanted = not is_old or not (self._untold | self._peer_held[rank] >> chunk << rank) >> rank & 1
+                if is_wanted and order not in not_sent_yet:
+                    effects.append(order)
+
+    def _open(self, rank: int, effects: list[RoundEffect]) -> None:
+        """An OPEN says it, and so does any frame with a chunk."""
+        if self._opened[rank]:
+            return
+        self._opened[rank] = True
+        self.num_unopened -= 1
+        waiting, self._waiting[rank] = self._waiting[rank], []
+        effects.extend(waiting)
+        if not self.num_unopened:
+            for chunk in range(self.slices.num_chunks):
+                route = self._route(chunk)
+                if route.root == self.rank and route.is_reduced and not self._missing[chunk]:
+                    self._go_on(chunk, effects)
+
+    def _go_on(self, chunk: int, effects: list[RoundEffect]) -> None:
+        """All parts that come together here are in: finish the chunk, or hand the sum up."""
+        route = self._route(chunk)
+        if route.root == self.rank:
+            if self._is_done[chunk] or (route.is_reduced and self.num_unopened):
+                return
+            self._is_done[chunk] = 1
+            self._missing_results[self.rank] -= 1
+            effects.append(FinishChunk(chunk))
+            self._hand_down(chunk, effects)
+        elif route.up[self.rank] != NOBODY and not self._is_handed_up[chunk]:
+            self._is_handed_up[chunk] = 1
+            self._send(SendContribution(route.up[self.rank], chunk), effects)
+
+    def _hand_down(self, chunk: int, effects: list[RoundEffect]) -> None:
+        for child in self._children_down[self._slice_of[chunk]]:
+            self._send(SendResult(child, chunk), effects)
+
+    def _send(self, order: SendContribution | SendResult, effects: list[RoundEffect]) -> None:
+        if self._opened[order.to]:
+            effects.append(order)
+        elif self._sent_early[order.to] < self._eager_chunks:
+            self._sent_early[order.to] += 1
+            effects.append(order)
+        else:
+            self._waiting[order.to].append(order)
+
+    def _finish_if_complete(self, effects: list[RoundEffect]) -> None:
+        if self.finished or any(self._missing_parts) or any(self._missing_results):
+            return
+        if self._needs_all and self.num_unopened:
+            return
+        if self.held and self._untold:
+            return  # somebody may still lack what only we hold
+        self.finished = True
+        effects.append(Finished())
+
+    def _route(self, chunk: int) -> Route:
+        return self.slices.routes[self._slice_of[chunk]]
+
+    def _check_member(self, rank: int, chunk: int = -1) -> None:
+        if not 0 <= rank < self.slices.world_size or rank == self.rank:
+            raise ChunkRefused(rank, chunk, "sender is not another member of the round")
+        if not -1 <= chunk < self.slices.num_chunks:
+            raise ChunkRefused(rank, chunk, "no such chunk")

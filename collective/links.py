@@ -1,0 +1,147 @@
+"""What this peer measures of its links: round trips, and how fast bytes get through while more are waiting.
+
+The transfers themselves are the measurement; where there were none, `Prober` sends padding for a fraction of a second.
+The kernel counts what was acknowledged, so nothing is asked of the other side.
+
+Rules: nothing here decides; `Communicator.survey` brings all members' observations together. Windows are long against
+a round trip, so a burst into a queue does not count as a rate.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from collective.core.survey import Observation
+from collective.core.types import Member, PeerId, PeerRef
+from collective.transport.bundle import Bundle
+from collective.transport.sockets import FAR_S
+
+_WINDOW_S = 0.2
+_WINDOWS_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkReport:
+    """What is known of the way to one member. 0.0 is unknown."""
+
+    peer_id: PeerId
+    num_streams: int
+    round_trip_s: float
+    bytes_per_s: float
+    """Most that was reached while more was waiting."""
+    bytes_sent: int
+    bytes_received: int
+    bytes_sent_again: int
+    """Lost on the way, as the kernel counts it."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    acknowledged: int = 0
+    received: int = 0
+    was_waiting: bool = False
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOWS_KEPT))
+
+
+class LinkMeter:
+    """Watches all bundles of a mesh. Call `sample` often while rounds run.
+
+    Args:
+        bundles: those of the mesh, by peer.
+    """
+
+    def __init__(self, bundles: Mapping[PeerRef, Bundle]) -> None:
+        self._bundles = bundles
+        self._seen: dict[PeerRef, _Seen] = {}
+        self._sampled_at: float | None = None
+        self._sent: deque[float] = deque(maxlen=_WINDOWS_KEPT)
+        self._received: deque[float] = deque(maxlen=_WINDOWS_KEPT)
+
+    def begin(self, now: float) -> None:
+        """Nothing moved before this."""
+        self._sampled_at = now
+        for ref, bundle in self._bundles.items():
+            seen = self._seen.setdefault(ref, _Seen())
+            seen.acknowledged, seen.received = bundle.acknowledged(), bundle.bytes_received
+            seen.was_waiting = bundle.is_waiting
+
+    def sample(self, now: float) -> None:
+        """End a window, if it is long enough, and begin the next."""
+        if self._sampled_at is None:
+            self.begin(now)
+            return
+        seconds = now - self._sampled_at
+        if seconds < _WINDOW_S:
+            return
+        sent = received = 0
+        any_waited = False
+        for ref, bundle in self._bundles.items():
+            seen = self._seen.setdefault(ref, _Seen())
+            moved = bundle.acknowledged() - seen.acknowledged
+            sent += max(0, moved)
+            received += max(0, bundle.bytes_received - seen.received)
+            if seen.was_waiting and bundle.is_waiting and moved > 0:
+                any_waited = True
+                seen.rates.append(moved / seconds)
+        if any_waited:
+            self._sent.append(sent / seconds)
+        if received:
+            self._received.append(received / seconds)
+        for ref in [ref for ref in self._seen if ref not in self._bundles]:
+            del self._seen[ref]
+        self.begin(now)
+
+    async def probe(self, members: Sequence[Member], seconds: float) -> None:
+        """Send padding to the members to which no transfer has shown a rate yet, all at once."""
+        unknown = [
+            self._bundles[member.ref]
+            for member in members
+            if self._is_far(member.ref) and not self._seen.get(member.ref, _Seen()).rates
+        ]
+        if not unknown or seconds <= 0.0:
+            return
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + seconds
+        for bundle in unknown:
+            bundle.pad_until(ends_at)
+        self.begin(loop.time())
+        while loop.time() < ends_at:
+            await asyncio.sleep(_WINDOW_S / 4)
+            self.sample(loop.time())
+
+    def observation(self, members: Sequence[Member]) -> Observation:
+        """What we saw of the way to these members, in their order."""
+        seen = [self._seen.get(member.ref) for member in members]
+        return Observation(
+            sent=max(self._sent, default=0.0),
+            received=max(self._received, default=0.0),
+            one_way_s=tuple(self._round_trip_s(member.ref) / 2 for member in members),
+            sent_to=tuple(max(one.rates, default=0.0) if one else 0.0 for one in seen),
+        )
+
+    def reports(self, members: Sequence[Member]) -> list[LinkReport]:
+        """For people: what is known of the links to these members."""
+        known = [
+            (self._bundles[member.ref], self._seen.get(member.ref)) for member in members if member.ref in self._bundles
+        ]
+        return [
+            LinkReport(
+                peer_id=bundle.peer_id,
+                num_streams=bundle.num_streams,
+                round_trip_s=bundle.shortest_round_trip_s(),
+                bytes_per_s=max(seen.rates, default=0.0) if seen else 0.0,
+                bytes_sent=bundle.bytes_sent,
+                bytes_received=bundle.bytes_received,
+                bytes_sent_again=bundle.bytes_sent_again(),
+            )
+            for bundle, seen in known
+        ]
+
+    def _is_far(self, ref: PeerRef) -> bool:
+        """Only long paths are probed: to a near peer the padding would measure our own processor."""
+        return self._round_trip_s(ref) > FAR_S
+
+    def _round_trip_s(self, ref: PeerRef) -> float:
+        bundle = self._bundles.get(ref)
+        return 0.0 if bundle is None else bundle.shortest_round_trip_s()

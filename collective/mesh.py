@@ -1,0 +1,156 @@
+"""The connections of one peer to the others of its view: dialled, adopted, kept across views, dropped.
+
+Rules: of a pair, the peer with the smaller id dials. Links to members that stay outlive a view. Nothing runs in the
+background but the sockets' callbacks; `connect` and the rounds' supervision are the only places that dial. It must not
+know tensors or rounds.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections import Counter
+from collections.abc import Callable
+
+from collective.core.types import PeerRef, View
+from collective.transport.bundle import Bundle, BundleOwner
+from collective.transport.hello import Hello
+from collective.transport.link import Caps
+from collective.transport.security import Security
+from collective.transport.sockets import SocketOptions
+
+_MAX_STRANGERS = 64
+"""Peers that may be connected before a view names them; the oldest goes first."""
+
+
+class Mesh:
+    """See the module.
+
+    Args:
+        me: this start of this peer.
+        hello: makes the hello for (peer, stream, num_streams) of a connection that we dial.
+        num_streams: connections that we dial to each peer with a larger id; None chooses by the path.
+        chunk_nbytes: longest payload.
+        owner: hears what arrives.
+        sockets: how they are set up.
+        security: which of them are encrypted; None encrypts nothing.
+        caps: bound what all of them together move.
+        dropped: counts connections that were refused, by reason.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: PeerRef,
+        hello: Callable[[PeerRef, int, int], Hello],
+        num_streams: int | None,
+        chunk_nbytes: int,
+        owner: BundleOwner,
+        sockets: SocketOptions,
+        security: Security | None,
+        caps: Caps,
+        dropped: Counter[str],
+    ) -> None:
+        self.bundles: dict[PeerRef, Bundle] = {}
+        self.view: View | None = None
+        self.closed = False
+        self._me = me
+        self._hello = hello
+        self._num_streams = num_streams
+        self._chunk_nbytes = chunk_nbytes
+        self._owner = owner
+        self._sockets = sockets
+        self._security = security
+        self._caps = caps
+        self._dropped = dropped
+        self._moved_by_closed = [0, 0]
+
+    def adopt(self, sock: socket.socket, hello: Hello) -> None:
+        """Take an accepted BULK connection for good. One that cannot be meant for us is closed and counted."""
+        known = self.view
+        member = next((m for m in known.members if m.peer_id == hello.peer_id), None) if known else None
+        if self.closed or hello.peer_id >= self._me.peer_id or hello.stream >= hello.num_streams:
+            self._refuse(sock, "connection in the wrong direction")
+            return
+        if member is not None and hello.incarnation < member.incarnation:
+            self._refuse(sock, "connection of an older incarnation")
+            return
+        bundle = self.bundles.get(hello.ref)
+        if bundle is None:
+            self._make_room_for_stranger()
+            bundle = self._new_bundle(hello.ref, hello.num_streams)
+        bundle.num_streams = hello.num_streams  # the dialler decides
+        bundle.attach(sock, hello.stream)
+
+    def prepare(self, view: View) -> None:
+        """Keep the links to members that stay, drop those to former ones, name the new ones."""
+        former = {member.ref for member in self.view.members} if self.view else set()
+        members = {member.ref for member in view.members}
+        newest = {member.peer_id: member.incarnation for member in view.members}
+        for ref in list(self.bundles):
+            outdated = ref.incarnation < newest.get(ref.peer_id, 0)
+            if ref not in members and (ref in former or outdated):
+                self.drop(ref)
+        for member in view.members:
+            if member.ref != self._me:
+                if member.ref not in self.bundles:
+                    self._new_bundle(member.ref, self._num_streams)
+                self.bundles[member.ref].address = member.address
+        self.view = view
+
+    async def connect(self, timeout_s: float) -> None:
+        """Dial the view's members for at most so long. Who cannot be reached is the first round's finding."""
+        assert self.view is not None
+        members = {member.ref for member in self.view.members}
+        wanted = [bundle for ref, bundle in self.bundles.items() if ref in members and bundle.is_dialler]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as dials:
+                for bundle in wanted:
+                    dials.create_task(bundle.repair())
+
+    def drop(self, ref: PeerRef) -> None:
+        """End all links to this start of a peer."""
+        bundle = self.bundles.pop(ref)
+        bundle.close()
+        self._moved_by_closed[0] += bundle.bytes_sent
+        self._moved_by_closed[1] += bundle.bytes_received
+
+    def close(self) -> None:
+        """End all links."""
+        self.closed = True
+        for ref in list(self.bundles):
+            self.drop(ref)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bulk bytes given to the kernel since the start, headers included."""
+        return self._moved_by_closed[0] + sum(bundle.bytes_sent for bundle in self.bundles.values())
+
+    @property
+    def bytes_received(self) -> int:
+        """Bulk bytes read since the start, headers included."""
+        return self._moved_by_closed[1] + sum(bundle.bytes_received for bundle in self.bundles.values())
+
+    def _new_bundle(self, ref: PeerRef, num_streams: int | None) -> Bundle:
+        self.bundles[ref] = Bundle(
+            ref,
+            is_dialler=self._me.peer_id < ref.peer_id,
+            num_streams=num_streams,
+            chunk_nbytes=self._chunk_nbytes,
+            hello=self._hello,
+            owner=self._owner,
+            options=self._sockets,
+            security=self._security,
+            caps=self._caps,
+        )
+        return self.bundles[ref]
+
+    def _refuse(self, sock: socket.socket, reason: str) -> None:
+        self._dropped[reason] += 1
+        sock.close()
+
+    def _make_room_for_stranger(self) -> None:
+        view = self.view
+        strangers = [ref for ref in self.bundles if view is None or not view.holds(ref)]
+        if len(strangers) >= _MAX_STRANGERS:
+            self._dropped["too many connections before a view"] += 1
+            self.drop(strangers[0])

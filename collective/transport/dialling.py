@@ -1,0 +1,77 @@
+"""The dialler's whole way: TCP, encryption where it is wanted, hello. Control, state and bulk connections all go it.
+
+Rules: one deadline for everything. Nothing is left open after an error. Does not know what the connection is for.
+"""
+
+import asyncio
+import socket
+
+from collective.core.types import PeerId
+from collective.errors import ConnectionLost, PeerUnreachable, SecurityRefused
+from collective.transport.hello import Hello, HelloReply, introduce
+from collective.transport.security import DialSecurity, name_mismatch
+from collective.transport.sockets import EncryptionFailed, SocketOptions, dial, lost
+
+
+async def open_connection(
+    address: str,
+    hello: Hello,
+    *,
+    timeout_s: float,
+    options: SocketOptions | None = None,
+    security: DialSecurity | None = None,
+    expect: PeerId | None = None,
+) -> tuple[socket.socket, HelloReply]:
+    """Dial, encrypt if `security` wants that for the address found, introduce ourselves.
+
+    Args:
+        address: host:port.
+        hello: what to say.
+        timeout_s: for all of it.
+        options: of the socket.
+        security: None never encrypts.
+        expect: who must answer; None for anybody.
+
+    Returns:
+        The socket and what the other side said. An encrypted socket may hold bytes that epoll does not tell of: see
+        `TlsSocket.pending`.
+
+    Raises:
+        PeerUnreachable: nobody there, or not the expected peer.
+        HandshakeRefused: somebody is there and says no.
+        SecurityRefused: it is somebody else, or one side does not take the other's certificate.
+        ConnectionLost, DeadlineExceeded, RemoteProtocolError: the handshake broke off.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    sock = await dial(address, options or SocketOptions(), timeout_s=timeout_s)
+    try:
+        if security is not None and security.wanted_for(_host_of(sock)):
+            sock = await security.secure_dialled(sock, expect=expect, timeout_s=deadline - loop.time())
+        reply = await _introduce(sock, hello, timeout_s=deadline - loop.time())
+        mismatch = name_mismatch(sock, reply.peer_id, may_be_stranger=False)
+        if mismatch is not None:
+            raise SecurityRefused(mismatch)
+        if expect is not None and reply.peer_id != expect:
+            raise PeerUnreachable(address, "another peer answers there")
+    except BaseException:
+        sock.close()
+        raise
+    return sock, reply
+
+
+def _host_of(sock: socket.socket) -> str:
+    try:
+        return str(sock.getpeername()[0])
+    except OSError as error:  # gone already
+        raise lost(error) from error
+
+
+async def _introduce(sock: socket.socket, hello: Hello, *, timeout_s: float) -> HelloReply:
+    try:
+        return await introduce(sock, hello, timeout_s=timeout_s)
+    except ConnectionLost as error:
+        if isinstance(error.__cause__, EncryptionFailed):
+            # The first read is when a dialler hears that its certificate was not taken.
+            raise SecurityRefused(error.__cause__.reason) from error
+        raise

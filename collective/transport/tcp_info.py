@@ -1,0 +1,113 @@
+"""What the kernel knows about a connection: round trips, delivery rate, what is lost, what it waits for.
+
+Rules: read from TCP_INFO of Linux, whose struct only ever grows at its end. A field that this kernel does not have is
+None, a system without TCP_INFO or a closed socket gives no answer at all; nothing here raises. Knows no TLS: the
+bytes counted are those on the wire.
+"""
+
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+
+_MAX_NBYTES = 256
+_SIOCOUTQ = 0x5411
+_UNKNOWN_RTT_US = 0xFFFFFFFF
+
+# Offsets in struct tcp_info of linux/tcp.h: eight bytes of small fields, 24 u32, then u64 and u32 mixed.
+_APP_LIMITED_BYTE = 7  # the first of its bits
+_RTT_US = ("=I", 68)
+_TOTAL_RETRANS = ("=I", 100)
+_BYTES_ACKED = ("=Q", 120)
+_MIN_RTT_US = ("=I", 148)
+_DELIVERY_RATE = ("=Q", 160)
+_BUSY_TIME_US = ("=Q", 168)
+_RWND_LIMITED_US = ("=Q", 176)
+_SNDBUF_LIMITED_US = ("=Q", 184)
+_BYTES_RETRANS = ("=Q", 208)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpInfo:
+    """One connection at one moment. None where the kernel does not tell.
+
+    Attributes:
+        rtt_us: smoothed round-trip time in microseconds.
+        min_rtt_us: the shortest round trip that was seen lately, in microseconds: the path without queues.
+        delivery_rate: bytes a second that arrived at the other side, of the last sample.
+        is_app_limited: that sample says less than the path can do, since we had nothing to send.
+        bytes_acked: bytes that the other side has acknowledged.
+        bytes_retrans: bytes that were sent again.
+        total_retrans: segments that were sent again.
+        busy_time_us: how long there was anything to send or unacknowledged.
+        rwnd_limited_us: thereof waiting for the other side to read.
+        sndbuf_limited_us: thereof limited by our send buffer.
+    """
+
+    rtt_us: int | None
+    min_rtt_us: int | None
+    delivery_rate: int | None
+    is_app_limited: bool | None
+    bytes_acked: int | None
+    bytes_retrans: int | None
+    total_retrans: int | None
+    busy_time_us: int | None
+    rwnd_limited_us: int | None
+    sndbuf_limited_us: int | None
+
+
+def read_tcp_info(sock: socket.socket) -> TcpInfo | None:
+    """Ask the kernel. None where it does not tell: another system, or the socket is closed."""
+    if not hasattr(socket, "TCP_INFO"):
+        return None
+    try:
+        return parse_tcp_info(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MAX_NBYTES))
+    except OSError:
+        return None
+
+
+def parse_tcp_info(info: bytes) -> TcpInfo:
+    """Read the bytes of a struct tcp_info, as many as this kernel has."""
+    min_rtt_us = _field(info, _MIN_RTT_US)
+    delivery_rate = _field(info, _DELIVERY_RATE)
+    app_limited_bit = 1 if sys.byteorder == "little" else 0x80  # a bit field starts at the end that the bytes do
+    return TcpInfo(
+        rtt_us=_field(info, _RTT_US),
+        min_rtt_us=None if min_rtt_us == _UNKNOWN_RTT_US else min_rtt_us,
+        delivery_rate=delivery_rate,
+        # Older kernels have the byte and never set the bit: it came together with the rate.
+        is_app_limited=None if delivery_rate is None else bool(info[_APP_LIMITED_BYTE] & app_limited_bit),
+        bytes_acked=_field(info, _BYTES_ACKED),
+        bytes_retrans=_field(info, _BYTES_RETRANS),
+        total_retrans=_field(info, _TOTAL_RETRANS),
+        busy_time_us=_field(info, _BUSY_TIME_US),
+        rwnd_limited_us=_field(info, _RWND_LIMITED_US),
+        sndbuf_limited_us=_field(info, _SNDBUF_LIMITED_US),
+    )
+
+
+def round_trip_s(sock: socket.socket) -> float:
+    """The kernel's smoothed round-trip time of this connection, 0.0 where it does not tell."""
+    info = read_tcp_info(sock)
+    return 0.0 if info is None or info.rtt_us is None else info.rtt_us * 1e-6
+
+
+def unacknowledged_nbytes(sock: socket.socket) -> int:
+    """Bytes that were written but not acknowledged yet, 0 where the system does not tell."""
+    try:
+        import fcntl
+    except ImportError:
+        return 0
+    try:
+        answer = fcntl.ioctl(sock.fileno(), _SIOCOUTQ, b"\0\0\0\0")
+    except (OSError, ValueError):  # ValueError: closed, so the descriptor is -1
+        return 0
+    return int(struct.unpack("=i", answer)[0])
+
+
+def _field(info: bytes, place: tuple[str, int]) -> int | None:
+    layout, offset = place
+    if len(info) < offset + struct.calcsize(layout):
+        return None
+    value: int = struct.unpack_from(layout, info, offset)[0]
+    return value

@@ -1,0 +1,169 @@
+"""A packet's way from one peer's port to another's, and what arrives when.
+
+    frame -> cut? -> uplink's queue -> losses -> delay, jitter -> downlink's queue -> frame
+
+A super-packet is first cut into runs that take at most RUN_S at the slower of the two rates: queues then see small
+units, as they would on a wire, and at high rates a run still spares most of the work per segment.
+
+Rules: pure; time comes in, what leaves goes to a function of the caller. One heap holds all that is under way. The hot
+path is `enter` and `deliver`: about twenty thousand calls a second at 1 Gbit/s.
+"""
+
+import heapq
+from collections.abc import Callable
+from random import Random
+from typing import TypeAlias
+
+from scripts.wanlink import packets
+from scripts.wanlink.links import Link, Port
+from scripts.wanlink.scenario import Step, after, paths
+
+RUN_S = 0.0004
+MTU_WIRE_NBYTES = 1514
+QUEUE_SHARE = 4  # a run takes at most this part of a queue, so that a queue fills and drops by small units
+HELD_MAX_NBYTES = 512 << 20  # under way at once, in all; beyond it, frames are dropped and counted
+LATE_S = 0.001
+
+Deliver: TypeAlias = Callable[[int, packets.Pieces], None]
+
+
+class Switch:
+    """The network between `peers` ports.
+
+    Attributes:
+        links, ports: [from][to] (a path to oneself is None), and [peer].
+        strangers: frames for nobody here, such as IPv6's.
+        overflowed: segments that found HELD_MAX_NBYTES under way.
+        delivered, late, late_max_s: runs delivered; of them more than LATE_S after their time, and by how much at
+            most. Many late ones mean that the machine is too slow for what is asked.
+    """
+
+    def __init__(self, peers: int, seed: int) -> None:
+        self.links = [
+            [None if i == j else Link(Random(f"{seed}: {i} > {j}")) for j in range(peers)] for i in range(peers)
+        ]
+        self.ports = [Port() for _ in range(peers)]
+        self.strangers = self.overflowed = self.delivered = self.late = 0
+        self.late_max_s = 0.0
+        self._peers = peers
+        self._run_max = [[1 << 16] * peers for _ in range(peers)]
+        # (due, order, to, bytes on the wire, segments, is it through the downlink, pieces)
+        self._heap: list[tuple[float, int, int, int, int, bool, packets.Pieces]] = []
+        self._order = 0
+        self._held_nbytes = 0
+
+    # ------------------------------------------------------------------------------------- settings
+
+    def apply(self, step: Step, now: float) -> None:
+        """Bring the step into force, as a whole or not at all.
+
+        Raises:
+            ScenarioError: it does not fit this network.
+        """
+        links = {(i, j): self.link(i, j).settings for i, j in paths("*", self._peers)}
+        ports = {i: port.settings for i, port in enumerate(self.ports)}
+        new_links, new_ports = after(step, links, ports)
+        for (i, j), link_settings in new_links.items():
+            self.link(i, j).set(link_settings)
+        for i, port_settings in new_ports.items():
+            self.ports[i].set(port_settings, now)
+        for names, is_cut in ((step.cut, True), (step.heal, False)):
+            for name in names:
+                for i, j in paths(name, self._peers):
+                    self.link(i, j).is_cut = is_cut
+        if new_ports:
+            self._run_max = [[_run_max(one, other) for other in self.ports] for one in self.ports]
+
+    def link(self, source: int, target: int) -> Link:
+        """The path from one peer to another one."""
+        link = self.links[source][target]
+        assert link is not None, "no path leads from a peer to itself"
+        return link
+
+    # ------------------------------------------------------------------------------------- packets
+
+    def enter(self, source: int, frame: bytes, now: float) -> None:
+        """Take a frame that a peer sends."""
+        target = packets.destination(frame)
+        link = self.links[source][target] if 0 <= target < self._peers else None
+        if link is None:
+            self.strangers += 1
+            return
+        header, mss, segments = packets.measure(frame)
+        if link.is_cut:
+            link.refused += segments
+            return
+        if self._held_nbytes > HELD_MAX_NBYTES:
+            self.overflowed += segments
+            return
+        run_max = self._run_max[source][target]
+        uplink = self.ports[source].up
+        for first in range(0, segments, run_max):
+            last = min(first + run_max, segments)
+            count = last - first
+            payload = min(count * mss, len(frame) - header - first * mss)
+            sent = uplink.departure(now, packets.wire_nbytes(payload, header, count), count)
+            if sent is None:
+                continue
+            lost = link.lose(count)
+            if not lost and count == segments:
+                self._send(link, target, sent, count, payload, header, (frame,))
+                continue
+            for start, stop in packets.runs(first, last, lost):
+                pieces = (frame,) if segments == 1 else packets.cut_out(frame, header, mss, start, stop)
+                payload = min((stop - start) * mss, len(frame) - header - start * mss)
+                self._send(link, target, sent, stop - start, payload, header, pieces)
+
+    def _send(
+        self, link: Link, target: int, sent: float, count: int, payload: int, header: int, pieces: packets.Pieces
+    ) -> None:
+        """Put a run on its path."""
+        nbytes = packets.wire_nbytes(payload, header, count)
+        link.carried_nbytes += nbytes
+        due = link.arrival(sent, count)
+        if link.corrupt.hits(count):
+            link.corrupted += 1
+            pieces = packets.flip_bit(pieces, header, link.rng)
+        self._push(due, target, nbytes, count, False, pieces)
+        if link.duplicate.hits(count):
+            link.duplicated += 1
+            self._push(due, target, nbytes, count, False, pieces)
+
+    def _push(self, due: float, target: int, nbytes: int, count: int, is_through: bool, pieces: packets.Pieces) -> None:
+        self._order += 1
+        self._held_nbytes += nbytes
+        heapq.heappush(self._heap, (due, self._order, target, nbytes, count, is_through, pieces))
+
+    def next_due(self) -> float | None:
+        """When `deliver` has something to do; None if nothing is under way."""
+        return self._heap[0][0] if self._heap else None
+
+    def deliver(self, now: float, hand_over: Deliver) -> None:
+        """Hand over all that has arrived by now, in order of arrival."""
+        heap = self._heap
+        if heap and now - heap[0][0] > self.late_max_s:
+            self.late_max_s = now - heap[0][0]
+        while heap and heap[0][0] <= now:
+            due, _, target, nbytes, count, is_through, pieces = heapq.heappop(heap)
+            self._held_nbytes -= nbytes
+            if not is_through:
+                received = self.ports[target].down.departure(due, nbytes, count)
+                if received is None:
+                    continue
+                if received > now:
+                    self._push(received, target, nbytes, count, True, pieces)
+                    continue
+            self.delivered += 1
+            if now - due > LATE_S:
+                self.late += 1
+            hand_over(target, pieces)
+
+
+def _run_max(source: Port, target: Port) -> int:
+    """Segments a run may have between these two."""
+    limits = [
+        min(queue.bytes_per_s * RUN_S, queue.limit_nbytes / QUEUE_SHARE)
+        for queue in (source.up, target.down)
+        if queue.bytes_per_s
+    ]
+    return max(1, int(min(limits, default=1e9) / MTU_WIRE_NBYTES))

@@ -1,0 +1,338 @@
+"""What a plan costs, by hand; and the shares that cost least, against trying them all."""
+
+import itertools
+import random
+from math import inf
+
+import pytest
+
+from collective.core.cost import Volume, best_shares, predict
+from collective.core.link_table import LinkTable, Trunk
+from collective.core.slices import broadcast, butterfly, gather, ring, scatter, two_level
+
+MBIT = 1e6 / 8
+MIB = 2.0**20
+RAW = Volume(nbytes_up_raw=64 * MIB, nbytes_up=64 * MIB, nbytes_down=64 * MIB, chunk_nbytes=MIB)
+INT8 = Volume(nbytes_up_raw=64 * MIB, nbytes_up=16 * MIB, nbytes_down=16 * MIB, chunk_nbytes=MIB)
+
+
+def make_table(size, *, latency_s=0.0, rate=inf, upload=None, download=None, trunks=()):
+    """The same for every pair, or what a function of the pair says."""
+
+    def matrix(value):
+        return tuple(
+            tuple(0.0 if a == b else value(a, b) if callable(value) else value for b in range(size))
+            for a in range(size)
+        )
+
+    return LinkTable(
+        latency_s=matrix(latency_s),
+        rate=matrix(rate),
+        upload=tuple(upload or [inf] * size),
+        download=tuple(download or [inf] * size),
+        trunks=trunks,
+    )
+
+
+def equal(routes):
+    return (1 / len(routes),) * len(routes)
+
+
+def predict_equal(routes, volume, table):
+    return predict(routes, equal(routes), volume, table)
+
+
+def test_a_butterfly_of_four_moves_one_and_a_half_buffers_and_waits_for_two_trips():
+    rate = 200 * MBIT
+    table = make_table(4, latency_s=0.075, upload=[rate] * 4, download=[rate] * 4)
+    assert predict_equal(butterfly(4), RAW, table) == pytest.approx(1.5 * 64 * MIB / rate + 2 * 0.075)
+    assert predict_equal(butterfly(4), INT8, table) == pytest.approx(1.5 * 16 * MIB / rate + 2 * 0.075)
+
+
+def test_a_ring_moves_the_same_bytes_and_waits_for_six_trips():
+    rate = 200 * MBIT
+    table = make_table(4, latency_s=0.075, upload=[rate] * 4, download=[rate] * 4)
+    seconds = predict_equal(ring(range(4)), RAW, table)
+    assert seconds == pytest.approx(1.5 * 64 * MIB / rate + 6 * 0.075)
+
+
+def test_a_ring_that_encodes_for_the_root_only_sends_raw_before_it():
+    table = make_table(4, upload=[MIB] * 4)
+    volume = Volume(nbytes_up_raw=64 * MIB, nbytes_up=16 * MIB, nbytes_down=16 * MIB, chunk_nbytes=0.0)
+    # Of three hops up, two end before the root; three hops down are encoded.
+    assert predict_equal(ring(range(4)), volume, table) == pytest.approx((2 * 64 + 16 + 3 * 16) / 4)
+
+
+def test_two_levels_send_each_piece_between_regions_once_in_each_direction():
+    size = 6
+
+    def rate(a, b):
+        return inf if a // 3 == b // 3 else MIB
+
+    routes = two_level([[0, 1, 2], [3, 4, 5]])
+    volume = Volume(nbytes_up_raw=60 * MIB, nbytes_up=60 * MIB, nbytes_down=60 * MIB, chunk_nbytes=0.0)
+    # Delegates stand opposite to roots: a pair carries one sum up and one result down, 10 MiB each.
+    assert predict_equal(routes, volume, make_table(size, rate=rate)) == pytest.approx(20.0)
+    # A line that all pairs share carries three of each, against nine of each in a butterfly.
+    line = Trunk(senders=(0, 1, 2), receivers=(3, 4, 5), rate=MIB)
+    shared = make_table(size, trunks=(line,))
+    assert predict_equal(routes, volume, shared) == pytest.approx(60.0)
+    assert predict_equal(butterfly(size), volume, shared) == pytest.approx(180.0)
+
+
+def test_what_only_gives_or_only_takes_costs_one_trip():
+    table = make_table(4, latency_s=0.1, upload=[MIB] * 4)
+    small = Volume(nbytes_up_raw=4 * MIB, nbytes_up=4 * MIB, nbytes_down=4 * MIB, chunk_nbytes=MIB)
+    assert predict_equal(gather(4), small, table) == pytest.approx(3.0 + 0.1)
+    assert predict_equal(scatter(4), small, table) == pytest.approx(3.0 + 0.1)
+    assert predict(broadcast(2, 4), [1.0], small, table) == pytest.approx(12.0 + 0.1)
+
+
+def test_one_member_alone_needs_no_time():
+    assert predict_equal(butterfly(1), RAW, make_table(1, upload=[1.0])) == 0
+
+
+CHAIN = two_level([[0], [1, 2]])[0]  # 2 -> 1 -> 0 and back
+CHAIN_S = {(2, 1): 1.0, (1, 0): 3.0, (0, 1): 2.0, (1, 2): 2.0}  # seconds for a MiB
+
+
+def chain_table():
+    return make_table(3, latency_s=0.1, rate=lambda a, b: MIB / CHAIN_S.get((a, b), 1.0))
+
+
+def test_one_slice_alone_has_to_fill_its_pipeline():
+    """Ten chunks: the slowest hop works for all ten, the others for one."""
+    volume = Volume(nbytes_up_raw=10 * MIB, nbytes_up=10 * MIB, nbytes_down=10 * MIB, chunk_nbytes=MIB)
+    assert CHAIN.up == (-1, 0, 1)
+    assert predict([CHAIN], [1.0], volume, chain_table()) == pytest.approx(10 * 3 + (1 + 2 + 2) + 0.4)
+
+
+def test_a_slice_smaller_than_a_chunk_goes_hop_by_hop():
+    volume = Volume(nbytes_up_raw=MIB / 2, nbytes_up=MIB / 2, nbytes_down=MIB / 2, chunk_nbytes=MIB)
+    assert predict([CHAIN], [1.0], volume, chain_table()) == pytest.approx((1 + 3 + 2 + 2) / 2 + 0.4)
+
+
+def test_members_with_other_slices_to_send_do_not_wait_for_the_pipeline_to_fill():
+    """A slice in one chunk needs 14 hops round a ring of 8, and in these a member sends 14 slices."""
+    volume = Volume(nbytes_up_raw=8 * MIB, nbytes_up=8 * MIB, nbytes_down=8 * MIB, chunk_nbytes=MIB)
+    assert predict_equal(ring(range(8)), volume, make_table(8, upload=[MIB] * 8)) == pytest.approx(14.0)
+
+
+def test_a_slice_without_chunks_costs_no_latency():
+    table = make_table(3, latency_s=lambda a, b: 9.0 if (a, b) == (1, 2) else 0.1)
+    routes = butterfly(3)
+    assert predict(routes, [1.0, 0.0, 0.0], RAW, table) == pytest.approx(0.2)
+    assert predict(routes, [0.0, 0.0, 1.0], RAW, table) == pytest.approx(9.1)
+
+
+def test_a_pair_that_cannot_speak_makes_the_plan_endless_unless_it_is_not_used():
+    table = make_table(4, rate=lambda a, b: 0.0 if (a, b) == (0, 1) else MIB)
+    assert predict_equal(butterfly(4), RAW, table) == inf
+    shares = best_shares(butterfly(4), RAW, table)
+    assert shares[:2] == (0.0, 0.0)
+    assert predict(butterfly(4), shares, RAW, table) < inf
+
+
+def test_shares_must_belong_to_the_slices():
+    with pytest.raises(ValueError, match="3 shares"):
+        predict(butterfly(4), [1.0, 0.0, 0.0], RAW, make_table(4))
+
+
+# ------------------------------------------------------------------------------------------------ best shares
+def test_a_slow_uplink_owns_nothing():
+    table = make_table(4, latency_s=0.01, upload=[30 * MBIT] + [300 * MBIT] * 3, download=[300 * MBIT] * 4)
+    shares = best_shares(butterfly(4), RAW, table)
+    assert shares == pytest.approx((0, 1 / 3, 1 / 3, 1 / 3), abs=1e-5)
+    assert shares[0] == 0
+    assert predict(butterfly(4), shares, RAW, table) == pytest.approx(64 * MIB / (30 * MBIT) + 2 * 0.01)
+
+
+def test_a_slow_downlink_owns_nothing_either():
+    table = make_table(4, upload=[300 * MBIT] * 4, download=[30 * MBIT] + [300 * MBIT] * 3)
+    assert best_shares(butterfly(4), RAW, table) == pytest.approx((0, 1 / 3, 1 / 3, 1 / 3), abs=1e-5)
+
+
+def test_a_somewhat_slower_uplink_owns_somewhat_less():
+    """(1 + 2x) S out of each: the two groups are done at once where (1 + 2x) / 100 = (1 + 2y) / 80, x + y = 1/2."""
+    table = make_table(4, upload=[80 * MBIT] * 2 + [100 * MBIT] * 2)
+    shares = best_shares(butterfly(4), RAW, table)
+    assert shares == pytest.approx((1 / 6, 1 / 6, 1 / 3, 1 / 3), abs=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 33])
+def test_equal_links_and_unknown_links_have_equal_shares(size):
+    for table in (
+        LinkTable.unknown(size),
+        make_table(size, upload=[MIB] * size, download=[2 * MIB] * size),
+        make_table(size, rate=MIB, latency_s=0.1),
+    ):
+        assert best_shares(butterfly(size), INT8, table) == pytest.approx(equal(butterfly(size)), abs=1e-5)
+
+
+def test_members_that_matter_alike_have_like_shares_although_many_shares_would_do():
+    """Only the slow member limits the round; how the others divide the rest is open."""
+    table = make_table(6, upload=[MIB] + [1000 * MIB] * 5)
+    assert best_shares(butterfly(6), RAW, table) == pytest.approx((0, *[0.2] * 5), abs=1e-5)
+
+
+def test_a_member_nobody_has_measured_is_not_given_everything():
+    """As inf it would look like the best root of all, and be the worst if it is like the others."""
+    table = make_table(4, upload=[MIB, MIB, MIB, inf])
+    assert max(best_shares(butterfly(4), RAW, table)) == pytest.approx(0.5, abs=1e-4)
+    pairs = make_table(4, rate=lambda a, b: inf if 3 in (a, b) else MIB)
+    assert max(best_shares(butterfly(4), RAW, pairs)) == pytest.approx(0.5, abs=1e-4)
+
+
+def test_strangers_share_alike_where_only_others_have_been_measured():
+    """Nothing known limits the slices of 2 and 3, so no time is the least."""
+    table = make_table(4, rate=lambda a, b: MIB if a + b == 1 else inf)
+    assert best_shares(butterfly(4), RAW, table) == pytest.approx((0, 0, 0.5, 0.5), abs=1e-3)
+
+
+def test_links_whose_ratio_no_float_can_hold_have_shares():
+    fast = [1e300] * 3
+    slow_up = make_table(4, upload=[1e-299, *fast], download=[*fast, 1e300])
+    assert best_shares(gather(4), RAW, slow_up) == pytest.approx((0, 1 / 3, 1 / 3, 1 / 3))
+    slow_down = make_table(4, upload=[*fast, 1e300], download=[*fast, 1e-299])
+    assert best_shares(gather(4), RAW, slow_down) == (0, 0, 0, 1)
+
+
+def test_links_of_any_size_have_shares():
+    """Seed 8 once left the linear programme without a bound, before ratios were cut off."""
+    for seed in range(60):
+        source = random.Random(seed)
+        size = source.randint(2, 6)
+
+        def some(source=source):
+            return 10 ** source.uniform(-300, 300) if source.random() < 0.9 else source.choice([inf, 0.0])
+
+        table = LinkTable(
+            latency_s=LinkTable.unknown(size).latency_s,
+            rate=tuple(tuple(some() for _ in range(size)) for _ in range(size)),
+            upload=tuple(some() for _ in range(size)),
+            download=tuple(some() for _ in range(size)),
+        )
+        volume = Volume(nbytes_up_raw=1e9, nbytes_up=1e9, nbytes_down=1e8, chunk_nbytes=0)
+        for routes in (butterfly(size), ring(range(size)), two_level([range(size // 2), range(size // 2, size)])):
+            shares = best_shares(routes, volume, table)
+            assert sum(shares) == pytest.approx(1)
+            assert min(shares) >= 0
+            assert predict(routes, shares, volume, table) <= 1.002 * predict_equal(routes, volume, table)
+
+
+def test_where_everything_is_unreachable_shares_are_equal():
+    table = make_table(3, rate=0.0)
+    assert best_shares(butterfly(3), RAW, table) == equal(butterfly(3))
+
+
+def test_an_empty_buffer_has_equal_shares_and_costs_latency_only():
+    nothing = Volume(nbytes_up_raw=0, nbytes_up=0, nbytes_down=0, chunk_nbytes=MIB)
+    table = make_table(3, latency_s=0.1, rate=0.0)
+    assert best_shares(butterfly(3), nothing, table) == equal(butterfly(3))
+    assert predict_equal(butterfly(3), nothing, table) == pytest.approx(0.2)
+
+
+def seconds_by_counting(routes, shares, volume, table):
+    """The bandwidth term, counted hop by hop."""
+    edges = {}
+    for route, share in zip(routes, shares, strict=True):
+        for rank in range(table.world_size):
+            if rank != route.root:
+                up, down = route.up[rank], route.down[rank]
+                nbytes = volume.nbytes_up if up == route.root else volume.nbytes_up_raw
+                edges[rank, up] = edges.get((rank, up), 0.0) + share * nbytes
+                edges[down, rank] = edges.get((down, rank), 0.0) + share * volume.nbytes_down
+    times = [nbytes / table.rate[a][b] for (a, b), nbytes in edges.items()]
+    for rank in range(table.world_size):
+        times.append(sum(nbytes for (a, _), nbytes in edges.items() if a == rank) / table.upload[rank])
+        times.append(sum(nbytes for (_, b), nbytes in edges.items() if b == rank) / table.download[rank])
+    for trunk in table.trunks:
+        through = sum(n for (a, b), n in edges.items() if a in trunk.senders and b in trunk.receivers)
+        times.append(through / trunk.rate)
+    return max(times)
+
+
+def all_shares(size, parts):
+    for cuts in itertools.combinations_with_replacement(range(parts + 1), size - 1):
+        borders = (0, *cuts, parts)
+        yield [(after - before) / parts for before, after in itertools.pairwise(borders)]
+
+
+def random_table(source, size):
+    def some():
+        return inf if source.random() < 0.2 else MIB * 10 ** source.uniform(-1.5, 1.5)
+
+    trunks = (Trunk(senders=(0, 1), receivers=(2,), rate=MIB),) if source.random() < 0.3 else ()
+    return make_table(
+        size,
+        rate=lambda a, b: some(),
+        upload=[min(some(), 100 * MIB) for _ in range(size)],  # known, so that no share is capped
+        download=[some() for _ in range(size)],
+        trunks=trunks,
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "routes",
+    [butterfly(3), butterfly(4), ring([0, 2, 1]), ring([0, 3, 1, 2]), two_level([[0, 2], [1, 3]]), gather(4)[:0]],
+    ids=["butterfly3", "butterfly4", "ring3", "ring4", "two_level", "mixed"],
+)
+def test_no_shares_tried_by_brute_force_are_better(routes, seed):
+    source = random.Random(seed)
+    routes = routes or (butterfly(4)[0], ring(range(4))[1], two_level([[0, 1], [2, 3]])[2])
+    size = len(routes[0].up)
+    table = random_table(source, size)
+    volume = Volume(nbytes_up_raw=64.0, nbytes_up=source.choice([8.0, 16.0, 64.0]), nbytes_down=16.0, chunk_nbytes=0.0)
+    found = best_shares(routes, volume, table)
+    seconds = seconds_by_counting(routes, found, volume, table)
+    assert predict(routes, found, volume, table) == pytest.approx(seconds)
+    tried = min(
+        seconds_by_counting(routes, shares, volume, table) for shares in all_shares(len(routes), 60 - 10 * len(routes))
+    )
+    assert seconds <= tried * 1.002
+
+
+# ------------------------------------------------------------------------------------------------ link table
+def test_a_table_is_square_and_holds_numbers():
+    with pytest.raises(ValueError, match="rate must be 2 x 2"):
+        LinkTable(latency_s=((0.0, 1.0), (1.0, 0.0)), rate=((1.0,),), upload=(1.0, 1.0), download=(1.0, 1.0))
+    with pytest.raises(ValueError, match="upload has 1"):
+        LinkTable(latency_s=((0.0, 1.0), (1.0, 0.0)), rate=((1.0,) * 2,) * 2, upload=(1.0,), download=(1.0, 1.0))
+    for wrong in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="latency_s"):
+            make_table(2, latency_s=wrong)
+        with pytest.raises(ValueError, match="download"):
+            make_table(2, download=[1.0, wrong])
+    with pytest.raises(ValueError, match="not there"):
+        make_table(2, trunks=(Trunk(senders=(0,), receivers=(2,), rate=1.0),))
+
+
+def test_a_restricted_table_keeps_what_is_known_of_those_who_stay():
+    line = Trunk(senders=(0, 1), receivers=(2, 3), rate=7.0)
+    table = make_table(4, latency_s=lambda a, b: a + b / 10, upload=[1.0, 2.0, 3.0, 4.0], trunks=(line,))
+    some = table.restricted_to([3, 2, 1])
+    assert some.latency_s[0][2] == 3.1
+    assert some.latency_s[2][0] == 1.3
+    assert some.upload == (4.0, 3.0, 2.0)
+    assert some.trunks == (Trunk(senders=(2,), receivers=(1, 0), rate=7.0),)
+    assert table.restricted_to([2, 3]).trunks == ()
+    with pytest.raises(ValueError, match="twice"):
+        table.restricted_to([1, 1])
+
+
+def test_two_digits_of_a_measurement_count():
+    line = Trunk(senders=(0,), receivers=(1,), rate=123.0)
+    noisy = make_table(2, latency_s=0.07512, rate=25_049_000.0, upload=[9.96e6, inf], trunks=(line,))
+    clean = noisy.quantised()
+    assert clean.latency_s[0][1] == 0.075
+    assert clean.rate[1][0] == 2.5e7
+    assert clean.upload == (1e7, inf)
+    assert clean.trunks[0].rate == 120.0
+    assert clean.quantised() == clean
+
+
+def test_a_table_says_nothing_only_if_nothing_is_known():
+    assert LinkTable.unknown(3).says_nothing
+    assert not make_table(3, latency_s=lambda a, b: 0.1 if (a, b) == (2, 0) else 0.0).says_nothing
+    assert not make_table(3, upload=[inf, 1.0, inf]).says_nothing

@@ -1,0 +1,105 @@
+"""What the kernel tells about a connection, and kernels that tell less."""
+
+import socket
+import struct
+from contextlib import closing
+
+import pytest
+
+from collective.transport.tcp_info import TcpInfo, parse_tcp_info, read_tcp_info, round_trip_s, unacknowledged_nbytes
+
+FIELDS = TcpInfo.__dataclass_fields__
+
+
+@pytest.fixture
+def pair():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        here = socket.create_connection(listening.getsockname())
+        there, _ = listening.accept()
+    with closing(here), closing(there):
+        yield here, there
+
+
+def test_a_live_connection_tells_its_figures(pair):
+    here, there = pair
+    for _ in range(20):
+        here.sendall(bytes(50_000))
+        received = 0
+        while received < 50_000:
+            received += len(there.recv(65536))
+        there.sendall(b"!")
+        here.recv(1)
+    info = read_tcp_info(here)
+    assert 0 < info.min_rtt_us <= info.rtt_us < 1_000_000
+    assert round_trip_s(here) == pytest.approx(info.rtt_us * 1e-6, abs=0.1)
+    assert info.bytes_acked >= 1_000_000
+    assert info.delivery_rate > 0
+    assert info.bytes_retrans == info.total_retrans == 0
+    assert unacknowledged_nbytes(here) == 0
+
+
+def test_who_waits_for_the_other_side_to_read_is_limited_by_its_window(pair):
+    here, _ = pair
+    here.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        [here.send(bytes(65536)) for _ in range(10_000)]
+    assert unacknowledged_nbytes(here) > 0
+    here.setblocking(True)
+    here.settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        here.sendall(bytes(1 << 20))
+    info = read_tcp_info(here)
+    assert info.rwnd_limited_us + info.sndbuf_limited_us > 0
+    assert info.busy_time_us >= max(info.rwnd_limited_us, info.sndbuf_limited_us)
+
+
+def test_every_field_is_read_from_its_own_place():
+    kernel = bytearray(232)
+    kernel[7] = 1
+    for offset, value in ((68, 11), (100, 12), (148, 13)):
+        struct.pack_into("=I", kernel, offset, value)
+    for offset, value in ((120, 2**40), (160, 2**41), (168, 21), (176, 22), (184, 23), (208, 24)):
+        struct.pack_into("=Q", kernel, offset, value)
+    assert parse_tcp_info(bytes(kernel)) == TcpInfo(
+        rtt_us=11,
+        min_rtt_us=13,
+        delivery_rate=2**41,
+        is_app_limited=True,
+        bytes_acked=2**40,
+        bytes_retrans=24,
+        total_retrans=12,
+        busy_time_us=21,
+        rwnd_limited_us=22,
+        sndbuf_limited_us=23,
+    )
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "known"),
+    [
+        (0, set()),
+        (104, {"rtt_us", "total_retrans"}),
+        (136, {"rtt_us", "total_retrans", "bytes_acked"}),
+        (192, set(FIELDS) - {"bytes_retrans"}),
+        (400, set(FIELDS)),
+    ],
+    ids=["nothing", "2.6", "4.1", "4.10", "one of the future"],
+)
+def test_a_field_that_a_kernel_does_not_have_is_none(nbytes, known):
+    info = parse_tcp_info(bytes(nbytes))
+    assert {name for name in FIELDS if getattr(info, name) is not None} == known
+
+
+def test_a_path_that_was_never_measured_has_no_shortest_round_trip():
+    kernel = bytearray(232)
+    struct.pack_into("=I", kernel, 148, 0xFFFFFFFF)
+    assert parse_tcp_info(bytes(kernel)).min_rtt_us is None
+
+
+def test_a_closed_socket_and_one_without_tcp_tell_nothing():
+    with socket.socket() as closed:
+        pass
+    assert (read_tcp_info(closed), round_trip_s(closed), unacknowledged_nbytes(closed)) == (None, 0.0, 0)
+    here, there = socket.socketpair()
+    with closing(here), closing(there):
+        assert read_tcp_info(here) is None
