@@ -37,6 +37,7 @@ from collective.errors import (
 )
 
 if TYPE_CHECKING:
+    from collective.blocking import BlockingCommunicator
     from collective.communicator import BulkOptions, Communicator, RoundStats, decode_result
     from collective.links import LinkReport
     from collective.standalone import open_communicator, view_of
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AddressInUse",
+    "BlockingCommunicator",
     "BulkOptions",
     "CollectiveError",
     "Communicator",
@@ -85,6 +87,7 @@ if not TYPE_CHECKING:  # else every misspelt name of this package would pass for
     # loaded for those that do.
     _LATE = {
         **dict.fromkeys(("BulkOptions", "Communicator", "RoundStats", "decode_result"), "collective.communicator"),
+        "BlockingCommunicator": "collective.blocking",
         "LinkReport": "collective.links",
         **dict.fromkeys(("open_communicator", "view_of"), "collective.standalone"),
         **dict.fromkeys(("Mode", "Security", "TicketSecurity"), "collective.transport.security"),

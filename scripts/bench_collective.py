@@ -24,8 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
 
-from collective import BulkOptions, Communicator, RoundKey
+from collective import BulkOptions, Communicator
 from collective.standalone import open_communicator, view_of
 
 Row = dict[str, Any]
@@ -47,8 +48,8 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def settled_group(rank: int, world: int, port: int) -> dist.TCPStore:
-    store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
+def settled_group(rank: int, world: int, port: int) -> Store:
+    store = TCPStore("127.0.0.1", port, world, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     return store
 
@@ -79,7 +80,7 @@ class Contenders:
         out.div_(self.world)
 
     async def ours(self, codec: str, tensor: Tensor, out: Tensor) -> None:
-        await self.communicator.all_reduce(RoundKey(0, self.step, 0), tensor, out=out, codec=codec)
+        await self.communicator.all_reduce(self.communicator.key(self.step), tensor, out=out, codec=codec)
 
 
 async def peer(options: argparse.Namespace) -> None:
@@ -89,7 +90,7 @@ async def peer(options: argparse.Namespace) -> None:
     async with open_communicator(
         rank, chunk_nbytes=options.chunk_kib << 10, num_streams=options.streams, options=BulkOptions()
     ) as communicator:
-        store.set(f"address{rank}", communicator.address)
+        store.set(f"address{rank}", str(communicator.address))
         addresses = [store.get(f"address{other}").decode() for other in range(world)]
         await communicator.install(view_of(0, addresses))
         contenders = Contenders(communicator, world)
@@ -173,6 +174,7 @@ def summarise(world: int, mib: int, answers: list[Row]) -> Iterator[Row]:
         rows = [answer["rows"][name] for answer in answers]
         slowest = [max(values) for values in zip(*(row["seconds"] for row in rows), strict=True)]
         quartiles = statistics.quantiles(slowest, n=4)
+        cpu = zip(*(row["cpu"] for row in rows), strict=True)
         yield {
             "world_size": world,
             "mib": mib,
@@ -180,10 +182,7 @@ def summarise(world: int, mib: int, answers: list[Row]) -> Iterator[Row]:
             "ms": 1e3 * statistics.median(slowest),
             "ms_quartiles": [1e3 * quartiles[0], 1e3 * quartiles[2]],
             "gb_per_s": gigabytes / statistics.median(slowest),
-            "cpu_s_per_gb": statistics.median(
-                statistics.mean(cpus) for cpus in zip(*(row["cpu"] for row in rows), strict=True)
-            )
-            / gigabytes,
+            "cpu_s_per_gb": statistics.median(map(statistics.mean, cpu)) / gigabytes,
             "extra_memory": max(row["extra_kib"] for row in rows) / 1024 / mib,
             "relative_error": next(row["relative_error"] for row in rows if "relative_error" in row),
             "repeats": len(slowest),
@@ -206,10 +205,9 @@ def show(rows: list[Row], title: str) -> None:
         base = gloo.get((row["world_size"], row["mib"]))
         ratio = f"{base / row['ms']:.2f} x" if base and row["contender"] != "gloo" else ""
         low, high = row["ms_quartiles"]
+        time_ms = f"{row['ms']:8.2f}  ({low:.1f}-{high:.1f})"
         print(
-            f"{row['world_size']:5d} {row['mib']:5d}  {row['contender']:9s} {row['ms']:8.2f}  ({low:.1f}-{high:.1f})".ljust(
-                50
-            )
+            f"{row['world_size']:5d} {row['mib']:5d}  {row['contender']:9s} {time_ms}".ljust(50)
             + f"{row['gb_per_s']:6.2f}  {row['cpu_s_per_gb']:8.3f}  {row['extra_memory']:6.2f}x  "
             f"{row['relative_error']:.1e}   {ratio}"
         )
