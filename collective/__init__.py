@@ -38,8 +38,10 @@ from collective.errors import (
 
 if TYPE_CHECKING:
     from collective.blocking import BlockingCommunicator
-    from collective.communicator import BulkOptions, Communicator, RoundStats, decode_result
+    from collective.communicator import Communicator
     from collective.links import LinkReport
+    from collective.options import BulkOptions, RoundStats
+    from collective.replay import decode_result
     from collective.standalone import open_communicator, view_of
     from collective.transport.security import Mode, Security, TicketSecurity
 
@@ -86,7 +88,9 @@ if not TYPE_CHECKING:  # else every misspelt name of this package would pass for
     # Errors and values are wanted by programs that never touch a tensor or a socket; torch and the TLS library are
     # loaded for those that do.
     _LATE = {
-        **dict.fromkeys(("BulkOptions", "Communicator", "RoundStats", "decode_result"), "collective.communicator"),
+        **dict.fromkeys(("BulkOptions", "RoundStats"), "collective.options"),
+        "Communicator": "collective.communicator",
+        "decode_result": "collective.replay",
         "BlockingCommunicator": "collective.blocking",
         "LinkReport": "collective.links",
         **dict.fromkeys(("open_communicator", "view_of"), "collective.standalone"),

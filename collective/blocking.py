@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from collective.communicator import BulkOptions, Communicator, RoundStats
+from collective.communicator import Communicator
 from collective.core.link_table import LinkTable
 from collective.core.types import PeerId, RoundKey, View
 from collective.links import LinkReport
+from collective.options import BulkOptions, RoundStats
 from collective.standalone import open_communicator
 from collective.tensors import Array
 from collective.transport.security import Security

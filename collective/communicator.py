@@ -9,16 +9,14 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from collective.buffers import OPS, Record
-from collective.codec import BLOCK_NUMEL, codec_named
+from collective.buffers import Record
+from collective.codec import BLOCK_NUMEL
 from collective.core.link_table import LinkTable
 from collective.core.quorum import Quorum
-from collective.core.slices import Route, broadcast, gather, scatter
 from collective.core.survey import Observation, table_of
 from collective.core.types import Member, PeerId, PeerRef, RoundKey, View
 from collective.engine import Engine
@@ -27,58 +25,22 @@ from collective.gathering import Gathering
 from collective.links import LinkMeter, LinkReport
 from collective.memory import BufferPool
 from collective.mesh import Mesh
-from collective.operation import Attempts, Operation, Workplace
-from collective.plan import RoundPlan, cut, share_out
+from collective.operation import Attempts, Operation
+from collective.operations import Reducible, all_gather, all_reduce, barrier, broadcast, exchange, reduce_scatter
+from collective.options import BulkOptions, RoundStats
 from collective.round import Round
-from collective.supervision import Patience, supervise
-from collective.tensors import Array, check_out, check_weight, flat, overlap
+from collective.supervision import supervise
+from collective.tensors import Array
 from collective.transport.bundle import Bundle
 from collective.transport.hello import MAX_STREAMS, Hello
 from collective.transport.link import Caps
 from collective.transport.security import Security
-from collective.transport.sockets import SocketOptions
+from collective.workplace import Workplace
 
 log = logging.getLogger(__name__)
 
 FIRST_PHASE = 1 << 15
 """Fragments from here on name the first phase of an operation in two phases; callers' fragments are smaller."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundStats:
-    """What one finished round was. Bytes include headers."""
-
-    members: tuple[PeerRef, ...]
-    weights: tuple[float, ...]
-    """Of the members, in their order."""
-    weight_sum: float
-    bytes_sent: int
-    bytes_received: int
-    seconds: float
-    plan: str = "butterfly"
-    predicted_s: float | None = None
-    """What the cost model expected, where links are measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BulkOptions:
-    """How one peer moves bulk bytes. Local: peers may differ."""
-
-    eager_chunks: int = 4
-    """Chunks sent to a peer that has not posted the round yet."""
-    max_rounds_ahead: int = 4
-    """Rounds of which a peer may send us chunks before we post them."""
-    install_grace_s: float = 1.0
-    """How long `install` waits for new connections; the first round goes on with what is missing."""
-    patience: Patience = field(default_factory=Patience)
-    sockets: SocketOptions = field(default_factory=SocketOptions)
-    max_upload: float | None = None
-    """Bytes a second that all bulk links together may send; None for no bound."""
-    max_download: float | None = None
-
-    def __post_init__(self) -> None:
-        if min(self.eager_chunks, self.max_rounds_ahead) < 1:
-            raise ValueError(f"eager chunks and rounds ahead must be at least 1: {self}")
 
 
 class Communicator:
@@ -218,38 +180,14 @@ class Communicator:
                 reduced already is not sent again. The caller promises that the tensor is the same. Butterfly only.
             deadline_s: see the class.
         """
-        source = flat("tensor", tensor)
-        target = source if out is None else flat("out", out)
-        check_out(source, target, source.numel())
-        check_weight(weight, source.dtype, op)
-        if op not in OPS:
-            raise ValueError(f"no operation {op!r}; there are {', '.join(OPS)}")
-        if op == "mean" and not source.is_floating_point():
-            raise ValueError('the mean of integers is not an integer; use op="sum" and divide, or convert to float32')
-        if codec != "raw" and (source.dtype != torch.float32 or op not in ("mean", "sum")):
-            raise ValueError(f'codec {codec!r} is for the mean or sum of float32; use codec="raw"')
-        if out is not None and target.data_ptr() != source.data_ptr() and overlap(source, target):
-            raise ValueError("tensor and out overlap without being the same; pass separate memory, or no out")
+        given = Reducible(tensor, out=out, op=op, weight=weight, codec=codec, record=record)
         members, rank = self._place(key)
+        ranks = tuple(range(len(members)))
         if quorum is not None:
-            members, rank = await self._gather(key, members, rank, quorum, deadline_s)
-        choice = self._workplace.choose(plan, members, source, codec)
-        numels = share_out(source.numel(), choice.shares)
-        if choice.name == "swap":
-            numels = [source.numel()] * 2
-        operation = Operation(
-            self._workplace,
-            op=op,
-            plan=self._cut(numels, choice.routes, source),
-            plan_name=choice.name,
-            predicted_s=choice.predicted_s,
-            source=source,
-            target=target,
-            weight=weight,
-            codec=codec,
-            record=record,
-        )
-        return await self._run(key, members, rank, operation, deadline_s, resume=resume)
+            ranks = await self._gather(key, members, rank, quorum, deadline_s)
+        operation = all_reduce(self._workplace, ranks, given, plan)
+        chosen = [members[place] for place in ranks]
+        return await self._run(key, chosen, ranks.index(rank), operation, deadline_s, resume=resume)
 
     async def reduce_scatter(
         self,
@@ -271,30 +209,9 @@ class Communicator:
             weight: see all_reduce.
             deadline_s: see the class.
         """
-        source, target = flat("tensor", tensor), flat("out", out)
-        check_weight(weight, source.dtype, op)
+        given = Reducible(tensor, out=out, op=op, weight=weight, is_scattered=True)
         members, rank = self._place(key)
-        if op not in OPS or (op == "mean" and not source.is_floating_point()):
-            raise ValueError(f"no {op!r} of {source.dtype}; there are {', '.join(OPS)}, the mean for floats only")
-        if source.numel() % len(members):
-            raise ValueError(
-                f"{source.numel()} elements cannot be shared out to {len(members)} members; pad the tensor"
-            )
-        numel = source.numel() // len(members)
-        check_out(source, target, numel)
-        if overlap(source, target):
-            raise ValueError("tensor and out overlap; pass separate memory")
-        plan = self._cut([numel] * len(members), scatter(len(members)), source)
-        operation = Operation(
-            self._workplace,
-            op=op,
-            plan=plan,
-            plan_name="scatter",
-            source=source,
-            target=target,
-            target_base=rank * numel,
-            weight=weight,
-        )
+        operation = reduce_scatter(self._workplace, len(members), rank, given)
         return await self._run(key, members, rank, operation, deadline_s)
 
     async def all_gather(
@@ -319,27 +236,9 @@ class Communicator:
         Returns:
             (flat parts, which lie in `out`; stats).
         """
-        source = flat("tensor", tensor)
         members, rank = self._place(key)
-        numels = [source.numel()] * len(members) if sizes is None else list(sizes)
-        if len(numels) != len(members) or min(numels) < 0 or numels[rank] != source.numel():
-            raise ValueError(f"sizes {numels} do not fit {len(members)} members and our {source.numel()} elements")
-        target = source.new_empty(sum(numels)) if out is None else flat("out", out)
-        check_out(source, target, sum(numels))
-        if overlap(source, target):
-            raise ValueError("tensor and out overlap; pass separate memory")
-        plan = self._cut(numels, gather(len(members)), source)
-        operation = Operation(
-            self._workplace,
-            op="copy",
-            plan=plan,
-            plan_name="gather",
-            source=source,
-            source_base=sum(numels[:rank]),
-            target=target,
-        )
-        stats = await self._run(key, members, rank, operation, deadline_s)
-        return list(torch.split(target, numels)), stats
+        operation, parts = all_gather(self._workplace, len(members), rank, tensor, sizes, out)
+        return parts, await self._run(key, members, rank, operation, deadline_s)
 
     async def broadcast(
         self, key: RoundKey, tensor: Array, *, root: PeerId, deadline_s: float | None = None
@@ -352,21 +251,11 @@ class Communicator:
             root: a member.
             deadline_s: see the class.
         """
-        source = flat("tensor", tensor)
         members, rank = self._place(key)
         ranks = [place for place, member in enumerate(members) if member.peer_id == root]
         if not ranks:
             raise ValueError(f"{root!r} is no member of the view; its members are {[m.peer_id for m in members]}")
-        plan = self._cut([source.numel()], broadcast(ranks[0], len(members)), source)
-        empty = source[:0]
-        operation = Operation(
-            self._workplace,
-            op="copy",
-            plan=plan,
-            plan_name="broadcast",
-            source=source if rank == ranks[0] else empty,
-            target=empty if rank == ranks[0] else source,
-        )
+        operation = broadcast(self._workplace, len(members), rank, ranks[0], tensor)
         return await self._run(key, members, rank, operation, deadline_s)
 
     async def exchange(
@@ -381,38 +270,17 @@ class Communicator:
             partner: another member.
             deadline_s: see the class.
         """
-        source, target = flat("tensor", tensor), flat("out", out)
         members, rank = self._place(key)
         pair = [member for place, member in enumerate(members) if place == rank or member.peer_id == partner]
         if len(pair) != 2:
             raise ValueError(f"{partner!r} is no other member of the view")
-        check_out(source, target, source.numel())
-        if overlap(source, target):
-            raise ValueError("tensor and out overlap; pass separate memory")
         place = 0 if pair[0].ref == self.me else 1
-        numel = source.numel()
-        plan = self._cut([numel, numel], gather(2), source)
-        operation = Operation(
-            self._workplace,
-            op="copy",
-            plan=plan,
-            plan_name="exchange",
-            source=source,
-            source_base=place * numel,
-            target=target,
-            target_base=(1 - place) * numel,
-        )
-        return await self._run(key, pair, place, operation, deadline_s)
+        return await self._run(key, pair, place, exchange(self._workplace, place, tensor, out), deadline_s)
 
     async def barrier(self, key: RoundKey, *, deadline_s: float | None = None) -> RoundStats:
         """Return when every member has posted this key."""
         members, rank = self._place(key)
-        nothing = torch.empty(0)
-        plan = self._cut([0], broadcast(0, len(members)), nothing)
-        operation = Operation(
-            self._workplace, op="copy", plan=plan, plan_name="barrier", source=nothing, target=nothing
-        )
-        return await self._run(key, members, rank, operation, deadline_s)
+        return await self._run(key, members, rank, barrier(self._workplace, len(members)), deadline_s)
 
     async def survey(self, key: RoundKey, *, probe_s: float = 0.4, deadline_s: float | None = None) -> LinkTable:
         """Bring together what all members know of their links; from then on "auto" plans follow it, in this view.
@@ -474,13 +342,10 @@ class Communicator:
             raise RoundRefused(key, "this peer is no member of the view")
         return view.members, rank
 
-    def _cut(self, numels: Sequence[int], routes: tuple[Route, ...], source: Tensor) -> RoundPlan:
-        return cut(numels, routes, item_nbytes=source.element_size(), chunk_nbytes=self._workplace.chunk_nbytes)
-
     async def _gather(
         self, key: RoundKey, members: Sequence[Member], rank: int, quorum: Quorum, deadline_s: float | None
-    ) -> tuple[Sequence[Member], int]:
-        """Who is in, and our rank among them."""
+    ) -> tuple[int, ...]:
+        """The ranks that are in."""
         gathering = Gathering(
             self._workplace,
             self._engine,
@@ -491,11 +356,10 @@ class Communicator:
             bundles=self._bundles_to(members),
         )
         ranks = await gathering.ranks(lambda round_: self._see_through(round_, deadline_s))
-        chosen = [members[place] for place in ranks]
         if rank not in ranks:
-            raise LeftBehind(key, [member.peer_id for member in chosen])
+            raise LeftBehind(key, [members[place].peer_id for place in ranks])
         self._engine.check_free(key)  # the view may have changed meanwhile
-        return chosen, ranks.index(rank)
+        return ranks
 
     def _bundles_to(self, members: Sequence[Member]) -> list[Bundle | None]:
         return [None if member.ref == self.me else self._mesh.bundles[member.ref] for member in members]
@@ -559,24 +423,3 @@ class Communicator:
             self._engine.close(round_)
         if round_.error is not None:
             raise round_.error
-
-
-def decode_result(codec: str, start: int, numel: int, wire_bytes: bytes | memoryview, out: Tensor) -> None:
-    """Write a recorded result chunk into `out`, bit for bit as it was installed when it was recorded.
-
-    Args:
-        codec: the round's.
-        start: element where the chunk begins.
-        numel: how many it holds.
-        wire_bytes: as `record` received it.
-        out: flat fp32 of the whole buffer.
-
-    Raises:
-        ValueError: the bytes do not fit the codec or the buffer.
-    """
-    chosen = codec_named(codec)
-    if start < 0 or numel < 0 or start + numel > out.numel() or len(wire_bytes) != chosen.wire_nbytes(numel):
-        raise ValueError(f"a {codec} chunk of {len(wire_bytes)} bytes at {start} + {numel} does not fit {out.numel()}")
-    wire = torch.frombuffer(bytearray(wire_bytes), dtype=torch.uint8) if numel else torch.empty(0, dtype=torch.uint8)
-    chosen.check(wire, numel)
-    chosen.decode(wire, out[start : start + numel])

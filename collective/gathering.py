@@ -13,12 +13,10 @@ from collective.core.quorum import Clerk, Quorum
 from collective.core.slices import broadcast
 from collective.core.types import Member, RoundKey
 from collective.engine import Engine
-from collective.operation import Operation, Workplace
-from collective.plan import cut
+from collective.operation import Operation
 from collective.round import Round
 from collective.transport.bundle import Bundle
-
-MakeRound = Callable[..., Round]
+from collective.workplace import Workplace
 
 
 class Gathering:
@@ -54,7 +52,7 @@ class Gathering:
         operation = Operation(
             workplace,
             op="copy",
-            plan=cut([len(members)], routes, item_nbytes=1, chunk_nbytes=workplace.chunk_nbytes),
+            plan=workplace.cut([len(members)], routes, item_nbytes=1),
             plan_name=f"quorum of {quorum.min_members} and {quorum.grace_s:g} s",
             source=self._list if rank == 0 else self._list[:0],
             target=self._list[:0] if rank == 0 else self._list,
@@ -73,7 +71,7 @@ class Gathering:
             on_opened=self._on_opened,
         )
 
-    async def ranks(self, see_through: Callable[[Round], Awaitable[None]]) -> list[int]:
+    async def ranks(self, see_through: Callable[[Round], Awaitable[None]]) -> tuple[int, ...]:
         """The ranks that are in.
 
         Args:
@@ -95,7 +93,7 @@ class Gathering:
                 closing.cancel()
             if error is not None:
                 raise error
-        return [rank for rank, is_in in enumerate(self._list.tolist()) if is_in]
+        return tuple(rank for rank, is_in in enumerate(self._list.tolist()) if is_in)
 
     def _on_opened(self, rank: int) -> None:
         self._clerk.on_ready(rank, asyncio.get_running_loop().time())

@@ -10,83 +10,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from collective.buffers import DTYPES, HALF, Record, RoundBuffers
-from collective.codec import Codec, codec_named
+from collective.buffers import DTYPES, Record, RoundBuffers
 from collective.coded import CodedBuffers
-from collective.core.cost import Volume
-from collective.core.link_table import LinkTable
-from collective.core.planner import PLANS, Choice, choose
-from collective.core.slices import gather
 from collective.core.types import Member, PeerRef, RoundKey
-from collective.memory import BufferPool
 from collective.plan import RoundPlan, Terms, terms_of
 from collective.swap import SwapBuffers
 from collective.tensors import on_host, overlap
+from collective.workplace import Workplace
 
-_SWAP_NBYTES = 4 << 20
-"""Above that the second pass over the tensor costs more than the second trip."""
 _ATTEMPTS_KEPT = 8
-_FAR_ONE_WAY_S = 0.001
-_FAR_CHUNK_NBYTES = 256 << 10
 _COPY_NBYTES = 8 << 20
 """Copied before the loop gets its turn."""
-
-
-class Workplace:
-    """What the operations of one communicator share: memory, codecs, what is known of the links.
-
-    Args:
-        chunk_nbytes: longest chunk.
-        pool: of large buffers.
-    """
-
-    def __init__(self, *, chunk_nbytes: int, pool: BufferPool) -> None:
-        self.chunk_nbytes = chunk_nbytes
-        self.pool = pool
-        self._max_chunk_nbytes = chunk_nbytes
-        self._codecs: dict[str, Codec] = {}
-        self._table: LinkTable | None = None
-        self._choices: dict[tuple[str, int, int, str], Choice] = {}
-
-    def learn(self, table: LinkTable | None) -> None:
-        """Plan by this table of the view's members from now on; None: by nothing."""
-        self._table = table
-        self._choices.clear()
-        is_far = table is not None and max(max(row) for row in table.latency_s) > _FAR_ONE_WAY_S
-        # On a long path several streams share a slice: small chunks keep them all busy until the end.
-        self.chunk_nbytes = min(self._max_chunk_nbytes, _FAR_CHUNK_NBYTES) if is_far else self._max_chunk_nbytes
-
-    def codec(self, name: str) -> Codec:
-        """The codec of this name, with its scratch."""
-        if name not in self._codecs:
-            self._codecs[name] = codec_named(name)
-        return self._codecs[name]
-
-    def choose(self, plan: str, members: Sequence[Member], source: Tensor, codec: str) -> Choice:
-        """The plan of an all-reduce.
-
-        Raises:
-            ValueError: no plan of that name.
-        """
-        if plan != "auto" and plan not in PLANS:
-            raise ValueError(f"no plan {plan!r}; there are auto, {', '.join(PLANS)}")
-        asked = (plan, len(members), source.nbytes, codec)
-        if asked not in self._choices:
-            self._choices[asked] = self._choose(plan, len(members), source, codec)
-        return self._choices[asked]
-
-    def _choose(self, plan: str, world_size: int, source: Tensor, codec: str) -> Choice:
-        is_far = self.chunk_nbytes < self._max_chunk_nbytes
-        if plan == "auto" and world_size == 2 and codec == "raw" and (is_far or source.nbytes <= _SWAP_NBYTES):
-            return Choice(name="swap", routes=gather(2), shares=(1.0, 1.0), predicted_s=None)
-        table = self._table or LinkTable.unknown(world_size)
-        encoded = source.nbytes if codec == "raw" else self.codec(codec).wire_nbytes(source.numel())
-        volume = Volume(
-            nbytes_up_raw=source.nbytes, nbytes_up=encoded, nbytes_down=encoded, chunk_nbytes=self.chunk_nbytes
-        )
-        # Sums of half-precision numbers are kept in fp32, which only a root does: nobody may add up on the way.
-        only = "butterfly" if source.dtype in HALF else None if plan == "auto" else plan
-        return choose(table, volume, only=only)
 
 
 class Operation:

@@ -11,8 +11,9 @@ import contextlib
 import hmac
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from collective.communicator import BulkOptions, Communicator
+from collective.communicator import Communicator
 from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, View
+from collective.options import BulkOptions
 from collective.transport.hello import REFUSED_EXIT_CODE, Hello, HelloReply, Purpose
 from collective.transport.listener import Listener
 from collective.transport.security import Security

@@ -1,0 +1,83 @@
+"""What the operations of one communicator share: memory, codecs, and what is known of the links.
+
+Rules: the same view, table and tensor lead to the same plan on every member. Nothing here moves a byte.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from collective.buffers import HALF
+from collective.codec import Codec, codec_named
+from collective.core.cost import Volume
+from collective.core.link_table import LinkTable
+from collective.core.planner import PLANS, Choice, choose
+from collective.core.slices import Route, gather
+from collective.memory import BufferPool
+from collective.plan import RoundPlan, cut
+
+_SWAP_NBYTES = 4 << 20
+"""Above that the second pass over the tensor costs more than the second trip."""
+_FAR_ONE_WAY_S = 0.001
+_FAR_CHUNK_NBYTES = 256 << 10
+
+
+class Workplace:
+    """What the operations of one communicator share: memory, codecs, what is known of the links.
+
+    Args:
+        chunk_nbytes: longest chunk.
+        pool: of large buffers.
+    """
+
+    def __init__(self, *, chunk_nbytes: int, pool: BufferPool) -> None:
+        self.chunk_nbytes = chunk_nbytes
+        self.pool = pool
+        self._max_chunk_nbytes = chunk_nbytes
+        self._codecs: dict[str, Codec] = {}
+        self._table: LinkTable | None = None
+        self._choices: dict[tuple[str, tuple[int, ...], int, str], Choice] = {}
+
+    def learn(self, table: LinkTable | None) -> None:
+        """Plan by this table of the view's members from now on; None: by nothing."""
+        self._table = table
+        self._choices.clear()
+        is_far = table is not None and max(max(row) for row in table.latency_s) > _FAR_ONE_WAY_S
+        # On a long path several streams share a slice: small chunks keep them all busy until the end.
+        self.chunk_nbytes = min(self._max_chunk_nbytes, _FAR_CHUNK_NBYTES) if is_far else self._max_chunk_nbytes
+
+    def cut(self, numels: Sequence[int], routes: tuple[Route, ...], item_nbytes: int) -> RoundPlan:
+        """See plan.cut."""
+        return cut(numels, routes, item_nbytes=item_nbytes, chunk_nbytes=self.chunk_nbytes)
+
+    def codec(self, name: str) -> Codec:
+        """The codec of this name, with its scratch."""
+        if name not in self._codecs:
+            self._codecs[name] = codec_named(name)
+        return self._codecs[name]
+
+    def choose(self, plan: str, ranks: tuple[int, ...], source: Tensor, codec: str) -> Choice:
+        """The plan of an all-reduce among these ranks of the view.
+
+        Raises:
+            ValueError: no plan of that name.
+        """
+        if plan != "auto" and plan not in PLANS:
+            raise ValueError(f"no plan {plan!r}; there are auto, {', '.join(PLANS)}")
+        asked = (plan, ranks, source.nbytes, codec)
+        if asked not in self._choices:
+            self._choices[asked] = self._choose(plan, ranks, source, codec)
+        return self._choices[asked]
+
+    def _choose(self, plan: str, ranks: tuple[int, ...], source: Tensor, codec: str) -> Choice:
+        is_far = self.chunk_nbytes < self._max_chunk_nbytes
+        if plan == "auto" and len(ranks) == 2 and codec == "raw" and (is_far or source.nbytes <= _SWAP_NBYTES):
+            return Choice(name="swap", routes=gather(2), shares=(0.5, 0.5), predicted_s=None)
+        table = LinkTable.unknown(len(ranks)) if self._table is None else self._table.restricted_to(ranks)
+        encoded = source.nbytes if codec == "raw" else self.codec(codec).wire_nbytes(source.numel())
+        volume = Volume(
+            nbytes_up_raw=source.nbytes, nbytes_up=encoded, nbytes_down=encoded, chunk_nbytes=self.chunk_nbytes
+        )
+        # Sums of half-precision numbers are kept in fp32, which only a root does: nobody may add up on the way.
+        only = "butterfly" if source.dtype in HALF else None if plan == "auto" else plan
+        return choose(table, volume, only=only)
