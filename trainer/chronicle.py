@@ -100,6 +100,8 @@ class Chronicle:
             bytes_sent=stats.bytes_sent,
             bytes_received=stats.bytes_received,
             seconds=stats.seconds,
+            plan=stats.plan,
+            predicted_s=stats.predicted_s,
         )
 
     def trained(self, report: RoundReport) -> None:

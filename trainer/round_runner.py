@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from collective import Communicator, RoundStats
-from collective.core.types import OuterStep, RoundKey, View
+from collective.core.types import Epoch, OuterStep, RoundKey, View
 from elastic.commit_log import CommitLog
 from elastic.core.messages import Held
 from elastic.replica import CommitEntry, ResultChunk
@@ -18,6 +18,12 @@ from optim.outer import Absorbed
 from trainer.outer_state import OuterState
 from trainer.round_schedule import RoundSchedule
 from trainer.threads import in_thread
+
+
+_SURVEY_EVERY = 20
+"""Outer steps between two looks at the links; each costs one small gather."""
+_SURVEY_FRAGMENT = 0x7FFF
+"""No fragment of the model has so large a number."""
 
 
 class RoundRunner:
@@ -55,6 +61,7 @@ class RoundRunner:
         self._initial_parameters = initial_parameters
         self._on_exchanged = on_exchanged
         self._staged_entry: CommitEntry | None = None
+        self._surveyed_epoch: Epoch | None = None
         self.absorbed: Absorbed | None = None
         """What the workers do with their values after the newest commit."""
 
@@ -76,6 +83,7 @@ class RoundRunner:
             CollectiveError: the exchange cannot finish in this view; the payload is unchanged.
         """
         self.discard_staged(key)
+        await self._survey_if_due(view, key)
         chunks: list[ResultChunk] = []
         stats = await self._communicator.all_reduce(
             key,
@@ -98,6 +106,12 @@ class RoundRunner:
             chunks=tuple(sorted(chunks, key=lambda chunk: chunk.start_numel)),
         )
         return digest
+
+    async def _survey_if_due(self, view: View, key: RoundKey) -> None:
+        """All members come to the same points: the first round of a view, and every so many outer steps."""
+        if view.world_size > 1 and (view.epoch != self._surveyed_epoch or key.outer_step % _SURVEY_EVERY == 0):
+            await self._communicator.survey(RoundKey(key.epoch, key.outer_step, _SURVEY_FRAGMENT))
+            self._surveyed_epoch = view.epoch
 
     async def install_staged(self, key: RoundKey, held: Held, *, final: bool) -> None:
         """The round is committed: staging becomes the shared state."""
