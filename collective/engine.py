@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from collective.core.fence import Fence, Standing
 from collective.core.types import Epoch, PeerRef, RoundKey, View
 from collective.errors import CollectiveError, OperationAborted, RemoteProtocolError, RoundRefused
-from collective.round import Round, abort_payload
+from collective.notices import abort_payload
+from collective.round import Round
 from collective.transport.bundle import Bundle, Notice
 from collective.transport.link import Link, Sink
 from collective.wire import Frame, FrameType, Header, pack

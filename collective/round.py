@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from collective.buffers import RoundBuffers
+from collective.chunks import ChunkSend, Inbox
 from collective.codec.base import NotFinite
 from collective.core.round import RoundMachine
 from collective.core.round_words import (
@@ -35,8 +36,9 @@ from collective.core.round_words import (
     SendOpen,
     SendResult,
 )
-from collective.core.types import Member, PeerId, RoundKey
+from collective.core.types import Member, RoundKey
 from collective.errors import CollectiveError, NonFiniteInput, OperationAborted, PlanMismatch, RemoteProtocolError
+from collective.notices import AbortNotice, Opening, abort_payload
 from collective.plan import RoundPlan, Terms
 from collective.transport.bundle import Bundle, Notice
 from collective.transport.hello import decode
@@ -45,59 +47,6 @@ from collective.wire import HEADER_NBYTES, Frame, FrameType, Header, pack
 
 _MAX_FAULTS = 3
 """So often a peer's link may break by its own fault (a wrong checksum) before the round gives it up."""
-
-
-class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Payload of OPEN: the terms, and which results the sender holds from an earlier attempt (bit c: chunk c)."""
-
-    terms: Terms
-    held: bytes = b""
-
-
-class AbortNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Payload of ABORT: this member has given the round up."""
-
-    cause: str
-    suspects: tuple[PeerId, ...]
-
-
-def abort_payload(cause: str, suspects: Sequence[PeerId]) -> bytes:
-    """Payload of ABORT."""
-    return msgspec.msgpack.encode(AbortNotice(cause[:512], tuple(suspects)))
-
-
-class _ChunkSend:
-    """A chunk in a queue; encoded when a socket can take it."""
-
-    __slots__ = ("chunk", "owner", "to", "type")
-
-    def __init__(self, owner: "Round", frame_type: FrameType, to: int, chunk: int) -> None:
-        self.owner = owner
-        self.type = frame_type
-        self.to = to
-        self.chunk = chunk
-
-    def pieces(self, scratch: Scratch) -> tuple[bytes, memoryview] | None:
-        """See Outgoing."""
-        return self.owner.pieces_of(self.type, self.chunk, scratch)
-
-    def sent(self, nbytes: int) -> None:
-        """See Outgoing."""
-        self.owner.on_sent(self, nbytes)
-
-
-class _Inbox:
-    """Takes the chunks of one member, without asking again whose they are."""
-
-    __slots__ = ("owner", "rank")
-
-    def __init__(self, owner: "Round", rank: int) -> None:
-        self.owner = owner
-        self.rank = rank
-
-    def take(self, link: Link, frame: Frame) -> None:
-        """See Sink."""
-        self.owner.take_chunk(link, self.rank, frame)
 
 
 class Round:
@@ -162,8 +111,8 @@ class Round:
         self._buffers = buffers
         self._weight = weight
         self._ranks = {bundle: other for other, bundle in enumerate(bundles) if bundle is not None}
-        self._inboxes = [_Inbox(self, other) for other in range(len(self.members))]
-        self._unsent: list[set[_ChunkSend]] = [set() for _ in bundles]
+        self._inboxes = [Inbox(self, other) for other in range(len(self.members))]
+        self._unsent: list[set[ChunkSend]] = [set() for _ in bundles]
         self._num_unsent = 0
         self._faults = [0] * len(self.members)
         self._result_headers: dict[int, bytes] = {}
@@ -258,7 +207,7 @@ class Round:
                 self.suspect([rank], str(cause))
         self.changed.set()
 
-    def on_sent(self, send: _ChunkSend, nbytes: int) -> None:
+    def on_sent(self, send: ChunkSend, nbytes: int) -> None:
         """A chunk is the kernel's now."""
         self.bytes_sent += nbytes
         if send in self._unsent[send.to]:
@@ -453,7 +402,7 @@ class Round:
         self._buffers.add(chunk, self._arrived, weight, is_into_root=is_into_root)
 
     def _queue(self, frame_type: FrameType, to: int, chunk: int) -> None:
-        send = _ChunkSend(self, frame_type, to, chunk)
+        send = ChunkSend(self, frame_type, to, chunk)
         self._unsent[to].add(send)
         self._num_unsent += 1
         bundle = self._bundle(to)

@@ -16,7 +16,8 @@ from collective import (
     decode_result,
 )
 from collective.codec import codec_named
-from collective.round import Opening, Round
+from collective.notices import Opening
+from collective.round import Round
 from collective.transport.hello import introduce
 from collective.transport.sockets import SocketOptions, dial
 from collective.wire import FrameType, Header, pack
