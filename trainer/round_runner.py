@@ -19,7 +19,6 @@ from trainer.outer_state import OuterState
 from trainer.round_schedule import RoundSchedule
 from trainer.threads import in_thread
 
-
 _SURVEY_EVERY = 20
 """Outer steps between two looks at the links; each costs one small gather."""
 _SURVEY_FRAGMENT = 0x7FFF

@@ -53,6 +53,7 @@ class RoundMachine:
         slices: the plan; the same on all members.
         eager_chunks: how many chunks a member may get before it has opened the round, from 0 up.
         held: bit c set: the result of chunk c is in place already, from an earlier attempt among the same members.
+            Counts only where all parts go straight to the root.
         needs_all: whether the round waits until every member has opened it, even one from which nothing is missing.
     """
 
@@ -74,7 +75,9 @@ class RoundMachine:
         self.slices = slices
         self.duplicates = 0
         self.finished = False
-        self.held = held
+        # Where members add up on the way, an old result would leave those between waiting for parts nobody sends.
+        self._may_hold = all(_is_star(route) for route in slices.routes)
+        self.held = held if self._may_hold else 0
         self._eager_chunks = eager_chunks
         self._needs_all = needs_all
         self._others = tuple(other for other in range(world_size) if other != rank)
@@ -160,6 +163,7 @@ class RoundMachine:
         if rank == self.rank:
             return False
         is_awaited = self._needs_all and not self._opened[rank]
+        is_awaited = is_awaited or (self.held != 0 and self._untold >> rank & 1 == 1)
         return is_awaited or self._missing_parts[rank] > 0 or self._missing_results[rank] > 0
 
     def waiting_for(self) -> tuple[int, ...]:
@@ -276,6 +280,7 @@ class RoundMachine:
     def _on_open(self, rank: int, held: int, effects: list[RoundEffect]) -> None:
         if not self._untold >> rank & 1:
             return
+        held = held if self._may_hold else 0
         self._waiting[rank] = [
             order for order in self._waiting[rank] if isinstance(order, SendResult) or not held >> order.chunk & 1
         ]
@@ -372,3 +377,7 @@ class RoundMachine:
             raise ChunkRefused(rank, chunk, "sender is not another member of the round")
         if not -1 <= chunk < self.slices.num_chunks:
             raise ChunkRefused(rank, chunk, "no such chunk")
+
+
+def _is_star(route: Route) -> bool:
+    return all(parent in (NOBODY, route.root) for parent in route.up + route.down)

@@ -23,7 +23,12 @@ class LowerBound:
 
 
 def lower_bound(
-    nbytes: float, up_bytes_per_s: Sequence[float], down_bytes_per_s: Sequence[float], *, one_way_s: float = 0.0
+    nbytes: float,
+    up_bytes_per_s: Sequence[float],
+    down_bytes_per_s: Sequence[float],
+    *,
+    one_way_s: float = 0.0,
+    trips: int = 2,
 ) -> LowerBound:
     """The least time of a butterfly all-reduce of `nbytes` (4 per fp32 element) between N peers.
 
@@ -36,6 +41,8 @@ def lower_bound(
 
         T = min over s of max over i of max(out_i / up_i, in_i / down_i), plus two one-way trips
 
+    Two peers can swap their tensors and both add them up: as many bytes, and a single trip.
+
     For a given T, s_i can be at most (T · rate_i / nbytes − 1) / (N − 2), with rate_i the lesser of the two rates; T
     can be met if no such bound is negative and they sum to 1 or more. Both are monotone in T: hence a bisection.
 
@@ -43,6 +50,7 @@ def lower_bound(
         nbytes: size of the tensor as it is sent, > 0.
         up_bytes_per_s, down_bytes_per_s: [peer], > 0; N ≥ 2 of each.
         one_way_s: delay between two peers; the least of them, where they differ.
+        trips: how often that is waited for.
 
     Raises:
         ValueError: an argument is out of these ranges.
@@ -64,7 +72,7 @@ def lower_bound(
     most = _most_shares(enough, nbytes, rates)
     assert most is not None, "the upper end of the bisection can be met"
     total = sum(most)
-    return LowerBound(seconds=enough + 2 * one_way_s, shares=tuple(share / total for share in most))
+    return LowerBound(seconds=enough + trips * one_way_s, shares=tuple(share / total for share in most))
 
 
 def _most_shares(seconds: float, nbytes: float, rates: Sequence[float]) -> list[float] | None:

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import socket
+import ssl
 import struct
 import urllib.request
 from collections import Counter
@@ -27,16 +28,17 @@ PARTING_FAULTS = {"peer_disconnected", "coordinator_lost", "round_broke"}
 COUNTER = re.compile(r'^isthmus_refused_connections_total\{reason="([^"]+)"\} (\S+)$', re.MULTILINE)
 
 
-def test_hostile_bytes_are_closed_and_counted_while_the_run_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tls", ["auto", "on"])
+def test_hostile_bytes_are_closed_and_counted_while_the_run_goes_on(tmp_path: Path, tls: str) -> None:
     rng = random.Random(11)
     with running(tmp_path) as run:
         flags = ("--node.metrics_port", "0")
-        founder = run.found("--peers", "2", "--outer-steps", str(OPEN_END), *flags)
+        founder = run.found("--peers", "2", "--outer-steps", str(OPEN_END), "--tls", tls, *flags)
         run.wait_for_ticket()
         peers = (founder, run.join(*flags))
         run.until_step(3, *peers)
-        hello = _hello()
-        expected = {
+        hello = strangers_hello()
+        plain = {
             rng.randbytes(4096): "wrong magic",
             b"GET / HTTP/1.1\r\nHost: example.org\r\nUser-Agent: a browser\r\n\r\n": "wrong magic",
             b"XX" + hello[2:]: "wrong magic",
@@ -44,14 +46,26 @@ def test_hostile_bytes_are_closed_and_counted_while_the_run_goes_on(tmp_path: Pa
             struct.pack("!2sBBI", b"IS", PROTOCOL_VERSION, FrameType.HELLO, 2**32 - 1) + bytes(40): "payload too long",
             hello: "refused",  # in every respect as it should be, but for the run and its key
             hello[:7]: "no hello in time",
+        }
+        if tls == "on":
+            plain = dict.fromkeys(plain, "not encrypted")
+        plain |= {
             b"": "no hello in time",
+            b"\x16\x03\x01\x02\x00\x01": "no hello in time",  # TLS begins like this
+            b"\x16\x03\x01\x00\x05hello": "TLS: unexpected message",
+        }
+        encrypted = {
+            hello: "no certificate",
+            b"IS, but not so": "no hello in time",
+            b"GET / HTTP/1.1\r\n" * 8: "wrong magic",
         }
         step = founder.step
-        strangers = [_dial(peer, content) for peer in peers for content in expected]
+        strangers = [_dial(peer, content) for peer in peers for content in plain]
+        strangers += [_dial(peer, content, _whoever_answers()) for peer in peers for content in encrypted]
         for stranger in strangers:
             _read_until_closed(stranger)
         # At least: the port may be an old one of another run, which somebody still looks for.
-        counted = Counter(expected.values())
+        counted = Counter((*plain.values(), *encrypted.values()))
         run.until("counters", lambda: all(_refused(peer) >= counted for peer in peers), timeout_s=CLOSED_WITHIN_S)
         assert not any("handler failed" in _refused(peer) for peer in peers)
         run.until_step(step + 10, *peers)
@@ -66,7 +80,7 @@ def test_hostile_bytes_are_closed_and_counted_while_the_run_goes_on(tmp_path: Pa
     assert all(len(record.contributions) == 2 for record in audit.commits[: min(before.values())])
 
 
-def _hello() -> bytes:
+def strangers_hello() -> bytes:
     """A frame such as a stranger would make who knows the protocol and not the run."""
     hello = Hello(
         protocol_version=PROTOCOL_VERSION,
@@ -81,9 +95,19 @@ def _hello() -> bytes:
     return pack(Header(type=FrameType.HELLO, payload_nbytes=len(payload)), payload) + payload
 
 
-def _dial(peer: Process, content: bytes) -> socket.socket:
+def _whoever_answers() -> ssl.SSLContext:
+    """A TLS client without a certificate, content with any."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _dial(peer: Process, content: bytes, encryption: ssl.SSLContext | None = None) -> socket.socket:
     host, _, port = peer.events("started")[0]["address"].rpartition(":")
     stranger = socket.create_connection((host, int(port)), timeout=CLOSED_WITHIN_S)
+    if encryption is not None:
+        stranger = encryption.wrap_socket(stranger)
     stranger.sendall(content)
     return stranger
 
@@ -94,7 +118,7 @@ def _read_until_closed(stranger: socket.socket) -> None:
         try:
             while stranger.recv(4096):
                 pass
-        except ConnectionResetError:
+        except (ConnectionResetError, ssl.SSLError):
             pass  # closed before all of ours was read
 
 

@@ -18,6 +18,7 @@ from collective.core.round_words import (
     FinishChunk,
     Finished,
     InstallResult,
+    KeepResult,
     LinkRenewed,
     PeerOpened,
     ResultArrived,
@@ -27,7 +28,7 @@ from collective.core.round_words import (
     SendOpen,
     SendResult,
 )
-from collective.core.slices import SlicePlan, butterfly
+from collective.core.slices import Route, SlicePlan, butterfly, ring, two_level
 from collective.core.types import PeerId, PeerRef, RoundKey, View
 from tests.simulation.symbols import ChunkValue, Payload, Result, Share
 from tests.simulation.world import Violation
@@ -67,7 +68,7 @@ class Exchange:
         self.machine = RoundMachine(
             key=key,
             rank=rank,
-            slices=SlicePlan(bounds=bounds, routes=butterfly(view.world_size)),
+            slices=SlicePlan(bounds=bounds, routes=routes_of(node.sim.options.plan, view.world_size)),
             eager_chunks=node.sim.options.eager_chunks,
         )
         self.share: Share = (payload.name, weight)
@@ -170,6 +171,8 @@ class Exchange:
                     self._chunks[chunk] = tuple(sorted(self._sums[chunk]))
                 case InstallResult(chunk):
                     self._chunks[chunk] = self._incoming
+                case KeepResult(chunk):
+                    raise Violation("I2", f"chunk {chunk} is kept, and nothing was held")
                 case Finished():
                     self.result = tuple(self._chunks[chunk] for chunk in sorted(self._chunks))
                     self.node.exchange_done(self.key, self.result)
@@ -186,6 +189,15 @@ class Exchange:
     ) -> None:
         frame = Frame(self.node.ref, self.key, kind, chunk, value, suspects)
         self.node.sim.send_frame(self.node, to, frame)
+
+
+def routes_of(plan: str, world_size: int) -> tuple[Route, ...]:
+    """The trees of a plan: the ring goes round by rank, the first half of the ranks is a region."""
+    if plan == "ring":
+        return ring(range(world_size))
+    if plan == "two_level" and world_size > 1:
+        return two_level([range(world_size // 2), range(world_size // 2, world_size)])
+    return butterfly(world_size)
 
 
 class FrameGate:

@@ -3,6 +3,8 @@
 import random
 from dataclasses import dataclass, replace
 
+PLANS = ("butterfly", "ring", "two_level")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -18,6 +20,8 @@ class Options:
     safety_s: float = 30.0
     chunks_per_peer: int = 1
     eager_chunks: int = 1
+    plan: str = "butterfly"
+    """Which trees an exchange uses: see PLANS."""
     # - Speed
     train_s: tuple[float, float] = (0.3, 1.0)
     latency_s: tuple[float, float] = (0.01, 0.05)
@@ -32,6 +36,8 @@ class Options:
     control_duplicates: float = 0.0
     control_reorders: float = 0.0
     bulk_duplicates: float = 0.0
+    bulk_corrupt: float = 0.0
+    """Chance that a bulk frame is damaged: its reader finds it out, and the link is made anew."""
     link_break_rate: float = 0.0
     reset_rate: float = 0.0
     cut_rate: float = 0.0
@@ -95,6 +101,8 @@ class Options:
             coordinator_crash_rate=often(0.15),
             coordinator_crash_per_effect=often(0.02),
             coordinator_pause_rate=often(0.08, 0.3),
+            plan=rng.choice(PLANS),
+            bulk_corrupt=often(0.01, 0.3),
         )
 
     def with_(self, **changes: object) -> "Options":

@@ -27,7 +27,7 @@ from tests.simulation.transfer import Transfer
 from tests.simulation.world import OutOfBudget, Violation, World
 
 MAX_EVENTS = 120_000
-MAX_WALL_S = 30.0
+MAX_CPU_S = 30.0
 ORPHAN_TIMEOUT_S = 40.0
 LINK_RENEWAL_S = 0.1
 
@@ -59,7 +59,7 @@ class Simulator:
         echo: Callable[[str], None] | None = None,
         check_machines: bool = True,
     ) -> None:
-        self.world = World(seed, max_events=MAX_EVENTS, max_wall_s=MAX_WALL_S, echo=echo)
+        self.world = World(seed, max_events=MAX_EVENTS, max_cpu_s=MAX_CPU_S, echo=echo)
         self.options = options if options is not None else Options.draw(self.world.rng)
         self.parts = parts if parts is not None else Parts()
         self.check_machines = check_machines
@@ -99,9 +99,9 @@ class Simulator:
         except OutOfBudget as error:
             outcome.violation = Violation("I4", f"the run does not come to rest: {error}")
         except AssertionError as error:
-            outcome.violation = Violation("assertion", _where(error))
+            outcome.violation = Violation("assertion", where(error))
         except (LookupError, AttributeError, TypeError, ValueError) as error:
-            outcome.violation = Violation("crash", f"{type(error).__name__}: {_where(error)}")
+            outcome.violation = Violation("crash", f"{type(error).__name__}: {where(error)}")
         records = self.coordinator.journal
         outcome.num_commits = sum(isinstance(record, CommitRecord) for record in records)
         outcome.num_views = sum(isinstance(record, ViewRecord) for record in records)
@@ -296,6 +296,9 @@ class Simulator:
             if not target.died_silently:
                 sender.run(sender_start, sender.on_refused, frame.key, to)
             return
+        if network.chance(self.options.bulk_corrupt):
+            self.break_link(sender, target)  # the reader's checksum finds it
+            return
         target.run(target.start_number, target.on_frame_arrived, frame)
 
     def break_link(self, one: PeerNode, other: PeerNode) -> None:
@@ -343,7 +346,7 @@ class Simulator:
         return target.alive and target.ref == donor and self.world.now >= target.paused_until and reaches
 
 
-def _where(error: Exception) -> str:
+def where(error: Exception) -> str:
     """What a machine raised, and where."""
     trace = error.__traceback__
     place = ""

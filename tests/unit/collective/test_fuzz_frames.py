@@ -7,4 +7,4 @@ def test_twenty_thousand_mutated_frames_raise_nothing_else_and_leave_a_communica
     outcomes = fuzz(20_000, seed=7)
     # Both must happen, or the frames are turned away at the door and nothing behind it is tried.
     assert outcomes["finished"] > 10
-    assert outcomes["OperationAborted"] > 10
+    assert outcomes["connection closed"] > 100

@@ -1,0 +1,59 @@
+"""Which rules a round simulation runs by: the real ones, or broken variants of them (mutants.py)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from collective.core.fence import Fence, Standing
+from collective.core.progress import ProgressWatch
+from collective.core.round import RoundMachine
+from collective.core.slices import NOBODY, SlicePlan
+from collective.core.types import Epoch, PeerRef, RoundKey
+from tests.simulation.rounds.bundle import Bundle
+from tests.simulation.rounds.operation import Operation
+
+
+def judge(fence: Fence, sender: PeerRef, epoch: Epoch) -> Standing:
+    """By the real fence."""
+    return fence.judge(sender, epoch)
+
+
+def find_round(rounds: Mapping[RoundKey, Operation], key: RoundKey) -> Operation | None:
+    """The round that is named."""
+    return rounds.get(key)
+
+
+def forgive(watch: ProgressWatch, seconds: float) -> None:
+    """By the real watch."""
+    watch.forgive(seconds)
+
+
+def sign(bundle: Bundle) -> None:
+    """Say that we are there."""
+    bundle.give_sign()
+
+
+def holdable(plan: SlicePlan) -> int:
+    """Bit c set: a retry may keep chunk c. Only where all are children of the root."""
+    mask = 0
+    for slice_, route in enumerate(plan.routes):
+        if all(parent in (NOBODY, route.root) for parent in (*route.up, *route.down)):
+            mask |= sum(1 << chunk for chunk in plan.chunks_of(slice_))
+    return mask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundParts:
+    """The machine, the shell around it, and its rules."""
+
+    machine: type[RoundMachine] = RoundMachine
+    operation: type[Operation] = Operation
+    judge: Callable[[Fence, PeerRef, Epoch], Standing] = judge
+    find_round: Callable[[Mapping[RoundKey, Operation], RoundKey], Operation | None] = find_round
+    forgive: Callable[[ProgressWatch, float], None] = forgive
+    sign: Callable[[Bundle], None] = sign
+    holdable: Callable[[SlicePlan], int] = holdable
+    checks_sums: bool = True
+    tells_ended: bool = True
+    counts_idle_time: bool = False
+    keeps_spent_credit: bool = True
+    drops_older_epochs: bool = True
