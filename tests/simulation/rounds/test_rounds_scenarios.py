@@ -168,7 +168,7 @@ def lose_the_last_results(stage: Stage) -> None:
 
 
 def test_result_that_was_lost_after_its_sender_had_ended_is_not_waited_for() -> None:
-    """Seed 39: each of two gives signs of life because of the round that the other has ended."""
+    """Each of two gives signs of life because of the round that the other has ended."""
     stage = Stage(2, num_operations=2, plans=("butterfly",) * 2, num_streams=1, window=100)
     lose_the_last_results(stage)
     stage.until_committed(1, within_s=3.0)
@@ -184,7 +184,7 @@ def test_that_loss_is_found_only_at_the_deadline_where_nobody_says_what_has_ende
 
 
 def test_member_of_which_only_the_opening_is_missing_is_waited_for_by_name() -> None:
-    """Seed 1128: a retry does not finish without every opening, so it has to say that it needs them."""
+    """A retry does not finish without every opening, so it has to say that it needs them."""
     machine = RoundMachine(
         key=RoundKey(Epoch(1), OuterStep(0), 0),
         rank=0,
@@ -200,7 +200,7 @@ def test_member_of_which_only_the_opening_is_missing_is_waited_for_by_name() -> 
 
 
 def test_old_results_do_not_count_where_members_add_up_on_the_way() -> None:
-    """Seed 5: the root of a ring held a result, and the nodes between waited for parts that nobody sent any more."""
+    """The root of a ring held a result, and the nodes between waited for parts that nobody sent any more."""
     slices = SlicePlan(bounds=(0, 1, 1, 1), routes=ring((0, 1, 2)))  # parts go 1, 2, 0
     key = RoundKey(Epoch(1), OuterStep(0), 0)
     machines = [RoundMachine(key=key, rank=rank, slices=slices, eager_chunks=0, held=0b1) for rank in range(3)]
