@@ -8,6 +8,7 @@ a round trip, so a burst into a queue does not count as a rate.
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from collective.transport.bundle import Bundle
 from collective.transport.sockets import FAR_S
 
 _WINDOW_S = 0.2
+_LONGEST_WINDOW_S = 0.8
 _WINDOWS_KEPT = 64
 
 
@@ -54,11 +56,11 @@ class LinkMeter:
     def __init__(self, bundles: Mapping[PeerRef, Bundle]) -> None:
         self._bundles = bundles
         self._seen: dict[PeerRef, _Seen] = {}
-        self._sampled_at: float | None = None
+        self._sampled_at = -math.inf
         self._sent: deque[float] = deque(maxlen=_WINDOWS_KEPT)
         self._received: deque[float] = deque(maxlen=_WINDOWS_KEPT)
 
-    def begin(self, now: float) -> None:
+    def _begin(self, now: float) -> None:
         """Nothing moved before this."""
         self._sampled_at = now
         for ref, bundle in self._bundles.items():
@@ -67,12 +69,12 @@ class LinkMeter:
             seen.was_waiting = bundle.is_waiting
 
     def sample(self, now: float) -> None:
-        """End a window, if it is long enough, and begin the next."""
-        if self._sampled_at is None:
-            self.begin(now)
-            return
+        """End a window, if it is long enough, and begin the next. One with a pause in it shows nothing."""
         seconds = now - self._sampled_at
         if seconds < _WINDOW_S:
+            return
+        if seconds > _LONGEST_WINDOW_S:
+            self._begin(now)
             return
         sent = received = 0
         any_waited = False
@@ -90,7 +92,7 @@ class LinkMeter:
             self._received.append(received / seconds)
         for ref in [ref for ref in self._seen if ref not in self._bundles]:
             del self._seen[ref]
-        self.begin(now)
+        self._begin(now)
 
     async def probe(self, members: Sequence[Member], seconds: float) -> None:
         """Send padding to the members to which no transfer has shown a rate yet, all at once."""
@@ -105,7 +107,7 @@ class LinkMeter:
         ends_at = loop.time() + seconds
         for bundle in unknown:
             bundle.pad_until(ends_at)
-        self.begin(loop.time())
+        self._begin(loop.time())
         while loop.time() < ends_at:
             await asyncio.sleep(_WINDOW_S / 4)
             self.sample(loop.time())

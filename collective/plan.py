@@ -9,6 +9,7 @@ its hash is in every frame of the round.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import msgspec
@@ -105,6 +106,11 @@ def cut(numels: Sequence[int], routes: tuple[Route, ...], *, item_nbytes: int, c
         item_nbytes: length of an element.
         chunk_nbytes: longest chunk as it lies in memory, at least 256 elements of 8 bytes.
     """
+    return _cut(tuple(numels), routes, item_nbytes, chunk_nbytes)
+
+
+@lru_cache(maxsize=64)  # training posts the same operations again and again
+def _cut(numels: tuple[int, ...], routes: tuple[Route, ...], item_nbytes: int, chunk_nbytes: int) -> RoundPlan:
     starts = [0]
     bounds = [0]
     max_blocks = chunk_nbytes // (BLOCK_NUMEL * item_nbytes)
@@ -133,7 +139,6 @@ def terms_of(
     plan_name: str,
 ) -> Terms:
     """Name what all members of a round must share. `numel` is the caller's, for people."""
-    trees = [(route.root, route.up, route.down) for route in plan.slices.routes]
     return Terms(
         op=op,
         dtype=dtype,
@@ -142,5 +147,11 @@ def terms_of(
         chunk_nbytes=chunk_nbytes,
         members=xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(list(members))),
         plan=plan_name,
-        slices=xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode((plan.slices.bounds, plan.starts, trees))),
+        slices=_hash_of(plan),
     )
+
+
+@lru_cache(maxsize=64)
+def _hash_of(plan: RoundPlan) -> str:
+    trees = [(route.root, route.up, route.down) for route in plan.slices.routes]
+    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode((plan.slices.bounds, plan.starts, trees)))

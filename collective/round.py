@@ -9,6 +9,7 @@ the sockets). A round that fails ends at once and stays failed; `changed` is set
 """
 
 import asyncio
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import assert_never
@@ -409,11 +410,16 @@ class Round:
         (bundle.results if frame_type is FrameType.RESULT else bundle.contributions).append(send)
 
     def _send_open(self, to: int) -> None:
-        held = self.machine.held
-        payload = msgspec.msgpack.encode(Opening(self._terms, held.to_bytes(-(-held.bit_length() // 8), "little")))
-        header = pack(self._header(FrameType.OPEN, len(payload)), payload)
+        header, payload = self._opening
         self._bundle(to).notices.append(Notice(header, payload))
         self.bytes_sent += len(header) + len(payload)
+
+    @functools.cached_property
+    def _opening(self) -> tuple[bytes, bytes]:
+        """Header and payload of our OPEN, the same for all."""
+        held = self.machine.held
+        payload = msgspec.msgpack.encode(Opening(self._terms, held.to_bytes(-(-held.bit_length() // 8), "little")))
+        return pack(self._header(FrameType.OPEN, len(payload)), payload), payload
 
     def _bundle(self, rank: int) -> Bundle:
         bundle = self.bundles[rank]

@@ -7,7 +7,6 @@ Whoever needs a broken connection repairs it from here, so every dial has an own
 """
 
 import asyncio
-import contextlib
 from dataclasses import dataclass, field
 
 from collective.core.progress import ProgressWatch, StallLimits
@@ -42,17 +41,16 @@ _BROKEN_TICK_S = 0.02
 async def supervise(round_: Round, patience: Patience, deadline_s: float, meter: LinkMeter) -> None:
     """Return when the round is done, one way or the other. Cancelling ends the watch, not the round."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + deadline_s
-    watches = {
-        rank: (bundle, ProgressWatch(patience.stall, loop.time()))
-        for rank, bundle in enumerate(round_.bundles)
-        if bundle is not None
-    }
+    started = signed_at = loop.time()
+    deadline = started + deadline_s
+    sign_every_s = min(_SIGN_EVERY_S, patience.stall.floor_s / 4)
+    bundles = {rank: bundle for rank, bundle in enumerate(round_.bundles) if bundle is not None}
+    if all(bundle.is_whole for bundle in bundles.values()):
+        # Most rounds are over before there is anything to see: they need no more than this.
+        await _next_look(round_, min(_CALM_TICK_S, sign_every_s, deadline_s))
+    watches = {rank: (bundle, ProgressWatch(patience.stall, started)) for rank, bundle in bundles.items()}
     repairs: dict[int, asyncio.Task[None]] = {}
     broken_since: dict[int, tuple[Bundle, float]] = {}
-    signed_at = loop.time()
-    sign_every_s = min(_SIGN_EVERY_S, patience.stall.floor_s / 4)
-    meter.begin(signed_at)
     async with asyncio.TaskGroup() as tasks:
         while not round_.is_done:
             broken_since = {
@@ -86,9 +84,12 @@ async def supervise(round_: Round, patience: Patience, deadline_s: float, meter:
 
 
 async def _next_look(round_: Round, timeout_s: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(max(0.0, timeout_s)):
-            await round_.changed.wait()
+    """When something has changed, or in so long anyway."""
+    timer = asyncio.get_running_loop().call_later(timeout_s, round_.changed.set)
+    try:
+        await round_.changed.wait()
+    finally:
+        timer.cancel()
     round_.changed.clear()
 
 

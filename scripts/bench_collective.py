@@ -1,7 +1,8 @@
 """All-reduce (mean, fp32) between processes on loopback: torch's gloo and ours, in turn, in one run.
 
 Every repetition runs each contender once, after a barrier; a contender's time is that of its slowest peer. Gloo
-computes the sum and divides, as its users do. Gloo's sockets take the kernel's default congestion control; where that
+computes the sum and divides, as its users do. "bare" is the floor: bare_loop.py, the same exchange with nothing but
+its bytes and checksums. Gloo's sockets take the kernel's default congestion control; where that
 is not cubic and we are root, everything is run again in a network namespace whose default is cubic.
 """
 
@@ -26,8 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from collective import BulkOptions, Communicator
 from collective.standalone import open_communicator, view_of
+from scripts.bare_loop import BareLoop, near_socket
 
 Row = dict[str, Any]
 MIB = 1 << 20
@@ -57,8 +61,9 @@ def settled_group(rank: int, world: int, port: int) -> Store:
 class Contenders:
     """What is compared, each as `await run(name, tensor, out)`."""
 
-    def __init__(self, communicator: Communicator, world: int) -> None:
+    def __init__(self, communicator: Communicator, bare: BareLoop, world: int) -> None:
         self.communicator = communicator
+        self.bare = bare
         self.world = world
         self.step = 0
 
@@ -66,6 +71,8 @@ class Contenders:
         if name == "gloo":
             out.copy_(tensor)  # it works in place and our callers keep their input; not timed, see timed()
             return await self.timed(self.gloo(out))
+        if name == "bare":
+            return await self.timed(self.barely(tensor, out))
         self.step += 1
         return await self.timed(self.ours(name, tensor, out))
 
@@ -79,8 +86,29 @@ class Contenders:
         dist.all_reduce(out)
         out.div_(self.world)
 
+    async def barely(self, tensor: Tensor, out: Tensor) -> None:
+        self.bare.all_reduce(tensor, out)
+
     async def ours(self, codec: str, tensor: Tensor, out: Tensor) -> None:
         await self.communicator.all_reduce(self.communicator.key(self.step), tensor, out=out, codec=codec)
+
+
+def bare_loop(rank: int, world: int, store: Store) -> BareLoop:
+    """Each rank dials those before it."""
+    sockets = {}
+    with near_socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(world)
+        store.set(f"bare{rank}", str(listener.getsockname()[1]))
+        for other in range(rank):
+            sockets[other] = near_socket()
+            sockets[other].connect(("127.0.0.1", int(store.get(f"bare{other}"))))
+            sockets[other].sendall(bytes([rank]))
+        for _ in range(rank + 1, world):
+            accepted, _ = listener.accept()
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sockets[accepted.recv(1)[0]] = accepted
+    return BareLoop(rank, sockets)
 
 
 async def peer(options: argparse.Namespace) -> None:
@@ -93,7 +121,7 @@ async def peer(options: argparse.Namespace) -> None:
         store.set(f"address{rank}", str(communicator.address))
         addresses = [store.get(f"address{other}").decode() for other in range(world)]
         await communicator.install(view_of(0, addresses))
-        contenders = Contenders(communicator, world)
+        contenders = Contenders(communicator, bare_loop(rank, world, store), world)
         answers = [await measure(contenders, rank, world, mib, options) for mib in options.mib]
         (options.into / f"{rank}.json").write_text(json.dumps(answers))
     dist.barrier()
@@ -106,7 +134,7 @@ async def measure(contenders: Contenders, rank: int, world: int, mib: int, optio
     out = torch.zeros(numel)
     mean: Tensor | None = None
     repeats = options.repeats if mib >= 16 else 4 * options.repeats
-    names = (["gloo"] if options.gloo else []) + options.codecs
+    names = (["gloo", "bare"] if options.gloo else []) + options.codecs
     rows: dict[str, Row] = {name: {"seconds": [], "cpu": [], "extra_kib": 0} for name in names}
     for repeat in range(-options.warmups, repeats):
         for name in names:
@@ -222,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--warmups", type=int, default=3)
     parser.add_argument("--chunk-kib", type=int, default=2048)
     parser.add_argument("--streams", type=int, default=1)
-    parser.add_argument("--no-gloo", dest="gloo", action="store_false")
+    parser.add_argument("--no-gloo", dest="gloo", action="store_false", help="ours alone")
     parser.add_argument("--no-cubic", dest="cubic", action="store_false", help="leave the second pass out")
     parser.add_argument("--json", type=Path)
     for internal in ("--rank", "--world-size", "--port"):

@@ -238,6 +238,7 @@ class Link:
                 self._loop.call_soon(self._on_readable)
 
     def _read_once(self) -> bool:
+        """Whether there may be more to read now."""
         buffers = self._reader.next_buffers()
         cap = self._caps.download
         if cap is not None:
@@ -263,7 +264,8 @@ class Link:
                 self._owner.on_frame(self, frame)
             if self.closed:
                 return False
-        return True
+        # Less than there was room for: the kernel has no more, so it need not be asked.
+        return nbytes == sum(map(len, buffers)) or has_pending(self._sock)
 
     def _resume_reading(self) -> None:
         self._timers.pop(self._resume_reading, None)

@@ -127,7 +127,7 @@ async def run_batch(communicator, number, order):
     }
 
 
-async def main(number):
+async def main(number, max_upload):
     torch.set_num_threads(1)
     me = PeerRef(f"{number:016x}", 1)
 
@@ -142,7 +142,7 @@ async def main(number):
             num_streams=num_streams,
         )
 
-    options = BulkOptions(patience=Patience(stall=StallLimits(floor_s=1.0)))
+    options = BulkOptions(patience=Patience(stall=StallLimits(floor_s=1.0)), max_upload=max_upload)
     communicator = Communicator(me=me, hello=hello, num_streams=2, chunk_nbytes=256 << 10, options=options)
     listener = Listener(
         "127.0.0.1:0",
@@ -169,4 +169,4 @@ def say(answer):
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1])))
+    asyncio.run(main(int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else None))

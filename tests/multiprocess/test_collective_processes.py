@@ -18,13 +18,13 @@ MAX_SECONDS = 8.0
 
 
 class Peer:
-    """A running peer process."""
+    """A running peer process, which may send only so many bytes a second."""
 
-    def __init__(self, number):
+    def __init__(self, number, max_upload=None):
         self.number = number
         self.peer_id = f"{number:016x}"
         self.process = subprocess.Popen(
-            [sys.executable, str(PEER), str(number)],
+            [sys.executable, str(PEER), str(number), *([] if max_upload is None else [str(max_upload)])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -43,8 +43,9 @@ class Peer:
 
 
 @contextlib.contextmanager
-def running(count):
-    peers = [Peer(number) for number in range(count)]
+def running(count, *, slow=None):
+    """So many peers; the one with the number `slow` sends 4 MB a second at most."""
+    peers = [Peer(number, max_upload=4e6 if number == slow else None) for number in range(count)]
     try:
         for peer in peers:
             peer.address = peer.answer()["address"]
