@@ -1,10 +1,10 @@
 """What this peer measures of its links: round trips, and how fast bytes get through while more are waiting.
 
-The transfers themselves are the measurement; where there were none, `Prober` sends padding for a fraction of a second.
-The kernel counts what was acknowledged, so nothing is asked of the other side.
+The transfers themselves are the measurement; where there were none, `probe` sends padding for a fraction of a second.
+The kernel counts what has arrived at both ends, so nothing is asked of the other side.
 
-Rules: nothing here decides; `Communicator.survey` brings all members' observations together. Windows are long against
-a round trip, so a burst into a queue does not count as a rate.
+Rules: nothing here decides; `Communicator.survey` brings all members' observations together. A window is
+longer than most bursts; what was fastest in any of them is what a link can do.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class LinkReport:
 
 @dataclass(slots=True)
 class _Seen:
-    acknowledged: int = 0
+    sent: int = 0
     received: int = 0
     was_waiting: bool = False
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOWS_KEPT))
@@ -65,7 +65,7 @@ class LinkMeter:
         self._sampled_at = now
         for ref, bundle in self._bundles.items():
             seen = self._seen.setdefault(ref, _Seen())
-            seen.acknowledged, seen.received = bundle.acknowledged(), bundle.bytes_received
+            seen.sent, seen.received = bundle.bytes_delivered(), bundle.bytes_received
             seen.was_waiting = bundle.is_waiting
 
     def sample(self, now: float) -> None:
@@ -80,8 +80,8 @@ class LinkMeter:
         any_waited = False
         for ref, bundle in self._bundles.items():
             seen = self._seen.setdefault(ref, _Seen())
-            moved = bundle.acknowledged() - seen.acknowledged
-            sent += max(0, moved)
+            moved = bundle.bytes_delivered() - seen.sent
+            sent += max(0, moved)  # a stream that is new has not delivered what the old one had
             received += max(0, bundle.bytes_received - seen.received)
             if seen.was_waiting and bundle.is_waiting and moved > 0:
                 any_waited = True
@@ -104,9 +104,12 @@ class LinkMeter:
         if not unknown or seconds <= 0.0:
             return
         loop = asyncio.get_running_loop()
-        ends_at = loop.time() + seconds
+        first_news_s = max(bundle.shortest_round_trip_s() for bundle in unknown)
+        ends_at = loop.time() + first_news_s + seconds
         for bundle in unknown:
+            bundle.pace(None)
             bundle.pad_until(ends_at)
+        await asyncio.sleep(first_news_s)
         self._begin(loop.time())
         while loop.time() < ends_at:
             await asyncio.sleep(_WINDOW_S / 4)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from collective.buffers import DTYPES, Record, RoundBuffers
 from collective.coded import CodedBuffers
+from collective.core.link_table import Matrix
 from collective.core.types import Member, PeerRef, RoundKey
 from collective.plan import RoundPlan, Terms, terms_of
 from collective.swap import SwapBuffers
@@ -39,6 +40,7 @@ class Operation:
         codec: its name.
         record: see RoundBuffers.
         predicted_s: what the cost model expects.
+        paces: see Choice; of the members of the round.
     """
 
     def __init__(
@@ -56,10 +58,12 @@ class Operation:
         codec: str = "raw",
         record: Record | None = None,
         predicted_s: float | None = None,
+        paces: Matrix | None = None,
     ) -> None:
         self.plan = plan
         self.plan_name = plan_name
         self.predicted_s = predicted_s
+        self.paces = paces
         self.weight = weight
         self._workplace = workplace
         self._op = op

@@ -62,6 +62,7 @@ def all_reduce(workplace: Workplace, ranks: tuple[int, ...], given: Reducible, p
         plan=workplace.cut(numels, choice.routes, given.source.element_size()),
         plan_name=choice.name,
         predicted_s=choice.predicted_s,
+        paces=choice.paces,
         source=given.source,
         target=given.target,
         weight=given.weight,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from collective.buffers import HALF
 from collective.codec import Codec, codec_named
-from collective.core.cost import Volume
+from collective.core.cost import Volume, paces, predict
 from collective.core.link_table import LinkTable
 from collective.core.planner import PLANS, Choice, choose
 from collective.core.slices import Route, gather
@@ -70,10 +70,10 @@ class Workplace:
         return self._choices[asked]
 
     def _choose(self, plan: str, ranks: tuple[int, ...], source: Tensor, codec: str) -> Choice:
+        table = LinkTable.unknown(len(ranks)) if self._table is None else self._table.restricted_to(ranks)
         is_far = self.chunk_nbytes < self._max_chunk_nbytes
         if plan == "auto" and len(ranks) == 2 and codec == "raw" and (is_far or source.nbytes <= _SWAP_NBYTES):
-            return Choice(name="swap", routes=gather(2), shares=(0.5, 0.5), predicted_s=None)
-        table = LinkTable.unknown(len(ranks)) if self._table is None else self._table.restricted_to(ranks)
+            return self._swap(source.nbytes, table)
         encoded = source.nbytes if codec == "raw" else self.codec(codec).wire_nbytes(source.numel())
         volume = Volume(
             nbytes_up_raw=source.nbytes, nbytes_up=encoded, nbytes_down=encoded, chunk_nbytes=self.chunk_nbytes
@@ -81,3 +81,17 @@ class Workplace:
         # Sums of half-precision numbers are kept in fp32, which only a root does: nobody may add up on the way.
         only = "butterfly" if source.dtype in HALF else None if plan == "auto" else plan
         return choose(table, volume, only=only)
+
+    def _swap(self, nbytes: int, table: LinkTable) -> Choice:
+        """Each of two sends the other its whole part."""
+        routes, shares, both = gather(2), (0.5, 0.5), 2.0 * nbytes
+        if table.says_nothing:
+            return Choice(name="swap", routes=routes, shares=shares, predicted_s=None)
+        volume = Volume(nbytes_up_raw=both, nbytes_up=both, nbytes_down=both, chunk_nbytes=self.chunk_nbytes)
+        return Choice(
+            name="swap",
+            routes=routes,
+            shares=shares,
+            predicted_s=predict(routes, shares, volume, table),
+            paces=paces(routes, shares, volume, table),
+        )

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from collective.core.link_table import LinkTable
+from collective.core.link_table import LinkTable, Matrix
 from collective.core.slices import NOBODY, Route
 
 _SLACK = 1e-6
@@ -73,6 +73,20 @@ def predict(routes: Sequence[Route], shares: Sequence[float], volume: Volume, ta
         return inf
     sized = [(route, share) for route, share in zip(routes, shares, strict=True) if share > 0]
     return max(_slice_s(route, share, bandwidth_s, volume, table) for route, share in sized)
+
+
+def paces(routes: Sequence[Route], shares: Sequence[float], volume: Volume, table: LinkTable) -> Matrix:
+    """At what speed each member sends to each other one if everything is to arrive at the same time: [from][to].
+
+    Bytes/s; inf where nothing that is known limits the plan.
+    """
+    bandwidth_s = max((_dot(limit, shares) for limit in _limits(routes, volume, table)), default=0.0)
+    everybody = range(table.world_size)
+    nbytes = [[0.0] * table.world_size for _ in everybody]
+    for route, share in zip(routes, shares, strict=True):
+        for hop in _up_hops(route, volume) + _down_hops(route, volume):
+            nbytes[hop.sender][hop.receiver] += share * hop.nbytes
+    return tuple(tuple(moved / bandwidth_s if bandwidth_s > 0 else inf for moved in row) for row in nbytes)
 
 
 def best_shares(routes: Sequence[Route], volume: Volume, table: LinkTable) -> tuple[float, ...]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from collective.core.cost import Volume, best_shares, predict
-from collective.core.link_table import LinkTable
+from collective.core.cost import Volume, best_shares, paces, predict
+from collective.core.link_table import LinkTable, Matrix
 from collective.core.regions import guess_trunks, regions
 from collective.core.ring_order import ring_order
 from collective.core.slices import Route, butterfly, ring, two_level
@@ -34,6 +34,7 @@ class Choice:
         routes, shares: for each slice its trees and its part of the buffer; shares sum to 1.
         predicted_s: seconds; inf if the plan needs a pair that cannot speak; None if nothing is known of the links.
         rejected: the other plans considered, with their seconds.
+        paces: see cost.paces; None if nothing is known of the links.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Choice:
     shares: tuple[float, ...]
     predicted_s: float | None
     rejected: tuple[tuple[str, float], ...] = ()
+    paces: Matrix | None = None
 
 
 class _Plan(NamedTuple):
@@ -83,6 +85,7 @@ def choose(table: LinkTable, volume: Volume, *, only: str | None = None) -> Choi
         shares=chosen.shares,
         predicted_s=chosen.predicted_s,
         rejected=tuple((plan.name, plan.predicted_s) for plan in tried if plan is not chosen),
+        paces=paces(chosen.routes, chosen.shares, volume, table),
     )
 
 

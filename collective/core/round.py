@@ -16,7 +16,7 @@ Rules:
 * What an earlier attempt of the same round has finished among the same members is not sent again (`held`). Whoever
   opens says which results it holds; a result counts as held only where the slice's root holds it too, since a root
   that sums again may sum in another order.
-* In a link's queue, results go before contributions: a result completes a chunk, a contribution only begins one.
+* In what order a link sends results and contributions is its own business.
 * No time in here. Whoever moves the bytes sees who stands still, and asks `needs()` whom that concerns.
 """
 

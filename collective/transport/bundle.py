@@ -1,7 +1,6 @@
 """All links to one start of one peer, and the one queue of what is to be sent to it.
 
-Several streams share the queue: whichever can write takes the next frame. Results go before contributions, small
-notices before both.
+Several streams share the queue: whichever can write takes the next frame. Small notices go first.
 
 Rules: of a pair, the peer with the smaller id dials; the other waits, and may only look whether anybody is there.
 Streams outlive views. A broken stream is made anew by whoever needs it (`repair`), so there is no task in the
@@ -18,10 +17,11 @@ from typing import Protocol
 from collective.core.types import PeerId, PeerRef
 from collective.errors import CollectiveError, ConnectionLost, PeerUnreachable, RemoteProtocolError
 from collective.transport.dialling import open_connection
-from collective.transport.hello import Hello
+from collective.transport.hello import MAX_STREAMS, Hello
 from collective.transport.link import Caps, Link, Outgoing, Sink
 from collective.transport.security import Security
-from collective.transport.sockets import SocketOptions, congestion_control_of, dial, round_trip_s, streams_for
+from collective.transport.sockets import FAR_S, SocketOptions, congestion_control_of, dial, round_trip_s, streams_for
+from collective.transport.tcp_info import TcpInfo
 from collective.wire import HEADER_NBYTES, PADDING_NBYTES, Frame, FrameType, Header, on_bulk, pack
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
 _DIAL_TIMEOUT_S = 5.0
+_FLIGHT_NBYTES = 3 << 19
+"""What one stream keeps on its way: Linux allows 2 MiB by default (half of tcp_wmem), some of it for what was lost."""
 _SIGN = pack(Header(type=FrameType.SIGN))
 _NOTHING = bytes(PADDING_NBYTES)
 
@@ -126,6 +128,8 @@ class Bundle:
         self._bytes_of_old_links = [0, 0]
         self._num_signs = 0
         self._pads_until = 0.0
+        self._pace: float | None = None
+        self._num_used = MAX_STREAMS
 
     @property
     def peer_id(self) -> PeerId:
@@ -158,21 +162,36 @@ class Bundle:
         is_queued = self.notices or self.results or self.contributions or self._pads_until
         return bool(is_queued) or any(link.is_sending for link in self._links.values())
 
-    def acknowledged(self) -> int:
-        """Bytes that have arrived at the peer over the streams that are up."""
-        infos = [link.tcp_info() for link in self._links.values()]
-        return sum(info.bytes_acked or 0 for info in infos if info is not None)
+    def bytes_delivered(self) -> int:
+        """Bytes that have arrived at the peer, about, over the streams that are up."""
+        return sum(info.bytes_delivered or 0 for info in self._tcp_infos())
 
     def bytes_sent_again(self) -> int:
         """Bytes that were lost on the way, over the streams that are up."""
-        infos = [link.tcp_info() for link in self._links.values()]
-        return sum(info.bytes_retrans or 0 for info in infos if info is not None)
+        return sum(info.bytes_retrans or 0 for info in self._tcp_infos())
 
     def shortest_round_trip_s(self) -> float:
         """The path without queues; 0.0 is unknown."""
-        infos = [link.tcp_info() for link in self._links.values()]
-        trips = [info.min_rtt_us for info in infos if info is not None and info.min_rtt_us]
-        return min(trips, default=0) * 1e-6
+        return min((info.min_rtt_us for info in self._tcp_infos() if info.min_rtt_us), default=0) * 1e-6
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the path is long."""
+        return self.round_trip_s > FAR_S
+
+    def pace(self, bytes_per_s: float | None) -> None:
+        """On a long path, send no faster than this, over as few streams as carry it; None lets go.
+
+        Only with bbr: loss-based control needs many streams, and keeps itself far below what a lossy path allows.
+        """
+        if not self.is_far or self._control != "bbr" or bytes_per_s == self._pace:
+            return
+        self._pace = bytes_per_s
+        self._num_used = self.num_streams
+        if bytes_per_s is not None:
+            self._num_used = min(self.num_streams, 1 + int(bytes_per_s * self.round_trip_s / _FLIGHT_NBYTES))
+        for link in self._links.values():
+            link.pace(None if bytes_per_s is None else bytes_per_s / self._num_used)
 
     def pad_until(self, instant: float) -> None:
         """Send bytes without meaning until then (loop time), whenever there is nothing else."""
@@ -210,6 +229,8 @@ class Bundle:
         self._control = congestion_control_of(sock)
         if self._chooses_streams and self.is_dialler:
             self.num_streams = max(self.num_streams, streams_for(self.round_trip_s, self._control))
+        if self._pace is not None:
+            link.pace(self._pace / self._num_used)
         self.is_refused = self._has_looked = False
         if stream in self._seen_streams:
             self._owner.on_renewed(self)
@@ -272,11 +293,21 @@ class Bundle:
         finally:
             self._is_repairing = False
 
+    def _tcp_infos(self) -> list[TcpInfo]:
+        return [info for link in self._links.values() if (info := link.tcp_info()) is not None]
+
     # -------------------------------------------------------------------------------- as owner of links
 
-    def next_out(self) -> Outgoing | None:
-        """The next frame for whichever stream can write."""
-        for queue in (self.notices, self.results, self.contributions):
+    def next_out(self, link: Link) -> Outgoing | None:
+        """The next frame for whichever stream can write.
+
+        Near, results go first, while they are in the cache. Far, contributions do: others wait for them before they
+        have results to send, so no line ever idles.
+        """
+        if link.stream >= self._num_used and self.is_whole:
+            return None
+        chunks = (self.contributions, self.results) if self.is_far else (self.results, self.contributions)
+        for queue in (self.notices, *chunks):
             if queue:
                 return queue.popleft()
         if self._pads_until:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from collective.core.bucket import TokenBucket
 from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
-from collective.transport.sockets import lost, unacknowledged_nbytes
+from collective.transport.sockets import lost, pace, unacknowledged_nbytes
 from collective.transport.tcp_info import TcpInfo, read_tcp_info
 from collective.transport.tls import TlsSocket
 from collective.wire import Frame, FrameReader, Header, Limits
@@ -117,8 +117,8 @@ class Sink(Protocol):
 class LinkOwner(Protocol):
     """What a link asks its owner."""
 
-    def next_out(self) -> Outgoing | None:
-        """What to send next, or None for nothing now (then `wake` starts the sending again)."""
+    def next_out(self, link: "Link") -> Outgoing | None:
+        """What to send next over this link, or None for nothing now (then `wake` starts the sending again)."""
         ...
 
     def place(self, link: "Link", header: Header) -> tuple[memoryview, "Sink | None"]:
@@ -186,6 +186,11 @@ class Link:
     def is_sending(self) -> bool:
         """Whether a frame is half written."""
         return bool(self._unsent)
+
+    def pace(self, bytes_per_s: float | None) -> None:
+        """Let the kernel send no faster than this; None lets go."""
+        if not self.closed:
+            pace(self._sock, bytes_per_s)
 
     def tcp_info(self) -> TcpInfo | None:
         """What the kernel knows of this connection."""
@@ -328,7 +333,7 @@ class Link:
     def _take_next(self) -> bool:
         """Gather notices and at most one chunk: small frames share a system call, and the receiver's wake-up."""
         gathered = 0
-        while (outgoing := self._owner.next_out()) is not None and not self.closed:
+        while (outgoing := self._owner.next_out(self)) is not None and not self.closed:
             pieces = outgoing.pieces(self._encoding)
             if pieces is None:
                 continue

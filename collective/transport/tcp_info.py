@@ -16,6 +16,7 @@ _UNKNOWN_RTT_US = 0xFFFFFFFF
 
 # Offsets in struct tcp_info of linux/tcp.h: eight bytes of small fields, 24 u32, then u64 and u32 mixed.
 _APP_LIMITED_BYTE = 7  # the first of its bits
+_SND_MSS = ("=I", 16)
 _RTT_US = ("=I", 68)
 _TOTAL_RETRANS = ("=I", 100)
 _BYTES_ACKED = ("=Q", 120)
@@ -24,6 +25,7 @@ _DELIVERY_RATE = ("=Q", 160)
 _BUSY_TIME_US = ("=Q", 168)
 _RWND_LIMITED_US = ("=Q", 176)
 _SNDBUF_LIMITED_US = ("=Q", 184)
+_DELIVERED = ("=I", 192)
 _BYTES_RETRANS = ("=Q", 208)
 
 
@@ -37,6 +39,8 @@ class TcpInfo:
         delivery_rate: bytes a second that arrived at the other side, of the last sample.
         is_app_limited: that sample says less than the path can do, since we had nothing to send.
         bytes_acked: bytes that the other side has acknowledged.
+        bytes_delivered: bytes that have arrived there, about: also those behind a gap, which `bytes_acked` counts all
+            at once when the gap is filled.
         bytes_retrans: bytes that were sent again.
         total_retrans: segments that were sent again.
         busy_time_us: how long there was anything to send or unacknowledged.
@@ -49,6 +53,7 @@ class TcpInfo:
     delivery_rate: int | None
     is_app_limited: bool | None
     bytes_acked: int | None
+    bytes_delivered: int | None
     bytes_retrans: int | None
     total_retrans: int | None
     busy_time_us: int | None
@@ -78,6 +83,7 @@ def parse_tcp_info(info: bytes) -> TcpInfo:
         # Older kernels have the byte and never set the bit: it came together with the rate.
         is_app_limited=None if delivery_rate is None else bool(info[_APP_LIMITED_BYTE] & app_limited_bit),
         bytes_acked=_field(info, _BYTES_ACKED),
+        bytes_delivered=_product(_field(info, _DELIVERED), _field(info, _SND_MSS)),
         bytes_retrans=_field(info, _BYTES_RETRANS),
         total_retrans=_field(info, _TOTAL_RETRANS),
         busy_time_us=_field(info, _BUSY_TIME_US),
@@ -111,3 +117,7 @@ def _field(info: bytes, place: tuple[str, int]) -> int | None:
         return None
     value: int = struct.unpack_from(layout, info, offset)[0]
     return value
+
+
+def _product(segments: int | None, nbytes: int | None) -> int | None:
+    return None if segments is None or nbytes is None else segments * nbytes

@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from collective.core.cost import Volume, best_shares, predict
+from collective.core.cost import Volume, best_shares, paces, predict
 from collective.core.link_table import LinkTable, Trunk
 from collective.core.slices import broadcast, butterfly, gather, ring, scatter, two_level
 
@@ -86,6 +86,24 @@ def test_what_only_gives_or_only_takes_costs_one_trip():
     assert predict_equal(gather(4), small, table) == pytest.approx(3.0 + 0.1)
     assert predict_equal(scatter(4), small, table) == pytest.approx(3.0 + 0.1)
     assert predict(broadcast(2, 4), [1.0], small, table) == pytest.approx(12.0 + 0.1)
+
+
+def test_paces_bring_everything_to_its_end_at_the_same_time():
+    table = make_table(4, latency_s=0.01, upload=[300 * MBIT] * 3 + [30 * MBIT], download=[300 * MBIT] * 4)
+    shares = best_shares(butterfly(4), RAW, table)
+    found = paces(butterfly(4), shares, RAW, table)
+    seconds = predict(butterfly(4), shares, RAW, table) - 2 * 0.01
+    for sender in range(4):
+        assert sum(found[sender]) <= table.upload[sender] * (1 + 1e-9)
+        assert sum(row[sender] for row in found) <= table.download[sender] * (1 + 1e-9)
+        for receiver in range(4):
+            nbytes = 0.0 if sender == receiver else (shares[sender] + shares[receiver]) * 64 * MIB
+            assert found[sender][receiver] == pytest.approx(nbytes / seconds)
+    assert sum(found[3]) == pytest.approx(30 * MBIT)
+
+
+def test_where_nothing_limits_there_is_no_pace():
+    assert paces(butterfly(2), (0.5, 0.5), RAW, make_table(2))[0][1] == inf
 
 
 def test_one_member_alone_needs_no_time():

@@ -33,6 +33,7 @@ def test_a_live_connection_tells_its_figures(pair):
     assert 0 < info.min_rtt_us <= info.rtt_us < 1_000_000
     assert round_trip_s(here) == pytest.approx(info.rtt_us * 1e-6, abs=0.1)
     assert info.bytes_acked >= 1_000_000
+    assert info.bytes_delivered >= 1_000_000
     assert info.delivery_rate > 0
     assert info.bytes_retrans == info.total_retrans == 0
     assert unacknowledged_nbytes(here) == 0
@@ -56,7 +57,7 @@ def test_who_waits_for_the_other_side_to_read_is_limited_by_its_window(pair):
 def test_every_field_is_read_from_its_own_place():
     kernel = bytearray(232)
     kernel[7] = 1
-    for offset, value in ((68, 11), (100, 12), (148, 13)):
+    for offset, value in ((16, 1448), (68, 11), (100, 12), (148, 13), (192, 1000)):
         struct.pack_into("=I", kernel, offset, value)
     for offset, value in ((120, 2**40), (160, 2**41), (168, 21), (176, 22), (184, 23), (208, 24)):
         struct.pack_into("=Q", kernel, offset, value)
@@ -66,6 +67,7 @@ def test_every_field_is_read_from_its_own_place():
         delivery_rate=2**41,
         is_app_limited=True,
         bytes_acked=2**40,
+        bytes_delivered=1_448_000,
         bytes_retrans=24,
         total_retrans=12,
         busy_time_us=21,
@@ -80,7 +82,7 @@ def test_every_field_is_read_from_its_own_place():
         (0, set()),
         (104, {"rtt_us", "total_retrans"}),
         (136, {"rtt_us", "total_retrans", "bytes_acked"}),
-        (192, set(FIELDS) - {"bytes_retrans"}),
+        (192, set(FIELDS) - {"bytes_delivered", "bytes_retrans"}),
         (400, set(FIELDS)),
     ],
     ids=["nothing", "2.6", "4.1", "4.10", "one of the future"],

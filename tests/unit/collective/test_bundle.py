@@ -1,0 +1,132 @@
+"""All links to one peer: which stream takes what, how fast, in which order. Real sockets; their distance is set."""
+
+import asyncio
+import contextlib
+import socket
+import struct
+
+import pytest
+
+from collective.core.types import Incarnation, PeerId, PeerRef
+from collective.transport.bundle import Bundle, Notice
+from collective.transport.link import Caps
+from collective.transport.sockets import SocketOptions, pace
+from collective.wire import FrameType, Header, pack
+
+PEER = PeerRef(PeerId("0" * 16), Incarnation(1))
+SO_MAX_PACING_RATE = 47
+NO_PACE = 2**64 - 1
+NAMES = {b"n": "notice", b"c": "contribution", b"r": "result"}
+
+
+class Listening:
+    """Owner of a bundle that nothing comes to."""
+
+    def on_broken(self, _bundle, _cause):
+        pass
+
+    def on_renewed(self, _bundle):
+        pass
+
+
+def pace_of(sock):
+    return struct.unpack("=Q", sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 8))[0]
+
+
+@contextlib.asynccontextmanager
+async def bundle_of(num_streams, *, round_trip_s, control="bbr"):
+    """(bundle, our ends, their ends) with so many streams to a peer at this distance."""
+    bundle = Bundle(
+        PEER,
+        is_dialler=True,
+        num_streams=num_streams,
+        chunk_nbytes=1 << 20,
+        hello=lambda *_: None,
+        owner=Listening(),
+        options=SocketOptions(),
+        security=None,
+        caps=Caps(),
+    )
+    ours, theirs = [], []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for stream in range(num_streams):
+            ours.append(socket.create_connection(server.getsockname()))
+            theirs.append(server.accept()[0])
+            ours[-1].setblocking(False)
+            bundle.attach(ours[-1], stream)
+    bundle.round_trip_s, bundle._control = round_trip_s, control
+    try:
+        yield bundle, ours, theirs
+    finally:
+        bundle.close()
+        for sock in theirs:
+            sock.close()
+
+
+def small(payload):
+    return Notice(pack(Header(type=FrameType.ABORT, payload_nbytes=len(payload)), payload), payload)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="pacing is Linux's")
+async def test_a_paced_path_uses_as_few_streams_as_carry_it_and_shares_the_pace_out_to_them():
+    async with bundle_of(8, round_trip_s=0.05) as (bundle, ours, _):
+        bundle.pace(100e6)  # 5 MB on their way, 1.5 MiB a stream
+        assert [pace_of(sock) for sock in ours] == [25_000_000] * 8
+        taken = [bundle.next_out(link) for link in bundle._links.values()]
+        assert taken == [None] * 8
+        bundle.contributions.extend(small(b"c") for _ in range(8))
+        taken = [bundle.next_out(link) is not None for link in bundle._links.values()]
+        assert taken == [True] * 4 + [False] * 4
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="pacing is Linux's")
+async def test_without_a_pace_all_streams_send_as_fast_as_they_can():
+    async with bundle_of(4, round_trip_s=0.05) as (bundle, ours, _):
+        bundle.pace(10e6)
+        bundle.pace(None)
+        assert [pace_of(sock) for sock in ours] == [NO_PACE] * 4
+        bundle.results.extend(small(b"r") for _ in range(4))
+        assert all(bundle.next_out(link) is not None for link in bundle._links.values())
+
+
+@pytest.mark.parametrize(("round_trip_s", "control"), [(0.0001, "bbr"), (0.05, "cubic")])
+async def test_near_paths_and_those_without_bbr_are_never_paced(round_trip_s, control):
+    async with bundle_of(2, round_trip_s=round_trip_s, control=control) as (bundle, ours, _):
+        bundle.pace(1e6)
+        assert [pace_of(sock) for sock in ours] == [NO_PACE] * 2
+        bundle.contributions.extend(small(b"c") for _ in range(2))
+        assert all(bundle.next_out(link) is not None for link in bundle._links.values())
+
+
+async def test_while_a_used_stream_is_missing_the_spare_ones_send():
+    async with bundle_of(3, round_trip_s=0.05) as (bundle, _, theirs):
+        bundle.pace(1e6)
+        spare = bundle._links[2]
+        bundle.contributions.append(small(b"c"))
+        assert bundle.next_out(spare) is None
+        theirs[0].close()
+        async with asyncio.timeout(5):
+            while bundle.is_whole:
+                await asyncio.sleep(0)
+        assert bundle.next_out(spare) is not None
+
+
+@pytest.mark.parametrize(
+    ("round_trip_s", "order"),
+    [(0.0001, ["notice", "result", "contribution"]), (0.05, ["notice", "contribution", "result"])],
+)
+async def test_near_results_go_first_and_far_contributions_do(round_trip_s, order):
+    async with bundle_of(1, round_trip_s=round_trip_s) as (bundle, _, _):
+        bundle.contributions.append(small(b"c"))
+        bundle.results.append(small(b"r"))
+        bundle.notices.append(small(b"n"))
+        link = bundle._links[0]
+        frames = [bundle.next_out(link) for _ in order]
+        assert [NAMES[bytes(frame.pieces(None)[1])] for frame in frames] == order
+        assert bundle.next_out(link) is None
+
+
+def test_a_pace_on_a_socket_that_is_closed_is_no_error():
+    with socket.socket() as closed:
+        pass
+    pace(closed, 1e6)
