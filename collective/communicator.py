@@ -4,11 +4,8 @@ Rules: one event loop, one thread. `install` and the rounds are the only places 
 runs in the background but the sockets' callbacks. Any number of operations with different keys may be in flight.
 """
 
-import asyncio
 import logging
-import math
 import socket
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,29 +18,20 @@ from collective.core.quorum import Quorum
 from collective.core.survey import Observation, table_of
 from collective.core.types import Member, PeerId, PeerRef, RoundKey, View
 from collective.engine import Engine
-from collective.errors import LeftBehind, OperationAborted, RoundRefused
-from collective.gathering import Gathering
+from collective.errors import OperationAborted, RoundRefused
 from collective.links import LinkMeter, LinkReport
 from collective.memory import BufferPool
 from collective.mesh import Mesh
-from collective.operation import Attempts, Operation
 from collective.operations import Reducible, all_gather, all_reduce, barrier, broadcast, exchange, reduce_scatter
 from collective.options import BulkOptions, RoundStats
-from collective.round import Round
-from collective.supervision import supervise
+from collective.runner import FIRST_PHASE, Runner
 from collective.tensors import Array
-from collective.transport.bundle import Bundle
 from collective.transport.hello import MAX_STREAMS, Hello
 from collective.transport.link import Caps
 from collective.transport.security import Security
 from collective.workplace import Workplace
 
 log = logging.getLogger(__name__)
-
-_HEADROOM = 1.1
-"""Above the pace that the links are known to allow: how they are found to have become faster."""
-FIRST_PHASE = 1 << 15
-"""Fragments from here on name the first phase of an operation in two phases; callers' fragments are smaller."""
 
 
 class Communicator:
@@ -102,7 +90,9 @@ class Communicator:
             dropped=self._engine.dropped,
         )
         self._meter = LinkMeter(self._mesh.bundles)
-        self._attempts = Attempts()
+        self._runner = Runner(
+            me, engine=self._engine, mesh=self._mesh, meter=self._meter, patience=self._options.patience
+        )
         self._workplace = Workplace(chunk_nbytes=chunk_nbytes, pool=BufferPool())
 
     # -------------------------------------------------------------------------------- views
@@ -144,7 +134,7 @@ class Communicator:
         for round_ in list(self._engine.rounds.values()):
             round_.fail(OperationAborted(round_.key, "the communicator was closed"))
         self._mesh.close()
-        self._attempts.forget()
+        self._runner.forget()
 
     # -------------------------------------------------------------------------------- operations
 
@@ -187,10 +177,10 @@ class Communicator:
         members, rank = self._place(key)
         ranks = tuple(range(len(members)))
         if quorum is not None:
-            ranks = await self._gather(key, members, rank, quorum, deadline_s)
+            ranks = await self._runner.gather(self._workplace, key, members, rank, quorum=quorum, deadline_s=deadline_s)
         operation = all_reduce(self._workplace, ranks, given, plan)
         chosen = [members[place] for place in ranks]
-        return await self._run(key, chosen, ranks.index(rank), operation, deadline_s, resume=resume)
+        return await self._runner.run(key, chosen, ranks.index(rank), operation, deadline_s=deadline_s, resume=resume)
 
     async def reduce_scatter(
         self,
@@ -215,7 +205,7 @@ class Communicator:
         given = Reducible(tensor, out=out, op=op, weight=weight, is_scattered=True)
         members, rank = self._place(key)
         operation = reduce_scatter(self._workplace, len(members), rank, given)
-        return await self._run(key, members, rank, operation, deadline_s)
+        return await self._runner.run(key, members, rank, operation, deadline_s=deadline_s)
 
     async def all_gather(
         self,
@@ -241,7 +231,7 @@ class Communicator:
         """
         members, rank = self._place(key)
         operation, parts = all_gather(self._workplace, len(members), rank, tensor, sizes, out)
-        return parts, await self._run(key, members, rank, operation, deadline_s)
+        return parts, await self._runner.run(key, members, rank, operation, deadline_s=deadline_s)
 
     async def broadcast(
         self, key: RoundKey, tensor: Array, *, root: PeerId, deadline_s: float | None = None
@@ -259,7 +249,7 @@ class Communicator:
         if not ranks:
             raise ValueError(f"{root!r} is no member of the view; its members are {[m.peer_id for m in members]}")
         operation = broadcast(self._workplace, len(members), rank, ranks[0], tensor)
-        return await self._run(key, members, rank, operation, deadline_s)
+        return await self._runner.run(key, members, rank, operation, deadline_s=deadline_s)
 
     async def exchange(
         self, key: RoundKey, tensor: Array, *, out: Array, partner: PeerId, deadline_s: float | None = None
@@ -278,12 +268,14 @@ class Communicator:
         if len(pair) != 2:
             raise ValueError(f"{partner!r} is no other member of the view")
         place = 0 if pair[0].ref == self.me else 1
-        return await self._run(key, pair, place, exchange(self._workplace, place, tensor, out), deadline_s)
+        return await self._runner.run(
+            key, pair, place, exchange(self._workplace, place, tensor, out), deadline_s=deadline_s
+        )
 
     async def barrier(self, key: RoundKey, *, deadline_s: float | None = None) -> RoundStats:
         """Return when every member has posted this key."""
         members, rank = self._place(key)
-        return await self._run(key, members, rank, barrier(self._workplace, len(members)), deadline_s)
+        return await self._runner.run(key, members, rank, barrier(self._workplace, len(members)), deadline_s=deadline_s)
 
     async def survey(self, key: RoundKey, *, probe_s: float = 0.4, deadline_s: float | None = None) -> LinkTable:
         """Bring together what all members know of their links; from then on "auto" plans follow it, in this view.
@@ -344,94 +336,3 @@ class Communicator:
         if rank is None or not view.holds(self.me):
             raise RoundRefused(key, "this peer is no member of the view")
         return view.members, rank
-
-    async def _gather(
-        self, key: RoundKey, members: Sequence[Member], rank: int, quorum: Quorum, deadline_s: float | None
-    ) -> tuple[int, ...]:
-        """The ranks that are in."""
-        gathering = Gathering(
-            self._workplace,
-            self._engine,
-            key=RoundKey(key.epoch, key.outer_step, key.fragment | FIRST_PHASE),
-            members=members,
-            rank=rank,
-            quorum=quorum,
-            bundles=self._bundles_to(members),
-        )
-        ranks = await gathering.ranks(lambda round_: self._see_through(round_, deadline_s))
-        if rank not in ranks:
-            raise LeftBehind(key, [members[place].peer_id for place in ranks])
-        self._engine.check_free(key)  # the view may have changed meanwhile
-        return ranks
-
-    def _bundles_to(self, members: Sequence[Member]) -> list[Bundle | None]:
-        return [None if member.ref == self.me else self._mesh.bundles[member.ref] for member in members]
-
-    async def _run(
-        self,
-        key: RoundKey,
-        members: Sequence[Member],
-        rank: int,
-        operation: Operation,
-        deadline_s: float | None,
-        *,
-        resume: bool = False,
-    ) -> RoundStats:
-        started = time.monotonic()
-        operation = self._attempts.take_up(key, operation, members)
-        with operation:
-            round_ = Round(
-                key=key,
-                members=members,
-                rank=rank,
-                plan=operation.plan,
-                terms=operation.terms(members),
-                buffers=operation.buffers(rank),
-                weight=operation.weight,
-                bundles=self._bundles_to(members),
-                eager_chunks=self._engine.credit(),
-                held=operation.held,
-            )
-            _pace(round_.bundles, None if operation.paces is None else operation.paces[rank])
-            try:
-                self._engine.post(round_)
-                await self._see_through(round_, deadline_s)
-            except OperationAborted:
-                if resume:
-                    self._attempts.keep(key, operation, members, round_.machine.done_mask())
-                raise
-            await operation.settle()
-        return RoundStats(
-            members=tuple(member.ref for member in members),
-            weights=tuple(0.0 if known is None else known for known in round_.weights),
-            weight_sum=round_.weight_sum(),
-            bytes_sent=round_.bytes_sent,
-            bytes_received=round_.bytes_received,
-            seconds=time.monotonic() - started,
-            plan=operation.plan_name,
-            predicted_s=operation.predicted_s,
-        )
-
-    async def _see_through(self, round_: Round, deadline_s: float | None) -> None:
-        patience = self._options.patience
-        """Watch a posted round until it is done; raise its error."""
-        try:
-            if not round_.is_done:
-                total_s = patience.round_s if deadline_s is None else deadline_s
-                await supervise(round_, patience, total_s, self._meter)
-        except BaseException as error:
-            cause = "cancelled by its caller" if isinstance(error, asyncio.CancelledError) else "failed inside"
-            round_.give_up(OperationAborted(round_.key, cause))
-            raise
-        finally:
-            self._engine.close(round_)
-        if round_.error is not None:
-            raise round_.error
-
-
-def _pace(bundles: Sequence[Bundle | None], paces: Sequence[float] | None) -> None:
-    """Let no link take what another one needs: with all at full speed, queues overflow and one of them ends last."""
-    for rank, bundle in enumerate(bundles):
-        if bundle is not None:
-            is_known = paces is not None and 0.0 < paces[rank] < math.inf
-            bundle.pace(paces[rank] * _HEADROOM if paces is not None and is_known else None)

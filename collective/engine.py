@@ -96,6 +96,7 @@ class Engine:
         self.dropped: Counter[str] = Counter()
         self._closed_keys: OrderedDict[RoundKey, int] = OrderedDict()
         self._stashes: dict[PeerRef, Stash] = {}
+        self._num_spent = 0
         self._eager_chunks = eager_chunks
         self._max_rounds_ahead = max_rounds_ahead
         self._max_frames = max_rounds_ahead * eager_chunks + 2 * _MAX_ROUNDS
@@ -108,6 +109,7 @@ class Engine:
                 round_.fail(OperationAborted(round_.key, f"view {view.epoch} was installed"))
         self.fence = Fence.of(view)
         self.view = view
+        self._num_spent = 0
         for ref in list(self._stashes):
             self.dropped["of an older view"] += self._stashes[ref].drop_before(view.epoch)
             if ref not in bundles:
@@ -132,7 +134,7 @@ class Engine:
 
         Of the rounds that somebody has not opened only so many may send chunks ahead, whatever is in flight.
         """
-        num_ahead = sum(round_.eager_chunks > 0 and not round_.is_open for round_ in self.rounds.values())
+        num_ahead = self._num_spent + sum(_spends_credit(round_) for round_ in self.rounds.values())
         return self._eager_chunks if num_ahead < self._max_rounds_ahead else 0
 
     def is_awaited(self) -> bool:
@@ -162,8 +164,10 @@ class Engine:
                     round_.suspect([] if rank is None else [rank], str(error))
 
     def close(self, round_: Round) -> None:
-        """The round has ended; what still comes for it is dropped."""
-        self.rounds.pop(round_.key, None)
+        """The round has ended; what still comes for it is dropped. Idempotent."""
+        if self.rounds.pop(round_.key, None) is not None and round_.key.epoch == self.fence.epoch:
+            # Others may hold its chunks back until the next view: what they were lent is not free for another round.
+            self._num_spent += _spends_credit(round_) and not round_.has_told
         self._closed_keys[round_.key] = round_.rank
         if len(self._closed_keys) > _CLOSED_KEYS_KEPT:
             self._closed_keys.popitem(last=False)
@@ -246,3 +250,7 @@ class Engine:
         if peer not in self._stashes:
             self._stashes[peer] = Stash(max_frames=self._max_frames, max_nbytes=self._max_nbytes)
         return self._stashes[peer]
+
+
+def _spends_credit(round_: Round) -> bool:
+    return round_.eager_chunks > 0 and not round_.is_open

@@ -89,6 +89,8 @@ class Round:
         self.rank = rank
         self.error: Exception | None = None
         self.is_done = False
+        self.has_told = False
+        """Whether the others have heard from us that it is over, and let go of what they held back for it."""
         self.changed = asyncio.Event()
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -267,6 +269,7 @@ class Round:
         if self.is_done:
             return
         self.fail(error)
+        self.has_told = True
         payload = abort_payload("failed inside", ())
         if isinstance(error, OperationAborted):
             payload = abort_payload(error.cause, error.suspects)

@@ -531,3 +531,24 @@ async def test_a_connection_in_the_wrong_direction_is_closed_and_counted(sites_r
     async with sites_running(2) as sites, impostor(sites[0], bulk_hello, number=5) as sock:
         assert await closed_by_other_side(sock)
         assert sites[0].communicator.dropped == {"connection in the wrong direction": 1}
+
+
+async def test_what_rounds_were_lent_that_another_member_gave_up_is_not_lent_again_in_their_view(
+    sites_running, outcomes, view_of
+):
+    """The one who gave up tells the third; what we sent it ahead stays there, and it must not become too much."""
+    tensor = torch.zeros(NUMEL)
+    async with sites_running(3) as sites:
+        ahead, quitter, late = sites
+        engine = ahead.communicator._engine
+        for step in range(4):
+            assert engine.credit() > 0
+            waiting = ahead.mean(tensor, step=step, out=torch.empty_like(tensor))
+            giving_up = quitter.mean(tensor, step=step, out=torch.empty_like(tensor), deadline_s=0.01)
+            assert all(isinstance(error, OperationAborted) for error in await outcomes([waiting, giving_up]))
+        assert engine.credit() == 0
+        outs, _ = await mean_of_all(sites, [tensor, tensor + 3, tensor + 6], step=4)
+        assert all(torch.equal(out, tensor + 3) for out in outs)
+        assert not late.communicator.dropped.get("too far ahead")
+        await asyncio.gather(*(site.communicator.install(view_of(sites, epoch=2)) for site in sites))
+        assert engine.credit() > 0

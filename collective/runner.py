@@ -1,0 +1,151 @@
+"""How an operation becomes a round and is seen through: memory, pace, watch, and what is kept of an aborted one.
+
+Rules: the caller's memory is taken back at the end, however that comes. Each running round has one watch
+(supervision.py), which ends with it.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+
+from collective.core.quorum import Quorum
+from collective.core.types import Member, PeerRef, RoundKey
+from collective.engine import Engine
+from collective.errors import LeftBehind, OperationAborted
+from collective.gathering import Gathering
+from collective.links import LinkMeter
+from collective.mesh import Mesh
+from collective.operation import Attempts, Operation
+from collective.options import RoundStats
+from collective.round import Round
+from collective.supervision import Patience, supervise
+from collective.transport.bundle import Bundle
+from collective.workplace import Workplace
+
+FIRST_PHASE = 1 << 15
+"""Fragments from here on name the first phase of an operation in two phases; callers' fragments are smaller."""
+_HEADROOM = 1.1
+"""Above the pace that the links are known to allow: how they are found to have become faster."""
+
+
+class Runner:
+    """See the module.
+
+    Args:
+        me: this start of this peer.
+        engine: takes the rounds.
+        mesh: has the links.
+        meter: measures while rounds run.
+        patience: see Patience.
+    """
+
+    def __init__(self, me: PeerRef, *, engine: Engine, mesh: Mesh, meter: LinkMeter, patience: Patience) -> None:
+        self._me = me
+        self._engine = engine
+        self._mesh = mesh
+        self._meter = meter
+        self._patience = patience
+        self._attempts = Attempts()
+
+    def forget(self) -> None:
+        """Give back what aborted operations have left."""
+        self._attempts.forget()
+
+    async def gather(
+        self,
+        workplace: Workplace,
+        key: RoundKey,
+        members: Sequence[Member],
+        rank: int,
+        *,
+        quorum: Quorum,
+        deadline_s: float | None,
+    ) -> tuple[int, ...]:
+        """The ranks that are in. Raises LeftBehind if ours is not."""
+        gathering = Gathering(
+            workplace,
+            self._engine,
+            key=RoundKey(key.epoch, key.outer_step, key.fragment | FIRST_PHASE),
+            members=members,
+            rank=rank,
+            quorum=quorum,
+            bundles=self._bundles_to(members),
+        )
+        ranks = await gathering.ranks(lambda round_: self._see_through(round_, deadline_s))
+        if rank not in ranks:
+            raise LeftBehind(key, [members[place].peer_id for place in ranks])
+        self._engine.check_free(key)  # the view may have changed meanwhile
+        return ranks
+
+    async def run(
+        self,
+        key: RoundKey,
+        members: Sequence[Member],
+        rank: int,
+        operation: Operation,
+        *,
+        deadline_s: float | None,
+        resume: bool = False,
+    ) -> RoundStats:
+        """Carry the operation out among these members, of which we are number `rank`."""
+        started = time.monotonic()
+        operation = self._attempts.take_up(key, operation, members)
+        with operation:
+            round_ = Round(
+                key=key,
+                members=members,
+                rank=rank,
+                plan=operation.plan,
+                terms=operation.terms(members),
+                buffers=operation.buffers(rank),
+                weight=operation.weight,
+                bundles=self._bundles_to(members),
+                eager_chunks=self._engine.credit(),
+                held=operation.held,
+            )
+            _pace(round_.bundles, None if operation.paces is None else operation.paces[rank])
+            try:
+                self._engine.post(round_)
+                await self._see_through(round_, deadline_s)
+            except OperationAborted:
+                if resume:
+                    self._attempts.keep(key, operation, members, round_.machine.done_mask())
+                raise
+            await operation.settle()
+        return RoundStats(
+            members=tuple(member.ref for member in members),
+            weights=tuple(0.0 if known is None else known for known in round_.weights),
+            weight_sum=round_.weight_sum(),
+            bytes_sent=round_.bytes_sent,
+            bytes_received=round_.bytes_received,
+            seconds=time.monotonic() - started,
+            plan=operation.plan_name,
+            predicted_s=operation.predicted_s,
+        )
+
+    async def _see_through(self, round_: Round, deadline_s: float | None) -> None:
+        """Watch a posted round until it is done; raise its error."""
+        try:
+            if not round_.is_done:
+                total_s = self._patience.round_s if deadline_s is None else deadline_s
+                await supervise(round_, self._patience, total_s, self._meter)
+        except BaseException as error:
+            cause = "cancelled by its caller" if isinstance(error, asyncio.CancelledError) else "failed inside"
+            round_.give_up(OperationAborted(round_.key, cause))
+            raise
+        finally:
+            self._engine.close(round_)
+        if round_.error is not None:
+            raise round_.error
+
+    def _bundles_to(self, members: Sequence[Member]) -> list[Bundle | None]:
+        return [None if member.ref == self._me else self._mesh.bundles[member.ref] for member in members]
+
+
+def _pace(bundles: Sequence[Bundle | None], paces: Sequence[float] | None) -> None:
+    """Let no link take what another one needs: with all at full speed, queues overflow and one of them ends last."""
+    for rank, bundle in enumerate(bundles):
+        if bundle is not None:
+            is_known = paces is not None and 0.0 < paces[rank] < math.inf
+            bundle.pace(paces[rank] * _HEADROOM if paces is not None and is_known else None)
