@@ -20,7 +20,7 @@ from collective.core.types import Member, PeerId, PeerRef, RoundKey, View
 from collective.engine import Engine
 from collective.errors import OperationAborted, RoundRefused
 from collective.links import LinkMeter, LinkReport
-from collective.memory import BufferPool
+from collective.memory import BufferPool, give_back_to_system
 from collective.mesh import Mesh
 from collective.operations import Reducible, all_gather, all_reduce, barrier, broadcast, exchange, reduce_scatter
 from collective.options import BulkOptions, RoundStats
@@ -126,6 +126,7 @@ class Communicator:
         self._mesh.prepare(view)
         self._engine.install(view, self._mesh.bundles)
         self._workplace.learn(None)  # who survives an abort cannot know which of the others finished a survey
+        give_back_to_system()  # what the links of former members have held
         log.info("view_installed epoch=%d world_size=%d", view.epoch, view.world_size)
         await self._mesh.connect(self._options.install_grace_s)
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from collective.core.fence import Fence, Standing
 from collective.core.types import Epoch, PeerRef, RoundKey, View
 from collective.errors import CollectiveError, OperationAborted, RemoteProtocolError, RoundRefused
+from collective.memory import fresh_memory
 from collective.notices import abort_payload
 from collective.round import Round
 from collective.transport.bundle import Bundle, Notice
@@ -52,7 +53,9 @@ class Stash:
         nbytes = frame.header.payload_nbytes
         if len(self._frames) >= self._max_frames or self._nbytes + nbytes > self._max_nbytes:
             raise RemoteProtocolError("too far ahead")
-        self._frames[name] = Frame(frame.header, memoryview(bytearray(frame.payload)))
+        copy = fresh_memory(nbytes)
+        copy[:] = frame.payload
+        self._frames[name] = Frame(frame.header, copy)
         self._nbytes += nbytes
 
     def take(self, key: RoundKey) -> list[Frame]:

@@ -448,6 +448,8 @@ class Round:
 
     def _end(self) -> None:
         self.is_done = True
+        self._arrived = None  # an error keeps its round alive for a while, but not a link's memory
+        self._landing.clear()
         for bundle in self.bundles:
             if bundle is not None:
                 bundle.release(self)

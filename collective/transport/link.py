@@ -21,6 +21,7 @@ from torch import Tensor
 
 from collective.core.bucket import TokenBucket
 from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
+from collective.memory import fresh_memory
 from collective.transport.sockets import lost, pace, unacknowledged_nbytes
 from collective.transport.tcp_info import TcpInfo, read_tcp_info
 from collective.transport.tls import TlsSocket
@@ -60,8 +61,8 @@ class Scratch:
     def room(self, nbytes: int) -> memoryview:
         """Its first bytes. The caller has checked that so many are allowed."""
         if nbytes > len(self.bytes):
-            self.tensor = torch.empty(nbytes, dtype=torch.uint8)
-            self.bytes = bytes_of(self.tensor)
+            self.bytes = fresh_memory(nbytes)
+            self.tensor = torch.frombuffer(self.bytes, dtype=torch.uint8)
         return self.bytes[:nbytes]
 
     def room_tensor(self, nbytes: int) -> Tensor:
@@ -217,7 +218,9 @@ class Link:
         with contextlib.suppress(OSError):  # it may be broken already
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
-        self._outgoing, self._unsent = None, []
+        self._outgoing, self._unsent, self._sink = None, [], None
+        self._reader.divert(lambda _: memoryview(b""))  # its memory is free now, not when cycles are looked for
+        self.staging, self._encoding = Scratch(), Scratch()
         self._owner.on_lost(self, cause or ConnectionLost("closed here"))
 
     # -------------------------------------------------------------------------------- reading
