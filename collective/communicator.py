@@ -163,7 +163,7 @@ class Communicator:
                 numbers are summed in fp32.
             out: as many elements of the same dtype, not overlapping `tensor`; None works in place, which costs a
                 buffer of the tensor's size inside, since the input must outlive an abort.
-            weight: our w, from 0 up.
+            weight: our w, from 0 to 2**64.
             codec: wire form, see collective/codec; "raw" loses nothing, the others need fp32 and "mean" or "sum".
             plan: "butterfly", "ring" or "two_level"; "auto" takes the fastest for the links that `survey` found.
             record: receives (start, numel, wire form) of every result chunk, valid during the call; see

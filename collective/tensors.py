@@ -6,7 +6,6 @@ one copy up. Anything else is an error that names the cure.
 Rules: the caller's memory is only borrowed. Nothing here knows rounds or sockets.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from collective.buffers import DTYPES
+from collective.wire import MAX_WEIGHT
 
 Array = Tensor | np.ndarray[Any, Any]
 """What operations take: contiguous, of one of the dtypes of `collective.buffers.DTYPES`, on the CPU or on CUDA."""
@@ -69,8 +69,8 @@ def check_out(source: Tensor, out: Tensor, numel: int) -> None:
 
 def check_weight(weight: float, dtype: torch.dtype, op: str) -> None:
     """Raise ValueError unless parts of this dtype can have this weight."""
-    if not (math.isfinite(weight) and weight >= 0.0):
-        raise ValueError(f"weight must be a finite number from 0 up, not {weight}")
+    if not 0.0 <= weight <= MAX_WEIGHT:
+        raise ValueError(f"weight must be a number from 0 to 2**64, not {weight}")
     if weight != 1.0 and (op not in ("mean", "sum") or not dtype.is_floating_point):
         raise ValueError(f"a weight has no meaning for the {op} of {DTYPES[dtype]}; leave it at 1")
 

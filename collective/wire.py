@@ -14,7 +14,6 @@ arrives, the only error is RemoteProtocolError. Nothing here knows a socket, a t
 """
 
 import enum
-import math
 import struct
 from collections.abc import Callable, Mapping
 
@@ -27,6 +26,8 @@ from collective.errors import PayloadCorrupted, RemoteProtocolError
 PROTOCOL_VERSION = 1
 MAGIC = b"IS"
 HEADER_NBYTES = 48
+MAX_WEIGHT = 2.0**64
+"""More than anybody has tokens, and far below what overflows fp32."""
 _FIELDS = struct.Struct("!2sBBIIIHHHHIdI")
 _CHECK = struct.Struct("!Q")
 _PREFIX_NBYTES = HEADER_NBYTES - _CHECK.size
@@ -154,8 +155,8 @@ def unpack(prefix: bytes | memoryview, limits: Limits) -> Header:
     if payload_nbytes > longest:
         raise RemoteProtocolError("payload too long")
     epoch, outer_step, fragment, rank, slice_, flags, chunk, weight, plan_hash = rest
-    if not (math.isfinite(weight) and weight >= 0):
-        raise RemoteProtocolError("weight is no finite number from 0 up")
+    if not 0 <= weight <= MAX_WEIGHT:  # NaN is neither
+        raise RemoteProtocolError("weight is not from 0 to 2**64")
     return Header(
         type=frame_type,
         payload_nbytes=payload_nbytes,

@@ -120,7 +120,7 @@ def test_a_header_out_of_bounds_is_refused_before_its_payload_has_a_place(positi
         unpack(bytes(stream[: HEADER_NBYTES - 8]), ON_CONTROL)
 
 
-@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0, 1e39])
 def test_a_weight_that_is_no_weight_is_refused(weight):
     header = Header(type=FrameType.CONTRIBUTION, payload_nbytes=1, weight=weight)
     with pytest.raises(RemoteProtocolError, match="weight"):
