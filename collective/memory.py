@@ -1,8 +1,7 @@
 """Large buffers. Those of operations are used again: fresh memory costs a page fault for every 4 KiB, as copying does.
 
 Rules: one event loop, no locks. What is given back is kept up to what was out at once; more is freed. What is freed
-goes back to the system: malloc keeps large blocks that come and go among small ones, half a gigabyte after ten minutes
-of churn.
+goes back to the system: malloc keeps large blocks that come and go among small ones.
 """
 
 import contextlib
