@@ -17,7 +17,7 @@ from collective.core.fence import Fence, Standing
 from collective.core.types import Epoch, PeerRef, RoundKey, View
 from collective.errors import CollectiveError, OperationAborted, RemoteProtocolError, RoundRefused
 from collective.memory import fresh_memory
-from collective.notices import abort_payload
+from collective.notices import abort_payload_of
 from collective.round import Round
 from collective.transport.bundle import Bundle, Notice
 from collective.transport.link import Link, Sink
@@ -97,7 +97,7 @@ class Engine:
         self.view: View | None = None
         self.rounds: dict[RoundKey, Round] = {}
         self.dropped: Counter[str] = Counter()
-        self._closed_keys: OrderedDict[RoundKey, int] = OrderedDict()
+        self._closed_keys: OrderedDict[RoundKey, tuple[int, bytes]] = OrderedDict()  # our rank, what ended it
         self._stashes: dict[PeerRef, Stash] = {}
         self._num_spent = 0
         self._eager_chunks = eager_chunks
@@ -171,7 +171,8 @@ class Engine:
         if self.rounds.pop(round_.key, None) is not None and round_.key.epoch == self.fence.epoch:
             # Others may hold its chunks back until the next view: what they were lent is not free for another round.
             self._num_spent += _spends_credit(round_) and not round_.has_told
-        self._closed_keys[round_.key] = round_.rank
+        ended = abort_payload_of(round_.error, round_.members[round_.rank].peer_id)
+        self._closed_keys[round_.key] = (round_.rank, ended)
         if len(self._closed_keys) > _CLOSED_KEYS_KEPT:
             self._closed_keys.popitem(last=False)
 
@@ -228,14 +229,14 @@ class Engine:
 
     def _answer_late(self, bundle: Bundle, key: RoundKey) -> None:
         """Somebody opens a round that has ended here: say so, else it would wait for us until its deadline."""
-        payload = abort_payload("the round has ended there", ())
+        rank, payload = self._closed_keys[key]
         header = Header(
             type=FrameType.ABORT,
             payload_nbytes=len(payload),
             epoch=key.epoch,
             outer_step=key.outer_step,
             fragment=key.fragment,
-            rank=self._closed_keys[key],
+            rank=rank,
         )
         bundle.notices.append(Notice(pack(header, payload), payload))
         bundle.wake()

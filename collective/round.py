@@ -39,7 +39,7 @@ from collective.core.round_words import (
 )
 from collective.core.types import Member, RoundKey
 from collective.errors import CollectiveError, NonFiniteInput, OperationAborted, PlanMismatch, RemoteProtocolError
-from collective.notices import AbortNotice, Opening, abort_payload
+from collective.notices import AbortNotice, Opening, abort_payload_of, mismatch_heard
 from collective.plan import RoundPlan, Terms
 from collective.transport.bundle import Bundle, Notice
 from collective.transport.hello import decode
@@ -270,11 +270,7 @@ class Round:
             return
         self.fail(error)
         self.has_told = True
-        payload = abort_payload("failed inside", ())
-        if isinstance(error, OperationAborted):
-            payload = abort_payload(error.cause, error.suspects)
-        elif isinstance(error, NonFiniteInput):
-            payload = abort_payload("its input is not finite", (self.members[self.rank].peer_id,))
+        payload = abort_payload_of(error, self.members[self.rank].peer_id)
         for bundle in self.bundles:
             if bundle is not None:
                 bundle.notices.append(Notice(pack(self._header(FrameType.ABORT, len(payload)), payload), payload))
@@ -313,7 +309,8 @@ class Round:
         opening = decode(payload, Opening)
         difference = self._terms.first_difference(opening.terms)
         if difference is not None:
-            self.fail(PlanMismatch(*difference, self.members[rank].peer_id))
+            # A third member may hear of it from us before it hears the terms that differ.
+            self.give_up(PlanMismatch(*difference, self.members[rank].peer_id))
             return
         self._take_weight(rank, header.weight)
         self._run(self.machine.handle(PeerOpened(rank, int.from_bytes(opening.held, "little"))))
@@ -321,12 +318,16 @@ class Round:
             self._on_opened(rank)
 
     def _on_abort(self, rank: int, notice: AbortNotice) -> None:
+        sender = self.members[rank].peer_id
+        if notice.mismatch is not None:
+            self.fail(mismatch_heard(notice.mismatch, self._terms, sender))
+            return
         if self.members[self.rank].peer_id in notice.suspects:
             index = self._buffers.first_bad_input()
             if index is not None:  # another member found it where the parts are added up
                 self.fail(NonFiniteInput(index))
                 return
-        cause = f"peer {self.members[rank].peer_id} gave up: {notice.cause}"
+        cause = f"peer {sender} gave up: {notice.cause}"
         self.fail(OperationAborted(self.key, cause, notice.suspects))
 
     def _on_chunk(self, rank: int, header: Header, arrived: Tensor | None) -> None:

@@ -13,7 +13,7 @@ import struct
 import msgspec
 
 from collective.core.types import Incarnation, PeerId
-from collective.notices import AbortNotice, Opening
+from collective.notices import AbortNotice, Mismatch, Opening
 from collective.plan import Terms
 from collective.transport.hello import Hello, HelloReply, Purpose
 from collective.wire import HEADER_NBYTES, PROTOCOL_VERSION, Frame, FrameType, Header, pack
@@ -145,7 +145,9 @@ class Hostile:
 
     def _notice(self) -> AbortNotice:
         suspects = self._rng.choice(((), (self._victim,), (PeerId("f" * 16),) * 200, (PeerId("\x00"),)))
-        return AbortNotice(self._rng.choice(("", "gone", "é" * 1500)), suspects)
+        words = Mismatch(self._rng.choice(("numel", "", "op")), self._rng.choice((0, -1, "sum")), "x" * 900, self._victim)
+        mismatch = words if self._rng.random() < 0.3 else None
+        return AbortNotice(self._rng.choice(("", "gone", "é" * 1500)), suspects, mismatch)
 
     def _hello(self) -> Hello:
         return Hello(

@@ -607,6 +607,15 @@ async def test_terms_that_came_with_chunks_before_we_posted_others_are_a_named_e
     assert [type(error) for error in errors] == [PlanMismatch] * world_size
 
 
+async def test_a_member_that_posts_after_others_found_a_mismatch_hears_who_differed(sites_running, outcome, outcomes):
+    async with sites_running(3) as sites:
+        parts = [torch.ones(1000), torch.ones(1001), torch.ones(1000)]
+        early = await outcomes(sites[rank].communicator.all_reduce(key(), parts[rank]) for rank in (0, 1))
+        late = await outcome(sites[2].communicator.all_reduce(key(), parts[2]))
+    assert [type(error) for error in (*early, late)] == [PlanMismatch] * 3
+    assert (late.field, late.ours, late.theirs, late.peer_id) == ("numel", 1000, 1001, sites[1].peer_id)
+
+
 async def test_a_round_that_its_poster_gave_up_before_we_posted_ends_here_at_once(sites_running, outcome, until):
     async with sites_running(3) as sites:
         gone = asyncio.ensure_future(post(sites[0], sites, "all_reduce"))
