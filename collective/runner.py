@@ -136,8 +136,14 @@ class Runner:
             raise
         finally:
             self._engine.close(round_)
-        if round_.error is not None:
-            raise round_.error
+        error, round_.error = round_.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # A traceback holds its frames and they their variables: with an error among them, all that the round
+                # held, links' memory too, would live until the collector finds the ring.
+                del error
 
     def _bundles_to(self, members: Sequence[Member]) -> list[Bundle | None]:
         return [None if member.ref == self._me else self._mesh.bundles[member.ref] for member in members]

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import gc
 import math
+import weakref
 
 import msgspec
 import pytest
@@ -552,3 +554,22 @@ async def test_what_rounds_were_lent_that_another_member_gave_up_is_not_lent_aga
         assert not late.communicator.dropped.get("too far ahead")
         await asyncio.gather(*(site.communicator.install(view_of(sites, epoch=2)) for site in sites))
         assert engine.credit() > 0
+
+
+async def test_what_an_aborted_round_held_is_free_without_the_collector(sites_running, view_of, until):
+    """Under churn rounds abort all the time; what waits for the collector adds up."""
+    async with sites_running(2) as sites:
+        out = torch.empty(NUMEL)
+        held = weakref.ref(out)
+        posted = asyncio.ensure_future(sites[0].mean(torch.ones(NUMEL), out=out))
+        await until(lambda: sites[1].communicator.bytes_received)
+        gc.collect()
+        gc.disable()
+        try:
+            await sites[0].communicator.install(view_of(sites, epoch=2))
+            await asyncio.wait([posted])
+            assert isinstance(posted.exception(), OperationAborted)
+            del posted, out
+            assert held() is None
+        finally:
+            gc.enable()
