@@ -9,6 +9,7 @@ server asks, outside the time that is measured, or before they are overwritten. 
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import time
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from collective import Communicator, Incarnation, OperationAborted, PeerId, PeerRef, RoundKey
+from collective.memory import give_back_to_system
 from collective.standalone import peer_id_of
 from collective.transport.hello import Hello, HelloReply, Purpose
 from collective.transport.listener import Listener
@@ -175,7 +177,9 @@ def number_of(peer_id: PeerId) -> int:
 
 
 def weight() -> Weight:
-    """What this process holds now."""
+    """What this process holds: without what only waits for the collector, or for malloc to give it back."""
+    gc.collect()
+    give_back_to_system()
     status = Path("/proc/self/status").read_text().splitlines()
     (rss_kib,) = (int(row.split()[1]) for row in status if row.startswith("VmRSS:"))
     return Weight(rss_kib=rss_kib, descriptors=len(os.listdir("/proc/self/fd")))
