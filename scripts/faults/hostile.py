@@ -145,7 +145,9 @@ class Hostile:
 
     def _notice(self) -> AbortNotice:
         suspects = self._rng.choice(((), (self._victim,), (PeerId("f" * 16),) * 200, (PeerId("\x00"),)))
-        words = Mismatch(self._rng.choice(("numel", "", "op")), self._rng.choice((0, -1, "sum")), "x" * 900, self._victim)
+        words = Mismatch(
+            self._rng.choice(("numel", "", "op")), self._rng.choice((0, -1, "sum")), "x" * 900, self._victim
+        )
         mismatch = words if self._rng.random() < 0.3 else None
         return AbortNotice(self._rng.choice(("", "gone", "é" * 1500)), suspects, mismatch)
 
