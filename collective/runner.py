@@ -136,14 +136,14 @@ class Runner:
             raise
         finally:
             self._engine.close(round_)
-        error, round_.error = round_.error, None
-        if error is not None:
+        ended_by, round_.error = round_.error, None
+        if ended_by is not None:
             try:
-                raise error
+                raise ended_by
             finally:
                 # A traceback holds its frames and they their variables: with an error among them, all that the round
                 # held, links' memory too, would live until the collector finds the ring.
-                del error
+                del ended_by
 
     def _bundles_to(self, members: Sequence[Member]) -> list[Bundle | None]:
         return [None if member.ref == self._me else self._mesh.bundles[member.ref] for member in members]
