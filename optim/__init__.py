@@ -3,12 +3,14 @@
 from optim.diloco import DiLoCo, default_outer_lr
 from optim.fragments import Fragment, FragmentKey, FragmentTable, ParameterSpec
 from optim.inner import build_inner_optimizer, set_lr
-from optim.outer import ANCHOR, Absorbed, Contribution, Emitted, Op, Outer, Result, Round, State
+from optim.outer import ANCHOR, GRAD, PARAM, Absorbed, Contribution, Emitted, Op, Outer, Result, Round, State, Work
 from optim.registry import build_outer, outer_types, register
 from optim.schedule import Schedule, build_schedule
 
 __all__ = [
     "ANCHOR",
+    "GRAD",
+    "PARAM",
     "Absorbed",
     "Contribution",
     "DiLoCo",
@@ -23,6 +25,7 @@ __all__ = [
     "Round",
     "Schedule",
     "State",
+    "Work",
     "build_inner_optimizer",
     "build_outer",
     "build_schedule",

@@ -21,19 +21,19 @@ import torch
 from optim.flat import overlap, require_flat
 from optim.fragments import FragmentKey
 from optim.nesterov import nesterov_step
-from optim.outer import ANCHOR, Absorbed, Emitted, Op, Round, State
+from optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
 from optim.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from optim.fragments import Fragment, FragmentTable
-    from optim.outer import Contribution, Result
+    from optim.outer import Contribution, Result, Work
 
 MOMENTUM: Final = "momentum"
 """Name of the outer momentum in `State.shared`."""
 
-_WHOLE: Final = FragmentKey(kind="param", index=0)
+_WHOLE: Final = FragmentKey(kind=PARAM, index=0)
 
 _BEST_LR: Final = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 """(workers, best outer learning rate) for models from 335M parameters up: arXiv:2503.09799."""
@@ -70,7 +70,7 @@ class DiLoCo:
     def init(self, fragment: Fragment, value: Tensor, /) -> State:
         """Anchor: a copy of the value. Momentum: zeros."""
         require_flat(value, fragment.numel, "the initial value")
-        return State(shared={ANCHOR: value.clone(), MOMENTUM: torch.zeros_like(value)})
+        return State(shared=anchor_and_momentum(value))
 
     def plan(self, inner_step: int, /) -> tuple[Round, ...]:
         """A blocking mean after every H-th inner step."""
@@ -78,7 +78,7 @@ class DiLoCo:
             return ()
         return (Round(fragment=_WHOLE, op=Op.MEAN, inner_step=inner_step),)
 
-    def emit(self, _round: Round, value: Tensor, state: State, /, *, out: Tensor) -> Emitted:
+    def emit(self, _round: Round, value: Tensor, state: State, _work: Work, /, *, out: Tensor) -> Emitted:
         """The pseudo-gradient, anchor - value."""
         anchor = state.shared[ANCHOR]
         require_flat(value, anchor.numel(), "the local value")
@@ -93,19 +93,8 @@ class DiLoCo:
         Raises:
             ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
         """
-        out = state.empty_like() if out is None else out
-        if any(overlap(new, old) for new in out.shared.values() for old in state.shared.values()):
-            raise ValueError("absorb never writes to the state it is given: out must be other memory")
-        nesterov_step(
-            anchor=state.shared[ANCHOR],
-            momentum=state.shared[MOMENTUM],
-            delta=result.value,
-            lr=self.lr,
-            mu=self.momentum,
-            anchor_out=out.shared[ANCHOR],
-            momentum_out=out.shared[MOMENTUM],
-        )
-        return Absorbed(state=out, target=out.shared[ANCHOR], keep=0.0)
+        stepped = step_anchor(state, result.value, lr=self.lr, momentum=self.momentum, out=out)
+        return Absorbed(state=stepped, target=stepped.shared[ANCHOR], keep=0.0)
 
     def dropped(
         self, _round: Round, _contribution: Contribution | None, state: State, /, *, out: State | None = None
@@ -113,6 +102,39 @@ class DiLoCo:
         """Keep training: the next pseudo-gradient starts from the same anchor and so holds the missed steps too."""
         del out
         return Absorbed.unchanged(state)
+
+
+def anchor_and_momentum(value: Tensor) -> dict[str, Tensor]:
+    """Shared state of methods that step an anchor: a copy of the value, [numel], and zeros."""
+    return {ANCHOR: value.clone(), MOMENTUM: torch.zeros_like(value)}
+
+
+def step_anchor(state: State, delta: Tensor, *, lr: float, momentum: float, out: State | None) -> State:
+    """The state after one Nesterov step of its anchor.
+
+    Args:
+        state: with anchor and momentum; not written.
+        delta: [numel], the averaged pseudo-gradient. It may be a tensor of `out`.
+        lr: outer learning rate.
+        momentum: in [0, 1).
+        out: see `Outer.absorb`; None allocates. Its private tensors are left unset.
+
+    Raises:
+        ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
+    """
+    out = state.empty_like() if out is None else out
+    if any(overlap(new, old) for new in out.shared.values() for old in state.shared.values()):
+        raise ValueError("absorb never writes to the state it is given: out must be other memory")
+    nesterov_step(
+        anchor=state.shared[ANCHOR],
+        momentum=state.shared[MOMENTUM],
+        delta=delta,
+        lr=lr,
+        mu=momentum,
+        anchor_out=out.shared[ANCHOR],
+        momentum_out=out.shared[MOMENTUM],
+    )
+    return out
 
 
 def default_outer_lr(num_peers: int) -> float:

@@ -30,7 +30,7 @@ class FragmentKey:
     """Name of a fragment. Equal on all peers; part of a round's key."""
 
     kind: str
-    """Which set of tensors: "param", or a state of the inner optimizer such as "adam.exp_avg"."""
+    """Which set of tensors: "param", "grad", or a state of the inner optimizer by its own name, as "exp_avg"."""
 
     index: int
     """Position among the fragments of this kind, from 0."""

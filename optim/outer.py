@@ -11,6 +11,8 @@ What the engine does after each inner step t, and once at t = 0 before the first
     3. move the workers' values: value <- keep * value + (1 - keep) * target.
 
 Emit comes before absorb: methods that overlap a whole outer round must take their difference before the anchor moves.
+A fragment's kind says what its values are: the parameters (`PARAM`), a state of the inner optimizer by its own name
+("exp_avg"), or the gradient (`GRAD`). Rounds of gradients run between the backward pass and the inner optimizer.
 
 Rules for every method:
     * A method has no memory but `State`. `plan` depends on the global inner step alone.
@@ -40,6 +42,11 @@ if TYPE_CHECKING:
 
     from optim.fragments import Fragment, FragmentKey, FragmentTable
 
+PARAM: Final = "param"
+"""Kind of the fragments of the parameters."""
+GRAD: Final = "grad"
+"""Kind of the fragments of the gradient; their rounds have no delay."""
+
 ANCHOR: Final = "anchor"
 """Name, in `State.shared`, of the parameters that all members agree on. Joiners start from it, evaluation reads it."""
 
@@ -65,15 +72,31 @@ class Round:
     """The global inner step after which its payload is emitted."""
     delay: int = 0
     """Inner steps the workers go on meanwhile; 0: they wait."""
+    codec: str | None = None
+    """How its payloads travel, as collective names it ("int8", "topk:64"); None: as the run is configured."""
+    numel: int | None = None
+    """Elements of its payload and result; None: of the fragment."""
+    num_notes: int = 0
+    """How many numbers go with the payload, see `Emitted.notes`."""
 
     def __post_init__(self) -> None:
         if self.inner_step < 0 or self.delay < 0:
             raise ValueError(f"a round needs inner_step >= 0 and delay >= 0, got {self}")
+        if self.fragment.kind == GRAD and self.delay:
+            raise ValueError("the inner optimizer waits for its gradient: a round of it has no delay")
 
     @property
     def due_step(self) -> int:
         """The global inner step after which its result is absorbed."""
         return self.inner_step + self.delay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a worker has done since a round of this fragment last moved its values."""
+
+    inner_steps: int
+    samples: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,7 +106,10 @@ class Emitted:
     payload: Tensor
     """[numel]: the `out` that was given to `emit`."""
     weight: float = 1.0
-    """Factor on the weight the engine gives this worker, for methods that judge their own payload. >= 0."""
+    """Factor on the weight the engine gives this worker, for methods that judge their own payload. >= 0; with 0 it is
+    no member of the result."""
+    notes: tuple[float, ...] = ()
+    """`round.num_notes` numbers that all members see exactly, whatever the codec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,6 +122,8 @@ class Contribution:
     """Its weight in the round, the emitted factor included."""
     read_delivered: Callable[[Tensor], object]
     """Writes into the given buffer, [numel], what the others decoded from `payload`; error feedback keeps the rest."""
+    notes: tuple[float, ...] = ()
+    """As emitted."""
     newer_payload: Tensor | None = None
     """[numel]: the latest payload emitted for the same fragment while this round was under way, if any."""
 
@@ -111,7 +139,9 @@ class Result:
     """Whose payloads it holds, in the order of the view."""
     weight_sum: float
     weights: tuple[float, ...] = ()
-    """One a member, in their order, where the exchange hands them out (GATHER and PAIR do)."""
+    """One a member, in their order: the emitted factor included."""
+    notes: tuple[tuple[float, ...], ...] = ()
+    """One tuple a member, in their order, if the round has notes."""
     contribution: Contribution | None = None
     """None if this worker gave nothing to the round, as a learner that replays it."""
 
@@ -203,13 +233,14 @@ class Outer(Protocol):
         """
         ...
 
-    def emit(self, round_: Round, value: Tensor, state: State, /, *, out: Tensor) -> Emitted:
+    def emit(self, round_: Round, value: Tensor, state: State, work: Work, /, *, out: Tensor) -> Emitted:
         """Write what this worker contributes.
 
         Args:
             round_: a round of `plan`.
-            value: [numel], the local value of the round's fragment.
+            value: [fragment.numel], the local value of the round's fragment.
             state: the fragment's state; not written.
+            work: what this worker has done for it.
             out: [numel], receives the payload. It may be `value` itself, which is then lost.
         """
         ...

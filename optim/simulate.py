@@ -1,26 +1,29 @@
-"""N workers in one process without a network: the same methods, the smallest honest engine.
+"""N workers in one process, without a network: the smallest engine that keeps every promise of the protocol.
 
 It serves tests and convergence tables, and is the shortest reading of what an engine owes an `Outer`. Everything
 happens in a fixed order after global inner step t (t = 0: before the first):
 
-    inner step of every worker -> emit what `plan(t)` asks -> workers of `leaves[t]` vanish, payloads and all ->
+    backward pass of every worker -> rounds of gradients that `plan(t)` asks for -> inner optimizers ->
+    emit the other rounds of `plan(t)` -> workers of `leaves[t]` vanish, payloads and all ->
     rounds due at t are absorbed, or dropped -> workers of `joins[t]` arrive with a donor's shared state.
 
 Rounds in flight are reduced over those who survive until they are due; a worker that joined meanwhile absorbs the
-result as a learner does, without a contribution. States are double-buffered through `out`, as in a real engine.
-It must not know devices, codecs or clocks; its randomness (who is paired with whom) follows from the inner step.
+result as a learner does, without a contribution. States are double-buffered through `out`, as in a real engine. What
+is trained, and what an exchange loses and costs, are the caller's (workload.py).
+
+It must not know devices, codecs or clocks.
 """
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias, assert_never
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from optim.flat import blend
-from optim.outer import ANCHOR, Contribution, Op, Result, Round, State
+from optim.outer import ANCHOR, GRAD, PARAM, Contribution, Result, Round, State, Work
+from optim.workload import ExactWire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +32,9 @@ if TYPE_CHECKING:
 
     from optim.fragments import Fragment, FragmentKey, FragmentTable
     from optim.outer import Absorbed, Emitted, Outer
+    from optim.workload import Delivery, Wire, Workload
 
-    InnerStep: TypeAlias = Callable[[str, int, Tensor], None]
-    """(worker, inner_step counted from 1, value [table.numel]): trains the value in place."""
+    States: TypeAlias = dict[FragmentKey, State]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,22 +49,48 @@ class Committed:
     """A copy of the first worker's shared state afterwards."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Trajectory:
     """What a simulation did."""
 
     committed: list[Committed] = field(default_factory=list)
+    """Empty if nothing is recorded."""
     dropped: list[Round] = field(default_factory=list)
     values: dict[str, Tensor] = field(default_factory=dict)
-    """The workers' values at the end, [table.numel] each."""
-    states: dict[str, dict[FragmentKey, State]] = field(default_factory=dict)
+    """The workers' parameters at the end, [table.numel] each."""
+    states: dict[str, States] = field(default_factory=dict)
     """The workers' states at the end."""
+    num_rounds: int = 0
+    """Those that were absorbed."""
+    payload_nbytes: float = 0.0
+    """Of all rounds: the payloads of one worker in their wire form, the mean over contributors."""
+    sent_nbytes: float = 0.0
+    """Of all rounds: what one worker sent, likewise. More than its payloads where these go to everybody."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _InFlight:
     round_: Round
     emitted: dict[str, Emitted]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Worker:
+    row: int
+    inner_steps: int = 0
+    moved_at: dict[FragmentKey, int] = field(default_factory=dict)
+    """Its own inner steps when a round of the fragment last moved its values."""
+    recycled: States = field(default_factory=dict)
+
+
+def one_each(_worker: str, _work: Work) -> float:
+    """All workers count alike in a mean."""
+    return 1.0
+
+
+def by_samples(_worker: str, work: Work) -> float:
+    """A worker counts by what it has trained on."""
+    return work.samples
 
 
 def simulate(
@@ -70,206 +99,287 @@ def simulate(
     table: FragmentTable,
     initial: Tensor,
     workers: Sequence[str],
-    inner_step: InnerStep,
+    workload: Workload,
     num_inner_steps: int,
-    weights: Mapping[str, float] | None = None,
+    weigh: Callable[[str, Work], float] = one_each,
+    batch_size: float = 1.0,
+    speeds: Mapping[str, float] | None = None,
     aborted: Callable[[Round], bool] = lambda _round: False,
     joins: Mapping[int, Sequence[str]] | None = None,
     leaves: Mapping[int, Sequence[str]] | None = None,
-    deliver: Callable[[Tensor], Tensor] = lambda payload: payload,
+    wire: Wire | None = None,
+    records: bool = True,
+    on_step: Callable[[int, Trajectory], None] = lambda _step, _trajectory: None,
 ) -> Trajectory:
     """Train `workers` for `num_inner_steps` with an outer optimizer.
 
     Args:
         outer: the method.
-        table: layout of the parameters; only fragments of kind "param" are simulated.
+        table: layout of the parameters, and of all that has their shape.
         initial: [table.numel] fp32, every worker's start; not written.
         workers: names, in the order of the view.
-        inner_step: trains one worker for one step.
+        workload: trains them; has a row for each that is there at once.
         num_inner_steps: global inner steps.
-        weights: of the workers in every mean; 1 where not given.
+        weigh: a worker's weight in a round, before the factor that the method itself puts on it.
+        batch_size: samples in one inner step of one worker.
+        speeds: own inner steps in a global one, in (0, 1]; 1 where not given.
         aborted: rounds that fail everywhere.
         joins: who arrives after which inner step, with the parameters and shared state of the first member.
         leaves: who vanishes after which inner step, with what it had emitted.
-        deliver: what the others decode from a payload, [numel] -> [numel]; stands in for a lossy codec.
+        wire: what an exchange loses and costs; None: nothing is lost.
+        records: whether every round's digests and shared state are kept. They cost time and memory.
+        on_step: called after every global inner step, and once at 0. The trajectory is live: read only.
 
     Returns:
         What happened. Its last tensors are the simulation's own and no longer change.
 
     Raises:
-        ValueError: if a fragment is of another kind or the fragments do not hold every tensor exactly once.
+        ValueError: if the fragments do not hold every tensor exactly once, or are of a kind that the workload lacks.
     """
-    run = _Run(outer=outer, table=table, weights=weights or {}, aborted=aborted, deliver=deliver)
+    run = _Run(
+        outer,
+        table,
+        workload,
+        weigh=weigh,
+        batch_size=batch_size,
+        speeds=speeds or {},
+        aborted=aborted,
+        wire=wire or ExactWire(),
+        records=records,
+    )
     for worker in workers:
         run.add(worker, initial, shared=None)
     for step in range(num_inner_steps + 1):
-        if step > 0:
-            for worker, value in run.trajectory.values.items():
-                inner_step(worker, step, value)
-        run.emit(step)
+        rounds = outer.plan(step)
+        run.train(step, [round_ for round_ in rounds if round_.fragment.kind == GRAD])
+        run.emit([round_ for round_ in rounds if round_.fragment.kind != GRAD])
         for worker in (leaves or {}).get(step, ()):
             run.remove(worker)
         run.settle(step)
         for worker in (joins or {}).get(step, ()):
             run.join(worker)
+        on_step(step, run.trajectory)
     return run.trajectory
+
+
+def shared_parameters(trajectory: Trajectory, fragments: Sequence[Fragment], *, out: Tensor) -> Tensor:
+    """The parameters that a run stands for: its anchor, or the workers' mean where a method has none.
+
+    Args:
+        trajectory: at any moment.
+        fragments: those of the method.
+        out: [table.numel], overwritten and returned.
+    """
+    out.copy_(torch.stack(list(trajectory.values.values())).mean(0))
+    states = next(iter(trajectory.states.values()))
+    for fragment in fragments:
+        shared = states[fragment.key].shared
+        if fragment.kind == PARAM and ANCHOR in shared:
+            fragment.scatter(shared[ANCHOR], out=out)
+    return out
 
 
 class _Run:
     def __init__(
         self,
-        *,
         outer: Outer,
         table: FragmentTable,
-        weights: Mapping[str, float],
+        workload: Workload,
+        *,
+        weigh: Callable[[str, Work], float],
+        batch_size: float,
+        speeds: Mapping[str, float],
         aborted: Callable[[Round], bool],
-        deliver: Callable[[Tensor], Tensor],
+        wire: Wire,
+        records: bool,
     ) -> None:
-        self.outer, self.weights, self.aborted, self.deliver = outer, weights, aborted, deliver
+        self.outer, self.workload, self.wire, self.records = outer, workload, wire, records
+        self.weigh, self.batch_size, self.speeds, self.aborted = weigh, batch_size, speeds, aborted
         self.fragments = {fragment.key: fragment for fragment in outer.fragments(table)}
         table.check_partition(self.fragments.values())
-        if any(key.kind != "param" for key in self.fragments):
-            raise ValueError("only fragments of kind 'param' are simulated")
+        lacking = {key.kind for key in self.fragments} - set(workload.tensors)
+        if lacking:
+            raise ValueError(f"this workload has no {', '.join(sorted(lacking))}")
         self.trajectory = Trajectory()
-        self.recycled: dict[str, dict[FragmentKey, State]] = {}
+        self.workers: dict[str, _Worker] = {}
+        self.free_rows = list(reversed(range(len(workload.tensors[PARAM]))))
         self.in_flight: list[_InFlight] = []
 
-    def add(self, worker: str, value: Tensor, shared: Mapping[FragmentKey, Mapping[str, Tensor]] | None) -> None:
-        self.trajectory.values[worker] = value.clone()
-        states = self.trajectory.states[worker] = {}
+    # -------------------------------------------------------------------------------- who is there
+
+    def add(self, name: str, value: Tensor, shared: Mapping[FragmentKey, Mapping[str, Tensor]] | None) -> None:
+        worker = self.workers[name] = _Worker(row=self.free_rows.pop())
+        self.workload.begin(worker.row, name)
+        self.trajectory.values[name] = self.workload.tensors[PARAM][worker.row].copy_(value)
+        states = self.trajectory.states[name] = {}
         for key, fragment in self.fragments.items():
-            state = self.outer.init(fragment, self._local(fragment, worker))
+            state = self.outer.init(fragment, self._local(fragment, name))
             if shared is not None:
                 state = State(shared={n: t.clone() for n, t in shared[key].items()}, private=state.private)
             states[key] = state
-        self.recycled[worker] = {key: state.empty_like() for key, state in states.items()}
+        worker.recycled = {key: state.empty_like() for key, state in states.items()}
 
-    def join(self, worker: str) -> None:
-        donor = next(iter(self.trajectory.values))
+    def join(self, name: str) -> None:
+        donor = next(iter(self.workers))
         states = self.trajectory.states[donor]
         value = self.trajectory.values[donor].clone()
         for key, fragment in self.fragments.items():
             if ANCHOR in states[key].shared:
                 fragment.scatter(states[key].shared[ANCHOR], out=value)
-        self.add(worker, value, {key: state.shared for key, state in states.items()})
+        self.add(name, value, {key: state.shared for key, state in states.items()})
 
-    def remove(self, worker: str) -> None:
-        for held in (self.trajectory.values, self.trajectory.states, self.recycled):
-            del held[worker]
+    def remove(self, name: str) -> None:
+        self.free_rows.append(self.workers[name].row)
+        # The row is another worker's from now on; what it held last stays readable.
+        for held in (self.workers, self.trajectory.values, self.trajectory.states):
+            del held[name]
         for flight in self.in_flight:
-            flight.emitted.pop(worker, None)
+            flight.emitted.pop(name, None)
 
-    def emit(self, step: int) -> None:
-        for round_ in self.outer.plan(step):
-            emitted = {}
-            for worker, states in self.trajectory.states.items():
-                value = self._local(self.fragments[round_.fragment], worker)
-                # The value's own buffer receives the payload, as in an engine that is short of memory.
-                emitted[worker] = self.outer.emit(round_, value, states[round_.fragment], out=value)
-            self.in_flight.append(_InFlight(round_=round_, emitted=emitted))
+    # -------------------------------------------------------------------------------- one global inner step
+
+    def train(self, step: int, rounds: Sequence[Round]) -> None:
+        """Everybody's inner step, with the rounds of its gradient in the middle."""
+        if step == 0:
+            return
+        active = {name: worker for name, worker in self.workers.items() if self._is_its_turn(name, step)}
+        for worker in active.values():
+            worker.inner_steps += 1
+        rows = [worker.row for worker in active.values()]
+        inner_steps = [worker.inner_steps for worker in active.values()]
+        self.workload.backward(rows, inner_steps)
+        for round_ in rounds:
+            flight = self._emit(round_, active)
+            if flight.emitted:
+                self._settle(flight)
+        self.workload.update(rows, inner_steps)
+
+    def emit(self, rounds: Sequence[Round]) -> None:
+        self.in_flight.extend(self._emit(round_, self.workers) for round_ in rounds)
 
     def settle(self, step: int) -> None:
         due = [flight for flight in self.in_flight if flight.round_.due_step <= step]
         for flight in due:
             self.in_flight.remove(flight)
-            results = {} if self.aborted(flight.round_) else self._reduce(flight)
-            for worker in self.trajectory.states:
-                self._apply(worker, flight, results.get(worker))
-            if not results:
-                self.trajectory.dropped.append(flight.round_)
-                continue
-            states = {worker: held[flight.round_.fragment] for worker, held in self.trajectory.states.items()}
+            self._settle(flight)
+
+    def _is_its_turn(self, name: str, step: int) -> bool:
+        speed = self.speeds.get(name, 1.0)
+        return int(step * speed) > int((step - 1) * speed)
+
+    def _emit(self, round_: Round, workers: Mapping[str, _Worker]) -> _InFlight:
+        fragment, emitted = self.fragments[round_.fragment], {}
+        for name in workers:
+            value = self._local(fragment, name)
+            # The value's own buffer receives the payload if it can, as in an engine that is short of memory.
+            out = value if round_.numel is None else torch.empty(round_.numel)
+            state, work = self.trajectory.states[name][round_.fragment], self._work(name, round_)
+            emitted[name] = self.outer.emit(round_, value, state, work, out=out)
+        return _InFlight(round_=round_, emitted=emitted)
+
+    def _settle(self, flight: _InFlight) -> None:
+        round_ = flight.round_
+        results = {} if self.aborted(round_) else self._exchange(flight)
+        for name in self.workers:
+            self._apply(name, flight, results.get(name))
+        if not results:
+            self.trajectory.dropped.append(round_)
+            return
+        self.trajectory.num_rounds += 1
+        if self.records:
+            states = {name: held[round_.fragment] for name, held in self.trajectory.states.items()}
             self.trajectory.committed.append(
                 Committed(
-                    round_=flight.round_,
+                    round_=round_,
                     members=next(iter(results.values())).members,
-                    digests={worker: state.shared_digest() for worker, state in states.items()},
+                    digests={name: state.shared_digest() for name, state in states.items()},
                     shared={n: t.clone() for n, t in next(iter(states.values())).shared.items()},
                 )
             )
 
-    def _reduce(self, flight: _InFlight) -> dict[str, Result]:
+    # -------------------------------------------------------------------------------- one round
+
+    def _exchange(self, flight: _InFlight) -> dict[str, Result]:
         """Every worker's result; empty if nobody is left who contributed."""
-        contributions = {worker: self._contribution(worker, flight) for worker in flight.emitted}
-        members = tuple(worker for worker, mine in contributions.items() if mine.weight > 0.0)
+        weights = {
+            name: emitted.weight * self.weigh(name, self._work(name, flight.round_))
+            for name, emitted in flight.emitted.items()
+        }
+        members = tuple(name for name, weight in weights.items() if weight > 0.0)
         if not members:
             return {}
-        payloads = [self.deliver(contributions[worker].payload) for worker in members]
-        member_weights = [contributions[worker].weight for worker in members]
-        match flight.round_.op:
-            case Op.MEAN:
-                value = torch.zeros_like(payloads[0])
-                for payload, weight in zip(payloads, member_weights, strict=True):
-                    value += payload * weight
-                value /= sum(member_weights)
-            case Op.GATHER:
-                value = torch.stack(payloads)
-            case Op.PAIR:
-                return self._pair(flight.round_, contributions, members)
-            case _:
-                assert_never(flight.round_.op)
-        return {
-            # A result of its own for everybody: a method may be told to write into it.
-            worker: Result(
-                value=value.clone(),
-                members=members,
-                weight_sum=sum(member_weights),
-                weights=tuple(member_weights),
-                contribution=contributions.get(worker),
-            )
-            for worker in self.trajectory.values
-        }
+        delivery = self.wire.exchange(
+            flight.round_,
+            self.fragments[flight.round_.fragment],
+            {name: flight.emitted[name].payload for name in members},
+            {name: weights[name] for name in members},
+        )
+        self.trajectory.payload_nbytes += delivery.payload_nbytes
+        self.trajectory.sent_nbytes += delivery.sent_nbytes
+        results = {}
+        for name in self.workers:
+            partner = delivery.partners.get(name)
+            group = members if not delivery.partners else () if partner is None else (name, partner)
+            if group:
+                results[name] = Result(
+                    # A result of its own for everybody: a method may be told to write into it.
+                    value=delivery.values.get(name, delivery.values[group[0]]).clone(),
+                    members=group,
+                    weight_sum=sum(weights[member] for member in group),
+                    weights=tuple(weights[member] for member in group),
+                    notes=tuple(flight.emitted[member].notes for member in group) if flight.round_.num_notes else (),
+                    contribution=self._contribution(name, flight, weights, delivery),
+                )
+        return results
 
-    def _pair(
-        self, round_: Round, contributions: Mapping[str, Contribution], members: tuple[str, ...]
-    ) -> dict[str, Result]:
-        """Disjoint pairs, drawn from the inner step; an odd one out has no result."""
-        drawn = random.Random(round_.inner_step).sample(members, len(members))
-        pairs = list(zip(drawn[::2], drawn[1::2], strict=False))
-        return {
-            worker: Result(
-                value=self.deliver(contributions[peer].payload),
-                members=(worker, peer),
-                weight_sum=contributions[worker].weight + contributions[peer].weight,
-                weights=(contributions[worker].weight, contributions[peer].weight),
-                contribution=contributions[worker],
-            )
-            for pair in pairs
-            for worker, peer in (pair, pair[::-1])
-        }
-
-    def _contribution(self, worker: str, flight: _InFlight) -> Contribution:
-        mine = flight.emitted[worker]
+    def _contribution(
+        self, name: str, flight: _InFlight, weights: Mapping[str, float], delivery: Delivery | None
+    ) -> Contribution | None:
+        mine = flight.emitted.get(name)
+        if mine is None:
+            return None
         newer = [
-            later.emitted[worker].payload
+            later.emitted[name].payload
             for later in self.in_flight
-            if later.round_.fragment == flight.round_.fragment and worker in later.emitted
+            if later.round_.fragment == flight.round_.fragment and name in later.emitted
         ]
+        delivered = mine.payload if delivery is None else delivery.delivered.get(name, mine.payload)
         return Contribution(
             payload=mine.payload,
-            weight=mine.weight * self.weights.get(worker, 1.0),
-            read_delivered=lambda out: out.copy_(self.deliver(mine.payload)),
+            weight=weights.get(name, 0.0),
+            read_delivered=lambda out: out.copy_(delivered),
+            notes=mine.notes,
             newer_payload=newer[-1] if newer else None,
         )
 
-    def _apply(self, worker: str, flight: _InFlight, result: Result | None) -> None:
+    def _apply(self, name: str, flight: _InFlight, result: Result | None) -> None:
         key = flight.round_.fragment
-        state, out = self.trajectory.states[worker][key], self.recycled[worker][key]
+        worker, state = self.workers[name], self.trajectory.states[name][key]
+        out = worker.recycled[key]
         if result is not None:
             absorbed = self.outer.absorb(flight.round_, result, state, out=out)
         else:
-            mine = self._contribution(worker, flight) if worker in flight.emitted else None
+            mine = self._contribution(name, flight, {}, None)
             absorbed = self.outer.dropped(flight.round_, mine, state, out=out)
         if absorbed.state is not state:
-            self.trajectory.states[worker][key], self.recycled[worker][key] = absorbed.state, state
-        self._move(worker, self.fragments[key], absorbed)
+            self.trajectory.states[name][key], worker.recycled[key] = absorbed.state, state
+        self._move(name, self.fragments[key], absorbed)
 
-    def _move(self, worker: str, fragment: Fragment, absorbed: Absorbed) -> None:
+    def _move(self, name: str, fragment: Fragment, absorbed: Absorbed) -> None:
         if absorbed.target is None:
             return
-        value = self._local(fragment, worker)
+        value = self._local(fragment, name)
         blend(value, absorbed.target, absorbed.keep)
-        fragment.scatter(value, out=self.trajectory.values[worker])
+        fragment.scatter(value, out=self._values(fragment, name))
+        self.workers[name].moved_at[fragment.key] = self.workers[name].inner_steps
 
-    def _local(self, fragment: Fragment, worker: str) -> Tensor:
-        return fragment.gather(self.trajectory.values[worker], out=torch.empty(fragment.numel))
+    def _work(self, name: str, round_: Round) -> Work:
+        worker = self.workers[name]
+        inner_steps = worker.inner_steps - worker.moved_at.get(round_.fragment, 0)
+        return Work(inner_steps=inner_steps, samples=inner_steps * self.batch_size)
+
+    def _values(self, fragment: Fragment, name: str) -> Tensor:
+        return self.workload.tensors[fragment.kind][self.workers[name].row]
+
+    def _local(self, fragment: Fragment, name: str) -> Tensor:
+        return fragment.gather(self._values(fragment, name), out=torch.empty(fragment.numel))

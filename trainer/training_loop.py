@@ -21,7 +21,7 @@ from elastic.core.events import RoundReady
 from elastic.core.messages import DataPosition
 from elastic.errors import NotAMember, RunFinished
 from elastic.member import Committed, Membership
-from optim.outer import Outer
+from optim.outer import Outer, Work
 from trainer.outer_state import OuterState
 from trainer.round_runner import RoundRunner
 from trainer.round_schedule import RoundSchedule
@@ -141,7 +141,8 @@ class TrainingLoop:
         work = await self._train(inner_steps, admitted, is_fresh=is_fresh)
         await self._pool.store()
         self._require(admitted)
-        await in_thread(self._outer.emit, round_, self._mailbox, self._state.live.state, out=self._mailbox)
+        done = Work(inner_steps=len(work.losses), samples=float(len(work.losses) * self._batch_size))
+        await in_thread(self._outer.emit, round_, self._mailbox, self._state.live.state, done, out=self._mailbox)
         self._require(admitted)
         consumed = self._feed.consumed()
         handed_in = self._clock()

@@ -1,7 +1,4 @@
-"""How a chunk of fp32 becomes bytes and back. One codec, one file; `codec_named` finds them.
-
-`lowrank` is no codec of chunks: it is two additive factors of a matrix, which travel raw or through one of these.
-"""
+"""How a chunk of fp32 becomes bytes and back. One codec, one file; `codec_named` finds them."""
 
 from collections.abc import Callable
 

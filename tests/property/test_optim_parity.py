@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from optim import ANCHOR, DiLoCo, FragmentTable
 from optim.simulate import simulate
+from optim.workload import OneByOne
 
 TABLE = FragmentTable.from_named_shapes([("a", (5, 3)), ("b", (7,))])
 INNER_STEPS, NUM_STEPS = 3, 30
@@ -40,9 +41,9 @@ def test_shared_digests_are_equal_after_every_committed_round(num_workers, weigh
         table=TABLE,
         initial=torch.linspace(-1.0, 1.0, TABLE.numel),
         workers=workers,
-        inner_step=step,
+        workload=OneByOne(step, rows=8, numel=TABLE.numel),
         num_inner_steps=NUM_STEPS,
-        weights={f"w{i}": weight for i, weight in enumerate(weights)},
+        weigh=lambda worker, _work: weights[int(worker[1:])],
         joins=joins,
         leaves=leaves,
         aborted=lambda round_: round_.inner_step // INNER_STEPS in aborts,

@@ -6,9 +6,10 @@
 import pytest
 import torch
 
-from optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, Round, State, default_outer_lr
+from optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, Round, State, Work, default_outer_lr
 from optim.diloco import MOMENTUM
 from optim.simulate import simulate
+from optim.workload import OneByOne
 
 TABLE = FragmentTable.from_named_shapes([("a", (7, 3)), ("b", (11,))])
 NUMEL = TABLE.numel
@@ -34,7 +35,7 @@ def run(outer, num_inner_steps, **settings):
         table=TABLE,
         initial=INITIAL,
         workers=WORKERS,
-        inner_step=sgd_step,
+        workload=OneByOne(sgd_step, rows=6, numel=NUMEL),
         num_inner_steps=num_inner_steps,
         **settings,
     )
@@ -91,13 +92,13 @@ def test_it_follows_a_direct_implementation():
 
 
 def test_weights_weigh_the_mean():
-    trajectory = run(DiLoCo(inner_steps=4), 12, weights={"ash": 3.0, "cedar": 0.5})
+    trajectory = run(DiLoCo(inner_steps=4), 12, weigh=lambda worker, _work: {"ash": 3.0, "cedar": 0.5}.get(worker, 1.0))
     expected = direct_diloco(0.7, 0.9, [4, 8, 12], weights=(3.0, 1.0, 0.5))
     torch.testing.assert_close(trajectory.committed[-1].shared[ANCHOR].double(), expected[-1], rtol=1e-4, atol=1e-5)
 
 
 def test_a_worker_of_weight_nought_changes_nothing():
-    trajectory = run(DiLoCo(inner_steps=4), 12, weights={"cedar": 0.0})
+    trajectory = run(DiLoCo(inner_steps=4), 12, weigh=lambda worker, _work: float(worker != "cedar"))
     expected = direct_diloco(0.7, 0.9, [4, 8, 12], weights=(1.0, 1.0, 0.0))
     assert trajectory.committed[0].members == ("ash", "birch")
     torch.testing.assert_close(trajectory.committed[-1].shared[ANCHOR].double(), expected[-1], rtol=1e-4, atol=1e-5)
@@ -130,6 +131,7 @@ def _state_and_result(numel: int = NUMEL):
 
 
 ROUND = Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=500)
+WORK = Work(inner_steps=1, samples=1.0)
 
 
 def test_absorb_is_pure_and_can_be_thrown_away():
@@ -179,8 +181,8 @@ def test_emit_may_write_over_the_value():
     value = torch.linspace(0.0, 1.0, NUMEL)
     expected = state.shared[ANCHOR] - value
     digest = state.shared_digest()
-    separate = outer.emit(ROUND, value.clone(), state, out=torch.empty(NUMEL))
-    over = outer.emit(ROUND, value, state, out=value)
+    separate = outer.emit(ROUND, value.clone(), state, WORK, out=torch.empty(NUMEL))
+    over = outer.emit(ROUND, value, state, WORK, out=value)
     assert over.payload is value
     assert torch.equal(over.payload, expected)
     assert torch.equal(separate.payload, expected)
@@ -203,7 +205,7 @@ def test_buffers_of_another_size_or_type_are_refused():
     right = torch.zeros(NUMEL)
     for value, out in ((torch.zeros(3), right), (right, torch.zeros(3)), (right.double(), right)):
         with pytest.raises(ValueError, match="contiguous fp32 CPU tensor"):
-            outer.emit(ROUND, value, state, out=out)
+            outer.emit(ROUND, value, state, WORK, out=out)
     with pytest.raises(ValueError, match="initial value"):
         outer.init(TABLE.whole(), torch.zeros(3))
 

@@ -10,6 +10,7 @@ import torch
 import optim
 from optim import ANCHOR, DiLoCo, FragmentTable, build_outer, registry
 from optim.simulate import simulate
+from optim.workload import OneByOne
 
 TABLE = FragmentTable.from_named_shapes([("w", (5, 2))])
 
@@ -41,7 +42,7 @@ def test_the_tutorials_method_is_diloco_with_lr_one_and_no_momentum():
             table=TABLE,
             initial=torch.linspace(0.0, 1.0, 10),
             workers=("ash", "birch", "cedar"),
-            inner_step=step,
+            workload=OneByOne(step, rows=3, numel=10),
             num_inner_steps=12,
             aborted=lambda round_: round_.inner_step == 6,
         )

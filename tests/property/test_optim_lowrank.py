@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collective.codec import codec_named, codec_names
-from collective.codec.lowrank import decompress, first_q, orthonormalise, project, project_back, warm_start
+from optim.lowrank import decompress, first_q, orthonormalise, project, project_back, warm_start
 
 SHAPES = st.tuples(st.integers(1, 60), st.integers(1, 60))
 

@@ -17,15 +17,11 @@ own and need not. Values that are not finite are the caller's to refuse; fp32 [r
 It must not know: rounds, wires, residuals.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
-_EXACT_BITS = 53
-"""Whole numbers up to 2^this are exact in fp64."""
-_TILE_NUMEL = 1 << 20
-"""Elements of the result that are computed at once, in fp64."""
+from optim.stable import exact_matmul, power_of_two_above, sum_last
+
 _VANISHED = 1e-6
 """A column of which less than this is left, when what lies in earlier ones is taken away, was rounding errors."""
 _MULTIPLIER = 6364136223846793005
@@ -60,14 +56,14 @@ def orthonormalise(p: Tensor) -> Tensor:
     Gram-Schmidt in fp64, each column twice. A column that depends on earlier ones becomes zero.
     """
     columns = p.t().double().contiguous()  # [r, n]
-    columns.div_(_power_of_two_above(columns))  # no square overflows
+    columns.div_(power_of_two_above(columns))  # no square overflows
     for index, column in enumerate(columns):
-        norm_before = _sum_of_rows(column * column).sqrt_()
+        norm_before = sum_last(column * column).sqrt_()
         earlier = columns[:index]
         for _ in range(2):
-            shares = _sum_of_rows(earlier * column)
-            column.sub_(_sum_of_rows((earlier * shares.unsqueeze(1)).t()))
-        norm = _sum_of_rows(column * column).sqrt_()
+            shares = sum_last(earlier * column)
+            column.sub_(sum_last((earlier * shares.unsqueeze(1)).t()))
+        norm = sum_last(column * column).sqrt_()
         if norm.item() > _VANISHED * norm_before.item():
             column.div_(norm)
         else:
@@ -78,19 +74,9 @@ def orthonormalise(p: Tensor) -> Tensor:
 def decompress(p: Tensor, q: Tensor, out: Tensor) -> Tensor:
     """Â = P̂ · Q'ᵀ: orthonormal [n, r] and [m, r] to `out` [n, m], which is returned.
 
-    Both factors are rounded to whole multiples of a power of two so coarse that no sum of products needs more than 53
-    bits. So the fp64 product is exact, whatever order a library adds in; it is rounded to fp32 once. The coarseness is
-    that of fp32 numbers as large as the largest of each factor.
+    Exact products, rounded to fp32 once: see `exact_matmul`.
     """
-    rank = p.shape[1]
-    bits = (_EXACT_BITS - 1 - max(rank - 1, 1).bit_length()) // 2
-    left, left_unit = _whole_multiples(p, bits)
-    right, right_unit = _whole_multiples(q, bits)
-    step = max(1, _TILE_NUMEL // max(len(q), 1))
-    for first in range(0, len(p), step):
-        product = torch.mm(left[first : first + step], right.t())
-        out[first : first + step] = product.mul_(left_unit).mul_(right_unit)
-    return out
+    return exact_matmul(p, q.t(), out=out)
 
 
 def warm_start(q: Tensor, seed: int) -> Tensor:
@@ -104,28 +90,3 @@ def warm_start(q: Tensor, seed: int) -> Tensor:
     if bool(gone.any()):
         q[:, gone] = first_q(q.shape[0], q.shape[1], seed, device=q.device)[:, gone]
     return q
-
-
-def _sum_of_rows(values: Tensor) -> Tensor:
-    """Sum over the last dimension by halves: a fixed order of single additions. [..., n] to [...]."""
-    if values.shape[-1] == 0:
-        return values.new_zeros(values.shape[:-1])
-    while values.shape[-1] > 1:
-        half = values.shape[-1] // 2
-        folded = values[..., :half] + values[..., half : 2 * half]
-        if values.shape[-1] % 2:
-            folded[..., 0] += values[..., -1]
-        values = folded
-    return values[..., 0]
-
-
-def _power_of_two_above(values: Tensor) -> float:
-    """The least power of two above all magnitudes; 1 if there are none."""
-    highest = values.abs().amax().item() if values.numel() else 0.0
-    return math.ldexp(1.0, math.frexp(highest)[1]) if highest > 0.0 else 1.0
-
-
-def _whole_multiples(factor: Tensor, bits: int) -> tuple[Tensor, float]:
-    """`factor` as whole numbers of at most `bits` bits in fp64, and the power of two that is their unit."""
-    unit = math.ldexp(_power_of_two_above(factor), -bits)
-    return factor.double().div_(unit).round_(), unit

@@ -1,0 +1,44 @@
+"""A small world in which a method shows what it is: a few tensors, workers that pull in different directions."""
+
+import torch
+
+from optim import ANCHOR, FragmentTable
+from optim.simulate import simulate
+from optim.workload import OneByOne
+
+TABLE = FragmentTable.from_named_shapes([(f"layer{i}", (i + 2, 3)) for i in range(6)])
+WORKERS = ("ash", "birch", "cedar", "dogwood")
+INITIAL = torch.linspace(-1.0, 1.0, TABLE.numel)
+
+
+def gradient(worker: str, inner_step: int, value: torch.Tensor) -> torch.Tensor:
+    """Of another quadratic for each worker, whose minimum moves. Workers are known by their first letter."""
+    number = 1.0 + ord(worker[0]) - ord("a")
+    index = torch.arange(value.numel(), dtype=torch.float32)
+    return (0.5 + 0.2 * number) * (value - torch.sin(index * number + 0.1 * inner_step))
+
+
+def sgd_step(worker: str, inner_step: int, value: torch.Tensor) -> None:
+    value -= 0.03 * gradient(worker, inner_step, value)
+
+
+def run(outer, num_inner_steps=24, workers=WORKERS, *, inner_step=sgd_step, table=TABLE, initial=INITIAL, **settings):
+    """Simulate; joiners have room too."""
+    settings.setdefault("workload", OneByOne(inner_step, rows=len(workers) + 4, numel=table.numel))
+    return simulate(outer, table=table, initial=initial, workers=workers, num_inner_steps=num_inner_steps, **settings)
+
+
+def anchors(trajectory):
+    return [committed.shared[ANCHOR] for committed in trajectory.committed]
+
+
+def assert_same(left, right, tolerance=1e-6):
+    assert len(left) == len(right) > 0
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def assert_parity(trajectory):
+    """Shared state has the same bits on all workers after every round."""
+    assert trajectory.committed
+    assert all(len(set(committed.digests.values())) == 1 for committed in trajectory.committed)
