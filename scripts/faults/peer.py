@@ -9,6 +9,7 @@ server asks, outside the time that is measured, or before they are overwritten. 
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import socket
@@ -77,6 +78,7 @@ class FaultPeer:
                         if self._following is not None:
                             self._following.cancel()
                         self._following = tasks.create_task(self._follow(post, tasks))
+                        self._following.add_done_callback(functools.partial(self._on_followed, post))
                     case Check():
                         for fragment in list(self._results):
                             self._judge(fragment)
@@ -94,16 +96,9 @@ class FaultPeer:
         self._say(Ready(step=step))
 
     async def _follow(self, post: Post, tasks: asyncio.TaskGroup) -> None:
-        try:
-            await self._communicator.install(post.view)
-            if self._operations:
-                await asyncio.wait(self._operations)  # of the view before: that installation ended them
-        except asyncio.CancelledError:
-            now = time.monotonic()
-            for fragment in post.fragments:
-                key = self._key(post, fragment)
-                self._say(Report(key=key, outcome="aborted", at=now, posted_at=now, cause=_OVERTAKEN))
-            raise
+        await self._communicator.install(post.view)
+        if self._operations:
+            await asyncio.wait(self._operations)  # of the view before: that installation ended them
         self._numel_recorded = 0
         for fragment in post.fragments:
             if fragment in self._results:
@@ -116,6 +111,14 @@ class FaultPeer:
             operation = tasks.create_task(self._operate(post, fragment))
             self._operations.add(operation)
             operation.add_done_callback(self._operations.discard)
+
+    def _on_followed(self, post: Post, task: asyncio.Task[None]) -> None:
+        """Report what was overtaken, also by a word that came together with it, before the task had begun."""
+        if task.cancelled():
+            now = time.monotonic()
+            for fragment in post.fragments:
+                key = self._key(post, fragment)
+                self._say(Report(key=key, outcome="aborted", at=now, posted_at=now, cause=_OVERTAKEN))
 
     async def _operate(self, post: Post, fragment: int) -> None:
         key, posted_at = self._key(post, fragment), time.monotonic()
