@@ -1,21 +1,28 @@
 """The inner optimizer: what a worker runs between outer steps, on its own shards and its own device.
 
-Its state is private: it is never averaged, and its bits matter to nobody else. So torch's own optimizers, fused
+Its state is private: its bits matter to nobody else, even where a method averages it. So torch's own optimizers, fused
 arithmetic and all, are right here and wrong in the outer step.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, assert_never, overload
 
 import torch
 
+from optim.adopt import Adopt
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.nn import Parameter
 
-InnerType: TypeAlias = Literal["adamw", "sgd"]
+    NamedParams: TypeAlias = list[tuple[str, Parameter]]
+
+InnerType: TypeAlias = Literal["adamw", "sgd", "adopt", "muon"]
+
+_NOT_HIDDEN: Final = frozenset({"embedding", "embed", "wte", "head", "lm_head"})
+"""Parts of a name that tell a first or last layer, whose matrix is a table of vectors and not a map between them."""
 
 
 def build_inner_optimizer(
@@ -23,9 +30,11 @@ def build_inner_optimizer(
     *,
     type: InnerType = "adamw",
     lr: float,
-    betas: tuple[float, float] = (0.9, 0.99),
-    eps: float = 1e-8,
+    betas: tuple[float, ...] | None = None,
+    eps: float | None = None,
     weight_decay: float = 0.1,
+    omegas: tuple[float, ...] | None = None,
+    momentum: float = 0.95,
 ) -> torch.optim.Optimizer:
     """Build the inner optimizer; only tensors of two or more dimensions decay.
 
@@ -34,30 +43,53 @@ def build_inner_optimizer(
 
     Args:
         named_params: `model.named_parameters()`; DTensors of FSDP2 are welcome.
-        type: "adamw", or "sgd" (plain: no momentum), under which H = 1 is data parallelism and which DeMo wants.
-        lr: peak learning rate; `set_lr` moves it.
-        betas: AdamW's decay rates. 0.99 for the second: arXiv:2503.09799.
-        eps: AdamW's.
-        weight_decay: decoupled for AdamW, added to the gradient for SGD.
+        type: "adamw"; "sgd" (plain: no momentum), under which H = 1 is data parallelism and which DeMo wants; "adopt"
+            (arXiv:2411.02853), also with several first moments; "muon" for hidden matrices and AdamW for the rest,
+            embeddings and head among it, told by their names.
+        lr: peak learning rate; `set_lr` moves it. Muon's steps are scaled to AdamW's root mean square, so that one rate
+            serves both (arXiv:2502.16982).
+        betas: decay rates of the first moments, then that of the second. None: (0.9, 0.99), the second from
+            arXiv:2503.09799; "adopt": (0.9, 0.9999). One first moment, but any number for "adopt". Unused by SGD.
+        eps: least denominator. None: 1e-8; "adopt": 1e-6. Unused by SGD.
+        weight_decay: decoupled; for SGD added to the gradient.
+        omegas: "adopt" only: weight of each first moment, see `Adopt`. None: one moment, 1.
+        momentum: of Muon's matrices, Nesterov's, in [0, 1).
 
     Raises:
-        ValueError: if no parameter is trainable, or a setting is out of its range.
+        ValueError: if no parameter is trainable, or a setting is out of its range or another type's.
     """
     trainable = [(name, param) for name, param in named_params if param.requires_grad]
     if not trainable:
         raise ValueError("no parameter is trainable")
     if not lr >= 0.0 or not weight_decay >= 0.0:
         raise ValueError(f"lr and weight_decay must not be negative, got {lr} and {weight_decay}")
-    split = (
-        {"params": [(n, p) for n, p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [(n, p) for n, p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    )
-    groups = [group for group in split if group["params"]]
+    if omegas is not None and type != "adopt":
+        raise ValueError(f"omegas belong to adopt, not to {type}")
     match type:
         case "adamw":
-            return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
+            return _adamw(trainable, lr, betas, eps, weight_decay)
         case "sgd":
-            return torch.optim.SGD(groups, lr=lr)
+            return torch.optim.SGD(_decay_matrices(trainable, weight_decay), lr=lr)
+        case "adopt":
+            return Adopt(
+                _decay_matrices(trainable, weight_decay),
+                lr=lr,
+                betas=(0.9, 0.9999) if betas is None else betas,
+                omegas=(1.0,) if omegas is None else omegas,
+                eps=1e-6 if eps is None else eps,
+            )
+        case "muon":
+            if not 0.0 <= momentum < 1.0:
+                raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+            hidden = [(name, param) for name, param in trainable if _is_hidden_matrix(name, param)]
+            rest = [(name, param) for name, param in trainable if not _is_hidden_matrix(name, param)]
+            if not hidden:
+                raise ValueError("muon trains hidden matrices, and there is none; use adamw")
+            group = {"params": hidden}
+            muon = torch.optim.Muon(
+                [group], lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
+            )
+            return CompositeOptimizer([muon, _adamw(rest, lr, betas, eps, weight_decay)] if rest else [muon])
         case _:
             assert_never(type)
 
@@ -66,3 +98,70 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give all groups this learning rate, before a step: peak rate times `schedule(inner_step)`."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+class CompositeOptimizer(torch.optim.Optimizer):
+    """Several optimizers, each for its own parameters, that look like one.
+
+    Parameter groups and states are this object's; the parts work on them. So `state`, `state_dict`, `zero_grad` and the
+    learning rates are the ordinary ones of torch.
+
+    Args:
+        parts: their groups hold different parameters.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._parts = tuple(parts)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step of each part; `closure` evaluates the model anew, once, and returns the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        first = 0
+        for part in self._parts:
+            # Anew each time: loading a state dict replaces both objects.
+            stop = first + len(part.param_groups)
+            part.state, part.param_groups = self.state, self.param_groups[first:stop]
+            part.step()
+            first = stop
+        return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_parts": self._parts}
+
+
+def _adamw(
+    params: NamedParams, lr: float, betas: tuple[float, ...] | None, eps: float | None, weight_decay: float
+) -> torch.optim.AdamW:
+    first, second = _two((0.9, 0.99) if betas is None else betas)
+    groups = _decay_matrices(params, weight_decay)
+    return torch.optim.AdamW(groups, lr=lr, betas=(first, second), eps=1e-8 if eps is None else eps)
+
+
+def _two(betas: tuple[float, ...]) -> tuple[float, float]:
+    if len(betas) != 2:
+        raise ValueError(f"AdamW has two betas, got {betas}")
+    return betas[0], betas[1]
+
+
+def _decay_matrices(params: NamedParams, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups, fewer if one is empty: what decays and what does not."""
+    split = (
+        {"params": [(n, p) for n, p in params if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [(n, p) for n, p in params if p.ndim < 2], "weight_decay": 0.0},
+    )
+    return [group for group in split if group["params"]]
+
+
+def _is_hidden_matrix(name: str, param: Parameter) -> bool:
+    return param.ndim == 2 and _NOT_HIDDEN.isdisjoint(name.split("."))

@@ -20,7 +20,8 @@ Rules for every method:
       back until the commit, and thrown away.
     * What they put into `State.shared` is computed from shared state and from what is equal for all members in the
       `Result`, in operations that round alike on every CPU (see optim/nesterov.py).
-    * All tensors are flat, contiguous, fp32 and on the CPU, [fragment.numel].
+    * All tensors are flat, contiguous, fp32 and on the CPU: values and payloads [fragment.numel] unless the round says
+      otherwise, those of a state of any length.
 
 It must not know processes, sockets, clocks, codecs or commit rounds.
 """
@@ -31,7 +32,7 @@ import enum
 import hashlib
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import torch
 
@@ -271,3 +272,21 @@ class Outer(Protocol):
         into the next emit *and* still send the workers to the anchor. Never apply a contribution that was not reduced.
         """
         ...
+
+
+@runtime_checkable
+class FitsModel(Protocol):
+    """A method some of whose settings follow from the model unless they are given, as a number of fragments."""
+
+    def fitted(self, table: FragmentTable, /) -> Outer:
+        """The same method with all settings known: `plan` sees no model."""
+        ...
+
+
+def fit(outer: Outer, table: FragmentTable) -> Outer:
+    """What an engine uses: the method with all settings known.
+
+    Raises:
+        ValueError: if the model cannot be split as the settings ask.
+    """
+    return outer.fitted(table) if isinstance(outer, FitsModel) else outer

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from optim.flat import blend
-from optim.outer import ANCHOR, GRAD, PARAM, Contribution, Result, Round, State, Work
+from optim.outer import ANCHOR, GRAD, PARAM, Contribution, Result, Round, State, Work, fit
 from optim.workload import ExactWire
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ class Trajectory:
 class _InFlight:
     round_: Round
     emitted: dict[str, Emitted]
+    weights: dict[str, float]
+    """For the work that the payloads hold, whatever is done until the round is due."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -136,6 +138,7 @@ def simulate(
     Raises:
         ValueError: if the fragments do not hold every tensor exactly once, or are of a kind that the workload lacks.
     """
+    outer = fit(outer, table)
     run = _Run(
         outer,
         table,
@@ -224,7 +227,7 @@ class _Run:
         states = self.trajectory.states[donor]
         value = self.trajectory.values[donor].clone()
         for key, fragment in self.fragments.items():
-            if ANCHOR in states[key].shared:
+            if key.kind == PARAM and ANCHOR in states[key].shared:
                 fragment.scatter(states[key].shared[ANCHOR], out=value)
         self.add(name, value, {key: state.shared for key, state in states.items()})
 
@@ -268,14 +271,17 @@ class _Run:
         return int(step * speed) > int((step - 1) * speed)
 
     def _emit(self, round_: Round, workers: Mapping[str, _Worker]) -> _InFlight:
-        fragment, emitted = self.fragments[round_.fragment], {}
+        fragment = self.fragments[round_.fragment]
+        emitted: dict[str, Emitted] = {}
+        weights: dict[str, float] = {}
         for name in workers:
             value = self._local(fragment, name)
             # The value's own buffer receives the payload if it can, as in an engine that is short of memory.
             out = value if round_.numel is None else torch.empty(round_.numel)
             state, work = self.trajectory.states[name][round_.fragment], self._work(name, round_)
             emitted[name] = self.outer.emit(round_, value, state, work, out=out)
-        return _InFlight(round_=round_, emitted=emitted)
+            weights[name] = emitted[name].weight * self.weigh(name, work)
+        return _InFlight(round_=round_, emitted=emitted, weights=weights)
 
     def _settle(self, flight: _InFlight) -> None:
         round_ = flight.round_
@@ -301,11 +307,8 @@ class _Run:
 
     def _exchange(self, flight: _InFlight) -> dict[str, Result]:
         """Every worker's result; empty if nobody is left who contributed."""
-        weights = {
-            name: emitted.weight * self.weigh(name, self._work(name, flight.round_))
-            for name, emitted in flight.emitted.items()
-        }
-        members = tuple(name for name, weight in weights.items() if weight > 0.0)
+        weights = flight.weights
+        members = tuple(name for name in flight.emitted if weights[name] > 0.0)
         if not members:
             return {}
         delivery = self.wire.exchange(
@@ -328,13 +331,11 @@ class _Run:
                     weight_sum=sum(weights[member] for member in group),
                     weights=tuple(weights[member] for member in group),
                     notes=tuple(flight.emitted[member].notes for member in group) if flight.round_.num_notes else (),
-                    contribution=self._contribution(name, flight, weights, delivery),
+                    contribution=self._contribution(name, flight, delivery),
                 )
         return results
 
-    def _contribution(
-        self, name: str, flight: _InFlight, weights: Mapping[str, float], delivery: Delivery | None
-    ) -> Contribution | None:
+    def _contribution(self, name: str, flight: _InFlight, delivery: Delivery | None) -> Contribution | None:
         mine = flight.emitted.get(name)
         if mine is None:
             return None
@@ -346,7 +347,7 @@ class _Run:
         delivered = mine.payload if delivery is None else delivery.delivered.get(name, mine.payload)
         return Contribution(
             payload=mine.payload,
-            weight=weights.get(name, 0.0),
+            weight=flight.weights[name],
             read_delivered=lambda out: out.copy_(delivered),
             notes=mine.notes,
             newer_payload=newer[-1] if newer else None,
@@ -359,7 +360,7 @@ class _Run:
         if result is not None:
             absorbed = self.outer.absorb(flight.round_, result, state, out=out)
         else:
-            mine = self._contribution(name, flight, {}, None)
+            mine = self._contribution(name, flight, None)
             absorbed = self.outer.dropped(flight.round_, mine, state, out=out)
         if absorbed.state is not state:
             self.trajectory.states[name][key], worker.recycled[key] = absorbed.state, state

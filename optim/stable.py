@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _EXACT_BITS: Final = 53
 """Whole numbers up to 2^this are exact in fp64."""
 _TILE_NUMEL: Final = 1 << 20
-"""Elements of a product that are computed at once, in fp64."""
+"""Elements that are computed at once, in fp64. Peers must have the same."""
 
 
 def sum_last(values: Tensor) -> Tensor:
@@ -38,8 +38,8 @@ def sum_last(values: Tensor) -> Tensor:
 
 def norm(values: Tensor) -> float:
     """L2 norm of a flat fp32 tensor, [n]. Squares are exact in fp64, their sum has a fixed order."""
-    wide = values.double()
-    return math.sqrt(sum_last(wide * wide).item())
+    wide = (tile.double() for tile in torch.split(values, _TILE_NUMEL))
+    return math.sqrt(math.fsum(sum_last(tile.mul_(tile)).item() for tile in wide))
 
 
 def exact_matmul(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:

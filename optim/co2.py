@@ -1,0 +1,87 @@
+"""CO2: heavy-ball momentum on parameters that were averaged during the block before.
+
+After every tau inner steps, block k of them, with anchor_k where it began:
+
+    mean of the local parameters x_k                     is sent
+    momentum <- mu * momentum + (anchor_(k-1) - mean x_(k-1)) / penalty
+    momentum <- clamp(momentum, -clip, clip)
+    anchor   <- anchor - lr * momentum;   local <- anchor
+
+We send anchor_k - x_k instead of x_k: its mean is what the formula needs, no earlier anchor has to be kept, and an
+aborted round can be carried as in delayed DiLoCo, of which this is one with another outer step.
+
+Shared state: anchor and momentum. Private state: what is carried, zeros but after an abort.
+
+Source: CO2 (arXiv:2401.16265).
+
+On purpose unlike the released code:
+    * Its clip computes clamped values and discards them, so nothing is clipped. Ours clips. What it cuts off is lost.
+    * Its averaging works on the parameters while they are being trained. Ours takes what they were after the block.
+    * A mean is compared with the anchor of its own block. With the newest one, even and odd blocks would, at momentum 0
+      and lr 1, be two runs that never meet.
+
+Like the released code, the penalty is a constant. The paper's follows the staleness gap from block to block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from optim.delayed import CARRIED, Delayed, recycled
+from optim.diloco import MOMENTUM
+from optim.flat import require_flat
+from optim.outer import ANCHOR, Absorbed, Round, State
+from optim.registry import register
+
+if TYPE_CHECKING:
+    from optim.outer import Result
+
+
+@register("co2")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CO2(Delayed):
+    """CO2's settings; defaults are the released code's, but that there the clip is off and has no effect if on.
+
+    Raises:
+        ValueError: if a setting is out of its range.
+    """
+
+    lr: float = 1.0
+    """Outer learning rate, > 0 and constant."""
+    momentum: float = 0.5
+    """Outer momentum, in [0, 1). The released example has 0.2."""
+    inner_steps: int = 48
+    """tau, inner steps between exchanges and inner steps that one may take, >= 1."""
+    penalty: float = 1.0
+    """Lambda, by which stale differences are divided, >= 1 and constant."""
+    clip: float = 1.0
+    """phi, the largest magnitude of an element of the momentum, > 0; infinity: no clip."""
+
+    def __post_init__(self) -> None:
+        Delayed.__post_init__(self)
+        if not 1.0 <= self.penalty < float("inf"):
+            raise ValueError(f"penalty must be finite and at least 1, got {self.penalty}")
+        if not self.clip > 0.0:
+            raise ValueError(f"clip must be positive, got {self.clip}")
+
+    def absorb(self, _round: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
+        """One heavy-ball step; the workers begin the next block at the new anchor.
+
+        Raises:
+            ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
+        """
+        out = recycled(state, out)
+        require_flat(result.value, state.shared[ANCHOR].numel(), "the mean")
+        anchor, momentum = out.shared[ANCHOR], out.shared[MOMENTUM]
+        # Separately rounded operations, the same bits everywhere. First, as `out` may be the memory of the mean.
+        step = torch.div(result.value, self.penalty)
+        torch.mul(state.shared[MOMENTUM], self.momentum, out=momentum)
+        torch.add(momentum, step, out=momentum)
+        torch.clamp(momentum, min=-self.clip, max=self.clip, out=momentum)
+        torch.mul(momentum, self.lr, out=step)
+        torch.sub(state.shared[ANCHOR], step, out=anchor)
+        out.private[CARRIED].zero_()  # the payload that is in flight by now took it along
+        return Absorbed(state=out, target=self.start(out), keep=0.0)

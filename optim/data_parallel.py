@@ -1,0 +1,92 @@
+"""Data parallelism: the gradient is averaged in every step. The baseline of all that communicates less.
+
+    every inner step:   g <- mean over workers of g;   then the inner optimizer
+
+Workers that start alike stay alike, since all take the same step. Shared and private state: none. There is no anchor:
+the workers' own parameters are the newest there are, and a joiner starts from a donor's.
+
+A worker whose inner optimizer is younger, or whose device rounds otherwise, takes slightly other steps from the same
+gradient, and no gradient brings it back. `resync_steps` does, by averaging the parameters now and then.
+
+Source: PyTorch DDP (arXiv:2006.15704). Weights are the engine's: with the sizes of the batches, the mean is the
+gradient of the common batch, also where those differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from optim.flat import require_flat
+from optim.fragments import FragmentKey
+from optim.outer import GRAD, PARAM, Absorbed, Emitted, Op, Round, State
+from optim.registry import register
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optim.fragments import Fragment, FragmentTable
+    from optim.outer import Contribution, Result, Work
+
+
+@register("data_parallel")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallel:
+    """Settings of data parallelism.
+
+    Raises:
+        ValueError: if a setting is out of its range.
+    """
+
+    resync_steps: int = 0
+    """Inner steps between averages of the parameters themselves, >= 1, sent exactly; 0: never. Needed where devices
+    differ, and where members join whose inner optimizer has moments."""
+
+    def __post_init__(self) -> None:
+        if self.resync_steps < 0:
+            raise ValueError(f"resync_steps must not be negative, got {self.resync_steps}")
+
+    def fragments(self, table: FragmentTable, /) -> tuple[Fragment, ...]:
+        """The whole gradient; the parameters too if they are averaged."""
+        return tuple(table.whole(kind) for kind in ((GRAD, PARAM) if self.resync_steps else (GRAD,)))
+
+    def init(self, fragment: Fragment, value: Tensor, /) -> State:
+        """Nothing."""
+        require_flat(value, fragment.numel, "the initial value")
+        return State()
+
+    def plan(self, inner_step: int, /) -> tuple[Round, ...]:
+        """A mean of the gradient in every inner step, and one of the parameters when it is time."""
+        if inner_step == 0:
+            return ()
+        gradient = Round(fragment=FragmentKey(kind=GRAD, index=0), op=Op.MEAN, inner_step=inner_step)
+        if not self.resync_steps or inner_step % self.resync_steps:
+            return (gradient,)
+        whole = FragmentKey(kind=PARAM, index=0)
+        return (gradient, Round(fragment=whole, op=Op.MEAN, inner_step=inner_step, codec="raw"))
+
+    def emit(self, _round: Round, value: Tensor, _state: State, _work: Work, /, *, out: Tensor) -> Emitted:
+        """The value itself."""
+        require_flat(value, value.numel(), "the local value")
+        require_flat(out, value.numel(), "the payload buffer")
+        return Emitted(payload=out.copy_(value))
+
+    def absorb(self, _round: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
+        """Everybody takes the mean."""
+        del out
+        return Absorbed(state=state, target=result.value, keep=0.0)
+
+    def dropped(
+        self, round_: Round, contribution: Contribution | None, state: State, /, *, out: State | None = None
+    ) -> Absorbed:
+        """A gradient that was not reduced becomes zero: no worker steps on its own, alone.
+
+        The step's samples are lost to the run, as where a failed step is skipped, but no parameter had moved yet. An
+        inner optimizer with momentum coasts for this step, with the same motion on all workers.
+        """
+        del out
+        if round_.fragment.kind == PARAM or contribution is None:
+            return Absorbed.unchanged(state)
+        return Absorbed(state=state, target=torch.zeros_like(contribution.payload), keep=0.0)

@@ -1,0 +1,139 @@
+"""DeMo: data parallelism whose workers keep their momentum and send only its strongest frequencies, at every step.
+
+    d <- decay · d + gradient;    q = sent(DCT(d));    d <- d - IDCT(q)
+    per frequency: mean of q over those who sent it;   D = IDCT(mean)
+    the inner optimizer steps along sign(D) in place of the gradient
+
+The transform is linear and orthonormal, so we keep d as its coefficients, DCT(d): they are what is sent, and what
+arrived is subtracted from them as it is. Blocks of up to 64 x 64 are transformed (optim/blocks.py, optim/dct.py); of
+each 4096 coefficients the k largest are sent, by the exchange, which tells what arrived.
+
+The inner optimizer must be plain SGD: parameters <- parameters · (1 - lr · weight decay) - lr · sign(D). d takes the
+place of Adam's two moments. No anchor calls the workers back: they stay together because D has the same bits for all,
+so all must take every step, and on different hardware the inner optimizer may still round them an ulp apart.
+
+Shared state: shapes. Private state: momentum, in the order of the blocks. After an aborted round nobody moves, but for
+the weight decay, and the momentum keeps the gradient.
+
+Where we leave public code on purpose: the learning rate enters once, in the step; in the code also the gradient is
+multiplied by it before it is added to d, so with sign only its changes count there, and without sign the step is lr².
+Errors of quantisation stay in d. If all coefficients are sent, each worker has sent each of them, zeros too. A vector's
+coefficients share the bytes with all others; the code sends 32 of every 64. Sums are in the order of the members, not
+in that of a GPU's threads.
+
+Source: DeMo (arXiv:2411.19870).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from optim.blocks import RUN_NUMEL, SHAPES, block_order, shapes_of, topk_codec
+from optim.dct import dct2, idct2
+from optim.diloco import MOMENTUM
+from optim.flat import overlap, require_flat
+from optim.fragments import FragmentKey
+from optim.outer import GRAD, Absorbed, Emitted, Op, Round, State
+from optim.registry import register
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optim.fragments import Fragment, FragmentTable
+    from optim.outer import Contribution, Result, Work
+
+_WHOLE: Final = FragmentKey(kind=GRAD, index=0)
+
+
+@register("demo")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeMo:
+    """DeMo's settings; defaults are those of its public code.
+
+    Raises:
+        ValueError: if a setting is out of its range.
+    """
+
+    decay: float = 0.999
+    """Share of the momentum that a step keeps, in [0, 1]."""
+    topk: int = 32
+    """k, coefficients sent of each 4096, from 1 to 4096; all of them travel as they are, without quantisation."""
+    sign: bool = True
+    """Whether the step has size lr in every element; else it is lr times the mean of what was sent."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.decay <= 1.0:
+            raise ValueError(f"decay must be in [0, 1], got {self.decay}")
+        topk_codec(self.topk)
+
+    def fragments(self, table: FragmentTable, /) -> tuple[Fragment, ...]:
+        """One fragment: the whole gradient."""
+        return (table.whole(GRAD),)
+
+    def init(self, fragment: Fragment, value: Tensor, /) -> State:
+        """Momentum: zeros."""
+        require_flat(value, fragment.numel, "the initial value")
+        return State(shared={SHAPES: shapes_of(fragment)}, private={MOMENTUM: torch.zeros_like(value)})
+
+    def plan(self, inner_step: int, /) -> tuple[Round, ...]:
+        """In every inner step everybody sends to everybody."""
+        if inner_step == 0:
+            return ()
+        return (Round(fragment=_WHOLE, op=Op.GATHER, inner_step=inner_step, codec=topk_codec(self.topk)),)
+
+    def emit(self, _round: Round, value: Tensor, state: State, _work: Work, /, *, out: Tensor) -> Emitted:
+        """decay · d + gradient, as coefficients."""
+        momentum = state.private[MOMENTUM]
+        require_flat(out, momentum.numel(), "the payload buffer")
+        order = block_order(state.shared[SHAPES])
+        gradient = order.to_blocks(value, out=torch.empty_like(momentum))
+        for blocks, place in zip(order.batches(gradient), order.batches(out), strict=True):
+            dct2(blocks, out=place)
+        return Emitted(payload=out.add_(momentum, alpha=self.decay))
+
+    def absorb(self, _round: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
+        """Take what arrived out of the momentum; the target is the step's direction, in place of the gradient.
+
+        Raises:
+            ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
+        """
+        out = _with_gradient(result.contribution, state, out)
+        mine = result.contribution
+        mean, scratch = self._mean(result)
+        if mine is not None and mine.weight > 0.0:
+            mine.read_delivered(scratch)
+            out.private[MOMENTUM].sub_(scratch)
+        order = block_order(state.shared[SHAPES])
+        for blocks in order.batches(mean):
+            idct2(blocks, out=blocks)
+        target = order.from_blocks(mean, out=scratch)
+        return Absorbed(state=out, target=target.sign_() if self.sign else target, keep=0.0)
+
+    def dropped(
+        self, _round: Round, contribution: Contribution | None, state: State, /, *, out: State | None = None
+    ) -> Absorbed:
+        """The momentum keeps this gradient for a later round. Nobody follows it alone: the step has no direction."""
+        out = _with_gradient(contribution, state, out)
+        return Absorbed(state=out, target=torch.zeros_like(state.private[MOMENTUM]), keep=0.0)
+
+    def _mean(self, result: Result) -> tuple[Tensor, Tensor]:
+        """Per element the mean over those who sent it, 0 if nobody did: [numel]; and as much memory to write to."""
+        total, senders = torch.zeros_like(result.value[0]), torch.zeros_like(result.value[0])
+        scratch = torch.empty_like(total)
+        for row, weight in zip(result.value, result.weights, strict=True):
+            total += torch.mul(row, weight, out=scratch)
+            senders += weight if self.topk == RUN_NUMEL else scratch.copy_(row != 0.0).mul_(weight)
+        return total.div_(senders.masked_fill_(senders == 0.0, 1.0)), scratch
+
+
+def _with_gradient(contribution: Contribution | None, state: State, out: State | None) -> State:
+    """The next state if nothing arrives: the momentum is the payload, if this worker has emitted one."""
+    out = state.empty_like() if out is None else out
+    if overlap(out.private[MOMENTUM], state.private[MOMENTUM]):
+        raise ValueError("a method never writes to the state it is given: out must be other memory")
+    out.shared[SHAPES].copy_(state.shared[SHAPES])
+    out.private[MOMENTUM].copy_(state.private[MOMENTUM] if contribution is None else contribution.payload)
+    return out

@@ -1,0 +1,62 @@
+"""MT-DAO: several first moments of different speed, averaged each with a period of its own.
+
+    inner step:   u_j <- beta_j u_j + (1 - beta_j) g                     for j = 1..N
+                  x   <- x - lr [(1 - sum_j w_j) g + sum_j w_j u_j]      with g the normalised gradient
+    after it:     x, each u_j and v are averaged with periods K_x, K_j, K_v
+
+A slow u_j, whose half-life is longer than its period, carries the common direction from one exchange to the next; the
+fresh gradient beside it keeps the step responsive. Choose beta_j so that `desloc.half_life(beta_j)` exceeds K_j: 0.999
+has 693 steps. One slow moment is enough in practice and costs no more memory than Adam.
+
+The inner step is `adopt.Adopt`, with its betas and omegas; here is only what crosses the network. States, wire and
+departures are DES-LOC's (desloc.py): with N = 1 and w = 1 this is DES-LOC around ADOPT.
+
+Source: MT-DAO (arXiv:2510.05361). Its formula divides g and u_j by the root of v after they are mixed; its experiments
+use ADOPT, which divides g before, and so do we.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from optim.adopt import SECOND_MOMENT, momentum_names
+from optim.desloc import StateAveraging, checked_multiples
+from optim.outer import PARAM
+from optim.registry import register
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@register("mtdao")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTDAO(StateAveraging):
+    """MT-DAO's settings; defaults are the paper's: one slow moment, all periods 32.
+
+    Raises:
+        ValueError: if a setting is out of its range.
+    """
+
+    inner_steps: int = 32
+    """K_x, inner steps between exchanges of the parameters, >= 1."""
+    momentum_multiples: tuple[int, ...] = (1,)
+    """Period of each first moment in periods of the parameters, >= 1, in the order of the inner optimizer's betas. As
+    many as it has first moments."""
+    second_moment_multiple: int = 1
+    """The same for the second moment."""
+
+    def __post_init__(self) -> None:
+        multiples = checked_multiples(self.momentum_multiples, "momentum_multiples")
+        object.__setattr__(self, "momentum_multiples", multiples)
+        checked_multiples((self.second_moment_multiple,), "second_moment_multiple")
+        if not multiples:
+            raise ValueError("MT-DAO needs at least one first moment: momentum_multiples is empty")
+        StateAveraging.__post_init__(self)
+
+    @property
+    def periods(self) -> Mapping[str, int]:
+        """K_x of the parameters, then K_j and K_v."""
+        names = (*momentum_names(len(self.momentum_multiples)), SECOND_MOMENT)
+        multiples = (*self.momentum_multiples, self.second_moment_multiple)
+        return {PARAM: self.inner_steps} | {n: m * self.inner_steps for n, m in zip(names, multiples, strict=True)}

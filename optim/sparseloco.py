@@ -1,0 +1,158 @@
+"""SparseLoCo: DiLoCo without outer momentum, whose workers send one element in 64 and remember the others.
+
+    a_r = β e_r + (anchor - local_r)        Δ_r = sent(a_r)        e_r <- a_r - Δ_r
+    anchor <- anchor - α · mean over all members of s_r Δ_r;        local_r <- anchor
+    s_r = min(1, median norm / norm of Δ_r)                          (norm_guard; else 1)
+
+What is sent are the k largest of each 4096 elements, a block of 64 x 64 of a matrix (optim/blocks.py), as sign and one
+of two levels; the exchange does that. It tells what arrived, so the residual holds the errors of quantisation too. The
+residual stands in for the outer momentum, which would hurt beside it.
+
+Shared state: anchor, shapes. Private state: residual, in the order of the blocks. It follows only rounds that commit:
+of an aborted one nothing remains, and the next difference from the same anchor holds the missed steps.
+
+Where we leave public code on purpose: the mean is over all members, as the paper has it; the code divides each element
+by the number of those who sent it, so what one alone sent counts as if all had. With equal weights the mean is 1/R of
+the sum. α enters once; the code multiplies by it twice. All elements share the bytes alike, see optim/blocks.py. The
+guard judges a fragment, not each tensor; what it takes away is not given back to the residual.
+
+Source: SparseLoCo (arXiv:2508.15706); settings and guard from Covenant-72B (arXiv:2603.08163).
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from optim.blocks import SHAPES, block_order, shapes_of, topk_codec
+from optim.flat import overlap, require_flat
+from optim.fragments import FragmentKey
+from optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
+from optim.registry import register
+from optim.stable import norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optim.fragments import Fragment, FragmentTable
+    from optim.outer import Contribution, Result, Work
+
+RESIDUAL: Final = "residual"
+"""Name, in `State.private`, of what this worker wanted to send and could not."""
+
+_WHOLE: Final = FragmentKey(kind=PARAM, index=0)
+
+
+@register("sparseloco")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseLoCo:
+    """SparseLoCo's settings; defaults are Covenant-72B's.
+
+    Raises:
+        ValueError: if a setting is out of its range.
+    """
+
+    inner_steps: int = 30
+    """H, inner steps between exchanges, >= 1."""
+    topk: int = 64
+    """k, elements sent of each 4096, from 1 to 4096; all of them travel as they are, without quantisation."""
+    beta: float = 0.95
+    """Share of the residual that is tried again, in [0, 1]; with 1 nothing is ever lost."""
+    alpha: float = 1.0
+    """Outer learning rate, > 0."""
+    late_alpha: float = 0.65
+    """Outer learning rate from `late_step` on, > 0."""
+    late_step: int | None = None
+    """Global inner step, >= 1, when the loss has come to a plateau; None: `alpha` to the end."""
+    norm_guard: bool = True
+    """Whether a member that goes further than the median one is scaled down to it."""
+
+    def __post_init__(self) -> None:
+        if self.inner_steps < 1:
+            raise ValueError(f"inner_steps must be at least 1, got {self.inner_steps}")
+        topk_codec(self.topk)
+        if not 0.0 <= self.beta <= 1.0:
+            raise ValueError(f"beta must be in [0, 1], got {self.beta}")
+        for name, value in (("alpha", self.alpha), ("late_alpha", self.late_alpha)):
+            if not 0.0 < value < float("inf"):
+                raise ValueError(f"{name} must be positive and finite, got {value}")
+        if self.late_step is not None and self.late_step < 1:
+            raise ValueError(f"late_step must be at least 1, got {self.late_step}")
+
+    def fragments(self, table: FragmentTable, /) -> tuple[Fragment, ...]:
+        """One fragment: the whole flat vector."""
+        return (table.whole(),)
+
+    def init(self, fragment: Fragment, value: Tensor, /) -> State:
+        """Anchor: a copy of the value. Residual: zeros."""
+        require_flat(value, fragment.numel, "the initial value")
+        return State(
+            shared={ANCHOR: value.clone(), SHAPES: shapes_of(fragment)}, private={RESIDUAL: torch.zeros_like(value)}
+        )
+
+    def plan(self, inner_step: int, /) -> tuple[Round, ...]:
+        """After every H-th inner step everybody sends to everybody, and waits."""
+        if inner_step == 0 or inner_step % self.inner_steps:
+            return ()
+        return (Round(fragment=_WHOLE, op=Op.GATHER, inner_step=inner_step, codec=topk_codec(self.topk)),)
+
+    def emit(self, _round: Round, value: Tensor, state: State, _work: Work, /, *, out: Tensor) -> Emitted:
+        """a = β e + (anchor - value), in the order of the blocks."""
+        anchor = state.shared[ANCHOR]
+        require_flat(value, anchor.numel(), "the local value")
+        block_order(state.shared[SHAPES]).to_blocks(anchor - value, out=out)
+        return Emitted(payload=out.add_(state.private[RESIDUAL], alpha=self.beta))
+
+    def absorb(self, round_: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
+        """Descend along the mean of what arrived; the workers go to the new anchor.
+
+        The result is read row by row: [members, numel] is all that grows with the members.
+
+        Raises:
+            ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
+        """
+        out = state.empty_like() if out is None else out
+        anchor, new_anchor = state.shared[ANCHOR], out.shared[ANCHOR]
+        if overlap(new_anchor, anchor) or overlap(out.private[RESIDUAL], state.private[RESIDUAL]):
+            raise ValueError("absorb never writes to the state it is given: out must be other memory")
+        total, scratch = torch.zeros_like(anchor), torch.empty_like(anchor)
+        for row, share in zip(result.value, self._shares(result), strict=True):
+            total += torch.mul(row, share, out=scratch)
+        step = block_order(state.shared[SHAPES]).from_blocks(total, out=scratch)
+        step *= self._alpha_at(round_.inner_step)
+        torch.sub(anchor, step, out=new_anchor)
+        out.shared[SHAPES].copy_(state.shared[SHAPES])
+        _keep_the_rest(result.contribution, state.private[RESIDUAL], out=out.private[RESIDUAL])
+        return Absorbed(state=out, target=new_anchor, keep=0.0)
+
+    def dropped(
+        self, _round: Round, _contribution: Contribution | None, state: State, /, *, out: State | None = None
+    ) -> Absorbed:
+        """Keep training: anchor and residual stay, so the next payload holds all that this one held."""
+        del out
+        return Absorbed.unchanged(state)
+
+    def _shares(self, result: Result) -> list[float]:
+        """What each member's payload is multiplied by: 1/R with equal weights, less for those who go too far."""
+        scales = [1.0] * len(result.members)
+        if self.norm_guard:
+            norms = [norm(row) for row in result.value]
+            median = statistics.median(norms)
+            scales = [median / length if length > median else 1.0 for length in norms]
+        return [scale * weight / result.weight_sum for scale, weight in zip(scales, result.weights, strict=True)]
+
+    def _alpha_at(self, inner_step: int) -> float:
+        is_late = self.late_step is not None and inner_step >= self.late_step
+        return self.late_alpha if is_late else self.alpha
+
+
+def _keep_the_rest(contribution: Contribution | None, residual: Tensor, *, out: Tensor) -> None:
+    """What the round did not deliver of this worker's payload; the residual as it was, if it was no member."""
+    if contribution is None or contribution.weight == 0.0:
+        out.copy_(residual)
+    else:
+        contribution.read_delivered(out)
+        torch.sub(contribution.payload, out, out=out)
