@@ -1,0 +1,193 @@
+"""Asynchronous DiLoCo: delayed Nesterov on a server that every member keeps a copy of, and local steps by speed.
+
+A worker sends its difference when it has done its steps, and goes on from the anchor of that moment; nobody waits for
+the slowest. The server takes one difference g after the other; each N-th of them moves the momentum:
+
+    acc <- acc + g
+    N-th:       m <- mu * m + acc / N;   anchor <- anchor - lr * (g / N + (1 - c * N + c) * mu * m);   acc <- 0
+    otherwise:                           anchor <- anchor - lr * (g / N + c * mu * m)
+
+for a momentum that moves with every stale difference runs away. N = 1 is Nesterov. N workers that arrive together with
+c = 0 are DiLoCo.
+
+There is no server here. Every `poll_steps` global inner steps all members meet in a GATHER, to which those contribute
+who have done their steps. Every row is one arrival, in the members' order, and all take them into the shared state
+alike. A worker whose row arrived pulls: it goes to the new anchor and keeps a copy, from which its next difference
+counts. The others train on, untouched. A poll to which nobody came is dropped and costs no bytes.
+
+Shared state: anchor, momentum, acc, and how many have arrived since the momentum moved. Private state: the anchor that
+was pulled, and when.
+
+Departures from the paper: arrivals wait for the next poll, and those of one poll pull the same anchor, after all of
+them. A difference of any age and any number of steps is one arrival; weights of the members are not read.
+
+Source: Asynchronous Local-SGD (arXiv:2401.09135), its delayed Nesterov and dynamic local updates (DyLU).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from optim.diloco import MOMENTUM, DiLoCo, anchor_and_momentum
+from optim.flat import overlap, require_flat
+from optim.fragments import FragmentKey
+from optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
+from optim.registry import register
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from optim.fragments import Fragment, FragmentTable
+    from optim.outer import Contribution, Result, Work
+
+ACCUMULATOR: Final = "accumulator"
+"""Name, in `State.shared`, of the sum of the differences since the momentum moved, [numel]."""
+NUM_ARRIVALS: Final = "num_arrivals"
+"""Name, in `State.shared`, of how many they are, [1]: a whole number below N."""
+PULLED: Final = "pulled"
+"""Name, in `State.private`, of the anchor this worker went on from, [numel]."""
+PULLED_AT: Final = "pulled_at"
+"""Name, in `State.private`, of the global inner step after which it did, [1]: exact in fp32 up to 2^24."""
+
+_WHOLE: Final = FragmentKey(kind=PARAM, index=0)
+
+
+@register("async")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncDiLoCo:
+    """Settings of asynchronous DiLoCo.
+
+    All but `inner_steps` and `dylu` must be equal on all members; these two are read by a worker for itself.
+
+    Raises:
+        ValueError: if a setting is out of its range.
+    """
+
+    lr: float = 0.7
+    """Server's learning rate ε, > 0. DiLoCo's default; naive asynchronous Nesterov (buffer 1) needs a tenth of it."""
+    momentum: float = 0.9
+    """Server's momentum, in [0, 1)."""
+    buffer: int = 4
+    """N, arrivals between two moves of the momentum, >= 1: the number of workers, as the paper has it."""
+    momentum_share: float = 0.0
+    """c, in [0, 1/N]: the part of the momentum that each arrival applies; the N-th applies what is left of it."""
+    inner_steps: int = 50
+    """H_w, steps that this worker does between its contributions, >= 1. Its own steps, or global ones with `dylu`."""
+    dylu: bool = False
+    """Dynamic local updates: H counts global inner steps since the worker's last pull. One of speed v does floor(H * v)
+    of its own in that time, as `dylu_steps` says, and at least 1; no speed is measured or told to anybody."""
+    poll_steps: int = 10
+    """Global inner steps between polls, >= 1. One that is ready trains on until the next. Ours: no paper has it."""
+
+    def __post_init__(self) -> None:
+        DiLoCo(lr=self.lr, momentum=self.momentum, inner_steps=self.inner_steps)  # the same ranges
+        if self.buffer < 1:
+            raise ValueError(f"buffer must be at least 1, got {self.buffer}")
+        if not 0.0 <= self.momentum_share <= 1.0 / self.buffer:
+            raise ValueError(f"momentum_share must be in [0, 1/{self.buffer}], got {self.momentum_share}")
+        if self.poll_steps < 1:
+            raise ValueError(f"poll_steps must be at least 1, got {self.poll_steps}")
+
+    def fragments(self, table: FragmentTable, /) -> tuple[Fragment, ...]:
+        """One fragment: the whole flat vector."""
+        return (table.whole(),)
+
+    def init(self, fragment: Fragment, value: Tensor, /) -> State:
+        """Anchor and what was pulled: copies of the value. The rest: zeros."""
+        require_flat(value, fragment.numel, "the initial value")
+        accumulated = {ACCUMULATOR: torch.zeros_like(value), NUM_ARRIVALS: torch.zeros(1)}
+        return State(
+            shared={**anchor_and_momentum(value), **accumulated},
+            private={PULLED: value.clone(), PULLED_AT: torch.zeros(1)},
+        )
+
+    def plan(self, inner_step: int, /) -> tuple[Round, ...]:
+        """A blocking poll after every `poll_steps` inner steps."""
+        if inner_step == 0 or inner_step % self.poll_steps:
+            return ()
+        return (Round(fragment=_WHOLE, op=Op.GATHER, inner_step=inner_step),)
+
+    def emit(self, round_: Round, value: Tensor, state: State, work: Work, /, *, out: Tensor) -> Emitted:
+        """How far the worker went since it pulled; of weight 0 if it is not ready."""
+        pulled = state.private[PULLED]
+        require_flat(value, pulled.numel(), "the local value")
+        require_flat(out, pulled.numel(), "the payload buffer")
+        steps = round_.inner_step - int(state.private[PULLED_AT].item()) if self.dylu else work.inner_steps
+        is_ready = work.inner_steps > 0 and steps >= self.inner_steps
+        return Emitted(payload=torch.sub(pulled, value, out=out), weight=float(is_ready))
+
+    def absorb(self, round_: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
+        """Take every row as one arrival. The worker goes to the anchor if one of them is its own.
+
+        Raises:
+            ValueError: if `out` shares memory with `state`.
+        """
+        out = state.empty_like() if out is None else out
+        old, new = ((*held.shared.values(), *held.private.values()) for held in (state, out))
+        if any(overlap(a, b) for a in old for b in new):
+            raise ValueError("absorb never writes to the state it is given: out must be other memory")
+        # The one row of a lone arrival may lie in a tensor of `out`.
+        rows = result.value.clone() if any(overlap(result.value, tensor) for tensor in new) else result.value
+        for name, tensor in state.shared.items():
+            out.shared[name].copy_(tensor)
+        for row in rows:
+            self._arrive(row, out.shared)
+        mine = result.contribution
+        if mine is None or not mine.weight > 0.0:
+            for name, tensor in state.private.items():
+                out.private[name].copy_(tensor)
+            return Absorbed(state=out, target=None, keep=1.0)
+        out.private[PULLED].copy_(out.shared[ANCHOR])
+        out.private[PULLED_AT].fill_(round_.due_step)
+        return Absorbed(state=out, target=out.shared[ANCHOR], keep=0.0)
+
+    def dropped(
+        self, _round: Round, _contribution: Contribution | None, state: State, /, *, out: State | None = None
+    ) -> Absorbed:
+        """Nobody was ready, or it was aborted: train on, and whoever was ready is so at the next poll, with more."""
+        del out
+        return Absorbed.unchanged(state)
+
+    def _arrive(self, difference: Tensor, shared: Mapping[str, Tensor]) -> None:
+        """One step of the server, in place. Every product and sum is rounded by itself: see optim/nesterov.py."""
+        anchor, momentum, accumulator = (shared[name] for name in (ANCHOR, MOMENTUM, ACCUMULATOR))
+        num_arrivals = int(shared[NUM_ARRIVALS].item()) + 1
+        accumulator.add_(difference)
+        share = self.momentum_share
+        if num_arrivals == self.buffer:
+            momentum.mul_(self.momentum).add_(accumulator.div_(self.buffer))
+            accumulator.zero_()
+            num_arrivals, share = 0, 1.0 - share * self.buffer + share
+        shared[NUM_ARRIVALS].fill_(num_arrivals)
+        step = difference / self.buffer
+        if share > 0.0:
+            step.add_(momentum * (share * self.momentum))
+        anchor.sub_(step.mul_(self.lr))
+
+
+def dylu_steps(base_steps: int, speeds: Mapping[str, float]) -> dict[str, int]:
+    """Dynamic local updates: steps by worker such that all take as long, floor(H * v / fastest v) and at least 1.
+
+    A run that has measured its speeds gives each worker a method of its own, whose `inner_steps` is the worker's number
+    here; only that worker reads it. A run whose global inner step is the fastest worker's sets `dylu` instead.
+
+    Args:
+        base_steps: H, of the fastest.
+        speeds: inner steps per time unit of each worker, positive.
+
+    Raises:
+        ValueError: if base_steps < 1, or a speed is not positive and finite.
+    """
+    if base_steps < 1:
+        raise ValueError(f"base_steps must be at least 1, got {base_steps}")
+    for worker, speed in speeds.items():
+        if not 0.0 < speed < math.inf:
+            raise ValueError(f"a speed must be positive and finite, got {speed} for {worker}")
+    fastest = max(speeds.values(), default=1.0)
+    return {worker: max(1, math.floor(base_steps * speed / fastest)) for worker, speed in speeds.items()}

@@ -1,0 +1,115 @@
+"""NoLoCo: no all-reduce. Every H inner steps workers meet in random pairs, and no value is ever equal everywhere.
+
+Worker i has slow weights φ_i, from which it set out, and fast ones θ_i, which it trains. It meets worker j:
+
+    m_i <- mu * m_i + lr * (mean(θ_i, θ_j) - φ_i);   φ_i <- φ_i + m_i;   θ_i <- φ_i
+
+The released code sends two tensors, θ - φ and φ, and adds lr * (mean(φ_i, φ_j) - φ_i), the pull to each other, to
+lr * mean(θ - φ), the pull of the gradient. With one factor for both, as its settings have it, the φ of the pair cancel:
+θ alone is enough, half the bytes. The paper's general form, another factor for each, would need both.
+
+It is heavy-ball, whatever the paper calls it: the mean of a pair moves as one worker that feels the mean of both. There
+is no shared state and no common result: average the workers when the run ends. A joiner starts from its donor's
+own parameters. Weights of the members are not read: a pair is one half each.
+
+The payload is the parameters themselves, not a difference: a codec must be right to a small part of the largest value.
+8 bits or more; a sparse one would set most parameters to zero.
+
+Source: NoLoCo (arXiv:2506.10911), section 3, and its released code for the settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from optim.diloco import MOMENTUM, DiLoCo
+from optim.flat import overlap, require_flat
+from optim.fragments import FragmentKey
+from optim.outer import PARAM, Absorbed, Emitted, Op, Round, State
+from optim.registry import register
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optim.fragments import Fragment, FragmentTable
+    from optim.outer import Contribution, Result, Work
+
+SLOW: Final = "slow"
+"""Name, in `State.private`, of the slow weights φ."""
+
+_WHOLE: Final = FragmentKey(kind=PARAM, index=0)
+
+
+@register("noloco")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoLoCo:
+    """NoLoCo's settings; defaults are those of its released code. Private state: slow weights and momentum.
+
+    Raises:
+        ValueError: if a setting is out of its range.
+    """
+
+    lr: float = 0.7
+    """Outer learning rate and pull of a pair to its mean, in (0, 2 * (1 + momentum)). Beyond, a pair drives apart."""
+    momentum: float = 0.5
+    """Outer heavy-ball momentum, in [0, 1)."""
+    inner_steps: int = 50
+    """H, inner steps between meetings, >= 1."""
+
+    def __post_init__(self) -> None:
+        DiLoCo(lr=self.lr, momentum=self.momentum, inner_steps=self.inner_steps)  # the same ranges
+        if self.lr >= 2.0 * (1.0 + self.momentum):
+            raise ValueError(f"lr must be less than 2 * (1 + momentum), got lr={self.lr}, momentum={self.momentum}")
+
+    def fragments(self, table: FragmentTable, /) -> tuple[Fragment, ...]:
+        """One fragment: the whole flat vector."""
+        return (table.whole(),)
+
+    def init(self, fragment: Fragment, value: Tensor, /) -> State:
+        """Slow weights: a copy of the value. Momentum: zeros."""
+        require_flat(value, fragment.numel, "the initial value")
+        return State(private={SLOW: value.clone(), MOMENTUM: torch.zeros_like(value)})
+
+    def plan(self, inner_step: int, /) -> tuple[Round, ...]:
+        """A blocking meeting after every H-th inner step; who meets whom is the collective's to draw."""
+        if inner_step == 0 or inner_step % self.inner_steps:
+            return ()
+        return (Round(fragment=_WHOLE, op=Op.PAIR, inner_step=inner_step),)
+
+    def emit(self, _round: Round, value: Tensor, state: State, _work: Work, /, *, out: Tensor) -> Emitted:
+        """The fast weights, as they are."""
+        numel = state.private[SLOW].numel()
+        require_flat(value, numel, "the local value")
+        require_flat(out, numel, "the payload buffer")
+        return Emitted(payload=out.copy_(value))
+
+    def absorb(self, _round: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
+        """A step towards the mean of the pair.
+
+        The worker's own part is what it sent before the codec: closer to the truth than what the other decoded.
+
+        Raises:
+            ValueError: if `out` shares memory with `state`.
+        """
+        if result.contribution is None:
+            return Absorbed.unchanged(state)
+        out = state.empty_like() if out is None else out
+        if any(overlap(new, old) for new in out.private.values() for old in state.private.values()):
+            raise ValueError("absorb never writes to the state it is given: out must be other memory")
+        slow, momentum = state.private[SLOW], out.private[MOMENTUM]
+        # Whichever tensor of `out` may be `result.value`: it is read once, here.
+        torch.add(result.value, result.contribution.payload, out=momentum)
+        momentum.mul_(0.5).sub_(slow).mul_(self.lr)
+        momentum.add_(state.private[MOMENTUM], alpha=self.momentum)  # private: its rounding is nobody else's
+        torch.add(slow, momentum, out=out.private[SLOW])
+        return Absorbed(state=out, target=out.private[SLOW], keep=0.0)
+
+    def dropped(
+        self, _round: Round, _contribution: Contribution | None, state: State, /, *, out: State | None = None
+    ) -> Absorbed:
+        """Aborted, or nobody to meet: keep training. The slow weights stay, so the next meeting has these steps too."""
+        del out
+        return Absorbed.unchanged(state)
