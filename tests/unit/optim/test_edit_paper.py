@@ -15,7 +15,8 @@ import torch
 from optim import ANCHOR, Absorbed, Contribution, DiLoCo, Op, Result, Round, State, Work, build_outer
 from optim.decoupled import DecoupledDiLoCo
 from optim.diloco import MOMENTUM
-from optim.edit import HISTORY, TYPICAL, EDiT, Guarded, Guards, LayerwiseDiLoCo
+from optim.edit import EDiT, LayerwiseDiLoCo
+from optim.guards import HISTORY, TYPICAL, Guarded, Guards
 from optim.noloco import NoLoCo
 from optim.streaming import Streaming
 from tests.unit.optim.lab import (
