@@ -111,6 +111,8 @@ class Emitted:
     no member of the result."""
     notes: tuple[float, ...] = ()
     """`round.num_notes` numbers that all members see exactly, whatever the codec."""
+    kept: Tensor | None = None
+    """Not sent: what the method wants to see again in its `Contribution`, of any length. Nobody writes to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,6 +126,8 @@ class Contribution:
     read_delivered: Callable[[Tensor], object]
     """Writes into the given buffer, [numel], what the others decoded from `payload`; error feedback keeps the rest."""
     notes: tuple[float, ...] = ()
+    """As emitted."""
+    kept: Tensor | None = None
     """As emitted."""
     newer_payload: Tensor | None = None
     """[numel]: the latest payload emitted for the same fragment while this round was under way, if any."""

@@ -350,6 +350,7 @@ class _Run:
             weight=flight.weights[name],
             read_delivered=lambda out: out.copy_(delivered),
             notes=mine.notes,
+            kept=mine.kept,
             newer_payload=newer[-1] if newer else None,
         )
 

@@ -1,0 +1,403 @@
+"""Which method suits a network and a model: predictions from arithmetic, losses from papers, a choice by rule.
+
+An exchange is predicted as the collective layer makes it, on the slowest peer's link, b bytes a value in wire form:
+
+    mean     2 (M - 1) / M · N · b  bytes each way, two trips       (slices, each reduced by its owner)
+    gather     (M - 1)     · N · b  bytes each way, one trip        (every payload goes to everybody)
+    pair                     N · b  bytes each way, one trip
+
+A trip is half a round trip time. Not in the prediction: codecs' time, shared trunks, lost packets, peers that are late.
+Measured exchanges take 1.1 to 1.3 times as long. An exchange is hidden if the workers never wait for it: it is done
+before its delay is over, and all exchanges of a period fit into the period's compute.
+
+Losses are differences from data parallel, of the published setting nearest to the model; each says which one that was
+and how its source was read: [T] in the paper's own text, [C] in reference code, [S] in a secondary account, [M] from
+memory. Where nothing is published, or only a claim without figures, the loss is None.
+
+Rules: pure; nothing is measured here. It must not know: peers, sockets, configuration.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, assert_never
+
+from optim.diloco import default_outer_lr
+from optim.outer import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CODEC_NBYTES: Final = {"raw": 4.0, "bf16": 2.0, "int8": 1.016, "e3m0": 0.516, "twobit": 0.266, "topk:64": 0.0293}
+"""Bytes a value in wire form, scales and indices included: collective/README.md."""
+
+SLOW_LINK: Final = 500e6 / 8
+"""Bytes/s of upload or download below which the sparse method is chosen."""
+MAX_DELAY: Final = 5
+"""Inner steps that Streaming's exchanges may take: its paper's advice."""
+LAYERS_A_FRAGMENT: Final = 3
+SPARSE_MANY_PEERS: Final = 37
+"""From here on sparse payloads for everybody are more to download than a dense mean of 4 bits, at equal H."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """The network, as the slowest peer sees it.
+
+    Raises:
+        ValueError: if a rate is not positive, or the round trip negative or not finite.
+    """
+
+    upload: float
+    """Bytes/s."""
+    download: float
+    """Bytes/s."""
+    round_trip_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.upload > 0.0 and self.download > 0.0 and 0.0 <= self.round_trip_s < math.inf):
+            raise ValueError(f"rates must be positive, the round trip finite and not negative, got {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What is trained.
+
+    Raises:
+        ValueError: if a size is less than 1, or a step takes no time.
+    """
+
+    num_parameters: int
+    inner_step_s: float
+    """Seconds of one inner step of the slowest peer."""
+    num_layers: int
+
+    def __post_init__(self) -> None:
+        if self.num_parameters < 1 or self.num_layers < 1 or not 0.0 < self.inner_step_s < math.inf:
+            raise ValueError(f"sizes must be at least 1, and a step's seconds positive and finite, got {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalty:
+    """How much higher a published loss is than data parallel's (cross entropy, nats a token)."""
+
+    loss: float | None
+    """None: no source gives a figure."""
+    setting: str
+    """Where the figure holds; or what the sources say instead."""
+    peers: int | None = None
+    """How many took part there; None: not told."""
+    source: str = ""
+    """arXiv id or name of the paper."""
+    evidence: str = ""
+    """One of T, C, S and M, see the module."""
+
+    def __str__(self) -> str:
+        figure = "unknown:" if self.loss is None else f"{self.loss:+.3f}"
+        setting = self.setting if self.peers is None else f"{self.setting}, {self.peers} peers"
+        return " ".join(filter(None, (figure, setting, self.source, self.evidence and f"[{self.evidence}]")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One method with the settings that decide what it sends."""
+
+    method: str
+    """Its name in the registry."""
+    inner_steps: int
+    """H: each parameter is exchanged once in H inner steps. Of the methods with growing rounds, the shortest."""
+    codec: str
+    delay: int = 0
+    """Inner steps from sending to receiving; 0: the workers wait."""
+    op: Op = Op.MEAN
+    num_fragments: int = 1
+    """Into how many parts the parameters are split, each exchanged once in H steps."""
+    nbytes_a_step: float
+    """Sent by one peer, on average over its inner steps; it receives as much."""
+    exchange_s: float
+    """Predicted seconds of one exchange."""
+    stall_s: float
+    """Predicted seconds that the workers wait in a period of H steps."""
+    utilisation: float
+    """Share of the time that goes into inner steps."""
+    penalty: Penalty
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether the workers never wait."""
+        return self.stall_s == 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """A choice among candidates, with its reasons."""
+
+    pick: Candidate
+    outer_lr: float | None
+    """The outer learning rate to begin with; None: the method has none."""
+    outer_momentum: float | None
+    """Nesterov momentum of the outer step; None: the method has none."""
+    reasons: tuple[str, ...]
+    candidates: tuple[Candidate, ...]
+    """All that were looked at, the pick among them."""
+
+    def describe(self) -> str:
+        """A table of the candidates, the pick marked, and the reasons."""
+        rows = [("", "method", "H", "codec", "delay", "exchange", "hidden", "busy", "MB/step", "loss, DP = 0")]
+        rows += [
+            (
+                "*" if candidate == self.pick else "",
+                candidate.method,
+                str(candidate.inner_steps),
+                candidate.codec,
+                str(candidate.delay),
+                f"{candidate.exchange_s:.3g} s",
+                "yes" if candidate.is_hidden else "no",
+                f"{candidate.utilisation:.1%}",
+                f"{candidate.nbytes_a_step / 1e6:.3g}",
+                str(candidate.penalty),
+            )
+            for candidate in self.candidates
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lr = "none" if self.outer_lr is None else f"{self.outer_lr:g}"
+        momentum = "none" if self.outer_momentum is None else f"{self.outer_momentum:g}"
+        chosen = f"chosen: {self.pick.method}, outer learning rate {lr}, outer momentum {momentum}"
+        return "\n".join([*lines, "", chosen, *(f"  - {reason}" for reason in self.reasons)])
+
+
+def recommend(
+    links: Links, model: Model, peers: int, *, unreliable: bool = False, keeps_inner_state: bool = False
+) -> Recommendation:
+    """Choose a method.
+
+    By the first rule that holds: the inner optimizer's state must survive joins: DES-LOC. Peers are unreliable or
+    uneven: Decoupled DiLoCo. A link below `SLOW_LINK`: SparseLoCo. Else Streaming DiLoCo, its H and codec the first of
+    (30, int8), (30, e3m0), (100, int8), (100, e3m0) whose exchanges are hidden.
+
+    Args:
+        links: the slowest peer's.
+        model: what is trained.
+        peers: M, >= 1.
+        unreliable: peers differ in speed, or come and go often.
+        keeps_inner_state: a joiner must not begin with an empty inner optimizer.
+
+    Raises:
+        ValueError: if peers < 1.
+    """
+    if peers < 1:
+        raise ValueError(f"peers must be at least 1, got {peers}")
+    candidates = tuple(_candidates(links, model, peers))
+    by_method: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        by_method.setdefault(candidate.method, []).append(candidate)
+    streaming = by_method["streaming"]
+    hidden = [candidate for candidate in streaming if candidate.is_hidden]
+    reasons: list[str] = []
+    lr: float | None = default_outer_lr(peers)
+    momentum: float | None = 0.9
+    slowest = min(links.upload, links.download)
+    if keeps_inner_state:
+        (pick,) = by_method["desloc"]
+        lr = momentum = None
+        reasons.append("the inner optimizer's state is averaged too, so that a joiner has one after each state's turn")
+    elif unreliable:
+        (pick,) = by_method["decoupled"]
+        reasons.append("nobody waits for the last: quorum, then a grace window; members count by what they trained on")
+        reasons.append("its outer constants are not published: learning rate and momentum are DiLoCo's")
+    elif slowest < SLOW_LINK:
+        (pick,) = by_method["sparseloco"]
+        lr, momentum = 1.0, None
+        reasons.append(f"the slowest link has {slowest * 8e-6:.0f} Mbit/s, less than {SLOW_LINK * 8e-6:.0f}")
+        reasons.append("lower the outer learning rate to 0.65 when the loss no longer falls")
+        if peers >= SPARSE_MANY_PEERS:
+            reasons.append(f"{peers} peers download more this way than by a mean of 4 bits at equal H")
+        if hidden:
+            reasons.append(f"streaming with H {hidden[0].inner_steps} and {hidden[0].codec} would be hidden as well")
+    else:
+        pick = hidden[0] if hidden else streaming[-1]
+        reasons.append("fragments travel while the workers go on" if hidden else "no setting of it is hidden here")
+    reasons.append(
+        f"an exchange of {pick.exchange_s:.3g} s "
+        + ("is hidden behind" if pick.is_hidden else f"makes the workers wait {pick.stall_s:.3g} s in")
+        + f" {pick.inner_steps} inner steps of {model.inner_step_s:.3g} s"
+    )
+    measured = pick.penalty.peers
+    if pick.penalty.loss is None:
+        reasons.append(f"what it costs in loss is unknown: {pick.penalty.setting}")
+    elif measured is not None and measured < peers:
+        reasons.append(f"its loss is known for {measured} peers, not for {peers}; DiLoCo's rises with their number")
+    if peers > 1 and lr is not None and momentum is not None:
+        reasons.append("0.5 to 0.6 is the better outer momentum with Muon inside, or with very few inner steps")
+    return Recommendation(
+        pick=pick, outer_lr=lr, outer_momentum=momentum, reasons=tuple(reasons), candidates=candidates
+    )
+
+
+# ------------------------------------------------------------------------------------------------ predictions
+
+
+def exchange_s(op: Op, nbytes: float, links: Links, peers: int) -> float:
+    """Predicted seconds of one exchange.
+
+    Args:
+        op: how the payloads become one result.
+        nbytes: of one peer's payload, in wire form.
+        links: the slowest peer's.
+        peers: how many take part.
+    """
+    if peers < 2:
+        return 0.0
+    trips = 2 if op is Op.MEAN else 1
+    return sent_nbytes(op, nbytes, peers) / min(links.upload, links.download) + trips * links.round_trip_s / 2
+
+
+def sent_nbytes(op: Op, nbytes: float, peers: int) -> float:
+    """What one peer sends, and receives, in an exchange of payloads of `nbytes`."""
+    others = peers - 1
+    match op:
+        case Op.MEAN:
+            return 2 * nbytes * others / peers
+        case Op.GATHER:
+            return nbytes * others
+        case Op.PAIR:
+            return nbytes * min(others, 1)
+        case _:
+            assert_never(op)
+
+
+def _candidates(links: Links, model: Model, peers: int) -> Iterator[Candidate]:
+    """Every method at the settings for which something is known about its loss, or which its paper uses."""
+
+    def candidate(
+        method: str,
+        inner_steps: int,
+        codec: str,
+        penalty: Penalty,
+        *,
+        delay: int = 0,
+        op: Op = Op.MEAN,
+        num_fragments: int = 1,
+        vectors: float = 1.0,
+    ) -> Candidate:
+        # `vectors` are exchanged in a period: more than 1 where the inner optimizer's states are exchanged too.
+        nbytes = model.num_parameters * CODEC_NBYTES[codec] / num_fragments
+        num_exchanges = num_fragments * vectors
+        sent = num_exchanges * sent_nbytes(op, nbytes, peers)
+        seconds = exchange_s(op, nbytes, links, peers)
+        compute_s = inner_steps * model.inner_step_s
+        late_s = num_exchanges * max(0.0, seconds - delay * model.inner_step_s)
+        stall_s = max(late_s, sent / min(links.upload, links.download) - compute_s)
+        return Candidate(
+            method=method,
+            inner_steps=inner_steps,
+            codec=codec,
+            delay=delay,
+            op=op,
+            num_fragments=num_fragments,
+            nbytes_a_step=sent / inner_steps,
+            exchange_s=seconds,
+            stall_s=stall_s,
+            utilisation=compute_s / (compute_s + stall_s),
+            penalty=penalty,
+        )
+
+    size = model.num_parameters
+    yield candidate("data_parallel", 1, "bf16", Penalty(loss=0.0, setting="by definition"))
+    for codec in ("raw", "int8"):
+        yield candidate("diloco", 30, codec, _diloco_penalty(size, peers, codec))
+    yield candidate("diloco", 100, "int8", Penalty(loss=None, setting="a 10B run in production, without a twin"))
+    yield candidate("diloco", 500, "raw", _DILOCO_500)
+    for inner_steps in (30, 100):
+        num_fragments = min(math.ceil(model.num_layers / LAYERS_A_FRAGMENT), inner_steps)
+        for codec in ("int8", "e3m0"):
+            nbytes = size * CODEC_NBYTES[codec] / num_fragments
+            steps = math.ceil(exchange_s(Op.MEAN, nbytes, links, peers) / model.inner_step_s)
+            yield candidate(
+                "streaming",
+                inner_steps,
+                codec,
+                _streaming_penalty(size, inner_steps, codec),
+                delay=min(max(steps, 1), MAX_DELAY),
+                num_fragments=num_fragments,
+            )
+    yield candidate("eager", 30, "raw", _EAGER, delay=30)
+    yield candidate("delayed", 30, "raw", _DELAYED, delay=30)
+    yield candidate("sparseloco", 30, "topk:64", _SPARSELOCO, op=Op.GATHER)
+    # Parameters, first and second moments, every 256, 768 and 1536 steps: 1.5 vectors in 256.
+    yield candidate("desloc", 256, "raw", _DESLOC, vectors=1.5)
+    yield candidate("local_adam", 256, "raw", _LOCAL_ADAM, vectors=3.0)
+    yield candidate("noloco", 50, "raw", _NOLOCO, op=Op.PAIR)
+    # As a mean among peers; through a server, as in the paper, N b / H go up and as much comes down.
+    yield candidate("decoupled", 24, "bf16", _DECOUPLED, delay=2, num_fragments=24)
+    yield candidate("qsr", 500, "raw", _QSR)
+    yield candidate("autoloco", 500, "raw", _AUTOLOCO)
+
+
+# ------------------------------------------------------------------------------------------------ published losses
+
+_SCALING_LAWS: Final = {
+    35e6: (3.485, {1: 3.482, 2: 3.508, 4: 3.554, 8: 3.621}),
+    180e6: (2.950, {1: 2.943, 2: 2.957, 4: 2.981, 8: 3.019}),
+    550e6: (2.653, {1: 2.645, 2: 2.657, 4: 2.673, 8: 2.698}),
+    1.3e9: (2.460, {1: 2.451, 2: 2.464, 4: 2.472, 8: 2.493}),
+    2.4e9: (2.326, {1: 2.317, 2: 2.323, 4: 2.332, 8: 2.351}),
+    4e9: (2.224, {1: 2.219, 2: 2.220, 4: 2.230}),
+    10e9: (2.090, {1: 2.086, 2: 2.086, 4: 2.096}),
+}
+"""Parameters: (loss of data parallel, loss of DiLoCo by number of peers), H 30: arXiv:2503.09799."""
+
+_STREAMING: Final = {
+    30: {35e6: 0.02, 100e6: 0.02, 300e6: 0.01, 500e6: 0.00, 1e9: -0.01},
+    100: {35e6: 0.05, 100e6: 0.03, 300e6: 0.03, 500e6: 0.02, 1e9: 0.01, 4e9: 0.01},
+}
+"""H: parameters: loss above data parallel, 2 peers, e3m0: arXiv:2501.18512."""
+
+_DILOCO_500: Final = Penalty(loss=0.0787, setting="215M, 100 rounds", source="AutoLoCo", evidence="S")
+_QSR: Final = Penalty(loss=0.1560, setting="215M, 41 rounds", source="AutoLoCo", evidence="S")
+_AUTOLOCO: Final = Penalty(loss=0.0609, setting="215M, 73 rounds", source="AutoLoCo", evidence="S")
+_EAGER: Final = Penalty(loss=0.02, setting="500M and 1B", source="2502.12996", evidence="T")
+_DELAYED: Final = Penalty(loss=0.06, setting="500M, with a lower lr; +0.34 untuned", source="2502.12996", evidence="T")
+_SPARSELOCO: Final = Penalty(loss=None, setting="claimed better than DiLoCo at 512M", source="2508.15706", evidence="S")
+_DESLOC: Final = Penalty(
+    loss=None, setting="in-context average 51.6, data parallel 53.8, 1.7B", source="2505.22549", evidence="S"
+)
+_LOCAL_ADAM: Final = Penalty(
+    loss=None, setting="in-context average 51.8, data parallel 53.8, 1.7B", source="2505.22549", evidence="S"
+)
+_NOLOCO: Final = Penalty(loss=None, setting="claimed up to 4% faster than DiLoCo", source="2506.10911", evidence="S")
+_DECOUPLED: Final = Penalty(
+    loss=None, setting="claimed to match data parallel up to 9B", source="2604.21428", evidence="S"
+)
+
+
+def _diloco_penalty(size: int, peers: int, codec: str) -> Penalty:
+    """Of the nearest size, and the nearest number of peers that was trained at it."""
+    nearest = min(_SCALING_LAWS, key=lambda other: abs(math.log(other / size)))
+    baseline, losses = _SCALING_LAWS[nearest]
+    count = min(losses, key=lambda other: (abs(other - peers), other))
+    return Penalty(
+        loss=round(losses[count] - baseline, 3),
+        setting=_short(nearest) + ("" if codec == "raw" else ", raw"),
+        peers=count,
+        source="2503.09799",
+        evidence="T",
+    )
+
+
+def _streaming_penalty(size: int, inner_steps: int, codec: str) -> Penalty:
+    # int8 has no figures of its own; it is the finer codec, and the paper's finer ones did not differ.
+    nearest = min(_STREAMING[inner_steps], key=lambda other: abs(math.log(other / size)))
+    return Penalty(
+        loss=_STREAMING[inner_steps][nearest],
+        setting=_short(nearest) + ("" if codec == "e3m0" else ", e3m0"),
+        peers=2,
+        source="2501.18512",
+        evidence="T",
+    )
+
+
+def _short(size: float) -> str:
+    return f"{size / 1e9:g}B" if size >= 1e9 else f"{size / 1e6:g}M"
