@@ -32,13 +32,9 @@ if TYPE_CHECKING:
 CODEC_NBYTES: Final = {"raw": 4.0, "bf16": 2.0, "int8": 1.016, "e3m0": 0.516, "twobit": 0.266, "topk:64": 0.0293}
 """Bytes a value in wire form, scales and indices included: collective/README.md."""
 
-SLOW_LINK: Final = 500e6 / 8
-"""Bytes/s of upload or download below which the sparse method is chosen."""
 MAX_DELAY: Final = 5
 """Inner steps that Streaming's exchanges may take: its paper's advice."""
 LAYERS_A_FRAGMENT: Final = 3
-SPARSE_MANY_PEERS: Final = 37
-"""From here on sparse payloads for everybody are more to download than a dense mean of 4 bits, at equal H."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +170,8 @@ def recommend(
     """Choose a method.
 
     By the first rule that holds: the inner optimizer's state must survive joins: DES-LOC. Peers are unreliable or
-    uneven: Decoupled DiLoCo. A link below `SLOW_LINK`: SparseLoCo. Else Streaming DiLoCo, its H and codec the first of
-    (30, int8), (30, e3m0), (100, int8), (100, e3m0) whose exchanges are hidden.
+    uneven: Decoupled DiLoCo. Else Streaming DiLoCo, its H and codec the first of (30, int8), (30, e3m0), (100, int8),
+    (100, e3m0) whose exchanges are hidden. Where none is, the link is slow: SparseLoCo, if its workers wait less.
 
     Args:
         links: the slowest peer's.
@@ -198,7 +194,6 @@ def recommend(
     reasons: list[str] = []
     lr: float | None = default_outer_lr(peers)
     momentum: float | None = 0.9
-    slowest = min(links.upload, links.download)
     if keeps_inner_state:
         (pick,) = by_method["desloc"]
         lr = momentum = None
@@ -207,18 +202,16 @@ def recommend(
         (pick,) = by_method["decoupled"]
         reasons.append("nobody waits for the last: quorum, then a grace window; members count by what they trained on")
         reasons.append("its outer constants are not published: learning rate and momentum are DiLoCo's")
-    elif slowest < SLOW_LINK:
-        (pick,) = by_method["sparseloco"]
-        lr, momentum = 1.0, None
-        reasons.append(f"the slowest link has {slowest * 8e-6:.0f} Mbit/s, less than {SLOW_LINK * 8e-6:.0f}")
-        reasons.append("lower the outer learning rate to 0.65 when the loss no longer falls")
-        if peers >= SPARSE_MANY_PEERS:
-            reasons.append(f"{peers} peers download more this way than by a mean of 4 bits at equal H")
-        if hidden:
-            reasons.append(f"streaming with H {hidden[0].inner_steps} and {hidden[0].codec} would be hidden as well")
+    elif hidden:
+        pick = hidden[0]
+        reasons.append("fragments travel while the workers go on")
     else:
-        pick = hidden[0] if hidden else streaming[-1]
-        reasons.append("fragments travel while the workers go on" if hidden else "no setting of it is hidden here")
+        (sparse,) = by_method["sparseloco"]
+        pick = max((sparse, streaming[-1]), key=lambda candidate: candidate.utilisation)
+        reasons.append("no setting of streaming is hidden here")
+        if pick is sparse:
+            lr, momentum = 1.0, None
+            reasons.append("lower the outer learning rate to 0.65 when the loss no longer falls")
     reasons.append(
         f"an exchange of {pick.exchange_s:.3g} s "
         + ("is hidden behind" if pick.is_hidden else f"makes the workers wait {pick.stall_s:.3g} s in")
