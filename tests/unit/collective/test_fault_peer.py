@@ -7,7 +7,7 @@ from scripts.faults.peer import FaultPeer
 from scripts.faults.words import Launch, Mode, Post, Prepare, Report, line
 
 
-async def test_a_post_that_is_overtaken_before_it_began_is_reported_as_aborted():
+async def test_a_post_that_is_overtaken_before_it_began_is_reported_as_aborted(until):
     said = []
     async with open_communicator(0) as communicator:
         launch = Launch(number=0, incarnation=1, path="", nbytes=4096, deadline_s=5.0, num_streams=1)
@@ -20,8 +20,7 @@ async def test_a_post_that_is_overtaken_before_it_began_is_reported_as_aborted()
         reader = asyncio.StreamReader()
         reader.feed_data(b"".join(map(line, (Prepare(step=1, mode=mode), *posts))))
         obeying = asyncio.ensure_future(peer.obey(reader))
-        while sum(isinstance(word, Report) for word in said) < 2:
-            await asyncio.sleep(0)
+        await until(lambda: sum(isinstance(word, Report) for word in said) == 2)
         reader.feed_eof()
         await obeying
     outcomes = {word.key.epoch: word.outcome for word in said if isinstance(word, Report)}
