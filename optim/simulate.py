@@ -136,7 +136,8 @@ def simulate(
         What happened. Its last tensors are the simulation's own and no longer change.
 
     Raises:
-        ValueError: if the fragments do not hold every tensor exactly once, or are of a kind that the workload lacks.
+        ValueError: if the fragments do not hold every tensor exactly once, or are of a kind that the workload lacks; if
+            somebody joins when all have left.
     """
     outer = fit(outer, table)
     run = _Run(
@@ -223,7 +224,9 @@ class _Run:
         worker.recycled = {key: state.empty_like() for key, state in states.items()}
 
     def join(self, name: str) -> None:
-        donor = next(iter(self.workers))
+        donor = next(iter(self.workers), None)
+        if donor is None:
+            raise ValueError(f"{name} joins when nobody is there to start from")
         states = self.trajectory.states[donor]
         value = self.trajectory.values[donor].clone()
         for key, fragment in self.fragments.items():

@@ -54,6 +54,11 @@ def test_a_joiner_in_mid_round_brings_the_steps_it_did():
     assert anchor_heights(run(2, joins={1: ["cedar"]})) == pytest.approx([(2 + 4 + 4) / 3])
 
 
+def test_nobody_can_join_when_all_have_left():
+    with pytest.raises(ValueError, match="nobody is there"):
+        run(4, leaves={1: ["ash", "birch"]}, joins={2: ["cedar"]})
+
+
 def test_a_round_without_contributors_is_dropped():
     trajectory = run(2, weigh=lambda _worker, _work: 0.0)
     assert not trajectory.committed

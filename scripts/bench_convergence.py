@@ -1,0 +1,304 @@
+"""Held-out loss against bytes: every outer optimizer on the same real text, with the same tokens, each tuned alike.
+
+M workers train small decoders (trainer.model), all in one batched pass (scripts/convergence/fleet.py), under
+`optim.simulate`; payloads go through the collective's own codecs, whose wire forms are counted. All start from the
+same weights, which data parallelism has trained for a while. First every method is tuned, with as many runs for each,
+at 4 workers and the first seed; then its best settings are run with the other seeds. With 8 workers the best two of
+these settings are tried. Variants take their base's settings. What the papers claim is printed beside what was found.
+
+The whole takes about half an hour on two cores, --quick about 3 minutes.
+
+    scripts/bench convergence --json convergence.json --plot convergence.png
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.convergence.cases import CASES, Case, Tuned
+from scripts.convergence.report import as_dicts, judge, plot, print_claims, print_table, summarise
+from scripts.convergence.text import Text, load_text
+from scripts.convergence.trial import Budget, run_trial
+from trainer.model import num_parameters
+
+QUICK_BUDGET: Final = Budget(start_steps=120, num_steps=240, warmup_steps=15, held_out_samples=256)
+QUICK_CASES: Final = (
+    "data_parallel",
+    "diloco",
+    "diloco int8",
+    "diloco e3m0",
+    "diloco churn",
+    "streaming",
+    "delayed",
+    "eager",
+    "sparseloco",
+    "local_adam",
+    "desloc",
+)
+QUICK_SWEEP: Final = 2
+TUNED_WORKERS: Final = 4
+MORE_WORKERS: Final = 8
+TRIED_WITH_MORE: Final = 2
+"""Settings, best first, that are tried with more workers."""
+
+Run = dict[str, Any]
+TABLE: Final = {case.name: case for case in CASES}
+
+
+# ---------------------------------------------------------------------------------------------------- one process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One run that is wanted."""
+
+    case: str
+    tuned: Tuned
+    workers: int
+    seed: int
+    phase: str
+
+
+_text: Text | None = None
+
+
+def begin_process(path: Path | None, length: int) -> None:
+    """One thread, and the text in memory."""
+    global _text
+    torch.set_num_threads(1)
+    _text = load_text(path, length=length)
+
+
+def do(task: Task, budget: Budget) -> Run:
+    """Run it; an error is a result too, since other methods need not suffer from it."""
+    assert _text is not None
+    try:
+        run = run_trial(
+            TABLE[task.case], task.tuned, num_workers=task.workers, seed=task.seed, budget=budget, text=_text
+        )
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with a method is stated in its row
+        traceback.print_exc()
+        run = {
+            "case": task.case,
+            "workers": task.workers,
+            "seed": task.seed,
+            "tuned": task.tuned.as_dict(),
+            "loss": None,
+            "curve": [],
+            "error": f"{type(error).__name__}: {error}",
+        }
+    return {"phase": task.phase, **run}
+
+
+# ---------------------------------------------------------------------------------------------------- all of them
+
+
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    """What has been run, and what follows from it."""
+
+    pool: ProcessPoolExecutor
+    budget: Budget
+    seeds: Sequence[int]
+    runs: list[Run] = field(default_factory=list)
+    tried: dict[str, list[tuple[float, Tuned]]] = field(default_factory=dict)
+    """By case: loss and settings of its sweep, best first."""
+
+    def tune(self, cases: Iterable[Case], sweep_runs: int | None) -> None:
+        """Sweep every case that has a sweep."""
+        tasks = [
+            Task(case=case.name, tuned=tuned, workers=TUNED_WORKERS, seed=self.seeds[0], phase="sweep")
+            for case in cases
+            for tuned in case.sweep[:sweep_runs]
+        ]
+        for task, run in self._do(tasks):
+            if run["loss"] is not None:
+                self.tried.setdefault(task.case, []).append((run["loss"], task.tuned))
+        for results in self.tried.values():
+            results.sort(key=lambda result: result[0])
+
+    def repeat(self, cases: Iterable[Case]) -> None:
+        """Every case with its best settings and all seeds; what the sweep has run already is not run again."""
+        tasks = list[Task]()
+        for case in cases:
+            for tuned in self._best(case, 1):
+                done = self._swept(case, tuned)
+                self.runs.extend(done)
+                seeds = self.seeds[1:] if done else self.seeds
+                tasks.extend(
+                    Task(case=case.name, tuned=tuned, workers=TUNED_WORKERS, seed=seed, phase="final") for seed in seeds
+                )
+        self._finish(tasks)
+
+    def enlarge(self, cases: Sequence[Case]) -> None:
+        """The headline with more workers: the best settings of the sweep again, then the better ones with all seeds."""
+        tasks = [
+            Task(case=case.name, tuned=tuned, workers=MORE_WORKERS, seed=self.seeds[0], phase="sweep")
+            for case in cases
+            if case.base is None
+            for tuned in self._best(case, TRIED_WITH_MORE)
+        ]
+        best: dict[str, tuple[float, Tuned, Run]] = {}
+        for task, run in self._do(tasks):
+            if run["loss"] is not None and (task.case not in best or run["loss"] < best[task.case][0]):
+                best[task.case] = run["loss"], task.tuned, run
+        tasks = []
+        for case in cases:
+            chosen = best.get(case.base or case.name)
+            if chosen is None:
+                continue
+            if case.base is None:
+                self.runs.append(chosen[2] | {"phase": "final"})
+            seeds = self.seeds if case.base else self.seeds[1:]
+            tasks.extend(
+                Task(case=case.name, tuned=chosen[1], workers=MORE_WORKERS, seed=seed, phase="final") for seed in seeds
+            )
+        self._finish(tasks)
+
+    def _best(self, case: Case, count: int) -> list[Tuned]:
+        return [tuned for _, tuned in self.tried.get(case.base or case.name, [])[:count]]
+
+    def _swept(self, case: Case, tuned: Tuned) -> list[Run]:
+        return [
+            run | {"phase": "final"}
+            for run in self.runs
+            if run["phase"] == "sweep" and run["case"] == case.name and run["tuned"] == tuned.as_dict()
+        ]
+
+    def _finish(self, tasks: Sequence[Task]) -> None:
+        for _ in self._do(tasks):
+            pass
+
+    def _do(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Run]]:
+        futures = {self.pool.submit(do, task, self.budget): task for task in tasks}
+        for number, future in enumerate(as_completed(futures), start=1):
+            task, run = futures[future], future.result()
+            self.runs.append(run)
+            outcome = f"{run['loss']:.4f}" if run["loss"] is not None else run.get("diverged") or run.get("error")
+            print(
+                f"[{task.phase} {number}/{len(tasks)}] {task.case}, M={task.workers}, seed {task.seed}, {task.tuned}:"
+                f" {outcome} ({run.get('seconds', 0.0):.0f} s)",
+                flush=True,
+            )
+            yield task, run
+
+
+def chosen_cases(names: Sequence[str]) -> list[Case]:
+    """The cases, and those that they are variants of.
+
+    Raises:
+        ValueError: there is no case of that name.
+    """
+    unknown = [name for name in names if name not in TABLE]
+    if unknown:
+        raise ValueError(f"no case {unknown[0]!r}; there are: {', '.join(TABLE)}")
+    wanted = set(names) | {TABLE[name].base for name in names}
+    return [case for case in CASES if case.name in wanted]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--quick", action="store_true", help="a third of the tokens, fewer cases, two seeds, no run with 8 workers"
+    )
+    parser.add_argument("--cases", help=f"only these, with commas: {', '.join(repr(name) for name in TABLE)}")
+    parser.add_argument("--seeds", type=int, help="how many, 3 (with --quick 2) unless given")
+    parser.add_argument("--text", type=Path, help="a text file or a directory instead of Python's standard library")
+    parser.add_argument(
+        "--processes", type=int, default=min(2, os.cpu_count() or 1), help="runs at once, of one thread"
+    )
+    parser.add_argument("--json", type=Path, help="write every run, the table and the claims here")
+    parser.add_argument("--plot", type=Path, help="draw loss against bytes, and curves; needs matplotlib (extra: plot)")
+    options = parser.parse_args(argv)
+    options.seeds = options.seeds or (2 if options.quick else 3)
+    if options.seeds < 1 or options.processes < 1:
+        parser.error("--seeds and --processes must be at least 1")
+    names = [name.strip() for name in options.cases.split(",")] if options.cases else []
+    try:
+        options.cases = chosen_cases(names or (QUICK_CASES if options.quick else list(TABLE)))
+    except ValueError as error:
+        parser.error(str(error))
+    if options.plot:
+        try:
+            import matplotlib  # noqa: F401 - better now than after half an hour
+        except ImportError:
+            parser.error("--plot needs matplotlib: pip install 'isthmus[plot]'")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it. Returns 0, or 1 if a case has failed."""
+    options = parse(argv)
+    # Read by the workers' libraries when they are loaded.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    budget = QUICK_BUDGET if options.quick else Budget()
+    text = load_text(options.text, length=budget.length)
+    numel = num_parameters(budget.model)
+    print(
+        f"{text.description}: {len(text.train):,} bytes to train on, {len(text.held_out):,} held out;"
+        f" {numel:,} parameters; {budget.num_steps * budget.tokens_per_step:,} tokens a worker in {budget.num_steps}"
+        f" steps, after {budget.start_steps} common ones",
+        flush=True,
+    )
+    started = time.perf_counter()
+    with ProcessPoolExecutor(
+        options.processes,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=begin_process,
+        initargs=(options.text, budget.length),
+    ) as pool:
+        bench = Bench(pool=pool, budget=budget, seeds=range(options.seeds))
+        bench.tune(options.cases, QUICK_SWEEP if options.quick else None)
+        bench.repeat(options.cases)
+        if not options.quick:
+            bench.enlarge([case for case in options.cases if case.is_headline])
+    seconds = time.perf_counter() - started
+    final = [run for run in bench.runs if run["phase"] == "final"]
+    rows = summarise(final, numel=numel, tokens_per_step=budget.tokens_per_step)
+    claims = judge(rows)
+    print_table(rows)
+    print_claims(claims)
+    failed = {run["case"]: run["error"] for run in bench.runs if "error" in run}
+    for case, error in failed.items():
+        print(f"  {case} could not run: {error}")
+    print(f"\n{len(bench.runs)} runs in {seconds / 60:.1f} minutes")
+    if options.json:
+        figures = {
+            "machine": {"cpu": platform.processor() or platform.machine(), "processes": options.processes},
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "seconds": round(seconds, 1),
+            "text": {
+                "description": text.description,
+                "digest": text.digest,
+                "train_nbytes": len(text.train),
+                "held_out_nbytes": len(text.held_out),
+            },
+            "budget": asdict(budget) | {"parameters": numel},
+            "seeds": list(range(options.seeds)),
+            "table": as_dicts(rows),
+            "claims": claims,
+            "runs": bench.runs,
+        }
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if options.plot:
+        plot(options.plot, rows, final, tokens_per_step=budget.tokens_per_step)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""The text that the fleet reads: real, and on every machine that has this project.
+
+Without a file it is a sample of the running interpreter's own standard library (trainer/corpus.py), so bytes are tokens
+and whole files are held out. Its digest goes with the figures: another Python has another text.
+
+Who reads what follows from the seed, the worker's name and the global inner step alone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from trainer.corpus import load_corpus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from trainer.corpus import TokenArray
+
+TEXT_NBYTES: Final = 3 << 20
+"""Read at most this much: several times what a run trains on."""
+HELD_OUT_FRACTION: Final = 0.05
+VOCAB_SIZE: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Text:
+    """Tokens to train on, tokens held out."""
+
+    train: TokenArray
+    held_out: TokenArray
+    digest: str
+    description: str
+
+    def held_out_samples(self, count: int, *, length: int) -> Tensor:
+        """The same for everybody: [count, length + 1] int64, evenly spread."""
+        starts = np.linspace(0, len(self.held_out) - length - 1, count).astype(np.int64)
+        return _windows(self.held_out, starts, length)
+
+
+def load_text(path: Path | None = None, *, length: int) -> Text:
+    """The standard library, or a file or directory of one's own; see trainer.corpus.load_corpus.
+
+    Raises:
+        DataError: it cannot be read, or is too short for `length`.
+    """
+    corpus = load_corpus(path, seq_len=length, validation_fraction=HELD_OUT_FRACTION, limit_nbytes=TEXT_NBYTES)
+    return Text(train=corpus.train, held_out=corpus.validation, digest=corpus.digest, description=corpus.description)
+
+
+class Reader:
+    """Hands out what workers read.
+
+    Args:
+        text: from which.
+        seed: of the run.
+        num_steps: global inner steps, the most that will be asked for.
+        batch_size: samples of a worker and step.
+        length: tokens of a sample.
+    """
+
+    def __init__(self, text: Text, *, seed: int, num_steps: int, batch_size: int, length: int) -> None:
+        self._tokens, self._length = text.train, length
+        self._seed, self._size = seed, (num_steps + 1, batch_size)
+        self._starts: dict[str, npt.NDArray[np.int64]] = {}
+
+    def __call__(self, workers: Sequence[str], step: int) -> Tensor:
+        """[len(workers), batch_size, length + 1] int64, from random places."""
+        return _windows(self._tokens, np.stack([self._starts_of(worker)[step] for worker in workers]), self._length)
+
+    def _starts_of(self, worker: str) -> npt.NDArray[np.int64]:
+        if worker not in self._starts:
+            generator = np.random.default_rng((self._seed, zlib.crc32(worker.encode())))
+            self._starts[worker] = generator.integers(len(self._tokens) - self._length, size=self._size)
+        return self._starts[worker]
+
+
+def _windows(tokens: TokenArray, starts: npt.NDArray[np.int64], length: int) -> Tensor:
+    return torch.from_numpy(tokens[starts[..., None] + np.arange(length + 1)].astype(np.int64))
