@@ -82,7 +82,15 @@ class Mesh:
         bundle.attach(sock, hello.stream)
 
     def prepare(self, view: View) -> None:
-        """Keep the links to members that stay, drop those to former ones, name the new ones."""
+        """Keep the links to members that stay, drop those to former ones, name the new ones.
+
+        Whoever comes from an older view than the last one may have been left out meanwhile: the others have dropped
+        its links then. Where the line was cut, it hears of that only when it sends again, seconds after it was healed,
+        and the others wait for its call. So it calls anew.
+        """
+        if self.view is not None and view.epoch > self.view.epoch + 1:
+            for ref in [ref for ref, bundle in self.bundles.items() if bundle.is_dialler]:
+                self.drop(ref)
         former = {member.ref for member in self.view.members} if self.view else set()
         members = {member.ref for member in view.members}
         newest = {member.peer_id: member.incarnation for member in view.members}

@@ -556,6 +556,21 @@ async def test_what_rounds_were_lent_that_another_member_gave_up_is_not_lent_aga
         assert engine.credit() > 0
 
 
+@pytest.mark.parametrize(("epoch", "is_anew"), [(2, False), (3, True)])
+async def test_who_missed_a_view_dials_anew_what_the_others_may_have_dropped(sites_running, view_of, epoch, is_anew):
+    """A cut line lets a dead connection look alive for seconds after it was healed; the others wait for the dialler."""
+    tensors = parts(2)
+    async with sites_running(2) as sites:
+        dialler = min(sites, key=lambda site: site.peer_id).communicator
+        (before,) = dialler._mesh.bundles.values()
+        for site in sites:
+            await site.communicator.install(view_of(sites, epoch=epoch))
+        (after,) = dialler._mesh.bundles.values()
+        assert (after is not before) == before.closed == is_anew
+        outs, _ = await mean_of_all(sites, tensors, epoch=epoch)
+    assert torch.equal(outs[0], outs[1])
+
+
 async def test_what_an_aborted_round_held_is_free_without_the_collector(sites_running, view_of, until):
     """Under churn rounds abort all the time; what waits for the collector adds up."""
     async with sites_running(2) as sites:
