@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from optim.delayed import CARRIED, Delayed, recycled
+from optim.delayed import CARRIED, Delayed
 from optim.diloco import MOMENTUM
 from optim.flat import require_flat
 from optim.outer import ANCHOR, Absorbed, Round, State
@@ -73,7 +73,7 @@ class CO2(Delayed):
         Raises:
             ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
         """
-        out = recycled(state, out)
+        out = state.successor(out)
         require_flat(result.value, state.shared[ANCHOR].numel(), "the mean")
         anchor, momentum = out.shared[ANCHOR], out.shared[MOMENTUM]
         # Separately rounded operations, the same bits everywhere. First, as `out` may be the memory of the mean.

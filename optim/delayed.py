@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from optim.diloco import DiLoCo, anchor_and_momentum, step_anchor
-from optim.flat import overlap as shares_memory
 from optim.flat import require_flat
 from optim.fragments import FragmentKey
 from optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
@@ -90,7 +89,7 @@ class Delayed(DiLoCo):
         Raises:
             ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
         """
-        out = recycled(state, out)
+        out = state.successor(out)
         step_anchor(state, result.value, lr=self.lr, momentum=self.momentum, out=out)
         out.private[CARRIED].zero_()  # the payload that is in flight by now took it along
         return Absorbed(state=out, target=self.start(out), keep=0.0)
@@ -104,7 +103,7 @@ class Delayed(DiLoCo):
         """
         if not round_.delay:
             return Absorbed.unchanged(state)
-        out = recycled(state, out)
+        out = state.successor(out)
         for new, old in ((out.shared, state.shared), (out.private, state.private)):
             for name, tensor in old.items():
                 new[name].copy_(tensor)
@@ -117,17 +116,3 @@ class Delayed(DiLoCo):
     def start(self, state: State) -> Tensor:
         """Where this worker begins a block, [numel], read-only."""
         return state.shared[ANCHOR]
-
-
-def recycled(state: State, out: State | None) -> State:
-    """`out`, or if it is None a new state like `state`.
-
-    Raises:
-        ValueError: if `out` shares memory with `state`.
-    """
-    if out is None:
-        return state.empty_like()
-    old = (*state.shared.values(), *state.private.values())
-    if any(shares_memory(a, b) for a in (*out.shared.values(), *out.private.values()) for b in old):
-        raise ValueError("absorb never writes to the state it is given: out must be other memory")
-    return out

@@ -34,7 +34,7 @@ import torch
 from optim.blocks import RUN_NUMEL, SHAPES, block_order, shapes_of, topk_codec
 from optim.dct import dct2, idct2
 from optim.diloco import MOMENTUM
-from optim.flat import overlap, require_flat
+from optim.flat import require_flat
 from optim.fragments import FragmentKey
 from optim.outer import GRAD, Absorbed, Emitted, Op, Round, State
 from optim.registry import register
@@ -131,9 +131,7 @@ class DeMo:
 
 def _with_gradient(contribution: Contribution | None, state: State, out: State | None) -> State:
     """The next state if nothing arrives: the momentum is the payload, if this worker has emitted one."""
-    out = state.empty_like() if out is None else out
-    if overlap(out.private[MOMENTUM], state.private[MOMENTUM]):
-        raise ValueError("a method never writes to the state it is given: out must be other memory")
+    out = state.successor(out)
     out.shared[SHAPES].copy_(state.shared[SHAPES])
     out.private[MOMENTUM].copy_(state.private[MOMENTUM] if contribution is None else contribution.payload)
     return out

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.flat import overlap, require_flat
+from optim.flat import require_flat
 from optim.fragments import FragmentKey
 from optim.outer import ANCHOR, GRAD, PARAM, Absorbed, Emitted, Op, Round, State
 from optim.registry import register
@@ -119,12 +119,10 @@ class StateAveraging(ABC):
         if kind != PARAM:
             mean = result.value.clamp(min=0.0) if kind in NON_NEGATIVE else result.value
             return Absorbed(state=state, target=mean, keep=0.0)
-        out = state.empty_like() if out is None else out
+        out = state.successor(out)
         old, new = state.shared[ANCHOR], out.shared[ANCHOR]
         require_flat(result.value, old.numel(), "the mean of the payloads")
         require_flat(new, old.numel(), "the next anchor")
-        if overlap(new, old):
-            raise ValueError("absorb never writes to the state it is given: out must be other memory")
         return Absorbed(state=out, target=torch.sub(old, result.value, out=new), keep=0.0)
 
     def dropped(

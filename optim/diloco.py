@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.flat import overlap, require_flat
+from optim.flat import require_flat
 from optim.fragments import FragmentKey
 from optim.nesterov import nesterov_step
 from optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
@@ -122,9 +122,7 @@ def step_anchor(state: State, delta: Tensor, *, lr: float, momentum: float, out:
     Raises:
         ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
     """
-    out = state.empty_like() if out is None else out
-    if any(overlap(new, old) for new in out.shared.values() for old in state.shared.values()):
-        raise ValueError("absorb never writes to the state it is given: out must be other memory")
+    out = state.successor(out)
     nesterov_step(
         anchor=state.shared[ANCHOR],
         momentum=state.shared[MOMENTUM],

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.delayed import CARRIED, Delayed, recycled
+from optim.delayed import CARRIED, Delayed
 from optim.diloco import step_anchor
 from optim.outer import ANCHOR, Absorbed, Round, State
 from optim.registry import register
@@ -70,7 +70,7 @@ class Eager(Delayed):
         Raises:
             ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
         """
-        out = recycled(state, out)
+        out = state.successor(out)
         step_anchor(state, result.value, lr=self.lr, momentum=self.momentum, out=out)
         out.private[CARRIED].zero_()  # the payload that is in flight by now took it along
         ahead, mine = out.private[AHEAD], result.contribution

@@ -187,7 +187,7 @@ class Guarded:
 
     def absorb(self, round_: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
         """Clip the mean, let the method absorb it, and take the round into the statistics."""
-        out = state.empty_like() if out is None else out
+        out = state.successor(out)
         strides = [notes[-1] for notes in result.notes]
         typical = self.guards.after_round(strides, state.shared[TYPICAL].tolist())
         history = self._history_after(result.contribution, state)
@@ -215,7 +215,7 @@ class Guarded:
         All may have been rejected, so that nobody contributed. Whoever trained on from there would carry what went
         astray into the next payload, and be rejected again.
         """
-        out = state.empty_like() if out is None else out
+        out = state.successor(out)
         if _is_rejected(contribution):
             _copy(state, out)
             out.private[HISTORY].copy_(torch.tensor(self._history_after(contribution, state)))

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from optim.diloco import MOMENTUM, DiLoCo
-from optim.flat import overlap, require_flat
+from optim.flat import require_flat
 from optim.fragments import FragmentKey
 from optim.outer import PARAM, Absorbed, Emitted, Op, Round, State
 from optim.registry import register
@@ -96,9 +96,7 @@ class NoLoCo:
         """
         if result.contribution is None:
             return Absorbed.unchanged(state)
-        out = state.empty_like() if out is None else out
-        if any(overlap(new, old) for new in out.private.values() for old in state.private.values()):
-            raise ValueError("absorb never writes to the state it is given: out must be other memory")
+        out = state.successor(out)
         slow, momentum = state.private[SLOW], out.private[MOMENTUM]
         # Whichever tensor of `out` may be `result.value`: it is read once, here.
         torch.add(result.value, result.contribution.payload, out=momentum)

@@ -36,6 +36,8 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import torch
 
+from optim.flat import overlap
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -174,6 +176,19 @@ class State:
             shared={name: torch.empty_like(tensor) for name, tensor in self.shared.items()},
             private={name: torch.empty_like(tensor) for name, tensor in self.private.items()},
         )
+
+    def successor(self, out: State | None) -> State:
+        """`out`, or if it is None a new state like this one: where a method writes what comes after this.
+
+        Raises:
+            ValueError: if `out` shares memory with this state, to which no method ever writes.
+        """
+        if out is None:
+            return self.empty_like()
+        held = (*self.shared.values(), *self.private.values())
+        if any(overlap(new, old) for new in (*out.shared.values(), *out.private.values()) for old in held):
+            raise ValueError("a method never writes to the state it is given: out must be other memory")
+        return out
 
     def shared_digest(self) -> str:
         """BLAKE2b over names, sizes and bytes of the shared tensors, in the order of their names."""

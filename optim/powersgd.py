@@ -157,7 +157,7 @@ class PowerSGD(DiLoCo):
             ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
         """
         layout, side = self._layout(), self._side(round_.inner_step)
-        out = state.empty_like() if out is None else out
+        out = state.successor(out)
         delta = layout.decompressed(result.value, side, state.shared, out=torch.empty(layout.numel))
         renewed = {} if side is None else {side: self._renewed(result.value, side, round_.inner_step)}
         # From here on result.value is not read again: it may be memory of `out`.

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from optim.blocks import SHAPES, block_order, shapes_of, topk_codec
-from optim.flat import overlap, require_flat
+from optim.flat import require_flat
 from optim.fragments import FragmentKey
 from optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
 from optim.registry import register
@@ -114,10 +114,8 @@ class SparseLoCo:
         Raises:
             ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
         """
-        out = state.empty_like() if out is None else out
+        out = state.successor(out)
         anchor, new_anchor = state.shared[ANCHOR], out.shared[ANCHOR]
-        if overlap(new_anchor, anchor) or overlap(out.private[RESIDUAL], state.private[RESIDUAL]):
-            raise ValueError("absorb never writes to the state it is given: out must be other memory")
         total, scratch = torch.zeros_like(anchor), torch.empty_like(anchor)
         for row, share in zip(result.value, self._shares(result), strict=True):
             total += torch.mul(row, share, out=scratch)
