@@ -1,7 +1,8 @@
 """Where bulk frames and rounds meet: every frame is judged by the fence, then goes to its round, waits, or is dropped.
 
 Rules:
-* A frame of an older view, or of a round that has ended, is read into scratch, dropped and counted.
+* A frame of an older view, or of a round that has ended, is read into scratch, dropped and counted; who opens such a
+  round is told.
 * A frame of a round that is not posted here yet, or of a newer view, is held back (`Stash`). The credit of
   core/round.py bounds what an honest peer can send so early; more is its protocol error.
 * A round ends when it is done, when a newer view is installed, or when its caller goes away. Its key is never used
@@ -17,7 +18,7 @@ from collective.core.fence import Fence, Standing
 from collective.core.types import Epoch, PeerRef, RoundKey, View
 from collective.errors import CollectiveError, OperationAborted, RemoteProtocolError, RoundRefused
 from collective.memory import fresh_memory
-from collective.notices import abort_payload_of
+from collective.notices import abort_payload, abort_payload_of
 from collective.round import Round
 from collective.transport.bundle import Bundle, Notice
 from collective.transport.link import Link, Sink
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 _CLOSED_KEYS_KEPT = 1024
 _MAX_ROUNDS = 256
 """In flight at once."""
+_VIEW_OVER = abort_payload("it has left that view", ())
+_NO_RANK = 0
+"""Of who speaks of a view that it may never have been in; nobody reads the rank of an ABORT."""
 
 
 class Stash:
@@ -192,12 +196,10 @@ class Engine:
         """A frame is whole that no round takes by itself."""
         header = frame.header
         standing = self.fence.judge(bundle.peer, Epoch(header.epoch))
-        if standing is Standing.STALE:
-            self.dropped["of an older view"] += 1
-        elif header.key in self._closed_keys:
-            self.dropped["of an ended round"] += 1
+        if standing is Standing.STALE or header.key in self._closed_keys:
+            self.dropped["of an older view" if standing is Standing.STALE else "of an ended round"] += 1
             if header.type is FrameType.OPEN:
-                self._answer_late(bundle, header.key)
+                self._answer_late(bundle, header)
         elif standing is Standing.CURRENT and header.key in self.rounds:
             self._deliver(bundle, frame)
         else:
@@ -227,15 +229,17 @@ class Engine:
         if round_.is_done:
             self.close(round_)
 
-    def _answer_late(self, bundle: Bundle, key: RoundKey) -> None:
-        """Somebody opens a round that has ended here: say so, else it would wait for us until its deadline."""
-        rank, payload = self._closed_keys[key]
+    def _answer_late(self, bundle: Bundle, opening: Header) -> None:
+        """Somebody opens a round that has ended here, or cannot begin: say so, else it waits until its deadline."""
+        if len(bundle.notices) >= _MAX_ROUNDS:
+            return  # it asks and does not listen; an honest peer has fewer rounds
+        rank, payload = self._closed_keys.get(opening.key, (_NO_RANK, _VIEW_OVER))
         header = Header(
             type=FrameType.ABORT,
             payload_nbytes=len(payload),
-            epoch=key.epoch,
-            outer_step=key.outer_step,
-            fragment=key.fragment,
+            epoch=opening.epoch,
+            outer_step=opening.outer_step,
+            fragment=opening.fragment,
             rank=rank,
         )
         bundle.notices.append(Notice(pack(header, payload), payload))

@@ -22,7 +22,7 @@ from collective.notices import Opening
 from collective.round import Round
 from collective.transport.hello import introduce
 from collective.transport.sockets import SocketOptions, dial
-from collective.wire import FrameType, Header, pack
+from collective.wire import Frame, FrameType, Header, pack
 
 NUMEL = 700_001
 
@@ -588,3 +588,29 @@ async def test_what_an_aborted_round_held_is_free_without_the_collector(sites_ru
             assert held() is None
         finally:
             gc.enable()
+
+
+async def test_who_opens_a_round_in_a_view_that_the_others_have_left_is_told_at_once(sites_running, view_of, outcome):
+    """A peer that was frozen posts in the only view it knows; without an answer it waits for its deadline."""
+    async with sites_running(2) as sites:
+        behind, ahead = sites
+        await ahead.communicator.install(view_of(sites, epoch=2))
+        async with asyncio.timeout(5.0):
+            ended = await outcome(behind.mean(torch.ones(2000), deadline_s=60.0))
+        assert isinstance(ended, OperationAborted)
+        assert "it has left that view" in ended.cause
+        assert ended.suspects == ()
+
+
+async def test_a_peer_that_asks_without_listening_is_owed_a_bounded_number_of_answers(sites_running, view_of):
+    async with sites_running(2) as sites:
+        asker, asked = sites
+        await asked.communicator.install(view_of(sites, epoch=2))
+        (bundle,) = asked.communicator._mesh.bundles.values()
+        bundle.wake = lambda: None  # nothing leaves: the other one's window is full
+        for step in range(1000):
+            opening = Frame(Header(type=FrameType.OPEN, payload_nbytes=0, epoch=1, outer_step=step), memoryview(b""))
+            asked.communicator._engine.on_frame(bundle, opening)
+        assert len(bundle.notices) <= 256
+        assert asked.communicator.dropped["of an older view"] == 1000
+        assert asker.communicator.dropped == {}
