@@ -34,7 +34,7 @@ lower bound, for peers i with a share s_i of the tensor, B bytes, N peers, rates
 fraction = lower bound / median. Headers alone take 4 % of a frame of 1514 bytes: no fraction is above 0.96."""
 MIB = 1 << 20
 SMALL_NBYTES = 64 << 10
-SMALL_REPEATS = 11
+SMALL_REPEATS = 31
 QUEUE_MS = 64.0  # room before each transmitter, as time at its rate
 PEER = Path(__file__).resolve().parent / "wan_peer.py"
 BEGIN_S = 0.3  # from an order to the instant when all begin
