@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before anybody imports torch: on a busy machine its threads fight for the cores and stop an event loop for longer
 # than the deadlines that are tested here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How fast examples are made says how busy the machine is, nothing of the code. The blob of a failure repeats it.
+settings.register_profile("isthmus", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile("isthmus")
 
 
 @pytest.fixture(autouse=True)
