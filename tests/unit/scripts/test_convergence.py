@@ -536,12 +536,24 @@ def test_the_bench_tunes_repeats_and_enlarges(text, monkeypatch, capsys):
     assert sorted((run["case"], run["workers"], run["seed"]) for run in final) == sorted(
         (case.name, workers, seed) for case in cases for workers in (4, 8) for seed in (0, 1)
     )
+    tuned_on = {run["seed"] for run in bench.runs if run["phase"] == "sweep"}
+    assert tuned_on.isdisjoint(run["seed"] for run in final), "a seed that was tuned on is not reported"
     rows = summarise(final, numel=Architecture(BUDGET.model).table.numel, tokens_per_step=BUDGET.tokens_per_step)
     for row in rows:
         if row.case == "data_parallel":
             assert (row.sent_reduction, row.payload_reduction) == pytest.approx((1.0, 1.0))
     json.dumps(bench.runs)
     assert "M=8" in capsys.readouterr().out
+
+
+def test_the_headline_has_all_seeds_and_the_others_two(text, monkeypatch):
+    monkeypatch.setattr(bench_convergence, "_text", text)
+    cases = bench_convergence.chosen_cases(["diloco", "diloco H=60"])
+    bench = bench_convergence.Bench(pool=Here(), budget=BUDGET, seeds=range(3))
+    bench.tune(cases, 1)
+    bench.repeat(cases)
+    seeds = [(run["case"], run["seed"]) for run in bench.runs if run["phase"] == "final"]
+    assert seeds == [("diloco", 0), ("diloco", 1), ("diloco", 2), ("diloco H=60", 0), ("diloco H=60", 1)]
 
 
 def test_a_case_that_cannot_run_is_stated_and_the_others_go_on(text, monkeypatch, capfd):
