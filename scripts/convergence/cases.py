@@ -179,8 +179,8 @@ CASES: Final = (
     Case(
         name="sparseloco",
         type="sparseloco",
-        # A residual that is remembered for ten rounds of 48. A mean of lone entries is short: the public code divides by
-        # the members that sent an element, up to four times longer steps at alpha = 1, we by all of them.
+        # A residual that is remembered for ten rounds of 48. A mean of lone entries is short: the public code divides
+        # by the members that sent an element, up to four times longer steps at alpha = 1, we by all of them.
         settings={**_H, "beta": 0.9},
         sweep=outer_sweep("alpha", (5.0, 3.5, 7.0)),
         is_headline=True,

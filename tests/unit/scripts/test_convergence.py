@@ -552,7 +552,7 @@ def test_the_headline_has_all_seeds_and_the_others_two(text, monkeypatch):
     bench = bench_convergence.Bench(pool=Here(), budget=BUDGET, seeds=range(3))
     bench.tune(cases, 1)
     bench.repeat(cases)
-    seeds = [(run["case"], run["seed"]) for run in bench.runs if run["phase"] == "final"]
+    seeds = sorted((run["case"], run["seed"]) for run in bench.runs if run["phase"] == "final")
     assert seeds == [("diloco", 0), ("diloco", 1), ("diloco", 2), ("diloco H=60", 0), ("diloco H=60", 1)]
 
 
