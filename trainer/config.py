@@ -212,7 +212,26 @@ class Sgd(_Inner):
     type: Literal["sgd"] = "sgd"
 
 
-InnerSection = Annotated[AdamW | Sgd, Field(discriminator="type")]
+class Adopt(_Inner):
+    """`[inner]` with `type = "adopt"`: Adam that converges with any second decay rate (arXiv:2411.02853)."""
+
+    type: Literal["adopt"] = "adopt"
+    betas: tuple[Portion, Portion] = (0.9, 0.9999)
+    eps: Positive = 1e-6
+
+
+class Muon(_Inner):
+    """`[inner]` with `type = "muon"`: orthogonal steps for hidden matrices, AdamW for the rest, one learning rate."""
+
+    type: Literal["muon"] = "muon"
+    momentum: Portion = 0.95
+    """Nesterov's, of the hidden matrices."""
+    betas: tuple[Portion, Portion] = (0.9, 0.99)
+    """Of the rest."""
+    eps: Positive = 1e-8
+
+
+InnerSection = Annotated[AdamW | Sgd | Adopt | Muon, Field(discriminator="type")]
 
 
 class OuterSection(_Section):

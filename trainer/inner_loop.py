@@ -83,6 +83,7 @@ class InnerLoop:
             betas=optimizer.betas,
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
+            momentum=optimizer.momentum,
         )
         self._peak_lr = optimizer.lr
         schedule = job.schedule

@@ -5,6 +5,8 @@ One function a part, so that a reader finds in one place what a key of the confi
 
 from typing import assert_never
 
+import msgspec
+
 from collective import BulkOptions
 from elastic.core.config import CoordinatorConfig, MemberConfig
 from elastic.core.messages import IndexRange
@@ -12,7 +14,7 @@ from optim.diloco import default_outer_lr
 from optim.fragments import FragmentTable
 from optim.outer import Outer
 from optim.registry import build_outer
-from trainer.config import AdamW, Config, ConstantSchedule, Sgd, WsdSchedule
+from trainer.config import AdamW, Adopt, Config, ConstantSchedule, Muon, Sgd, WsdSchedule
 from trainer.model import ModelConfig, named_shapes
 from trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
 
@@ -55,12 +57,15 @@ def training_job(config: Config) -> TrainingJob:
     )
 
 
-def _optimizer_job(inner: AdamW | Sgd) -> OptimizerJob:
+def _optimizer_job(inner: AdamW | Adopt | Muon | Sgd) -> OptimizerJob:
+    job = OptimizerJob(type=inner.type, lr=inner.lr, weight_decay=inner.weight_decay)
     match inner:
-        case AdamW(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay):
-            return OptimizerJob(type="adamw", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        case Sgd(lr=lr, weight_decay=weight_decay):
-            return OptimizerJob(type="sgd", lr=lr, weight_decay=weight_decay)
+        case Sgd():
+            return job
+        case AdamW(betas=betas, eps=eps) | Adopt(betas=betas, eps=eps):
+            return msgspec.structs.replace(job, betas=betas, eps=eps)
+        case Muon(betas=betas, eps=eps, momentum=momentum):
+            return msgspec.structs.replace(job, betas=betas, eps=eps, momentum=momentum)
         case _:
             assert_never(inner)
 

@@ -30,9 +30,10 @@ class OptimizerJob(_Section, frozen=True, kw_only=True):
 
     type: InnerType = "adamw"
     lr: float
-    betas: tuple[float, float] = (0.9, 0.99)
-    eps: float = 1e-8
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
     weight_decay: float = 0.1
+    momentum: float = 0.95
 
 
 class ScheduleJob(_Section, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from optim.inner import InnerType
 from trainer.corpus import Corpus
 from trainer.errors import ConfigError, EnvironmentFault, ExitCode, TrainingFault
 from trainer.model import ModelConfig, initial_parameters, num_parameters
@@ -84,9 +85,11 @@ def _pool(mailbox: SharedBuffer, log_dir: Path, num_workers: int = 1, job: Train
     )  # fmt: skip
 
 
-async def _train(num_workers: int, mailbox: SharedBuffer, log_dir: Path) -> tuple[list[float], list[float]]:
+async def _train(
+    num_workers: int, mailbox: SharedBuffer, log_dir: Path, job: TrainingJob
+) -> tuple[list[float], list[float]]:
     """Losses and norms of four steps and of an evaluation; the end is in the mailbox."""
-    async with _pool(mailbox, log_dir, num_workers) as pool:
+    async with _pool(mailbox, log_dir, num_workers, job) as pool:
         await pool.load()
         # 7 samples: with two workers 4 and 3, in micro-batches of 2: the second has none left for half a micro-batch.
         # 1 sample: the second worker has nothing at all.
@@ -103,14 +106,19 @@ async def _train(num_workers: int, mailbox: SharedBuffer, log_dir: Path) -> tupl
         return [*(step.loss for step in done), loss], [step.grad_norm for step in done]
 
 
-async def test_one_and_two_workers_train_to_equal_parameters(mailbox: SharedBuffer, tmp_path: Path) -> None:
-    losses, norms = await _train(1, mailbox, tmp_path)
+# Muon makes its steps orthogonal in bf16: what differs in the last bit before it, differs in the third digit after it.
+@pytest.mark.parametrize(("type_", "rel", "atol"), [("adamw", 1e-6, 1e-6), ("adopt", 1e-6, 1e-6), ("muon", 1e-4, 5e-3)])
+async def test_one_and_two_workers_train_to_equal_parameters(
+    mailbox: SharedBuffer, tmp_path: Path, type_: InnerType, rel: float, atol: float
+) -> None:
+    job = msgspec.structs.replace(JOB, optimizer=OptimizerJob(type=type_, lr=1e-2))
+    losses, norms = await _train(1, mailbox, tmp_path, job)
     alone = mailbox.tensor.clone()
     mailbox.tensor.copy_(initial_parameters(MODEL, 0))
-    losses_of_two, norms_of_two = await _train(2, mailbox, tmp_path)
-    assert losses_of_two == pytest.approx(losses, rel=1e-6)
-    assert norms_of_two == pytest.approx(norms, rel=1e-5)
-    torch.testing.assert_close(mailbox.tensor, alone, rtol=1e-4, atol=1e-6)
+    losses_of_two, norms_of_two = await _train(2, mailbox, tmp_path, job)
+    assert losses_of_two == pytest.approx(losses, rel=rel)
+    assert norms_of_two == pytest.approx(norms, rel=10 * rel)
+    torch.testing.assert_close(mailbox.tensor, alone, rtol=1e-4, atol=atol)
     assert not torch.equal(alone, initial_parameters(MODEL, 0))
 
 

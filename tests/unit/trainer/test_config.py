@@ -82,7 +82,7 @@ def test_every_known_key_has_an_origin() -> None:
     config = load()
     assert set(config.origins) <= set(KNOWN_KEYS)
     # What is not told belongs to a variant that was not chosen.
-    assert set(KNOWN_KEYS) - set(config.origins) == {"inner.schedule.decay_steps"}
+    assert set(KNOWN_KEYS) - set(config.origins) == {"inner.momentum", "inner.schedule.decay_steps"}
 
 
 def test_the_last_of_two_equal_flags_wins() -> None:
@@ -194,7 +194,7 @@ def test_unknown_key_names_its_origin_and_the_closest_key(tmp_path: Path, key: s
         ("[inner]\nbetas = [0.9, 1.0]", "inner.betas from {} is [0.9, 1.0], expected less than 1.0"),
         ("[inner]\nbetas = 0.9", "inner.betas from {} is 0.9, expected a list"),
         ("[outer]\ncodec = 'int9'", "outer.codec from {} is \"int9\", expected 'raw' or 'int8'; did you mean int8?"),
-        ("[inner]\ntype = 'adam'", "inner.type from {} is \"adam\", expected 'adamw', 'sgd'; did you mean adamw?"),
+        ("[inner]\ntype = 'adam'", "inner.type from {} is \"adam\", expected 'adamw', 'sgd', 'adopt', 'muon'; did you"),
         ("[inner.schedule]\ntype = 'cos'", 'inner.schedule.type from {} is "cos", expected'),
         ("[inner]\nschedule = 'cosine'", "inner.schedule from {} is a section, not a value"),
         ("inner = 3", "inner from {} is a section, not a value; set for example inner.lr"),

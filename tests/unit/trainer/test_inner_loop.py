@@ -1,6 +1,7 @@
 """The training loop of one worker that is alone; several workers are in tests/multiprocess/test_workers.py."""
 
 from collections.abc import Iterator
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from optim.fragments import FragmentTable
-from optim.inner import build_inner_optimizer
+from optim.inner import InnerType, build_inner_optimizer
 from trainer.data import SampleSource, validation_batches
 from trainer.errors import TrainingFault
 from trainer.evaluate import evaluate
@@ -69,10 +70,12 @@ def test_shares_cover_a_batch_once_and_differ_by_one_at_most(num_samples: int, n
     assert len(parts[0]) == max(map(len, parts))
 
 
-def test_steps_equal_plain_pytorch(mesh: DeviceMesh) -> None:
-    loop = _loop(mesh, msgspec.structs.replace(JOB, micro_batch=100))
+@pytest.mark.parametrize("type_", get_args(InnerType))
+def test_steps_equal_plain_pytorch(mesh: DeviceMesh, type_: InnerType) -> None:
+    optimizer_job = OptimizerJob(type=type_, lr=1e-2)
+    loop = _loop(mesh, msgspec.structs.replace(JOB, micro_batch=100, optimizer=optimizer_job))
     decoder = _plain_decoder(initial_parameters(MODEL, 0))
-    optimizer = build_inner_optimizer(decoder.named_parameters(), lr=1e-2)
+    optimizer = build_inner_optimizer(decoder.named_parameters(), type=type_, lr=1e-2)
     samples = SampleSource(TRAIN, 8, 3)
     for inner_step in range(1, 5):
         indices = range(6 * inner_step, 6 * inner_step + 6)

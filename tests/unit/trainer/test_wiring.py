@@ -17,6 +17,7 @@ from trainer.wiring import (
     samples_in_stock,
     training_job,
 )
+from trainer.worker_job import OptimizerJob
 
 SMALL = {"dim": 16, "num_layers": 1, "num_heads": 2, "hidden_dim": 32, "seq_len": 32}
 
@@ -48,11 +49,24 @@ def test_the_fragment_table_is_as_long_as_the_initial_parameters() -> None:
     [
         ({"inner__type": "adamw", "inner__lr": 1e-3, "inner__weight_decay": 0.2}, ("adamw", 1e-3, 0.2)),
         ({"inner__type": "sgd", "inner__lr": 0.1, "inner__weight_decay": 0.0}, ("sgd", 0.1, 0.0)),
+        ({"inner__type": "adopt", "inner__lr": 2e-3}, ("adopt", 2e-3, 0.1)),
+        ({"inner__type": "muon", "inner__lr": 2e-3, "inner__momentum": 0.9}, ("muon", 2e-3, 0.1)),
     ],
 )
 def test_the_workers_get_the_inner_optimizer(inner: dict[str, object], expected: tuple[object, ...]) -> None:
     optimizer = training_job(config(**inner)).optimizer
     assert (optimizer.type, optimizer.lr, optimizer.weight_decay) == expected
+
+
+def test_what_belongs_to_one_inner_optimizer_reaches_it() -> None:
+    def of(**inner: object) -> OptimizerJob:
+        return training_job(config(**inner)).optimizer
+
+    assert (of().betas, of().eps) == ((0.9, 0.99), 1e-8)
+    assert (of(inner__type="adopt").betas, of(inner__type="adopt").eps) == ((0.9, 0.9999), 1e-6)
+    muon = of(inner__type="muon", inner__momentum=0.9, inner__betas="[0.8, 0.95]")
+    assert (muon.momentum, muon.betas) == (0.9, (0.8, 0.95))
+    assert of(inner__type="sgd").betas is None
 
 
 def test_micro_batches_default_to_the_whole_batch_and_no_clipping_is_none() -> None:
