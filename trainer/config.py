@@ -243,8 +243,8 @@ class OuterSection(_Section):
     momentum: Portion = 0.9
     inner_steps: Annotated[Count, Field(ge=1, le=10**6)] = 100
     """Inner steps between two exchanges."""
-    codec: Literal["raw", "int8"] = "int8"
-    """What crosses the network: fp32, or 8 bits a value."""
+    codec: Literal["raw", "bf16", "int8", "e3m0"] = "int8"
+    """What crosses the network: fp32, or 16, 8 or 4 bits a value."""
 
 
 class MembersSection(_Section):

@@ -193,7 +193,10 @@ def test_unknown_key_names_its_origin_and_the_closest_key(tmp_path: Path, key: s
         ("[inner]\nbetas = [0.9]", "inner.betas from {} is [0.9], expected a further value"),
         ("[inner]\nbetas = [0.9, 1.0]", "inner.betas from {} is [0.9, 1.0], expected less than 1.0"),
         ("[inner]\nbetas = 0.9", "inner.betas from {} is 0.9, expected a list"),
-        ("[outer]\ncodec = 'int9'", "outer.codec from {} is \"int9\", expected 'raw' or 'int8'; did you mean int8?"),
+        (
+            "[outer]\ncodec = 'int9'",
+            "outer.codec from {} is \"int9\", expected 'raw', 'bf16', 'int8' or 'e3m0'; did you mean int8?",
+        ),
         ("[inner]\ntype = 'adam'", "inner.type from {} is \"adam\", expected 'adamw', 'sgd', 'adopt', 'muon'; did you"),
         ("[inner.schedule]\ntype = 'cos'", 'inner.schedule.type from {} is "cos", expected'),
         ("[inner]\nschedule = 'cosine'", "inner.schedule from {} is a section, not a value"),

@@ -49,7 +49,7 @@ async def commit(sites: Sequence[Site], outer_step: int, *, epoch: int = 1, weig
     return held
 
 
-@pytest.mark.parametrize("codec", ["raw", "int8"])
+@pytest.mark.parametrize("codec", ["raw", "bf16", "int8", "e3m0"])
 async def test_members_stage_the_same_digest_and_install_the_same_bits(hasher: Hasher, codec: str) -> None:
     async with sites_of_a_new_run(3, hasher, codec=codec) as sites:
         founded = sites[0].state.held()
@@ -75,7 +75,7 @@ async def test_the_committed_state_is_one_outer_step_on_the_weighted_mean(hasher
         assert torch.allclose(sites[0].state.anchor, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("codec", ["raw", "int8"])
+@pytest.mark.parametrize("codec", ["raw", "bf16", "int8", "e3m0"])
 async def test_a_learner_replays_the_recorded_rounds_to_the_same_bits(hasher: Hasher, codec: str) -> None:
     learner = outer_state(hasher)
     await learner.found(numbers(99))
