@@ -4,7 +4,7 @@ from optim.diloco import DiLoCo, default_outer_lr
 from optim.fragments import Fragment, FragmentKey, FragmentTable, ParameterSpec
 from optim.inner import build_inner_optimizer, set_lr
 from optim.outer import ANCHOR, GRAD, PARAM, Absorbed, Contribution, Emitted, Op, Outer, Result, Round, State, Work
-from optim.registry import build_outer, outer_types, register
+from optim.registry import build_outer, outer_from_config, outer_types, register
 from optim.schedule import Schedule, build_schedule
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "build_outer",
     "build_schedule",
     "default_outer_lr",
+    "outer_from_config",
     "outer_types",
     "register",
     "set_lr",

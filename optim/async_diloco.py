@@ -58,7 +58,7 @@ PULLED_AT: Final = "pulled_at"
 _WHOLE: Final = FragmentKey(kind=PARAM, index=0)
 
 
-@register("async")
+@register("async", by_peers=lambda num_peers: {"buffer": num_peers})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncDiLoCo:
     """Settings of asynchronous DiLoCo.

@@ -39,7 +39,7 @@ _BEST_LR: Final = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 """(workers, best outer learning rate) for models from 335M parameters up: arXiv:2503.09799."""
 
 
-@register("diloco")
+@register("diloco", by_peers=lambda num_peers: {"lr": default_outer_lr(num_peers)})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCo:
     """DiLoCo's settings; defaults are the paper's.
@@ -49,7 +49,7 @@ class DiLoCo:
     """
 
     lr: float = 0.7
-    """Outer learning rate, > 0 and constant. `default_outer_lr` knows a better one for a given number of peers."""
+    """Outer learning rate, > 0 and constant. `outer_from_config` knows a better one for a given number of peers."""
     momentum: float = 0.9
     """Outer Nesterov momentum, in [0, 1)."""
     inner_steps: int = 500

@@ -25,7 +25,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from optim.diloco import DiLoCo
+from optim.diloco import DiLoCo, default_outer_lr
 from optim.fragments import FragmentKey
 from optim.layers import layer_groups
 from optim.outer import PARAM, Absorbed, Op, Round
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _LAYERS_A_FRAGMENT: Final = 3
 
 
-@register("streaming")
+@register("streaming", by_peers=lambda num_peers: {"lr": default_outer_lr(num_peers)})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming(DiLoCo):
     """Streaming DiLoCo's settings; defaults are the paper's.
@@ -48,7 +48,7 @@ class Streaming(DiLoCo):
     """
 
     lr: float = 0.4
-    """Outer learning rate, > 0 and constant."""
+    """Outer learning rate, > 0 and constant. The paper's, of two replicas; `outer_from_config` goes by their number."""
     momentum: float = 0.9
     """Outer Nesterov momentum, in [0, 1)."""
     inner_steps: int = 30

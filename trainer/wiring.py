@@ -10,10 +10,9 @@ import msgspec
 from collective import BulkOptions
 from elastic.core.config import CoordinatorConfig, MemberConfig
 from elastic.core.messages import IndexRange
-from optim.diloco import default_outer_lr
 from optim.fragments import FragmentTable
 from optim.outer import Outer
-from optim.registry import build_outer
+from optim.registry import outer_from_config
 from trainer.config import AdamW, Adopt, Config, ConstantSchedule, Muon, Sgd, WsdSchedule
 from trainer.model import ModelConfig, named_shapes
 from trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
@@ -31,8 +30,8 @@ __all__ = [
 
 def outer_of(config: Config) -> Outer:
     """`[outer]`: the method."""
-    lr = config.outer.lr if config.outer.lr is not None else default_outer_lr(config.members.start_peers)
-    return build_outer(config.outer.type, lr=lr, momentum=config.outer.momentum, inner_steps=config.outer.inner_steps)
+    section = config.outer.model_dump(exclude={"codec"})
+    return outer_from_config(section, num_peers=config.members.start_peers)
 
 
 def fragment_table(model: ModelConfig) -> FragmentTable:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import optim
-from optim import ANCHOR, DiLoCo, FragmentTable, build_outer, registry
+from optim import ANCHOR, DiLoCo, FragmentTable, build_outer, default_outer_lr, registry
 from optim.simulate import simulate
 from optim.workload import OneByOne
 
@@ -19,11 +19,23 @@ def step(worker, inner_step, value):
     value -= 0.1 * (value - torch.arange(10.0) * ord(worker[0]) / 100.0 + inner_step)
 
 
+def code_blocks():
+    """Of the README, in order: how to choose a method, and how to write one."""
+    text = (Path(optim.__path__[0]) / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def test_what_the_readme_says_of_choosing_runs():
+    names = {}
+    exec(code_blocks()[0], names)
+    assert names["outer"].lr == default_outer_lr(8)
+    assert names["advice"].pick.is_hidden
+
+
 @pytest.fixture
 def tutorial(monkeypatch, tmp_path):
     """The README's text as one more file of the package, which the registry must find by itself."""
-    text = (Path(optim.__path__[0]) / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    _, code = code_blocks()
     (tmp_path / "readme_tutorial.py").write_text(code, encoding="utf-8")
     monkeypatch.setattr(optim, "__path__", [*optim.__path__, str(tmp_path)])
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from optim import DiLoCo, build_outer, outer_types
+from optim import DiLoCo, build_outer, default_outer_lr, outer_from_config, outer_types
 from optim.registry import register
 
 
@@ -44,6 +44,38 @@ def test_unknown_setting_names_the_known_and_the_closest():
 def test_a_setting_of_another_type_or_range_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         build_outer("diloco", **settings)
+
+
+def test_a_section_names_the_method_and_what_it_leaves_out_depends_on_the_peers():
+    for peers in (1, 4, 8):
+        assert outer_from_config({"type": "diloco"}, num_peers=peers) == DiLoCo(lr=default_outer_lr(peers))
+        assert outer_from_config({"type": "diloco", "lr": None}, num_peers=peers) == DiLoCo(lr=default_outer_lr(peers))
+        assert outer_from_config({"type": "diloco", "lr": 0.3}, num_peers=peers) == DiLoCo(lr=0.3)
+        assert outer_from_config({"type": "async"}, num_peers=peers) == build_outer("async", buffer=peers)
+        streaming = build_outer("streaming", lr=default_outer_lr(peers), num_fragments=3)
+        assert outer_from_config({"type": "streaming", "num_fragments": 3}, num_peers=peers) == streaming
+        assert outer_from_config({"type": "eager"}, num_peers=peers) == build_outer("eager"), "its evidence is its own"
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({}, "needs a type: one of .*diloco"),
+        ({"type": "dilocco"}, "did you mean 'diloco'"),
+        ({"type": "diloco", "inner_step": 3}, "did you mean 'inner_steps'"),
+    ],
+)
+def test_a_section_that_is_wrong_is_refused_in_one_sentence(section, message):
+    with pytest.raises(ValueError, match=message):
+        outer_from_config(section, num_peers=2)
+
+
+@pytest.mark.parametrize("type_", outer_types())
+def test_every_method_has_sound_defaults_for_any_number_of_peers(type_):
+    needed = {"qsr": {"alpha": 0.01, "peak_lr": 1e-3, "total_steps": 100}}
+    needed["autoloco"] = needed["qsr"]
+    for peers in (1, 2, 16, 1000):
+        outer_from_config({"type": type_, **needed.get(type_, {})}, num_peers=peers)
 
 
 def test_a_name_is_given_once():
