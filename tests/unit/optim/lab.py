@@ -4,7 +4,7 @@ import torch
 
 from optim import ANCHOR, FragmentTable
 from optim.simulate import simulate
-from optim.workload import OneByOne
+from optim.workload import ExactWire, OneByOne
 
 TABLE = FragmentTable.from_named_shapes([(f"layer{i}", (i + 2, 3)) for i in range(6)])
 WORKERS = ("ash", "birch", "cedar", "dogwood")
@@ -26,6 +26,26 @@ def run(outer, num_inner_steps=24, workers=WORKERS, *, inner_step=sgd_step, tabl
     """Simulate; joiners have room too."""
     settings.setdefault("workload", OneByOne(inner_step, rows=len(workers) + 4, numel=table.numel))
     return simulate(outer, table=table, initial=initial, workers=workers, num_inner_steps=num_inner_steps, **settings)
+
+
+class TopKWire:
+    """Where a round asks for it, what `lossy(run, topk)` leaves of runs of 4096 elements; remembers all it gave."""
+
+    def __init__(self, lossy):
+        self.lossy = lossy
+        self.sent = {}
+
+    def exchange(self, round_, fragment, payloads, weights):
+        delivered = dict(payloads)
+        if round_.codec != "raw":
+            topk = int(round_.codec.removeprefix("topk:"))
+            delivered = {
+                name: torch.cat([self.lossy(part, topk) for part in payload.split(4096)])
+                for name, payload in payloads.items()
+            }
+        for name, payload in delivered.items():
+            self.sent[name] = self.sent.get(name, 0.0) + payload.double()
+        return ExactWire().exchange(round_, fragment, delivered, weights)
 
 
 def anchors(trajectory):

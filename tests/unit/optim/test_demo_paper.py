@@ -13,7 +13,6 @@ from optim.blocks import SHAPES, block_order, shapes_of
 from optim.demo import DeMo
 from optim.diloco import MOMENTUM
 from optim.simulate import simulate
-from optim.workload import ExactWire
 from tests.unit.optim import lab
 
 TABLE = FragmentTable.from_named_shapes([("norm", (64,)), ("up", (128, 64)), ("odd", (10, 7))])
@@ -46,24 +45,6 @@ class Training:
             param.mul_(1.0 - LR * self.weight_decay).sub_(LR * self.tensors[GRAD][row])
 
 
-class TopKWire:
-    """The k largest of each run, with values in steps of a 16th of the largest; remembers all it delivered."""
-
-    def __init__(self):
-        self.sent = {}
-
-    def exchange(self, round_, fragment, payloads, weights):
-        delivered = dict(payloads)
-        if round_.codec != "raw":
-            topk = int(round_.codec.removeprefix("topk:"))
-            delivered = {
-                name: torch.cat([quantised(run, topk) for run in p.split(4096)]) for name, p in payloads.items()
-            }
-        for name, payload in delivered.items():
-            self.sent[name] = self.sent.get(name, 0.0) + payload.double()
-        return ExactWire().exchange(round_, fragment, delivered, weights)
-
-
 def largest(run, topk):
     places = run.abs().topk(math.ceil(topk * len(run) / 4096)).indices
     return torch.zeros_like(run).index_copy_(0, places, run[places])
@@ -75,17 +56,8 @@ def quantised(run, topk):
     return (kept / step).round() * step
 
 
-class ExactTopKWire(TopKWire):
-    """The k largest as they are."""
-
-    def exchange(self, round_, fragment, payloads, weights):
-        topk = int(round_.codec.removeprefix("topk:"))
-        delivered = {name: torch.cat([largest(run, topk) for run in p.split(4096)]) for name, p in payloads.items()}
-        return ExactWire().exchange(round_, fragment, delivered, weights)
-
-
 def run(outer, num_inner_steps=12, workers=WORKERS, **settings):
-    settings = {"wire": TopKWire(), "workload": Training(), **settings}
+    settings = {"wire": lab.TopKWire(quantised), "workload": Training(), **settings}
     return simulate(outer, table=TABLE, initial=INITIAL, workers=workers, num_inner_steps=num_inner_steps, **settings)
 
 
@@ -148,7 +120,7 @@ def direct_demo(decay, topk, num_inner_steps, weight_decay=0.0):
 @pytest.mark.parametrize(("topk", "decay"), [(32, 0.999), (500, 0.8)])
 def test_it_follows_a_direct_implementation(topk, decay):
     trajectory = run(
-        DeMo(topk=topk, decay=decay, sign=False), wire=ExactTopKWire(), workload=Training(weight_decay=0.5)
+        DeMo(topk=topk, decay=decay, sign=False), wire=lab.TopKWire(largest), workload=Training(weight_decay=0.5)
     )
     expected = direct_demo(decay, topk, 12, weight_decay=0.5)
     assert (expected - INITIAL).abs().max() > 0.05
@@ -200,7 +172,7 @@ def test_with_sign_every_element_moves_by_the_learning_rate():
 def test_without_decay_no_gradient_is_lost_to_quantisation_or_aborted_rounds(aborted):
     """A constant gradient: what was sent and what is left are together its multiple."""
     slopes = {worker: torch.sin(torch.arange(NUMEL) * (n + 1.3)) for n, worker in enumerate(WORKERS)}
-    wire = TopKWire()
+    wire = lab.TopKWire(quantised)
     trajectory = run(
         DeMo(decay=1.0),
         wire=wire,

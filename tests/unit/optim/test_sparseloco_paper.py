@@ -11,7 +11,6 @@ import torch
 from optim import ANCHOR, Contribution, DiLoCo, FragmentKey, FragmentTable, Op, Result, Round, State, Work, build_outer
 from optim.blocks import SHAPES, block_order, shapes_of
 from optim.sparseloco import RESIDUAL, SparseLoCo
-from optim.workload import ExactWire
 from tests.unit.optim import lab
 
 TABLE = FragmentTable.from_named_shapes([("norm", (64,)), ("up", (128, 64)), ("odd", (10, 7))])
@@ -36,23 +35,8 @@ def num_kept(topk, run):
     return math.ceil(topk * len(run) / 4096)
 
 
-class SparseWire:
-    """What the codec that a round asks for leaves of a payload; remembers all it delivered."""
-
-    def __init__(self):
-        self.sent = {}
-
-    def exchange(self, round_, fragment, payloads, weights):
-        delivered = dict(payloads)
-        if round_.codec != "raw":
-            topk = int(round_.codec.removeprefix("topk:"))
-            delivered = {
-                name: torch.cat([sparsified(run, num_kept(topk, run)) for run in payload.split(4096)])
-                for name, payload in payloads.items()
-            }
-        for name, payload in delivered.items():
-            self.sent[name] = self.sent.get(name, 0.0) + payload.double()
-        return ExactWire().exchange(round_, fragment, delivered, weights)
+def sparse_wire():
+    return lab.TopKWire(lambda part, topk: sparsified(part, num_kept(topk, part)))
 
 
 def slope_step(worker, _inner_step, value):
@@ -60,7 +44,12 @@ def slope_step(worker, _inner_step, value):
 
 
 def run(outer, num_inner_steps=24, **settings):
-    settings = {"workers": WORKERS, "wire": SparseWire(), "inner_step": lab.sgd_step, **settings}
+    settings = {
+        "workers": WORKERS,
+        "wire": sparse_wire(),
+        "inner_step": lab.sgd_step,
+        **settings,
+    }
     return lab.run(outer, num_inner_steps, table=TABLE, initial=INITIAL, **settings)
 
 
@@ -141,7 +130,7 @@ def test_sending_everything_is_diloco_without_momentum_for_any_beta(beta):
 @pytest.mark.parametrize("aborted", [(), (8, 24)])
 def test_beta_one_loses_nothing_also_to_quantisation_and_aborted_rounds(alpha, aborted):
     """A constant gradient: what was sent and what is left are together all the work done, of every worker."""
-    wire = SparseWire()
+    wire = sparse_wire()
     outer = SparseLoCo(alpha=alpha, beta=1.0, inner_steps=4, norm_guard=False)
     trajectory = run(outer, 40, inner_step=slope_step, wire=wire, aborted=lambda round_: round_.inner_step in aborted)
     assert len(trajectory.dropped) == len(aborted)
@@ -158,7 +147,7 @@ def test_beta_one_loses_nothing_also_to_quantisation_and_aborted_rounds(alpha, a
 
 
 def test_a_beta_below_one_forgets():
-    wire = SparseWire()
+    wire = sparse_wire()
     trajectory = run(SparseLoCo(beta=0.9, inner_steps=4, norm_guard=False), 40, inner_step=slope_step, wire=wire)
     work = ORDER.to_blocks(40 * SLOPES["ash"], out=torch.empty(NUMEL))
     assert (wire.sent["ash"] + state_of(trajectory, "ash").private[RESIDUAL] - work).abs().max() > 1.0
