@@ -301,10 +301,11 @@ def show(first: dict[str, Any], row: dict[str, Any]) -> None:
 def show_small(case: Case, runs: Sequence[dict[str, Any]]) -> None:
     """Print what a small tensor takes."""
     milliseconds = [1e3 * run["seconds"] for run in runs]
+    in_time = sum(run["seconds"] <= case.small_target_s for run in runs)
     print(
         f"    {SMALL_NBYTES >> 10} KiB {runs[-1]['plan']}: {statistics.median(milliseconds):.0f} ms "
         f"[{min(milliseconds):.0f}-{max(milliseconds):.0f}], asked {1e3 * case.small_target_s:.0f}, "
-        f"two trips are {case.rtt_ms:.0f}"
+        f"{in_time} of {len(runs)} in time; two trips are {case.rtt_ms:.0f}"
     )
 
 
