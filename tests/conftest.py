@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,33 +19,45 @@ settings.register_profile("isthmus", deadline=None, suppress_health_check=[Healt
 settings.load_profile("isthmus")
 
 
+ORPHANS_END_S = 5.0
+"""Where this process is the one that orphans are given to, workers of a killed daemon may take so long to end."""
+
+
 @pytest.fixture(autouse=True)
 def no_child_outlives_its_test() -> Iterator[None]:
-    """Dead or alive. It is named where it was left, and ended, so that no other test is blamed or slowed down by it."""
-    before = _children()
+    """It is named where it was left, and ended, so that no other test is blamed or slowed down by it."""
+    before = _living_children()
     yield
-    left = {pid: _command_of(pid) for pid in _children() - before}
+    deadline = time.monotonic() + ORPHANS_END_S
+    while (left := _living_children() - before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    commands = {pid: _command_of(pid) for pid in left}
     for pid in left:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):  # somebody has waited for it meanwhile
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    assert not left, f"child processes outlived their test: {left}"
+    assert not commands, f"child processes outlived their test: {commands}"
 
 
-def _children() -> set[int]:
-    """Ids of this process's children; none where the kernel does not list them."""
+def _living_children() -> set[int]:
+    """Ids of this process's children but for zombies; none where the kernel does not list them."""
     pids: set[int] = set()
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
             pids.update(int(pid) for pid in (thread / "children").read_text().split())
-    return pids
+    return {pid for pid in pids if _state_of(pid) not in "ZX"}
+
+
+def _state_of(pid: int) -> str:
+    """One letter, see proc(5); X if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
 
 
 def _command_of(pid: int) -> str:
-    """What it runs and whether it has ended."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        return f"{state} {' '.join(words)[:300]}"
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")[:300]
     except (FileNotFoundError, ProcessLookupError):
         return "gone"

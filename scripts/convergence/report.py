@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import asdict, dataclass
 from statistics import mean
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FP32_NBYTES: Final = 4
-_LABEL_WIDTH: Final = 0.2
-_LABEL_HEIGHT: Final = 0.024
+_LABEL_WIDTH: Final = 0.21
+_LABEL_HEIGHT: Final = 0.022
 """Of an axis."""
 
 
@@ -172,8 +173,8 @@ def _label(axis: Any, rows: Sequence[Row]) -> None:  # noqa: ANN401
     for row in sorted(rows, key=lambda row: row.loss):
         x = (math.log(row.sent_nbytes_per_token) - left) / (right - left)
         y = (row.loss - bottom) / (top - bottom)
-        for other_x, other_y in placed:
-            if abs(x - other_x) < _LABEL_WIDTH and y < other_y + _LABEL_HEIGHT:
+        for other_x, other_y in sorted(placed, key=lambda place: place[1]):
+            if abs(x - other_x) < _LABEL_WIDTH and abs(y - other_y) < _LABEL_HEIGHT:
                 y = other_y + _LABEL_HEIGHT
         placed.append((x, y))
         axis.annotate(
@@ -190,11 +191,13 @@ def _label(axis: Any, rows: Sequence[Row]) -> None:  # noqa: ANN401
 def _plot_curves(axis: Any, runs: Sequence[Mapping[str, Any]], number: int, tokens_per_step: int) -> None:  # noqa: ANN401
     """Of the methods themselves; those of their variants would lie upon them."""
     methods = {case.name for case in CASES if case.base is None}
+    styles = itertools.cycle((f"C{color}", line) for line in ("-", "--") for color in range(10))
     first_seed = min(run["seed"] for run in runs)
     for run in sorted(runs, key=lambda run: run["loss"] or 0.0):
         if (run["workers"], run["seed"]) == (number, first_seed) and run["case"] in methods and run["loss"] is not None:
             points = [(step * tokens_per_step, loss) for step, loss in run["curve"]]
-            axis.plot(*zip(*points, strict=True), label=run["case"], linewidth=1.1)
+            color, line = next(styles)
+            axis.plot(*zip(*points, strict=True), label=run["case"], linewidth=1.1, color=color, linestyle=line)
     axis.set(
         xlabel="tokens of one worker",
         ylabel="held-out loss (nats a byte)",

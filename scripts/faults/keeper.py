@@ -169,7 +169,7 @@ class Keeper:
         site = Site(here.number, here.incarnation, here.pid, here.address, writer)
         self.sites[site.number] = site
         self._arrivals.pop((site.number, site.incarnation)).set_result(site)
-        with contextlib.suppress(ConnectionResetError):
+        with contextlib.suppress(ConnectionError):
             while received := await reader.readline():
                 self._hear(site, self._decoder.decode(received))
                 self._changed.set()

@@ -216,7 +216,7 @@ async def run_peer(launch: Launch, host: str) -> None:
                 writer.write(line(word))  # goes to the kernel at once while its buffer has room, and it has
 
             say(Here(number=launch.number, incarnation=launch.incarnation, address=listener.address, pid=os.getpid()))
-            with contextlib.suppress(ConnectionResetError):
+            with contextlib.suppress(ConnectionError):
                 await FaultPeer(launch, communicator, say).obey(reader)
             writer.close()
         await communicator.close()
