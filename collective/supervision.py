@@ -70,6 +70,8 @@ async def supervise(round_: Round, patience: Patience, deadline_s: float, meter:
             late_s = max(0.0, now - asked_at - tick_s)
             broken_since = {rank: (bundle, since + late_s) for rank, (bundle, since) in broken_since.items()}
             meter.sample(now)
+            for bundle, _ in watches.values():
+                bundle.wake()  # a stream that was not needed may be by now
             if now - signed_at >= sign_every_s:
                 signed_at = now
                 for bundle, _ in watches.values():

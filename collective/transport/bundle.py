@@ -31,6 +31,8 @@ _LONGEST_PAUSE_S = 1.0
 _DIAL_TIMEOUT_S = 5.0
 _FLIGHT_NBYTES = 3 << 19
 """What one stream keeps on its way: Linux allows 2 MiB by default (half of tcp_wmem), some of it for what was lost."""
+_ENOUGH_NBYTES = 64 << 10
+"""A window that has not collapsed: larger ones differ by what there was to send."""
 _SIGN = pack(Header(type=FrameType.SIGN))
 _NOTHING = bytes(PADDING_NBYTES)
 
@@ -304,7 +306,7 @@ class Bundle:
         Near, results go first, while they are in the cache. Far, contributions do: others wait for them before they
         have results to send, so no line ever idles.
         """
-        if link.stream >= self._num_used and self.is_whole:
+        if not self._is_used(link):
             return None
         chunks = (self.contributions, self.results) if self.is_far else (self.results, self.contributions)
         for queue in (self.notices, *chunks):
@@ -315,6 +317,22 @@ class Bundle:
                 return _PADDING
             self._pads_until = 0.0
         return None
+
+    def _is_used(self, link: Link) -> bool:
+        """Whether it is among as many streams as are needed: the first ones whose windows have not collapsed.
+
+        Who has lost a packet twice, or the last one, begins anew with a window of one packet; with little to send it
+        grows back over a dozen round trips, during which others of the pair would carry the same at once.
+        """
+        if self._num_used >= self.num_streams or not self.is_whole:
+            return True
+        window = min(link.window_nbytes(), _ENOUGH_NBYTES)
+        before = 0
+        for other in self._links.values():
+            if other is not link:
+                others = min(other.window_nbytes(), _ENOUGH_NBYTES)
+                before += others > window or (others == window and other.stream < link.stream)
+        return before < self._num_used
 
     def place(self, link: Link, header: Header) -> tuple[memoryview, Sink | None]:
         """Ask the owner."""

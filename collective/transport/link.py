@@ -23,7 +23,7 @@ from collective.core.bucket import TokenBucket
 from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
 from collective.memory import fresh_memory
 from collective.transport.sockets import lost, pace, unacknowledged_nbytes
-from collective.transport.tcp_info import TcpInfo, read_tcp_info
+from collective.transport.tcp_info import TcpInfo, read_tcp_info, window_nbytes
 from collective.transport.tls import TlsSocket
 from collective.wire import Frame, FrameReader, Header, Limits
 
@@ -192,6 +192,10 @@ class Link:
         """Let the kernel send no faster than this; None lets go."""
         if not self.closed:
             pace(self._sock, bytes_per_s)
+
+    def window_nbytes(self) -> int:
+        """What the kernel lets be on its way at once; 0 where it does not tell."""
+        return 0 if self.closed else window_nbytes(self._sock)
 
     def tcp_info(self) -> TcpInfo | None:
         """What the kernel knows of this connection."""

@@ -18,6 +18,7 @@ _UNKNOWN_RTT_US = 0xFFFFFFFF
 _APP_LIMITED_BYTE = 7  # the first of its bits
 _SND_MSS = ("=I", 16)
 _RTT_US = ("=I", 68)
+_SND_CWND = ("=I", 80)
 _TOTAL_RETRANS = ("=I", 100)
 _BYTES_ACKED = ("=Q", 120)
 _MIN_RTT_US = ("=I", 148)
@@ -96,6 +97,15 @@ def round_trip_s(sock: socket.socket) -> float:
     """The kernel's smoothed round-trip time of this connection, 0.0 where it does not tell."""
     info = read_tcp_info(sock)
     return 0.0 if info is None or info.rtt_us is None else info.rtt_us * 1e-6
+
+
+def window_nbytes(sock: socket.socket) -> int:
+    """Bytes that may be on their way at once: the congestion window. 0 where the system does not tell."""
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MAX_NBYTES) if hasattr(socket, "TCP_INFO") else b""
+    except OSError:
+        return 0
+    return _product(_field(info, _SND_CWND), _field(info, _SND_MSS)) or 0
 
 
 def unacknowledged_nbytes(sock: socket.socket) -> int:

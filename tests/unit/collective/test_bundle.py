@@ -8,7 +8,7 @@ import pytest
 
 from collective.core.types import Incarnation, PeerId, PeerRef
 from collective.transport.bundle import Bundle, Notice
-from collective.transport.link import Caps
+from collective.transport.link import Caps, Link
 from collective.transport.sockets import SocketOptions, pace
 from collective.wire import FrameType, Header, pack
 
@@ -76,6 +76,32 @@ async def test_a_paced_path_uses_as_few_streams_as_carry_it_and_shares_the_pace_
         bundle.contributions.extend(small(b"c") for _ in range(8))
         taken = [bundle.next_out(link) is not None for link in bundle._links.values()]
         assert taken == [True] * 4 + [False] * 4
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="pacing is Linux's")
+async def test_a_stream_whose_window_has_collapsed_stands_back_while_others_do_not(monkeypatch):
+    windows = dict.fromkeys(range(4), 1 << 20)
+    monkeypatch.setattr(Link, "window_nbytes", lambda link: windows[link.stream])
+    async with bundle_of(4, round_trip_s=0.15) as (bundle, _, _):
+        bundle.pace(12e6)  # 1.8 MB on their way: two streams
+
+        def takers():
+            bundle.contributions.extend(small(b"c") for _ in range(4))
+            taken = [stream for stream, link in bundle._links.items() if bundle.next_out(link) is not None]
+            bundle.contributions.clear()
+            return taken
+
+        assert takers() == [0, 1]
+        windows.update({0: 200 << 10, 3: 4 << 20})
+        assert takers() == [0, 1], "what has not collapsed is as good as any, or they would take turns"
+        windows[0] = 1448
+        assert takers() == [1, 2]
+        windows.update({1: 2896, 2: 14_480, 3: 14_480})
+        assert takers() == [2, 3]
+        windows.update(dict.fromkeys(range(4), 1448))
+        assert takers() == [0, 1]
+        windows.update(dict.fromkeys(range(4), 0))  # a system that does not tell
+        assert takers() == [0, 1]
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="pacing is Linux's")
