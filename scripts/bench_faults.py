@@ -66,7 +66,8 @@ async def _measure(kind: str, count: int, mode: Mode, world_size: int, options: 
         "wrong": tally.wrong,
         "hung": tally.hung,
         "silent": tally.silent,
-        "notes": tally.notes,
+        "again": len(reviver.put_out_again),
+        "notes": tally.notes + [f"put out again:\n{story}" for story in reviver.put_out_again],
         "undisturbed_ms": 1e3 * reviver.typical_s,
     }
 
@@ -85,8 +86,8 @@ def _row(revivals: list[Revival]) -> Row:
 
 
 _HEAD = (
-    "fault      mode          peers  faults  wrong  hung  silent  unharmed   median ms    p99 ms   undisturbed ms   "
-    "median ms until: process ended, felt, view sent, installed, operation done"
+    "fault      mode          peers  faults  wrong  hung  silent  unharmed  again   median ms    p99 ms   undisturbed "
+    "ms   median ms until: process ended, felt, view sent, installed, operation done"
 )
 
 
@@ -94,8 +95,8 @@ def _line(row: Row) -> str:
     parts = ", ".join(f"{ms:.1f}" for ms in row["parts_ms"].values())
     return (
         f"{row['kind']:<10} {row['mode']:<12} {row['world_size']:>6} {row['faults']:>7} {row['wrong']:>6} "
-        f"{row['hung']:>5} {row['silent']:>7} {row['unharmed']:>9} {row['median_ms']:>11.1f} {row['p99_ms']:>9.1f} "
-        f"{row['undisturbed_ms']:>16.1f}   {parts}"
+        f"{row['hung']:>5} {row['silent']:>7} {row['unharmed']:>9} {row['again']:>6} {row['median_ms']:>11.1f} "
+        f"{row['p99_ms']:>9.1f} {row['undisturbed_ms']:>16.1f}   {parts}"
     )
 
 

@@ -94,6 +94,16 @@ class Attempt:
     posted_at: float
     reports: dict[tuple[Site, int], Report] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        told = [
+            f"    {site}, {fragment}: {report.outcome} after {report.at - self.posted_at:.3f} s, suspects "
+            f"{list(report.suspects)}, {report.cause!r}"
+            for (site, fragment), report in self.reports.items()
+        ]
+        return "\n".join(
+            [f"view {self.epoch} of {', '.join(map(str, self.sites))}, posted at {self.posted_at:.3f}", *told]
+        )
+
     def aborts(self) -> list[Report]:
         """Reports of what did not finish."""
         return [report for report in self.reports.values() if report.outcome != "finished"]

@@ -23,6 +23,9 @@ from scripts.faults.words import Mode, SelfFault
 
 KINDS = ("kill", "freeze", "blackhole")
 _FELT_WITHIN_S = 30.0
+_MAX_TOLD = 6
+_MAX_RETURNS = 3
+"""Views in which the world must be whole again after a fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,8 @@ class Reviver:
         self.typical_s = 0.0
         """Of an undisturbed operation."""
         self._shortest_s = 0.0
+        self.put_out_again: list[str] = []
+        """Of every healthy peer that was put out of the first view with it after a fault: what was tried."""
 
     async def warm_up(self) -> None:
         """Start the peers, and measure."""
@@ -76,10 +81,13 @@ class Reviver:
             self._server.thaw(victim)
             await self._server.settle(victim)
             return await self.revive(kind)
+        story = [*outcome.attempts]
         while victim in outcome.sites or outcome.finished_at <= fault.at:
             if time.monotonic() > fault.at + _FELT_WITHIN_S:
-                raise FaultBenchError(f"{victim} is still a member {_FELT_WITHIN_S:g} s after its {kind}")
+                told = "\n".join([*map(str, story[:_MAX_TOLD]), *self._server.tally.notes])
+                raise FaultBenchError(f"{victim} is still a member {_FELT_WITHIN_S:g} s after its {kind}\n{told}")
             outcome = await self._server.step(self._mode)
+            story += outcome.attempts
         revival = Revival(
             victim=victim.number,
             by_itself=fault.by_itself is not None,
@@ -112,8 +120,13 @@ class Reviver:
         if kind != "kill":
             await server.step(self._mode)  # the victim is back, but not in this view
             await server.settle(victim)
-        await self._fill_up()
-        await server.step(self._mode)
+        for _ in range(_MAX_RETURNS):
+            await self._fill_up()
+            outcome = await server.step(self._mode)
+            if len(outcome.sites) == self._world_size:
+                return
+            self.put_out_again.append("\n".join(map(str, outcome.attempts)))
+        raise FaultBenchError(f"{victim} cannot come back after its {kind}:\n" + "\n".join(self.put_out_again))
 
     async def _fill_up(self) -> None:
         for number in range(self._world_size):
