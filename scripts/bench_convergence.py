@@ -4,7 +4,7 @@ M workers train small decoders (trainer.model), all in one batched pass (scripts
 `optim.simulate`; payloads go through the collective's own codecs, whose wire forms are counted. All start from the
 same weights, which data parallelism has trained for a while. First every method is tuned, with as many runs for each,
 at 4 workers and a seed of its own; then its best settings are run with the seeds that are reported. With 8 workers the
-best four of these settings are tried, likewise. Variants take their base's settings. What the papers claim is printed
+best two of these settings are tried, likewise. Variants take their base's settings. What the papers claim is printed
 beside what was found.
 
 The whole takes about half an hour on two cores, --quick about 3 minutes.
@@ -53,7 +53,7 @@ QUICK_CASES: Final = (
 QUICK_SWEEP: Final = 2
 TUNED_WORKERS: Final = 4
 MORE_WORKERS: Final = 8
-TRIED_WITH_MORE: Final = 4
+TRIED_WITH_MORE: Final = 2
 """Settings, best first, that are tried with more workers."""
 TUNING_SEED: Final = 99
 """Of all sweeps; none of those that are reported, which would flatter what has more to choose."""
