@@ -40,12 +40,15 @@ def no_child_outlives_its_test() -> Iterator[None]:
 
 
 def _living_children() -> set[int]:
-    """Ids of this process's children but for zombies; none where the kernel does not list them."""
+    """Ids of this process's children but for zombies; none where the kernel does not list them.
+
+    Python's own resource tracker, which multiprocessing starts once for the life of the process, is nobody's.
+    """
     pids: set[int] = set()
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
             pids.update(int(pid) for pid in (thread / "children").read_text().split())
-    return {pid for pid in pids if _state_of(pid) not in "ZX"}
+    return {pid for pid in pids if _state_of(pid) not in "ZX" and "resource_tracker" not in _command_of(pid)}
 
 
 def _state_of(pid: int) -> str:
