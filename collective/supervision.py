@@ -23,7 +23,7 @@ class Patience:
     """For a member that stands still in the round."""
     redial_s: float = 0.3
     """For a connection that broke. Eight round trips are added, so that far peers get their chance."""
-    arrival_s: float = 2.0
+    arrival_s: float = 0.8
     """The same, to a member that has not opened the round: coming into a view, it replaces what it had before."""
     first_contact_s: float = 5.0
     """For a connection that was never up, as in the first moments of a run."""
