@@ -23,15 +23,13 @@ class Patience:
     """For a member that stands still in the round."""
     redial_s: float = 0.3
     """For a connection that broke. Eight round trips are added, so that far peers get their chance."""
-    arrival_s: float = 0.8
-    """The same, to a member that has not opened the round: coming into a view, it replaces what it had before."""
     first_contact_s: float = 5.0
     """For a connection that was never up, as in the first moments of a run."""
     round_s: float = 1800.0
     """For the whole round, members that are still computing included."""
 
     def __post_init__(self) -> None:
-        if min(self.redial_s, self.arrival_s, self.first_contact_s, self.round_s) <= 0:
+        if min(self.redial_s, self.first_contact_s, self.round_s) <= 0:
             raise ValueError(f"patience must be positive: {self}")
 
 
@@ -104,10 +102,7 @@ def _suspect_the_lost(
     for rank, (bundle, since) in broken_since.items():
         if bundle.is_whole or not round_.concerns(rank):
             continue
-        grace_s = patience.first_contact_s
-        if bundle.was_connected:
-            pause_s = patience.redial_s if round_.machine.has_opened(rank) else patience.arrival_s
-            grace_s = pause_s + 8 * bundle.round_trip_s
+        grace_s = patience.redial_s + 8 * bundle.round_trip_s if bundle.was_connected else patience.first_contact_s
         if (bundle.is_refused and bundle.was_connected) or now - since > grace_s:
             lost.append(rank)
     if lost:
