@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.diloco import DiLoCo, default_outer_lr, step_anchor
+from optim.diloco import DiLoCo, lr_by_peers, step_anchor
 from optim.fragments import FragmentKey
 from optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
 from optim.registry import register
@@ -53,7 +53,7 @@ _SAMPLES: Final = 2.0**20
 """Unit of samples in a weight: squares of tokens by themselves come near to the largest weight that can be sent."""
 
 
-@register("decoupled", by_peers=lambda num_peers: {"lr": default_outer_lr(num_peers)})
+@register("decoupled", by_peers=lr_by_peers)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoupledDiLoCo(DiLoCo):
     """Settings of Decoupled DiLoCo.

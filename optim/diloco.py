@@ -39,7 +39,12 @@ _BEST_LR: Final = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 """(workers, best outer learning rate) for models from 335M parameters up: arXiv:2503.09799."""
 
 
-@register("diloco", by_peers=lambda num_peers: {"lr": default_outer_lr(num_peers)})
+def lr_by_peers(num_peers: int) -> dict[str, object]:
+    """For `register`: the outer learning rate is `default_outer_lr`."""
+    return {"lr": default_outer_lr(num_peers)}
+
+
+@register("diloco", by_peers=lr_by_peers)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCo:
     """DiLoCo's settings; defaults are the paper's.

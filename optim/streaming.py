@@ -25,7 +25,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from optim.diloco import DiLoCo, default_outer_lr
+from optim.diloco import DiLoCo, lr_by_peers
 from optim.fragments import FragmentKey
 from optim.layers import layer_groups
 from optim.outer import PARAM, Absorbed, Op, Round
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _LAYERS_A_FRAGMENT: Final = 3
 
 
-@register("streaming", by_peers=lambda num_peers: {"lr": default_outer_lr(num_peers)})
+@register("streaming", by_peers=lr_by_peers)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming(DiLoCo):
     """Streaming DiLoCo's settings; defaults are the paper's.

@@ -45,7 +45,7 @@ def _living_children() -> set[int]:
     Python's own resource tracker, which multiprocessing starts once for the life of the process, is nobody's.
     """
     pids: set[int] = set()
-    for thread in Path("/proc/self/task").iterdir():
+    for thread in Path("/proc/self").glob("task/*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
             pids.update(int(pid) for pid in (thread / "children").read_text().split())
     return {pid for pid in pids if _state_of(pid) not in "ZX" and "resource_tracker" not in _command_of(pid)}

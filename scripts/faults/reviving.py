@@ -24,6 +24,7 @@ from scripts.faults.words import Mode, SelfFault
 KINDS = ("kill", "freeze", "blackhole")
 _FELT_WITHIN_S = 30.0
 _MAX_TOLD = 6
+"""Attempts in the message of a series that cannot go on."""
 _MAX_RETURNS = 3
 """Views in which the world must be whole again after a fault."""
 
