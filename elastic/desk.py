@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from collective.core.types import RoundKey, View
 from elastic.core.messages import DataPosition, Held, IndexRange
-from elastic.errors import ElasticError, NotAMember
+from elastic.errors import ElasticError, NotAMember, RoundMissed
 
 _T = TypeVar("_T")
 
@@ -71,7 +71,9 @@ class Desk:
 
     def __init__(self) -> None:
         self.active_view: View | None = None
-        """The view this peer is an active member of, or None: then it must not train."""
+        """The view in which this peer became active; None: it must not train. It stays while the peer is excused."""
+        self.is_excused = False
+        """Whether this peer is late, and the round goes on without it."""
         self._num_demotions_due = 0
         self._activation: _Slot[View] = _Slot()
         self._round: _Slot[Committed] = _Slot()
@@ -105,6 +107,7 @@ class Desk:
         """The machine has just said that this peer is a learner; its turn in the order of effects comes later."""
         self._num_demotions_due += 1
         self.active_view = None
+        self.is_excused = False
 
     def became_learner(self, reason: str) -> None:
         """Everything before has been carried out: payload and leases are void."""
@@ -117,8 +120,17 @@ class Desk:
     def became_active(self, view: View) -> None:
         """This peer holds the view's state, unless that is over already."""
         if self._num_demotions_due == 0:
-            self.active_view = view
-            self._activation.give(view)
+            self.is_excused = False
+            self.active_view = self.active_view or view
+            self._activation.give(self.active_view)
+
+    def excused(self) -> None:
+        """The round goes on without this peer."""
+        self.is_excused = self.active_view is not None
+
+    def carried_over(self, outer_step: int) -> None:
+        """The round from this step was committed without this peer's payload."""
+        self._round.fail(RoundMissed(outer_step))
 
     def committed(self, outcome: Committed) -> None:
         """The round is installed."""

@@ -37,6 +37,14 @@ class NotAMember(ElasticError):
         self.reason = reason
 
 
+class RoundMissed(ElasticError):
+    """The round was committed without this peer's payload, which was late. The work belongs to the next round."""
+
+    def __init__(self, outer_step: int) -> None:
+        super().__init__(f"the round from outer step {outer_step} was committed without this peer")
+        self.outer_step = outer_step
+
+
 class RunFinished(ElasticError):
     """This peer's part in the run is over; `code` is the exit code."""
 

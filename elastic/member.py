@@ -33,7 +33,9 @@ from elastic.control import ControlConnection
 from elastic.core.events import (
     AbortExchange,
     BecomeActive,
+    BecomeExcused,
     BecomeLearner,
+    CarryOver,
     CatchUp,
     Connected,
     CoordinatorSaid,
@@ -58,16 +60,18 @@ from elastic.core.messages import Commit, CoordinatorMessage, Held, IndexRange
 from elastic.desk import Committed, Desk
 from elastic.dialler import Dial, Dialler, NobodyAnswers
 from elastic.digest import Hasher
-from elastic.errors import NotAMember, RunFinished
+from elastic.errors import NotAMember, RoundMissed, RunFinished
 from elastic.learner import Learner
 from elastic.observation import (
     BecameActive,
+    BecameExcused,
     BecameLearner,
     CoordinatorConnected,
     CoordinatorLost,
     Finished,
     Observe,
     RoundCommitted,
+    WorkCarriedOver,
     ignore,
 )
 from elastic.replica import Replica
@@ -86,6 +90,9 @@ _MAX_QUEUED_EFFECTS = 1024
 
 _STORY_LENGTH = 20
 """Events that are told when the machine fails."""
+
+_STANDING = (Phase.ACTIVE, Phase.EXCUSED, Phase.SYNCING)
+"""Phases in which work may count. The desk knows of each peer in SYNCING whether it does."""
 
 UNREACHABLE_EXIT_CODE, REFUSED_EXIT_CODE, TRAINING_EXIT_CODE = 4, 5, 8
 
@@ -176,8 +183,16 @@ class Membership:
 
     @property
     def active_view(self) -> View | None:
-        """The view this peer is an active member of, or None: then it must not train."""
+        """The view in which this peer became active, or None: then it must not train.
+
+        It stays the same object as long as what this peer does counts, through later views and while it is excused.
+        """
         return self._desk.active_view
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether the round goes on without this peer, because it is late. It trains on."""
+        return self._desk.is_excused
 
     async def activated(self) -> View:
         """Wait until this peer is a member and holds the view's state: train from the anchor then.
@@ -193,15 +208,17 @@ class Membership:
         However many views it takes. One call at a time; the payload must not change before it returns.
 
         Raises:
-            NotAMember: the membership ended, or the state moved on: payload and leases are void. Wait for
-                `activated` and start from the anchor.
+            NotAMember: the membership ended: payload and leases are void. Wait for `activated` and start from the
+                anchor.
+            RoundMissed: this peer was late, and the others have committed the step without it. Nothing is lost:
+                leases and work are still its own, and belong into the next round from the state that is held now.
             RunFinished: this peer's part is over.
         """
         held = self._machine.held
-        if self._desk.active_view is None or self._machine.phase is not Phase.ACTIVE:
+        if self._desk.active_view is None or held is None or self._machine.phase not in _STANDING:
             raise NotAMember("this peer is not active")
-        if held is None or held.outer_step != ready.outer_step:
-            raise NotAMember(f"the payload starts from outer step {ready.outer_step}, held is {held}")
+        if held.outer_step != ready.outer_step:
+            raise RoundMissed(ready.outer_step)
         self._round_began = self._clock()
         self._feed(ready)
         return await self._desk.round_outcome()
@@ -327,6 +344,12 @@ class Membership:
                 case BecomeLearner(reason=reason):
                     self._observe(BecameLearner(reason))
                     self._desk.became_learner(reason)
+                case BecomeExcused(view=view):
+                    self._observe(BecameExcused(view))
+                    self._desk.excused()
+                case CarryOver(outer_step=outer_step, held=held):
+                    self._observe(WorkCarriedOver(held))
+                    self._desk.carried_over(outer_step)
                 case TakeLeases(ranges=ranges):
                     self._desk.took_leases(ranges)
                 case Finish():

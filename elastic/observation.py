@@ -77,6 +77,20 @@ class BecameLearner:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class BecameExcused:
+    """This peer is late: the round goes on without it in this view."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class WorkCarriedOver:
+    """A round was committed without this peer's payload, which goes into the next one. `held` is the state now."""
+
+    held: Held
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundStarted:
     """The exchange of a round began here."""
@@ -155,6 +169,8 @@ ElasticEvent = (
     | ViewInstalled
     | BecameActive
     | BecameLearner
+    | BecameExcused
+    | WorkCarriedOver
     | RoundStarted
     | RoundStaged
     | RoundBroke

@@ -14,6 +14,7 @@ from elastic.core.leases import count
 from elastic.core.records import CommitRecord, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
 from elastic.observation import (
     BecameActive,
+    BecameExcused,
     BecameLearner,
     CatchUpEnded,
     CatchUpStarted,
@@ -30,6 +31,7 @@ from elastic.observation import (
     RoundStaged,
     RoundStarted,
     ViewInstalled,
+    WorkCarriedOver,
 )
 from trainer.errors import CheckpointFailed
 from trainer.events import EventLog
@@ -147,6 +149,10 @@ class Chronicle:
                 emit("join", **_view(view))
             case BecameLearner(reason=reason):
                 emit("learner", cause=reason)
+            case BecameExcused(view=view):
+                emit("excused", **_view(view))
+            case WorkCarriedOver(held=held):
+                emit("carried_over", outer_step=held.outer_step)
             case RoundStarted(key=key, weight=weight):
                 emit("round_started", **_key(key), weight=weight)
             case RoundStaged(key=key, digest=digest, seconds=seconds):
@@ -184,6 +190,8 @@ class Chronicle:
             case BecameLearner(reason=reason):
                 board.became_member(is_member=False)
                 log.info("learner cause=%r", reason)
+            case BecameExcused(view=view):
+                log.info("excused epoch=%d outer_step=%d; the others go on", view.epoch, view.outer_step)
             case CatchUpEnded(held=held) if held is not None:
                 board.caught_up(held)
             case RoundAborted():
@@ -196,8 +204,8 @@ class Chronicle:
         match record:
             case Genesis(outer_step=outer_step, digest=digest, next_index=next_index):
                 emit("genesis", outer_step=outer_step, digest=digest.hex(), next_index=next_index)
-            case ViewRecord(view=view, cause=cause):
-                emit("view_decided", **_view(view), cause=cause)
+            case ViewRecord(view=view, cause=cause, excused=excused):
+                emit("view_decided", **_view(view), cause=cause, excused=[ref.peer_id for ref in excused])
             case CommitRecord(key=key, outer_step=outer_step, digest=digest, contributions=contributions, final=final):
                 emit(
                     "commit_decided",

@@ -261,6 +261,12 @@ class MembersSection(_Section):
     """How long a member whose connection broke may take to come back."""
     stall_timeout_s: Annotated[Seconds, Field(gt=0, le=86400)] = 20.0
     """A member that answers but gets nothing done is given at least so long; longer if its steps are slow."""
+    quorum: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """A round goes on without the late ones when this share of the members has handed in; 1: it waits for all."""
+    grace_s: Annotated[Seconds, Field(gt=0, le=86400)] = 5.0
+    """How long it waits for the others then, at least; longer where members are usually further apart."""
+    patience: Annotated[float, Field(ge=0, le=100)] = 0.5
+    """For how many times its own work of a round a slow peer lets the others wait; then it hands in what it has."""
     outage_s: Annotated[Seconds, Field(gt=0, le=30 * 86400)] = 600.0
     """How long a peer looks for a lost coordinator before it gives up with exit code 4."""
     ticket_lifetime_s: Annotated[Seconds, Field(gt=0, le=365 * 86400)] = 7 * 86400.0

@@ -11,7 +11,7 @@ It must not know the network, views or workers.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,10 +32,11 @@ from trainer.threads import in_thread
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Version:
-    """One shared state, whole and hashed. `pins` counts the learners that are being served from it."""
+    """One shared state, whole and hashed. `pins` counts who needs it: learners, and work that began from it."""
 
     state: State
     manifest: StateManifest
+    when_idle: Callable[["Version"], None]
     pins: int = 0
 
     @property
@@ -49,8 +50,10 @@ class Version:
         return chunk_of(whole, chunk, self.manifest.chunk_nbytes)
 
     def release(self) -> None:
-        """The learner is served or gone."""
+        """Give up one pin. The last one gives the buffers back."""
         self.pins -= 1
+        if self.pins == 0:
+            self.when_idle(self)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -124,8 +127,11 @@ class OuterState:
     async def _make_live(self, outer_step: int, state: State) -> Held:
         manifest = await self._describe(outer_step, state)
         self._retire()
-        self._live = Version(state=state, manifest=manifest)
+        self._live = self._version(state, manifest)
         return self._live.held
+
+    def _version(self, state: State, manifest: StateManifest) -> Version:
+        return Version(state=state, manifest=manifest, when_idle=self._recycle)
 
     # -------------------------------------------------------------------------------- one outer step
 
@@ -151,7 +157,7 @@ class OuterState:
             # A round of learners that have not trained yet: nothing moves, the step counts.
             absorbed = await in_thread(self._copy_live, spare)
         manifest = await self._describe(self.live.manifest.outer_step + 1, absorbed.state)
-        self._staged = _Staged(version=Version(state=absorbed.state, manifest=manifest), absorbed=absorbed)
+        self._staged = _Staged(version=self._version(absorbed.state, manifest), absorbed=absorbed)
         return manifest.digest
 
     def install_staged(self, held: Held) -> Absorbed:
@@ -180,8 +186,13 @@ class OuterState:
 
     def _retire(self) -> None:
         old, self._live = self._live, None
-        if old is not None and not old.pins and self._spare is None:
-            self._spare = old.state
+        if old is not None and not old.pins:
+            self._recycle(old)
+
+    def _recycle(self, version: Version) -> None:
+        """Nobody needs this version any more; the next outer step is written over it."""
+        if version is not self._live and self._spare is None:
+            self._spare = version.state
 
     def _copy_live(self, out: State) -> Absorbed:
         for name, tensor in self.live.state.shared.items():
@@ -218,7 +229,7 @@ class OuterState:
         state, self._restoring = self._restoring, None
         self._staged = None
         self._retire()
-        self._live = Version(state=state, manifest=manifest)
+        self._live = self._version(state, manifest)
         return self._live.held
 
     async def replay(self, entry: CommitEntry) -> Held:

@@ -96,6 +96,8 @@ def coordinator_config(
         suspect_silence_s=2.5 * members.heartbeat_interval_s,
         reconnect_grace_s=members.reconnect_grace_s,
         stall_floor_s=members.stall_timeout_s,
+        round_quorum=members.quorum,
+        grace_floor_s=members.grace_s,
     )
 
 

@@ -31,13 +31,16 @@ class Admission:
         self._superseded: deque[tuple[Instant, Held]] = deque(maxlen=MAX_COMMITS_BEHIND)
 
     def at_boundary(self, deviants: Sequence[PeerRef]) -> None:
-        """A commit was just made: leavers and deviants go, learners come in."""
+        """A commit was just made: leavers and deviants go, learners and whoever was excused come in."""
         roster = self._roster
         state = roster.state
         epoch = Epoch(state.epoch + 1)
         evicted = {
             ref: Evicted(epoch=epoch, reason=f"other result at outer step {state.outer_step}") for ref in deviants
         }
+        for ref, reason in roster.overdue().items():
+            roster.counters[f"dropped: {reason}"] += 1
+            evicted[ref] = Evicted(epoch=epoch, reason=reason)
         stays = [item for item in roster.members() if not item.leaving and item.ref not in evicted]
         if state.previous is not None:
             self._superseded.append((roster.now, state.previous))
@@ -45,7 +48,11 @@ class Admission:
         if stays:  # with no member left to replay from, it must hold the state itself
             recent = roster.now - roster.config.admission_lag_s
             enough += [state.previous, *(held for since, held in self._superseded if since >= recent)]
-        into = [session for session in roster.learners() if session.synced is not None and session.synced in enough]
+        into = [
+            session
+            for session in roster.learners()
+            if session.synced is not None and session.synced in enough and session.ref not in evicted
+        ]
         roster.cross_boundary(evicted=evicted, into=into)
 
     def between_commits(self) -> None:
@@ -83,8 +90,11 @@ class Admission:
             self._orphaned_since = None
             step = roster.state.outer_step
             reason = f"nobody who holds outer step {step} came back: found the run anew from a checkpoint"
+            refused = Refused(code=QUORUM_EXIT_CODE, reason=reason)
+            if roster.state.excused:
+                roster.change_view(out=dict.fromkeys(roster.state.excused, refused), cause=reason)
             for session in list(roster.sessions.values()):
-                roster.send(session.ref, Refused(code=QUORUM_EXIT_CODE, reason=reason))
+                roster.send(session.ref, refused)
                 roster.close(session)
 
     def deadlines(self) -> list[Instant]:

@@ -45,6 +45,16 @@ class CoordinatorConfig:
     """A member stalls when it stands still for this many times its own slowest measured interval."""
     stall_initial_s: float = 300.0
     """The stall timeout while nothing is measured yet: the first inner step may compile for minutes."""
+    round_quorum: float = 0.5
+    """A round is closed without the late ones when this share of its members has handed in, and the grace is over."""
+    grace_floor_s: float = 2.0
+    """How long a round with its quorum waits for the others at least."""
+    grace_factor: float = 3.0
+    """It waits for this many times the lateness that is usual, but see `grace_limit`."""
+    grace_limit: float = 1.5
+    """Nor longer than for so many times the work of a round: to wait is to lose the work of those who wait."""
+    grace_initial_s: float = 300.0
+    """The grace while nothing is measured: as `stall_initial_s`."""
     admission_lag_s: float = 2.0
     """A learner may be admitted that is behind by the commits of so many seconds (always by one)."""
     lateness_s: float = 1.0
@@ -66,6 +76,9 @@ class CoordinatorConfig:
         times = [self.heartbeat_timeout_s, self.suspect_silence_s, self.reconnect_grace_s, self.recover_grace_s]
         times += [self.report_window_s, self.stall_floor_s, self.stall_factor, self.stall_initial_s]
         times += [self.admission_lag_s, self.lateness_s, self.resend_interval_s, self.orphan_timeout_s]
+        times += [self.grace_floor_s, self.grace_factor, self.grace_limit, self.grace_initial_s]
+        if not 0.0 < self.round_quorum <= 1.0:
+            raise ValueError("round_quorum must be more than 0 and at most 1")
         if min(times) <= 0:
             raise ValueError("times must be positive")
 

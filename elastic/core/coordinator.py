@@ -76,6 +76,10 @@ class CoordinatorMachine:
         roster = machine._roster
         roster.now = now
         voters = [item.ref for item in state.last_commit.contributions] if state.last_commit is not None else []
+        for ref in state.excused:
+            session = roster.open(ref, "")
+            session.last_heard = session.awaited_until = now + config.recover_grace_s
+            session.excused_at = session.progress
         for member in state.view.members:
             session = roster.open(member.ref, member.address)
             session.last_heard = session.awaited_until = now + config.recover_grace_s
@@ -116,6 +120,8 @@ class CoordinatorMachine:
             deadlines += self._admission.deadlines()
             if self._rounds.judge_at is not None:
                 deadlines.append(self._rounds.judge_at)
+            if (closes_at := self._closes_at()) is not None:
+                deadlines.append(closes_at)
         return min(deadlines, default=None)
 
     def check_invariants(self) -> None:
@@ -125,6 +131,7 @@ class CoordinatorMachine:
         assert len(set(ids)) == len(ids), "a peer is in the view twice"
         assert all(peer_id in ids for peer_id in (*self._rounds.votes, *self._rounds.reports)), "a stranger voted"
         assert [member.ref for member in view.members] == list(self.state.admitted), "membership is told in two ways"
+        assert roster.over or all(ref.peer_id in roster.sessions for ref in self.state.excused), "excused, no session"
         if view.members:
             assert self.state.committed == Held(view.outer_step, view.digest), "the view names another state"
         if view.members and not roster.over:
@@ -165,6 +172,10 @@ class CoordinatorMachine:
         match message:
             case Leave():
                 self._on_leave(session, message)
+            case Join() | Heartbeat() | Synced() | Vote() | RoundFailed() if roster.is_excused(session):
+                self._on_excused(session, message)
+            case LeaseRequest() if roster.is_excused(session):
+                self._on_lease_request(session, message)
             case Join() | Heartbeat() | Synced() if not roster.is_member(session):
                 self._reception.learner(session, message)
             case Vote() | RoundFailed() | LeaseRequest() if not roster.is_member(session):
@@ -185,9 +196,29 @@ class CoordinatorMachine:
             case _:
                 assert_never(message)
 
+    def _on_excused(self, session: Session, message: Join | Heartbeat | Synced | Vote | RoundFailed) -> None:
+        """A late member spoke: it follows the commits, and need not be a learner for that."""
+        roster = self._roster
+        match message:
+            case Heartbeat():
+                self._on_heartbeat(session, message)
+            case Join() | Synced():
+                if message.held is not None and message.held.outer_step <= self.state.outer_step:
+                    session.synced = message.held
+                if isinstance(message, Join):
+                    session.address = message.address
+                    roster.tell(session)
+            case Vote() | RoundFailed():
+                roster.counters["old_round"] += 1
+                roster.tell(session)
+            case _:
+                assert_never(message)
+
     def _on_heartbeat(self, session: Session, beat: Heartbeat) -> None:
         roster, now = self._roster, self._roster.now
         session.beat(beat, now)
+        if beat.ready and beat.epoch >= self.state.epoch and beat.outer_step == self.state.outer_step:
+            session.hands_in(now)
         if beat.epoch >= self.state.epoch:
             session.shows(beat.outer_step, self.state.outer_step, now)
         if beat.epoch >= self.state.epoch and beat.outer_step >= self.state.outer_step:
@@ -206,6 +237,7 @@ class CoordinatorMachine:
             return
         session.behind_since = None
         session.shows(key.outer_step, self.state.outer_step, roster.now)
+        session.hands_in(roster.now)
         match message:
             case Vote():
                 if not self._rounds.vote(peer_id, message):
@@ -218,7 +250,7 @@ class CoordinatorMachine:
     def _on_leave(self, session: Session, message: Leave) -> None:
         roster = self._roster
         goodbye = Goodbye(outer_step=self.state.outer_step)
-        if not roster.is_member(session) or roster.over:
+        if self.state.standing_since(session.ref) is None or roster.over:
             roster.close(session)
             roster.send(session.ref, goodbye)
         elif message.now:
@@ -229,7 +261,8 @@ class CoordinatorMachine:
     def _on_lease_request(self, session: Session, request: LeaseRequest) -> None:
         roster, ref, leases = self._roster, session.ref, self.state.leases
         newest = leases.newest_serial(ref)
-        if request.epoch < self.state.admitted[ref] or request.serial < newest:
+        since = self.state.standing_since(ref)
+        if since is None or request.epoch < since or request.serial < newest:
             roster.counters["old_lease_request"] += 1
             return
         if request.serial > newest:
@@ -253,6 +286,8 @@ class CoordinatorMachine:
         if not self._roster.over:
             self._judge_reports()
             self._decide_round()
+        if not self._roster.over:
+            self._excuse_the_late()
         if not self._roster.over:
             self._admission.between_commits()
             self._admission.found()
@@ -293,6 +328,30 @@ class CoordinatorMachine:
             roster.counters["blamed"] += 1
             roster.drop({blamed: "members could not finish the round with it"})
 
+    def _closes_at(self) -> Instant | None:
+        """When the round goes on without those that have not handed in."""
+        members, late = self._roster.members(), self._late()
+        if not late or len(members) - len(late) < self._roster.quorum:
+            return None
+        ready_at = [session.ready_at for session in members if session.ready_at is not None]
+        # Whoever is excused already counts, or every round could do with half of what the one before had left.
+        return self._roster.grace.closes_at(ready_at, len(members) + len(self.state.excused))
+
+    def _late(self) -> list[Session]:
+        """Who has not handed in. Not who is on its way to the view's state: its own limits are shorter than a round."""
+        return [item for item in self._roster.members() if item.ready_at is None and item.holds_state is not False]
+
+    def _excuse_the_late(self) -> None:
+        """The round has its quorum, and waits no longer for the others: they hand their work in with the next one."""
+        closes_at = self._closes_at()
+        if closes_at is None or self._roster.now < closes_at:
+            return
+        late = self._late()
+        self._roster.counters["excused"] += len(late)
+        names = ", ".join(session.ref.peer_id for session in late)
+        cause = f"goes on without {names}, late by more than {self._roster.grace.window_s:.1f} s"
+        self._roster.change_view(out={}, excuse=late, cause=cause)
+
     def _decide_round(self) -> None:
         if self.state.view.world_size < self._roster.quorum:
             return
@@ -323,6 +382,10 @@ class CoordinatorMachine:
         )
         roster.persist(record)
         self._rounds.committed()
+        ready_at = [session.ready_at for session in members if session.ready_at is not None]
+        roster.grace.learn(ready_at, len(members) + len(state.excused), roster.now)
+        for session in roster.sessions.values():
+            session.ready_at = None
         commit = state.commit_message()
         assert commit is not None, "it was committed just now"
         deviants = [session.ref for session in members if session.ref.peer_id in agreed.deviants]

@@ -201,6 +201,24 @@ class BecomeLearner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BecomeExcused:
+    """This peer is late and the round goes on without it: train on, with payload and leases. Commits are followed."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarryOver:
+    """The round from `outer_step` was committed without this peer's payload: the work goes into the next round.
+
+    `held` is the state now.
+    """
+
+    outer_step: OuterStep
+    held: Held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartExchange:
     """Run the exchange of this round among the view's members, from the kept payload, into staging."""
 
@@ -251,6 +269,8 @@ MemberEffect = (
     | InstallView
     | BecomeActive
     | BecomeLearner
+    | BecomeExcused
+    | CarryOver
     | StartExchange
     | AbortExchange
     | InstallStaged

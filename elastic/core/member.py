@@ -6,10 +6,13 @@ A deterministic machine without IO; `Phase` says where it stands:
        ^                    |                     |                                  |
        +------ Evicted -----+------ Evicted ------+------------- Evicted ------------+      any --> FINISHED
 
+    ACTIVE --NewView without it, but excused--> EXCUSED --NewView with it--> SYNCING or ACTIVE
+
 Rules (elastic/README.md has the reasons):
 * Only who holds exactly the view's outer step and digest is active; anybody else catches up and never votes.
 * A payload is kept until its outcome is known: committed, or this peer itself was evicted. A new view of the same
-  outer step starts its exchange again.
+  outer step starts its exchange again. If its step was committed without it, because this peer was late and excused,
+  it is carried over: the work goes into the next payload.
 * What is staged is installed by a Commit that names its key and digest, or by a view that names its digest.
 * What waits for an answer is said again on one timer, and never because something arrived.
 
@@ -28,7 +31,9 @@ from elastic.core.attempt import Attempt
 from elastic.core.config import MemberConfig
 from elastic.core.events import (
     BecomeActive,
+    BecomeExcused,
     BecomeLearner,
+    CarryOver,
     CatchUpFailed,
     CaughtUp,
     Connected,
@@ -80,6 +85,7 @@ class Phase(enum.Enum):
     LEARNING = "learning"  # welcome, but no member: catches up
     SYNCING = "syncing"  # a member that does not hold the view's state yet
     ACTIVE = "active"  # a member that does
+    EXCUSED = "excused"  # was active, is late, and will be a member again
     FINISHED = "finished"  # its part is over, for good
 
 
@@ -100,6 +106,7 @@ class MemberMachine:
         self._pursuit = Pursuit(me.peer_id, held, config.catch_up_retry_s)
         self._attempt = Attempt()
         self._leases = LeaseDesk()
+        self._standing = False  # what this peer has done since the last commit counts
         # - Leaving
         self._leave: Leave | None = None
         self._leave_by: Instant | None = None
@@ -203,8 +210,9 @@ class MemberMachine:
         if self._phase is Phase.ACTIVE and view is not None:
             assert held == Held(view.outer_step, view.digest), "active from another state"
             assert not self._pursuit.busy, "active while it catches up"
+        assert self._standing or self._phase not in (Phase.ACTIVE, Phase.EXCUSED), "active, and for nothing"
         if attempt.payload is not None:
-            assert self._phase is Phase.ACTIVE, "a payload outside of a membership"
+            assert self._standing, "a payload outside of a membership"
             assert held is not None, "a payload from nowhere"
             assert attempt.payload.outer_step == held.outer_step, "a payload of another step"
         if attempt.key is not None:
@@ -245,12 +253,15 @@ class MemberMachine:
 
     def _heartbeat(self) -> Heartbeat:
         held = self.held
+        is_ready = self._attempt.payload is not None
+        # Who catches up is never blocked: the others must not wait for it without end.
+        at_rest = self._phase in (Phase.ACTIVE, Phase.EXCUSED) and self._pursuit.is_at_rest
         return Heartbeat(
             epoch=self._epoch,
             outer_step=held.outer_step if held is not None else OuterStep(0),
             progress=self._progress,
-            # Who catches up is never blocked: the others must not wait for it without end.
-            blocked=self._phase is Phase.ACTIVE and (self._attempt.payload is not None or self._waits),
+            blocked=at_rest and (is_ready or self._waits),
+            ready=at_rest and is_ready,
         )
 
     def _join(self) -> Join:
@@ -262,7 +273,7 @@ class MemberMachine:
         if self._leave is None:
             if self._phase is Phase.JOINING or (self._phase is Phase.LEARNING and self.held is None):
                 messages.append(self._join())
-            elif self._phase is Phase.LEARNING and self.held is not None:
+            elif self._phase in (Phase.LEARNING, Phase.EXCUSED) and self.held is not None:
                 messages.append(Synced(held=self.held))
         return [message for message in messages if message is not None]
 
@@ -282,7 +293,7 @@ class MemberMachine:
             case Welcome():
                 self._on_welcome(message)
             case NewView():
-                self._on_new_view(message.view)
+                self._on_new_view(message)
             case Commit():
                 self._on_commit(message)
             case Evicted():
@@ -315,23 +326,51 @@ class MemberMachine:
         if welcome.target is not None:
             self._effects += self._pursuit.aim(welcome.target, welcome.donors)
 
-    def _on_new_view(self, view: View) -> None:
-        mine = self._view
+    def _on_new_view(self, message: NewView) -> None:
+        view, mine = message.view, self._view
         if view.epoch < self._epoch or (
             mine is not None and (view.epoch, view.outer_step) <= (mine.epoch, mine.outer_step)
         ):
             self.counters["old_epoch"] += 1
             return
+        if self.me in message.excused:
+            self._on_excused(message)
+            return
         if not view.holds(self.me):
             self._on_evicted(Evicted(epoch=view.epoch, reason="not in the new view"))
             return
         self._epoch = view.epoch
+        if self._leave is not None and not self._leave.now:
+            self._leave_by = None  # there is a commit boundary to wait for
         self._install_if_staged(Held(view.outer_step, view.digest), final=False)
+        self._stop_if_spent(message.contributed)
         if mine is None or view.epoch > mine.epoch:
             self._effects += self._attempt.abort()
             self._effects.append(InstallView(view=view))
         self._view = view
         self._take_part()
+
+    def _stop_if_spent(self, contributed: OuterStep) -> None:
+        """A commit holds this peer's work, and it did not install that: it is overruled, and has nothing to keep."""
+        if self._standing and self.held is not None and contributed > self.held.outer_step:
+            self._stop_training(f"outer step {contributed} was committed with another result than this peer's")
+
+    def _on_excused(self, message: NewView) -> None:
+        """The round goes on without this peer. Said again, it tells of the newest state."""
+        view = message.view
+        state = Held(view.outer_step, view.digest)
+        self._epoch = view.epoch
+        self._install_if_staged(state, final=False)
+        self._stop_if_spent(message.contributed)
+        self._effects += self._attempt.abort()
+        self._view = None
+        if not self._standing:
+            self._phase = Phase.LEARNING  # a coordinator that restarted knows no better: there is nothing to keep
+        elif self._phase is not Phase.EXCUSED:
+            self._phase = Phase.EXCUSED
+            self._effects.append(BecomeExcused(view=view))
+        self._effects += self._pursuit.aim(state, view.members)
+        self._limit_farewell()
 
     def _take_part(self) -> None:
         """In a view: active if its state is held, else on the way to it."""
@@ -342,11 +381,10 @@ class MemberMachine:
             self._pursuit.rest()
             if self._phase is not Phase.ACTIVE:
                 self._phase = Phase.ACTIVE
+                self._standing = True
                 self._effects.append(BecomeActive(view=view))
             self._effects += self._attempt.start(view)
             return
-        if self._phase is Phase.ACTIVE:
-            self._stop_training(f"outer step {view.outer_step} was committed without this peer's result")
         self._phase = Phase.SYNCING
         self._effects += self._pursuit.aim(state, view.members)
 
@@ -359,8 +397,8 @@ class MemberMachine:
                     self._bid_farewell()
         elif commit.final and (self._view is None or made == self.held):
             self._bid_farewell()
-        elif self._view is None and self._phase is Phase.LEARNING:
-            # A learner lives through commits, or it would never arrive.
+        elif self._view is None and self._phase in (Phase.LEARNING, Phase.EXCUSED):
+            # A learner lives through commits, or it would never arrive. So does who is excused.
             self._effects += self._pursuit.aim(made)
 
     def _on_overruled(self, made: Held) -> None:
@@ -371,6 +409,7 @@ class MemberMachine:
         overruled member).
         """
         if self._view is not None:
+            self._stop_training(f"outer step {made.outer_step} was committed with another result than this peer's")
             self._view = msgspec.structs.replace(self._view, outer_step=made.outer_step, digest=made.digest)
             self._take_part()
 
@@ -398,29 +437,39 @@ class MemberMachine:
     # -------------------------------------------------------------------------------- what happens at home
 
     def _on_round_ready(self, payload: RoundReady) -> None:
-        if self._phase is not Phase.ACTIVE or self._final or self.held is None or self._view is None:
+        if not self._standing or self._final or self.held is None:
             self.counters["payload_of_no_member"] += 1
         elif payload.outer_step != self.held.outer_step or self._attempt.payload is not None:
             self.counters["payload_of_another_step"] += 1
         else:
             self._attempt.payload = payload
-            self._effects += self._attempt.start(self._view)
+            if self._view is not None and self._phase is Phase.ACTIVE:
+                self._effects += self._attempt.start(self._view)
+            self._say(self._heartbeat())  # the others' grace for the late begins when the quorum has handed in
 
     def _on_catch_up(self, event: CaughtUp | CatchUpFailed) -> None:
         self._pursuit.ended(event, self._now)
+        self._carry_over()
         if self._view is not None:
             self._take_part()
             return
-        if self._phase is Phase.LEARNING:
+        if self._phase in (Phase.LEARNING, Phase.EXCUSED):
             self._say_outstanding()
         if self._pursuit.target is not None:
             self._effects += self._pursuit.aim(self._pursuit.target)
 
+    def _carry_over(self) -> None:
+        """The state moved on without the payload."""
+        payload, held = self._attempt.payload, self.held
+        if payload is not None and held is not None and payload.outer_step != held.outer_step:
+            self._effects += self._attempt.forget()
+            self._effects.append(CarryOver(outer_step=payload.outer_step, held=held))
+
     def _on_leases_wanted(self, num_samples: int) -> None:
-        if self._view is None:
+        if not self._standing:
             self.counters["leases_wanted_by_learner"] += 1
             return
-        request = self._leases.want(num_samples, self._view.epoch)
+        request = self._leases.want(num_samples, self._epoch)
         if request is not None:
             self._say(request)
 
@@ -439,12 +488,13 @@ class MemberMachine:
     # -------------------------------------------------------------------------------- membership ends
 
     def _stop_training(self, reason: str) -> None:
+        self._standing = False
         self._effects += self._attempt.forget()
         self._leases.forget()
         self._effects.append(BecomeLearner(reason=reason))
 
     def _lose_membership(self, reason: str) -> None:
-        if self._view is not None:
+        if self._view is not None or self._standing:
             self._stop_training(reason)
             self._view = None
         self._limit_farewell()

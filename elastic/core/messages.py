@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from collective.core.types import Epoch, Member, OuterStep, PeerId, RoundKey, View
+from collective.core.types import Epoch, Member, OuterStep, PeerId, PeerRef, RoundKey, View
 
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Natural = Annotated[int, Meta(ge=0, le=2**53)]
@@ -63,15 +63,17 @@ class Join(_Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
-    """Sent every `heartbeat_interval_s`. `progress` grows whenever the peer gets anything done.
+    """Sent every `heartbeat_interval_s`, and when a payload is handed in.
 
-    `blocked` says that the peer waits for others, so that standing still is not its fault.
+    `progress` grows whenever the peer gets anything done. `blocked` says that it waits for others, so that standing
+    still is not its fault; `ready`, that its payload of the round from `outer_step` is handed in.
     """
 
     epoch: Epoch
     outer_step: OuterStep
     progress: Natural
     blocked: bool
+    ready: bool = False
 
 
 class Synced(_Message, frozen=True, kw_only=True):
@@ -137,9 +139,16 @@ class Welcome(_Message, frozen=True, kw_only=True):
 
 
 class NewView(_Message, frozen=True, kw_only=True):
-    """The membership from now on. Work of older epochs is void."""
+    """The membership from now on. Work of older epochs is void.
+
+    The round goes on without the `excused`: they were members and are late. They keep their payload and their leases,
+    follow the commits, and are members again after the next one. `contributed` is the newest outer step that holds
+    work of the addressee: what it has done from an older state than that is spent.
+    """
 
     view: View
+    contributed: OuterStep = OuterStep(0)
+    excused: Annotated[tuple[PeerRef, ...], Meta(max_length=1024)] = ()
 
 
 class Commit(_Message, frozen=True, kw_only=True):

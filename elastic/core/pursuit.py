@@ -28,6 +28,11 @@ class Pursuit:
         self._goal: Held | None = None  # of the catch-up that runs
         self._donors: tuple[Member, ...] = ()
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing newer is known than what is held."""
+        return not self.busy and (self.target is None or self.target == self.held)
+
     def found(self) -> Sequence[MemberEffect]:
         """The coordinator asks for the run's first state."""
         if self.busy or self.held is not None:

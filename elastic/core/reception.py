@@ -70,7 +70,7 @@ class Reception:
             return
         replaced = roster.sessions.get(sender.peer_id)
         session = roster.open(sender, message.address)
-        if replaced is not None and self._roster.state.is_member(replaced.ref):
+        if replaced is not None and self._roster.state.standing_since(replaced.ref) is not None:
             roster.change_view(out={replaced.ref: None}, cause=f"{sender.peer_id} started again")
         if self._note_held(session, message.held):
             roster.welcome(session)

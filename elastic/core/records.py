@@ -24,10 +24,11 @@ class Genesis(_Record, frozen=True, kw_only=True):
 
 
 class ViewRecord(_Record, frozen=True, kw_only=True):
-    """A view was decided. `cause` says why, for people."""
+    """A view was decided. `cause` says why, for people. `excused`: see `NewView`; all of them, also older ones."""
 
     view: View
     cause: str
+    excused: tuple[PeerRef, ...] = ()
 
 
 class Contribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

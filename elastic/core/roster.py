@@ -8,9 +8,10 @@ afterwards. When to use which verb is decided in coordinator.py and admission.py
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from collective.core.types import Epoch, Instant, Member, PeerId, PeerRef, View
+from collective.core.types import Epoch, Instant, Member, OuterStep, PeerId, PeerRef, View
 from elastic.core.config import CoordinatorConfig
 from elastic.core.events import CoordinatorEffect, Persist, SendToPeer
+from elastic.core.grace import Grace
 from elastic.core.messages import CoordinatorMessage, Evicted, Goodbye, NewView, Welcome
 from elastic.core.records import Record, ReleaseRecord, ViewRecord
 from elastic.core.rounds import Rounds
@@ -28,6 +29,7 @@ class Roster:
         self.config = config
         self.state = state
         self.rounds = Rounds()
+        self.grace = Grace(config)
         self.sessions: dict[PeerId, Session] = {}  # in the order they came; the view says who is a member
         self.founder: PeerRef | None = None
         self.halted = False
@@ -58,9 +60,17 @@ class Roster:
         sessions = (self.sessions.get(member.peer_id) for member in self.state.view.members)
         return [session for session in sessions if session is not None and self.is_member(session)]
 
+    def is_excused(self, session: Session) -> bool:
+        """Whether this session is of a late member that the round goes on without."""
+        return self.state.is_excused(session.ref)
+
     def learners(self) -> list[Session]:
-        """Sessions of the learners that can be reached, in the order they came."""
-        return [item for item in self.sessions.values() if not self.is_member(item) and not item.disconnected]
+        """Sessions of whoever may become a member and can be reached: learners, and the excused that woke up."""
+        return [
+            item
+            for item in self.sessions.values()
+            if not self.is_member(item) and not item.disconnected and item.comes_back
+        ]
 
     def donors(self) -> tuple[Member, ...]:
         """Members that hold the committed state, or have it staged."""
@@ -75,10 +85,21 @@ class Roster:
         waiting += [item for item in self.learners() if item.synced is not None and item.synced == self.state.committed]
         result = []
         for session in self.sessions.values():
+            if self.is_excused(session) and self.state.view.world_size >= self.quorum:
+                continue  # it keeps nobody waiting: see `overdue`
             # A member keeps the others waiting if there is a waiting one besides itself.
             others_wait = self.is_member(session) and len(waiting) > (1 if session in waiting else 0)
             for deadline, reason in session.deadlines(self.config, others_wait=others_wait):
                 result.append((deadline, reason, session))
+        return result
+
+    def overdue(self) -> dict[PeerRef, str]:
+        """The excused that are to be given up, and why. At a boundary: in mid-round it would void an exchange."""
+        result: dict[PeerRef, str] = {}
+        for session in filter(self.is_excused, self.sessions.values()):
+            for deadline, reason in session.deadlines(self.config, others_wait=True):
+                if deadline <= self.now:
+                    result.setdefault(session.ref, reason)
         return result
 
     # -------------------------------------------------------------------------------- sessions
@@ -100,7 +121,7 @@ class Roster:
         for ref, reason in lost.items():
             session = self.sessions[ref.peer_id]
             self.counters[f"dropped: {reason}"] += 1
-            if self.is_member(session) and not self.over:
+            if self.state.standing_since(ref) is not None and not self.over:
                 out[ref] = Evicted(epoch=Epoch(self.state.epoch + 1), reason=reason)
             else:
                 self.close(session)
@@ -110,14 +131,23 @@ class Roster:
 
     # -------------------------------------------------------------------------------- views
 
-    def change_view(self, *, out: Departures, into: Sequence[Session] = (), cause: str) -> None:
-        """Journal and announce the next view: without `out`, with `into` at the end."""
+    def change_view(
+        self, *, out: Departures, into: Sequence[Session] = (), excuse: Sequence[Session] = (), cause: str
+    ) -> None:
+        """Journal and announce the next view: without `out`, with `into` at the end. Who is to `excuse` keeps its work.
+
+        Whoever is excused already stays so, unless it is in `out` or `into`.
+        """
         committed, epoch = self.state.committed, Epoch(self.state.epoch + 1)
         assert committed is not None, "a view needs a state"
         out = dict(out)
         for session in into:
             session.admit(holds_state=session.synced == committed, now=self.now)
-        stays = [session for session in self.members() if session.ref not in out]
+        for session in excuse:
+            session.excuse(committed)
+        stays = [session for session in self.members() if session.ref not in out and session not in excuse]
+        absent = [item for item in self.sessions.values() if self.is_excused(item) and item.ref not in out]
+        absent = [*(item for item in absent if item not in into), *excuse]
         if all(session.holds_state is False for session in (*stays, *into)):
             # Everybody is one commit behind and whoever could serve it is gone. As members they would wait for a
             # donor for ever; as learners they wait for any peer that brings the state back.
@@ -127,7 +157,8 @@ class Roster:
         members = [by_ref[session.ref] for session in stays]
         members += [Member(item.ref.peer_id, item.ref.incarnation, item.address) for item in into]
         view = View(epoch=epoch, outer_step=committed.outer_step, digest=committed.digest, members=tuple(members))
-        self.persist(ViewRecord(view=view, cause=cause[:500]))
+        excused = tuple(session.ref for session in absent)
+        self.persist(ViewRecord(view=view, cause=cause[:500], excused=excused))
         self.release_leases_of_strangers()
         self.rounds.void()
         for ref, message in out.items():
@@ -136,9 +167,9 @@ class Roster:
                 self.close(gone)
             if message is not None:
                 self.send(ref, message)
-        for session in (*stays, *into):
+        for session in (*stays, *into, *absent):
             self.expect_news(session)
-            self.send(session.ref, NewView(view=view))
+            self.send(session.ref, self.newest_view(session.ref))
 
     def cross_boundary(self, *, evicted: Departures, into: Sequence[Session]) -> None:
         """Change the view between two rounds: who wants to leave goes, these come in. No change, no view."""
@@ -155,7 +186,7 @@ class Roster:
         """Free what former members own. Also repairs a journal that was cut between a view and its releases."""
         leases = self.state.leases
         for ref in leases.owners():
-            if not self.state.is_member(ref):
+            if self.state.standing_since(ref) is None:
                 self.persist(ReleaseRecord(ref=ref, epoch=self.state.epoch, ranges=leases.owned_by(ref)))
 
     # -------------------------------------------------------------------------------- telling
@@ -173,7 +204,12 @@ class Roster:
         if commit is not None and commit.key.epoch == self.state.epoch:
             self.send(session.ref, commit)
         if not self.state.final:
-            self.send(session.ref, NewView(view=self.state.view))
+            self.send(session.ref, self.newest_view(session.ref))
+
+    def newest_view(self, ref: PeerRef) -> NewView:
+        """The view as this peer is told it."""
+        contributed = self.state.contributed.get(ref, OuterStep(0))
+        return NewView(view=self.state.view, excused=tuple(self.state.excused), contributed=contributed)
 
     def welcome(self, session: Session) -> None:
         """Tell a learner what to catch up with and from whom, or that it is to found the run."""

@@ -5,7 +5,7 @@ applies the same records again. So what a restart knows is, by construction, wha
 Knows nothing of connections, votes or time: those die with the process and may.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import assert_never
 
 import msgspec
@@ -34,6 +34,10 @@ class RunState:
         self.previous: Held | None = None
         self.last_commit: CommitRecord | None = None
         self.admitted: dict[PeerRef, Epoch] = {}
+        self.excused: dict[PeerRef, Epoch] = {}
+        """Late members that the round goes on without, with the epoch of their admission."""
+        self.contributed: dict[PeerRef, OuterStep] = {}
+        """The newest outer step that holds work of this member or excused peer."""
         self.departed: dict[PeerId, Departure] = {}
         self.leases = LeaseLedger()
 
@@ -64,6 +68,14 @@ class RunState:
         """Whether exactly this start of the peer is in the newest view."""
         return ref in self.admitted
 
+    def is_excused(self, ref: PeerRef) -> bool:
+        """Whether this start of the peer is late, and the round goes on without it."""
+        return ref in self.excused
+
+    def standing_since(self, ref: PeerRef) -> Epoch | None:
+        """Since which epoch what this peer does counts, as a member or excused; None if it does not."""
+        return self.admitted.get(ref, self.excused.get(ref))
+
     def commit_message(self) -> Commit | None:
         """The newest commit as it is told to peers."""
         record = self.last_commit
@@ -87,8 +99,8 @@ class RunState:
                 self.committed = Held(record.outer_step, record.digest)
                 self.leases = LeaseLedger(record.next_index, record.returned)
                 self.view = msgspec.structs.replace(BLANK_VIEW, outer_step=record.outer_step, digest=record.digest)
-            case ViewRecord(view=view):
-                self._apply_view(view)
+            case ViewRecord(view=view, excused=excused):
+                self._apply_view(view, excused)
             case CommitRecord():
                 self._apply_commit(record)
             case LeaseRecord():
@@ -98,15 +110,17 @@ class RunState:
             case _:
                 assert_never(record)
 
-    def _apply_view(self, view: View) -> None:
+    def _apply_view(self, view: View, excused: Collection[PeerRef]) -> None:
         assert view.epoch > self.view.epoch, "epochs only grow (I8)"
         assert self.committed == Held(view.outer_step, view.digest), "a view names the committed state"
-        for member in self.view.members:
-            if not view.holds(member.ref):
-                self.departed[member.peer_id] = Departure(member.incarnation, view.epoch)
-                self.admitted.pop(member.ref, None)
-        for member in view.members:
-            self.admitted.setdefault(member.ref, view.epoch)
+        standing = self.admitted | self.excused
+        self.admitted = {member.ref: standing.get(member.ref, view.epoch) for member in view.members}
+        assert all(ref in standing and ref not in self.admitted for ref in excused), "only members are excused"
+        self.excused = {ref: standing[ref] for ref in excused}
+        for ref in standing:
+            if self.standing_since(ref) is None:
+                self.contributed.pop(ref, None)
+                self.departed[ref.peer_id] = Departure(ref.incarnation, view.epoch)
         self.view = view
 
     def _apply_commit(self, record: CommitRecord) -> None:
@@ -117,6 +131,7 @@ class RunState:
         assert record.previous == self.committed.digest, "commits form a chain (I1)"
         for item in record.contributions:
             self.leases.consume(item.ref, item.consumed)
+            self.contributed[item.ref] = record.outer_step
         self.previous = self.committed
         self.committed = Held(record.outer_step, record.digest)
         self.last_commit = record

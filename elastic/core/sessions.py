@@ -40,6 +40,25 @@ class Session:
     slowest_s: float | None = None
     """Its slowest recent interval between two signs of progress, as seen through heartbeats."""
     blocked: bool = False
+    ready_at: Instant | None = None
+    """When it was first heard to have handed in for the round in progress."""
+    excused_at: int | None = None
+    """Its progress when it was excused; None if it is not."""
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether it may be a member (again): an excused peer that stands still would only be late once more."""
+        return self.excused_at is None or self.ready_at is not None or self.progress > self.excused_at
+
+    def hands_in(self, now: Instant) -> None:
+        """Its payload of the round in progress is ready."""
+        if self.ready_at is None:
+            self.ready_at = now
+
+    def excuse(self, held: Held) -> None:
+        """The round goes on without it. It holds the state that the round starts from."""
+        self.excused_at = self.progress
+        self.synced = held
 
     def heard(self, now: Instant) -> None:
         """Anything arrived from it."""
@@ -71,6 +90,7 @@ class Session:
         self.holds_state = holds_state
         self.progressed_at = now
         self.slowest_s = None
+        self.excused_at = None
 
     def shows(self, held: OuterStep, needed: OuterStep, now: Instant) -> None:
         """It says which outer step it holds. Who once held the view's state does not lose it."""

@@ -4,11 +4,13 @@ The checkers see what the nodes do (install, stage, make payloads, end) and what
 keep their own, deliberately simple books and never ask a machine whether it is right.
 """
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from collective.core.types import PeerRef, RoundKey, View
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import Finish, InstallStaged
+from elastic.core.leases import without
 from elastic.core.member import Phase
 from elastic.core.messages import Commit, CoordinatorMessage, Held, LeaseGrant, NewView, Welcome
 from elastic.core.records import CommitRecord, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
@@ -134,20 +136,38 @@ class Contributions:
         self._staged: dict[RoundKey, dict[PeerRef, tuple[Held, Result, bool]]] = {}
         self._committed: dict[str, RoundKey] = {}
         self._evictions: dict[PeerRef, int] = {}  # newest epoch that dropped it
+        self._standing: set[PeerRef] = set()
+        self._late: dict[PeerRef, Payload] = {}
+        self._carried: set[str] = set()
 
     def made(self, node: "PeerNode", payload: Payload) -> None:
         lost = self._open.get(node.ref)
         demand(lost is None, "I6", f"{name(node.ref)} replaced a payload whose outcome is not known")
+        late = self._late.pop(node.ref, None)
+        if late is not None:
+            ranges = without(late.consumed, payload.consumed)
+            demand(not ranges, "I6", f"late work of {name(node.ref)} is missing in its next payload")
+            demand(payload.weight > late.weight, "I6", f"late work of {name(node.ref)} has no weight")
         self._payloads[payload.name] = payload
         self._open[node.ref] = payload
+
+    def carried_over(self, node: "PeerNode") -> None:
+        """Its payload came too late: it must be in the next one, and never be committed by itself."""
+        payload = self._open.pop(node.ref, None)
+        demand(payload is not None, "I6", f"{name(node.ref)} carries over what it has not made")
+        assert payload is not None
+        demand(payload.name not in self._committed, "I3", f"{name(node.ref)} carries over committed work")
+        self._late[node.ref] = payload
+        self._carried.add(payload.name)
 
     def staged(self, node: "PeerNode", key: RoundKey, made: State, result: Result, *, flawed: bool) -> None:
         self._staged.setdefault(key, {})[node.ref] = (made.held, result, flawed)
 
-    def view_decided(self, view: View, before: View | None) -> None:
-        for member in before.members if before is not None else ():
-            if not view.holds(member.ref):
-                self._evictions[member.ref] = view.epoch
+    def view_decided(self, view: View, excused: Collection[PeerRef]) -> None:
+        standing = {member.ref for member in view.members} | set(excused)
+        for ref in self._standing - standing:
+            self._evictions[ref] = view.epoch
+        self._standing = standing
 
     def committed(self, record: CommitRecord, view: View) -> None:
         refs = {member.ref for member in view.members}
@@ -169,6 +189,7 @@ class Contributions:
                 demand(payload.outer_step == record.key.outer_step, "I2", f"{share_name} is work from another anchor")
                 first = self._committed.setdefault(share_name, record.key)
                 demand(first == record.key, "I3", f"{share_name} was applied twice")
+                demand(share_name not in self._carried, "I3", f"{share_name} is in another payload by now")
         for item in record.contributions:
             demand(
                 item.consumed == payloads[item.ref].consumed,
@@ -185,13 +206,14 @@ class Contributions:
 
     def given_up(self, node: "PeerNode", epoch: int) -> None:
         """The peer forgets its payload: only its own eviction is a reason."""
-        payload = self._open.pop(node.ref, None)
+        payload = self._open.pop(node.ref, None) or self._late.pop(node.ref, None)
         if payload is not None:
             evicted = self._evictions.get(node.ref, -1) > epoch or payload.name in self._committed
             demand(evicted, "I6", f"{name(node.ref)} lost its work in epoch {epoch} without being evicted")
 
     def gone(self, ref: PeerRef) -> None:
         self._open.pop(ref, None)
+        self._late.pop(ref, None)
 
 
 class Leases:
@@ -202,8 +224,8 @@ class Leases:
         self._consumed: set[int] = set()
         self._members: set[PeerRef] = set()
 
-    def view_decided(self, view: View) -> None:
-        self._members = {member.ref for member in view.members}
+    def view_decided(self, view: View, excused: Collection[PeerRef]) -> None:
+        self._members = {member.ref for member in view.members} | set(excused)
 
     def granted(self, record: LeaseRecord) -> None:
         demand(record.ref in self._members, "I7", f"leases for {name(record.ref)}, who is no member")
@@ -285,10 +307,10 @@ class Checkers:
         before = views[-1] if views else None
         self.history.persisted(record, self._sim.world.now)
         match record:
-            case ViewRecord(view=view):
+            case ViewRecord(view=view, excused=excused):
                 self._sim.world.say("view", view.epoch, [name(member.ref) for member in view.members], record.cause)
-                self._work.view_decided(view, before)
-                self._leases.view_decided(view)
+                self._work.view_decided(view, excused)
+                self._leases.view_decided(view, excused)
                 self._admissions.view_decided(view, before)
             case CommitRecord():
                 self._sim.world.say("commit", record.key, record.digest.hex()[:6])
@@ -341,6 +363,9 @@ class Checkers:
 
     def payload_made(self, node: "PeerNode", payload: Payload) -> None:
         self._work.made(node, payload)
+
+    def carried_over(self, node: "PeerNode") -> None:
+        self._work.carried_over(node)
 
     def staged(self, node: "PeerNode", key: RoundKey, made: State, result: Result, *, flawed: bool) -> None:
         self._work.staged(node, key, made, result, flawed=flawed)

@@ -24,7 +24,7 @@ from elastic.core.events import (
     SendToPeer,
 )
 from elastic.core.member import MemberMachine
-from elastic.core.messages import Evicted, Held, Join, RoundFailed, Vote
+from elastic.core.messages import Evicted, Held, Join, NewView, RoundFailed, Vote
 from elastic.core.reception import Reception
 from elastic.core.records import Record
 from elastic.core.rounds import Agreed, Rounds, Split
@@ -47,17 +47,18 @@ class InstallsWithoutCommit(MemberMachine):
 
 
 class ForgetsItsPayload(MemberMachine):
-    def _on_new_view(self, view: View) -> None:
+    def _on_new_view(self, message: NewView) -> None:
+        view = message.view
         if self._view is not None and view.epoch > self._view.epoch and self._attempt.staged is None:
             had_payload = self._attempt.payload is not None
             self._effects += self._attempt.forget()
-            super()._on_new_view(view)
+            super()._on_new_view(message)
             if had_payload and self._view is not None:
                 self._stop_training("starts over in the new view")
                 self._phase = type(self._phase).SYNCING
                 self._take_part()
         else:
-            super()._on_new_view(view)
+            super()._on_new_view(message)
 
 
 # ------------------------------------------------------------------------ coordinators

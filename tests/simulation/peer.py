@@ -13,7 +13,9 @@ from elastic.core.config import MemberConfig
 from elastic.core.events import (
     AbortExchange,
     BecomeActive,
+    BecomeExcused,
     BecomeLearner,
+    CarryOver,
     CatchUp,
     CaughtUp,
     CoordinatorSaid,
@@ -94,6 +96,7 @@ class PeerNode:
         self.staged = self.exchange = None
         self.gate = self.sim.parts.gate(self._on_frame)
         self.payload: Payload | None = None
+        self.carried: Payload | None = None  # its round was committed without it
         self._leases: tuple[IndexRange, ...] = ()
         self._serial = 0
         self.progress = 0
@@ -217,11 +220,20 @@ class PeerNode:
                 self.gate.fence = Fence.of(view)
             case BecomeActive(view=view):
                 checkers.became_active(self, view)
+                if self.payload is None and not self._training:
+                    self._train()
+            case BecomeExcused(view=view):
+                self.sim.world.say(self.peer_id, "is excused in view", view.epoch)
+            case CarryOver(outer_step=outer_step):
+                assert self.payload is not None
+                assert self.payload.outer_step == outer_step
+                checkers.carried_over(self)
+                self.carried, self.payload = self.payload, None
                 self._train()
             case BecomeLearner(reason=reason):
                 self.sim.world.say(self.peer_id, "becomes learner:", reason)
                 checkers.became_learner(self)
-                self.payload = None
+                self.payload = self.carried = None
                 self.exchange = self.staged = None
                 self._training = 0
                 self._leases = ()
@@ -297,8 +309,12 @@ class PeerNode:
         self._leases = tuple(rest)
         step = self.state.held.outer_step
         weight = float(self.sim.options.samples_per_round)
+        if self.carried is not None:
+            weight += self.carried.weight
+            taken = list(merged((*self.carried.consumed, *taken)))
         self.payload = Payload(self.ref, self._serial, step, weight, tuple(taken))
         self.sim.checkers.payload_made(self, self.payload)
+        self.carried = None
         self.feed(
             RoundReady(
                 outer_step=step,

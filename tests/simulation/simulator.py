@@ -72,6 +72,8 @@ class Simulator:
             stall_initial_s=6.0,
             recover_grace_s=3.0,
             orphan_timeout_s=ORPHAN_TIMEOUT_S,
+            grace_floor_s=0.5,
+            grace_initial_s=6.0,
         )
         self.network = Network(self.world, self.options)
         self.network.on_keepalive.append(self._on_keepalive)

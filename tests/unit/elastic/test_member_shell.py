@@ -8,7 +8,7 @@ from collective.transport import FrameType, HelloReply, Listener, Purpose
 from elastic.core.events import RoundReady
 from elastic.core.records import CommitRecord, ViewRecord
 from elastic.digest import Hasher
-from elastic.errors import JournalUnwritable, NotAMember, RunFinished
+from elastic.errors import JournalUnwritable, RoundMissed, RunFinished
 from elastic.journal import Journal
 from elastic.observation import BecameLearner, CatchUpEnded, CoordinatorConnected, CoordinatorLost, RoundStaged
 from tests.unit.elastic.harness import CHUNK_NBYTES, RUN_ID, DonorPeer, listening, peer_id, until
@@ -383,12 +383,12 @@ async def test_heartbeats_go_on_while_an_installation_takes_long(path, hasher):
     assert [peer.lost for peer in peers] == [[], []]
 
 
-async def test_payload_of_another_step_is_refused_at_once(path, hasher):
+async def test_payload_of_an_older_step_belongs_to_the_next_round(path, hasher):
     async with running(CoordinatorHost(path), hasher) as run:
         peer = run.peer(1)
         step = await run.gather(peer)
         ready = RoundReady(outer_step=step - 1, fragment=0, weight=1.0, num_tokens=1, consumed=())
-        with pytest.raises(NotAMember, match="starts from outer step"):
+        with pytest.raises(RoundMissed, match=f"outer step {step - 1}"):
             await peer.membership.commit_round(ready)
 
 

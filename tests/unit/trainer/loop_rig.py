@@ -22,7 +22,7 @@ from elastic.core.leases import LeaseLedger, count
 from elastic.core.messages import DataPosition, Held, IndexRange
 from elastic.desk import Committed
 from elastic.digest import Hasher
-from elastic.errors import NotAMember, RunFinished
+from elastic.errors import NotAMember, RoundMissed, RunFinished
 from optim.diloco import DiLoCo
 from optim.outer import Absorbed
 from tests.unit.trainer.rig import outer_state
@@ -45,6 +45,7 @@ class Happening(enum.Enum):
     RETURN = "return"
     BLINK = "blink"  # out and in again before anybody could look
     BLINK_WITH_COMMITS = "blink with commits"  # and the others went on meanwhile
+    MISSED_ROUND = "missed round"  # it is late: the others went on without it, and what it did still counts
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,9 @@ class Pool:
 class Rig:
     """Membership, coordinator and everything around one training loop."""
 
-    def __init__(self, hasher: Hasher, script: Iterable[Happening] = (), *, outer_steps: int = 3) -> None:
+    def __init__(
+        self, hasher: Hasher, script: Iterable[Happening] = (), *, outer_steps: int = 3, patience: float = 1e9
+    ) -> None:
         self.outer_steps = outer_steps
         self.script = deque(script)
         self.outer = self._outer()
@@ -133,6 +136,7 @@ class Rig:
             feed=self.feed,
             batch_size=BATCH,
             others_wait=lambda: self.others_wait,
+            patience=patience,
             on_round=self._on_round,
             on_inner_step=lambda *_: None,
             on_blocked=self.blocked.append,
@@ -190,6 +194,9 @@ class Rig:
                 await self.others_commit()
                 await self.others_commit()
                 self.admit()
+            case Happening.MISSED_ROUND:
+                if self.active_view is not None:
+                    await self.others_commit()
             case Happening.NOTHING:
                 pass
 
@@ -246,12 +253,14 @@ class Rig:
         if view is None:
             raise NotAMember("not active")
         if self.state.held().outer_step != ready.outer_step:
-            raise NotAMember("another step")
+            raise RoundMissed(ready.outer_step)
         payload = self.mailbox.clone()
         await self.wait()
         async with self._changing:
             if stint != self._stint or self.active_view is None:
                 raise NotAMember("evicted")
+            if self.state.held().outer_step != ready.outer_step:
+                raise RoundMissed(ready.outer_step)
             assert torch.equal(payload, self.mailbox), "the payload changed before its outcome was known"
             self._audit(ready)
             committed = await self._install(payload, final=ready.outer_step + 1 >= self.outer_steps, view=view)

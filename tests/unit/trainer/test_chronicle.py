@@ -12,6 +12,7 @@ from elastic.core.messages import DataPosition, Held, IndexRange
 from elastic.core.records import CommitRecord, Contribution, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
 from elastic.observation import (
     BecameActive,
+    BecameExcused,
     BecameLearner,
     CatchUpEnded,
     CatchUpStarted,
@@ -28,6 +29,7 @@ from elastic.observation import (
     RoundStaged,
     RoundStarted,
     ViewInstalled,
+    WorkCarriedOver,
 )
 from trainer.chronicle import Chronicle
 from trainer.config import Config
@@ -74,6 +76,8 @@ STORY: tuple[ElasticEvent, ...] = (
     RoundAborted(KEY),
     RoundStaged(key=KEY, digest=DIGEST, seconds=0.5),
     RoundCommitted(key=KEY, held=HELD, final=True, seconds=1.5),
+    BecameExcused(VIEW),
+    WorkCarriedOver(HELD),
     BecameLearner("put out"),
     CatchUpStarted(target=HELD, num_donors=1),
     CatchUpEnded(held=None, cause="no donor", nbytes=0, seconds=0.1),
@@ -141,7 +145,7 @@ def test_every_observation_is_one_line_in_the_order_of_the_story(desk: Desk) -> 
     lines = desk.lines()
     assert [line["event"] for line in lines] == [
         "coordinator_connected", "peer_connected", "view", "view", "join", "round_started", "fault", "round_aborted",
-        "vote", "commit", "learner", "catch_up_started", "catch_up", "catch_up", "fault", "fault", "leave",
+        "vote", "commit", "excused", "carried_over", "learner", "catch_up_started", "catch_up", "catch_up", "fault", "fault", "leave",
     ]  # fmt: skip
     assert {type(event) for event in STORY} == set(ElasticEvent.__args__) - {RecordWritten}
 

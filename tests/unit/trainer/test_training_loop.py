@@ -78,6 +78,29 @@ async def test_work_of_a_lost_membership_is_never_handed_in_after_the_next(
     rig.audit_the_end()
 
 
+@pytest.mark.parametrize("place", range(30))
+@pytest.mark.parametrize("times", [1, 2])
+async def test_work_of_a_missed_round_is_in_the_next_payload_and_undoes_nothing(
+    hasher: Hasher, place: int, times: int
+) -> None:
+    rig = Rig(hasher, [NOTHING] * place + [Happening.MISSED_ROUND] * times, outer_steps=5)
+    await rig.run()
+    rig.audit_the_end()  # each payload is exactly the work on the samples that its vote names
+    samples = [index for commit in rig.commits for index in commit.samples]
+    assert samples == list(range(len(samples))), "no sample of a missed round is lost, or trained twice"
+    assert sum(commit.num_tokens for commit in rig.commits) == len(samples)
+
+
+async def test_who_keeps_the_others_waiting_for_long_hands_in_what_it_has(hasher: Hasher) -> None:
+    rig = Rig(hasher, outer_steps=3, patience=0.0)
+    rig.others_wait = True
+    await rig.run()
+    rig.audit_the_end()
+    first, *later = [len(commit.samples) for commit in rig.commits]
+    assert first == INNER_STEPS * BATCH, "nothing is measured before the first round"
+    assert all(BATCH <= num_samples < INNER_STEPS * BATCH for num_samples in later)
+
+
 async def test_samples_of_a_lost_membership_are_trained_again_by_whoever_gets_them(hasher: Hasher) -> None:
     rig = Rig(hasher, [NOTHING] * 6 + [Happening.EVICTION], outer_steps=2)
     await rig.run()

@@ -1,0 +1,57 @@
+"""How long a round that has its quorum waits for the others.
+
+The grace follows what was measured: some times the lateness that is usual in this run, never less than a floor and
+never more than a round's own work takes, because whoever waits loses that. Before the first round nothing is measured,
+and the first inner step may compile for minutes. Hivemind and Psyche wait for a constant.
+
+Rules: lateness counts from the member that makes the quorum. Only rounds that were committed teach anything. Knows no
+peers and decides nothing.
+"""
+
+import math
+from collections.abc import Collection
+
+from collective.core.types import Instant
+from elastic.core.config import CoordinatorConfig
+
+_MEMORY = 0.9
+"""What is usual fades by this factor with every round that was quicker."""
+
+
+class Grace:
+    """Measures rounds, and says when the next one has waited long enough."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._config = config
+        self._lateness_s: float | None = None
+        self._round_s = 0.0
+        self._began: Instant | None = None
+
+    def quorum_of(self, world_size: int) -> int:
+        """How many members must have handed in before the others can be late."""
+        return max(1, self._config.min_peers, math.ceil(self._config.round_quorum * world_size))
+
+    @property
+    def window_s(self) -> float:
+        """How long a round waits for the others once it has its quorum."""
+        config = self._config
+        if self._lateness_s is None:
+            return config.grace_initial_s
+        usual_s = config.grace_factor * self._lateness_s
+        return max(config.grace_floor_s, min(usual_s, config.grace_limit * self._round_s))
+
+    def closes_at(self, ready_at: Collection[Instant], world_size: int) -> Instant | None:
+        """When the round goes on without whoever is not ready; None while the quorum is not there."""
+        quorum = self.quorum_of(world_size)
+        if not quorum <= len(ready_at) < world_size:
+            return None
+        return sorted(ready_at)[quorum - 1] + self.window_s
+
+    def learn(self, ready_at: Collection[Instant], world_size: int, now: Instant) -> None:
+        """A round was committed whose members handed in at these instants."""
+        quorum = self.quorum_of(world_size)
+        if self._began is not None and len(ready_at) >= quorum:
+            times = sorted(ready_at)
+            self._lateness_s = max(times[-1] - times[quorum - 1], _MEMORY * (self._lateness_s or 0.0))
+            self._round_s = max(times[quorum - 1] - self._began, _MEMORY * self._round_s)
+        self._began = now
