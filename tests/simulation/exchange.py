@@ -188,7 +188,7 @@ class Exchange:
         suspects: tuple[PeerId, ...] = (),
     ) -> None:
         frame = Frame(self.node.ref, self.key, kind, chunk, value, suspects)
-        self.node.sim.send_frame(self.node, to, frame)
+        self.node.sim.bulk.send_frame(self.node, to, frame)
 
 
 def routes_of(plan: str, world_size: int) -> tuple[Route, ...]:

@@ -87,13 +87,13 @@ class FaultInjector:
     def break_link(self) -> None:
         one, other = self._somebody(), self._somebody()
         if one is not None and other is not None and one is not other:
-            self.sim.break_link(one, other)
+            self.sim.bulk.break_link(one, other)
 
     def reset_connection(self) -> None:
         node = self._somebody()
         if node is not None:
             self.sim.world.say("control connection of", node.peer_id, "is reset")
-            self.sim.break_connection(node)
+            self.sim.control.break_connection(node)
 
     def cut(self) -> None:
         """Between two sites, in one or both directions, or around one site."""

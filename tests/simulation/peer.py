@@ -4,8 +4,7 @@ A `PeerNode` is a site; each start of its process has a fresh machine, and every
 crash. Effects are carried out in list order. While it is paused (SIGSTOP), whatever happens to it waits.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from collective.core.fence import Fence
 from collective.core.types import Incarnation, PeerId, PeerRef, RoundKey, View
@@ -37,6 +36,7 @@ from elastic.core.leases import count, merged
 from elastic.core.member import MemberMachine
 from elastic.core.messages import CoordinatorMessage, Held, IndexRange
 from tests.simulation.exchange import Exchange, Frame
+from tests.simulation.process import Process
 from tests.simulation.symbols import Payload, Result, State, first_state
 from tests.simulation.transfer import Transfer
 
@@ -47,16 +47,14 @@ if TYPE_CHECKING:
 PROGRESS_S = 0.25
 
 
-class PeerNode:
+class PeerNode(Process):
     """One site."""
 
     def __init__(self, sim: "Simulator", peer_id: str) -> None:
+        super().__init__(sim.world, peer_id)
         self.sim = sim
         self.peer_id = PeerId(peer_id)
         self.incarnation = 0
-        self.start_number = 0  # as a token: what belonged to an older start never happens
-        self.alive = False
-        self.paused_until = 0.0
         self.hung = False  # the trainer stands still, the daemon goes on
         self.died_silently = False  # nobody answers in its place
         self.flawed_step = -1  # in this round it computes other bits than the rest
@@ -67,7 +65,6 @@ class PeerNode:
         self.state: State | None = None
         self.staged: tuple[RoundKey, State, Result] | None = None
         self.exchange: Exchange | None = None
-        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     @property
     def ref(self) -> PeerRef:
@@ -84,12 +81,10 @@ class PeerNode:
         """A new process, with what is on the disk."""
         if self.alive:
             return
+        self.born()
         self.incarnation += 1
-        self.start_number += 1
-        self.alive, self.exit, self.hung, self.died_silently = True, None, False, False
+        self.exit, self.hung, self.died_silently = None, False, False
         self.connection = None
-        self._backlog = []
-        self.paused_until = 0.0
         self.state = self.disk
         self.staged = self.exchange = None
         self.gate = self.sim.parts.gate(self._on_frame)
@@ -108,7 +103,7 @@ class PeerNode:
         self.machine = self.sim.parts.member(config, self.ref, f"{self.peer_id}:1", manifest, held)
         self.sim.world.say(self.peer_id, "starts as", self.incarnation, "with", short(held))
         self.sim.checkers.started(self)
-        self.sim.dial(self)
+        self.sim.control.dial(self)
 
     def stop(self, why: str) -> None:
         """The process is gone, with everything but the disk."""
@@ -116,45 +111,16 @@ class PeerNode:
             return
         self.sim.world.say(self.peer_id, why)
         self.sim.checkers.stopped(self)
-        self.alive = False
-        self.start_number += 1
+        self.gone()
         self.machine = None
         self.state = self.staged = self.exchange = None
-        self.paused_until = 0.0
 
     def crash(self, *, silently: bool) -> None:
         """Killed (its host answers for it), or its whole machine is gone (nobody does)."""
         if self.alive:
-            self.sim.peer_died(self, silently=silently)
+            self.sim.control.peer_died(self, silently=silently)
             self.died_silently = silently
             self.stop("crashes silently" if silently else "crashes")
-
-    def pause(self, duration_s: float) -> None:
-        self.paused_until = max(self.paused_until, self.sim.world.now + duration_s)
-        self.sim.world.say(self.peer_id, f"paused for {duration_s:.2f}")
-        self.sim.world.after(duration_s, f"resume {self.peer_id}", self.resume)
-
-    def resume(self, *, now: bool = False) -> None:
-        if now:
-            self.paused_until = 0.0
-        if self.sim.world.now < self.paused_until:
-            return
-        backlog, self._backlog = self._backlog, []
-        for action, args in backlog:
-            self.run(self.start_number, action, *args)
-
-    def run(self, start: int, action: Callable[..., None], *args: Any) -> None:
-        """Do something in this process, if it is still the same one; later, if it is paused."""
-        if start != self.start_number or not self.alive:
-            return
-        if self.sim.world.now < self.paused_until:
-            self._backlog.append((action, args))
-            return
-        action(*args)
-
-    def later(self, delay_s: float, label: str, action: Callable[..., None], *args: Any) -> None:
-        """A timer of this process."""
-        self.sim.world.after(delay_s, f"{label} {self.peer_id}", self.run, self.start_number, action, *args)
 
     def on_told(self, connection: "ControlConnection", message: CoordinatorMessage) -> None:
         if connection.up_at_peer:
@@ -205,7 +171,7 @@ class PeerNode:
         checkers = self.sim.checkers
         match effect:
             case SendToCoordinator(message=message):
-                self.sim.send_to_coordinator(self, message)
+                self.sim.control.send_to_coordinator(self, message)
             case FoundState():
                 self.later(self.sim.world.rng.uniform(0.1, 1.0), "found", self._found)
             case CatchUp():
@@ -247,7 +213,7 @@ class PeerNode:
         if self.state is not None and self.sim.options.checkpoint_every:
             self.disk = self.state
         self.sim.checkers.finished(self, effect)
-        self.sim.hang_up(self)
+        self.sim.control.hang_up(self)
         self.stop("is over")
 
     # ------------------------------------------------------------------------ training
@@ -354,13 +320,6 @@ class PeerNode:
         self.exchange = self.staged = None
         if not effect.final:
             self._train()
-
-    def _hold(self, state: State) -> None:
-        self.state = state
-        self.progress += 1
-        every = self.sim.options.checkpoint_every
-        if every and state.held.outer_step % every == 0:
-            self.disk = state
 
     def hold(self, state: State) -> None:
         """This is the shared state now."""

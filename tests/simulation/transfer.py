@@ -33,7 +33,7 @@ class Transfer:
             return
         self._moved_at = self.node.sim.world.now
         donor = self.order.donors[self._attempt].ref
-        self.node.sim.ask_for_state(self.node, donor, self, self._attempt)
+        self.node.sim.bulk.ask_for_state(self.node, donor, self, self._attempt)
         self.node.later(DONOR_PATIENCE_S, "patience", self._lose_patience, self._attempt)
 
     def on_offer(self, donor: PeerRef, state: State | None, attempt: int) -> None:
@@ -52,7 +52,7 @@ class Transfer:
 
     def _receive(self, donor: PeerRef, state: State, attempt: int, until: float) -> None:
         node = self.node
-        if node.transfer is not self or attempt != self._attempt or not node.sim.still_serves(node, donor):
+        if node.transfer is not self or attempt != self._attempt or not node.sim.bulk.still_serves(node, donor):
             return  # nothing arrives any more; patience runs out
         self._moved_at = node.sim.world.now
         node.progress += 1

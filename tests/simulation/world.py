@@ -25,6 +25,12 @@ class Violation(Exception):
         self.what = what
 
 
+def demand(holds: bool, invariant: str, what: str) -> None:
+    """Raise a violation unless it holds."""
+    if not holds:
+        raise Violation(invariant, what)
+
+
 class OutOfBudget(Exception):
     """The seed needs too many events or too much of the processor: a message storm, or a loop."""
 
