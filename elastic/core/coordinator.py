@@ -61,7 +61,8 @@ class CoordinatorMachine:
         self._reception = Reception(self._roster)
         self._admission = Admission(self._roster)
         self._halted: Refused | None = None
-        self._promised: Instant | None = None  # what next_deadline() was after the last event
+        self._deadline: Instant | None = None  # found after each event: looking costs as much as deciding
+        self._promised: Instant | None = None  # when the last event expected the next one at the latest
         self._story: deque[tuple[Instant, CoordinatorEvent]] = deque(maxlen=STORY_LENGTH)
 
     @classmethod
@@ -83,6 +84,7 @@ class CoordinatorMachine:
             # knowing is not "no": a view whose voters are all gone is held by others (test_scenarios.py: recovered
             # view without a voter).
             session.holds_state = True if member.ref in voters else None
+        machine._deadline = machine._look_ahead()
         return machine
 
     # -------------------------------------------------------------------------------- the machine
@@ -105,12 +107,15 @@ class CoordinatorMachine:
             case _:
                 assert_never(event)
         self._settle()
-        deadline = self.next_deadline()
+        self._deadline = deadline = self._look_ahead()
         self._promised = None if deadline is None else max(deadline, now)
         return roster.effects
 
     def next_deadline(self) -> Instant | None:
         """When to feed a `Tick`, if nothing else happens before."""
+        return self._deadline
+
+    def _look_ahead(self) -> Instant | None:
         deadlines = [deadline for deadline, _, _ in self._roster.deadlines()]
         if not self._roster.over:
             deadlines += self._admission.deadlines()

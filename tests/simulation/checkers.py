@@ -40,6 +40,7 @@ class Checkers:
         self._epochs: dict[PeerRef, int] = {}
         self._exits: list[tuple[PeerRef, Finish]] = []
         self._halted = False
+        self._news = True  # something happened that may end the seed
 
     # ------------------------------------------------------------------------ the coordinator
 
@@ -50,6 +51,7 @@ class Checkers:
         self.history.coordinator_settled(machine)
 
     def persisted(self, record: Record) -> None:
+        self._news = True
         views = self.history.views
         before = views[-1] if views else None
         self.history.persisted(record, self._sim.world.now)
@@ -78,12 +80,15 @@ class Checkers:
     # ------------------------------------------------------------------------ the peers
 
     def started(self, node: "PeerNode") -> None:
+        self._news = True
         self._epochs[node.ref] = -1
 
     def stopped(self, node: "PeerNode") -> None:
+        self._news = True
         self._work.gone(node.ref)
 
     def finished(self, node: "PeerNode", effect: Finish) -> None:
+        self._news = True
         self._exits.append((node.ref, effect))
         wrong = self._sim.has_wrong_manifest(node)
         demand((effect.code == 5) == wrong or effect.code in (9, 20), "I4", f"{name(node.ref)} ends with {effect}")
@@ -102,10 +107,16 @@ class Checkers:
         self._epochs[node.ref] = view.epoch
 
     def became_active(self, node: "PeerNode", view: View) -> None:
-        demand(not self._sim.has_wrong_manifest(node), "I5", f"{name(node.ref)} has another manifest")
+        self._news = True
+        if self._sim.has_wrong_manifest(node):
+            raise Violation("I5", f"{name(node.ref)} has another manifest")
         self._state.active(node, view)
 
+    def hangs_or_not(self) -> None:
+        self._news = True
+
     def became_learner(self, node: "PeerNode") -> None:
+        self._news = True
         self._work.given_up(node, self._epochs[node.ref])
 
     def payload_made(self, node: "PeerNode", payload: Payload) -> None:
@@ -142,7 +153,9 @@ class Checkers:
 
         def has_come_to_an_end() -> bool:
             nonlocal end
-            end = self._end(first)
+            if self._news:
+                self._news = False
+                end = self._end(first)
             return bool(end)
 
         sim = self._sim

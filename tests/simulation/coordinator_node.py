@@ -79,7 +79,7 @@ class CoordinatorNode(Process):
         if machine is None:
             return
         effects = self.sim.parts.arrange(machine.handle(event, self.sim.world.now))
-        if self.sim.check_machines:
+        if effects and self.sim.check_machines:
             machine.check_invariants()
         survives = len(effects)
         for index in range(len(effects)):

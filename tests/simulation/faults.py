@@ -69,10 +69,10 @@ class FaultInjector:
     def hang_peer(self) -> None:
         node = self._somebody()
         if node is not None:
-            node.hung = True
+            node.hang(True)
             self.sim.world.say(node.peer_id, "hangs, but its heart beats")
             if self.rng.random() < 0.5:
-                node.later(self.rng.uniform(1.0, 10.0), "unhang", setattr, node, "hung", False)
+                node.later(self.rng.uniform(1.0, 10.0), "unhang", node.hang, False)
 
     def leave_peer(self) -> None:
         node = self._somebody()

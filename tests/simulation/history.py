@@ -59,11 +59,11 @@ class History:
         match message:
             case Commit():
                 known = self.commits.get(message.key)
-                demand(known is not None, "I3", f"told {name(to)} of a commit that is not in the journal")
+                demand(known is not None, "I3", "told {} of a commit that is not in the journal", to)
             case NewView(view=view):
-                known_view = any(view.epoch == mine.epoch and view.members == mine.members for mine in self.views)
-                demand(known_view, "I8", f"told {name(to)} of view {view.epoch} that is not in the journal")
-                self._known(Held(view.outer_step, view.digest), f"view {view.epoch}")
+                known_view = any(view.epoch == mine.epoch and view.members == mine.members for mine in self.views[::-1])
+                demand(known_view, "I8", "told {} of view {} that is not in the journal", to, view.epoch)
+                self._known(Held(view.outer_step, view.digest), "a view")
             case Welcome(target=target) if target is not None:
                 self._known(target, "a welcome")
             case LeaseGrant():
@@ -72,16 +72,16 @@ class History:
                 pass
 
     def installed(self, node: "PeerNode", effect: InstallStaged) -> None:
-        self._known(effect.held, f"an install at {name(node.ref)}")
-        demand(effect.key in self.commits, "I3", f"{name(node.ref)} installs a round that is not committed")
+        self._known(effect.held, "an install")
+        demand(effect.key in self.commits, "I3", "{} installs a round that is not committed", node.ref)
 
     def coordinator_settled(self, machine: CoordinatorMachine) -> None:
         now = (machine.state.epoch, machine.state.outer_step)
-        demand(now >= self._coordinator, "I8", f"the coordinator went back from {self._coordinator} to {now}")
+        demand(now >= self._coordinator, "I8", "the coordinator went back from {} to {}", self._coordinator, now)
         self._coordinator = now
 
     def _known(self, held: Held, where: str) -> None:
-        demand(self.states.get(held.outer_step) == held.digest, "I3", f"{where} names a state that is not committed")
+        demand(self.states.get(held.outer_step) == held.digest, "I3", "{} names a state that is not committed", where)
 
 
 class SharedState:

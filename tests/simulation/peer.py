@@ -55,6 +55,7 @@ class PeerNode(Process):
         self.sim = sim
         self.peer_id = PeerId(peer_id)
         self.incarnation = 0
+        self.ref = PeerRef(self.peer_id, Incarnation(0))
         self.hung = False  # the trainer stands still, the daemon goes on
         self.died_silently = False  # nobody answers in its place
         self.flawed_step = -1  # in this round it computes other bits than the rest
@@ -65,10 +66,6 @@ class PeerNode(Process):
         self.state: State | None = None
         self.staged: tuple[RoundKey, State, Result] | None = None
         self.exchange: Exchange | None = None
-
-    @property
-    def ref(self) -> PeerRef:
-        return PeerRef(self.peer_id, Incarnation(self.incarnation))
 
     @property
     def is_up(self) -> bool:
@@ -83,6 +80,7 @@ class PeerNode(Process):
             return
         self.born()
         self.incarnation += 1
+        self.ref = PeerRef(self.peer_id, Incarnation(self.incarnation))
         self.exit, self.hung, self.died_silently = None, False, False
         self.connection = None
         self.state = self.disk
@@ -122,6 +120,11 @@ class PeerNode(Process):
             self.died_silently = silently
             self.stop("crashes silently" if silently else "crashes")
 
+    def hang(self, hung: bool) -> None:
+        """Its trainer stands still, or goes on."""
+        self.hung = hung
+        self.sim.checkers.hangs_or_not()
+
     def on_told(self, connection: "ControlConnection", message: CoordinatorMessage) -> None:
         if connection.up_at_peer:
             self.feed(CoordinatorSaid(message=message))
@@ -142,14 +145,15 @@ class PeerNode(Process):
         if machine is None or self.exit is not None:
             return
         effects = machine.handle(event, self.sim.world.now)
-        if self.sim.check_machines:
+        if effects and self.sim.check_machines:
             machine.check_invariants()
         start = self.start_number
         for effect in effects:
             self._carry_out(effect)
             if self.start_number != start:
                 return
-        self._arm()
+        if not isinstance(event, Progressed):  # the most frequent event changes no deadline
+            self._arm()
 
     def _arm(self) -> None:
         deadline = self.machine.next_deadline() if self.machine is not None else None

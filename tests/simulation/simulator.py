@@ -125,7 +125,7 @@ class Simulator:
         for node in self.peers.values():
             node.resume(now=True)
             if node.hung and rng.random() < 0.5:
-                node.hung = False
+                node.hang(False)
             if not node.alive and (everybody_back or rng.random() < 0.5):
                 node.start()
         # As many as the run needs, and somebody who has its state, as long as there is anybody.
@@ -133,7 +133,7 @@ class Simulator:
             core = self.core()
             holder_up = any(self.checkers.holds_newest(item) for item in core)
             if len(core) < self.options.min_peers or not holder_up:
-                node.hung = False
+                node.hang(False)
                 node.start()
         return self.checkers.converge()
 

@@ -97,22 +97,22 @@ class Leases:
     def granted(self, record: LeaseRecord) -> None:
         demand(record.ref in self._members, "I7", f"leases for {name(record.ref)}, who is no member")
         for index in (i for item in record.ranges for i in range(item.start, item.stop)):
-            demand(index not in self._consumed, "I7", f"sample {index} is given again after it was consumed")
-            demand(index not in self._owner, "I7", f"sample {index} has two owners")
+            demand(index not in self._consumed, "I7", "sample {} is given again after it was consumed", index)
+            demand(index not in self._owner, "I7", "sample {} has two owners", index)
             self._owner[index] = record.ref
 
     def consumed(self, record: CommitRecord) -> None:
         for contribution in record.contributions:
             for index in (i for item in contribution.consumed for i in range(item.start, item.stop)):
-                demand(self._owner.get(index) == contribution.ref, "I7", f"sample {index} is consumed by a stranger")
-                demand(index not in self._consumed, "I7", f"sample {index} is consumed twice")
+                demand(self._owner.get(index) == contribution.ref, "I7", "sample {} is consumed by a stranger", index)
+                demand(index not in self._consumed, "I7", "sample {} is consumed twice", index)
                 self._consumed.add(index)
                 del self._owner[index]
 
     def released(self, record: ReleaseRecord) -> None:
         demand(record.ref not in self._members, "I7", f"leases of the member {name(record.ref)} are released")
         for index in (i for item in record.ranges for i in range(item.start, item.stop)):
-            demand(self._owner.pop(index, None) == record.ref, "I7", f"sample {index} is released by a stranger")
+            demand(self._owner.pop(index, None) == record.ref, "I7", "sample {} is released by a stranger", index)
 
     def at_rest(self, next_index: int, free: int) -> None:
         """Nothing is lost: whatever was given is owned by a member, consumed, or free again."""
