@@ -22,6 +22,7 @@ from collective.core.types import Instant, OuterStep, PeerRef
 from elastic.core.admission import Admission
 from elastic.core.config import CoordinatorConfig
 from elastic.core.events import CoordinatorEffect, CoordinatorEvent, PeerConnectionLost, PeerSaid, Tick
+from elastic.core.leases import merged
 from elastic.core.messages import (
     Evicted,
     Goodbye,
@@ -95,6 +96,7 @@ class CoordinatorMachine:
         roster = self._roster
         roster.now, roster.effects = now, []
         if self._promised is not None and now > self._promised + self.config.lateness_s:
+            roster.counters["woken_late"] += 1
             for session in roster.sessions.values():
                 session.forgive(now)
         match event:
@@ -343,6 +345,7 @@ class CoordinatorMachine:
     def _contribution(self, session: Session) -> Contribution:
         vote = self._rounds.votes[session.ref.peer_id]
         consumed = self.state.leases.clip(session.ref, vote.consumed)
+        self._roster.counters["lease_clipped"] += consumed != merged(vote.consumed)
         return Contribution(ref=session.ref, weight=vote.weight, num_tokens=vote.num_tokens, consumed=consumed)
 
     def _halt(self, reason: str) -> None:

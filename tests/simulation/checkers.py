@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from collective.core.types import PeerRef, RoundKey, View
 from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.events import Finish, InstallStaged
+from elastic.core.events import BecomeLearner, Finish, InstallStaged
 from elastic.core.member import Phase
 from elastic.core.messages import CoordinatorMessage
 from elastic.core.records import CommitRecord, LeaseRecord, Record, ReleaseRecord, ViewRecord
@@ -46,6 +46,7 @@ class Checkers:
 
     def coordinator_started(self, machine: CoordinatorMachine) -> None:
         self.history.coordinator_settled(machine)
+        self._sim.marks.coordinator_started(len(self._sim.coordinator.journal))
 
     def coordinator_settled(self, machine: CoordinatorMachine) -> None:
         self.history.coordinator_settled(machine)
@@ -55,6 +56,7 @@ class Checkers:
         views = self.history.views
         before = views[-1] if views else None
         self.history.persisted(record, self._sim.world.now)
+        self._sim.marks.persisted(record, before, self._sim.options.min_peers)
         match record:
             case ViewRecord(view=view):
                 self._sim.world.say("view", view.epoch, [name(member.ref) for member in view.members], record.cause)
@@ -65,6 +67,8 @@ class Checkers:
                 self._sim.world.say("commit", record.key, record.digest.hex()[:6])
                 demand(before is not None and before.epoch == record.key.epoch, "I8", "a commit of another epoch")
                 assert before is not None
+                few = len(record.contributions) < self._sim.options.min_peers
+                demand(not few, "quorum", f"committed by {len(record.contributions)}")
                 self._work.committed(record, before)
                 self._leases.consumed(record)
             case LeaseRecord():
@@ -76,6 +80,7 @@ class Checkers:
 
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         self.history.told(to, message)
+        self._sim.marks.told(to, message)
 
     # ------------------------------------------------------------------------ the peers
 
@@ -86,9 +91,11 @@ class Checkers:
     def stopped(self, node: "PeerNode") -> None:
         self._news = True
         self._work.gone(node.ref)
+        self._sim.marks.peer_ended(node)
 
     def finished(self, node: "PeerNode", effect: Finish) -> None:
         self._news = True
+        self._sim.marks.finished(effect)
         self._exits.append((node.ref, effect))
         wrong = self._sim.has_wrong_manifest(node)
         demand((effect.code == 5) == wrong or effect.code in (9, 20), "I4", f"{name(node.ref)} ends with {effect}")
@@ -115,8 +122,9 @@ class Checkers:
     def hangs_or_not(self) -> None:
         self._news = True
 
-    def became_learner(self, node: "PeerNode") -> None:
+    def became_learner(self, node: "PeerNode", effect: BecomeLearner) -> None:
         self._news = True
+        self._sim.marks.learner(effect)
         self._work.given_up(node, self._epochs[node.ref])
 
     def payload_made(self, node: "PeerNode", payload: Payload) -> None:
@@ -128,6 +136,7 @@ class Checkers:
     def installed(self, node: "PeerNode", effect: InstallStaged, made: State, result: Result) -> None:
         demand(made.held == effect.held, "I1", f"{name(node.ref)} installs something else than what is committed")
         self.history.installed(node, effect)
+        self._sim.marks.installed(effect)
         self._work.installed(node, effect.key, result)
         self._state.holds(node, made)
 
@@ -142,7 +151,7 @@ class Checkers:
         if newest is None:
             return True
         if not node.alive:
-            return node.disk is not None and node.disk.held == newest
+            return node.disk.state is not None and node.disk.state.held == newest
         states = [node.state, node.staged[1] if node.staged is not None else None]
         return any(state is not None and state.held == newest for state in states)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from collective.core.types import PeerRef
+from collective.core.types import Instant, PeerRef
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import (
     CoordinatorEffect,
@@ -34,7 +34,6 @@ class CoordinatorNode(Process):
         self.connections: dict[PeerRef, ControlConnection] = {}
         self.dies_after: Callable[[CoordinatorEffect], bool] | None = None
         """For scenarios: crash right after the first effect for which this is true, once."""
-        self._tick_at: float | None = None
 
     def start(self) -> None:
         """A new process that reads the journal."""
@@ -42,21 +41,21 @@ class CoordinatorNode(Process):
             return
         self.born()
         self.connections = {}
-        self._tick_at = None
         machine = self.sim.parts.coordinator
         if self.journal:
-            self.machine = machine.recover(self.sim.coordinator_config, list(self.journal), self.sim.world.now)
+            self.machine = machine.recover(self.sim.coordinator_config, list(self.journal), self.clock.now())
         else:
             self.machine = machine(self.sim.coordinator_config)
         self.sim.world.say("coordinator starts with", len(self.journal), "records")
         self.sim.checkers.coordinator_started(self.machine)
-        self._arm()
+        self.arm()
 
     def crash(self) -> None:
         """The process is gone, with everything but the journal."""
         if not self.alive:
             return
         self.sim.world.say("coordinator crashes")
+        self.sim.marks.coordinator_ended(self)
         self.gone()
         self.machine = None
         self.sim.control.coordinator_died(list(self.connections.values()))
@@ -78,7 +77,7 @@ class CoordinatorNode(Process):
         machine = self.machine
         if machine is None:
             return
-        effects = self.sim.parts.arrange(machine.handle(event, self.sim.world.now))
+        effects = self.sim.parts.arrange(machine.handle(event, self.clock.now()))
         if effects and self.sim.check_machines:
             machine.check_invariants()
         survives = len(effects)
@@ -89,8 +88,8 @@ class CoordinatorNode(Process):
         for effect in effects[:survives]:
             match effect:
                 case Persist(record=record):
-                    self.journal.append(record)
-                    self.sim.checkers.persisted(record)
+                    if not self._write(record):
+                        return
                 case SendToPeer(to=to, message=message):
                     self.sim.checkers.told(to, message)
                     self.sim.control.send_to_peer(self, to, message)
@@ -102,20 +101,22 @@ class CoordinatorNode(Process):
             self.crash()
             return
         self.sim.checkers.coordinator_settled(machine)
-        self._arm()
+        self.arm()
 
-    def _arm(self) -> None:
-        deadline = self.machine.next_deadline() if self.machine is not None else None
-        if deadline is not None and (self._tick_at is None or deadline < self._tick_at):
-            self._tick_at = deadline
-            self.sim.world.at(deadline, "tick coordinator", self.run, self.start_number, self._tick, deadline)
+    def _write(self, record: Record) -> bool:
+        """Make the record durable. False if the process dies meanwhile: then it is on the disk, or it is not."""
+        dies = self.sim.network.chance(self.sim.options.coordinator_crash_in_persist)
+        is_written = not dies or self.sim.world.rng.random() < 0.5
+        if is_written:
+            self.journal.append(record)
+            self.sim.checkers.persisted(record)
+        if dies:
+            self.sim.marks[f"journal: died, and the record was {'written' if is_written else 'lost'}"] += 1
+            self.crash()
+        return not dies
 
-    def _tick(self, due: float) -> None:
-        if self._tick_at != due:
-            return
-        self._tick_at = None
-        deadline = self.machine.next_deadline() if self.machine is not None else None
-        if deadline is not None and deadline <= self.sim.world.now:
-            self.feed(Tick())
-        else:
-            self._arm()
+    def deadline(self) -> Instant | None:
+        return self.machine.next_deadline() if self.machine is not None else None
+
+    def on_deadline(self) -> None:
+        self.feed(Tick())

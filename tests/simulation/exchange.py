@@ -75,7 +75,7 @@ class Exchange:
         self._sums: dict[int, list[Share]] = defaultdict(lambda: [self.share])
         self._chunks: dict[int, ChunkValue] = {}
         self._incoming: ChunkValue = ()
-        self._heard_at = dict.fromkeys(range(view.world_size), node.sim.world.now)
+        self._heard_at = dict.fromkeys(range(view.world_size), node.clock.now())
         self._moved_at = dict(self._heard_at)
 
     @property
@@ -89,10 +89,10 @@ class Exchange:
     def on_frame(self, frame: Frame) -> None:
         rank = self.view.rank_of(frame.sender.peer_id)
         assert rank is not None
-        self._heard_at[rank] = self.node.sim.world.now
+        self._heard_at[rank] = self.node.clock.now()
         if frame.kind == "sign":
             return
-        self._moved_at[rank] = self.node.sim.world.now
+        self._moved_at[rank] = self.node.clock.now()
         if frame.kind == "abort":
             self.fail(frame.suspects, f"{frame.sender.peer_id} gave up", tell=False)
             return
@@ -134,7 +134,7 @@ class Exchange:
         """Suspect members whose connection is lost, and those that have opened and then stand still."""
         if self.is_over or self.node.exchange is not self:
             return
-        now = self.node.sim.world.now
+        now = self.node.clock.now()
         machine = self.machine
         suspects = []
         for rank in machine.waiting_for():
@@ -209,6 +209,7 @@ class FrameGate:
     def __init__(self, deliver: Callable[[Frame], None]) -> None:
         self.fence = Fence.before_any_view()
         self.dropped = 0
+        self.num_held_back = 0
         self._deliver = deliver
         self._held_back: list[Frame] = []
 
@@ -220,6 +221,7 @@ class FrameGate:
             self._deliver(frame)
         elif (standing is Standing.FUTURE or early) and len(self._held_back) < MAX_HELD_BACK:
             self._held_back.append(frame)
+            self.num_held_back += 1
         else:
             self.dropped += 1
 

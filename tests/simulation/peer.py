@@ -7,7 +7,7 @@ crash. Effects are carried out in list order. While it is paused (SIGSTOP), what
 from typing import TYPE_CHECKING, assert_never
 
 from collective.core.fence import Fence
-from collective.core.types import Incarnation, PeerId, PeerRef, RoundKey, View
+from collective.core.types import Incarnation, Instant, PeerId, PeerRef, RoundKey, View
 from elastic.core.config import MemberConfig
 from elastic.core.events import (
     AbortExchange,
@@ -35,6 +35,7 @@ from elastic.core.events import (
 from elastic.core.leases import count, merged
 from elastic.core.member import MemberMachine
 from elastic.core.messages import CoordinatorMessage, Held, IndexRange
+from tests.simulation.disk import Disk
 from tests.simulation.exchange import Exchange, Frame
 from tests.simulation.process import Process
 from tests.simulation.symbols import Payload, Result, State, first_state
@@ -60,7 +61,7 @@ class PeerNode(Process):
         self.died_silently = False  # nobody answers in its place
         self.flawed_step = -1  # in this round it computes other bits than the rest
         self.exit: Finish | None = None
-        self.disk: State | None = None
+        self.disk = Disk(sim.world, sim.options)
         self.connection: ControlConnection | None = None
         self.machine: MemberMachine | None = None
         self.state: State | None = None
@@ -83,7 +84,7 @@ class PeerNode(Process):
         self.ref = PeerRef(self.peer_id, Incarnation(self.incarnation))
         self.exit, self.hung, self.died_silently = None, False, False
         self.connection = None
-        self.state = self.disk
+        self.state = self.disk.state
         self.staged = self.exchange = None
         self.gate = self.sim.parts.gate(self._on_frame)
         self.payload: Payload | None = None
@@ -94,10 +95,9 @@ class PeerNode(Process):
         self._trainings = 0
         self.transfer: Transfer | None = None
         self._asked_in = 0
-        self._tick_at: float | None = None
         manifest = b"\1" * 32 if self.sim.has_wrong_manifest(self) else self.sim.manifest
         held = self.state.held if self.state is not None else None
-        config = MemberConfig(coordinator_timeout_s=120.0, farewell_timeout_s=8.0)
+        config = MemberConfig(coordinator_timeout_s=600.0, farewell_timeout_s=8.0)
         self.machine = self.sim.parts.member(config, self.ref, f"{self.peer_id}:1", manifest, held)
         self.sim.world.say(self.peer_id, "starts as", self.incarnation, "with", short(held))
         self.sim.checkers.started(self)
@@ -118,6 +118,7 @@ class PeerNode(Process):
         if self.alive:
             self.sim.control.peer_died(self, silently=silently)
             self.died_silently = silently
+            self.sim.marks[f"disk: {self.disk.crash(power_lost=silently)}"] += 1
             self.stop("crashes silently" if silently else "crashes")
 
     def hang(self, hung: bool) -> None:
@@ -144,7 +145,7 @@ class PeerNode(Process):
         machine = self.machine
         if machine is None or self.exit is not None:
             return
-        effects = machine.handle(event, self.sim.world.now)
+        effects = machine.handle(event, self.clock.now())
         if effects and self.sim.check_machines:
             machine.check_invariants()
         start = self.start_number
@@ -153,23 +154,13 @@ class PeerNode(Process):
             if self.start_number != start:
                 return
         if not isinstance(event, Progressed):  # the most frequent event changes no deadline
-            self._arm()
+            self.arm()
 
-    def _arm(self) -> None:
-        deadline = self.machine.next_deadline() if self.machine is not None else None
-        if deadline is not None and (self._tick_at is None or deadline < self._tick_at):
-            self._tick_at = deadline
-            self.later(deadline - self.sim.world.now, "tick", self._tick, deadline)
+    def deadline(self) -> Instant | None:
+        return self.machine.next_deadline() if self.machine is not None else None
 
-    def _tick(self, due: float) -> None:
-        if self._tick_at != due:
-            return
-        self._tick_at = None
-        deadline = self.machine.next_deadline() if self.machine is not None else None
-        if deadline is not None and deadline <= self.sim.world.now:
-            self.feed(Tick())
-        else:
-            self._arm()
+    def on_deadline(self) -> None:
+        self.feed(Tick())
 
     def _carry_out(self, effect: MemberEffect) -> None:
         checkers = self.sim.checkers
@@ -188,9 +179,9 @@ class PeerNode(Process):
             case BecomeActive(view=view):
                 checkers.became_active(self, view)
                 self._train()
-            case BecomeLearner(reason=reason):
-                self.sim.world.say(self.peer_id, "becomes learner:", reason)
-                checkers.became_learner(self)
+            case BecomeLearner():
+                self.sim.world.say(self.peer_id, "becomes learner:", effect.reason)
+                checkers.became_learner(self, effect)
                 self.payload = None
                 self.exchange = self.staged = None
                 self._training = 0
@@ -215,7 +206,7 @@ class PeerNode(Process):
         self.exit = effect
         self.sim.world.say(self.peer_id, "finishes with", effect.code, effect.reason)
         if self.state is not None and self.sim.options.checkpoint_every:
-            self.disk = self.state
+            self.disk.write(self.state, flush=True)
         self.sim.checkers.finished(self, effect)
         self.sim.control.hang_up(self)
         self.stop("is over")
@@ -227,7 +218,7 @@ class PeerNode(Process):
         self._trainings += 1
         self._training = self._trainings
         duration_s = self.sim.world.rng.uniform(*self.sim.options.train_s) * self.sim.speed_of(self)
-        self.later(0.0, "train", self._step, self._training, self.sim.world.now + duration_s)
+        self.later(0.0, "train", self._step, self._training, self.clock.now() + duration_s)
 
     def _step(self, training: int, until: float) -> None:
         if training != self._training:
@@ -239,15 +230,15 @@ class PeerNode(Process):
         if missing > 0 and self._asked_in != training:
             self._asked_in = training
             self.feed(LeasesWanted(num_samples=missing))
-        starving = missing > 0 and self.sim.world.now >= until
+        starving = missing > 0 and self.clock.now() >= until
         self.progress += not starving
         self.feed(Progressed(progress=self.progress, blocked=starving))
         if training != self._training:
             return
-        if self.sim.world.now >= until and not starving:
+        if self.clock.now() >= until and not starving:
             self._payload_ready()
         else:
-            wait_s = min(PROGRESS_S, max(0.02, until - self.sim.world.now))
+            wait_s = min(PROGRESS_S, max(0.02, until - self.clock.now()))
             self.later(wait_s, "train", self._step, training, until)
 
     def _payload_ready(self) -> None:
@@ -331,7 +322,7 @@ class PeerNode(Process):
         self.progress += 1
         every = self.sim.options.checkpoint_every
         if every and state.held.outer_step % every == 0:
-            self.disk = state
+            self.disk.write(state)
 
     def _found(self) -> None:
         state = first_state(self.ref)

@@ -16,6 +16,7 @@ from tests.simulation.checkers import Checkers
 from tests.simulation.control import Control
 from tests.simulation.coordinator_node import CoordinatorNode
 from tests.simulation.faults import FaultInjector
+from tests.simulation.marks import Marks
 from tests.simulation.network import Network
 from tests.simulation.options import Options
 from tests.simulation.parts import Parts
@@ -68,6 +69,7 @@ class Simulator:
             recover_grace_s=3.0,
             orphan_timeout_s=ORPHAN_TIMEOUT_S,
         )
+        self.marks = Marks()
         self.network = Network(self.world, self.options)
         self.control = Control(self)
         self.bulk = Bulk(self)
@@ -75,6 +77,8 @@ class Simulator:
         names = [f"{index + 1:016x}" for index in range(self.options.num_peers)]
         self.peers = {peer_id: PeerNode(self, peer_id) for peer_id in names}
         self._speed = {peer_id: self.world.rng.choice((1.0, 1.0, 1.5)) for peer_id in self.peers}
+        for site in (self.coordinator, *self.peers.values()):
+            site.clock.rate = 1.0 + self.options.clock_drift * self.world.rng.uniform(-1.0, 1.0)
         self._wrong = list(self.peers)[-1] if self.options.wrong_manifest and len(self.peers) > 1 else None
         self.checkers = Checkers(self)
         self.world.say("options:", self.options)
@@ -103,7 +107,16 @@ class Simulator:
         outcome.num_events = self.world.num_events
         outcome.virtual_s = self.world.now
         outcome.trace_hash = self.world.trace_hash
+        outcome.counters = self._marks(outcome.end)
         return outcome
+
+    def _marks(self, end: str) -> dict[str, int]:
+        self.marks.coordinator_ended(self.coordinator)
+        for node in self.peers.values():
+            if node.alive:
+                self.marks.peer_ended(node)
+        self.marks[f"end: {end}"] += 1
+        return {mark: number for mark, number in self.marks.items() if number}
 
     def start(self) -> None:
         """The coordinator, then the peers: most at once, the late ones during the run."""
