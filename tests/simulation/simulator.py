@@ -77,8 +77,9 @@ class Simulator:
         names = [f"{index + 1:016x}" for index in range(self.options.num_peers)]
         self.peers = {peer_id: PeerNode(self, peer_id) for peer_id in names}
         self._speed = {peer_id: self.world.rng.choice((1.0, 1.0, 1.5)) for peer_id in self.peers}
-        for site in (self.coordinator, *self.peers.values()):
-            site.clock.rate = 1.0 + self.options.clock_drift * self.world.rng.uniform(-1.0, 1.0)
+        if self.options.clock_drift:
+            for site in (self.coordinator, *self.peers.values()):
+                site.clock.rate = 1.0 + self.options.clock_drift * self.world.rng.uniform(-1.0, 1.0)
         self._wrong = list(self.peers)[-1] if self.options.wrong_manifest and len(self.peers) > 1 else None
         self.checkers = Checkers(self)
         self.world.say("options:", self.options)
