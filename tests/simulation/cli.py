@@ -1,6 +1,8 @@
 """`scripts/simulate`: run seeds until one of them breaks an invariant; replay, shrink and keep the ones that do."""
 
 import argparse
+import dataclasses
+import difflib
 import json
 import sys
 import time
@@ -8,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.simulation.blocks import Kind, Tally, run_seeds
+from tests.simulation.minimise import minimise
 from tests.simulation.mutants import MUTANTS, Mutant
 from tests.simulation.rounds.mutants import ROUND_MUTANTS, RoundMutant
+from tests.simulation.scenario import Scenario
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,6 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.mutant and options.mutant not in mutants:
         parser.error(f"no mutant {options.mutant!r}; --list-mutants names them")
     kind = Kind(is_rounds=options.rounds, mutant=options.mutant)
+    if options.scenario is not None:
+        return _replay(options.scenario, has_echo=options.trace, rewrites=options.rewrite)
+    if options.minimise:
+        return _shrink(options.first, options.mutant)
     started = time.monotonic()
     if options.trace:
         tally = Tally()
@@ -46,6 +54,36 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _replay(path: Path, *, has_echo: bool, rewrites: bool) -> int:
+    """Does the file still tell its story?"""
+    scenario = Scenario.load(path)
+    outcome, actual = scenario.run(print if has_echo else None)
+    if rewrites:
+        dataclasses.replace(scenario, expect=actual).save(path)
+        return 0
+    if actual == scenario.expect:
+        print(f"{path.name}: {scenario.title}")
+        return 0
+    print(f"{path.name} tells another story" + (f": {outcome.violation}" if outcome.violation else ""))
+    stories = ([f"violation {item.violation}", f"end {item.end}", *item.story] for item in (scenario.expect, actual))
+    print("\n".join(difflib.unified_diff(*stories, "expected", "actual", lineterm="")))
+    return 1
+
+
+def _shrink(seed: int, mutant: str | None) -> int:
+    """Find the smallest history like this one, and write it to a file."""
+    failure = minimise(seed, mutant, print)
+    if failure is None:
+        print(f"seed {seed} breaks no invariant")
+        return 0
+    scenario = failure.scenario(mutant)
+    path = Path(f"seed_{seed}{'_' + mutant if mutant else ''}.toml")
+    scenario.save(path)
+    print(path.read_text(), end="")
+    print(f"written to {path}. Replay: scripts/simulate --scenario {path} --trace")
+    return 1
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/simulate", description=__doc__)
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="how many seeds to run (default 1)")
@@ -55,6 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mutant", metavar="NAME", help="run a broken variant instead")
     parser.add_argument("--list-mutants", action="store_true", help="name the broken variants and end")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
+    parser.add_argument("--scenario", type=Path, metavar="FILE", help="replay a file of tests/simulation/scenarios")
+    parser.add_argument("--rewrite", action="store_true", help="with --scenario: write down what happens now")
+    parser.add_argument("--minimise", action="store_true", help="shrink the first seed's violation to a scenario file")
     parser.add_argument("--trace", action="store_true", help="print the story of the first seed")
     return parser
 

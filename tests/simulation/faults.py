@@ -1,5 +1,6 @@
 """What strikes during the safety phase, each fault class on its own clock."""
 
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -43,12 +44,16 @@ class FaultInjector:
         if rate <= 0:
             return
 
+        # Chance of its own: a class that is switched off leaves the others as they were.
+        rng = random.Random(f"{label} of {self.sim.world.seed}")
+
         def again() -> None:
             if not self.sim.network.healed:
+                self.rng = rng
                 self._strike(label, strike)
-                self.sim.world.after(self.rng.expovariate(rate), label, again)
+                self.sim.world.after(rng.expovariate(rate), label, again)
 
-        self.sim.world.after(self.rng.expovariate(rate), label, again)
+        self.sim.world.after(rng.expovariate(rate), label, again)
 
     def _strike(self, label: str, strike: Callable[[], None]) -> None:
         if self._num_strikes < self.sim.options.max_strikes:

@@ -79,8 +79,12 @@ class Options:
     """How many faults strike at most; what shrinks a failing seed (minimise.py)."""
 
     @classmethod
-    def draw(cls, rng: random.Random) -> "Options":
-        """The swarm: which faults this seed has, and how many."""
+    def of_seed(cls, seed: int) -> "Options":
+        """The swarm: which faults this seed has, and how many.
+
+        They are drawn apart from what happens: the same options given by hand make the same history.
+        """
+        rng = random.Random(f"options of {seed}")
 
         def often(rate: float, chance: float = 0.4) -> float:
             return rate * rng.uniform(0.3, 1.0) if rng.random() < chance else 0.0

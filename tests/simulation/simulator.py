@@ -56,7 +56,7 @@ class Simulator:
         check_machines: bool = True,
     ) -> None:
         self.world = World(seed, max_events=MAX_EVENTS, max_cpu_s=MAX_CPU_S, echo=echo)
-        self.options = options if options is not None else Options.draw(self.world.rng)
+        self.options = options if options is not None else Options.of_seed(seed)
         self.parts = parts if parts is not None else Parts()
         self.check_machines = check_machines
         self.manifest = bytes(32)
@@ -86,14 +86,11 @@ class Simulator:
 
     # ------------------------------------------------------------------------ phases
 
-    def run(self) -> Outcome:
-        """Both phases. A violation ends the run and is part of the outcome."""
+    def run(self, plot: Callable[[], str] | None = None) -> Outcome:
+        """What the seed's faults make of it, or a `plot`. A violation ends the run and is part of the outcome."""
         outcome = Outcome(seed=self.world.seed)
         try:
-            self.start()
-            FaultInjector(self).arm()
-            self.world.run_until(self.options.safety_s)
-            outcome.end = self.heal_and_converge()
+            outcome.end = plot() if plot is not None else self.both_phases()
         except Violation as violation:
             outcome.violation = violation
         except OutOfBudget as error:
@@ -118,6 +115,13 @@ class Simulator:
                 self.marks.peer_ended(node)
         self.marks[f"end: {end}"] += 1
         return {mark: number for mark, number in self.marks.items() if number}
+
+    def both_phases(self) -> str:
+        """Faults, then none. The legitimate end that the run has come to."""
+        self.start()
+        FaultInjector(self).arm()
+        self.world.run_until(self.options.safety_s)
+        return self.heal_and_converge()
 
     def start(self) -> None:
         """The coordinator, then the peers: most at once, the late ones during the run."""

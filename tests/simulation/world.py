@@ -14,6 +14,9 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from collective.core.types import PeerRef
+from tests.simulation.symbols import name
+
 _pack_instant = struct.Struct("<d").pack
 _DIGEST = re.compile(r"""b'(?:[^'\\\\]|\\\\.)*'|b"(?:[^"\\\\]|\\\\.)*\"""")
 
@@ -30,7 +33,8 @@ class Violation(Exception):
 def demand(holds: bool, invariant: str, what: str, *details: object) -> None:
     """Raise a violation unless it holds. The words are put together only then."""
     if not holds:
-        raise Violation(invariant, what.format(*details) if details else what)
+        shown = [name(item) if isinstance(item, PeerRef) else item for item in details]
+        raise Violation(invariant, what.format(*shown) if details else what)
 
 
 class OutOfBudget(Exception):
