@@ -26,7 +26,7 @@ Instant = float
 PEER_ID_PATTERN = "^[0-9a-f]{16}$"
 
 
-class PeerRef(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+class PeerRef(msgspec.Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
     """One start of one peer: the unit that can crash, be evicted, or join again."""
 
     peer_id: PeerId

@@ -22,6 +22,7 @@ from collective.core.types import Instant, OuterStep, PeerRef
 from elastic.core.admission import Admission
 from elastic.core.config import CoordinatorConfig
 from elastic.core.events import CoordinatorEffect, CoordinatorEvent, PeerConnectionLost, PeerSaid, Tick
+from elastic.core.leases import merged
 from elastic.core.messages import (
     Evicted,
     Goodbye,
@@ -61,7 +62,8 @@ class CoordinatorMachine:
         self._reception = Reception(self._roster)
         self._admission = Admission(self._roster)
         self._halted: Refused | None = None
-        self._promised: Instant | None = None  # what next_deadline() was after the last event
+        self._deadline: Instant | None = None  # found after each event: looking costs as much as deciding
+        self._promised: Instant | None = None  # when the last event expected the next one at the latest
         self._story: deque[tuple[Instant, CoordinatorEvent]] = deque(maxlen=STORY_LENGTH)
 
     @classmethod
@@ -87,6 +89,7 @@ class CoordinatorMachine:
             # knowing is not "no": a view whose voters are all gone is held by others (test_scenarios.py: recovered
             # view without a voter).
             session.holds_state = True if member.ref in voters else None
+        machine._deadline = machine._look_ahead()
         return machine
 
     # -------------------------------------------------------------------------------- the machine
@@ -97,6 +100,7 @@ class CoordinatorMachine:
         roster = self._roster
         roster.now, roster.effects = now, []
         if self._promised is not None and now > self._promised + self.config.lateness_s:
+            roster.counters["woken_late"] += 1
             for session in roster.sessions.values():
                 session.forgive(now)
         match event:
@@ -109,12 +113,15 @@ class CoordinatorMachine:
             case _:
                 assert_never(event)
         self._settle()
-        deadline = self.next_deadline()
+        self._deadline = deadline = self._look_ahead()
         self._promised = None if deadline is None else max(deadline, now)
         return roster.effects
 
     def next_deadline(self) -> Instant | None:
         """When to feed a `Tick`, if nothing else happens before."""
+        return self._deadline
+
+    def _look_ahead(self) -> Instant | None:
         deadlines = [deadline for deadline, _, _ in self._roster.deadlines()]
         if not self._roster.over:
             deadlines += self._admission.deadlines()
@@ -385,7 +392,7 @@ class CoordinatorMachine:
         ready_at = [session.ready_at for session in members if session.ready_at is not None]
         roster.grace.learn(ready_at, len(members) + len(state.excused), roster.now)
         for session in roster.sessions.values():
-            session.ready_at = None
+            session.ready_at, session.blocked = None, False  # it has what it waited for
         commit = state.commit_message()
         assert commit is not None, "it was committed just now"
         deviants = [session.ref for session in members if session.ref.peer_id in agreed.deviants]
@@ -401,6 +408,7 @@ class CoordinatorMachine:
     def _contribution(self, session: Session) -> Contribution:
         vote = self._rounds.votes[session.ref.peer_id]
         consumed = self.state.leases.clip(session.ref, vote.consumed)
+        self._roster.counters["lease_clipped"] += consumed != merged(vote.consumed)
         return Contribution(ref=session.ref, weight=vote.weight, num_tokens=vote.num_tokens, consumed=consumed)
 
     def _halt(self, reason: str) -> None:

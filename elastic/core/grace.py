@@ -27,9 +27,9 @@ class Grace:
         self._round_s = 0.0
         self._began: Instant | None = None
 
-    def quorum_of(self, world_size: int) -> int:
+    def quorum_of(self, num_standing: int) -> int:
         """How many members must have handed in before the others can be late."""
-        return max(1, self._config.min_peers, math.ceil(self._config.round_quorum * world_size))
+        return max(1, self._config.min_peers, math.ceil(self._config.round_quorum * num_standing))
 
     @property
     def window_s(self) -> float:
@@ -40,16 +40,16 @@ class Grace:
         usual_s = config.grace_factor * self._lateness_s
         return max(config.grace_floor_s, min(usual_s, config.grace_limit * self._round_s))
 
-    def closes_at(self, ready_at: Collection[Instant], world_size: int) -> Instant | None:
+    def closes_at(self, ready_at: Collection[Instant], num_standing: int) -> Instant | None:
         """When the round goes on without whoever is not ready; None while the quorum is not there."""
-        quorum = self.quorum_of(world_size)
-        if not quorum <= len(ready_at) < world_size:
+        quorum = self.quorum_of(num_standing)
+        if not quorum <= len(ready_at) < num_standing:
             return None
         return sorted(ready_at)[quorum - 1] + self.window_s
 
-    def learn(self, ready_at: Collection[Instant], world_size: int, now: Instant) -> None:
+    def learn(self, ready_at: Collection[Instant], num_standing: int, now: Instant) -> None:
         """A round was committed whose members handed in at these instants."""
-        quorum = self.quorum_of(world_size)
+        quorum = self.quorum_of(num_standing)
         if self._began is not None and len(ready_at) >= quorum:
             times = sorted(ready_at)
             self._lateness_s = max(times[-1] - times[quorum - 1], _MEMORY * (self._lateness_s or 0.0))

@@ -21,7 +21,7 @@ MAX_RANGES_PER_GRANT = 64
 def merged(ranges: Iterable[IndexRange]) -> tuple[IndexRange, ...]:
     """The same indices as sorted, disjoint, maximal, non-empty ranges."""
     result: list[IndexRange] = []
-    for item in sorted(item for item in ranges if len(item)):
+    for item in sorted(item for item in ranges if item.start < item.stop):
         if result and item.start <= result[-1].stop:
             result[-1] = IndexRange(result[-1].start, max(result[-1].stop, item.stop))
         else:

@@ -395,8 +395,8 @@ class MemberMachine:
                 self._on_overruled(made)
                 if commit.final:
                     self._bid_farewell()
-        elif commit.final and (self._view is None or made == self.held):
-            self._bid_farewell()
+        elif commit.final:
+            self._bid_farewell()  # also if it was made without this peer, in a view that it has not heard of
         elif self._view is None and self._phase in (Phase.LEARNING, Phase.EXCUSED):
             # A learner lives through commits, or it would never arrive. So does who is excused.
             self._effects += self._pursuit.aim(made)

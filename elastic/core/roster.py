@@ -57,8 +57,9 @@ class Roster:
 
     def members(self) -> list[Session]:
         """Sessions of the members by rank. Complete unless the run is over."""
-        sessions = (self.sessions.get(member.peer_id) for member in self.state.view.members)
-        return [session for session in sessions if session is not None and self.is_member(session)]
+        sessions, admitted = self.sessions, self.state.admitted
+        known = [sessions[member.peer_id] for member in self.state.view.members if member.peer_id in sessions]
+        return [session for session in known if session.ref in admitted]
 
     def is_excused(self, session: Session) -> bool:
         """Whether this session is of a late member that the round goes on without."""
@@ -66,11 +67,9 @@ class Roster:
 
     def learners(self) -> list[Session]:
         """Sessions of whoever may become a member and can be reached: learners, and the excused that woke up."""
-        return [
-            item
-            for item in self.sessions.values()
-            if not self.is_member(item) and not item.disconnected and item.comes_back
-        ]
+        admitted = self.state.admitted
+        sessions = self.sessions.values()
+        return [item for item in sessions if item.ref not in admitted and not item.disconnected and item.comes_back]
 
     def donors(self) -> tuple[Member, ...]:
         """Members that hold the committed state, or have it staged."""
@@ -79,7 +78,8 @@ class Roster:
 
     def deadlines(self) -> list[tuple[Instant, str, Session]]:
         """For every session each instant at which it would be given up, and why."""
-        waiting = [item for item in self.members() if item.blocked or self.rounds.spoke(item.ref.peer_id)]
+        members = self.members()
+        waiting = [item for item in members if item.blocked or self.rounds.spoke(item.ref.peer_id)]
         # Who has caught up waits for a commit boundary. If the only member hangs there is nobody else to wait for it,
         # and the learners would sit there for ever (test_scenarios.py: hung sole member).
         waiting += [item for item in self.learners() if item.synced is not None and item.synced == self.state.committed]
@@ -88,7 +88,7 @@ class Roster:
             if self.is_excused(session) and self.state.view.world_size >= self.quorum:
                 continue  # it keeps nobody waiting: see `overdue`
             # A member keeps the others waiting if there is a waiting one besides itself.
-            others_wait = self.is_member(session) and len(waiting) > (1 if session in waiting else 0)
+            others_wait = session in members and len(waiting) > (1 if session in waiting else 0)
             for deadline, reason in session.deadlines(self.config, others_wait=others_wait):
                 result.append((deadline, reason, session))
         return result

@@ -15,7 +15,7 @@ from elastic.core.config import CoordinatorConfig
 from elastic.core.messages import Heartbeat, Held
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Session:
     """One start of one peer, learner or member (the view says which)."""
 

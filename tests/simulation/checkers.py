@@ -1,21 +1,22 @@
-"""What must never happen, and what must: one object per concern, each naming the invariant it guards.
+"""What must never happen, and what must: one object per concern (history.py, work.py), each naming its invariants.
 
 The checkers see what the nodes do (install, stage, make payloads, end) and what the coordinator writes and tells. They
 keep their own, deliberately simple books and never ask a machine whether it is right.
 """
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from collective.core.types import PeerRef, RoundKey, View
 from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.events import Finish, InstallStaged
-from elastic.core.leases import without
+from elastic.core.events import BecomeLearner, Finish, InstallStaged
 from elastic.core.member import Phase
-from elastic.core.messages import Commit, CoordinatorMessage, Held, LeaseGrant, NewView, Welcome
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
-from tests.simulation.symbols import Payload, Result, State
-from tests.simulation.world import Violation
+from elastic.core.messages import CoordinatorMessage
+from elastic.core.records import CommitRecord, LeaseRecord, Record, ReleaseRecord, ViewRecord
+from tests.simulation.history import Admissions, History, SharedState
+from tests.simulation.patience import Patience
+from tests.simulation.symbols import Payload, Result, State, name
+from tests.simulation.work import Contributions, Leases
+from tests.simulation.world import Violation, demand
 
 if TYPE_CHECKING:
     from tests.simulation.peer import PeerNode
@@ -25,259 +26,6 @@ if TYPE_CHECKING:
 LIVENESS_S = 120.0
 """Virtual time in which a healed run must have shown that it goes on."""
 NUM_LIVE_COMMITS = 3
-
-
-def demand(holds: bool, invariant: str, what: str) -> None:
-    """Raise a violation unless it holds."""
-    if not holds:
-        raise Violation(invariant, what)
-
-
-def name(ref: PeerRef) -> str:
-    return f"{ref.peer_id[-2:]}.{ref.incarnation}"
-
-
-class History:
-    """I3, I8: what is journaled grows by whole steps, and nothing else is ever told or installed."""
-
-    def __init__(self) -> None:
-        self.views: list[View] = []
-        self.states: dict[int, bytes] = {}  # outer step -> digest
-        self.commits: dict[RoundKey, CommitRecord] = {}
-        self.superseded_at: dict[int, float] = {}
-        self.grants: set[tuple[PeerRef, int]] = set()
-        self.newest: Held | None = None
-        self.final = False
-        self._coordinator = (0, 0)
-
-    def persisted(self, record: Record, now: float) -> None:
-        match record:
-            case Genesis():
-                demand(self.newest is None, "I3", "a second genesis")
-                self.newest = Held(record.outer_step, record.digest)
-                self.states[record.outer_step] = record.digest
-            case ViewRecord(view=view):
-                demand(not self.views or view.epoch > self.views[-1].epoch, "I8", f"epoch {view.epoch} is not newer")
-                demand(not self.final, "I3", "a view after the final commit")
-                self.views.append(view)
-            case CommitRecord():
-                demand(self.newest is not None, "I3", "a commit before the genesis")
-                assert self.newest is not None
-                step = record.outer_step
-                demand(step == self.newest.outer_step + 1, "I3", f"step {step} after {self.newest.outer_step}")
-                demand(record.previous == self.newest.digest, "I1", f"step {step} does not continue the chain")
-                self.superseded_at[self.newest.outer_step] = now
-                self.newest = Held(step, record.digest)
-                self.states[step] = record.digest
-                self.commits[record.key] = record
-                self.final = record.final
-            case LeaseRecord():
-                self.grants.add((record.ref, record.serial))
-            case ReleaseRecord():
-                pass
-
-    def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
-        """Journal first: a message that tells of a decision finds it on the disk."""
-        match message:
-            case Commit():
-                known = self.commits.get(message.key)
-                demand(known is not None, "I3", f"told {name(to)} of a commit that is not in the journal")
-            case NewView(view=view):
-                known_view = any(view.epoch == mine.epoch and view.members == mine.members for mine in self.views)
-                demand(known_view, "I8", f"told {name(to)} of view {view.epoch} that is not in the journal")
-                self._known(Held(view.outer_step, view.digest), f"view {view.epoch}")
-            case Welcome(target=target) if target is not None:
-                self._known(target, "a welcome")
-            case LeaseGrant():
-                demand((to, message.serial) in self.grants, "I7", "told of leases that are not in the journal")
-            case _:
-                pass
-
-    def installed(self, node: "PeerNode", effect: InstallStaged) -> None:
-        self._known(effect.held, f"an install at {name(node.ref)}")
-        demand(effect.key in self.commits, "I3", f"{name(node.ref)} installs a round that is not committed")
-
-    def coordinator_settled(self, machine: CoordinatorMachine) -> None:
-        now = (machine.state.epoch, machine.state.outer_step)
-        demand(now >= self._coordinator, "I8", f"the coordinator went back from {self._coordinator} to {now}")
-        self._coordinator = now
-
-    def _known(self, held: Held, where: str) -> None:
-        demand(self.states.get(held.outer_step) == held.digest, "I3", f"{where} names a state that is not committed")
-
-
-class SharedState:
-    """I1, I5: whoever holds an outer step, by whatever way, holds the same bits; it never goes back."""
-
-    def __init__(self, history: History) -> None:
-        self._history = history
-        self._newest: dict[PeerRef, int] = {}
-
-    def holds(self, node: "PeerNode", state: State) -> None:
-        step, digest = state.held.outer_step, state.held.digest
-        known = self._history.states.get(step)
-        # A founder holds its state before it is the run's.
-        demand(known == digest or (known is None and step == 0), "I1", f"{name(node.ref)} holds another step {step}")
-        demand(step >= self._newest.get(node.ref, 0), "I3", f"{name(node.ref)} went back to step {step}")
-        self._newest[node.ref] = step
-
-    def active(self, node: "PeerNode", view: View) -> None:
-        held = node.state.held if node.state is not None else None
-        demand(held == Held(view.outer_step, view.digest), "I5", f"{name(node.ref)} is active from another state")
-
-
-class Contributions:
-    """I2, I3, I6: a committed result holds every member of its view once; no payload is lost or used twice."""
-
-    def __init__(self, history: History) -> None:
-        self._history = history
-        self._payloads: dict[str, Payload] = {}
-        self._open: dict[PeerRef, Payload] = {}  # made, neither committed nor given up
-        self._staged: dict[RoundKey, dict[PeerRef, tuple[Held, Result, bool]]] = {}
-        self._committed: dict[str, RoundKey] = {}
-        self._evictions: dict[PeerRef, int] = {}  # newest epoch that dropped it
-        self._standing: set[PeerRef] = set()
-        self._late: dict[PeerRef, Payload] = {}
-        self._carried: set[str] = set()
-
-    def made(self, node: "PeerNode", payload: Payload) -> None:
-        lost = self._open.get(node.ref)
-        demand(lost is None, "I6", f"{name(node.ref)} replaced a payload whose outcome is not known")
-        late = self._late.pop(node.ref, None)
-        if late is not None:
-            ranges = without(late.consumed, payload.consumed)
-            demand(not ranges, "I6", f"late work of {name(node.ref)} is missing in its next payload")
-            demand(payload.weight > late.weight, "I6", f"late work of {name(node.ref)} has no weight")
-        self._payloads[payload.name] = payload
-        self._open[node.ref] = payload
-
-    def carried_over(self, node: "PeerNode") -> None:
-        """Its payload came too late: it must be in the next one, and never be committed by itself."""
-        payload = self._open.pop(node.ref, None)
-        demand(payload is not None, "I6", f"{name(node.ref)} carries over what it has not made")
-        assert payload is not None
-        demand(payload.name not in self._committed, "I3", f"{name(node.ref)} carries over committed work")
-        self._late[node.ref] = payload
-        self._carried.add(payload.name)
-
-    def staged(self, node: "PeerNode", key: RoundKey, made: State, result: Result, *, flawed: bool) -> None:
-        self._staged.setdefault(key, {})[node.ref] = (made.held, result, flawed)
-
-    def view_decided(self, view: View, excused: Collection[PeerRef]) -> None:
-        standing = {member.ref for member in view.members} | set(excused)
-        for ref in self._standing - standing:
-            self._evictions[ref] = view.epoch
-        self._standing = standing
-
-    def committed(self, record: CommitRecord, view: View) -> None:
-        refs = {member.ref for member in view.members}
-        demand({item.ref for item in record.contributions} == refs, "I2", "the commit names others than the view")
-        staged = self._staged.get(record.key, {})
-        voters = [ref for ref in refs if ref in staged and staged[ref][0].digest == record.digest]
-        demand(2 * len(voters) > len(refs), "I1", "committed a digest that no strict majority has staged")
-        demand(all(ref in staged for ref in refs), "I2", "committed without a result of every member")
-        weights = {item.ref: item.weight for item in record.contributions}
-        payloads: dict[PeerRef, Payload] = {}
-        for chunk in staged[voters[0]][1]:
-            owners = [self._payloads[share[0]].ref for share in chunk]
-            demand(len(owners) == len(set(owners)), "I2", f"a contribution is in {record.key} twice")
-            demand(set(owners) == refs, "I2", f"a contribution is missing in {record.key}, or a stranger's is in")
-            for share_name, weight in chunk:
-                payload = self._payloads[share_name]
-                demand(payloads.setdefault(payload.ref, payload) is payload, "I2", "two payloads of one member")
-                demand(weight == payload.weight == weights[payload.ref], "I2", "counted with another weight")
-                demand(payload.outer_step == record.key.outer_step, "I2", f"{share_name} is work from another anchor")
-                first = self._committed.setdefault(share_name, record.key)
-                demand(first == record.key, "I3", f"{share_name} was applied twice")
-                demand(share_name not in self._carried, "I3", f"{share_name} is in another payload by now")
-        for item in record.contributions:
-            demand(
-                item.consumed == payloads[item.ref].consumed,
-                "I7",
-                f"{name(item.ref)} trained on samples it does not own",
-            )
-
-    def installed(self, node: "PeerNode", key: RoundKey, result: Result) -> None:
-        payload = self._open.pop(node.ref, None)
-        demand(payload is not None, "I6", f"{name(node.ref)} installs without a payload")
-        assert payload is not None
-        for chunk in result:
-            demand(payload.name in [share[0] for share in chunk], "I6", f"the work of {name(node.ref)} is not in it")
-
-    def given_up(self, node: "PeerNode", epoch: int) -> None:
-        """The peer forgets its payload: only its own eviction is a reason."""
-        payload = self._open.pop(node.ref, None) or self._late.pop(node.ref, None)
-        if payload is not None:
-            evicted = self._evictions.get(node.ref, -1) > epoch or payload.name in self._committed
-            demand(evicted, "I6", f"{name(node.ref)} lost its work in epoch {epoch} without being evicted")
-
-    def gone(self, ref: PeerRef) -> None:
-        self._open.pop(ref, None)
-        self._late.pop(ref, None)
-
-
-class Leases:
-    """I7: every sample has one place, and is consumed once. Kept sample by sample, without ranges."""
-
-    def __init__(self) -> None:
-        self._owner: dict[int, PeerRef] = {}
-        self._consumed: set[int] = set()
-        self._members: set[PeerRef] = set()
-
-    def view_decided(self, view: View, excused: Collection[PeerRef]) -> None:
-        self._members = {member.ref for member in view.members} | set(excused)
-
-    def granted(self, record: LeaseRecord) -> None:
-        demand(record.ref in self._members, "I7", f"leases for {name(record.ref)}, who is no member")
-        for index in (i for item in record.ranges for i in range(item.start, item.stop)):
-            demand(index not in self._consumed, "I7", f"sample {index} is given again after it was consumed")
-            demand(index not in self._owner, "I7", f"sample {index} has two owners")
-            self._owner[index] = record.ref
-
-    def consumed(self, record: CommitRecord) -> None:
-        for contribution in record.contributions:
-            for index in (i for item in contribution.consumed for i in range(item.start, item.stop)):
-                demand(self._owner.get(index) == contribution.ref, "I7", f"sample {index} is consumed by a stranger")
-                demand(index not in self._consumed, "I7", f"sample {index} is consumed twice")
-                self._consumed.add(index)
-                del self._owner[index]
-
-    def released(self, record: ReleaseRecord) -> None:
-        demand(record.ref not in self._members, "I7", f"leases of the member {name(record.ref)} are released")
-        for index in (i for item in record.ranges for i in range(item.start, item.stop)):
-            demand(self._owner.pop(index, None) == record.ref, "I7", f"sample {index} is released by a stranger")
-
-    def at_rest(self, next_index: int, free: int) -> None:
-        """Nothing is lost: whatever was given is owned by a member, consumed, or free again."""
-        strangers = [ref for ref in self._owner.values() if ref not in self._members]
-        demand(not strangers, "I7", "somebody who is gone still owns samples")
-        places = len(self._owner) + len(self._consumed) + free
-        demand(places == next_index, "I7", f"{next_index - places} samples are nowhere")
-
-
-class Admissions:
-    """I5: only who has caught up is admitted: it holds the view's state, or the commit before it."""
-
-    def __init__(self, history: History, sim: "Simulator") -> None:
-        self._history = history
-        self._sim = sim
-
-    def view_decided(self, view: View, before: View | None) -> None:
-        for member in view.members:
-            if before is not None and before.holds(member.ref):
-                continue
-            node = self._sim.peers[member.peer_id]
-            if not node.alive or node.ref != member.ref:
-                continue
-            held = node.state.held if node.state is not None else None
-            demand(held is not None, "I5", f"{name(member.ref)} is admitted without a state")
-            assert held is not None
-            known = self._history.states.get(held.outer_step) == held.digest
-            demand(known, "I5", f"{name(member.ref)} is admitted with a state that is not the run's")
-            step = held.outer_step
-            recent = self._history.superseded_at.get(step, self._sim.world.now) >= self._sim.world.now - 2.0
-            fits = step >= view.outer_step - 1 or recent
-            demand(fits, "I5", f"{name(member.ref)} is admitted at step {step} into step {view.outer_step}")
 
 
 class Checkers:
@@ -290,34 +38,43 @@ class Checkers:
         self._work = Contributions(self.history)
         self._leases = Leases()
         self._admissions = Admissions(self.history, sim)
+        self.patience = Patience(sim.world, sim.options.min_peers)
         self._epochs: dict[PeerRef, int] = {}
         self._exits: list[tuple[PeerRef, Finish]] = []
         self._halted = False
+        self._news = True  # something happened that may end the seed
 
     # ------------------------------------------------------------------------ the coordinator
 
     def coordinator_started(self, machine: CoordinatorMachine) -> None:
         self.history.coordinator_settled(machine)
+        self._sim.marks.coordinator_started(len(self._sim.coordinator.journal))
 
     def coordinator_settled(self, machine: CoordinatorMachine) -> None:
         self.history.coordinator_settled(machine)
 
     def persisted(self, record: Record) -> None:
+        self._news = True
         views = self.history.views
         before = views[-1] if views else None
         self.history.persisted(record, self._sim.world.now)
+        self._sim.marks.persisted(record, before, self._sim.options.min_peers)
         match record:
             case ViewRecord(view=view, excused=excused):
                 self._sim.world.say("view", view.epoch, [name(member.ref) for member in view.members], record.cause)
                 self._work.view_decided(view, excused)
                 self._leases.view_decided(view, excused)
+                self.patience.view_decided(view, excused)
                 self._admissions.view_decided(view, before)
             case CommitRecord():
                 self._sim.world.say("commit", record.key, record.digest.hex()[:6])
                 demand(before is not None and before.epoch == record.key.epoch, "I8", "a commit of another epoch")
                 assert before is not None
+                few = len(record.contributions) < self._sim.options.min_peers
+                demand(not few, "quorum", f"committed by {len(record.contributions)}")
                 self._work.committed(record, before)
                 self._leases.consumed(record)
+                self.patience.committed()
             case LeaseRecord():
                 self._leases.granted(record)
             case ReleaseRecord():
@@ -327,16 +84,22 @@ class Checkers:
 
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         self.history.told(to, message)
+        self._sim.marks.told(to, message)
 
     # ------------------------------------------------------------------------ the peers
 
     def started(self, node: "PeerNode") -> None:
+        self._news = True
         self._epochs[node.ref] = -1
 
     def stopped(self, node: "PeerNode") -> None:
+        self._news = True
         self._work.gone(node.ref)
+        self._sim.marks.peer_ended(node)
 
     def finished(self, node: "PeerNode", effect: Finish) -> None:
+        self._news = True
+        self._sim.marks.finished(effect)
         self._exits.append((node.ref, effect))
         wrong = self._sim.has_wrong_manifest(node)
         demand((effect.code == 5) == wrong or effect.code in (9, 20), "I4", f"{name(node.ref)} ends with {effect}")
@@ -355,14 +118,22 @@ class Checkers:
         self._epochs[node.ref] = view.epoch
 
     def became_active(self, node: "PeerNode", view: View) -> None:
-        demand(not self._sim.has_wrong_manifest(node), "I5", f"{name(node.ref)} has another manifest")
+        self._news = True
+        if self._sim.has_wrong_manifest(node):
+            raise Violation("I5", f"{name(node.ref)} has another manifest")
         self._state.active(node, view)
 
-    def became_learner(self, node: "PeerNode") -> None:
+    def hangs_or_not(self) -> None:
+        self._news = True
+
+    def became_learner(self, node: "PeerNode", effect: BecomeLearner) -> None:
+        self._news = True
+        self._sim.marks.learner(effect)
         self._work.given_up(node, self._epochs[node.ref])
 
     def payload_made(self, node: "PeerNode", payload: Payload) -> None:
         self._work.made(node, payload)
+        self.patience.made(node.ref)
 
     def carried_over(self, node: "PeerNode") -> None:
         self._work.carried_over(node)
@@ -373,6 +144,7 @@ class Checkers:
     def installed(self, node: "PeerNode", effect: InstallStaged, made: State, result: Result) -> None:
         demand(made.held == effect.held, "I1", f"{name(node.ref)} installs something else than what is committed")
         self.history.installed(node, effect)
+        self._sim.marks.installed(effect)
         self._work.installed(node, effect.key, result)
         self._state.holds(node, made)
 
@@ -387,7 +159,7 @@ class Checkers:
         if newest is None:
             return True
         if not node.alive:
-            return node.disk is not None and node.disk.held == newest
+            return node.disk.state is not None and node.disk.state.held == newest
         states = [node.state, node.staged[1] if node.staged is not None else None]
         return any(state is not None and state.held == newest for state in states)
 
@@ -398,7 +170,9 @@ class Checkers:
 
         def has_come_to_an_end() -> bool:
             nonlocal end
-            end = self._end(first)
+            if self._news:
+                self._news = False
+                end = self._end(first)
             return bool(end)
 
         sim = self._sim

@@ -1,9 +1,9 @@
 """The coordinator's process: the real machine, a journal that survives, and crashes between any two effects."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from collective.core.types import PeerRef
+from collective.core.types import Instant, PeerRef
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import (
     CoordinatorEffect,
@@ -16,88 +16,58 @@ from elastic.core.events import (
 )
 from elastic.core.messages import PeerMessage
 from elastic.core.records import Record
+from tests.simulation.network import COORDINATOR, ControlConnection
+from tests.simulation.process import Process
 
 if TYPE_CHECKING:
-    from tests.simulation.network import ControlConnection
     from tests.simulation.simulator import Simulator
 
 
-class CoordinatorNode:
+class CoordinatorNode(Process):
     """One coordinator, start after start, over one journal."""
 
     def __init__(self, sim: "Simulator") -> None:
+        super().__init__(sim.world, COORDINATOR)
         self.sim = sim
         self.journal: list[Record] = []
-        self.start_number = 0
-        self.alive = False
-        self.paused_until = 0.0
         self.machine: CoordinatorMachine | None = None
         self.connections: dict[PeerRef, ControlConnection] = {}
         self.dies_after: Callable[[CoordinatorEffect], bool] | None = None
         """For scenarios: crash right after the first effect for which this is true, once."""
-        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._tick_at: float | None = None
 
     def start(self) -> None:
         """A new process that reads the journal."""
         if self.alive:
             return
-        self.start_number += 1
-        self.alive = True
+        self.born()
         self.connections = {}
-        self._backlog = []
-        self._tick_at = None
-        self.paused_until = 0.0
         machine = self.sim.parts.coordinator
         if self.journal:
-            self.machine = machine.recover(self.sim.coordinator_config, list(self.journal), self.sim.world.now)
+            self.machine = machine.recover(self.sim.coordinator_config, list(self.journal), self.clock.now())
         else:
             self.machine = machine(self.sim.coordinator_config)
         self.sim.world.say("coordinator starts with", len(self.journal), "records")
         self.sim.checkers.coordinator_started(self.machine)
-        self._arm()
+        self.arm()
 
     def crash(self) -> None:
         """The process is gone, with everything but the journal."""
         if not self.alive:
             return
         self.sim.world.say("coordinator crashes")
-        self.alive = False
-        self.start_number += 1
+        self.sim.marks.coordinator_ended(self)
+        self.gone()
         self.machine = None
-        self.sim.coordinator_died(list(self.connections.values()))
+        self.sim.control.coordinator_died(list(self.connections.values()))
         self.connections = {}
         if not self.sim.network.healed:
             self.sim.world.after(self.sim.world.rng.uniform(0.2, 4.0), "coordinator restarts", self.start)
 
-    def pause(self, duration_s: float) -> None:
-        self.paused_until = max(self.paused_until, self.sim.world.now + duration_s)
-        self.sim.world.say(f"coordinator paused for {duration_s:.2f}")
-        self.sim.world.after(duration_s, "coordinator resumes", self.resume)
-
-    def resume(self, *, now: bool = False) -> None:
-        if now:
-            self.paused_until = 0.0
-        if self.sim.world.now < self.paused_until:
-            return
-        backlog, self._backlog = self._backlog, []
-        for action, args in backlog:
-            self.run(self.start_number, action, *args)
-
-    def run(self, start: int, action: Callable[..., None], *args: Any) -> None:
-        """Do something in this process, if it is still the same one; later, if it is paused."""
-        if start != self.start_number or not self.alive:
-            return
-        if self.sim.world.now < self.paused_until:
-            self._backlog.append((action, args))
-            return
-        action(*args)
-
-    def on_said(self, connection: "ControlConnection", sender: PeerRef, message: PeerMessage) -> None:
+    def on_said(self, connection: ControlConnection, sender: PeerRef, message: PeerMessage) -> None:
         if connection.up_at_coordinator:
             self.feed(PeerSaid(sender=sender, message=message))
 
-    def on_lost(self, connection: "ControlConnection", sender: PeerRef) -> None:
+    def on_lost(self, connection: ControlConnection, sender: PeerRef) -> None:
         if self.connections.get(sender) is connection:
             del self.connections[sender]
             self.feed(PeerConnectionLost(sender=sender))
@@ -107,8 +77,8 @@ class CoordinatorNode:
         machine = self.machine
         if machine is None:
             return
-        effects = self.sim.parts.arrange(machine.handle(event, self.sim.world.now))
-        if self.sim.check_machines:
+        effects = self.sim.parts.arrange(machine.handle(event, self.clock.now()))
+        if effects and self.sim.check_machines:
             machine.check_invariants()
         survives = len(effects)
         for index in range(len(effects)):
@@ -118,11 +88,11 @@ class CoordinatorNode:
         for effect in effects[:survives]:
             match effect:
                 case Persist(record=record):
-                    self.journal.append(record)
-                    self.sim.checkers.persisted(record)
+                    if not self._write(record):
+                        return
                 case SendToPeer(to=to, message=message):
                     self.sim.checkers.told(to, message)
-                    self.sim.send_to_peer(self, to, message)
+                    self.sim.control.send_to_peer(self, to, message)
             if self.dies_after is not None and self.dies_after(effect):
                 self.dies_after = None
                 self.crash()
@@ -131,20 +101,22 @@ class CoordinatorNode:
             self.crash()
             return
         self.sim.checkers.coordinator_settled(machine)
-        self._arm()
+        self.arm()
 
-    def _arm(self) -> None:
-        deadline = self.machine.next_deadline() if self.machine is not None else None
-        if deadline is not None and (self._tick_at is None or deadline < self._tick_at):
-            self._tick_at = deadline
-            self.sim.world.at(deadline, "tick coordinator", self.run, self.start_number, self._tick, deadline)
+    def _write(self, record: Record) -> bool:
+        """Make the record durable. False if the process dies meanwhile: then it is on the disk, or it is not."""
+        dies = self.sim.network.chance(self.sim.options.coordinator_crash_in_persist)
+        is_written = not dies or self.sim.world.rng.random() < 0.5
+        if is_written:
+            self.journal.append(record)
+            self.sim.checkers.persisted(record)
+        if dies:
+            self.sim.marks[f"journal: died, and the record was {'written' if is_written else 'lost'}"] += 1
+            self.crash()
+        return not dies
 
-    def _tick(self, due: float) -> None:
-        if self._tick_at != due:
-            return
-        self._tick_at = None
-        deadline = self.machine.next_deadline() if self.machine is not None else None
-        if deadline is not None and deadline <= self.sim.world.now:
-            self.feed(Tick())
-        else:
-            self._arm()
+    def deadline(self) -> Instant | None:
+        return self.machine.next_deadline() if self.machine is not None else None
+
+    def on_deadline(self) -> None:
+        self.feed(Tick())

@@ -7,6 +7,7 @@ suspects who is lost or stands still, tells the others when it gives up.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from collective.core.fence import Fence, Standing
@@ -60,16 +61,13 @@ class Exchange:
     def __init__(self, node: "PeerNode", view: View, key: RoundKey, payload: Payload, weight: float) -> None:
         rank = view.rank_of(node.peer_id)
         assert rank is not None
-        per_peer = node.sim.options.chunks_per_peer
-        # Rank 1 owns nothing: slices may be empty.
-        sizes = [0 if other == 1 and per_peer == 2 else per_peer for other in range(view.world_size)]
-        bounds = tuple(sum(sizes[:other]) for other in range(view.world_size + 1))
+        options = node.sim.options
         self.node, self.view, self.key, self.rank = node, view, key, rank
         self.machine = RoundMachine(
             key=key,
             rank=rank,
-            slices=SlicePlan(bounds=bounds, routes=routes_of(node.sim.options.plan, view.world_size)),
-            eager_chunks=node.sim.options.eager_chunks,
+            slices=slices_of(options.plan, options.chunks_per_peer, view.world_size),
+            eager_chunks=options.eager_chunks,
         )
         self.share: Share = (payload.name, weight)
         self.failed = False
@@ -77,7 +75,7 @@ class Exchange:
         self._sums: dict[int, list[Share]] = defaultdict(lambda: [self.share])
         self._chunks: dict[int, ChunkValue] = {}
         self._incoming: ChunkValue = ()
-        self._heard_at = dict.fromkeys(range(view.world_size), node.sim.world.now)
+        self._heard_at = dict.fromkeys(range(view.world_size), node.clock.now())
         self._moved_at = dict(self._heard_at)
 
     @property
@@ -91,10 +89,10 @@ class Exchange:
     def on_frame(self, frame: Frame) -> None:
         rank = self.view.rank_of(frame.sender.peer_id)
         assert rank is not None
-        self._heard_at[rank] = self.node.sim.world.now
+        self._heard_at[rank] = self.node.clock.now()
         if frame.kind == "sign":
             return
-        self._moved_at[rank] = self.node.sim.world.now
+        self._moved_at[rank] = self.node.clock.now()
         if frame.kind == "abort":
             self.fail(frame.suspects, f"{frame.sender.peer_id} gave up", tell=False)
             return
@@ -136,7 +134,7 @@ class Exchange:
         """Suspect members whose connection is lost, and those that have opened and then stand still."""
         if self.is_over or self.node.exchange is not self:
             return
-        now = self.node.sim.world.now
+        now = self.node.clock.now()
         machine = self.machine
         suspects = []
         for rank in machine.waiting_for():
@@ -176,7 +174,7 @@ class Exchange:
                 case Finished():
                     self.result = tuple(self._chunks[chunk] for chunk in sorted(self._chunks))
                     self.node.exchange_done(self.key, self.result)
-        if self.node.sim.check_machines:
+        if effects and self.node.sim.check_machines:
             self.machine.check_invariants()
 
     def _send(
@@ -188,16 +186,21 @@ class Exchange:
         suspects: tuple[PeerId, ...] = (),
     ) -> None:
         frame = Frame(self.node.ref, self.key, kind, chunk, value, suspects)
-        self.node.sim.send_frame(self.node, to, frame)
+        self.node.sim.bulk.send_frame(self.node, to, frame)
 
 
-def routes_of(plan: str, world_size: int) -> tuple[Route, ...]:
+@cache
+def slices_of(plan: str, chunks_per_peer: int, world_size: int) -> SlicePlan:
     """The trees of a plan: the ring goes round by rank, the first half of the ranks is a region."""
+    # Rank 1 owns nothing: slices may be empty.
+    sizes = [0 if rank == 1 and chunks_per_peer == 2 else chunks_per_peer for rank in range(world_size)]
+    bounds = tuple(sum(sizes[:rank]) for rank in range(world_size + 1))
+    routes: tuple[Route, ...] = butterfly(world_size)
     if plan == "ring":
-        return ring(range(world_size))
-    if plan == "two_level" and world_size > 1:
-        return two_level([range(world_size // 2), range(world_size // 2, world_size)])
-    return butterfly(world_size)
+        routes = ring(range(world_size))
+    elif plan == "two_level" and world_size > 1:
+        routes = two_level([range(world_size // 2), range(world_size // 2, world_size)])
+    return SlicePlan(bounds=bounds, routes=routes)
 
 
 class FrameGate:
@@ -206,6 +209,7 @@ class FrameGate:
     def __init__(self, deliver: Callable[[Frame], None]) -> None:
         self.fence = Fence.before_any_view()
         self.dropped = 0
+        self.num_held_back = 0
         self._deliver = deliver
         self._held_back: list[Frame] = []
 
@@ -217,6 +221,7 @@ class FrameGate:
             self._deliver(frame)
         elif (standing is Standing.FUTURE or early) and len(self._held_back) < MAX_HELD_BACK:
             self._held_back.append(frame)
+            self.num_held_back += 1
         else:
             self.dropped += 1
 

@@ -1,5 +1,6 @@
 """What strikes during the safety phase, each fault class on its own clock."""
 
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -17,30 +18,62 @@ class FaultInjector:
     def __init__(self, sim: "Simulator") -> None:
         self.sim = sim
         self.rng = sim.world.rng
+        self._num_strikes = 0
 
     def arm(self) -> None:
         options = self.sim.options
-        self._every(options.crash_rate, "crash", self.crash_peer)
-        self._every(options.pause_rate, "pause", self.pause_peer)
-        self._every(options.hang_rate, "hang", self.hang_peer)
-        self._every(options.leave_rate, "leave", self.leave_peer)
-        self._every(options.link_break_rate, "link break", self.break_link)
-        self._every(options.reset_rate, "reset", self.reset_connection)
-        self._every(options.cut_rate, "cut", self.cut)
-        self._every(options.slow_rate, "slow", self.slow_down)
-        self._every(options.coordinator_crash_rate, "coordinator crash", self.sim.coordinator.crash)
-        self._every(options.coordinator_pause_rate, "coordinator pause", self.pause_coordinator)
+        for rate, label, strike in (
+            (options.crash_rate, "crash", self.crash_peer),
+            (options.pause_rate, "pause", self.pause_peer),
+            (options.hang_rate, "hang", self.hang_peer),
+            (options.leave_rate, "leave", self.leave_peer),
+            (options.link_break_rate, "link break", self.break_link),
+            (options.reset_rate, "reset", self.reset_connection),
+            (options.cut_rate, "cut", self.cut),
+            (options.slow_rate, "slow", self.slow_down),
+            (options.partition_rate, "partition", self.partition),
+            (options.swizzle_rate, "swizzle", self.swizzle),
+            (options.clock_jump_rate, "clock jump", self.jump_clock),
+            (options.coordinator_crash_rate, "coordinator crash", self.sim.coordinator.crash),
+            (options.coordinator_pause_rate, "coordinator pause", self.pause_coordinator),
+            (options.burst_rate, "burst", self.burst),
+        ):
+            self._every(rate, label, strike)
 
     def _every(self, rate: float, label: str, strike: Callable[[], None]) -> None:
         if rate <= 0:
             return
 
+        # Chance of its own: a class that is switched off leaves the others as they were.
+        rng = random.Random(f"{label} of {self.sim.world.seed}")
+
         def again() -> None:
             if not self.sim.network.healed:
-                strike()
-                self.sim.world.after(self.rng.expovariate(rate), label, again)
+                self.rng = rng
+                self._strike(label, strike)
+                self.sim.world.after(rng.expovariate(rate), label, again)
 
-        self.sim.world.after(self.rng.expovariate(rate), label, again)
+        self.sim.world.after(rng.expovariate(rate), label, again)
+
+    def _strike(self, label: str, strike: Callable[[], None]) -> None:
+        if self._num_strikes < self.sim.options.max_strikes:
+            self._num_strikes += 1
+            self.sim.marks[f"fault: {label}"] += 1
+            strike()
+
+    def burst(self) -> None:
+        """Several faults in one instant."""
+        kinds: list[tuple[str, Callable[[], None]]] = [
+            ("crash", self.crash_peer),
+            ("pause", self.pause_peer),
+            ("link break", self.break_link),
+            ("reset", self.reset_connection),
+            ("cut", self.cut),
+            ("clock jump", self.jump_clock),
+            ("coordinator crash", self.sim.coordinator.crash),
+        ]
+        for label, strike in self.rng.choices(kinds, k=self.rng.randint(2, 5)):
+            self._strike(label, strike)
 
     def _somebody(self) -> "PeerNode | None":
         nodes = [node for node in self.sim.peers.values() if node.alive]
@@ -69,10 +102,10 @@ class FaultInjector:
     def hang_peer(self) -> None:
         node = self._somebody()
         if node is not None:
-            node.hung = True
+            node.hang(True)
             self.sim.world.say(node.peer_id, "hangs, but its heart beats")
             if self.rng.random() < 0.5:
-                node.later(self.rng.uniform(1.0, 10.0), "unhang", setattr, node, "hung", False)
+                node.later(self.rng.uniform(1.0, 10.0), "unhang", node.hang, False)
 
     def leave_peer(self) -> None:
         node = self._somebody()
@@ -87,26 +120,55 @@ class FaultInjector:
     def break_link(self) -> None:
         one, other = self._somebody(), self._somebody()
         if one is not None and other is not None and one is not other:
-            self.sim.break_link(one, other)
+            self.sim.bulk.break_link(one, other)
 
     def reset_connection(self) -> None:
         node = self._somebody()
         if node is not None:
             self.sim.world.say("control connection of", node.peer_id, "is reset")
-            self.sim.break_connection(node)
+            self.sim.control.break_connection(node)
 
     def cut(self) -> None:
         """Between two sites, in one or both directions, or around one site."""
-        network = self.sim.network
         one = self._site()
         others = [site for site in (*self.sim.peers, COORDINATOR) if site != one]
         if self.rng.random() < 0.6:
             others = [self.rng.choice(others)]
         ways = self.rng.choice(("out", "in", "both", "both"))
         pairs = [(one, other) for other in others if ways != "in"] + [(other, one) for other in others if ways != "out"]
+        self._cut_for(pairs, self.rng.choice((0.5, 3.0, 10.0)) * self.rng.uniform(0.5, 1.5))
+
+    def partition(self) -> None:
+        """All sites in two parts that do not reach each other, but for a bridge that both reach."""
+        sites = [*self.sim.peers, COORDINATOR]
+        self.rng.shuffle(sites)
+        bridge = sites[-1] if len(sites) > 2 and self.rng.random() < 0.3 else None
+        size = len(sites) // 2 if self.rng.random() < 0.5 else self.rng.randint(1, len(sites) - 1)
+        ones, others = sites[:size], [site for site in sites[size:] if site != bridge]
+        self.sim.world.say("partition:", ones, others, "bridge", bridge)
+        pairs = [pair for one in ones for other in others for pair in ((one, other), (other, one))]
+        self._cut_for(pairs, self.rng.choice((1.0, 5.0, 12.0)) * self.rng.uniform(0.5, 1.5))
+
+    def swizzle(self) -> None:
+        """Every link of some sites is cut, one after the other, and healed in another order."""
+        sites = [*self.sim.peers, COORDINATOR]
+        chosen = self.rng.sample(sites, self.rng.randint(1, len(sites) - 1))
+        pairs = [(one, other) for one in chosen for other in sites if one != other]
+        self.rng.shuffle(pairs)
+        cuts = sorted(self.rng.uniform(0.0, 3.0) for _ in pairs)
+        mends = [3.0 + self.rng.uniform(0.0, 6.0) for _ in pairs]
+        for pair, cut_in_s, mend_in_s in zip(pairs, cuts, mends, strict=True):
+            self.sim.world.after(cut_in_s, "swizzle", self._cut_unless_healed, *pair)
+            self.sim.world.after(mend_in_s, "mend", self.sim.network.mend, *pair)
+
+    def _cut_unless_healed(self, source: str, target: str) -> None:
+        if not self.sim.network.healed:
+            self.sim.network.cut(source, target)
+
+    def _cut_for(self, pairs: list[tuple[str, str]], duration_s: float) -> None:
         for source, target in pairs:
-            network.cut(source, target)
-        self.sim.world.after(self.rng.choice((0.5, 3.0, 10.0)) * self.rng.uniform(0.5, 1.5), "mend", self._mend, pairs)
+            self.sim.network.cut(source, target)
+        self.sim.world.after(duration_s, "mend", self._mend, pairs)
 
     def _mend(self, pairs: list[tuple[str, str]]) -> None:
         for source, target in pairs:
@@ -120,3 +182,9 @@ class FaultInjector:
     def pause_coordinator(self) -> None:
         if self.sim.coordinator.alive:
             self.sim.coordinator.pause(self.rng.choice((0.5, 3.0, 8.0)) * self.rng.uniform(0.5, 1.2))
+
+    def jump_clock(self) -> None:
+        """One site's monotonic clock jumps forward, as after a suspend that the others did not take part in."""
+        site = self._site()
+        process = self.sim.coordinator if site == COORDINATOR else self.sim.peers[site]
+        process.jump(self.rng.choice((0.5, 3.0, 10.0, 60.0)) * self.rng.uniform(0.5, 1.5))

@@ -5,7 +5,7 @@ flag for any of them.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -23,6 +23,7 @@ from elastic.core.events import (
     Persist,
     SendToPeer,
 )
+from elastic.core.grace import Grace
 from elastic.core.member import MemberMachine
 from elastic.core.messages import Evicted, Held, Join, NewView, RoundFailed, Vote
 from elastic.core.reception import Reception
@@ -138,6 +139,25 @@ class TrustsHeartbeats(PatchedCoordinator):
     patience = 1e9
 
 
+class WaitsForEver(Grace):
+    def closes_at(self, ready_at: Collection[Instant], num_standing: int) -> Instant | None:
+        return None
+
+
+class HasUnboundedGrace(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._roster.grace = WaitsForEver(config)
+
+
+class ForgetsLateWork(MemberMachine):
+    def _carry_over(self) -> None:
+        """Throws the late payload away, as who was put out does."""
+        payload, held = self._attempt.payload, self.held
+        if payload is not None and held is not None and payload.outer_step != held.outer_step:
+            self._stop_training("late")
+
+
 class ReturnsConsumedLeases(CoordinatorMachine):
     """What a commit consumed stays with its owner, and returns with the rest when that is gone."""
 
@@ -235,6 +255,14 @@ MUTANTS: dict[str, Mutant] = {
     "unaware_welcomed": Mutant(
         what="a former member becomes a learner without having heard that it was dropped",
         parts=Parts(coordinator=WelcomesTheUnaware),
+    ),
+    "grace_unbounded": Mutant(
+        what="a round waits for the late as long as they live",
+        parts=Parts(coordinator=HasUnboundedGrace),
+    ),
+    "late_work_lost": Mutant(
+        what="work that came too late for its round is thrown away",
+        parts=Parts(member=ForgetsLateWork),
     ),
     "payload_forgotten": Mutant(
         what="a member drops its payload when the view changes",

@@ -73,10 +73,14 @@ class Network:
         """This direction takes `factor` times as long; 1 ends it."""
         self._slow[source, target] = factor
 
-    def heal(self) -> None:
-        """End of all faults."""
+    def mend_all(self) -> None:
+        """Everybody reaches everybody again."""
         for source, target in list(self._cut_since):
             self.mend(source, target)
+
+    def heal(self) -> None:
+        """End of all faults."""
+        self.mend_all()
         self._slow.clear()
         self.healed = True
 

@@ -29,6 +29,10 @@ class Options:
     snapshot_s: tuple[float, float] = (0.5, 2.0)
     replay_s: float = 0.1
     samples_per_round: int = 4
+    stall_floor_s: float = 3.0
+    """Patience with who stands still. Where it is long, only the grace keeps a round from waiting."""
+    grace_floor_s: float = 0.5
+    """How long a round with its quorum waits for the late, at least."""
     checkpoint_every: int = 1
     """Committed states that survive the process: every n-th; 0 = none does."""
     # - Network
@@ -42,6 +46,12 @@ class Options:
     reset_rate: float = 0.0
     cut_rate: float = 0.0
     slow_rate: float = 0.0
+    partition_rate: float = 0.0
+    """All sites in two parts: halves, a majority and a minority, or two halves with one site that both can reach."""
+    swizzle_rate: float = 0.0
+    """Some links cut one after the other, and healed in another order."""
+    burst_rate: float = 0.0
+    """Several faults in one instant, of all classes."""
     # - Processes
     crash_rate: float = 0.0
     silent_death: float = 0.5
@@ -53,14 +63,32 @@ class Options:
     wrong_manifest: bool = False
     wrong_result: float = 0.0
     """Chance that a peer computes other bits than the rest."""
+    # - Clocks
+    clock_drift: float = 0.0
+    """Every site's clock runs at a rate within 1 ± this."""
+    clock_jump_rate: float = 0.0
+    # - Disks of peers
+    disk_lag_s: float = 0.0
+    """How long a checkpoint is being written; until then the process may not end, or it is lost."""
+    torn_write: float = 0.0
+    """Chance that files are found damaged after a power cut."""
     # - Coordinator
     coordinator_crash_rate: float = 0.0
     coordinator_crash_per_effect: float = 0.0
+    coordinator_crash_in_persist: float = 0.0
+    """Chance that it dies while a record is written: the record is on the disk or it is not, and nobody was told."""
     coordinator_pause_rate: float = 0.0
+    # - Bound
+    max_strikes: int = 1_000_000
+    """How many faults strike at most; what shrinks a failing seed (minimise.py)."""
 
     @classmethod
-    def draw(cls, rng: random.Random) -> "Options":
-        """The swarm: which faults this seed has, and how many."""
+    def of_seed(cls, seed: int) -> "Options":
+        """The swarm: which faults this seed has, and how many.
+
+        They are drawn apart from what happens: the same options given by hand make the same history.
+        """
+        rng = random.Random(f"options of {seed}")
 
         def often(rate: float, chance: float = 0.4) -> float:
             return rate * rng.uniform(0.3, 1.0) if rng.random() < chance else 0.0
@@ -70,7 +98,7 @@ class Options:
         return cls(
             num_peers=num_peers,
             num_late=rng.randrange(num_peers) if rng.random() < 0.6 else 0,
-            min_peers=1 if rng.random() < 0.6 else rng.randint(1, min(3, num_peers)),
+            min_peers=1 if rng.random() < 0.6 else rng.randint(1, num_peers // 2 + 1),
             outer_steps=rng.randint(4, 20) if rng.random() < 0.12 else 100_000,
             num_fragments=rng.choice((1, 1, 3)),
             safety_s=rng.uniform(10.0, 30.0),
@@ -103,6 +131,15 @@ class Options:
             coordinator_pause_rate=often(0.08, 0.3),
             plan=rng.choice(PLANS),
             bulk_corrupt=often(0.01, 0.3),
+            partition_rate=often(0.08, 0.3),
+            swizzle_rate=often(0.08, 0.3),
+            burst_rate=often(0.08, 0.3),
+            clock_drift=rng.choice((0.0, 0.0, 0.01, 0.1)),
+            clock_jump_rate=often(0.1, 0.3),
+            disk_lag_s=rng.choice((0.0, 0.0, 0.0, 0.3, 2.0)),
+            torn_write=rng.choice((0.0, 0.0, 0.0, 0.4)),
+            coordinator_crash_in_persist=often(0.03),
+            stall_floor_s=rng.choice((3.0, 3.0, 3.0, 20.0)),
         )
 
     def with_(self, **changes: object) -> "Options":

@@ -4,11 +4,10 @@ A `PeerNode` is a site; each start of its process has a fresh machine, and every
 crash. Effects are carried out in list order. While it is paused (SIGSTOP), whatever happens to it waits.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from collective.core.fence import Fence
-from collective.core.types import Incarnation, PeerId, PeerRef, RoundKey, View
+from collective.core.types import Incarnation, Instant, PeerId, PeerRef, RoundKey, View
 from elastic.core.config import MemberConfig
 from elastic.core.events import (
     AbortExchange,
@@ -38,7 +37,9 @@ from elastic.core.events import (
 from elastic.core.leases import count, merged
 from elastic.core.member import MemberMachine
 from elastic.core.messages import CoordinatorMessage, Held, IndexRange
+from tests.simulation.disk import Disk
 from tests.simulation.exchange import Exchange, Frame
+from tests.simulation.process import Process
 from tests.simulation.symbols import Payload, Result, State, first_state
 from tests.simulation.transfer import Transfer
 
@@ -49,31 +50,25 @@ if TYPE_CHECKING:
 PROGRESS_S = 0.25
 
 
-class PeerNode:
+class PeerNode(Process):
     """One site."""
 
     def __init__(self, sim: "Simulator", peer_id: str) -> None:
+        super().__init__(sim.world, peer_id)
         self.sim = sim
         self.peer_id = PeerId(peer_id)
         self.incarnation = 0
-        self.start_number = 0  # as a token: what belonged to an older start never happens
-        self.alive = False
-        self.paused_until = 0.0
+        self.ref = PeerRef(self.peer_id, Incarnation(0))
         self.hung = False  # the trainer stands still, the daemon goes on
         self.died_silently = False  # nobody answers in its place
         self.flawed_step = -1  # in this round it computes other bits than the rest
         self.exit: Finish | None = None
-        self.disk: State | None = None
+        self.disk = Disk(sim.world, sim.options)
         self.connection: ControlConnection | None = None
         self.machine: MemberMachine | None = None
         self.state: State | None = None
         self.staged: tuple[RoundKey, State, Result] | None = None
         self.exchange: Exchange | None = None
-        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-
-    @property
-    def ref(self) -> PeerRef:
-        return PeerRef(self.peer_id, Incarnation(self.incarnation))
 
     @property
     def is_up(self) -> bool:
@@ -86,13 +81,12 @@ class PeerNode:
         """A new process, with what is on the disk."""
         if self.alive:
             return
+        self.born()
         self.incarnation += 1
-        self.start_number += 1
-        self.alive, self.exit, self.hung, self.died_silently = True, None, False, False
+        self.ref = PeerRef(self.peer_id, Incarnation(self.incarnation))
+        self.exit, self.hung, self.died_silently = None, False, False
         self.connection = None
-        self._backlog = []
-        self.paused_until = 0.0
-        self.state = self.disk
+        self.state = self.disk.state
         self.staged = self.exchange = None
         self.gate = self.sim.parts.gate(self._on_frame)
         self.payload: Payload | None = None
@@ -104,14 +98,13 @@ class PeerNode:
         self._trainings = 0
         self.transfer: Transfer | None = None
         self._asked_in = 0
-        self._tick_at: float | None = None
         manifest = b"\1" * 32 if self.sim.has_wrong_manifest(self) else self.sim.manifest
         held = self.state.held if self.state is not None else None
-        config = MemberConfig(coordinator_timeout_s=120.0, farewell_timeout_s=8.0)
+        config = MemberConfig(coordinator_timeout_s=600.0, farewell_timeout_s=8.0)
         self.machine = self.sim.parts.member(config, self.ref, f"{self.peer_id}:1", manifest, held)
         self.sim.world.say(self.peer_id, "starts as", self.incarnation, "with", short(held))
         self.sim.checkers.started(self)
-        self.sim.dial(self)
+        self.sim.control.dial(self)
 
     def stop(self, why: str) -> None:
         """The process is gone, with everything but the disk."""
@@ -119,45 +112,22 @@ class PeerNode:
             return
         self.sim.world.say(self.peer_id, why)
         self.sim.checkers.stopped(self)
-        self.alive = False
-        self.start_number += 1
+        self.gone()
         self.machine = None
         self.state = self.staged = self.exchange = None
-        self.paused_until = 0.0
 
     def crash(self, *, silently: bool) -> None:
         """Killed (its host answers for it), or its whole machine is gone (nobody does)."""
         if self.alive:
-            self.sim.peer_died(self, silently=silently)
+            self.sim.control.peer_died(self, silently=silently)
             self.died_silently = silently
+            self.sim.marks[f"disk: {self.disk.crash(power_lost=silently)}"] += 1
             self.stop("crashes silently" if silently else "crashes")
 
-    def pause(self, duration_s: float) -> None:
-        self.paused_until = max(self.paused_until, self.sim.world.now + duration_s)
-        self.sim.world.say(self.peer_id, f"paused for {duration_s:.2f}")
-        self.sim.world.after(duration_s, f"resume {self.peer_id}", self.resume)
-
-    def resume(self, *, now: bool = False) -> None:
-        if now:
-            self.paused_until = 0.0
-        if self.sim.world.now < self.paused_until:
-            return
-        backlog, self._backlog = self._backlog, []
-        for action, args in backlog:
-            self.run(self.start_number, action, *args)
-
-    def run(self, start: int, action: Callable[..., None], *args: Any) -> None:
-        """Do something in this process, if it is still the same one; later, if it is paused."""
-        if start != self.start_number or not self.alive:
-            return
-        if self.sim.world.now < self.paused_until:
-            self._backlog.append((action, args))
-            return
-        action(*args)
-
-    def later(self, delay_s: float, label: str, action: Callable[..., None], *args: Any) -> None:
-        """A timer of this process."""
-        self.sim.world.after(delay_s, f"{label} {self.peer_id}", self.run, self.start_number, action, *args)
+    def hang(self, hung: bool) -> None:
+        """Its trainer stands still, or goes on."""
+        self.hung = hung
+        self.sim.checkers.hangs_or_not()
 
     def on_told(self, connection: "ControlConnection", message: CoordinatorMessage) -> None:
         if connection.up_at_peer:
@@ -178,37 +148,28 @@ class PeerNode:
         machine = self.machine
         if machine is None or self.exit is not None:
             return
-        effects = machine.handle(event, self.sim.world.now)
-        if self.sim.check_machines:
+        effects = machine.handle(event, self.clock.now())
+        if effects and self.sim.check_machines:
             machine.check_invariants()
         start = self.start_number
         for effect in effects:
             self._carry_out(effect)
             if self.start_number != start:
                 return
-        self._arm()
+        if not isinstance(event, Progressed):  # the most frequent event changes no deadline
+            self.arm()
 
-    def _arm(self) -> None:
-        deadline = self.machine.next_deadline() if self.machine is not None else None
-        if deadline is not None and (self._tick_at is None or deadline < self._tick_at):
-            self._tick_at = deadline
-            self.later(deadline - self.sim.world.now, "tick", self._tick, deadline)
+    def deadline(self) -> Instant | None:
+        return self.machine.next_deadline() if self.machine is not None else None
 
-    def _tick(self, due: float) -> None:
-        if self._tick_at != due:
-            return
-        self._tick_at = None
-        deadline = self.machine.next_deadline() if self.machine is not None else None
-        if deadline is not None and deadline <= self.sim.world.now:
-            self.feed(Tick())
-        else:
-            self._arm()
+    def on_deadline(self) -> None:
+        self.feed(Tick())
 
     def _carry_out(self, effect: MemberEffect) -> None:
         checkers = self.sim.checkers
         match effect:
             case SendToCoordinator(message=message):
-                self.sim.send_to_coordinator(self, message)
+                self.sim.control.send_to_coordinator(self, message)
             case FoundState():
                 self.later(self.sim.world.rng.uniform(0.1, 1.0), "found", self._found)
             case CatchUp():
@@ -230,9 +191,9 @@ class PeerNode:
                 checkers.carried_over(self)
                 self.carried, self.payload = self.payload, None
                 self._train()
-            case BecomeLearner(reason=reason):
-                self.sim.world.say(self.peer_id, "becomes learner:", reason)
-                checkers.became_learner(self)
+            case BecomeLearner():
+                self.sim.world.say(self.peer_id, "becomes learner:", effect.reason)
+                checkers.became_learner(self, effect)
                 self.payload = self.carried = None
                 self.exchange = self.staged = None
                 self._training = 0
@@ -257,9 +218,9 @@ class PeerNode:
         self.exit = effect
         self.sim.world.say(self.peer_id, "finishes with", effect.code, effect.reason)
         if self.state is not None and self.sim.options.checkpoint_every:
-            self.disk = self.state
+            self.disk.write(self.state, flush=True)
         self.sim.checkers.finished(self, effect)
-        self.sim.hang_up(self)
+        self.sim.control.hang_up(self)
         self.stop("is over")
 
     # ------------------------------------------------------------------------ training
@@ -269,7 +230,7 @@ class PeerNode:
         self._trainings += 1
         self._training = self._trainings
         duration_s = self.sim.world.rng.uniform(*self.sim.options.train_s) * self.sim.speed_of(self)
-        self.later(0.0, "train", self._step, self._training, self.sim.world.now + duration_s)
+        self.later(0.0, "train", self._step, self._training, self.clock.now() + duration_s)
 
     def _step(self, training: int, until: float) -> None:
         if training != self._training:
@@ -281,15 +242,15 @@ class PeerNode:
         if missing > 0 and self._asked_in != training:
             self._asked_in = training
             self.feed(LeasesWanted(num_samples=missing))
-        starving = missing > 0 and self.sim.world.now >= until
+        starving = missing > 0 and self.clock.now() >= until
         self.progress += not starving
         self.feed(Progressed(progress=self.progress, blocked=starving))
         if training != self._training:
             return
-        if self.sim.world.now >= until and not starving:
+        if self.clock.now() >= until and not starving:
             self._payload_ready()
         else:
-            wait_s = min(PROGRESS_S, max(0.02, until - self.sim.world.now))
+            wait_s = min(PROGRESS_S, max(0.02, until - self.clock.now()))
             self.later(wait_s, "train", self._step, training, until)
 
     def _payload_ready(self) -> None:
@@ -371,20 +332,13 @@ class PeerNode:
         if not effect.final:
             self._train()
 
-    def _hold(self, state: State) -> None:
-        self.state = state
-        self.progress += 1
-        every = self.sim.options.checkpoint_every
-        if every and state.held.outer_step % every == 0:
-            self.disk = state
-
     def hold(self, state: State) -> None:
         """This is the shared state now."""
         self.state = state
         self.progress += 1
         every = self.sim.options.checkpoint_every
         if every and state.held.outer_step % every == 0:
-            self.disk = state
+            self.disk.write(state)
 
     def _found(self) -> None:
         state = first_state(self.ref)

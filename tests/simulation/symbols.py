@@ -57,3 +57,7 @@ def first_state(founder: PeerRef) -> State:
     """What a founder makes. Two founders never make the same."""
     text = f"founded by {founder.peer_id}.{founder.incarnation}"
     return State(Held(OuterStep(0), hashlib.sha256(text.encode()).digest()))
+
+
+def name(ref: PeerRef) -> str:
+    return f"{ref.peer_id[-2:]}.{ref.incarnation}"

@@ -6,7 +6,7 @@ from elastic.core.events import CoordinatorEffect, LeaveRequested, Persist, Send
 from elastic.core.messages import Commit
 from elastic.core.records import CommitRecord, LeaseRecord
 from tests.simulation.network import COORDINATOR
-from tests.simulation.scenarios.stage import Stage
+from tests.simulation.stage import Stage
 
 # ------------------------------------------------------------------------ deaths
 

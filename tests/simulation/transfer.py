@@ -27,13 +27,15 @@ class Transfer:
         if self.node.transfer is not self:
             return
         self._attempt += 1
+        self.node.sim.marks["transfer: asked another donor"] += self._attempt > 0
         if self._attempt >= len(self.order.donors):
             self.node.transfer = None
+            self.node.sim.marks["transfer: failed"] += 1
             self.node.feed(CatchUpFailed(cause="no donor could serve"))
             return
-        self._moved_at = self.node.sim.world.now
+        self._moved_at = self.node.clock.now()
         donor = self.order.donors[self._attempt].ref
-        self.node.sim.ask_for_state(self.node, donor, self, self._attempt)
+        self.node.sim.bulk.ask_for_state(self.node, donor, self, self._attempt)
         self.node.later(DONOR_PATIENCE_S, "patience", self._lose_patience, self._attempt)
 
     def on_offer(self, donor: PeerRef, state: State | None, attempt: int) -> None:
@@ -45,24 +47,27 @@ class Transfer:
             return
         options, rng, mine = self.node.sim.options, self.node.sim.world.rng, self.node.state
         if mine is not None and mine.held.digest in (*state.lineage, state.held.digest):
+            self.node.sim.marks["transfer: replayed commits"] += 1
             duration_s = options.replay_s * (state.held.outer_step - mine.held.outer_step)
         else:
+            self.node.sim.marks["transfer: fetched a snapshot"] += 1
             duration_s = rng.uniform(*options.snapshot_s)
-        self._receive(donor, state, attempt, self.node.sim.world.now + duration_s)
+        self._receive(donor, state, attempt, self.node.clock.now() + duration_s)
 
     def _receive(self, donor: PeerRef, state: State, attempt: int, until: float) -> None:
         node = self.node
-        if node.transfer is not self or attempt != self._attempt or not node.sim.still_serves(node, donor):
+        if node.transfer is not self or attempt != self._attempt or not node.sim.bulk.still_serves(node, donor):
             return  # nothing arrives any more; patience runs out
-        self._moved_at = node.sim.world.now
+        self._moved_at = node.clock.now()
         node.progress += 1
         node.feed(Progressed(progress=node.progress, blocked=False))
         if node.transfer is not self:
             return
-        if node.sim.world.now < until:
-            wait_s = min(CHUNK_S, until - node.sim.world.now)
+        if node.clock.now() < until:
+            wait_s = min(CHUNK_S, until - node.clock.now())
             node.later(wait_s, "chunk", self._receive, donor, state, attempt, until)
         elif state.held.outer_step == self.order.target.outer_step and state.held != self.order.target:
+            self.node.sim.marks["transfer: not what was asked for"] += 1
             self.next_donor()  # verified, and not what was asked for
         else:
             node.transfer = None
@@ -73,7 +78,7 @@ class Transfer:
     def _lose_patience(self, attempt: int) -> None:
         if self.node.transfer is not self or attempt != self._attempt:
             return
-        rest_s = self._moved_at + DONOR_PATIENCE_S - self.node.sim.world.now
+        rest_s = self._moved_at + DONOR_PATIENCE_S - self.node.clock.now()
         if rest_s > 1e-6:
             self.node.later(rest_s, "patience", self._lose_patience, attempt)
         else:

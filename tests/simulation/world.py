@@ -8,11 +8,16 @@ import ast
 import heapq
 import random
 import re
+import struct
 import time
 import zlib
 from collections.abc import Callable
 from typing import Any
 
+from collective.core.types import PeerRef
+from tests.simulation.symbols import name
+
+_pack_instant = struct.Struct("<d").pack
 _DIGEST = re.compile(r"""b'(?:[^'\\\\]|\\\\.)*'|b"(?:[^"\\\\]|\\\\.)*\"""")
 
 
@@ -23,6 +28,13 @@ class Violation(Exception):
         super().__init__(f"{invariant}: {what}")
         self.invariant = invariant
         self.what = what
+
+
+def demand(holds: bool, invariant: str, what: str, *details: object) -> None:
+    """Raise a violation unless it holds. The words are put together only then."""
+    if not holds:
+        shown = [name(item) if isinstance(item, PeerRef) else item for item in details]
+        raise Violation(invariant, what.format(*shown) if details else what)
 
 
 class OutOfBudget(Exception):
@@ -63,14 +75,18 @@ class World:
                 return True
             self.now, _, label, action, args = heapq.heappop(heap)
             self.num_events += 1
-            self.trace_hash = zlib.crc32(f"{self.now:.9f} {label}".encode(), self.trace_hash)
-            if self.num_events > self._max_events:
-                raise OutOfBudget(f"more than {self._max_events} events")
-            if self.num_events % 256 == 0 and time.process_time() > self._deadline:
-                raise OutOfBudget(f"more than {self._max_cpu_s} s of processor time")
+            self.trace_hash = zlib.crc32(label.encode(), zlib.crc32(_pack_instant(self.now), self.trace_hash))
+            if self.num_events & 255 == 0:
+                self._check_budget()
             action(*args)
         self.now = max(self.now, when)
         return stop is not None and stop()
+
+    def _check_budget(self) -> None:
+        if self.num_events > self._max_events:
+            raise OutOfBudget(f"more than {self._max_events} events")
+        if time.process_time() > self._deadline:
+            raise OutOfBudget(f"more than {self._max_cpu_s} s of processor time")
 
     def say(self, *what: object) -> None:
         """One line of the story, for `--trace`."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from elastic.core.member import Phase
 from elastic.core.records import CommitRecord, ViewRecord
 from tests.simulation.options import Options
+from tests.simulation.parts import Parts
 from tests.simulation.peer import PeerNode
 from tests.simulation.simulator import Simulator
 
@@ -14,8 +15,16 @@ CALM = Options(train_s=(0.5, 0.6), latency_s=(0.01, 0.02), jitter_s=0.0)
 class Stage:
     """A simulator whose peers start when the scenario says so. The checkers watch as ever."""
 
-    def __init__(self, num_peers: int, **options: object) -> None:
-        self.sim = Simulator(1, options=CALM.with_(num_peers=num_peers, **options))
+    def __init__(
+        self,
+        num_peers: int,
+        *,
+        seed: int = 1,
+        parts: Parts | None = None,
+        echo: Callable[[str], None] | None = None,
+        **options: object,
+    ) -> None:
+        self.sim = Simulator(seed, options=CALM.with_(num_peers=num_peers, **options), parts=parts, echo=echo)
         self.sim.coordinator.start()
         self.peers = list(self.sim.peers.values())
 

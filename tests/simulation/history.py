@@ -1,0 +1,131 @@
+"""I1, I3, I5, I8: what the run has decided, and who holds what of it."""
+
+from typing import TYPE_CHECKING
+
+from collective.core.types import PeerRef, RoundKey, View
+from elastic.core.coordinator import CoordinatorMachine
+from elastic.core.events import InstallStaged
+from elastic.core.messages import Commit, CoordinatorMessage, Held, LeaseGrant, NewView, Welcome
+from elastic.core.records import CommitRecord, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
+from tests.simulation.symbols import State, name
+from tests.simulation.world import demand
+
+if TYPE_CHECKING:
+    from tests.simulation.peer import PeerNode
+    from tests.simulation.simulator import Simulator
+
+
+class History:
+    """I3, I8: what is journaled grows by whole steps, and nothing else is ever told or installed."""
+
+    def __init__(self) -> None:
+        self.views: list[View] = []
+        self.states: dict[int, bytes] = {}  # outer step -> digest
+        self.commits: dict[RoundKey, CommitRecord] = {}
+        self.superseded_at: dict[int, float] = {}
+        self.grants: set[tuple[PeerRef, int]] = set()
+        self.newest: Held | None = None
+        self.final = False
+        self._coordinator = (0, 0)
+
+    def persisted(self, record: Record, now: float) -> None:
+        match record:
+            case Genesis():
+                demand(self.newest is None, "I3", "a second genesis")
+                self.newest = Held(record.outer_step, record.digest)
+                self.states[record.outer_step] = record.digest
+            case ViewRecord(view=view):
+                demand(not self.views or view.epoch > self.views[-1].epoch, "I8", f"epoch {view.epoch} is not newer")
+                demand(not self.final, "I3", "a view after the final commit")
+                self.views.append(view)
+            case CommitRecord():
+                demand(self.newest is not None, "I3", "a commit before the genesis")
+                assert self.newest is not None
+                step = record.outer_step
+                demand(step == self.newest.outer_step + 1, "I3", f"step {step} after {self.newest.outer_step}")
+                demand(record.previous == self.newest.digest, "I1", f"step {step} does not continue the chain")
+                self.superseded_at[self.newest.outer_step] = now
+                self.newest = Held(step, record.digest)
+                self.states[step] = record.digest
+                self.commits[record.key] = record
+                self.final = record.final
+            case LeaseRecord():
+                self.grants.add((record.ref, record.serial))
+            case ReleaseRecord():
+                pass
+
+    def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
+        """Journal first: a message that tells of a decision finds it on the disk."""
+        match message:
+            case Commit():
+                known = self.commits.get(message.key)
+                demand(known is not None, "I3", "told {} of a commit that is not in the journal", to)
+            case NewView(view=view):
+                known_view = any(view.epoch == mine.epoch and view.members == mine.members for mine in self.views[::-1])
+                demand(known_view, "I8", "told {} of view {} that is not in the journal", to, view.epoch)
+                self._known(Held(view.outer_step, view.digest), "a view")
+            case Welcome(target=target) if target is not None:
+                self._known(target, "a welcome")
+            case LeaseGrant():
+                demand((to, message.serial) in self.grants, "I7", "told of leases that are not in the journal")
+            case _:
+                pass
+
+    def installed(self, node: "PeerNode", effect: InstallStaged) -> None:
+        self._known(effect.held, "an install")
+        demand(effect.key in self.commits, "I3", "{} installs a round that is not committed", node.ref)
+
+    def coordinator_settled(self, machine: CoordinatorMachine) -> None:
+        now = (machine.state.epoch, machine.state.outer_step)
+        demand(now >= self._coordinator, "I8", "the coordinator went back from {} to {}", self._coordinator, now)
+        self._coordinator = now
+
+    def _known(self, held: Held, where: str) -> None:
+        demand(self.states.get(held.outer_step) == held.digest, "I3", "{} names a state that is not committed", where)
+
+
+class SharedState:
+    """I1, I5: whoever holds an outer step, by whatever way, holds the same bits; it never goes back."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._newest: dict[PeerRef, int] = {}
+
+    def holds(self, node: "PeerNode", state: State) -> None:
+        step, digest = state.held.outer_step, state.held.digest
+        known = self._history.states.get(step)
+        # A founder holds its state before it is the run's.
+        demand(known == digest or (known is None and step == 0), "I1", f"{name(node.ref)} holds another step {step}")
+        demand(step >= self._newest.get(node.ref, 0), "I3", f"{name(node.ref)} went back to step {step}")
+        self._newest[node.ref] = step
+
+    def active(self, node: "PeerNode", view: View) -> None:
+        held = node.state.held if node.state is not None else None
+        demand(held == Held(view.outer_step, view.digest), "I5", f"{name(node.ref)} is active from another state")
+
+
+class Admissions:
+    """I5: only who has caught up is admitted: it holds the view's state, or the commit before it."""
+
+    def __init__(self, history: History, sim: "Simulator") -> None:
+        self._history = history
+        self._sim = sim
+
+    def view_decided(self, view: View, before: View | None) -> None:
+        for member in view.members:
+            if before is not None and before.holds(member.ref):
+                continue
+            node = self._sim.peers[member.peer_id]
+            if not node.alive or node.ref != member.ref:
+                continue
+            held = node.state.held if node.state is not None else None
+            demand(held is not None, "I5", f"{name(member.ref)} is admitted without a state")
+            assert held is not None
+            known = self._history.states.get(held.outer_step) == held.digest
+            demand(known, "I5", f"{name(member.ref)} is admitted with a state that is not the run's")
+            step = held.outer_step
+            lag_s = self._sim.coordinator_config.admission_lag_s / self._sim.coordinator.clock.rate + 1e-6
+            recent = self._history.superseded_at.get(step, self._sim.world.now) >= self._sim.world.now - lag_s
+            fits = step >= view.outer_step - 1 or recent
+            self._sim.marks.admitted(view.outer_step - step)
+            demand(fits, "I5", f"{name(member.ref)} is admitted at step {step} into step {view.outer_step}")

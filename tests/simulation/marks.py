@@ -1,0 +1,124 @@
+"""Which rules a seed has exercised: marks that the checkers and nodes hit, and a list of those that must be hit.
+
+A rule that no seed ever reaches is a rule that nothing tests. The machines count what their fences drop; the rest can
+be read off the records, the messages and the effects. `fault: ...` says how often what was injected.
+"""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from collective.core.types import PeerRef, View
+from elastic.core.events import BecomeLearner, Finish, InstallStaged
+from elastic.core.messages import CoordinatorMessage, LeaseGrant, Refused, Welcome
+from elastic.core.records import CommitRecord, LeaseRecord, Record, ReleaseRecord, ViewRecord
+
+if TYPE_CHECKING:
+    from tests.simulation.coordinator_node import CoordinatorNode
+    from tests.simulation.peer import PeerNode
+
+CAUSES = (
+    "joined",
+    "goes on without",
+    "left at once",
+    "left",
+    "evicted",
+    "started again",
+    "nobody holds the state",
+    "round failed, one more try",
+    "votes differ",
+    "dropped",
+)
+"""What the cause of a view may say; the first that fits counts."""
+
+
+class Marks(Counter[str]):
+    """How often each mark was hit in one seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._founders: set[PeerRef] = set()
+        self._grants_told: set[tuple[PeerRef, int]] = set()
+        self._next = 0  # first sample that was never given
+        self._recovered = False  # the coordinator has a journal from before, and no view of its own yet
+        self._has_written = True
+
+    # ------------------------------------------------------------------------ the coordinator
+
+    def coordinator_started(self, num_records: int) -> None:
+        self._recovered = num_records > 0
+        self._has_written = False
+
+    def coordinator_ended(self, node: "CoordinatorNode") -> None:
+        if node.machine is not None:
+            self.counted("coordinator", node.machine.counters)
+
+    def persisted(self, record: Record, before: View | None, quorum: int) -> None:
+        match record:
+            case ViewRecord(view=view):
+                self._view(record, before, quorum)
+                self._recovered = False
+                self["view: empty"] += not view.members
+            case CommitRecord():
+                self["recovery: the view went on"] += self._recovered
+                self["commit: final"] += record.final
+                self._recovered = False
+            case LeaseRecord():
+                self["lease: freed samples given again"] += any(item.start < self._next for item in record.ranges)
+                self._next = max(self._next, *(item.stop for item in record.ranges), 0)
+            case ReleaseRecord():
+                self["recovery: leases of a cut journal released"] += not self._has_written
+            case _:
+                pass
+        self._has_written = True
+
+    def _view(self, record: ViewRecord, before: View | None, quorum: int) -> None:
+        for part in record.cause.split("; "):
+            cause = next((cause for cause in CAUSES if cause in part), None)
+            if cause is not None:
+                self[f"view: {cause}"] += 1
+                few = before is not None and before.epoch > 0 and before.world_size < quorum
+                self["view: joined while nobody could commit"] += cause == "joined" and few
+
+    def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
+        match message:
+            case Welcome(found=True):
+                self["founder: replaced"] += bool(self._founders - {to}) and to not in self._founders
+                self._founders.add(to)
+            case LeaseGrant(serial=serial):
+                self["lease: grant repeated"] += (to, serial) in self._grants_told
+                self._grants_told.add((to, serial))
+            case Refused(code=code):
+                self[f"refused: {code}"] += 1
+            case _:
+                pass
+
+    # ------------------------------------------------------------------------ the peers
+
+    def admitted(self, num_behind: int) -> None:
+        """A learner became a member, so many commits behind."""
+        behind = {0: "with the newest state", 1: "one commit behind"}
+        self[f"admitted: {behind.get(num_behind, 'several commits behind')}"] += 1
+
+    def peer_ended(self, node: "PeerNode") -> None:
+        if node.machine is not None:
+            self.counted("member", node.machine.counters)
+        self["wire: frame dropped"] += node.gate.dropped
+        self["wire: frame held back"] += node.gate.num_held_back
+
+    def learner(self, effect: BecomeLearner) -> None:
+        self["member: overruled"] += "another result than this peer's" in effect.reason
+
+    def finished(self, effect: Finish) -> None:
+        late = ", without an answer" if "without an answer" in effect.reason else ""
+        self[f"exit: {effect.code}{late}"] += 1
+
+    def installed(self, effect: InstallStaged) -> None:
+        self["install: learnt from a view"] += effect.position is None
+
+    def counted(self, who: str, counters: Counter[str]) -> None:
+        """What a machine counted until it ended."""
+        for reason, number in counters.items():
+            self[f"{who}: {reason}"] += number
+
+
+KNOWN = frozenset(())

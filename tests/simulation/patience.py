@@ -1,0 +1,61 @@
+"""I4: a round whose quorum has handed in is not kept waiting by the late for longer than the grace may last.
+
+Looked at only when everything is healed: before, somebody who is not late may be cut off.
+"""
+
+import math
+from collections.abc import Collection
+
+from collective.core.types import PeerRef, View
+from tests.simulation.world import World, demand
+
+LIMIT_S = 12.0
+"""More than the longest grace (1.5 rounds of at most four seconds) and all that happens around it."""
+
+
+class Patience:
+    """Books of who has handed in since the last commit."""
+
+    def __init__(self, world: World, min_peers: int) -> None:
+        self._world = world
+        self._min_peers = min_peers
+        self._members: set[PeerRef] = set()
+        self._num_standing = 0
+        self._ready: set[PeerRef] = set()
+        self._complete_since: float | None = None
+        self._is_healed = False
+
+    def healed(self) -> None:
+        """From now on nobody is held up by a fault."""
+        self._is_healed = True
+        if self._complete_since is not None:
+            self._complete_since = self._world.now
+
+    def made(self, ref: PeerRef) -> None:
+        """A payload is made."""
+        self._ready.add(ref)
+        self._look()
+
+    def view_decided(self, view: View, excused: Collection[PeerRef]) -> None:
+        """Whoever was awaited is awaited no more, or the round was aborted."""
+        self._judge()
+        self._members = {member.ref for member in view.members}
+        self._num_standing = len(self._members) + len(excused)
+        self._complete_since = None
+        self._look()
+
+    def committed(self) -> None:
+        """The next round begins."""
+        self._judge()
+        self._ready.clear()
+        self._complete_since = None
+
+    def _look(self) -> None:
+        quorum = max(self._min_peers, math.ceil(0.5 * self._num_standing))
+        if self._complete_since is None and len(self._ready & self._members) >= quorum:
+            self._complete_since = self._world.now
+
+    def _judge(self) -> None:
+        if self._is_healed and self._complete_since is not None:
+            waited_s = self._world.now - self._complete_since
+            demand(waited_s <= LIMIT_S, "I4", "a round with its quorum waited {:.1f} s for the late", waited_s)
