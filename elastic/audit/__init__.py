@@ -8,6 +8,7 @@ and what the peers' folders say besides (trainer/audit.py) is not known here.
     order.py      the chain of commits, the views, who is in each commit       I1 I2 I3 I8
     samples.py    where every sample went (coverage.py: how far the data is)   I7
     account.py    who did what; judges nothing
+    index.py      the records by what others call them
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import msgspec
 
 from elastic.audit.account import Account, Departure, Share, account_for
 from elastic.audit.findings import Finding, Invariant, Verdict, judge
+from elastic.audit.index import RecordIndex
 from elastic.audit.order import audit_chain, audit_contributions, audit_views
 from elastic.audit.samples import SampleCount, audit_samples
 from elastic.core.records import Record
@@ -26,6 +28,7 @@ __all__ = [
     "Departure",
     "Finding",
     "Invariant",
+    "RecordIndex",
     "SampleCount",
     "Share",
     "Verdict",

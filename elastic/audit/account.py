@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import msgspec
 
 from collective.core.types import PeerId, PeerRef
-from elastic.core.messages import Held
 from elastic.core.records import CommitRecord, Genesis, Record, ViewRecord
 
 
@@ -30,7 +29,7 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Account(msgspec.Struct, kw_only=True):
-    """A run as a whole. `states` has what the run began with, then every commit, by outer step."""
+    """A run as a whole: from `first_step`, which it began with, to `outer_step`."""
 
     first_step: int = 0
     outer_step: int = 0
@@ -79,15 +78,6 @@ def account_for(records: Sequence[Record]) -> Account:
                 pass
     account.shares, account.departures = tuple(shares.values()), tuple(departures)
     return account
-
-
-def states_of(records: Sequence[Record]) -> dict[int, Held]:
-    """Every state that the run had, by outer step."""
-    return {
-        record.outer_step: Held(record.outer_step, record.digest)
-        for record in records
-        if isinstance(record, Genesis | CommitRecord)
-    }
 
 
 def _add_commit(account: Account, shares: dict[PeerId, Share], record: CommitRecord) -> None:

@@ -45,7 +45,9 @@ def _chain(records: Sequence[Record]) -> Iterator[Finding]:
             made = record.outer_step
             if final_at >= 0:
                 yield Finding(
-                    invariant="I3", slot=slot, sentence=f"step {made} is committed after the last one (record {final_at})"
+                    invariant="I3",
+                    slot=slot,
+                    sentence=f"step {made} is committed after the last one (record {final_at})",
                 )
             if made != step + 1:
                 yield Finding(invariant="I3", slot=slot, sentence=f"step {made} is committed where {step + 1} was due")
@@ -59,7 +61,7 @@ def _chain(records: Sequence[Record]) -> Iterator[Finding]:
                 yield Finding(
                     invariant="I1",
                     slot=slot,
-                    sentence=f"step {made} starts from {short(record.previous)}, the state before it is {short(digest)}",
+                    sentence=f"step {made} starts from {short(record.previous)}, before it was {short(digest)}",
                 )
             step, digest = made, record.digest
             final_at = slot if record.final else final_at
@@ -108,9 +110,7 @@ def _views(records: Sequence[Record]) -> Iterator[Finding]:
 def _members(slot: int, view: View, incarnations: dict[PeerId, int]) -> Iterator[Finding]:
     for peer_id, times in Counter(member.peer_id for member in view.members).items():
         if times > 1:
-            yield Finding(
-                invariant="I2", slot=slot, sentence=f"{peer_id} is in view {view.epoch} {times} times"
-            )
+            yield Finding(invariant="I2", slot=slot, sentence=f"{peer_id} is in view {view.epoch} {times} times")
     for member in view.members:
         newest = incarnations.get(member.peer_id, member.incarnation)
         if member.incarnation < newest:

@@ -219,7 +219,9 @@ class _Book:
             record = self._records[commit]
             assert isinstance(record, CommitRecord)
             self._wrong(
-                commit, f"step {record.outer_step} is committed and {_name(owner)}, gone by then, owns {{samples}}", piece
+                commit,
+                f"step {record.outer_step} is committed and {_name(owner)}, gone by then, owns {{samples}}",
+                piece,
             )
 
     def _passed_over(self, piece: IndexRange) -> None:
