@@ -16,6 +16,7 @@
     │       ├── JournalInUse                  another live coordinator writes this file
     │       ├── JournalOfAnotherRun(...)      the file belongs to another run
     │       ├── JournalCorrupted(slot)        a record is missing, moved or changed
+    │       ├── JournalUnreadable(cause)      not there, or not ours to read
     │       └── JournalUnwritable(cause)      disk full, read-only, gone
     └── RunFinished(code, reason)             this peer's part in the run is over
 
@@ -149,6 +150,14 @@ class JournalCorrupted(JournalError):
         where = "the file" if slot is None else f"record {slot}"
         super().__init__(path, f"journal {path} is corrupted at {where}: {cause}; restore it from a copy")
         self.slot = slot
+        self.cause = cause
+
+
+class JournalUnreadable(JournalError):
+    """The file cannot be read where it is. Says nothing of its records."""
+
+    def __init__(self, path: Path, cause: str) -> None:
+        super().__init__(path, f"journal {path} cannot be read: {cause}")
         self.cause = cause
 
 

@@ -86,7 +86,7 @@ class Checkpoint:
 _Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
-class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`manifest.json`. `check` is the SHA-256 of the canonical JSON of everything else."""
 
     format: Literal["isthmus-checkpoint/1"] = "isthmus-checkpoint/1"
@@ -100,10 +100,12 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     returned: tuple[IndexRange, ...]
     check: str = ""
 
-    def sealed(self) -> "_Manifest":
+    def sealed(self) -> "Manifest":
+        """The same with the `check` that belongs to it."""
         return msgspec.structs.replace(self, check=self.expected_check())
 
     def expected_check(self) -> str:
+        """What `check` has to be."""
         unsealed = msgspec.json.encode(msgspec.structs.replace(self, check=""), order="sorted")
         return hashlib.sha256(unsealed).hexdigest()
 
@@ -154,7 +156,7 @@ class CheckpointStore:
             self._remove_partials()
             partial.mkdir(parents=True)
             nbytes, sha256 = _write_state(partial / STATE_NAME, header, tensors.values())
-            manifest = _Manifest(
+            manifest = Manifest(
                 run_id=meta.run_id,
                 outer_step=meta.outer_step,
                 digest=meta.digest.hex(),
@@ -257,7 +259,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointCorrupted: a file is missing, cut, changed, or not ours; the error names it.
     """
-    manifest = _read_manifest(path / MANIFEST_NAME)
+    manifest = read_manifest(path / MANIFEST_NAME)
     tensors = _read_state(path / STATE_NAME, manifest)
     meta = CheckpointMeta(
         run_id=manifest.run_id,
@@ -270,11 +272,16 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path=path, meta=meta, tensors=tensors)
 
 
-def _read_manifest(path: Path) -> _Manifest:
-    with _opened(path) as file:
+def read_manifest(path: Path) -> Manifest:
+    """Read and verify a `manifest.json`.
+
+    Raises:
+        CheckpointCorrupted: it is missing, changed, or not ours.
+    """
+    with open_regular(path) as file:
         content = file.read(_MAX_MANIFEST_NBYTES)
     try:
-        manifest = msgspec.json.decode(content, type=_Manifest)
+        manifest = msgspec.json.decode(content, type=Manifest)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise CheckpointCorrupted(path, f"is not the manifest of a checkpoint: {error}") from error
     if manifest.check != manifest.expected_check():
@@ -282,8 +289,8 @@ def _read_manifest(path: Path) -> _Manifest:
     return manifest
 
 
-def _read_state(path: Path, manifest: _Manifest) -> Mapping[str, Tensor]:
-    with _opened(path) as file:
+def _read_state(path: Path, manifest: Manifest) -> Mapping[str, Tensor]:
+    with open_regular(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes != manifest.state_nbytes:
             raise CheckpointCorrupted(path, f"has {nbytes} bytes instead of {manifest.state_nbytes}")
@@ -300,7 +307,7 @@ def _read_state(path: Path, manifest: _Manifest) -> Mapping[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[BufferedReader]:
+def open_regular(path: Path) -> Iterator[BufferedReader]:
     """A regular file to read; never through a link that somebody put in its place."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

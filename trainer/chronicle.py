@@ -53,7 +53,15 @@ class Chronicle:
         self._log = events
         self._board = board
 
-    def started(self, *, run_id: str, address: str, num_parameters: int, tokens_per_inner_step: int) -> None:
+    def started(
+        self,
+        *,
+        run_id: str,
+        address: str,
+        num_parameters: int,
+        tokens_per_inner_step: int,
+        samples_per_data_epoch: int,
+    ) -> None:
         """This process knows what it is part of."""
         self._log.emit(
             "started",
@@ -61,6 +69,7 @@ class Chronicle:
             address=address,
             num_parameters=num_parameters,
             tokens_per_inner_step=tokens_per_inner_step,
+            samples_per_data_epoch=samples_per_data_epoch,
         )
 
     def inner_step(self, inner_step: int, loss: float, num_tokens: int) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from trainer import cli_config, cli_models, cli_peers
+from trainer import cli_audit, cli_config, cli_models, cli_peers
 from trainer.cli_config import invocation_of
 from trainer.cli_support import PROGRAM, report, take_apart
 from trainer.errors import ConfigError, ExitCode
@@ -33,6 +33,7 @@ for command in (
     cli_peers.coordinator,
     cli_peers.leave,
     cli_peers.status,
+    cli_audit.audit,
     cli_models.export,
     cli_models.sample,
 ):

@@ -30,6 +30,7 @@ from trainer.chronicle import Chronicle
 from trainer.config import Config
 from trainer.control_socket import ControlServer
 from trainer.corpus import Corpus, load_corpus
+from trainer.data import samples_per_data_epoch
 from trainer.errors import ConfigError, EnvironmentFault, ExitCode, IntegrityError, IsthmusError, Refused
 from trainer.events import FILE_NAME, EventLog
 from trainer.founding import JOURNAL_NAME, Founded, found_or_go_on, remember_terms
@@ -254,11 +255,13 @@ class _Process:
 
     def _announce(self, chronicle: Chronicle, listening: str, address: str) -> None:
         start, inner = self._start, self._start.config.inner
+        seq_len = start.config.model.decoder_config().max_seq_len
         chronicle.started(
             run_id=start.terms.run_id,
             address=address,
             num_parameters=0 if self._peer is None else self._peer.num_parameters,
-            tokens_per_inner_step=inner.batch_size * start.config.model.decoder_config().max_seq_len,
+            tokens_per_inner_step=inner.batch_size * seq_len,
+            samples_per_data_epoch=samples_per_data_epoch(len(start.corpus.train), seq_len),
         )
         log.info(
             "listening address=%s run_id=%s tls=%s text=%r",

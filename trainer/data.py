@@ -63,6 +63,11 @@ def _mix(value: int) -> int:
     return value ^ value >> 31
 
 
+def samples_per_data_epoch(num_tokens: int, seq_len: int) -> int:
+    """How many samples one pass over a text of at least `seq_len + 1` tokens has."""
+    return max(1, (num_tokens - 1) // seq_len - 1)
+
+
 class SampleSource:
     """Names every sample of an endless training run by an integer 0, 1, 2, …
 
@@ -86,7 +91,7 @@ class SampleSource:
         self._tokens = tokens
         self._seq_len = seq_len
         self._seed = seed
-        self._num_samples = max(1, (len(tokens) - 1) // seq_len - 1)
+        self._num_samples = samples_per_data_epoch(len(tokens), seq_len)
 
     @property
     def num_samples(self) -> int:

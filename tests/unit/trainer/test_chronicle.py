@@ -177,7 +177,13 @@ def test_a_commit_names_the_step_that_was_made_and_a_vote_the_one_it_starts_from
 
 
 def test_what_this_peer_does_is_told_with_its_figures(desk: Desk) -> None:
-    desk.chronicle.started(run_id="demo-01234567", address=ADDRESS, num_parameters=10, tokens_per_inner_step=20)
+    desk.chronicle.started(
+        run_id="demo-01234567",
+        address=ADDRESS,
+        num_parameters=10,
+        tokens_per_inner_step=20,
+        samples_per_data_epoch=500,
+    )
     desk.chronicle.exchanged(KEY, STATS)
     desk.chronicle.trained(REPORT)
     desk.chronicle.evaluated(3, 2.25)

@@ -1,0 +1,69 @@
+"""What a run did, proved from its journal.
+
+`audit` is a function from records to verdicts: no file, no clock, no network, and none of the coordinator's own
+bookkeeping, which would only prove that it agrees with itself. Where the records come from (elastic/journal_reader.py)
+and what the peers' folders say besides (trainer/audit.py) is not known here.
+
+    findings.py   a finding, a verdict
+    order.py      the chain of commits, the views, who is in each commit       I1 I2 I3 I8
+    samples.py    where every sample went (coverage.py: how far the data is)   I7
+    account.py    who did what; judges nothing
+    index.py      the records by what others call them
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from elastic.audit.account import Account, Departure, Share, account_for
+from elastic.audit.findings import Finding, Invariant, Verdict, judge
+from elastic.audit.index import RecordIndex
+from elastic.audit.order import audit_chain, audit_contributions, audit_views
+from elastic.audit.samples import SampleCount, audit_samples
+from elastic.core.records import Record
+
+__all__ = [
+    "Account",
+    "Audit",
+    "Departure",
+    "Finding",
+    "Invariant",
+    "RecordIndex",
+    "SampleCount",
+    "Share",
+    "Verdict",
+    "audit",
+    "judge",
+]
+
+CHECKS: tuple[Callable[[Sequence[Record]], Verdict], ...] = (audit_chain, audit_views, audit_contributions)
+"""What is checked beside the samples. Another rule of the journal, such as certificates that chain and whose seals
+are right, is one more function here."""
+
+
+class Audit(msgspec.Struct, frozen=True, kw_only=True):
+    """What the records prove."""
+
+    account: Account
+    samples: SampleCount
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing is wrong."""
+        return all(verdict.holds for verdict in self.verdicts)
+
+
+def audit(records: Sequence[Record], *, samples_per_data_epoch: int | None = None) -> Audit:
+    """Check a run's records, oldest first; also those of a run that goes on.
+
+    Args:
+        records: from the first one on; what is missing at the end was not yet.
+        samples_per_data_epoch: how many samples one pass over the data has, at least 1; None if it is not known.
+    """
+    leases, samples = audit_samples(records, samples_per_data_epoch=samples_per_data_epoch)
+    return Audit(
+        account=account_for(records),
+        samples=samples,
+        verdicts=(*(check(records) for check in CHECKS), leases),
+    )

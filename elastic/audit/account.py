@@ -1,0 +1,107 @@
+"""Who did what: the figures of a run that its journal holds. Judges nothing."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from collective.core.types import PeerId, PeerRef
+from elastic.core.records import CommitRecord, Genesis, Record, ViewRecord
+
+
+class Share(msgspec.Struct, kw_only=True):
+    """What one peer put into the committed steps. `num_starts` counts those of its starts that were members."""
+
+    peer_id: PeerId
+    num_starts: int = 0
+    num_commits: int = 0
+    num_tokens: int = 0
+    num_samples: int = 0
+
+
+class Departure(msgspec.Struct, frozen=True, kw_only=True):
+    """A member that the view `epoch` went on without. `outer_step` is the one committed then, `cause` for people."""
+
+    peer_id: PeerId
+    incarnation: int
+    epoch: int
+    outer_step: int
+    cause: str
+
+
+class Account(msgspec.Struct, kw_only=True):
+    """A run as a whole: from `first_step`, which it began with, to `outer_step`."""
+
+    first_step: int = 0
+    outer_step: int = 0
+    is_complete: bool = False
+    num_records: int = 0
+    num_commits: int = 0
+    num_views: int = 0
+    epoch: int = 0
+    fewest_members: int = 0
+    """In any commit."""
+    most_members: int = 0
+    shares: tuple[Share, ...] = ()
+    """In the order in which the peers became members."""
+    departures: tuple[Departure, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Of everybody."""
+        return sum(share.num_tokens for share in self.shares)
+
+
+def account_for(records: Sequence[Record]) -> Account:
+    """Add the records up."""
+    account = Account(num_records=len(records))
+    shares: dict[PeerId, Share] = {}
+    starts: set[PeerRef] = set()
+    departures: list[Departure] = []
+    members: dict[PeerRef, None] = {}
+    for record in records:
+        match record:
+            case Genesis():
+                account.first_step = account.outer_step = record.outer_step
+            case ViewRecord(view=view):
+                account.num_views += 1
+                account.epoch = max(account.epoch, view.epoch)
+                stays = {member.ref: None for member in view.members}
+                departures += (_departure(ref, record, account.outer_step) for ref in members if ref not in stays)
+                for ref in stays:
+                    share = shares.setdefault(ref.peer_id, Share(peer_id=ref.peer_id))
+                    share.num_starts += ref not in starts
+                starts |= stays.keys()
+                members = stays
+            case CommitRecord():
+                _add_commit(account, shares, record)
+            case _:
+                pass
+    account.shares, account.departures = tuple(shares.values()), tuple(departures)
+    return account
+
+
+def _add_commit(account: Account, shares: dict[PeerId, Share], record: CommitRecord) -> None:
+    number = len(record.contributions)
+    account.fewest_members = min(account.fewest_members, number) if account.num_commits else number
+    account.most_members = max(account.most_members, number)
+    account.num_commits += 1
+    account.outer_step = record.outer_step
+    account.is_complete |= record.final
+    for item in record.contributions:
+        share = shares.setdefault(item.ref.peer_id, Share(peer_id=item.ref.peer_id))
+        share.num_commits += 1
+        share.num_tokens += item.num_tokens
+        share.num_samples += sum(len(piece) for piece in item.consumed)
+
+
+def _departure(ref: PeerRef, record: ViewRecord, outer_step: int) -> Departure:
+    # The coordinator tells all changes of a view in one line, "; " between them, each with its peer in front.
+    said = [part for part in record.cause.split("; ") if part.startswith(f"{ref.peer_id} ")]
+    cause = said[0].removeprefix(f"{ref.peer_id} ") if said else record.cause
+    return Departure(
+        peer_id=ref.peer_id,
+        incarnation=ref.incarnation,
+        epoch=record.view.epoch,
+        outer_step=outer_step,
+        cause=cause,
+    )

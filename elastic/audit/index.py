@@ -1,0 +1,43 @@
+"""The records by what others call them, to compare what somebody else wrote down with the journal."""
+
+from collections.abc import Sequence
+
+from collective.core.types import PeerId, RoundKey, View
+from elastic.core.records import CommitRecord, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
+
+
+class RecordIndex:
+    """Look-ups in a journal. Every value begins with its slot.
+
+    Args:
+        records: from slot 0 on.
+        is_whole: False if there were more of them, and only these are known.
+    """
+
+    def __init__(self, records: Sequence[Record], *, is_whole: bool) -> None:
+        self.states: dict[int, tuple[int, bytes]] = {}
+        """Digest by outer step, that of the beginning included."""
+        self.rounds: dict[int, tuple[int, CommitRecord]] = {}
+        """Commit by the outer step that it made."""
+        self.commits: dict[RoundKey, tuple[int, CommitRecord]] = {}
+        """Commit by round."""
+        self.views: dict[int, tuple[int, View]] = {}
+        """By epoch."""
+        self.grants: set[tuple[PeerId, int, int]] = set()
+        """Peer, serial, number of samples."""
+        self.returns: set[tuple[PeerId, int, int]] = set()
+        """Peer, epoch, number of samples."""
+        self.is_whole = is_whole
+        for slot, record in enumerate(records):
+            match record:
+                case Genesis():
+                    self.states[record.outer_step] = (slot, record.digest)
+                case ViewRecord(view=view):
+                    self.views[view.epoch] = (slot, view)
+                case CommitRecord():
+                    self.states[record.outer_step] = (slot, record.digest)
+                    self.rounds[record.outer_step] = self.commits[record.key] = (slot, record)
+                case LeaseRecord(ref=ref, serial=serial, ranges=ranges):
+                    self.grants.add((ref.peer_id, serial, sum(len(item) for item in ranges)))
+                case ReleaseRecord(ref=ref, epoch=epoch, ranges=ranges):
+                    self.returns.add((ref.peer_id, epoch, sum(len(item) for item in ranges)))

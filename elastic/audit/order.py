@@ -1,0 +1,150 @@
+"""Do the records follow each other? Three checks: the chain of commits, the views, who is in each commit.
+
+Each walks the journal with the least memory that its rules need, and with none of the coordinator's own state
+(run_state.py): where a record breaks a rule, what the record claims is believed from there on, so that one fault is
+told once. Samples are the fourth check (samples.py).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from collective.core.types import PeerId, View
+from elastic.audit.findings import Finding, Verdict, judge, short
+from elastic.core.records import CommitRecord, Genesis, Record, ViewRecord
+
+
+def audit_chain(records: Sequence[Record]) -> Verdict:
+    """I1, I3: one beginning; every commit starts from the state that the one before it made; none after the last."""
+    commits = sum(isinstance(record, CommitRecord) for record in records)
+    return judge("chain", ("I1", "I3"), _chain(records), num_looked_at=commits, unit="commits")
+
+
+def audit_views(records: Sequence[Record]) -> Verdict:
+    """I1, I2, I8: epochs grow, incarnations never go back, a view names the committed state and every peer once."""
+    views = sum(isinstance(record, ViewRecord) for record in records)
+    return judge("views", ("I1", "I2", "I3", "I8"), _views(records), num_looked_at=views, unit="views")
+
+
+def audit_contributions(records: Sequence[Record]) -> Verdict:
+    """I2: a commit holds exactly the members of its view, each once, with a weight that is a number."""
+    parts = sum(len(record.contributions) for record in records if isinstance(record, CommitRecord))
+    return judge("contributions", ("I2",), _contributions(records), num_looked_at=parts, unit="contributions")
+
+
+def _chain(records: Sequence[Record]) -> Iterator[Finding]:
+    if records and not isinstance(records[0], Genesis):
+        yield Finding(invariant="I3", slot=0, sentence="the journal does not begin with the run's first state")
+    step, digest, final_at = 0, b"", -1
+    for slot, record in enumerate(records):
+        if isinstance(record, Genesis):
+            if slot:
+                yield Finding(invariant="I3", slot=slot, sentence=f"the run begins again, at step {record.outer_step}")
+            step, digest = record.outer_step, record.digest
+        elif isinstance(record, CommitRecord):
+            made = record.outer_step
+            if final_at >= 0:
+                yield Finding(
+                    invariant="I3",
+                    slot=slot,
+                    sentence=f"step {made} is committed after the last one (record {final_at})",
+                )
+            if made != step + 1:
+                yield Finding(invariant="I3", slot=slot, sentence=f"step {made} is committed where {step + 1} was due")
+            if record.key.outer_step != made - 1:
+                yield Finding(
+                    invariant="I3",
+                    slot=slot,
+                    sentence=f"step {made} was made by a round that started from step {record.key.outer_step}",
+                )
+            if record.previous != digest:
+                yield Finding(
+                    invariant="I1",
+                    slot=slot,
+                    sentence=f"step {made} starts from {short(record.previous)}, before it was {short(digest)}",
+                )
+            step, digest = made, record.digest
+            final_at = slot if record.final else final_at
+
+
+def _views(records: Sequence[Record]) -> Iterator[Finding]:
+    epoch, step, digest, final_at = 0, 0, b"", -1
+    incarnations: dict[PeerId, int] = {}
+    for slot, record in enumerate(records):
+        match record:
+            case Genesis():
+                step, digest = record.outer_step, record.digest
+            case ViewRecord(view=view):
+                if view.epoch <= epoch:
+                    yield Finding(
+                        invariant="I8", slot=slot, sentence=f"epoch {view.epoch} is decided after epoch {epoch}"
+                    )
+                if (view.outer_step, view.digest) != (step, digest):
+                    yield Finding(
+                        invariant="I1",
+                        slot=slot,
+                        sentence=f"view {view.epoch} starts from step {view.outer_step} ({short(view.digest)}), "
+                        f"committed is step {step} ({short(digest)})",
+                    )
+                if final_at >= 0:
+                    yield Finding(
+                        invariant="I3",
+                        slot=slot,
+                        sentence=f"view {view.epoch} is decided after the run's last commit (record {final_at})",
+                    )
+                yield from _members(slot, view, incarnations)
+                epoch = view.epoch
+            case CommitRecord():
+                if record.key.epoch != epoch:
+                    yield Finding(
+                        invariant="I8",
+                        slot=slot,
+                        sentence=f"step {record.outer_step} was made in epoch {record.key.epoch}, the view is {epoch}",
+                    )
+                step, digest = record.outer_step, record.digest
+                final_at = slot if record.final else final_at
+            case _:
+                pass  # leases: samples.py
+
+
+def _members(slot: int, view: View, incarnations: dict[PeerId, int]) -> Iterator[Finding]:
+    for peer_id, times in Counter(member.peer_id for member in view.members).items():
+        if times > 1:
+            yield Finding(invariant="I2", slot=slot, sentence=f"{peer_id} is in view {view.epoch} {times} times")
+    for member in view.members:
+        newest = incarnations.get(member.peer_id, member.incarnation)
+        if member.incarnation < newest:
+            yield Finding(
+                invariant="I8",
+                slot=slot,
+                sentence=f"view {view.epoch} has an older start of {member.peer_id} "
+                f"({member.incarnation}) than a view before it ({newest})",
+            )
+        incarnations[member.peer_id] = max(member.incarnation, newest)
+
+
+def _contributions(records: Sequence[Record]) -> Iterator[Finding]:
+    view: View | None = None
+    for slot, record in enumerate(records):
+        if isinstance(record, ViewRecord):
+            view = record.view
+        elif isinstance(record, CommitRecord):
+            members = {member.ref for member in view.members} if view is not None else set()
+            times = Counter(item.ref for item in record.contributions)
+            step = record.outer_step
+            for ref, number in times.items():
+                if ref not in members:
+                    said = f"step {step} holds work of {ref.peer_id} ({ref.incarnation}), no member of its view"
+                    yield Finding(invariant="I2", slot=slot, sentence=said)
+                if number > 1:
+                    said = f"step {step} holds the work of {ref.peer_id} {number} times"
+                    yield Finding(invariant="I2", slot=slot, sentence=said)
+            for ref in sorted(members - times.keys()):
+                said = f"step {step} lacks the work of its member {ref.peer_id}"
+                yield Finding(invariant="I2", slot=slot, sentence=said)
+            for item in record.contributions:
+                if not (math.isfinite(item.weight) and item.weight >= 0):
+                    said = f"step {step} weighs the work of {item.ref.peer_id} with {item.weight}"
+                    yield Finding(invariant="I2", slot=slot, sentence=said)
+            if not record.contributions:
+                yield Finding(invariant="I2", slot=slot, sentence=f"step {step} holds nobody's work")

@@ -1,0 +1,142 @@
+"""`isthmus audit`: what a run did, proved from its folders.
+
+The journal says it all, and the peers' logs and checkpoints say whether the journal is all there is. Everything is
+only read: no lock is taken, no file made or changed, and a run that goes on does not notice. What the peers wrote is
+read before the journal, since a record is in the journal before anybody hears of it. Folders that are copied from
+other machines while the run goes on must be copied in that order too.
+
+Errors: `ConfigError` (2) where there is no journal to audit; `EnvironmentFault` (3) where it cannot be read. What is
+wrong with the run is no error here but a finding (elastic/audit).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from elastic.audit import Audit, Finding, RecordIndex, Verdict, audit, judge
+from elastic.errors import JournalUnreadable
+from elastic.journal_reader import JournalReading, read_journal
+from trainer.audit_checkpoints import audit_checkpoints, read_checkpoints
+from trainer.audit_logs import Deviant, Log, audit_logs, deviants, read_logs
+from trainer.checkpoint import FOLDER_NAME
+from trainer.errors import ConfigError, EnvironmentFault
+from trainer.events import FILE_NAME
+from trainer.founding import JOURNAL_NAME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAudit:
+    """What was found.
+
+    Attributes:
+        run_id: None if the journal does not say.
+        journal: the file that was audited.
+        folders: whose logs and checkpoints were looked at.
+        proved: what the records say of the run, and the verdicts over them.
+        deviants: who voted for another state than the committed one, as far as logs are here.
+        verdicts: all of them, that over the journal's file first.
+    """
+
+    run_id: str | None
+    journal: Path
+    folders: tuple[Path, ...]
+    proved: Audit
+    deviants: tuple[Deviant, ...]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing is wrong."""
+        return all(verdict.holds for verdict in self.verdicts)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is wrong, the journal's own faults first."""
+        return tuple(finding for verdict in self.verdicts for finding in verdict.findings)
+
+
+def audit_run(given: Sequence[Path]) -> RunAudit:
+    """Audit the run of these folders: peers' folders in any order, or folders of such.
+
+    Raises:
+        ConfigError: a folder is none, there is no journal, or there are journals of several runs.
+        EnvironmentFault: a file cannot be read.
+    """
+    folders = [folder for path in given for folder in _peers_folders(path)]
+    try:
+        logs = read_logs(path for folder in folders if (path := folder / FILE_NAME).exists())
+        saved = read_checkpoints(folders)
+        readings = [read_journal(path) for folder in folders if (path := folder / JOURNAL_NAME).exists()]
+    except JournalUnreadable as error:
+        raise EnvironmentFault(str(error), cure="check its permissions, or audit a copy of its folder") from error
+    except OSError as error:
+        raise EnvironmentFault(f"{error.filename} cannot be read: {error.strerror}", cure="check it") from error
+    journal = _choose(readings, given)
+    index = RecordIndex(journal.records, is_whole=journal.broken is None)
+    log = logs.get(journal.run_id or "", Log())
+    proved = audit(journal.records, samples_per_data_epoch=log.samples_per_data_epoch)
+    return RunAudit(
+        run_id=journal.run_id,
+        journal=journal.path,
+        folders=tuple(folders),
+        proved=proved,
+        deviants=deviants(log, index),
+        verdicts=(
+            _audit_files(journal, readings),
+            *proved.verdicts,
+            audit_logs(log, index),
+            audit_checkpoints(saved, journal.run_id, journal.records, index),
+        ),
+    )
+
+
+def _peers_folders(path: Path) -> list[Path]:
+    """The folder itself, or, if it is no peer's folder, those in it."""
+    if not path.is_dir():
+        what = "is no folder" if path.exists() else "does not exist"
+        raise ConfigError(f"{path} {what}", cure="name the folders of the run's peers, such as runs/NAME")
+    folders = [folder for folder in (path, *sorted(path.iterdir())) if _is_peers(folder)]
+    return folders[:1] if folders[:1] == [path] else folders
+
+
+def _is_peers(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (JOURNAL_NAME, FILE_NAME, FOLDER_NAME))
+
+
+def _choose(readings: Sequence[JournalReading], given: Sequence[Path]) -> JournalReading:
+    """The journal to audit: the only one, or the longest of several of one run."""
+    if not readings:
+        names = ", ".join(map(str, given))
+        cure = f"name the folder of its founder or coordinator too, where {JOURNAL_NAME} is"
+        raise ConfigError(f"there is no journal in {names}", cure=cure)
+    run_ids = sorted({reading.run_id for reading in readings if reading.run_id is not None})
+    if len(run_ids) > 1:
+        raise ConfigError(f"there are journals of several runs here: {', '.join(run_ids)}", cure="audit one at a time")
+    return max(readings, key=lambda reading: len(reading.records))
+
+
+def _audit_files(journal: JournalReading, readings: Sequence[JournalReading]) -> Verdict:
+    """I9, I3: the files are what was written, and say the same as far as they go."""
+    findings = [*map(_damage, (item for item in readings if item.broken is not None)), *_forks(journal, readings)]
+    number = len(journal.records)
+    return judge("journal", ("I3", "I9"), findings, num_looked_at=number, unit="records")
+
+
+def _damage(reading: JournalReading) -> Finding:
+    broken = reading.broken
+    assert broken is not None
+    where = f"behind its {len(reading.records)} records" if broken.slot is None else f"at record {broken.slot}"
+    said = f"the journal {reading.path} is damaged {where}: {broken.cause}"
+    return Finding(invariant="I9", slot=broken.slot, sentence=said)
+
+
+def _forks(journal: JournalReading, readings: Sequence[JournalReading]) -> Iterator[Finding]:
+    for other in readings:
+        if other is journal:
+            continue
+        pairs = enumerate(zip_longest(journal.records, other.records))
+        parts = next((slot for slot, (ours, theirs) in pairs if theirs is not None and ours != theirs), None)
+        if parts is not None:
+            said = f"the journals {journal.path} and {other.path} part at record {parts}: two coordinators wrote"
+            yield Finding(invariant="I3", slot=parts, sentence=said)
