@@ -14,6 +14,7 @@ from collective.wire import FrameType
 from elastic.commit_log import CommitLog
 from elastic.replica import Pinned, Replica
 from elastic.state_wire import (
+    MAX_STOCK,
     PIECE_NBYTES,
     REQUESTS,
     ChunkMap,
@@ -24,6 +25,8 @@ from elastic.state_wire import (
     Pace,
     Refusal,
     StateRequest,
+    Stock,
+    StockRequest,
 )
 from elastic.wire import decode, encode
 
@@ -113,7 +116,11 @@ class _Session:
             case ChunkRequest(index=index):
                 await self._send_chunk(index)
             case CommitRequest(outer_step=outer_step):
+                self.release()  # who replays needs no snapshot: a pin would cost us a copy of the state
                 await self._send_commit(outer_step)
+            case StockRequest(first=first):
+                sizes = self._donor._commit_log.sizes_from(first)[:MAX_STOCK]
+                await self._send(FrameType.STATE_HEADER, encode(Stock(sizes)))
 
     async def _describe(self) -> None:
         self.release()

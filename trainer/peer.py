@@ -22,7 +22,7 @@ from elastic.core.messages import Held
 from elastic.digest import Hasher
 from elastic.donor import Donor
 from elastic.member import Membership
-from elastic.observation import BecameLearner, ElasticEvent, ViewInstalled
+from elastic.observation import BecameLearner, Deviated, ElasticEvent, ViewInstalled
 from trainer.admission import RunTerms
 from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointMeta, CheckpointStore
 from trainer.checkpointer import Checkpointer
@@ -244,6 +244,9 @@ class Peer:
                     log.info(
                         "waiting_for_peers present=%d wanted=%d; others join with the ticket", view.world_size, wanted
                     )
+            case Deviated(where=where) if where is not None:
+                self._chronicle.deviated(event, self._state.parameters_in(where))
+                return
             case _:
                 pass
         self._chronicle.observe(event)
