@@ -63,11 +63,16 @@ class Inquiry:
         """The others agreed on `committed`, this peer had voted for `voted` in the same round."""
         self._case = _Case(committed, voted)
 
-    async def look_at_memory(self) -> None:
-        """Is the state that this peer computed from still what was committed? Costs one pass over it."""
+    async def memory_is_sound(self) -> bool:
+        """Whether the state that this peer computed from is still what was committed. Costs one pass over it."""
         case = self._case
-        if case is None or case.num_damaged is not None or self._replica.held() is None:
-            return
+        if case is None or self._replica.held() is None:
+            return True
+        if case.num_damaged is None:
+            await self._look_at_memory(case)
+        return not case.num_damaged
+
+    async def _look_at_memory(self, case: _Case) -> None:
         leftover = self._replica.leftover()
         case.staged = leftover if leftover is not None and leftover.digest == case.voted else None
         pinned = self._replica.pin()

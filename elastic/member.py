@@ -139,9 +139,7 @@ class Membership:
             clock=clock,
         )
         self._learner = Learner(
-            StateSync(
-                replica, self._dial_donor, hasher=hasher, pace=pace, advanced=self._received, observe=observe
-            ),
+            StateSync(replica, self._dial_donor, hasher=hasher, pace=pace, advanced=self._received, observe=observe),
             runner,
             self._tasks,
             done=self._feed,

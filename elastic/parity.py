@@ -120,9 +120,7 @@ async def salvage(
             await asyncio.sleep(0)  # a chunk takes half a millisecond, a state may have thousands
     digests = await hasher.hash_async(list(claimed.values()), chunk_nbytes=size)
     wanted = contents_of(manifest, manifest)
-    present = frozenset(
-        index for index, found in zip(claimed, digests, strict=True) if _only(found) == wanted[index]
-    )
+    present = frozenset(index for index, found in zip(claimed, digests, strict=True) if _only(found) == wanted[index])
     return Salvage(present=present, damaged=tuple(sorted(copied - present)))
 
 

@@ -107,9 +107,8 @@ class StateSync:
             StateMismatch: the run's state is not of this peer's model.
         """
         self._donors.forgive()
-        self._may_replay = True
         try:
-            await self._inquiry.look_at_memory()
+            self._may_replay = await self._inquiry.memory_is_sound()
             held = self._replica.held()
             if held is not None and held.outer_step > self._aim_now.outer_step:
                 held = None  # a state of our own that is ahead of the run belongs to a history that was given up

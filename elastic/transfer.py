@@ -22,9 +22,7 @@ class Transfer:
         present: chunks that are in their place and verified already.
     """
 
-    def __init__(
-        self, manifest: StateManifest, destinations: Sequence[memoryview], present: Collection[int]
-    ) -> None:
+    def __init__(self, manifest: StateManifest, destinations: Sequence[memoryview], present: Collection[int]) -> None:
         self.manifest = manifest
         self.destinations = destinations
         self._map = ChunkMap(manifest)

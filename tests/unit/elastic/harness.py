@@ -235,6 +235,37 @@ class DonorPeer:
         return self.replica.commit(totals(self.held.outer_step + 1, self.replica.numel), self.log)
 
 
+class _Tampered:
+    """A channel that does something to the frames of its donor."""
+
+    def __init__(self, channel, on_send):
+        self._channel = channel
+        self._on_send = on_send
+        self.hello = channel.hello
+
+    async def send(self, frame_type, payload, *, chunk=0, timeout_s):
+        payload = await self._on_send(self._channel, frame_type, payload, chunk)
+        await self._channel.send(frame_type, payload, chunk=chunk, timeout_s=timeout_s)
+
+    async def receive(self, *, timeout_s, into=None):
+        return await self._channel.receive(timeout_s=timeout_s, into=into)
+
+    def close(self):
+        self._channel.close()
+
+
+def tampered(donor: DonorPeer, on_send: Callable[..., Awaitable[bytes]]) -> DonorPeer:
+    """Let something happen to every frame that the donor sends: (channel, type, payload, chunk) -> payload."""
+    plain = donor.donor.serve
+
+    async def serve(channel):
+        donor.num_connections += 1
+        await plain(_Tampered(channel, on_send))
+
+    donor.serve = serve
+    return donor
+
+
 async def dial_state(member: Member) -> Channel:
     return await connect(member.address, hello(Purpose.STATE, 99), timeout_s=5.0)
 

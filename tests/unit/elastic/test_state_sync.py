@@ -21,6 +21,7 @@ from tests.unit.elastic.harness import (
     dial_state,
     hello,
     peer_id,
+    tampered,
     totals,
     until,
 )
@@ -268,36 +269,6 @@ async def test_stale_donor_alone_ends_in_a_named_error(replica, hasher):
 # -------------------------------------------------------------------------------- bad donors
 
 
-class _Tampered:
-    """A channel that does something to the frames of its donor."""
-
-    def __init__(self, channel, on_send):
-        self._channel = channel
-        self._on_send = on_send
-        self.hello = channel.hello
-
-    async def send(self, frame_type, payload, *, chunk=0, timeout_s):
-        payload = await self._on_send(self._channel, frame_type, payload, chunk)
-        await self._channel.send(frame_type, payload, chunk=chunk, timeout_s=timeout_s)
-
-    async def receive(self, *, timeout_s, into=None):
-        return await self._channel.receive(timeout_s=timeout_s, into=into)
-
-    def close(self):
-        self._channel.close()
-
-
-def _tamper(donor, on_send):
-    plain = donor.donor.serve
-
-    async def serve(channel):
-        donor.num_connections += 1
-        await plain(_Tampered(channel, on_send))
-
-    donor.serve = serve
-    return donor
-
-
 @contextlib.asynccontextmanager
 async def _gated(donor, gate, passed, *, after):
     """The donor stops before chunk number `after` until the gate opens."""
@@ -308,7 +279,7 @@ async def _gated(donor, gate, passed, *, after):
             await gate.wait()
         return payload
 
-    async with _serving(_tamper(donor, on_send)) as members:
+    async with _serving(tampered(donor, on_send)) as members:
         yield members
 
 
@@ -325,7 +296,7 @@ def _dying(donor, after):
             sent += 1
         return payload
 
-    return _tamper(donor, on_send)
+    return tampered(donor, on_send)
 
 
 @pytest.mark.parametrize("after", [0, 4, 8, 15])  # 0, 25, 50 and 94 % of the chunks
@@ -364,7 +335,7 @@ async def test_donor_with_one_wrong_byte_is_dropped_and_the_byte_never_used(repl
             payload[500] ^= 0x40
         return bytes(payload)
 
-    corrupt, honest = _tamper(DonorPeer.at_step(1, hasher, 3), on_send), DonorPeer.at_step(2, hasher, 3)
+    corrupt, honest = tampered(DonorPeer.at_step(1, hasher, 3), on_send), DonorPeer.at_step(2, hasher, 3)
     async with _serving(corrupt, honest) as members:
         sync = _sync(replica, hasher, pace=Pace(patience_s=0.5, max_donors=1))
         sync.aim(honest.held, members)
@@ -378,7 +349,7 @@ async def test_corrupt_donor_among_three_costs_only_its_own_chunks(replica, hash
     async def on_send(_channel, frame_type, payload, _chunk):
         return bytes(len(payload)) if frame_type is FrameType.STATE_CHUNK else payload
 
-    corrupt = _tamper(DonorPeer.at_step(1, hasher, 3), on_send)
+    corrupt = tampered(DonorPeer.at_step(1, hasher, 3), on_send)
     honest = [DonorPeer.at_step(number, hasher, 3) for number in (2, 3)]
     async with _serving(corrupt, *honest) as members:
         sync = _sync(replica, hasher)
@@ -394,7 +365,7 @@ async def test_donor_that_falls_silent_is_dropped_after_one_pieces_time(replica,
             await asyncio.sleep(60)
         return payload
 
-    hung, spare = _tamper(DonorPeer.at_step(1, hasher, 3), on_send), DonorPeer.at_step(2, hasher, 3)
+    hung, spare = tampered(DonorPeer.at_step(1, hasher, 3), on_send), DonorPeer.at_step(2, hasher, 3)
     async with _serving(hung, spare) as members, asyncio.timeout(5):
         sync = _sync(replica, hasher, pace=Pace(patience_s=0.2, floor_bytes_per_s=1 << 20, max_donors=1))
         sync.aim(spare.held, members)
@@ -424,7 +395,7 @@ async def test_donor_with_a_false_manifest_is_dropped_before_any_chunk(replica, 
                 return b"\xc1" + bytes(payload)
         return msgspec.msgpack.encode(manifest)
 
-    liar, honest = _tamper(DonorPeer.at_step(1, hasher, 3), on_send), DonorPeer.at_step(2, hasher, 3)
+    liar, honest = tampered(DonorPeer.at_step(1, hasher, 3), on_send), DonorPeer.at_step(2, hasher, 3)
     async with _serving(liar, honest) as members:
         sync = _sync(replica, hasher, pace=Pace(patience_s=0.5, max_donors=1))
         sync.aim(honest.held, members)
