@@ -1,13 +1,18 @@
 """What travels when a peer catches up: never more than the cheaper of the missing commits and the differing chunks."""
 
+import asyncio
+
 import msgspec
 import numpy as np
 import pytest
 
+from collective.core.bucket import TokenBucket
 from collective.core.types import OuterStep
 from collective.errors import ConnectionLost
 from collective.transport import FrameType
+from elastic.commit_log import CommitLog
 from elastic.digest import Hasher
+from elastic.donor import TURN_S, Donor
 from elastic.errors import NoDonor
 from elastic.parity import contents_of, differing, first_difference, missing_nbytes, narrowed, salvage
 from elastic.state_sync import StateSync
@@ -300,3 +305,60 @@ async def test_a_long_absence_in_which_nothing_moved_costs_nothing(hasher):
         assert await learner.catch_up(donor.held, member) == donor.held
     assert learner.nbytes == 0
     assert donor.replica.num_chunks_read == 0
+
+
+# -------------------------------------------------------------------------------- the donor's line
+
+
+class Clock:
+    """Time that passes only by sleeping."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr("elastic.donor.asyncio.sleep", self.sleep)
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: self.now)
+
+    async def sleep(self, delay_s):
+        self.now += delay_s
+
+
+async def test_state_goes_no_faster_than_the_nodes_cap(hasher, monkeypatch):
+    cap = TokenBucket(rate=1e6, burst=20_000)
+    donor, clock = Donor(NumberReplica(hasher), CommitLog(0), upload=cap), Clock(monkeypatch)
+    for _ in range(20):
+        await donor.room_for(100_000)
+    assert clock.now - 100.0 == pytest.approx(1.9)  # each piece of 0.1 s waits until the one before is paid for
+
+
+async def test_exchanges_take_first_and_a_learner_is_still_served(hasher, monkeypatch):
+    cap = TokenBucket(rate=1e6, burst=20_000)
+    donor, clock = Donor(NumberReplica(hasher), CommitLog(0), upload=cap), Clock(monkeypatch)
+
+    async def sleep(delay_s):
+        clock.now += delay_s
+        while cap.available(clock.now) >= 10_000:  # an exchange takes whatever is there
+            cap.take(clock.now, 10_000)
+
+    monkeypatch.setattr("elastic.donor.asyncio.sleep", sleep)
+    cap.take(clock.now, 20_000)
+    await donor.room_for(100_000)
+    assert TURN_S <= clock.now - 100.0 <= 2 * TURN_S
+    assert cap.available(clock.now) == 0
+
+
+async def test_without_a_cap_nobody_waits(hasher, monkeypatch):
+    clock = Clock(monkeypatch)
+    await Donor(NumberReplica(hasher), CommitLog(0)).room_for(1 << 30)
+    assert clock.now == 100.0
+
+
+async def test_what_a_learner_fetches_is_taken_from_the_cap(hasher):
+    donor = DonorPeer.at_step(1, hasher, 3)
+    taken = []
+    cap = TokenBucket(rate=1e9, burst=1e9)
+    cap.take = lambda _now, nbytes: taken.append(nbytes)
+    donor.donor._upload = cap
+    learner = Learner(NumberReplica(hasher), hasher)
+    async with donor.serving() as member:
+        await learner.catch_up(donor.held, member)
+    assert sum(taken) == STATE_NBYTES
