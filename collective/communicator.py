@@ -13,6 +13,7 @@ from torch import Tensor
 
 from collective.buffers import Record
 from collective.codec import BLOCK_NUMEL
+from collective.core.bucket import TokenBucket
 from collective.core.link_table import LinkTable
 from collective.core.quorum import Quorum
 from collective.core.survey import Observation, table_of
@@ -78,6 +79,7 @@ class Communicator:
             eager_chunks=self._options.eager_chunks,
             max_rounds_ahead=self._options.max_rounds_ahead,
         )
+        self._caps = Caps(upload=self._options.max_upload, download=self._options.max_download)
         self._mesh = Mesh(
             me=me,
             hello=hello,
@@ -86,7 +88,7 @@ class Communicator:
             owner=self._engine,
             sockets=self._options.sockets,
             security=security,
-            caps=Caps(upload=self._options.max_upload, download=self._options.max_download),
+            caps=self._caps,
             dropped=self._engine.dropped,
         )
         self._meter = LinkMeter(self._mesh.bundles)
@@ -94,6 +96,11 @@ class Communicator:
             me, engine=self._engine, mesh=self._mesh, meter=self._meter, patience=self._options.patience
         )
         self._workplace = Workplace(chunk_nbytes=chunk_nbytes, pool=BufferPool())
+
+    @property
+    def upload_cap(self) -> TokenBucket | None:
+        """What all bulk links together may send; who sends beside them takes from it too."""
+        return self._caps.upload
 
     # -------------------------------------------------------------------------------- views
 

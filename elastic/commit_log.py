@@ -44,6 +44,12 @@ class CommitLog:
         index = outer_step - self._entries[0].outer_step
         return self._entries[index] if 0 <= index < len(self._entries) else None
 
+    def sizes_from(self, outer_step: OuterStep) -> tuple[int, ...]:
+        """Bytes of the results of this step and all after it; nothing if this one is not kept."""
+        if self.get(outer_step) is None:
+            return ()
+        return tuple(entry.nbytes for entry in self._entries if entry.outer_step >= outer_step)
+
     def clear(self) -> None:
         """Forget everything."""
         self._entries.clear()

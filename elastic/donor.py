@@ -4,9 +4,13 @@ Rules: the members never wait for a learner. A snapshot is pinned, not copied, a
 was committed; a learner that stops reading only fills its own connection's buffers and is cut off at its deadline.
 A pin is always released, however the connection ends. At most
 `max_connections` are answered at once; others are told so.
-What the bytes mean is not known here.
+Where the node's upload is capped, a piece goes when the cap has room for it: exchanges take first, but no learner is
+kept waiting for more than `TURN_S` by them. What the bytes mean is not known here.
 """
 
+import asyncio
+
+from collective.core.bucket import TokenBucket
 from collective.core.types import OuterStep
 from collective.errors import RemoteProtocolError
 from collective.transport import Channel
@@ -14,6 +18,7 @@ from collective.wire import FrameType
 from elastic.commit_log import CommitLog
 from elastic.replica import Pinned, Replica
 from elastic.state_wire import (
+    MAX_STOCK,
     PIECE_NBYTES,
     REQUESTS,
     ChunkMap,
@@ -24,8 +29,13 @@ from elastic.state_wire import (
     Pace,
     Refusal,
     StateRequest,
+    Stock,
+    StockRequest,
 )
 from elastic.wire import decode, encode
+
+TURN_S = 2.0
+"""Under a cap that exchanges use up: after this a piece needs no room, only that the last one is paid for."""
 
 
 class Donor:
@@ -37,6 +47,7 @@ class Donor:
         pace: how long a learner may take to accept an answer.
         max_connections: how many are answered at once; each may hold a pin, and a learner uses up to two.
         idle_timeout_s: how long a learner may ask nothing.
+        upload: what this node may send; shared with its exchanges.
     """
 
     def __init__(
@@ -47,12 +58,15 @@ class Donor:
         pace: Pace | None = None,
         max_connections: int = 8,
         idle_timeout_s: float = 120.0,
+        upload: TokenBucket | None = None,
     ) -> None:
         self._replica = replica
         self._commit_log = commit_log
         self._pace = pace or Pace()
         self._max_connections = max_connections
         self._idle_timeout_s = idle_timeout_s
+        self._upload = upload
+        self._turn = asyncio.Lock()
         self.num_connections = 0
         """Connections that are open now."""
         self.bytes_served = 0
@@ -72,6 +86,17 @@ class Donor:
             self.num_connections -= 1
             session.release()
             channel.close()
+
+    async def room_for(self, nbytes: int) -> None:
+        """Wait until the node's cap lets so many bytes go, one learner after the other."""
+        cap, clock = self._upload, asyncio.get_running_loop().time
+        if cap is None:
+            return
+        async with self._turn:
+            since = clock()
+            while delay_s := cap.delay_s(clock(), nbytes if clock() - since < TURN_S else 0):  # noqa: ASYNC110
+                await asyncio.sleep(min(delay_s, TURN_S))
+            cap.take(clock(), nbytes)
 
     @property
     def is_full(self) -> bool:
@@ -113,7 +138,11 @@ class _Session:
             case ChunkRequest(index=index):
                 await self._send_chunk(index)
             case CommitRequest(outer_step=outer_step):
+                self.release()  # who replays needs no snapshot: a pin would cost us a copy of the state
                 await self._send_commit(outer_step)
+            case StockRequest(first=first):
+                sizes = self._donor._commit_log.sizes_from(first)[:MAX_STOCK]
+                await self._send(FrameType.STATE_HEADER, encode(Stock(sizes)))
 
     async def _describe(self) -> None:
         self.release()
@@ -150,6 +179,7 @@ class _Session:
     async def _send_pieces(self, number: int, data: memoryview) -> None:
         for start in range(0, data.nbytes, PIECE_NBYTES):
             piece = data[start : start + PIECE_NBYTES]
+            await self._donor.room_for(piece.nbytes)
             await self._send(FrameType.STATE_CHUNK, piece, chunk=number)
             self._donor.bytes_served += piece.nbytes
 

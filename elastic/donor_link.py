@@ -6,7 +6,6 @@ donor. Answers come in the order of the questions.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 from collective.core.types import Member, OuterStep
 from collective.errors import DeadlineExceeded, RemoteProtocolError
@@ -19,18 +18,18 @@ from elastic.replica import CommitEntry, ResultChunk
 from elastic.state_wire import (
     COMMIT_HEADERS,
     MANIFESTS,
+    MAX_STOCK,
     PIECE_NBYTES,
     REFUSALS,
+    STOCKS,
     ChunkRequest,
     CommitRequest,
     ManifestRequest,
     Pace,
     StateRequest,
+    StockRequest,
 )
 from elastic.wire import decode, encode
-
-Dial = Callable[[Member], Awaitable[Channel]]
-"""Opens a STATE connection to a peer, within its own deadline."""
 
 
 class DonorLink:
@@ -41,13 +40,22 @@ class DonorLink:
         self._channel = channel
         self._pace = pace
 
-    async def manifest(self) -> StateManifest:
-        """Ask the donor to pin its state, and get the verified description."""
+    async def offer(self, first: OuterStep | None) -> tuple[StateManifest, tuple[int, ...]]:
+        """Ask the donor to pin its state; returns its verified description, and the sizes of its commits.
+
+        One round trip. The sizes are those of the commit that made `first` and of the ones after it: none if it is
+        not kept any more, or if nobody asks for them.
+        """
         await self._ask(ManifestRequest())
+        if first is not None:
+            await self._ask(StockRequest(first))
         frame = await self._answer(FrameType.STATE_HEADER, expected_nbytes=4 << 20)
         manifest = decode(MANIFESTS, frame.payload)
         manifest.verify()
-        return manifest
+        if first is None:
+            return manifest, ()
+        frame = await self._answer(FrameType.STATE_HEADER, expected_nbytes=MAX_STOCK * 9)
+        return manifest, decode(STOCKS, frame.payload).nbytes
 
     async def commit(self, outer_step: int, *, max_nbytes: int) -> CommitEntry:
         """The commit that made `outer_step`; one larger than `max_nbytes` is refused before it is read."""

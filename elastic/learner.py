@@ -66,6 +66,10 @@ class Learner:
         if self._running is not None and not self._running.done():
             self._sync.heard_of(committed)
 
+    def overruled(self, committed: Held, voted: bytes) -> None:
+        """The others agreed on another result than this peer's: the next catch-up finds out where it was wrong."""
+        self._sync.overruled(committed, voted)
+
     def stop(self) -> None:
         """Cancel what runs."""
         if self._running is not None:

@@ -146,7 +146,7 @@ class Membership:
             clock=clock,
         )
         self._learner = Learner(
-            StateSync(replica, self._dial_donor, hasher=hasher, pace=pace, advanced=self._received),
+            StateSync(replica, self._dial_donor, hasher=hasher, pace=pace, advanced=self._received, observe=observe),
             runner,
             self._tasks,
             done=self._feed,
@@ -309,7 +309,11 @@ class Membership:
 
     def _heard(self, message: CoordinatorMessage) -> None:
         if isinstance(message, Commit):
-            self._learner.heard_of(Held(message.outer_step, message.digest))
+            committed = Held(message.outer_step, message.digest)
+            self._learner.heard_of(committed)
+            voted = self._rounds.voted(message.key)
+            if voted is not None and voted != message.digest:
+                self._learner.overruled(committed, voted)
         self._feed(CoordinatorSaid(message=message))
 
     async def _dial_donor(self, member: Member) -> Channel:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from collective.core.types import PeerId, PeerRef, RoundKey, View
 from elastic.core.messages import Held
 from elastic.core.records import Record
+from elastic.parity import Difference
 
 # ------------------------------------------------------------------------------------ at the coordinator
 
@@ -153,6 +154,20 @@ class CatchUpEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Deviated:
+    """The others agreed on `committed` where this peer had voted for another digest; told when it is repaired.
+
+    `where` is None if nobody could say any more what the committed state consisted of. `num_damaged` chunks of the
+    state that this peer computed from had other bits than were committed: its memory is not to be trusted.
+    """
+
+    committed: Held
+    voted: bytes
+    where: Difference | None
+    num_damaged: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """This peer's part in the run is over."""
 
@@ -178,6 +193,7 @@ ElasticEvent = (
     | RoundCommitted
     | CatchUpStarted
     | CatchUpEnded
+    | Deviated
     | Finished
 )
 

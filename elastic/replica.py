@@ -4,7 +4,6 @@ The trainer implements `Replica` (parameters, outer momentum, whatever must be e
 learners, fills it from donors, and replays commits into it. Nothing here knows a tensor's shape, type or purpose.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -65,12 +64,19 @@ class Replica(Protocol):
         """An immutable snapshot of the held state, cheap enough for the event loop. Needs a held state."""
         ...
 
-    def begin_restore(self, manifest: StateManifest) -> Sequence[memoryview]:
+    def leftover(self) -> StateManifest | None:
+        """What the memory that `begin_restore` hands out next contains, or None if nobody knows.
+
+        A staged result that the others overruled, or a replay that diverged, is often wrong in a single chunk.
+        """
+        ...
+
+    def begin_restore(self, manifest: StateManifest) -> tuple[memoryview, ...]:
         """Writable destination of every tensor, in the manifest's order (one-dimensional, format B).
 
-        What the destinations contain may be anything. Chunks that already have the right digest are kept, so a
-        replica which hands out the same memory again lets a transfer go on where it was cut off. The held state
-        stays as it is until `finish_restore`, unless the destinations are its own memory.
+        Never the held state's own memory: that stays as it is until `finish_restore`. The same tuple again means the
+        same memory with what has arrived in it, so that a transfer goes on where it was cut off; whatever needs that
+        memory meanwhile (a replay, a round) takes it, and the next call returns another one.
 
         Raises:
             StateMismatch: names or sizes are not those of this peer's model.

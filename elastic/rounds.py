@@ -82,6 +82,7 @@ class Rounds:
         self._running: asyncio.Task[None] | None = None
         self._key: RoundKey | None = None
         self._void: RoundKey | None = None
+        self._voted: tuple[RoundKey, bytes] | None = None
         self.view: View | None = None
         """The view of the newest exchange."""
 
@@ -102,6 +103,10 @@ class Rounds:
         self.view, self._key = effect.view, effect.key
         self._observe(RoundStarted(key=effect.key, weight=effect.weight))
         self._running = self._tasks.create_task(self._exchange(effect))
+
+    def voted(self, key: RoundKey) -> bytes | None:
+        """The digest that this peer voted for in this round, if it got so far."""
+        return self._voted[1] if self._voted is not None and self._voted[0] == key else None
 
     def void(self, key: RoundKey) -> None:
         """From now on no event may come of this exchange. Called as soon as the machine says so."""
@@ -138,6 +143,7 @@ class Rounds:
             self._failed(key, _suspects(error), str(error))
         else:
             if key != self._void:
+                self._voted = key, digest
                 self._observe(RoundStaged(key=key, digest=digest, seconds=self._clock() - began))
                 self._done(ExchangeDone(key=key, digest=digest))
 

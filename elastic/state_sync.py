@@ -1,14 +1,16 @@
 """The learner's side: from what is held to the newest committed state, without anybody waiting for it.
 
-A learner that is a few steps behind replays the missing commits. Otherwise it fetches a snapshot from several donors
-at once and then replays what was committed meanwhile. Rules:
+Two ways lead there: replaying the commits that are missing, or fetching the chunks that differ from a snapshot, from
+several donors at once. Rules:
 
+* Fewer bytes win. Donors say how large their commits are and which digests their chunks have; what the held state, a
+  broken transfer or an overruled result already has right is not fetched. A single missing commit is replayed unasked.
 * Every chunk is verified on arrival, in place. A donor that sends wrong bytes, breaks off or stalls is dropped, and
-  only the chunks still missing are fetched from the others. Chunks that are already right, from an earlier transfer
-  or because they never changed, are not fetched.
+  only the chunks still missing are fetched from the others.
 * Commits made while the transfer runs (`heard_of`) are collected beside it, before the donors' logs forget them, and
   replayed after it. A learner that started again for every commit, or chased the newest, would never arrive.
 * A replayed commit counts only if the digest is the committed one.
+* Whoever was overruled learns where it was wrong: `inquiry.py`.
 * Memory is bounded: chunks go straight to their destination, collected commits by the size of the state.
 """
 
@@ -16,24 +18,38 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from collective.core.types import Member, OuterStep, PeerRef
+from collective.core.types import Member, OuterStep
 from collective.errors import CollectiveError
+from elastic.commit_source import CommitSource
 from elastic.core.messages import Held
 from elastic.digest import Hasher, StateManifest
-from elastic.donor_link import Dial, DonorLink
-from elastic.errors import DonorFault, DonorRefused, NoDonor, StateDiverged, StateMismatch
-from elastic.replica import CommitEntry, Replica
+from elastic.donor_link import DonorLink
+from elastic.donors import Dial, Donors
+from elastic.errors import DonorFault, NoDonor, StateDiverged, StateMismatch
+from elastic.inquiry import Inquiry
+from elastic.observation import Observe, ignore
+from elastic.parity import contents_of, missing_nbytes, salvage
+from elastic.replica import Replica
 from elastic.state_wire import Pace
 from elastic.transfer import Transfer
 
 _log = logging.getLogger(__name__)
 
-_MAX_SNAPSHOTS = 3
-"""Snapshots fetched for one catch-up. More than one is needed only if the donors' commit logs are too short."""
+_MAX_APPROACHES = 4
+"""Snapshots and replays for one catch-up. More than two are needed only if the donors' commit logs are too short."""
 
 _COMMIT_SLACK_NBYTES = 1 << 20
 """A commit may be this much larger than the state: headers of codecs on tiny fragments."""
+
+
+class _Offer(NamedTuple):
+    """A donor that is ready: the state it has pinned, and the sizes of its commits after the one held here."""
+
+    link: DonorLink
+    manifest: StateManifest
+    commits_nbytes: tuple[int, ...]
 
 
 class StateSync:
@@ -42,9 +58,10 @@ class StateSync:
     Args:
         replica: what is filled.
         dial: opens a STATE connection to a donor.
-        hasher: hashes what the destinations already contain.
+        hasher: hashes what is here already.
         pace: floors and windows of the transfer.
         advanced: called with the number of bytes that were verified, for progress and metrics.
+        observe: told where this peer was wrong, if it was overruled.
     """
 
     def __init__(
@@ -55,31 +72,32 @@ class StateSync:
         hasher: Hasher,
         pace: Pace | None = None,
         advanced: Callable[[int], None] = lambda _nbytes: None,
+        observe: Observe = ignore,
     ) -> None:
         self._replica = replica
-        self._dial = dial
         self._hasher = hasher
         self._pace = pace or Pace()
         self._advanced = advanced
+        self._donors = Donors(dial, self._pace)
+        self._commits = CommitSource(self._donors)
+        self._inquiry = Inquiry(replica, hasher, observe)
         self._target: Held | None = None
-        self._donors: tuple[Member, ...] = ()
-        self._dropped: dict[PeerRef, str] = {}
         self._transfer: Transfer | None = None
-        self._known: dict[OuterStep, bytes] = {}
-        self._collected: dict[OuterStep, CommitEntry] = {}
-        self._news = asyncio.Event()
-        self._commit_link: DonorLink | None = None
+        self._may_replay = True
 
     def aim(self, target: Held, donors: Sequence[Member]) -> None:
         """Set where the next `run` has to get to, and from whom."""
         self._target = target
-        self._donors = tuple(donors)
+        self._donors.name(donors)
         self.heard_of(target)
 
     def heard_of(self, committed: Held) -> None:
         """The coordinator says that this state is committed. May be called at any time, also during `run`."""
-        self._known[committed.outer_step] = committed.digest
-        self._news.set()
+        self._commits.heard_of(committed)
+
+    def overruled(self, committed: Held, voted: bytes) -> None:
+        """The others agreed on `committed` in the very round in which this peer had voted for another digest."""
+        self._inquiry.begin(committed, voted)
 
     async def run(self) -> Held:
         """Get to the target and return what is held then: the target, or a newer committed state.
@@ -88,35 +106,29 @@ class StateSync:
             NoDonor: nobody could serve it this time. What has arrived is kept for the next call.
             StateMismatch: the run's state is not of this peer's model.
         """
-        self._dropped.clear()
+        self._donors.forgive()
         try:
+            self._may_replay = await self._inquiry.memory_is_sound()
             held = self._replica.held()
             if held is not None and held.outer_step > self._aim_now.outer_step:
                 held = None  # a state of our own that is ahead of the run belongs to a history that was given up
-            if held is not None:
+            if held is not None and held.outer_step + 1 == self._aim_now.outer_step and not self._inquiry.is_open:
                 held = await self._replay(held)
-            num_snapshots = 0
+            num_approaches = 0
             # More than the target is fine from here on: donors may be ahead of the coordinator's word to us, and
             # collected commits may lead beyond it.
-            while held is None or self._is_wrong(held) or held.outer_step < self._aim_now.outer_step:
-                if num_snapshots == _MAX_SNAPSHOTS:
-                    causes = (*self._dropped.values(), "the donors' commit logs are too short")
+            while held is None or self._commits.is_wrong(held) or held.outer_step < self._aim_now.outer_step:
+                if num_approaches == _MAX_APPROACHES:
+                    causes = (*self._donors.causes, "the donors' commit logs are too short")
                     raise NoDonor(self._aim_now.outer_step, causes)
-                num_snapshots += 1
-                held = await self._replay(await self._fetch_snapshot())
+                num_approaches += 1
+                held = await self._approach(held)
             self._transfer = None
-            self._forget_before(held)
+            self._inquiry.end()
+            self._commits.forget_before(held)
             return held
         finally:
-            self._close_commit_link()
-
-    def _is_wrong(self, held: Held) -> bool:
-        return self._known.get(held.outer_step, held.digest) != held.digest
-
-    def _forget_before(self, held: Held) -> None:
-        for known in (self._known, self._collected):
-            for step in [step for step in known if step <= held.outer_step]:
-                del known[step]
+            self._commits.close()
 
     @property
     def _aim_now(self) -> Held:
@@ -124,163 +136,195 @@ class StateSync:
             raise ValueError("aim before run")
         return self._target
 
-    # -------------------------------------------------------------------------------- donors
+    # -------------------------------------------------------------------------------- which way
 
-    def _candidates(self) -> list[Member]:
-        return [member for member in self._donors if member.ref not in self._dropped]
+    async def _approach(self, held: Held | None) -> Held:
+        """Replay, or fetch a snapshot and replay what came after it. Returns what is held then."""
+        while True:
+            offers: list[_Offer] = []
+            try:
+                await self._gather_offers(offers, held)
+                if not offers:
+                    raise NoDonor(self._aim_now.outer_step, self._donors.causes)
+                offer = max(offers, key=self._preference)
+                self._inquiry.compare(offer.manifest)
+                source = self._cheapest_replay(held, offers, offer.manifest)
+                if source is not None:
+                    offers.remove(source)
+                    self._commits.use(source.link)
+                    manifest = None
+                else:
+                    manifest = await self._pull(offers, offer.manifest)
+            finally:
+                for unused in offers:
+                    unused.link.close()
+            if source is not None:
+                assert held is not None, "a replay begins somewhere"
+                return await self._replay(held)
+            if manifest is not None:
+                return await self._replay(await self._replica.finish_restore(manifest))
 
-    def _drop(self, member: Member, error: Exception) -> None:
-        _log.warning("donor_dropped peer_id=%s cause=%s", member.peer_id, error)
-        self._dropped[member.ref] = f"{member.address}: {error}"
+    def _cheapest_replay(self, held: Held | None, offers: Sequence[_Offer], manifest: StateManifest) -> _Offer | None:
+        """Whose commits to replay, or None if fetching what differs moves fewer bytes (or there is no other way)."""
+        if held is None or not self._may_replay or self._commits.is_wrong(held):
+            return None
+        num_missing = self._aim_now.outer_step - held.outer_step
+        complete = [offer for offer in offers if len(offer.commits_nbytes) >= num_missing]
+        if not complete:
+            return None
+        source = min(complete, key=lambda offer: sum(offer.commits_nbytes[:num_missing]))
+        replay_nbytes = sum(source.commits_nbytes[:num_missing])
+        fetch_nbytes = self._missing_nbytes(manifest)
+        _log.info(
+            "catch_up_costs outer_step=%d commits=%d replay_bytes=%d fetch_bytes=%d",
+            self._aim_now.outer_step,
+            num_missing,
+            replay_nbytes,
+            fetch_nbytes,
+        )
+        is_back = manifest.outer_step <= held.outer_step
+        return source if replay_nbytes < fetch_nbytes or is_back else None
 
-    async def _open(self, member: Member) -> DonorLink:
-        return DonorLink(member, await self._dial(member), self._pace)
+    def _missing_nbytes(self, manifest: StateManifest) -> int:
+        """Bytes of the snapshot that are nowhere in this peer's memory."""
+        pinned = self._replica.pin()
+        try:
+            return missing_nbytes(manifest, contents_of(pinned.manifest, manifest), self._destined(manifest))
+        finally:
+            pinned.release()
 
-    # -------------------------------------------------------------------------------- commits
+    def _destined(self, manifest: StateManifest) -> Sequence[bytes | None]:
+        """What the memory contains that the next restore gets, as far as known."""
+        leftover = self._replica.leftover()
+        if leftover is None and self._transfer is not None:
+            return self._transfer.contents(manifest)
+        return contents_of(leftover, manifest)
+
+    def _preference(self, offer: _Offer) -> tuple[bool, bool, int]:
+        """Largest is best: what a broken transfer has begun, then the target itself, then the newest."""
+        manifest = offer.manifest
+        begun = self._transfer is not None and self._transfer.manifest.digest == manifest.digest
+        return begun, manifest.digest == self._aim_now.digest, manifest.outer_step
+
+    async def _gather_offers(self, offers: list[_Offer], held: Held | None) -> None:
+        """Connect to the first few donors and ask each to pin its state. The caller closes what is in `offers`."""
+        after = None if held is None else OuterStep(held.outer_step + 1)
+
+        async def ask(member: Member) -> None:
+            useless = None
+            try:
+                link = useless = await self._donors.open(member)
+                manifest, commits_nbytes = await link.offer(after)
+                offers.append(_Offer(link, manifest, commits_nbytes))
+                useless = None
+            except (CollectiveError, DonorFault) as error:
+                self._donors.drop(member, error)
+            finally:
+                if useless is not None:
+                    useless.close()
+
+        while not offers and (candidates := self._donors.candidates):
+            async with asyncio.TaskGroup() as tasks:
+                for member in candidates[: self._pace.max_donors]:
+                    tasks.create_task(ask(member))
+
+    # -------------------------------------------------------------------------------- replaying
 
     async def _replay(self, held: Held) -> Held:
         """Apply commits up to the target, and what is collected beyond it. Returns what is held then."""
+        self._transfer = None  # a replay may take its memory
         while True:
             step = OuterStep(held.outer_step + 1)
-            entry = self._collected.pop(step, None)
+            entry = self._commits.take_collected(step)
             if entry is None and step <= self._aim_now.outer_step:
-                entry = await self._fetch_commit(step)
+                entry = await self._commits.fetch(step, max_nbytes=self._state_nbytes() + _COMMIT_SLACK_NBYTES)
+                self._may_replay = entry is not None
             if entry is None:
                 return held
             try:
                 replayed = await self._replica.replay(entry)
             except (StateDiverged, CollectiveError) as error:
                 _log.warning("replay_diverged outer_step=%d cause=%s", step, error)
-                return held  # it may be wrong itself: only a snapshot helps
+                self._may_replay = False  # what is held may be wrong itself: only a snapshot helps
+                return held
             assert replayed == Held(entry.outer_step, entry.digest), "a replica says what it holds"
             self._advanced(entry.nbytes)
+            self._inquiry.arrived()
             held = replayed
 
-    async def _fetch_commit(self, step: OuterStep) -> CommitEntry | None:
-        """The commit that made `step`, from whoever still has it. A donor that lacks it stays a donor."""
-        for member in self._candidates():
-            try:
-                link = await self._link_for_commits(member)
-                entry = await link.commit(step, max_nbytes=self._max_commit_nbytes())
-                if self._is_wrong(Held(entry.outer_step, entry.digest)):
-                    raise StateDiverged(step, self._known[step], entry.digest)
-                return entry
-            except DonorRefused as error:
-                _log.info("commit_not_kept peer_id=%s cause=%s", member.peer_id, error)
-            except (CollectiveError, DonorFault) as error:
-                self._drop(member, error)
-                self._close_commit_link()
-            except asyncio.CancelledError:
-                self._close_commit_link()  # it is in the middle of an answer
-                raise
-        return None
-
-    async def _link_for_commits(self, member: Member) -> DonorLink:
-        if self._commit_link is None or self._commit_link.member != member:
-            self._close_commit_link()
-            self._commit_link = await self._open(member)
-        return self._commit_link
-
-    def _close_commit_link(self) -> None:
-        link, self._commit_link = self._commit_link, None
-        if link is not None:
-            link.close()
-
-    def _max_commit_nbytes(self) -> int:
+    def _state_nbytes(self) -> int:
         """A result in wire form is never larger than the fp32 state it is about."""
-        if self._transfer is not None:
-            return self._transfer.manifest.nbytes + _COMMIT_SLACK_NBYTES
         pinned = self._replica.pin()
         try:
-            return pinned.manifest.nbytes + _COMMIT_SLACK_NBYTES
+            return pinned.manifest.nbytes
         finally:
             pinned.release()
 
-    async def _collect_commits(self, manifest: StateManifest) -> None:
-        """While a snapshot is fetched, keep the commits made after it, before the donors' logs forget them."""
-        room = manifest.nbytes + _COMMIT_SLACK_NBYTES
-        while True:
-            self._news.clear()
-            for step in range(manifest.outer_step + 1, max(self._known) + 1):
-                entry = self._collected.get(OuterStep(step)) or await self._fetch_commit(OuterStep(step))
-                if entry is None or sum(kept.nbytes for kept in self._collected.values()) + entry.nbytes > room:
-                    return
-                self._collected[entry.outer_step] = entry
-            await self._news.wait()
+    # -------------------------------------------------------------------------------- fetching
 
-    # -------------------------------------------------------------------------------- snapshot
-
-    async def _fetch_snapshot(self) -> Held:
-        """Fetch one whole snapshot and install it. Every turn of the loop drops a donor or ends."""
-        while True:
-            offers: list[tuple[DonorLink, StateManifest]] = []
-            try:
-                await self._gather_offers(offers)
-                if not offers:
-                    raise NoDonor(self._aim_now.outer_step, tuple(self._dropped.values()))
-                manifest = max((offered for _, offered in offers), key=self._preference)
-                transfer = await self._begin(manifest)
-                links = [link for link, offered in offers if offered.digest == manifest.digest]
-                for link in (link for link, offered in offers if offered.digest != manifest.digest):
-                    link.close()
-                await self._pull_all(links, transfer)
-            finally:
-                for link, _ in offers:
-                    link.close()
-            if transfer.is_complete:
-                self._transfer = None
-                return await self._replica.finish_restore(manifest)
-
-    def _preference(self, manifest: StateManifest) -> tuple[bool, bool, int]:
-        """Largest is best: what a broken transfer has begun, then the target itself, then the newest."""
-        begun = self._transfer is not None and self._transfer.manifest.digest == manifest.digest
-        return begun, manifest.digest == self._aim_now.digest, manifest.outer_step
-
-    async def _gather_offers(self, offers: list[tuple[DonorLink, StateManifest]]) -> None:
-        """Connect to the first few donors and ask each to pin its state. The caller closes what is in `offers`."""
-
-        async def ask(member: Member) -> None:
-            useless = None
-            try:
-                link = useless = await self._open(member)
-                offers.append((link, await link.manifest()))
-                useless = None
-            except (CollectiveError, DonorFault) as error:
-                self._drop(member, error)
-            finally:
-                if useless is not None:
-                    useless.close()
-
-        while not offers and (candidates := self._candidates()):
-            async with asyncio.TaskGroup() as tasks:
-                for member in candidates[: self._pace.max_donors]:
-                    tasks.create_task(ask(member))
+    async def _pull(self, offers: list[_Offer], manifest: StateManifest) -> StateManifest | None:
+        """Fetch what is missing of this snapshot from all who offer it. None if they failed before it was whole."""
+        transfer = await self._begin(manifest)
+        links = []
+        for offer in offers:
+            if offer.manifest.digest == manifest.digest:
+                links.append(offer.link)
+            else:
+                offer.link.close()
+        room_nbytes = manifest.nbytes + _COMMIT_SLACK_NBYTES
+        async with asyncio.TaskGroup() as tasks:
+            collecting = tasks.create_task(self._commits.collect(manifest.outer_step, room_nbytes=room_nbytes))
+            await asyncio.wait([tasks.create_task(self._pull_from(link, transfer)) for link in links])
+            collecting.cancel()
+        if not transfer.is_complete:
+            return None
+        self._transfer = None
+        self._inquiry.repaired(manifest, transfer)
+        self._may_replay = True
+        return manifest
 
     async def _begin(self, manifest: StateManifest) -> Transfer:
         """Go on with the transfer of this manifest, or begin it with the chunks that are already right."""
-        if self._transfer is None or self._transfer.manifest.digest != manifest.digest:
+        leftover = self._replica.leftover()
+        destinations = self._replica.begin_restore(manifest)
+        if [buffer.nbytes for buffer in destinations] != [part.nbytes for part in manifest.tensors]:
+            raise StateMismatch("a destination has another size than the manifest names")
+        begun = self._transfer
+        if begun is not None and begun.destinations is not destinations:
+            begun = self._transfer = None  # its memory was needed for something else
+        if begun is None or begun.manifest.digest != manifest.digest:
+            contents = contents_of(leftover, manifest) if begun is None else begun.contents(manifest)
             self._transfer = None
-            destinations = self._replica.begin_restore(manifest)
-            if [buffer.nbytes for buffer in destinations] != [part.nbytes for part in manifest.tensors]:
-                raise StateMismatch("a destination has another size than the manifest names")
-            present = await self._hasher.hash_async(destinations, chunk_nbytes=manifest.chunk_nbytes)
-            self._transfer = Transfer(manifest, destinations, present)
+            self._inquiry.keep_evidence(manifest, destinations, leftover)
+            present = await self._salvage(manifest, destinations, contents)
+            begun = self._transfer = Transfer(manifest, destinations, present)
         _log.info(
             "snapshot_begun outer_step=%d missing_chunks=%d num_chunks=%d",
             manifest.outer_step,
-            len(self._transfer.missing),
-            self._transfer.num_chunks,
+            len(begun.missing),
+            begun.num_chunks,
         )
-        return self._transfer
+        return begun
 
-    async def _pull_all(self, links: Sequence[DonorLink], transfer: Transfer) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            collecting = tasks.create_task(self._collect_commits(transfer.manifest))
-            pulls = [tasks.create_task(self._pull(link, transfer)) for link in links]
-            await asyncio.wait(pulls)
-            collecting.cancel()
+    async def _salvage(
+        self, manifest: StateManifest, destinations: Sequence[memoryview], contents: Sequence[bytes | None]
+    ) -> frozenset[int]:
+        live = None if self._replica.held() is None else self._replica.pin()
+        try:
+            found = await salvage(manifest, destinations, contents=contents, live=live, hasher=self._hasher)
+        finally:
+            if live is not None:
+                live.release()
+        if found.damaged:
+            _log.error(
+                "memory_damaged chunks=%d first_chunk=%d; the held state is not what was committed, and nobody wrote "
+                "to it: test this machine's memory",
+                len(found.damaged),
+                found.damaged[0],
+            )
+        return found.present
 
-    async def _pull(self, link: DonorLink, transfer: Transfer) -> None:
+    async def _pull_from(self, link: DonorLink, transfer: Transfer) -> None:
         """Fetch missing chunks from one donor until none is missing or the donor fails."""
         asked: deque[int] = deque()
         try:
@@ -291,13 +335,12 @@ class StateSync:
                 if asked:
                     destination, digest = transfer.place(asked[0])
                     await link.take_chunk(asked[0], destination, digest)
-                    asked.popleft()
-                    transfer.arrived()
+                    transfer.arrived(asked.popleft())
                     self._advanced(destination.nbytes)
                 elif not await transfer.more():
                     return
         except (CollectiveError, DonorFault) as error:
-            self._drop(link.member, error)
+            self._donors.drop(link.member, error)
         finally:
             # Closed before its chunks are given to another donor: two writers must never share a destination.
             link.close()

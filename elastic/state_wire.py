@@ -21,6 +21,10 @@ PIECE_NBYTES = 256 << 10
 """Bytes of one STATE_CHUNK frame; a chunk is sent as several."""
 
 
+MAX_STOCK = 4096
+"""Commits that a Stock tells of. Nobody replays more."""
+
+
 class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """Base of what a learner asks for."""
 
@@ -41,7 +45,22 @@ class CommitRequest(_Request, frozen=True):
     outer_step: OuterStep
 
 
-StateRequest = ManifestRequest | ChunkRequest | CommitRequest
+class StockRequest(_Request, frozen=True):
+    """How large are the commits that made `first` and the steps after it? Answered by a Stock."""
+
+    first: OuterStep
+
+
+StateRequest = ManifestRequest | ChunkRequest | CommitRequest | StockRequest
+
+
+class Stock(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes of the results that are kept, step by step from the one that was asked for; none if that is gone.
+
+    It only helps to choose between replaying and fetching: a false one costs bytes, never bits.
+    """
+
+    nbytes: Annotated[tuple[Natural, ...], Meta(max_length=MAX_STOCK)]
 
 
 class CommitHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,6 +107,7 @@ class ChunkMap:
     """Numbers the chunks of a manifest through all its tensors."""
 
     def __init__(self, manifest: StateManifest) -> None:
+        self._manifest = manifest
         self._places = [
             (tensor, chunk)
             for tensor, part in enumerate(manifest.tensors)
@@ -103,8 +123,15 @@ class ChunkMap:
             raise RemoteProtocolError("no such chunk")
         return self._places[index]
 
+    def nbytes(self, index: int) -> int:
+        """Length of chunk number `index`; the last one of a tensor may be shorter."""
+        tensor, chunk = self.place(index)
+        size = self._manifest.chunk_nbytes
+        return min(size, self._manifest.tensors[tensor].nbytes - chunk * size)
+
 
 REQUESTS: msgspec.msgpack.Decoder[StateRequest] = msgspec.msgpack.Decoder(StateRequest)
 MANIFESTS: msgspec.msgpack.Decoder[StateManifest] = msgspec.msgpack.Decoder(StateManifest)
 COMMIT_HEADERS: msgspec.msgpack.Decoder[CommitHeader] = msgspec.msgpack.Decoder(CommitHeader)
+STOCKS: msgspec.msgpack.Decoder[Stock] = msgspec.msgpack.Decoder(Stock)
 REFUSALS: msgspec.msgpack.Decoder[Refusal] = msgspec.msgpack.Decoder(Refusal)

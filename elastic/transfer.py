@@ -6,9 +6,10 @@ is missing again. Nothing here knows connections.
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from elastic.digest import StateManifest, chunk_of
+from elastic.parity import Contents, contents_of
 from elastic.state_wire import ChunkMap
 
 
@@ -18,38 +19,37 @@ class Transfer:
     Args:
         manifest: what is fetched.
         destinations: writable memory of every tensor.
-        present: digests of what the destinations contain now; what is right already is not missing.
+        present: chunks that are in their place and verified already.
     """
 
-    def __init__(
-        self, manifest: StateManifest, destinations: Sequence[memoryview], present: Sequence[Sequence[bytes]]
-    ) -> None:
+    def __init__(self, manifest: StateManifest, destinations: Sequence[memoryview], present: Collection[int]) -> None:
         self.manifest = manifest
-        self._destinations = destinations
+        self.destinations = destinations
         self._map = ChunkMap(manifest)
         self._changed = asyncio.Event()
         self.num_chunks = len(self._map)
-        self.missing: deque[int] = deque()
-        for index in range(self.num_chunks):
-            tensor, chunk = self._map.place(index)
-            if present[tensor][chunk] != manifest.tensors[tensor].chunk_digests[chunk]:
-                self.missing.append(index)
-        self._num_left = len(self.missing)
+        self._present = set(present)
+        self.missing: deque[int] = deque(index for index in range(self.num_chunks) if index not in self._present)
 
     @property
     def is_complete(self) -> bool:
         """Whether every chunk is in its place and verified."""
-        return self._num_left == 0
+        return len(self._present) == self.num_chunks
 
     def place(self, index: int) -> tuple[memoryview, bytes]:
         """Destination and digest of a chunk."""
         tensor, chunk = self._map.place(index)
-        destination = chunk_of(self._destinations[tensor], chunk, self.manifest.chunk_nbytes)
+        destination = chunk_of(self.destinations[tensor], chunk, self.manifest.chunk_nbytes)
         return destination, self.manifest.tensors[tensor].chunk_digests[chunk]
 
-    def arrived(self) -> None:
-        """One more chunk is in its place and verified."""
-        self._num_left -= 1
+    def contents(self, like: StateManifest) -> Contents:
+        """What the destinations contain as far as known: for another transfer into the same memory."""
+        digests = contents_of(self.manifest, like)
+        return [digest if index in self._present else None for index, digest in enumerate(digests)]
+
+    def arrived(self, index: int) -> None:
+        """This chunk is in its place and verified."""
+        self._present.add(index)
         self._changed.set()
 
     def give_back(self, indices: Sequence[int]) -> None:

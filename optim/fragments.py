@@ -143,6 +143,12 @@ class Fragment:
             for spec, start in zip(self.specs, starts, strict=False)
         }
 
+    def names_in(self, start: int, stop: int) -> tuple[str, ...]:
+        """The tensors that own elements `[start, stop)` of the fragment's buffer, in its order."""
+        starts = itertools.accumulate((spec.numel for spec in self.specs), initial=0)
+        placed = zip(self.specs, starts, strict=False)
+        return tuple(spec.name for spec, first in placed if first < stop and start < first + spec.numel)
+
     def _pairs(self, buffer: Tensor) -> Iterator[tuple[Tensor, slice]]:
         self._check_buffer(buffer)
         start = 0

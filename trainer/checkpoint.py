@@ -253,6 +253,22 @@ def load_resumed(path: Path) -> Checkpoint:
     return newest
 
 
+def newest_usable(path: Path, *, run_id: str | None = None) -> Checkpoint | None:
+    """What a peer's folder still has of its run (of this run, if one is named); damaged ones are warned of.
+
+    If the others have newer, the peer replays or fetches the rest.
+    """
+    try:
+        newest = CheckpointStore(path / FOLDER_NAME, keep=1).load_newest()
+    except CheckpointCorrupted as error:
+        log.warning("checkpoints_unusable cause=%r; this peer has to find the state at others", str(error))
+        return None
+    if newest is not None and run_id is not None and newest.meta.run_id != run_id:
+        log.info("checkpoint_of_another_run path=%s; not used", newest.path)
+        return None
+    return newest
+
+
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read and verify one checkpoint folder.
 

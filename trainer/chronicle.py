@@ -5,7 +5,7 @@ full, so that an audit needs nothing else. Must not decide anything.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import assert_never
 
 from collective import RoundStats
@@ -20,6 +20,7 @@ from elastic.observation import (
     CatchUpStarted,
     CoordinatorConnected,
     CoordinatorLost,
+    Deviated,
     ElasticEvent,
     Finished,
     PeerConnected,
@@ -34,11 +35,14 @@ from elastic.observation import (
     WorkCarriedOver,
 )
 from trainer.errors import CheckpointFailed
-from trainer.events import EventLog
+from trainer.events import EventLog, Field
 from trainer.scoreboard import Scoreboard
 from trainer.training_loop import RoundReport
 
 log = logging.getLogger(__name__)
+
+_MAX_NAMES = 4
+"""Parameters that an event names; a chunk of a small model may hold all of them."""
 
 
 class Chronicle:
@@ -137,6 +141,34 @@ class Chronicle:
             wait_s=report.wait_s,
         )
 
+    def deviated(self, event: Deviated, parameters: Sequence[str]) -> None:
+        """This peer was overruled. `parameters`: the model's names for where it was wrong first."""
+        where = event.where
+        fields: dict[str, Field] = {
+            "outer_step": event.committed.outer_step,
+            "digest": event.committed.digest.hex(),
+            "voted": event.voted.hex(),
+            "damaged_chunks": event.num_damaged,
+        }
+        if where is not None:
+            fields |= {
+                "tensor": where.tensor,
+                "parameters": list(parameters[:_MAX_NAMES]),
+                "start_bytes": where.start_nbytes,
+                "stop_bytes": where.stop_nbytes,
+                "differing_chunks": where.num_chunks,
+            }
+        self._log.emit("deviated", **fields)
+        log.error(
+            "deviated outer_step=%d tensor=%s parameters=%s bytes=%s chunks=%s cause=%r",
+            event.committed.outer_step,
+            None if where is None else where.tensor,
+            ",".join(parameters[:_MAX_NAMES]) or None,
+            None if where is None else f"{where.start_nbytes}-{where.stop_nbytes}",
+            None if where is None else where.num_chunks,
+            "memory changed that nobody wrote to: test it" if event.num_damaged else "another result than the others",
+        )
+
     def observe(self, event: ElasticEvent) -> None:
         """An observer for elastic."""
         self._count(event)
@@ -184,6 +216,8 @@ class Chronicle:
                     bytes=nbytes,
                     seconds=seconds,
                 )
+            case Deviated():
+                self.deviated(event, ())
             case Finished(code=code, reason=reason):
                 emit("leave", code=code, cause=reason)
             case _:

@@ -326,9 +326,11 @@ class NodeSection(_Section):
     advertise: Maybe[Address] = None
     """Where other peers reach this one, if that is not `listen`."""
     max_upload_bytes_per_s: Maybe[Rate] = None
-    """What exchanges may send, all members together; none: no bound. State for a joiner comes on top."""
+    """What exchanges and state for joiners may send together; none: no bound."""
     max_download_bytes_per_s: Maybe[Rate] = None
     """The same for what they receive."""
+    commit_log_nbytes: Maybe[Annotated[Nbytes, Field(ge=0)]] = None
+    """Memory for the newest results, for peers that come back; none: one copy of the shared state. More never pays."""
     data: Maybe[Path] = None
     """Where this peer keeps the text of `data.path`."""
     metrics_port: Maybe[Annotated[int, Field(ge=0, le=65535)]] = None

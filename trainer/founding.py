@@ -7,7 +7,6 @@ checkpoint.
 """
 
 import itertools
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,14 +15,12 @@ from pathlib import Path
 import msgspec
 
 from trainer.admission import RunTerms, mesh_key, tls_secret
-from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointStore, load_resumed
+from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointStore, load_resumed, newest_usable
 from trainer.config import Config, manifest_diff
 from trainer.corpus import Corpus
-from trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault, IntegrityError
+from trainer.errors import ConfigError, EnvironmentFault, IntegrityError
 from trainer.files import write_atomically
 from trainer.identity import PeerFolder, RunIdentity
-
-log = logging.getLogger(__name__)
 
 JOURNAL_NAME = "journal.sqlite"
 _TERMS_NAME = "terms.json"
@@ -63,7 +60,7 @@ def found_or_go_on(folder: PeerFolder, config: Config, corpus: Corpus, resume_di
     saved = _load_terms(folder.path)
     if saved is not None:
         _require_same(saved, manifest, corpus, folder.path)
-        checkpoint = _newest_checkpoint(folder.path)
+        checkpoint = newest_usable(folder.path)
     run = folder.found_run(config.run.name)
     terms = RunTerms(
         run_id=run.run_id,
@@ -95,15 +92,6 @@ def _load_terms(path: Path) -> _SavedTerms | None:
         return None
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise IntegrityError(f"{file} is damaged", cure="found a new run in another folder") from error
-
-
-def _newest_checkpoint(path: Path) -> Checkpoint | None:
-    """What this peer still has of its run. If the others have newer, it replays or fetches the rest."""
-    try:
-        return CheckpointStore(path / FOLDER_NAME, keep=1).load_newest()
-    except CheckpointCorrupted as error:
-        log.warning("checkpoints_unusable cause=%r; this peer has to find the state at others", str(error))
-        return None
 
 
 def _require_same(saved: _SavedTerms, manifest: bytes, corpus: Corpus, path: Path) -> None:

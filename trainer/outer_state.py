@@ -5,7 +5,8 @@ A version of the state is never changed once it is live. An outer step writes th
 it serves: a pinned version is not recycled, and only then does the next stage allocate.
 
 Memory, in copies of the parameters for DiLoCo: live 2, spare 2 (the mean is received straight into one of them, and a
-state that is being fetched into both), 2 more for every older version that is still pinned.
+state that is being fetched into both), 2 more for every older version that is still pinned. Spare memory that was
+staged in vain keeps its digests: what is right in it need not be fetched.
 
 It must not know the network, views or workers.
 """
@@ -23,11 +24,15 @@ from collective.errors import RemoteProtocolError
 from elastic.core.messages import Held
 from elastic.digest import Hasher, StateManifest, chunk_of, describe_state
 from elastic.errors import StateDiverged, StateMismatch
+from elastic.parity import Difference
 from elastic.replica import CommitEntry
 from optim.fragments import Fragment
 from optim.outer import ANCHOR, Absorbed, Outer, Result, Round, State
 from trainer.round_schedule import RoundSchedule
 from trainer.threads import in_thread
+
+_NUMEL_NBYTES = 4
+"""Of an fp32 element."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,6 +67,15 @@ class _Staged:
     absorbed: Absorbed = field(repr=False)
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Restoring:
+    """Spare memory that is being filled, and how it was handed out."""
+
+    state: State
+    names: tuple[str, ...]
+    destinations: tuple[memoryview, ...]
+
+
 class OuterState:
     """The shared state of one fragment, and the replica that elastic sees.
 
@@ -80,7 +94,8 @@ class OuterState:
         self._live: Version | None = None
         self._staged: _Staged | None = None
         self._spare: State | None = None
-        self._restoring: State | None = None
+        self._leftover: StateManifest | None = None  # of what is in the spare memory
+        self._restoring: _Restoring | None = None
 
     # -------------------------------------------------------------------------------- reading
 
@@ -103,13 +118,24 @@ class OuterState:
         """What is held, or None before the first state."""
         return None if self._live is None else self._live.held
 
+    def parameters_in(self, where: Difference) -> tuple[str, ...]:
+        """The model's parameters that a range of a shared tensor belongs to; none if it is not laid out as they are."""
+        if self.live.state.shared[where.tensor].numel() != self._fragment.numel:
+            return ()
+        return self._fragment.names_in(where.start_nbytes // _NUMEL_NBYTES, -(-where.stop_nbytes // _NUMEL_NBYTES))
+
     # -------------------------------------------------------------------------------- making states
 
-    async def adopt(self, outer_step: int, tensors: Mapping[str, Tensor]) -> Held:
+    async def adopt(self, outer_step: int, tensors: Mapping[str, Tensor], *, digest: bytes | None = None) -> Held:
         """Make these tensors the live state: a checkpoint's.
 
+        Args:
+            outer_step: of the state.
+            tensors: copied, fp32.
+            digest: what the members voted for, if known.
+
         Raises:
-            StateMismatch: if names or sizes are not those of this method and model.
+            StateMismatch: if names or sizes are not those of this method and model, or the digest is another.
         """
         state = self._outer.init(self._fragment, torch.zeros(self._fragment.numel))
         given = {name: tensor.numel() for name, tensor in tensors.items()}
@@ -118,14 +144,17 @@ class OuterState:
             raise StateMismatch(f"the state holds {given}, this model and method need {ours}")
         for name, tensor in state.shared.items():
             tensor.copy_(tensors[name].view(-1))
-        return await self._make_live(outer_step, state)
+        manifest = await self._describe(outer_step, state)
+        if digest is not None and manifest.digest != digest:
+            raise StateMismatch(f"the state of outer step {outer_step} is not the one that was committed")
+        return self._make_live(state, manifest)
 
     async def found(self, parameters: Tensor) -> Held:
         """Make the run's first state from initial parameters, [numel]."""
-        return await self._make_live(0, self._outer.init(self._fragment, parameters))
+        state = self._outer.init(self._fragment, parameters)
+        return self._make_live(state, await self._describe(0, state))
 
-    async def _make_live(self, outer_step: int, state: State) -> Held:
-        manifest = await self._describe(outer_step, state)
+    def _make_live(self, state: State, manifest: StateManifest) -> Held:
         self._retire()
         self._live = self._version(state, manifest)
         return self._live.held
@@ -137,8 +166,11 @@ class OuterState:
 
     def result_buffer(self) -> Tensor:
         """[numel], where the mean of the next round goes. It is one of the spare buffers: see `stage`."""
+        self._leftover = None
         if self._spare is None:
-            self._spare = self.live.state.empty_like()
+            # What a broken transfer has brought is worth less than a third copy of the state costs.
+            begun, self._restoring = self._restoring, None
+            self._spare = self.live.state.empty_like() if begun is None else begun.state
         return self._spare.shared[ANCHOR]
 
     async def stage(self, round_: Round, members: Sequence[str], weight_sum: float) -> bytes:
@@ -170,13 +202,15 @@ class OuterState:
         assert staged is not None, f"nothing is staged for {held}"
         assert staged.version.held == held, f"{staged.version.held} is staged, committed was {held}"
         self._staged = None
-        self._spare = None
+        self._spare = self._leftover = None
         self._retire()
         self._live = staged.version
         return staged.absorbed
 
     def discard_staged(self) -> None:
-        """The round was aborted: its buffers are free for the next attempt."""
+        """The round was aborted: its buffers are free for the next attempt, or for what the others agreed on."""
+        if self._staged is not None:
+            self._leftover = self._staged.version.manifest
         self._staged = None
 
     async def _describe(self, outer_step: int, state: State) -> StateManifest:
@@ -192,7 +226,7 @@ class OuterState:
     def _recycle(self, version: Version) -> None:
         """Nobody needs this version any more; the next outer step is written over it."""
         if version is not self._live and self._spare is None:
-            self._spare = version.state
+            self._spare, self._leftover = version.state, None
 
     def _copy_live(self, out: State) -> Absorbed:
         for name, tensor in self.live.state.shared.items():
@@ -206,30 +240,41 @@ class OuterState:
         self.live.pins += 1
         return self.live
 
-    def begin_restore(self, manifest: StateManifest) -> Sequence[memoryview]:
+    def leftover(self) -> StateManifest | None:
+        """What the spare memory contains, if it was staged or replayed in vain."""
+        return self._leftover
+
+    def begin_restore(self, manifest: StateManifest) -> tuple[memoryview, ...]:
         """Writable buffers for a state that is being fetched, in manifest order.
+
+        The same ones again after a broken transfer: what has arrived is not fetched twice.
 
         Raises:
             StateMismatch: if the donor's tensors are not those of this method and model.
         """
-        # The same memory again after a broken transfer: what has arrived is not fetched twice.
-        state = self._restoring or self._spare or self._outer.init(self._fragment, torch.zeros(self._fragment.numel))
+        begun, names = self._restoring, tuple(tensor.name for tensor in manifest.tensors)
+        if begun is not None and self._spare is None:
+            state = begun.state
+        else:
+            state = self._spare or self._outer.init(self._fragment, torch.zeros(self._fragment.numel))
+            begun = None
         ours = {name: tensor.nbytes for name, tensor in state.shared.items()}
         theirs = {tensor.name: tensor.nbytes for tensor in manifest.tensors}
-        if ours != theirs:
+        if ours != theirs or len(names) != len(theirs):
             raise StateMismatch(f"the donor's state holds {theirs} bytes, this model and method need {ours}")
-        if state is self._spare:
-            self._spare = None
-        self._restoring, self._staged = state, None
-        return [byte_view(state.shared[tensor.name]) for tensor in manifest.tensors]
+        self._spare = self._staged = self._leftover = None
+        if begun is None or begun.names != names:
+            destinations = tuple(byte_view(state.shared[name]) for name in names)
+            begun = self._restoring = _Restoring(state=state, names=names, destinations=destinations)
+        return begun.destinations
 
     async def finish_restore(self, manifest: StateManifest) -> Held:
         """The buffers are filled and verified: make them the live state."""
         assert self._restoring is not None, "no restore is under way"
-        state, self._restoring = self._restoring, None
+        restored, self._restoring = self._restoring, None
         self._staged = None
         self._retire()
-        self._live = self._version(state, manifest)
+        self._live = self._version(restored.state, manifest)
         return self._live.held
 
     async def replay(self, entry: CommitEntry) -> Held:

@@ -21,10 +21,11 @@ from elastic.core.member import MemberMachine
 from elastic.core.messages import Held
 from elastic.digest import Hasher
 from elastic.donor import Donor
+from elastic.errors import StateMismatch
 from elastic.member import Membership
-from elastic.observation import BecameLearner, ElasticEvent, ViewInstalled
+from elastic.observation import BecameLearner, Deviated, ElasticEvent, ViewInstalled
 from trainer.admission import RunTerms
-from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointMeta, CheckpointStore
+from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointMeta, CheckpointStore, newest_usable
 from trainer.checkpointer import Checkpointer
 from trainer.chronicle import Chronicle
 from trainer.config import Config
@@ -36,6 +37,7 @@ from trainer.round_runner import RoundRunner
 from trainer.round_schedule import RoundSchedule
 from trainer.sample_feed import SampleFeed
 from trainer.shared_buffer import SharedBuffer
+from trainer.threads import in_thread
 from trainer.training_loop import RoundReport, TrainingLoop
 from trainer.wiring import bulk_options, fragment_table, member_config, outer_of, samples_in_stock, training_job
 from trainer.worker_pool import WorkerPool
@@ -64,7 +66,7 @@ class PeerPlan:
         terms: the run's.
         corpus: the text, the same on all peers.
         run_dir: this peer's folder.
-        checkpoint: the state that a founder resumes from.
+        checkpoint: the state that a founder resumes from; None: the newest of this run in `run_dir`, if there is one.
         hello: what this peer says on its own connections.
         security: which of them are encrypted, and as whom.
     """
@@ -99,8 +101,9 @@ class Peer:
         self._hasher = Hasher()
         self._mailbox = SharedBuffer.create(table.numel)
         self._state = OuterState(self._outer, fragment, self._schedule, self._hasher)
-        # Results worth one copy of the parameters: what a learner needs that is a few steps behind.
-        self._commit_log = CommitLog(max_nbytes=4 * table.numel)
+        # Worth the state, anchor and momentum: who has missed more fetches that instead.
+        log_nbytes = config.node.commit_log_nbytes
+        self._commit_log = CommitLog(max_nbytes=8 * table.numel if log_nbytes is None else log_nbytes)
         self.communicator = Communicator(
             me=plan.me,
             hello=lambda _peer, stream, num_streams: plan.hello(Purpose.BULK, stream, num_streams),
@@ -109,7 +112,7 @@ class Peer:
             options=bulk_options(config),
             security=plan.security,
         )
-        self.donor = Donor(self._state, self._commit_log)
+        self.donor = Donor(self._state, self._commit_log, upload=self.communicator.upload_cap)
         self._runner = RoundRunner(
             communicator=self.communicator,
             state=self._state,
@@ -162,9 +165,18 @@ class Peer:
         return self._membership
 
     async def _adopt_checkpoint(self) -> None:
-        checkpoint = self._plan.checkpoint
-        if checkpoint is not None:
-            await self._state.adopt(checkpoint.meta.outer_step, checkpoint.tensors)
+        """Begin with what this peer's disk has of the run: the others send only what it has missed since."""
+        plan = self._plan
+        checkpoint = plan.checkpoint or await in_thread(newest_usable, plan.run_dir, run_id=plan.terms.run_id)
+        if checkpoint is None:
+            return
+        meta = checkpoint.meta
+        try:
+            await self._state.adopt(meta.outer_step, checkpoint.tensors, digest=meta.digest)
+        except StateMismatch as error:
+            log.warning("checkpoint_unusable path=%s cause=%r", checkpoint.path, str(error))
+        else:
+            log.info("checkpoint_adopted outer_step=%d path=%s", meta.outer_step, checkpoint.path)
 
     def _workers(self) -> WorkerPool:
         plan, node = self._plan, self._plan.config.node
@@ -245,6 +257,9 @@ class Peer:
                     log.info(
                         "waiting_for_peers present=%d wanted=%d; others join with the ticket", view.world_size, wanted
                     )
+            case Deviated(where=where) if where is not None:
+                self._chronicle.deviated(event, self._state.parameters_in(where))
+                return
             case _:
                 pass
         self._chronicle.observe(event)

@@ -62,16 +62,17 @@ def account_for(records: Sequence[Record]) -> Account:
         match record:
             case Genesis():
                 account.first_step = account.outer_step = record.outer_step
-            case ViewRecord(view=view):
+            case ViewRecord(view=view, excused=excused):
                 account.num_views += 1
                 account.epoch = max(account.epoch, view.epoch)
                 stays = {member.ref: None for member in view.members}
-                departures += (_departure(ref, record, account.outer_step) for ref in members if ref not in stays)
+                standing = stays | dict.fromkeys(excused)
+                departures += (_departure(ref, record, account.outer_step) for ref in members if ref not in standing)
                 for ref in stays:
                     share = shares.setdefault(ref.peer_id, Share(peer_id=ref.peer_id))
                     share.num_starts += ref not in starts
                 starts |= stays.keys()
-                members = stays
+                members = standing
             case CommitRecord():
                 _add_commit(account, shares, record)
             case _:

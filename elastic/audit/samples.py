@@ -72,8 +72,8 @@ def _rules(records: Sequence[Record]) -> Iterator[Finding]:
     for slot, record in enumerate(records):
         wrong: list[str] = []
         match record:
-            case ViewRecord(view=view):
-                members, epoch = frozenset(member.ref for member in view.members), view.epoch
+            case ViewRecord(view=view, excused=excused):
+                members, epoch = frozenset((*(member.ref for member in view.members), *excused)), view.epoch
             case Genesis(returned=returned):
                 wrong += _order("the run's beginning", returned)
                 if any(item.stop > record.next_index for item in returned):

@@ -397,8 +397,7 @@ class CoordinatorMachine:
         assert commit is not None, "it was committed just now"
         deviants = [session.ref for session in members if session.ref.peer_id in agreed.deviants]
         for session in roster.sessions.values():
-            if session.ref not in deviants or record.final:
-                roster.send(session.ref, commit)
+            roster.send(session.ref, commit)  # deviants too: it tells them in which round they were overruled
         for session in members:
             session.holds_state = session.ref not in deviants
             roster.expect_news(session)

@@ -66,6 +66,32 @@ def test_a_founder_that_is_killed_and_started_again_finds_its_run(tmp_path: Path
     assert len(audit.commits) > before + 5
 
 
+def test_a_peer_that_is_killed_comes_back_from_its_disk_and_fetches_only_what_it_missed(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        flags = ["--peers", "2", "--min-peers", "2", "--outer-steps", str(OPEN_END), "--checkpoint.every", "4"]
+        founder = run.found(*flags)
+        run.wait_for_ticket()
+        peer = run.join()
+        run.until("checkpoint", lambda: len(peer.events("checkpoint")) >= 2)
+        run.until_step(founder.step + 2, founder, peer)
+        peer.kill()
+        kept = max(event["outer_step"] for event in peer.events("checkpoint"))
+        num_parameters = peer.events("started")[0]["num_parameters"]
+        num_catch_ups = len(peer.events("catch_up"))
+        again = run.join(folder=peer.directory)
+        run.until("membership", lambda: len(again.events("join")) == 2)
+        joined = again.events("join")[-1]["outer_step"]
+        run.until_step(joined + 3, founder, again)
+        run.leave_all()
+    assert_same_commits(founder, again)
+    # The one that was left waited for the other, so that only the steps since the checkpoint were missed.
+    fetched = [event["bytes"] for event in again.events("catch_up")[num_catch_ups:]]
+    assert kept < joined <= kept + 8
+    assert 0 < sum(fetched) < 8 * num_parameters / 2
+    err = again.console.with_suffix(".err").read_text()
+    assert f"checkpoint_adopted outer_step={kept}" in err
+
+
 def test_a_peer_whose_worker_died_tells_why_and_can_be_started_again(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         founder = run.found("--peers", "2", "--outer-steps", str(OPEN_END))

@@ -57,11 +57,13 @@ class NumberReplica:
         self.num_pins = 0
         self.num_chunks_read = 0
         self.num_restores = 0
+        self.unwanted: tuple[dict[str, np.ndarray], StateManifest] | None = None
         self.replayed: list[int] = []
-        self._spare: dict[str, np.ndarray] | None = None
+        self._restoring: tuple[dict[str, np.ndarray], tuple[memoryview, ...]] | None = None
 
     def _install(self, tensors: dict[str, np.ndarray], manifest: StateManifest) -> Held:
         self.tensors, self.manifest = tensors, manifest
+        self.unwanted = None
         return Held(manifest.outer_step, manifest.digest)
 
     def _next(self, total: np.ndarray) -> tuple[dict[str, np.ndarray], StateManifest]:
@@ -76,6 +78,10 @@ class NumberReplica:
     def found(self) -> Held:
         tensors = {"anchor": np.arange(self.numel, dtype=np.int64), "momentum": np.zeros(self.numel, np.int64)}
         return self._install(tensors, self._describe(0, tensors))
+
+    def adopt(self, outer_step: int, tensors: dict[str, np.ndarray]) -> Held:
+        """Hold these numbers as this step's state."""
+        return self._install(tensors, self._describe(outer_step, tensors))
 
     def staged(self, total: np.ndarray) -> tuple[dict[str, np.ndarray], StateManifest]:
         return self._next(total)
@@ -97,24 +103,35 @@ class NumberReplica:
     def pin(self) -> Pin:
         return Pin(self)
 
-    def begin_restore(self, manifest: StateManifest) -> list[memoryview]:
-        self.num_restores += 1
+    def leftover(self) -> StateManifest | None:
+        return None if self.unwanted is None else self.unwanted[1]
+
+    def begin_restore(self, manifest: StateManifest) -> tuple[memoryview, ...]:
         theirs = {part.name: part.nbytes for part in manifest.tensors}
         if theirs != {"anchor": 8 * self.numel, "momentum": 8 * self.numel}:
             raise StateMismatch(f"the donor's state holds {theirs}")
-        if self._spare is None:
-            self._spare = {name: np.zeros(self.numel, np.int64) for name in theirs}
-        return [byte_view(self._spare[part.name]) for part in manifest.tensors]
+        if self._restoring is None or self.unwanted is not None:
+            self.num_restores += 1
+            if self.unwanted is not None:
+                tensors = self.unwanted[0]
+            else:
+                tensors = {name: np.zeros(self.numel, np.int64) for name in theirs}
+            self.unwanted = None
+            self._restoring = tensors, tuple(byte_view(tensors[part.name]) for part in manifest.tensors)
+        return self._restoring[1]
 
     async def finish_restore(self, manifest: StateManifest) -> Held:
-        assert self._spare is not None
-        tensors, self._spare = self._spare, None
+        assert self._restoring is not None
+        (tensors, _), self._restoring = self._restoring, None
         return self._install(tensors, manifest)
 
     async def replay(self, entry: CommitEntry) -> Held:
-        total = np.frombuffer(b"".join(chunk.data for chunk in entry.chunks), np.int64)
+        dtype = np.int16 if entry.codec == "int16" else np.int64
+        self._restoring = None
+        total = np.frombuffer(b"".join(chunk.data for chunk in entry.chunks), dtype).astype(np.int64)
         tensors, manifest = self._next(total)
         if manifest.digest != entry.digest:
+            self.unwanted = tensors, manifest
             raise StateDiverged(entry.outer_step, entry.digest, manifest.digest)
         self.replayed.append(entry.outer_step)
         return self._install(tensors, manifest)
@@ -125,20 +142,23 @@ def byte_view(array: np.ndarray) -> memoryview:
 
 
 def entry_of(held: Held, total: np.ndarray) -> CommitEntry:
+    """As the product's int8: an eighth of the state, where the numbers are small enough."""
     half = total.size // 2
+    is_small = bool((np.abs(total) < 2**15).all())
+    wire = total.astype(np.int16) if is_small else total
     return CommitEntry(
         outer_step=held.outer_step,
         digest=held.digest,
         fragment=0,
-        codec="raw",
+        codec="int16" if is_small else "raw",
         weights=((peer_id(1), 1.0),),
-        chunks=(ResultChunk(0, total[:half].tobytes()), ResultChunk(half, total[half:].tobytes())),
+        chunks=(ResultChunk(0, wire[:half].tobytes()), ResultChunk(half, wire[half:].tobytes())),
     )
 
 
 def totals(outer_step: int, numel: int = 1000) -> np.ndarray:
     """What the commit that makes `outer_step` adds."""
-    return np.random.default_rng(outer_step).integers(-(2**40), 2**40, numel)
+    return np.random.default_rng(outer_step).integers(-(2**15) + 1, 2**15, numel)
 
 
 def hello(purpose: Purpose, number: int, incarnation: int = 1) -> Hello:
@@ -213,6 +233,37 @@ class DonorPeer:
 
     def advance(self) -> Held:
         return self.replica.commit(totals(self.held.outer_step + 1, self.replica.numel), self.log)
+
+
+class _Tampered:
+    """A channel that does something to the frames of its donor."""
+
+    def __init__(self, channel, on_send):
+        self._channel = channel
+        self._on_send = on_send
+        self.hello = channel.hello
+
+    async def send(self, frame_type, payload, *, chunk=0, timeout_s):
+        payload = await self._on_send(self._channel, frame_type, payload, chunk)
+        await self._channel.send(frame_type, payload, chunk=chunk, timeout_s=timeout_s)
+
+    async def receive(self, *, timeout_s, into=None):
+        return await self._channel.receive(timeout_s=timeout_s, into=into)
+
+    def close(self):
+        self._channel.close()
+
+
+def tampered(donor: DonorPeer, on_send: Callable[..., Awaitable[bytes]]) -> DonorPeer:
+    """Let something happen to every frame that the donor sends: (channel, type, payload, chunk) -> payload."""
+    plain = donor.donor.serve
+
+    async def serve(channel):
+        donor.num_connections += 1
+        await plain(_Tampered(channel, on_send))
+
+    donor.serve = serve
+    return donor
 
 
 async def dial_state(member: Member) -> Channel:

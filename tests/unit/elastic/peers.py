@@ -44,7 +44,7 @@ MEMBER_CONFIG = MemberConfig(
 
 def contribution(peer: PeerId, outer_step: int) -> np.ndarray:
     """What this peer adds in the round that starts from this step."""
-    return np.random.default_rng([int(peer, 16), outer_step]).integers(-(2**40), 2**40, NUMEL)
+    return np.random.default_rng([int(peer, 16), outer_step]).integers(-(2**12), 2**12, NUMEL)
 
 
 class Rendezvous:
@@ -105,6 +105,7 @@ class NumberRunner:
     async def exchange(self, view: View, key: RoundKey, weight: float) -> bytes:
         assert weight > 0
         assert self._staged is None, "the last round was neither installed nor discarded"
+        self.replica.unwanted = None
         total = await self.rendezvous.sum(view, key, self.me, self.payload)
         self._total, self._staged = total + self.spoil, self.replica.staged(total + self.spoil)
         self.spoil = 0
@@ -118,6 +119,7 @@ class NumberRunner:
 
     def discard_staged(self, key: RoundKey) -> None:
         self.num_aborted += 1
+        self.replica.unwanted = self._staged or self.replica.unwanted
         self._staged = None
 
 

@@ -91,7 +91,7 @@ def test_strict_majority_wins_and_the_deviant_has_to_sync() -> None:
     driver.vote(3)
     assert driver.machine.state.outer_step == step + 1
     assert driver.member_numbers() == [1, 3]
-    assert [type(item) for item in driver.all_told(2)] == [Evicted]
+    assert [type(item) for item in driver.all_told(2)] == [Commit, Evicted]
 
 
 def test_votes_without_a_majority_are_tried_again_and_then_halt_the_run() -> None:

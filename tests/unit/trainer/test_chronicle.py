@@ -18,6 +18,7 @@ from elastic.observation import (
     CatchUpStarted,
     CoordinatorConnected,
     CoordinatorLost,
+    Deviated,
     ElasticEvent,
     Finished,
     PeerConnected,
@@ -31,6 +32,7 @@ from elastic.observation import (
     ViewInstalled,
     WorkCarriedOver,
 )
+from elastic.parity import Difference
 from trainer.chronicle import Chronicle
 from trainer.config import Config
 from trainer.errors import CheckpointFailed
@@ -82,6 +84,7 @@ STORY: tuple[ElasticEvent, ...] = (
     CatchUpStarted(target=HELD, num_donors=1),
     CatchUpEnded(held=None, cause="no donor", nbytes=0, seconds=0.1),
     CatchUpEnded(held=HELD, cause="", nbytes=4096, seconds=0.1),
+    Deviated(committed=HELD, voted=bytes(32), where=None, num_damaged=0),
     PeerDisconnected(ref=B, cause="ECONNRESET"),
     CoordinatorLost("closed"),
     Finished(code=0, reason="the run is complete"),
@@ -145,10 +148,26 @@ def test_every_observation_is_one_line_in_the_order_of_the_story(desk: Desk) -> 
     lines = desk.lines()
     assert [line["event"] for line in lines] == [
         "coordinator_connected", "peer_connected", "view", "view", "join", "round_started", "fault", "round_aborted",
-        "vote", "commit", "excused", "carried_over", "learner", "catch_up_started", "catch_up", "catch_up", "fault",
-        "fault", "leave",
+        "vote", "commit", "excused", "carried_over", "learner", "catch_up_started", "catch_up", "catch_up", "deviated",
+        "fault", "fault", "leave",
     ]  # fmt: skip
     assert {type(event) for event in STORY} == set(ElasticEvent.__args__) - {RecordWritten}
+
+
+def test_a_deviation_names_the_first_tensor_that_differs(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    where = Difference(tensor="anchor", start_nbytes=4096, stop_nbytes=4099, num_chunks=2)
+    event = Deviated(committed=HELD, voted=bytes(32), where=where, num_damaged=1)
+    desk.chronicle.deviated(event, ("layers.0.wq", "layers.0.wk"))
+    (line,) = desk.lines()
+    assert {name: line[name] for name in ("event", "tensor", "parameters", "differing_chunks", "damaged_chunks")} == {
+        "event": "deviated",
+        "tensor": "anchor",
+        "parameters": ["layers.0.wq", "layers.0.wk"],
+        "differing_chunks": 2,
+        "damaged_chunks": 1,
+    }
+    assert (line["outer_step"], line["start_bytes"], line["stop_bytes"]) == (HELD.outer_step, 4096, 4099)
+    assert "memory changed that nobody wrote to" in caplog.text
 
 
 def test_every_record_of_the_journal_is_one_line(desk: Desk) -> None:
@@ -166,7 +185,7 @@ def test_digests_are_there_in_full(desk: Desk) -> None:
     for event in (*STORY, *(RecordWritten(slot=0, record=record) for record in RECORDS)):
         desk.chronicle.observe(event)
     digests = [line["digest"] for line in desk.lines() if line.get("digest") is not None]
-    assert digests == [DIGEST.hex()] * 5
+    assert digests == [DIGEST.hex()] * 6
 
 
 def test_a_commit_names_the_step_that_was_made_and_a_vote_the_one_it_starts_from(desk: Desk) -> None:

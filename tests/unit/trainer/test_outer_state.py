@@ -1,8 +1,10 @@
 """The shared state: live versions never change, staging is nothing until it is installed, memory is recycled."""
 
 import asyncio
+import hashlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,13 +12,16 @@ import torch
 from collective.core.types import OuterStep
 from collective.errors import RemoteProtocolError
 from elastic.core.messages import Held
-from elastic.digest import Hasher
+from elastic.digest import Hasher, chunk_of
 from elastic.errors import StateDiverged, StateMismatch
+from elastic.parity import Difference, differing
 from elastic.replica import CommitEntry, ResultChunk
 from optim.diloco import MOMENTUM, DiLoCo
+from optim.fragments import FragmentTable
 from optim.outer import ANCHOR, Result, Round
 from tests.unit.trainer.rig import NUMEL, has_the_bits_of_its_manifest, numbers, outer_state
 from trainer.outer_state import OuterState, Version
+from trainer.round_schedule import RoundSchedule
 
 MEMBERS = ("a", "b")
 
@@ -51,6 +56,10 @@ def entry(held: Held, *chunks: ResultChunk, weights: tuple[float, ...] = (1.0, 1
 
 def raw(mean: torch.Tensor, start_numel: int = 0) -> ResultChunk:
     return ResultChunk(start_numel, mean.numpy().tobytes())
+
+
+def address_of(buffer: memoryview) -> int:
+    return torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
 
 
 def addresses(version: Version) -> frozenset[int]:
@@ -287,9 +296,78 @@ async def test_a_broken_restore_keeps_its_memory_and_what_was_held(hasher: Hashe
     first[0][:4] = b"kept"
     assert learner.held() == before
     assert has_the_bits_of_its_manifest(learner.live)
-    await commit(learner, numbers(1))  # a replay in between must not touch what has arrived
     again = learner.begin_restore(manifest)
+    assert again is first
     assert bytes(again[0][:4]) == b"kept"
+
+
+async def test_a_replay_takes_the_memory_of_a_broken_restore_and_the_next_one_is_told(hasher: Hasher) -> None:
+    """Live and spare are all the memory there is: a third copy for what may never be finished would be too much."""
+    donor, learner = outer_state(hasher), outer_state(hasher)
+    await donor.found(numbers(0))
+    await learner.found(numbers(50))
+    first = learner.begin_restore(donor.live.manifest)
+    homes = {addresses(learner.live), frozenset(address_of(buffer) for buffer in first)}
+    for step in range(3):
+        await commit(learner, numbers(step))
+        assert addresses(learner.live) in homes
+    again = learner.begin_restore(donor.live.manifest)
+    assert again is not first
+    assert frozenset(address_of(buffer) for buffer in again) in homes
+
+
+async def test_what_was_staged_in_vain_is_known_until_its_memory_is_needed(hasher: Hasher) -> None:
+    state = outer_state(hasher)
+    await state.found(numbers(0))
+    assert state.leftover() is None
+    held = await stage(state, numbers(1))
+    state.discard_staged()
+    leftover = state.leftover()
+    assert leftover is not None
+    assert leftover.digest == held.digest
+    first, second = state.begin_restore(leftover)
+    assert state.leftover() is None
+    for buffer, part in zip((first, second), leftover.tensors, strict=True):
+        assert [hashlib.sha256(chunk_of(buffer, n, 1024)).digest() for n in range(4)] == list(part.chunk_digests)
+    assert await state.finish_restore(leftover) == held
+    await stage(state, numbers(2))
+    state.discard_staged()
+    state.result_buffer()
+    assert state.leftover() is None
+
+
+async def test_a_diverged_replay_is_known_by_its_digests(hasher: Hasher) -> None:
+    member, learner = outer_state(hasher), outer_state(hasher)
+    for each in (member, learner):
+        await each.found(numbers(0))
+    held = await commit(member, numbers(1))
+    wrong = numbers(1)
+    wrong[700] += 1.0
+    with pytest.raises(StateDiverged):
+        await learner.replay(entry(held, raw(wrong)))
+    leftover = learner.leftover()
+    assert leftover is not None
+    # One element of 1,000 is in one chunk of 256 of the anchor and one of the momentum.
+    assert differing(member.live.manifest, leftover) == [2, 6]
+
+
+async def test_a_range_of_the_state_has_the_models_names(hasher: Hasher) -> None:
+    table = FragmentTable.from_named_shapes([("first", (10, 10)), ("second", (300,)), ("third", (600,))])
+    state = OuterState(outer := DiLoCo(inner_steps=4), table.whole(), RoundSchedule(outer), hasher)
+    await state.found(numbers(0))
+    where = Difference(tensor=MOMENTUM, start_nbytes=399, stop_nbytes=401, num_chunks=1)
+    assert state.parameters_in(where) == ("first", "second")
+    assert state.parameters_in(replace(where, start_nbytes=400)) == ("second",)
+    assert state.parameters_in(replace(where, start_nbytes=3996, stop_nbytes=4000)) == ("third",)
+
+
+async def test_a_checkpoint_with_other_bits_than_were_voted_is_refused(hasher: Hasher) -> None:
+    state, resumed = outer_state(hasher), outer_state(hasher)
+    held = await state.found(numbers(0))
+    tensors = dict(state.live.state.shared)
+    assert await resumed.adopt(0, tensors, digest=held.digest) == held
+    with pytest.raises(StateMismatch, match="not the one that was committed"):
+        await outer_state(hasher).adopt(1, tensors, digest=held.digest)
 
 
 async def test_a_restore_needs_no_more_memory_than_a_step_of_training(hasher: Hasher) -> None:

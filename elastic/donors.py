@@ -1,0 +1,60 @@
+"""The members that may serve a learner: whom to ask next, and who has done it badly.
+
+Rules: a donor that lied, broke off or stalled is dropped for this catch-up and forgiven in the next one, because what
+looked like its fault may have been the network's. Every drop keeps its cause.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from collective.core.types import Member, PeerRef
+from collective.transport import Channel
+from elastic.donor_link import DonorLink
+from elastic.state_wire import Pace
+
+_log = logging.getLogger(__name__)
+
+Dial = Callable[[Member], Awaitable[Channel]]
+"""Opens a STATE connection to a peer, within its own deadline."""
+
+
+class Donors:
+    """Members in the order in which they are asked.
+
+    Args:
+        dial: opens a connection.
+        pace: floors and windows of the transfer.
+    """
+
+    def __init__(self, dial: Dial, pace: Pace) -> None:
+        self._dial = dial
+        self._pace = pace
+        self._members: tuple[Member, ...] = ()
+        self._dropped: dict[PeerRef, str] = {}
+
+    def name(self, members: Sequence[Member]) -> None:
+        """These can serve from now on."""
+        self._members = tuple(members)
+
+    def forgive(self) -> None:
+        """Another catch-up begins: whoever was dropped in the last one may try again."""
+        self._dropped.clear()
+
+    def drop(self, member: Member, error: Exception) -> None:
+        """It has done it badly."""
+        _log.warning("donor_dropped peer_id=%s cause=%s", member.peer_id, error)
+        self._dropped[member.ref] = f"{member.address}: {error}"
+
+    @property
+    def candidates(self) -> list[Member]:
+        """Who may be asked, the likeliest first."""
+        return [member for member in self._members if member.ref not in self._dropped]
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """Why the others were dropped."""
+        return tuple(self._dropped.values())
+
+    async def open(self, member: Member) -> DonorLink:
+        """Connect to one. Raises CollectiveError."""
+        return DonorLink(member, await self._dial(member), self._pace)

@@ -1,0 +1,203 @@
+#!/usr/bin/env python3
+"""One peer of `scripts/bench join`: everything of a peer but its workers. It says what happens as lines of JSON.
+
+The daemon's own parts (communicator, outer state, round runner, membership, donor, journal) move a synthetic model;
+where workers would train, the process sleeps, as a daemon does whose GPUs train. So on a machine with few cores the
+peers do not take the processor from each other, which they never do in life, and what is measured is the exchange, the
+transfer and their effect on each other. `t` is CLOCK_MONOTONIC, which all processes of a machine share.
+
+    {"event": "listening", "t": ..., "address": ...}
+    {"event": "catching_up" | "caught_up", "t": ..., "outer_step": ..., "nbytes": ..., "seconds": ...}
+    {"event": "active", "t": ..., "outer_step": ...}
+    {"event": "committed", "t": ..., "outer_step": ..., "handed_in": ..., "weights": {peer id: weight}, "digest": ...}
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from collective import BulkOptions, Communicator
+from collective.core.types import Incarnation, PeerRef
+from collective.standalone import peer_id_of
+from collective.transport import Channel, Hello, HelloReply, Listener, Purpose, connect
+from collective.wire import PROTOCOL_VERSION
+from elastic.commit_log import CommitLog
+from elastic.coordinator import CoordinatorShell
+from elastic.core.config import CoordinatorConfig, MemberConfig
+from elastic.core.events import RoundReady
+from elastic.core.member import MemberMachine
+from elastic.digest import Hasher
+from elastic.donor import Donor
+from elastic.errors import NotAMember
+from elastic.journal import Journal
+from elastic.member import Membership
+from elastic.observation import BecameActive, CatchUpEnded, CatchUpStarted, ElasticEvent
+from optim.diloco import DiLoCo
+from optim.fragments import FragmentTable
+from trainer.outer_state import OuterState
+from trainer.round_runner import RoundRunner
+from trainer.round_schedule import RoundSchedule
+
+RUN_ID = "bench-join"
+TERMS = b"j" * 32
+
+
+def tell(event: str, **fields: Any) -> None:  # noqa: ANN401
+    print(json.dumps({"event": event, "t": time.monotonic(), **fields}), flush=True)
+
+
+class Peer:
+    """See the module.
+
+    Args:
+        number: ours; number 0 coordinates too.
+        host: where to listen.
+        coordinator: its address; None for number 0.
+        numel: parameters of the model.
+        codec: of the exchange.
+        inner_s: between two rounds.
+        journal: file of number 0.
+        heartbeat_timeout_s: of the coordinator.
+    """
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        host: str,
+        coordinator: str | None,
+        numel: int,
+        codec: str,
+        inner_s: float,
+        journal: str,
+        heartbeat_timeout_s: float,
+    ) -> None:
+        self._me = PeerRef(peer_id_of(number), Incarnation(1))
+        self._number, self._host, self._coordinator_at, self._inner_s = number, host, coordinator, inner_s
+        self._journal, self._heartbeat_timeout_s = journal, heartbeat_timeout_s
+        outer = DiLoCo(inner_steps=1)
+        schedule = RoundSchedule(outer)
+        fragment = FragmentTable.from_named_shapes([("weight", (numel,))]).whole()
+        self._hasher = Hasher(num_threads=2)
+        self._state = OuterState(outer, fragment, schedule, self._hasher)
+        self._log = CommitLog(8 * numel)
+        self._communicator = Communicator(
+            me=self._me, hello=self._bulk_hello, options=BulkOptions(), chunk_nbytes=1 << 20
+        )
+        self._donor = Donor(self._state, self._log)
+        payload = torch.randn(numel, generator=torch.Generator().manual_seed(number)).mul_(1e-3)
+        self._runner = RoundRunner(
+            communicator=self._communicator,
+            state=self._state,
+            commit_log=self._log,
+            schedule=schedule,
+            payload=payload,
+            codec=codec,
+            initial_parameters=lambda: torch.randn(numel, generator=torch.Generator().manual_seed(99)).mul_(0.02),
+            on_exchanged=lambda _key, _stats: None,
+        )
+
+    async def run(self) -> None:
+        """Take part until killed."""
+        routes: dict[Purpose, Callable[[Channel], Awaitable[None]]] = {Purpose.STATE: self._donor.serve}
+        async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+            if self._coordinator_at is None:
+                journal = Journal(Path(self._journal), run_id=RUN_ID)
+                stack.callback(journal.close)
+                coordinator = CoordinatorShell(self._terms(), journal)
+                routes[Purpose.CONTROL] = coordinator.serve
+                tasks.create_task(coordinator.run())
+            listener = Listener(f"{self._host}:0", accept=self._accept, routes=routes, bulk=self._communicator.adopt)
+            await listener.start()
+            tell("listening", address=listener.address)
+            membership = Membership(
+                MemberMachine(MemberConfig(heartbeat_interval_s=0.5), self._me, listener.address, TERMS),
+                coordinators=(self._coordinator_at or listener.address,),
+                dial=self._dial,
+                runner=self._runner,
+                replica=self._state,
+                hasher=self._hasher,
+                observe=self._observe,
+            )
+            tasks.create_task(self._train(membership))
+            await membership.run()
+
+    def _terms(self) -> CoordinatorConfig:
+        return CoordinatorConfig(
+            manifest_digest=TERMS,
+            outer_steps=1_000_000,
+            start_peers=3,
+            min_peers=2,
+            heartbeat_timeout_s=self._heartbeat_timeout_s,
+            suspect_silence_s=1.0,
+        )
+
+    async def _train(self, membership: Membership) -> None:
+        while True:
+            await membership.activated()
+            with contextlib.suppress(NotAMember):
+                while True:
+                    await self._round(membership)
+
+    async def _round(self, membership: Membership) -> None:
+        await asyncio.sleep(self._inner_s)
+        held = self._state.held()
+        assert held is not None, "active members hold a state"
+        handed_in, weight = time.monotonic(), 100.0 + self._number
+        ready = RoundReady(outer_step=held.outer_step, fragment=0, weight=weight, num_tokens=1, consumed=())
+        committed = await membership.commit_round(ready)
+        entry = self._log.get(committed.held.outer_step)
+        assert entry is not None, "the newest commit is always kept"
+        tell(
+            "committed",
+            outer_step=committed.held.outer_step,
+            handed_in=handed_in,
+            weights=dict(entry.weights),
+            digest=committed.held.digest.hex(),
+        )
+
+    def _observe(self, event: ElasticEvent) -> None:
+        match event:
+            case CatchUpStarted(target=target):
+                tell("catching_up", outer_step=target.outer_step)
+            case CatchUpEnded(held=held, nbytes=nbytes, seconds=seconds, cause=cause):
+                step = None if held is None else held.outer_step
+                tell("caught_up", outer_step=step, nbytes=nbytes, seconds=seconds, cause=cause)
+            case BecameActive(view=view):
+                tell("active", outer_step=view.outer_step, world_size=view.world_size)
+            case _:
+                pass
+
+    def _hello(self, purpose: Purpose, stream: int = 0, num_streams: int = 1) -> Hello:
+        return Hello(
+            protocol_version=PROTOCOL_VERSION,
+            run_id=RUN_ID,
+            purpose=purpose,
+            peer_id=self._me.peer_id,
+            incarnation=self._me.incarnation,
+            stream=stream,
+            num_streams=num_streams,
+        )
+
+    def _bulk_hello(self, _peer: PeerRef, stream: int, num_streams: int) -> Hello:
+        return self._hello(Purpose.BULK, stream, num_streams)
+
+    def _accept(self, _hello: Hello) -> HelloReply:
+        return HelloReply(accepted=True, peer_id=self._me.peer_id, incarnation=self._me.incarnation)
+
+    async def _dial(self, address: str, purpose: Purpose) -> Channel:
+        return await connect(address, self._hello(purpose), timeout_s=5.0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    asyncio.run(Peer(**json.loads(sys.argv[1])).run())
