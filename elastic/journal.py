@@ -12,8 +12,8 @@ of the disk and has to go. What records mean is not known here.
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from elastic.core.records import Record
@@ -74,7 +74,8 @@ class Journal:
 
     def replay(self) -> list[Record]:
         """All records in order, each verified against its checksum and its predecessor."""
-        return [record for _, record in verified(self._rows(), self.path)]
+        with closing(self._rows()) as rows:  # the first bad one ends it, and a reader must not outlive the journal
+            return [record for _, record in verified(rows, self.path)]
 
     def close(self) -> None:
         """Close the file and give up the lock."""
@@ -132,7 +133,7 @@ class Journal:
             slot, checksum = row[0] + 1, row[1]
         return slot, checksum
 
-    def _rows(self) -> Iterator[tuple[int, bytes, bytes]]:
+    def _rows(self) -> Generator[tuple[int, bytes, bytes], None, None]:
         with _mapped(self.path):
             yield from self._database.execute("SELECT slot, checksum, record FROM journal ORDER BY slot")
 
