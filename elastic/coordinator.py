@@ -110,6 +110,8 @@ class CoordinatorShell:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")  # starts no thread for a quick store
         self._is_writing = False
         self._counters: Counter[str] = Counter()
+        self.is_away = False
+        """Whether peers are sent away."""
         self._connections: dict[PeerRef, ControlConnection[PeerMessage]] = {}
         self._alarm = Alarm(self._now)
         self._over = asyncio.Event()
@@ -125,7 +127,7 @@ class CoordinatorShell:
             RemoteProtocolError: the peer sent something that is no message; its connection is closed.
         """
         ref = channel.hello.ref
-        if self._stopped:
+        if self._stopped or self.is_away:
             channel.close()
             return
         connection: ControlConnection[PeerMessage] = ControlConnection(channel, _PEER_MESSAGES)
@@ -164,6 +166,21 @@ class CoordinatorShell:
         finally:
             self._stop("the coordinator stops")
             self._writer.shutdown(wait=False)  # who closes the store ends an append that is under way
+
+    def send_away(self, cause: str) -> None:
+        """Let all peers look for another coordinator: there may be one, and this one cannot know.
+
+        It is not held against them: the machine does not hear of it. `welcome` ends it.
+        """
+        self.is_away = True
+        connections, self._connections = self._connections, {}
+        for ref, connection in connections.items():
+            connection.end(cause)
+            self._observe(PeerDisconnected(ref=ref, cause=cause))
+
+    def welcome(self) -> None:
+        """Take connections again."""
+        self.is_away = False
 
     async def until_finished(self, *, flush_timeout_s: float = 5.0) -> None:
         """Wait until the run has ended, everybody has gone, and the last words are sent."""

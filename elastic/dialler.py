@@ -18,6 +18,8 @@ from collective.transport import Channel, Purpose
 Dial = Callable[[str, Purpose], Awaitable[Channel]]
 """Opens a connection to an address for a purpose, within its own deadline. Raises CollectiveError."""
 
+LATER_CODE = 4
+"""Of a refusal that only holds for now: nobody reachable."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 """A coordinator that is back is found within this; it waits longer than that for its members."""
@@ -79,7 +81,7 @@ class Dialler:
                 self._addresses.insert(0, answer[0])
                 self._connected_at = self._clock()
                 return answer
-            refusals = [cause for cause in causes.values() if isinstance(cause, HandshakeRefused)]
+            refusals = [e for e in causes.values() if isinstance(e, HandshakeRefused) and e.code != LATER_CODE]
             if len(refusals) == len(self._addresses):
                 raise refusals[0]
             waited_s = self._clock() - began

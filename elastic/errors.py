@@ -128,8 +128,10 @@ class JournalInUse(JournalError):
     """Another live process writes this journal. `holder` says who, where that is known."""
 
     def __init__(self, path: PurePath, holder: str | None = None) -> None:
-        whom = "another coordinator" if holder is None else f"the coordinator at {holder}"
-        super().__init__(path, f"journal {path} is in use by {whom}; stop that one first")
+        told = "another coordinator; stop that one first"
+        if holder is not None:
+            told = f"the coordinator at {holder}; stop that one, or let this one stand by for it"
+        super().__init__(path, f"journal {path} is in use by {told}")
         self.holder = holder
 
 

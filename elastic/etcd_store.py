@@ -99,6 +99,11 @@ class EtcdStore:
         with self._lock, self._refusals():
             return self._leadership.try_to_lead()
 
+    def holder(self) -> Leader | None:
+        """Who leads now. Raises as `try_to_lead`."""
+        with self._lock, self._refusals():
+            return self._leadership.holder()
+
     def knows_run(self) -> bool:
         """Whether somebody leads this run, or has left a record of it. Raises as `try_to_lead`."""
         with self._lock, self._refusals():

@@ -41,7 +41,7 @@ class Node:
         self.peer_url = f"http://127.0.0.1:{peer_port}"
         self.flags: list[str] = []
         self._folder = folder
-        self._popen: "subprocess.Popen[bytes] | None" = None
+        self._popen: subprocess.Popen[bytes] | None = None
 
     @property
     def is_running(self) -> bool:
@@ -71,7 +71,7 @@ class Cluster:
 
     def __init__(self, folder: Path, size: int) -> None:
         self.scheme = "http"
-        ports = _free_ports(2 * size)
+        ports = free_ports(2 * size)
         self.nodes = [Node(folder, f"n{i}", ports[2 * i], ports[2 * i + 1]) for i in range(size)]
         self.initial = ",".join(f"{node.name}={node.peer_url}" for node in self.nodes)
 
@@ -144,10 +144,9 @@ def etcd_nodes(folder: Path, size: int) -> Iterator[Cluster]:
     raise AssertionError("etcd does not start")
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in socks:
             sock.bind(("127.0.0.1", 0))
         return [sock.getsockname()[1] for sock in socks]
-
