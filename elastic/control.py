@@ -29,8 +29,9 @@ class ControlConnection(Generic[_Heard]):
         decoder: of the messages that the other side may send.
         outbox_size: messages that may wait to be sent.
         send_timeout_s: time for one message to leave.
-        silence_timeout_s: time without any frame after which the connection counts as lost. Who has nothing to say
-            for a quarter of it sends an empty frame.
+        silence_timeout_s: time without any frame after which the connection counts as lost.
+        sign_of_life_s: who has nothing to say for so long sends an empty frame; a fraction of what the other side
+            bears of silence.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class ControlConnection(Generic[_Heard]):
         outbox_size: int = 256,
         send_timeout_s: float = 10.0,
         silence_timeout_s: float = 60.0,
+        sign_of_life_s: float = 2.0,
     ) -> None:
         self._channel = channel
         self._decoder = decoder
@@ -51,6 +53,7 @@ class ControlConnection(Generic[_Heard]):
         self._drained.set()
         self._send_timeout_s = send_timeout_s
         self._silence_timeout_s = silence_timeout_s
+        self._sign_of_life_s = sign_of_life_s
         self._ended: asyncio.Future[CollectiveError] = asyncio.get_running_loop().create_future()
 
     def send(self, message: msgspec.Struct) -> None:
@@ -115,7 +118,7 @@ class ControlConnection(Generic[_Heard]):
     async def _transmit_all(self) -> None:
         while True:
             try:
-                async with asyncio.timeout(self._silence_timeout_s / 4):
+                async with asyncio.timeout(self._sign_of_life_s):
                     await self._filled.wait()
             except TimeoutError:
                 # The coordinator only answers, and a round may last for hours: silence must still mean something.

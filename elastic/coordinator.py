@@ -1,10 +1,14 @@
 """The coordinator's shell: its machine, its journal, and the control connections of the peers.
 
 Rules:
-* Effects are carried out in order. `Persist` is synchronous (0.2 ms): nobody can hear of a record that is not on disk.
+* Effects are carried out in order, those of one event before the next event is handled: nobody can hear of a record
+  that is not durable. A quick store writes at once (0.2 ms); another one writes in a thread of its own, and what is
+  said meanwhile waits in a bounded queue. What finds it full is forgotten: the peers' timers say everything again.
+* The machine's time stands still while the store is at work. A store that was away for a minute has then cost nobody
+  the minute: the machine could neither hear nor speak.
 * Sends never wait: a peer that does not read is disconnected, the machine goes on.
-* If the journal cannot be written, the machine's memory is ahead of the disk: all connections are closed, `run`
-  raises, and nobody hears anything more. Crash only: a restart replays the journal.
+* If the journal cannot be written, the machine's memory is ahead of it: all connections are closed, `run` raises, and
+  nobody hears anything more. Crash only: a restart replays the journal.
 * A peer's identity comes from its handshake. A newer connection of the same start of a peer replaces the older one.
 
 It decides nothing: that is elastic/core/coordinator.py. It knows no tensors and no addresses.
@@ -13,8 +17,11 @@ It decides nothing: that is elastic/core/coordinator.py. It knows no tensors and
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 import msgspec
@@ -36,20 +43,24 @@ from elastic.core.events import (
     Tick,
 )
 from elastic.core.messages import PeerMessage
-from elastic.journal import Store
+from elastic.core.records import Record
 from elastic.observation import Observe, PeerConnected, PeerDisconnected, RecordWritten, ignore
+from elastic.store import Store
 
 _log = logging.getLogger(__name__)
 
 _STORY_LENGTH = 20
 """Events that are told when the machine fails."""
 
+_MAX_EVENTS = 4096
+"""Events that wait for the store: a second's heartbeats of every session there can be, four times."""
+
 _PEER_MESSAGES: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorStatus:
-    """What the coordinator knows, for people."""
+    """What the coordinator knows, for people. It may be ahead of the journal by the event that is being carried out."""
 
     view: View
     """Epoch, members, and the committed outer step and digest."""
@@ -76,6 +87,7 @@ class CoordinatorShell:
 
     Raises:
         JournalCorrupted: the journal cannot be replayed.
+        JournalUnwritable: the store cannot be read now.
     """
 
     def __init__(
@@ -89,9 +101,19 @@ class CoordinatorShell:
         self._store = store
         self._observe = observe
         self._clock = clock
-        self._machine = CoordinatorMachine.recover(config, store.replay(), clock())
+        self._held_up_s = 0.0  # time in which the store was at work
+        began = clock()
+        self._machine = CoordinatorMachine.recover(config, store.replay(), began)
+        self._held_up_s = clock() - began
+        self._events: deque[CoordinatorEvent] = deque()
+        self._effects: deque[CoordinatorEffect] = deque()  # of the event handled last, not carried out yet
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")  # starts no thread for a quick store
+        self._is_writing = False
+        self._counters: Counter[str] = Counter()
+        self.is_away = False
+        """Whether peers are sent away."""
         self._connections: dict[PeerRef, ControlConnection[PeerMessage]] = {}
-        self._alarm = Alarm(clock)
+        self._alarm = Alarm(self._now)
         self._over = asyncio.Event()
         self._failure: Exception | None = None
         self._stopped = False
@@ -105,7 +127,7 @@ class CoordinatorShell:
             RemoteProtocolError: the peer sent something that is no message; its connection is closed.
         """
         ref = channel.hello.ref
-        if self._stopped:
+        if self._stopped or self.is_away:
             channel.close()
             return
         connection: ControlConnection[PeerMessage] = ControlConnection(channel, _PEER_MESSAGES)
@@ -131,15 +153,34 @@ class CoordinatorShell:
 
         Raises:
             JournalUnwritable: a record could not be made durable; the process should end with exit code 3.
+            Superseded: another coordinator has taken the run over.
             Exception: whatever else went wrong inside; it is a bug of ours.
         """
         try:
             while self._failure is None:
-                if await self._alarm.sleep_until(self._machine.next_deadline()):
+                # While a record is being written nothing can be handled, and time stands still.
+                deadline = None if self._is_writing else self._machine.next_deadline()
+                if await self._alarm.sleep_until(deadline):
                     self._feed(Tick())
             raise self._failure
         finally:
             self._stop("the coordinator stops")
+            self._writer.shutdown(wait=False)  # who closes the store ends an append that is under way
+
+    def send_away(self, cause: str) -> None:
+        """Let all peers look for another coordinator: there may be one, and this one cannot know.
+
+        It is not held against them: the machine does not hear of it. `welcome` ends it.
+        """
+        self.is_away = True
+        connections, self._connections = self._connections, {}
+        for ref, connection in connections.items():
+            connection.end(cause)
+            self._observe(PeerDisconnected(ref=ref, cause=cause))
+
+    def welcome(self) -> None:
+        """Take connections again."""
+        self.is_away = False
 
     async def until_finished(self, *, flush_timeout_s: float = 5.0) -> None:
         """Wait until the run has ended, everybody has gone, and the last words are sent."""
@@ -149,8 +190,8 @@ class CoordinatorShell:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has ended and everybody has gone."""
-        return self._machine.finished
+        """Whether the run has ended, everybody has gone, and all of that is in the journal."""
+        return self._machine.finished and not self._is_writing and not self._effects
 
     @property
     def outer_step(self) -> OuterStep:
@@ -166,25 +207,46 @@ class CoordinatorShell:
             samples_leased=sum(len(piece) for ref in state.leases.owners() for piece in state.leases.owned_by(ref)),
             next_index=state.leases.next_index,
             finished=self.finished,
-            counters=dict(self._machine.counters),
+            counters=dict(self._machine.counters + self._counters),
         )
 
     # -------------------------------------------------------------------------------- the machine
 
+    def _now(self) -> Instant:
+        """The machine's time. Not to be asked while the store is at work."""
+        return self._clock() - self._held_up_s
+
     def _feed(self, event: CoordinatorEvent) -> None:
         if self._stopped:
             return
+        if len(self._events) >= _MAX_EVENTS:
+            self._counters["event_forgotten"] += 1
+            return
+        self._events.append(event)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Handle event after event, until none is left or a record is on its way to the store."""
         try:
-            self._carry_out(self._machine.handle(event, self._clock()))
+            while not self._is_writing and not self._stopped:
+                if self._effects:
+                    self._carry_out(self._effects.popleft())
+                elif self._events:
+                    self._effects.extend(self._machine.handle(self._events.popleft(), self._now()))
+                else:
+                    break
         except Exception as error:  # noqa: BLE001 - run() raises it
-            # A machine that raised, or is ahead of its journal, must not be asked again, and nobody may hear of it.
-            story = list(self._machine.story)[-_STORY_LENGTH:]
-            _log.error("coordinator_failed cause=%r story=%r", error, story)
-            self._failure = error
-            self._stop("the coordinator failed")
-        if self._machine.finished:
+            self._fail(error)
+        if self.finished:
             self._over.set()
         self._alarm.wake()
+
+    def _fail(self, error: Exception) -> None:
+        """A machine that raised, or is ahead of its journal, must not be asked again, and nobody may hear of it."""
+        story = list(self._machine.story)[-_STORY_LENGTH:]
+        _log.error("coordinator_failed cause=%r story=%r", error, story)
+        self._failure = error
+        self._stop("the coordinator failed")
 
     def _stop(self, cause: str) -> None:
         """No more events: that connections break because we stop must not be held against the peers."""
@@ -192,15 +254,34 @@ class CoordinatorShell:
         for connection in self._connections.values():
             connection.end(cause)
 
-    def _carry_out(self, effects: Sequence[CoordinatorEffect]) -> None:
-        for effect in effects:
-            match effect:
-                case Persist(record=record):
-                    slot = self._store.append(record)
-                    self._observe(RecordWritten(slot=slot, record=record))
-                case SendToPeer(to=ref, message=message):
-                    connection = self._connections.get(ref)
-                    if connection is not None:
-                        connection.send(message)
-                case _:
-                    assert_never(effect)
+    def _carry_out(self, effect: CoordinatorEffect) -> None:
+        match effect:
+            case Persist(record=record):
+                began = self._clock()
+                if self._store.is_quick:
+                    self._written(record, began, self._store.append(record))
+                    return
+                self._is_writing = True
+                writing = asyncio.get_running_loop().run_in_executor(self._writer, self._store.append, record)
+                writing.add_done_callback(partial(self._on_written, record, began))
+            case SendToPeer(to=ref, message=message):
+                connection = self._connections.get(ref)
+                if connection is not None:
+                    connection.send(message)
+            case _:
+                assert_never(effect)
+
+    def _on_written(self, record: Record, began: Instant, writing: asyncio.Future[int]) -> None:
+        self._is_writing = False
+        try:
+            slot = writing.result()  # also where nobody wants it any more: an error must have been looked at
+            if not self._stopped:
+                self._written(record, began, slot)
+        except Exception as error:  # noqa: BLE001 - run() raises it
+            if not self._stopped:
+                self._fail(error)
+        self._go_on()
+
+    def _written(self, record: Record, began: Instant, slot: int) -> None:
+        self._held_up_s += self._clock() - began
+        self._observe(RecordWritten(slot=slot, record=record))

@@ -1,12 +1,14 @@
 """Finding the coordinator: a list of addresses, patience, and no stampede.
 
-Rules: all addresses are tried in turn, the one that answered last comes first. Pauses grow and are random, so that
-the peers of a restarted coordinator do not come at the same instant. One address that refuses is no refusal while
-another may still answer. Nothing here knows what is said on the connection.
+Rules: all addresses are tried in turn, the one that answered last comes first. An address that takes long has the next
+one dialled beside it: a coordinator that is frozen takes connections and says nothing, while another one serves by now.
+Pauses grow and are random, so that the peers of a restarted coordinator do not come at the same instant. One address
+that refuses is no refusal while another may still answer. Nothing here knows what is said on the connection.
 """
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from collective.core.types import Instant
@@ -16,9 +18,15 @@ from collective.transport import Channel, Purpose
 Dial = Callable[[str, Purpose], Awaitable[Channel]]
 """Opens a connection to an address for a purpose, within its own deadline. Raises CollectiveError."""
 
+LATER_CODE = 4
+"""Of a refusal that only holds for now: nobody reachable."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 """A coordinator that is back is found within this; it waits longer than that for its members."""
+
+
+_HEAD_START_S = 0.5
+"""Of each address over the next. Over the longest path a handshake with TLS takes about as long."""
 
 
 class NobodyAnswers(Exception):
@@ -66,23 +74,46 @@ class Dialler:
         while True:
             await asyncio.sleep(self._pause_s * self._rng.uniform(0.5, 1.0))
             self._pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
-            causes: dict[str, str] = {}
-            refusals: list[HandshakeRefused] = []
-            for address in list(self._addresses):
-                try:
-                    channel = await self._dial(address, Purpose.CONTROL)
-                except HandshakeRefused as error:
-                    causes[address] = str(error)
-                    refusals.append(error)
-                except CollectiveError as error:
-                    causes[address] = str(error)
-                else:
-                    self._addresses.remove(address)
-                    self._addresses.insert(0, address)
-                    self._connected_at = self._clock()
-                    return address, channel
+            causes: dict[str, CollectiveError] = {}
+            answer = await self._first_answer(causes)
+            if answer is not None:
+                self._addresses.remove(answer[0])
+                self._addresses.insert(0, answer[0])
+                self._connected_at = self._clock()
+                return answer
+            refusals = [e for e in causes.values() if isinstance(e, HandshakeRefused) and e.code != LATER_CODE]
             if len(refusals) == len(self._addresses):
                 raise refusals[0]
             waited_s = self._clock() - began
             if timeout_s is not None and waited_s >= timeout_s:
-                raise NobodyAnswers(waited_s, causes)
+                raise NobodyAnswers(waited_s, {address: str(cause) for address, cause in causes.items()})
+
+    async def _first_answer(self, causes: dict[str, CollectiveError]) -> tuple[str, Channel] | None:
+        """Dial every address; the first connection counts. `causes` is filled with what happened elsewhere."""
+        rest = deque(self._addresses)
+        dials: dict[asyncio.Task[Channel | CollectiveError], str] = {}
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                while rest or dials:
+                    if rest:
+                        address = rest.popleft()
+                        dials[tasks.create_task(self._outcome(address))] = address
+                    head_start_s = _HEAD_START_S if rest else None  # every dial has a deadline of its own
+                    done, _ = await asyncio.wait(dials, timeout=head_start_s, return_when=asyncio.FIRST_COMPLETED)
+                    for dial in done:
+                        address, outcome = dials.pop(dial), dial.result()
+                        if not isinstance(outcome, CollectiveError):
+                            return address, outcome
+                        causes[address] = outcome
+                return None
+            finally:
+                for dial in dials:
+                    if dial.done() and not isinstance(late := dial.result(), CollectiveError):
+                        late.close()
+                    dial.cancel()
+
+    async def _outcome(self, address: str) -> Channel | CollectiveError:
+        try:
+            return await self._dial(address, Purpose.CONTROL)
+        except CollectiveError as error:
+            return error

@@ -13,17 +13,23 @@
     ├── the operator's fault: exit code and one sentence
     │   ├── StateMismatch(reason)             the run's state has other tensors than this peer's model
     │   └── JournalError(path)
-    │       ├── JournalInUse                  another live coordinator writes this file
+    │       ├── JournalInUse                  another live coordinator writes this journal
+    │       ├── Superseded(holder)            another coordinator has taken this journal over; it was ours
     │       ├── JournalOfAnotherRun(...)      the file belongs to another run
     │       ├── JournalCorrupted(slot)        a record is missing, moved or changed
     │       ├── JournalUnreadable(cause)      not there, or not ours to read
-    │       └── JournalUnwritable(cause)      disk full, read-only, gone
+    │       └── JournalUnwritable(cause)      disk full, read-only, gone; etcd without a quorum for too long
+    ├── EtcdError                             inside etcd_store.py, which makes journal errors of them
+    │   ├── EtcdUnavailable(waited_s, causes) no node answered in time; it may have done what was asked all the same
+    │   ├── EtcdRefused(code, reason)         etcd does not do this: no permission, no space, no such lease
+    │   └── EtcdTooMuch(limit_nbytes)         the answer is longer than we read
     └── RunFinished(code, reason)             this peer's part in the run is over
 
-Network errors are collective.errors; elastic adds none of its own.
+Network errors between peers are collective.errors; elastic adds none of its own.
 """
 
-from pathlib import Path
+from collections.abc import Mapping
+from pathlib import PurePath
 
 
 class ElasticError(Exception):
@@ -120,24 +126,36 @@ class StateMismatch(ElasticError):
 
 
 class JournalError(ElasticError):
-    """Base of what a journal file can do wrong. `path` is the file."""
+    """Base of what a journal can do wrong. `path` is the file, or what its keys in etcd begin with."""
 
-    def __init__(self, path: Path, message: str) -> None:
+    def __init__(self, path: PurePath, message: str) -> None:
         super().__init__(message)
         self.path = path
 
 
 class JournalInUse(JournalError):
-    """Another live process writes this journal."""
+    """Another live process writes this journal. `holder` says who, where that is known."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, f"journal {path} is in use by another coordinator; stop that one first")
+    def __init__(self, path: PurePath, holder: str | None = None) -> None:
+        told = "another coordinator; stop that one first"
+        if holder is not None:
+            told = f"the coordinator at {holder}; stop that one, or let this one stand by for it"
+        super().__init__(path, f"journal {path} is in use by {told}")
+        self.holder = holder
+
+
+class Superseded(JournalError):
+    """Another coordinator writes this journal now; what was decided here since then was told to nobody."""
+
+    def __init__(self, path: PurePath, holder: str) -> None:
+        super().__init__(path, f"journal {path} was taken over by the coordinator at {holder}; this one has stopped")
+        self.holder = holder
 
 
 class JournalOfAnotherRun(JournalError):
     """The file holds the journal of another run."""
 
-    def __init__(self, path: Path, expected: str, actual: str) -> None:
+    def __init__(self, path: PurePath, expected: str, actual: str) -> None:
         super().__init__(path, f"journal {path} belongs to run {actual}, not to {expected}; give another path")
         self.expected = expected
         self.actual = actual
@@ -146,7 +164,7 @@ class JournalOfAnotherRun(JournalError):
 class JournalCorrupted(JournalError):
     """A record is missing, moved, changed or unreadable. `slot` is the first bad one, None if no row can be read."""
 
-    def __init__(self, path: Path, slot: int | None, cause: str) -> None:
+    def __init__(self, path: PurePath, slot: int | None, cause: str) -> None:
         where = "the file" if slot is None else f"record {slot}"
         super().__init__(path, f"journal {path} is corrupted at {where}: {cause}; restore it from a copy")
         self.slot = slot
@@ -156,16 +174,47 @@ class JournalCorrupted(JournalError):
 class JournalUnreadable(JournalError):
     """The file cannot be read where it is. Says nothing of its records."""
 
-    def __init__(self, path: Path, cause: str) -> None:
+    def __init__(self, path: PurePath, cause: str) -> None:
         super().__init__(path, f"journal {path} cannot be read: {cause}")
         self.cause = cause
 
 
 class JournalUnwritable(JournalError):
-    """The record was not made durable; the coordinator must stop and tell nobody of it."""
+    """The record is not known to be durable; the coordinator must stop and tell nobody of it."""
 
-    def __init__(self, path: Path, cause: str) -> None:
-        super().__init__(
-            path, f"journal {path} cannot be written: {cause}; free space or fix permissions, then restart"
-        )
+    def __init__(
+        self, path: PurePath, cause: str, *, cure: str = "free space or fix permissions, then restart"
+    ) -> None:
+        super().__init__(path, f"journal {path} cannot be written: {cause}; {cure}")
         self.cause = cause
+
+
+class EtcdError(ElasticError):
+    """Base of what etcd can do wrong."""
+
+
+class EtcdUnavailable(EtcdError):
+    """No node answered in time. What was asked may have been done all the same. `causes` by endpoint."""
+
+    def __init__(self, waited_s: float, causes: Mapping[str, str]) -> None:
+        told = ", ".join(f"{endpoint} ({cause})" for endpoint, cause in causes.items()) or "it was closed here"
+        super().__init__(f"etcd gave no answer for {waited_s:.1f} s: {told}")
+        self.waited_s = waited_s
+        self.causes = causes
+
+
+class EtcdRefused(EtcdError):
+    """Etcd says no, and would again. `code` is gRPC's."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"etcd refuses: {reason} (code {code})")
+        self.code = code
+        self.reason = reason
+
+
+class EtcdTooMuch(EtcdError):
+    """The answer is longer than we read; ask for less."""
+
+    def __init__(self, limit_nbytes: int) -> None:
+        super().__init__(f"etcd's answer has more than {limit_nbytes} bytes")
+        self.limit_nbytes = limit_nbytes

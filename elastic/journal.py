@@ -6,44 +6,25 @@ business. On top of it this module adds what SQLite does not promise: every row'
 writer is refused by a file lock; and a file of another run is refused by its name.
 
 Rules: records are only appended. After a failed append the journal takes no more: the machine in memory is then ahead
-of the disk and has to go. What records mean is not known here. `Store` is the seam for other places, such as etcd.
+of the disk and has to go. What records mean is not known here.
 """
 
 import fcntl
-import hashlib
 import os
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Protocol
-
-import msgspec
 
 from elastic.core.records import Record
 from elastic.errors import JournalCorrupted, JournalInUse, JournalOfAnotherRun, JournalUnwritable
+from elastic.store import chain, pack, verified
 
 _FORMAT = 1
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS journal (slot INTEGER PRIMARY KEY, checksum BLOB NOT NULL, record BLOB NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 """
-
-
-class Store(Protocol):
-    """Where the coordinator keeps its records."""
-
-    def append(self, record: Record) -> int:
-        """Make the record durable; returns its slot. Raises JournalUnwritable, and for ever after."""
-        ...
-
-    def replay(self) -> list[Record]:
-        """All records in order. Raises JournalCorrupted."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the store. May be called twice."""
-        ...
 
 
 class Journal:
@@ -63,8 +44,6 @@ class Journal:
     def __init__(self, path: Path, *, run_id: str) -> None:
         self.path = path
         self._broken: str | None = None
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
         self._lock_fd = self._lock()
         try:
             self._database = self._open(run_id)
@@ -73,12 +52,17 @@ class Journal:
             os.close(self._lock_fd)
             raise
 
+    @property
+    def is_quick(self) -> bool:
+        """Yes: a local disk."""
+        return True
+
     def append(self, record: Record) -> int:
         """Write one record and wait until it is on disk (0.2 ms on an ordinary SSD)."""
         if self._broken is not None:
             raise JournalUnwritable(self.path, self._broken)
-        data = self._encoder.encode(record)
-        checksum = _chain(self._checksum, self._slot, data)
+        data = pack(record)
+        checksum = chain(self._checksum, self._slot, data)
         try:
             self._database.execute("INSERT INTO journal VALUES (?, ?, ?)", (self._slot, checksum, data))
         except sqlite3.Error as error:
@@ -90,7 +74,8 @@ class Journal:
 
     def replay(self) -> list[Record]:
         """All records in order, each verified against its checksum and its predecessor."""
-        return list(self._verified())
+        with closing(self._rows()) as rows:  # the first bad one ends it, and a reader must not outlive the journal
+            return [record for _, record in verified(rows, self.path)]
 
     def close(self) -> None:
         """Close the file and give up the lock."""
@@ -148,25 +133,9 @@ class Journal:
             slot, checksum = row[0] + 1, row[1]
         return slot, checksum
 
-    def _verified(self) -> Iterator[Record]:
-        previous, expected_slot = b"", 0
+    def _rows(self) -> Generator[tuple[int, bytes, bytes], None, None]:
         with _mapped(self.path):
-            for slot, checksum, data in self._database.execute("SELECT * FROM journal ORDER BY slot"):
-                if slot != expected_slot:
-                    raise JournalCorrupted(self.path, expected_slot, "it is missing")
-                if checksum != _chain(previous, slot, data):
-                    raise JournalCorrupted(self.path, slot, "its checksum is wrong")
-                try:
-                    record = self._decoder.decode(data)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    raise JournalCorrupted(self.path, slot, f"it is no record of this version: {error}") from error
-                yield record
-                previous, expected_slot = checksum, slot + 1
-
-
-def _chain(previous: bytes, slot: int, data: bytes) -> bytes:
-    """Checksum of a row: it covers the row's place and, through `previous`, everything before it."""
-    return hashlib.sha256(previous + slot.to_bytes(8, "big") + data).digest()
+            yield from self._database.execute("SELECT slot, checksum, record FROM journal ORDER BY slot")
 
 
 @contextmanager

@@ -93,6 +93,9 @@ _STORY_LENGTH = 20
 
 _STANDING = (Phase.ACTIVE, Phase.EXCUSED, Phase.SYNCING)
 """Phases in which work may count. The desk knows of each peer in SYNCING whether it does."""
+_ALONE_S, _FROZEN_S = 60.0, 8.0
+"""Silence after which the only coordinator is dialled anew, and one of several is left for another. Its signs of life
+come every 2 s; but who stays with the only one while it is frozen loses nothing."""
 
 UNREACHABLE_EXIT_CODE, REFUSED_EXIT_CODE, TRAINING_EXIT_CODE = 4, 5, 8
 
@@ -135,6 +138,7 @@ class Membership:
         self._observe = observe
         self._clock = clock
         self._first_contact_timeout_s = first_contact_timeout_s
+        self._silence_timeout_s = _FROZEN_S if len(coordinators) > 1 else _ALONE_S
         self._dialler = Dialler(coordinators, dial, clock=clock, rng=rng or random.Random())
         self._tasks = asyncio.TaskGroup()
         self._rounds = Rounds(
@@ -299,7 +303,9 @@ class Membership:
                 self._end(UNREACHABLE_EXIT_CODE, f"nobody answered for {error.waited_s:.0f} s ({causes}); {cure}")
                 return
             timeout_s = None
-            self._connection = ControlConnection(channel, _COORDINATOR_MESSAGES)
+            self._connection = ControlConnection(
+                channel, _COORDINATOR_MESSAGES, silence_timeout_s=self._silence_timeout_s
+            )
             self._observe(CoordinatorConnected(address))
             self._feed(Connected())
             cause = await self._connection.run(self._heard)

@@ -32,6 +32,7 @@ from collective.transport import (
     connect,
 )
 from collective.wire import PROTOCOL_VERSION
+from elastic.dialler import LATER_CODE
 from trainer.config import MAX_MANIFEST_NBYTES
 from trainer.errors import ExitCode, NobodyReachable, Refused
 from trainer.ticket import Ticket, TicketFault, TicketRefused, verify_token
@@ -106,13 +107,23 @@ class Gatekeeper:
         terms: of the run.
         secret: the run's, where a coordinator lives; None elsewhere, where nobody is admitted.
         now_s: the wall clock in Unix seconds; it judges tickets and nothing else.
+        is_away: whether the coordinator here must send everybody to another one for now.
     """
 
-    def __init__(self, me: PeerRef, terms: RunTerms, *, secret: bytes | None, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        me: PeerRef,
+        terms: RunTerms,
+        *,
+        secret: bytes | None,
+        now_s: Callable[[], float],
+        is_away: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._me = me
         self._terms = terms
         self._secret = secret
         self._now_s = now_s
+        self._is_away = is_away
 
     def accept(self, hello: Hello) -> HelloReply:
         """Yes, or no with the exit code and the sentence that the dialler should end with."""
@@ -131,6 +142,8 @@ class Gatekeeper:
                 return self._no(str(refused))
         elif not hmac.compare_digest(hello.credential, self._terms.mesh_key):
             return self._no("the connection does not show the run's key; join with a ticket")
+        if hello.purpose in (Purpose.ADMISSION, Purpose.CONTROL) and self._is_away():
+            return self._no("this coordinator cannot reach its journal; look for another one", code=LATER_CODE)
         return HelloReply(accepted=True, peer_id=self._me.peer_id, incarnation=self._me.incarnation)
 
     async def admit(self, channel: Channel) -> None:
@@ -138,9 +151,8 @@ class Gatekeeper:
         wire = msgspec.msgpack.encode(self._terms)
         await channel.send(FrameType.CONTROL, wire, timeout_s=_TIMEOUT_S)
 
-    def _no(self, reason: str) -> HelloReply:
+    def _no(self, reason: str, *, code: int = ExitCode.REFUSED) -> HelloReply:
         me = self._me
-        code = ExitCode.REFUSED
         return HelloReply(accepted=False, code=code, reason=reason, peer_id=me.peer_id, incarnation=me.incarnation)
 
 
@@ -200,7 +212,9 @@ async def ask_terms(
             try:
                 return await _ask_one(address, hello, security)
             except HandshakeRefused as refused:
-                raise Refused(refused.reason) from refused
+                if refused.code != LATER_CODE:
+                    raise Refused(refused.reason) from refused
+                causes[address] = refused.reason
             except SecurityRefused as error:
                 causes[address], impostor = error.reason, error  # another address may be the run's all the same
             except PeerUnreachable as error:

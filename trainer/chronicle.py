@@ -64,7 +64,7 @@ class Chronicle:
         address: str,
         num_parameters: int,
         tokens_per_inner_step: int,
-        samples_per_data_epoch: int,
+        samples_per_data_epoch: int | None,
     ) -> None:
         """This process knows what it is part of."""
         self._log.emit(

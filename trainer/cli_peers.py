@@ -16,6 +16,7 @@ from trainer.errors import ConfigError, EnvironmentFault, ExitCode, NobodyReacha
 
 if TYPE_CHECKING:
     from trainer.config_sources import ResolvedConfig
+    from trainer.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,14 @@ TicketFile = Annotated[
 Resume = Annotated[
     Path | None,
     typer.Option("--resume", help="Start from a peer's folder or one checkpoint.", show_default=False),
+]
+Standby = Annotated[
+    str | None,
+    typer.Option(
+        "--standby",
+        help="Take over when the run's coordinator is gone: its standby ticket, or @FILE that holds it.",
+        show_default=False,
+    ),
 ]
 
 
@@ -126,9 +135,15 @@ def join(
 ) -> int:
     """Join a run with its ticket and train in it."""
     from trainer.options import Joining, PeerOptions
-    from trainer.ticket import expiry_hint, read_ticket
+    from trainer.ticket import TicketFault, TicketRefused, expiry_hint, read_ticket
 
     decoded = read_ticket(ticket)
+    if decoded.secret:
+        raise TicketRefused(
+            TicketFault.FOR_STANDBYS,
+            "this ticket is for standby coordinators and holds the run's secret",
+            cure="join with the ticket that the coordinator printed",
+        )
     resolved = resolve(
         context,
         files=config,
@@ -156,6 +171,7 @@ def coordinator(
     data: Data = None,
     directory: Dir = None,
     resume: Resume = None,
+    standby: Standby = None,
     peers: Peers = None,
     min_peers: MinPeers = None,
     outer_steps: OuterSteps = None,
@@ -168,7 +184,7 @@ def coordinator(
     verbose: Verbose = False,
 ) -> int:
     """Found a run without training in it: membership and decisions only. Prints the ticket."""
-    from trainer.options import CoordinatorOptions, Founding
+    from trainer.options import CoordinatorOptions, Founding, StandingBy
 
     resolved = resolve(
         context,
@@ -182,11 +198,13 @@ def coordinator(
     _require_reachable(resolved)
     configure_logging(verbose=verbose)
     _warn_of_insecurity(resolved, insecure=insecure)
-    options = CoordinatorOptions(
-        resolved=resolved,
-        run_dir=_run_dir(resolved, resolved.config.run.name),
-        role=Founding(announce_ticket=_announcer(ticket_file), resume_dir=resume),
-    )
+    role: Founding | StandingBy = Founding(announce_ticket=_announcer(ticket_file), resume_dir=resume)
+    folder = resolved.config.run.name
+    if standby is not None:
+        ticket = _standby_ticket(standby, resolved)
+        role = StandingBy(ticket=ticket, announce_ticket=_announcer(ticket_file))
+        folder = f"{ticket.run_id}-standby"
+    options = CoordinatorOptions(resolved=resolved, run_dir=_run_dir(resolved, folder), role=role)
     from trainer.daemon import run_coordinator
 
     return asyncio.run(run_coordinator(options))
@@ -269,6 +287,35 @@ def _net_flags(tls: str | None, streams: int | None, *, insecure: bool) -> dict[
         "net.tls": ("--insecure", "off") if insecure and tls is None else ("--tls", tls),
         "net.num_streams": ("--streams", streams),
     }
+
+
+def _standby_ticket(given: str, resolved: "ResolvedConfig") -> "Ticket":
+    """The ticket of a standby that could really take over."""
+    from trainer.ticket import TicketFault, TicketRefused, read_ticket
+
+    ticket, config = read_ticket(given), resolved.config
+    if not ticket.secret:
+        raise TicketRefused(
+            TicketFault.FOR_PEERS,
+            "this ticket lets peers in, and a standby needs more",
+            cure="give the file standby.ticket of the coordinator's folder",
+        )
+    if config.coordinator.store == "sqlite":
+        raise ConfigError(
+            "a standby needs the run's journal, and coordinator.store sqlite is a file of one coordinator",
+            cure='say store = "etcd" in [coordinator], as the run\'s coordinator does',
+            key="coordinator.store",
+            origin=resolved.origins["coordinator.store"],
+        )
+    address = config.node.advertise or config.node.listen
+    if address not in ticket.addresses:
+        raise ConfigError(
+            f"peers look for coordinators at {', '.join(ticket.addresses)}, and not at {address}",
+            cure="say one of these with --listen or --advertise, or found the run with more coordinator.addresses",
+            key="node.listen",
+            origin=resolved.origins["node.listen"],
+        )
+    return ticket
 
 
 def _require_reachable(resolved: "ResolvedConfig") -> None:

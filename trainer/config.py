@@ -2,8 +2,9 @@
 
 Rules: a key stands in one section with one meaning; a quantity's Python name ends in its unit and its TOML key does
 not (`heartbeat_timeout_s` is `heartbeat_timeout = "10s"`); "none" is TOML's way to say None. `[node]` is local to a
-peer; all other sections are the run manifest, which is equal on all peers, canonical JSON byte for byte. Must not know
-where values come from (`trainer.config_sources`), nor torch: the command line starts quickly.
+peer and `[coordinator]` to a coordinator; all other sections are the run manifest, which is equal on all peers,
+canonical JSON byte for byte. Must not know where values come from (`trainer.config_sources`), nor torch: the command
+line starts quickly.
 
 Errors: `ConfigError` (2) for a value that cannot be; `Refused` (5) for a manifest that we do not understand.
 """
@@ -27,6 +28,9 @@ MANIFEST_FORMAT = 1
 """Grows when a manifest of an older program can no longer be understood."""
 
 MAX_MANIFEST_NBYTES = 64 * 1024
+
+LOCAL_SECTIONS = frozenset({"node", "coordinator"})
+"""What is no part of the manifest."""
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 T = TypeVar("T")
@@ -57,6 +61,12 @@ def _address(value: str) -> str:
     return value
 
 
+def _fixed_address(value: str) -> str:
+    if _address(value).endswith(":0"):
+        raise ValueError("expected a port that others can know, not 0")
+    return value
+
+
 def _rate(value: float) -> float:
     if value < _LEAST_RATE:
         raise ValueError('expected at least "128kbit", which is 16000 bytes a second')
@@ -74,6 +84,9 @@ Maybe = Annotated[T | None, BeforeValidator(_word_none)]
 
 Address = Annotated[str, Field(max_length=256), AfterValidator(_address)]
 """`host:port`; port 0 lets the system choose."""
+
+FixedAddress = Annotated[str, Field(max_length=256), AfterValidator(_fixed_address)]
+"""`host:port` to dial."""
 
 Rate = Annotated[BytesPerSecond, AfterValidator(_rate)]
 """Bytes a second that a line may carry."""
@@ -312,8 +325,47 @@ class MetricsSection(_Section):
     """0: a free port, which `isthmus status` tells; none: no metrics. A peer may say otherwise: `node.metrics_port`."""
 
 
+class CoordinatorSection(_Section):
+    """`[coordinator]`: where this coordinator keeps the journal, and who else can coordinate. Peers need not know."""
+
+    store: Literal["sqlite", "etcd"] = "sqlite"
+    """A file in this process's folder, or an etcd cluster (3.4 or newer), which several coordinators can share."""
+    etcd: Annotated[tuple[FixedAddress, ...], Field(max_length=16)] = ()
+    """Nodes of the cluster, the nearest first."""
+    etcd_ca: Maybe[Path] = None
+    """PEM of the authority that signed the nodes' certificates; none: the connections to etcd are plain."""
+    etcd_cert: Maybe[Path] = None
+    """PEM of our certificate, if etcd asks for one."""
+    etcd_key: Maybe[Path] = None
+    etcd_user: Maybe[str] = None
+    etcd_password_file: Maybe[Path] = None
+    etcd_patience_s: Annotated[Seconds, Field(gt=0, le=30 * 86400)] = 600.0
+    """How long the run pauses while etcd gives no answer, before the coordinator ends."""
+    addresses: Annotated[tuple[FixedAddress, ...], Field(max_length=16)] = ()
+    """Where the run's coordinators listen, this one and its standbys; peers learn them by their ticket."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.store == "etcd" and not self.etcd:
+            raise ValueError(
+                'store = "etcd" needs the addresses of its nodes; add for example etcd = ["127.0.0.1:2379"]'
+            )
+        if self.store == "sqlite" and (self.etcd or self.addresses):
+            given = "etcd" if self.etcd else "addresses"
+            raise ValueError(
+                f'{given} is given, but store is "sqlite", which one coordinator has alone; add store = "etcd"'
+            )
+        if (self.etcd_cert is None) != (self.etcd_key is None):
+            raise ValueError("etcd_cert and etcd_key belong together; give both or none")
+        if self.etcd_cert is not None and self.etcd_ca is None:
+            raise ValueError("etcd_cert is shown on encrypted connections only; add etcd_ca")
+        if (self.etcd_user is None) != (self.etcd_password_file is None):
+            raise ValueError("etcd_user and etcd_password_file belong together; give both or none")
+        return self
+
+
 class NodeSection(_Section):
-    """`[node]`: this machine. The only section that may differ between the peers of a run."""
+    """`[node]`: this machine."""
 
     dir: Maybe[Path] = None
     """Folder of this peer: identity, journal, checkpoints, events; none: `runs/` and the name of the run."""
@@ -350,6 +402,7 @@ class Config(_Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     eval: EvalSection = Field(default_factory=EvalSection)
     metrics: MetricsSection = Field(default_factory=MetricsSection)
+    coordinator: CoordinatorSection = Field(default_factory=CoordinatorSection)
     node: NodeSection = Field(default_factory=NodeSection)
 
     @property
@@ -408,8 +461,9 @@ class Config(_Section):
         return values
 
     def manifest_json(self) -> bytes:
-        """The run manifest: all sections but `[node]`, as canonical JSON (sorted keys, no spaces, ASCII)."""
-        return canonical_json({"format": MANIFEST_FORMAT} | {k: v for k, v in self.tree().items() if k != "node"})
+        """The run manifest: all sections but the local ones, as canonical JSON (sorted keys, no spaces, ASCII)."""
+        shared = {name: section for name, section in self.tree().items() if name not in LOCAL_SECTIONS}
+        return canonical_json({"format": MANIFEST_FORMAT} | shared)
 
     def manifest_digest(self) -> bytes:
         """SHA-256 of `manifest_json`, 32 bytes; peers compare it at join."""
@@ -439,7 +493,7 @@ def manifest_sections(manifest: bytes) -> dict[str, Json]:
         tree = json.loads(manifest)
     except (ValueError, RecursionError) as error:
         raise Refused("the run's manifest is not JSON", cure=upgrade) from error
-    if not isinstance(tree, dict) or "node" in tree:
+    if not isinstance(tree, dict) or not LOCAL_SECTIONS.isdisjoint(tree):
         raise Refused("the run's manifest is not a table of shared sections", cure=upgrade)
     version = tree.pop("format", None)
     if version != MANIFEST_FORMAT:

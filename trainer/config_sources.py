@@ -19,7 +19,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from trainer.config import Config, Json, flatten, manifest_sections
+from trainer.config import LOCAL_SECTIONS, Config, Json, flatten, manifest_sections
 from trainer.config_faults import config_error, key_at, show
 from trainer.config_keys import DEFAULTS, KNOWN_KEYS, TABLES, closest_key
 from trainer.errors import ConfigError, Refused
@@ -63,10 +63,10 @@ class ResolvedConfig:
     _given: tuple[Mapping[str, _Value], ...] = field(repr=False, compare=False)
 
     def adopt(self, manifest: bytes) -> "ResolvedConfig":
-        """The run's manifest with this peer's own `[node]`: what a joiner trains with.
+        """The run's manifest with this peer's own local sections: what a joiner trains with.
 
         Raises:
-            Refused: the manifest is of another version, or a value that was given here outside of `[node]` is not the
+            Refused: the manifest is of another version, or a value that was given here outside of those is not the
                 run's; the error names each.
         """
         run = resolve([_manifest_layer(manifest), *self._given])
@@ -75,12 +75,12 @@ class ResolvedConfig:
         differing = [
             f"{key} (here {show(values.get(key))} from {origin}, in the run {show(ruling.get(key))})"
             for key, origin in sorted(run.origins.items())
-            if not key.startswith("node.") and values.get(key) != ruling.get(key)
+            if key.split(".", 1)[0] not in LOCAL_SECTIONS and values.get(key) != ruling.get(key)
         ]
         if differing:
             raise Refused(
                 f"this peer's configuration is not the run's: {', '.join(differing)}",
-                cure="leave out everything but [node] when joining",
+                cure="leave out everything but [node] when joining, and [coordinator] when standing by",
                 fields=[entry.split(" ", 1)[0] for entry in differing],
             )
         return run

@@ -1,7 +1,7 @@
 """A process from its first line to its exit code: a peer, a peer with the coordinator in it, or a coordinator alone.
 
     run_peer          folder, identity ─► terms (founded, or asked for) ─► text ─► listener ─► Peer
-    run_coordinator   the same without a Peer
+    run_coordinator   the same without a Peer; a standby waits before its listener accepts anybody
 
 Rules: the first SIGINT or SIGTERM leaves in order, the second stops at once (interrupts.py). What a process is there
 for is over when its part in the run is over and, where the coordinator lives, when everybody else has gone too.
@@ -14,59 +14,38 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
 from collective import AddressInUse
-from collective.core.types import PeerRef
-from collective.transport import Channel, Hello, Listener, Purpose, Security
+from collective.transport import Channel, Hello, Listener, Purpose
 from elastic.coordinator import CoordinatorShell
 from elastic.core.events import Finish
-from elastic.errors import JournalCorrupted, JournalError
-from elastic.journal import Journal
-from trainer.admission import Gatekeeper, RunTerms, ask_terms, hello_maker, member_security, stranger_security
+from trainer.admission import Gatekeeper, hello_maker
 from trainer.chronicle import Chronicle
-from trainer.config import Config
 from trainer.control_socket import ControlServer
-from trainer.corpus import Corpus, load_corpus
+from trainer.coordination import Coordination
 from trainer.data import samples_per_data_epoch
-from trainer.errors import ConfigError, EnvironmentFault, ExitCode, IntegrityError, IsthmusError, Refused
+from trainer.errors import ConfigError, EnvironmentFault, ExitCode, IsthmusError
 from trainer.events import FILE_NAME, EventLog
-from trainer.founding import JOURNAL_NAME, Founded, found_or_go_on, remember_terms
+from trainer.founding import remember_terms, save_standby_ticket
 from trainer.identity import PeerFolder
 from trainer.interrupts import Interrupts
 from trainer.metrics import Metrics, MetricsServer
-from trainer.options import CoordinatorOptions, Founding, PeerOptions
+from trainer.options import CoordinatorOptions, Joining, PeerOptions, StandingBy
 from trainer.peer import Peer, PeerPlan
+from trainer.preparation import Start, prepare, wall_s
 from trainer.progress import open_progress
 from trainer.scoreboard import Scoreboard
 from trainer.status import Status
-from trainer.threads import in_thread
 from trainer.ticket import encode_ticket, make_ticket
 from trainer.wiring import coordinator_config
 
 log = logging.getLogger(__name__)
 
-_RETRY_PAUSE_S = 1.0
 _FAREWELL_TIMEOUT_S = 20.0
 """How long a founder whose run is complete waits for the others to say goodbye."""
 _POLL_S = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Start:
-    """What is known before the first socket is opened. `founded` only where the coordinator lives."""
-
-    options: PeerOptions | CoordinatorOptions
-    folder: PeerFolder
-    me: PeerRef
-    config: Config
-    terms: RunTerms
-    corpus: Corpus
-    security: Security
-    coordinators: tuple[str, ...]
-    founded: Founded | None
 
 
 async def run_peer(options: PeerOptions) -> int:
@@ -94,64 +73,14 @@ async def _run(options: PeerOptions | CoordinatorOptions, interrupts: Interrupts
     # second, on the event loop.
     torch.set_num_threads(1)
     with PeerFolder(options.run_dir) as folder:
-        process = _Process(await _prepare(options, folder))
+        process = _Process(await prepare(options, folder))
         return await process.live(interrupts)
-
-
-async def _prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder) -> _Start:
-    me = folder.start_identity().ref
-    if isinstance(options.role, Founding):
-        config = options.resolved.config
-        corpus = await in_thread(_read_corpus, config)
-        founded = found_or_go_on(folder, config, corpus, options.role.resume_dir)
-        return _Start(
-            options=options,
-            folder=folder,
-            me=me,
-            config=config,
-            terms=founded.terms,
-            corpus=corpus,
-            security=member_security(me, founded.terms, config.net.tls),
-            coordinators=(),
-            founded=founded,
-        )
-    ticket = options.role.ticket
-    security = stranger_security(ticket, options.resolved.config.net.tls)
-    terms = await ask_terms(ticket, me, security=security, pause=lambda: asyncio.sleep(_RETRY_PAUSE_S))
-    config = options.resolved.adopt(terms.manifest).config
-    corpus = await in_thread(_read_corpus, config)
-    if corpus.digest != terms.data_digest:
-        raise Refused(
-            f"the text here ({corpus.description}) is not the run's",
-            cure="use the same Python version, or name a copy of the run's text with --data",
-            fields=("data.path",),
-        )
-    return _Start(
-        options=options,
-        folder=folder,
-        me=me,
-        config=config,
-        terms=terms,
-        corpus=corpus,
-        security=member_security(me, terms, config.net.tls),
-        coordinators=ticket.addresses,
-        founded=None,
-    )
-
-
-def _read_corpus(config: Config) -> Corpus:
-    return load_corpus(
-        config.data_path,
-        seq_len=config.model.decoder_config().max_seq_len,
-        validation_fraction=config.data.validation_fraction,
-        limit_nbytes=config.data.limit_nbytes,
-    )
 
 
 class _Process:
     """Everything that one process runs. Answers the command line too (`control_socket.Controlled`)."""
 
-    def __init__(self, start: _Start) -> None:
+    def __init__(self, start: Start) -> None:
         self._start = start
         self._run_dir = start.options.run_dir
         self._coordinator: CoordinatorShell | None = None
@@ -197,48 +126,73 @@ class _Process:
                     metrics_address=self._board.metrics_address,
                 )
             )
-            return await self._serve(stack, chronicle, control)
+            return await self._serve(chronicle, control)
 
-    async def _serve(self, stack: contextlib.ExitStack, chronicle: Chronicle, control: ControlServer) -> int:
+    async def _serve(self, chronicle: Chronicle, control: ControlServer) -> int:
         start = self._start
-        if start.founded is not None:
-            self._coordinator = self._open_coordinator(stack, start.founded, chronicle)
         listener = self._listener()
+        with _address_errors():
+            listener.bind()
+        address = start.config.node.advertise or listener.address
+        coordinators = start.coordinators or self._coordinators(address)
+        self._board.coordinator = coordinators[0]
+        coordination = self._coordination(chronicle)
         try:
-            await listener.start()
-        except AddressInUse as error:
-            raise EnvironmentFault(str(error)) from error
-        except ValueError as error:
-            cure = "name an address of this machine with --listen"
-            raise ConfigError(str(error), cure=cure, key="node.listen") from error
-        try:
-            address = start.config.node.advertise or listener.address
-            coordinators = start.coordinators or (address,)
-            self._board.coordinator = coordinators[0]
-            if isinstance(start.options, PeerOptions):
-                self._peer = self._make_peer(chronicle, address, coordinators)
-            self._announce(chronicle, listener.address, address)
-            return await self._until_over(control, listener, chronicle)
+            async with asyncio.TaskGroup() as tasks:
+                helpers = [tasks.create_task(control.serve()), tasks.create_task(self._count(listener, chronicle))]
+                try:
+                    if coordination is not None:
+                        self._coordinator = await coordination.open(
+                            tasks,
+                            address=address,
+                            stands_by=isinstance(start.options.role, StandingBy),
+                            closing=self._is_closing,
+                        )
+                        if self._coordinator is None:
+                            return ExitCode.LEFT
+                        helpers.append(tasks.create_task(coordination.run()))
+                    if isinstance(start.options, PeerOptions):
+                        self._peer = self._make_peer(chronicle, address, coordinators)
+                    with _address_errors():
+                        await listener.start()
+                    self._announce(chronicle, listener.address, coordinators)
+                    return await self._take_part()
+                finally:
+                    for task in helpers:
+                        task.cancel()
+                    if coordination is not None:
+                        coordination.close()
         finally:
             await listener.close()
 
-    def _open_coordinator(
-        self, stack: contextlib.ExitStack, founded: Founded, chronicle: Chronicle
-    ) -> CoordinatorShell:
+    def _coordinators(self, address: str) -> tuple[str, ...]:
+        """Where the run's coordinators listen, this one first."""
+        others = (other for other in self._start.config.coordinator.addresses if other != address)
+        return (address, *others)
+
+    def _coordination(self, chronicle: Chronicle) -> Coordination | None:
+        start, founded = self._start, self._start.founded
+        if founded is None:
+            return None
         position = None if founded.checkpoint is None else founded.checkpoint.meta
         config = coordinator_config(
-            self._start.config,
+            start.config,
             founded.terms.digest(),
             first_index=0 if position is None else position.next_index,
             returned=() if position is None else position.returned,
         )
-        with _journal_errors():
-            journal = Journal(self._run_dir / JOURNAL_NAME, run_id=founded.run.run_id)
-            stack.callback(journal.close)
-            return CoordinatorShell(config, journal, observe=chronicle.observe)
+        return Coordination(
+            start.config.coordinator,
+            config,
+            run_id=founded.run.run_id,
+            me=start.me,
+            run_dir=self._run_dir,
+            observe=chronicle.observe,
+        )
 
     def _make_peer(self, chronicle: Chronicle, address: str, coordinators: tuple[str, ...]) -> Peer:
         start = self._start
+        assert start.corpus is not None, "who trains has the text"
         plan = PeerPlan(
             me=start.me,
             address=address,
@@ -253,45 +207,39 @@ class _Process:
         )
         return Peer(plan, chronicle)
 
-    def _announce(self, chronicle: Chronicle, listening: str, address: str) -> None:
+    def _announce(self, chronicle: Chronicle, listening: str, coordinators: tuple[str, ...]) -> None:
         start, inner = self._start, self._start.config.inner
-        seq_len = start.config.model.decoder_config().max_seq_len
+        corpus, seq_len = start.corpus, start.config.model.decoder_config().max_seq_len
+        num_samples = None if corpus is None else samples_per_data_epoch(len(corpus.train), seq_len)
+        address = start.config.node.advertise or listening
         chronicle.started(
             run_id=start.terms.run_id,
             address=address,
             num_parameters=0 if self._peer is None else self._peer.num_parameters,
             tokens_per_inner_step=inner.batch_size * seq_len,
-            samples_per_data_epoch=samples_per_data_epoch(len(start.corpus.train), seq_len),
+            samples_per_data_epoch=num_samples,
         )
         log.info(
             "listening address=%s run_id=%s tls=%s text=%r",
             address,
             start.terms.run_id,
             start.security.mode,
-            start.corpus.description,
+            None if corpus is None else corpus.description,
         )
-        if start.founded is None or not isinstance(start.options.role, Founding):
+        role, founded = start.options.role, start.founded
+        if founded is None or isinstance(role, Joining):
             return
         remember_terms(start.folder, start.terms, listening)
-        lifetime_s = round(start.config.members.ticket_lifetime_s)
         ticket = make_ticket(
-            secret=start.founded.run.secret,
+            secret=founded.run.secret,
             run_id=start.terms.run_id,
-            addresses=(address,),
-            expires_at_s=round(_wall_s()) + lifetime_s,
+            addresses=coordinators,
+            expires_at_s=round(wall_s()) + round(start.config.members.ticket_lifetime_s),
             fingerprint=start.security.server_fingerprint if start.security.is_served else b"",
         )
-        start.options.role.announce_ticket(encode_ticket(ticket))
-
-    async def _until_over(self, control: ControlServer, listener: Listener, chronicle: Chronicle) -> int:
-        async with asyncio.TaskGroup() as tasks:
-            helpers = [tasks.create_task(control.serve()), tasks.create_task(self._count(listener, chronicle))]
-            if self._coordinator is not None:
-                helpers.append(tasks.create_task(_coordinate(self._coordinator)))
-            code = await self._take_part()
-            for task in helpers:
-                task.cancel()
-        return code
+        if start.config.coordinator.store == "etcd":
+            save_standby_ticket(start.folder, ticket, founded.run.secret)
+        role.announce_ticket(encode_ticket(ticket))
 
     async def _take_part(self) -> int:
         if self._peer is None:
@@ -346,11 +294,12 @@ class _Process:
             start.me,
             start.terms,
             secret=None if start.founded is None else start.founded.run.secret,
-            now_s=_wall_s,
+            now_s=wall_s,
+            is_away=lambda: self._coordinator is not None and self._coordinator.is_away,
         )
         routes: dict[Purpose, Callable[[Channel], Awaitable[None]]] = {Purpose.STATE: self._donate}
-        if self._coordinator is not None:
-            routes |= {Purpose.CONTROL: self._coordinator.serve, Purpose.ADMISSION: gatekeeper.admit}
+        if start.founded is not None:
+            routes |= {Purpose.CONTROL: self._coordinate, Purpose.ADMISSION: gatekeeper.admit}
         return Listener(
             self._address(), accept=gatekeeper.accept, routes=routes, bulk=self._adopt, security=start.security
         )
@@ -361,6 +310,10 @@ class _Process:
         if founded is not None and founded.address is not None and listen.endswith(":0"):
             return founded.address
         return listen
+
+    async def _coordinate(self, channel: Channel) -> None:
+        assert self._coordinator is not None, "nobody is let in before"
+        await self._coordinator.serve(channel)
 
     async def _donate(self, channel: Channel) -> None:
         if self._peer is None:
@@ -408,21 +361,13 @@ class _Ended(IsthmusError):
         self.exit_code = ExitCode(finish.code) if finish.code in list(ExitCode) else ExitCode.REFUSED  # type: ignore[misc]
 
 
-async def _coordinate(coordinator: CoordinatorShell) -> None:
-    with _journal_errors():
-        await coordinator.run()
-
-
 @contextlib.contextmanager
-def _journal_errors() -> Iterator[None]:
+def _address_errors() -> Iterator[None]:
     try:
         yield
-    except JournalCorrupted as error:
-        raise IntegrityError(str(error)) from error
-    except JournalError as error:
+    except AddressInUse as error:
         raise EnvironmentFault(str(error)) from error
-
-
-def _wall_s() -> float:
-    """Unix seconds, for tickets: they are the one thing that two clocks must agree on."""
-    return time.time_ns() / 1e9
+    except ValueError as error:
+        raise ConfigError(
+            str(error), cure="name an address of this machine with --listen", key="node.listen"
+        ) from error

@@ -1,11 +1,13 @@
 """What a founder decides before anybody else is there: the run, its terms, and the state it goes on from.
 
 A run lives in its founder's folder: `run.json` (id and secret), `terms.json` (the run manifest, the digest of its
-text, its address), `journal.sqlite`. Starting again in the same folder goes on where the journal ends, under the same
-run id, so that peers that are still out there find their run again. `resume` is another thing: a new lineage from a
-checkpoint.
+text, its address), and `journal.sqlite` unless etcd has the journal. Starting again in the same folder goes on where
+the journal ends, under the same run id, so that peers that are still out there find their run again. `resume` is
+another thing: a new lineage from a checkpoint. A standby keeps the same two files, so that it can start while nobody
+else is there to ask.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +23,10 @@ from trainer.corpus import Corpus
 from trainer.errors import ConfigError, EnvironmentFault, IntegrityError
 from trainer.files import write_atomically
 from trainer.identity import PeerFolder, RunIdentity
+from trainer.ticket import Ticket, encode_ticket
 
 JOURNAL_NAME = "journal.sqlite"
+STANDBY_TICKET_NAME = "standby.ticket"
 _TERMS_NAME = "terms.json"
 
 
@@ -62,18 +66,47 @@ def found_or_go_on(folder: PeerFolder, config: Config, corpus: Corpus, resume_di
         _require_same(saved, manifest, corpus, folder.path)
         checkpoint = newest_usable(folder.path)
     run = folder.found_run(config.run.name)
-    terms = RunTerms(
-        run_id=run.run_id,
-        manifest=manifest,
-        data_digest=corpus.digest,
-        mesh_key=mesh_key(run.secret, run.run_id),
-        tls_secret=tls_secret(run.secret, run.run_id),
-    )
+    terms = _terms_of(run, manifest, corpus.digest)
     return Founded(run=run, terms=terms, address=None if saved is None else saved.address, checkpoint=checkpoint)
 
 
-def remember_terms(folder: PeerFolder, terms: RunTerms, address: str) -> None:
-    """Keep what the next start in this folder must agree with, and where the run's coordinator listens.
+def recall_terms(folder: PeerFolder, run_id: str) -> RunTerms | None:
+    """What an earlier start in this folder was told of the run it stands by for; None if there was none.
+
+    Raises:
+        ConfigError: the folder is of another run.
+        IntegrityError: a file of the folder is damaged.
+    """
+    run, saved = folder.load_run(), _load_terms(folder.path)
+    if run is not None and run.run_id != run_id:
+        raise ConfigError(f"{folder.path} holds the run {run.run_id}, not {run_id}", cure="give another --dir")
+    return None if run is None or saved is None else _terms_of(run, saved.manifest.encode(), saved.data_digest)
+
+
+def stand_by(folder: PeerFolder, terms: RunTerms, secret: bytes) -> Founded:
+    """The run that this folder's process may have to coordinate.
+
+    Raises:
+        EnvironmentFault: the disk refuses.
+    """
+    run = RunIdentity(run_id=terms.run_id, secret=secret)
+    folder.keep_run(run)
+    remember_terms(folder, terms, None)
+    return Founded(run=run, terms=terms, address=None, checkpoint=None)
+
+
+def _terms_of(run: RunIdentity, manifest: bytes, data_digest: str) -> RunTerms:
+    return RunTerms(
+        run_id=run.run_id,
+        manifest=manifest,
+        data_digest=data_digest,
+        mesh_key=mesh_key(run.secret, run.run_id),
+        tls_secret=tls_secret(run.secret, run.run_id),
+    )
+
+
+def remember_terms(folder: PeerFolder, terms: RunTerms, address: str | None) -> None:
+    """Keep what the next start in this folder must agree with, and where it listens if it coordinates the run.
 
     Raises:
         EnvironmentFault: the disk refuses.
@@ -81,6 +114,17 @@ def remember_terms(folder: PeerFolder, terms: RunTerms, address: str) -> None:
     saved = _SavedTerms(manifest=terms.manifest.decode(), data_digest=terms.data_digest, address=address)
     with _disk_errors(folder.path):
         write_atomically(folder.path / _TERMS_NAME, msgspec.json.encode(saved), mode=0o600)
+
+
+def save_standby_ticket(folder: PeerFolder, ticket: Ticket, secret: bytes) -> None:
+    """Put a ticket for standbys into the folder. It holds the run's secret: for its operator's eyes.
+
+    Raises:
+        EnvironmentFault: the disk refuses.
+    """
+    text = encode_ticket(dataclasses.replace(ticket, secret=secret))
+    with _disk_errors(folder.path):
+        write_atomically(folder.path / STANDBY_TICKET_NAME, f"{text}\n".encode(), mode=0o600)
 
 
 def _load_terms(path: Path) -> _SavedTerms | None:
@@ -110,7 +154,12 @@ def _archive(path: Path, outer_step: int) -> None:
     store = CheckpointStore(path / FOLDER_NAME, keep=1)
     doomed = [store.path_of(step) for step in store.steps() if step > outer_step]
     # The terms go last: a start that was cut short here begins again.
-    names = (*(f"{JOURNAL_NAME}{end}" for end in ("-wal", "-shm", "", ".lock")), "run.json", _TERMS_NAME)
+    names = (
+        *(f"{JOURNAL_NAME}{end}" for end in ("-wal", "-shm", "", ".lock")),
+        STANDBY_TICKET_NAME,
+        "run.json",
+        _TERMS_NAME,
+    )
     doomed += [path / name for name in names if (path / name).exists()]
     if not doomed:
         return

@@ -5,7 +5,7 @@
     <dir>/lock           one daemon at a time
     <dir>/peer_id        16 hexadecimal digits, made at the first start
     <dir>/incarnation    number of the last start
-    <dir>/run.json       run id and secret; only where a coordinator lives
+    <dir>/run.json       run id and secret; only where a coordinator lives, or stands by
 
 Rules: all files are 0600 and replaced in one step; a later start always has the larger incarnation, also when the
 file is lost; nothing here goes over the network but the peer id, the incarnation and the run id. Must not know tickets.
@@ -139,6 +139,14 @@ class PeerFolder:
             run = RunIdentity(run_id=f"{name}-{secrets.token_hex(4)}", secret=secrets.token_bytes(_SECRET_NBYTES))
             self._write("run.json", msgspec.json.encode(run))
         return run
+
+    def keep_run(self, run: RunIdentity) -> None:
+        """Let this folder be one of a run that was founded elsewhere.
+
+        Raises:
+            EnvironmentFault: the disk refuses.
+        """
+        self._write("run.json", msgspec.json.encode(run))
 
     def _read(self, name: str, pattern: str) -> str | None:
         path = self.path / name

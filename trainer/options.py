@@ -37,6 +37,19 @@ class Joining:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StandingBy:
+    """Another process coordinates; this one takes over when that one is gone.
+
+    Attributes:
+        ticket: a standby's, decoded.
+        announce_ticket: as in `Founding`, when this process coordinates.
+    """
+
+    ticket: Ticket
+    announce_ticket: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerOptions:
     """For `trainer.daemon.run_peer`.
 
@@ -57,4 +70,4 @@ class CoordinatorOptions:
 
     resolved: ResolvedConfig
     run_dir: Path
-    role: Founding
+    role: Founding | StandingBy

@@ -8,8 +8,11 @@ Layout: `isthmus1` and lower-case base32 (no padding) of ::
 
 The token is what admits: expires_at (u64, Unix seconds) and HMAC-SHA-256 of it and the run id under the run's secret,
 so the coordinator checks it without remembering whom it gave one. The fingerprint is what protects the token on its
-way: it is shown to nobody who cannot prove to be of the run. Rules: the coordinator decides about expiry, a joiner's
-clock is only a hint; tokens are compared in constant time; a token is never logged. Must not know sockets.
+way: it is shown to nobody who cannot prove to be of the run. A standby's ticket holds the run's secret besides, as the
+fifth element of the body: with it a coordinator admits others, so it is for the run's own coordinators only.
+
+Rules: the coordinator decides about expiry, a joiner's clock is only a hint; tokens are compared in constant time; a
+token is never logged. Must not know sockets.
 
 Errors: `TicketRefused` (exit code 5) with a `TicketFault`.
 """
@@ -34,6 +37,7 @@ PREFIX = "isthmus"
 VERSION = "1"
 TOKEN_NBYTES = 40
 FINGERPRINT_NBYTES = 32
+SECRET_NBYTES = 32
 
 _MAX_TEXT_LENGTH = 8192
 _EXPIRY = struct.Struct(">Q")
@@ -53,6 +57,8 @@ class TicketFault(enum.Enum):
     EXPIRED = "expired"
     FORGED = "forged"
     NO_FINGERPRINT = "no fingerprint"
+    FOR_PEERS = "for peers"
+    FOR_STANDBYS = "for standbys"
 
 
 class TicketRefused(Refused):
@@ -77,12 +83,14 @@ class Ticket:
         fingerprint: `FINGERPRINT_NBYTES` bytes by which the run's peers are known (`Security.server_fingerprint`);
             empty if the run's connections are not encrypted.
         token: what the coordinator asks for; see `issue_token`.
+        secret: the run's, in a standby's ticket; empty in those of peers.
     """
 
     addresses: tuple[str, ...]
     run_id: str
     token: bytes
     fingerprint: bytes = b""
+    secret: bytes = b""
 
     @property
     def expires_at_s(self) -> int:
@@ -101,6 +109,10 @@ class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     token: Annotated[bytes, Meta(min_length=TOKEN_NBYTES, max_length=TOKEN_NBYTES)]
 
 
+class _StandbyBody(_Body, frozen=True, array_like=True, forbid_unknown_fields=True):
+    secret: Annotated[bytes, Meta(max_length=SECRET_NBYTES)] = b""
+
+
 def make_ticket(
     *, secret: bytes, run_id: str, addresses: Sequence[str], expires_at_s: int, fingerprint: bytes = b""
 ) -> Ticket:
@@ -111,7 +123,8 @@ def make_ticket(
 
 def encode_ticket(ticket: Ticket) -> str:
     """The string that people pass on."""
-    body = msgspec.msgpack.encode(_Body(ticket.addresses, ticket.run_id, ticket.fingerprint, ticket.token))
+    fields = (ticket.addresses, ticket.run_id, ticket.fingerprint, ticket.token)
+    body = msgspec.msgpack.encode(_StandbyBody(*fields, ticket.secret) if ticket.secret else _Body(*fields))
     framed = _LENGTH.pack(len(body)) + body
     packed = framed + hashlib.sha256(framed).digest()[:_CHECK_NBYTES]
     return PREFIX + VERSION + base64.b32encode(packed).decode("ascii").rstrip("=").lower()
@@ -140,12 +153,18 @@ def decode_ticket(text: str) -> Ticket:
     if hashlib.sha256(framed).digest()[:_CHECK_NBYTES] != check:
         raise _garbled()
     try:
-        body = msgspec.msgpack.decode(framed[_LENGTH.size :], type=_Body)
+        body = msgspec.msgpack.decode(framed[_LENGTH.size :], type=_StandbyBody)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise _garbled() from error
-    if len(body.fingerprint) not in (0, FINGERPRINT_NBYTES):
+    if len(body.fingerprint) not in (0, FINGERPRINT_NBYTES) or len(body.secret) not in (0, SECRET_NBYTES):
         raise _garbled()
-    return Ticket(addresses=body.addresses, run_id=body.run_id, fingerprint=body.fingerprint, token=body.token)
+    return Ticket(
+        addresses=body.addresses,
+        run_id=body.run_id,
+        fingerprint=body.fingerprint,
+        token=body.token,
+        secret=body.secret,
+    )
 
 
 def read_ticket(argument: str) -> Ticket:

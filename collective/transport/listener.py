@@ -16,12 +16,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError, SecurityRefused
+from collective.errors import AddressInUse, CollectiveError, ConnectionLost, RemoteProtocolError, SecurityRefused
 from collective.transport.accept_limit import AcceptLimiter, Attempt
 from collective.transport.channel import Channel
 from collective.transport.hello import REFUSED_EXIT_CODE, Hello, HelloReply, Purpose, read_hello, send_reply
 from collective.transport.security import Security, name_mismatch
-from collective.transport.sockets import SocketOptions, fit_to_path, join_address, lost, open_listener, tune
+from collective.transport.sockets import SocketOptions, bind, fit_to_path, join_address, lost, tune
 from collective.transport.tls import TLS_HANDSHAKE_RECORD
 from collective.wire import PROTOCOL_VERSION
 
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RESOURCE_PAUSE_S = 0.1
 _ALERT_S = 0.5
+_BACKLOG = 512
 _UNREAD_NBYTES = 4 << 10
 _NUM_UNREAD = 16
 
@@ -83,20 +84,34 @@ class Listener:
         self._limiter = limiter or AcceptLimiter()
         self._unknown: set[_Caller] = set()
         self._sock: socket.socket | None = None
+        self._accepts = False
         self._tasks = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> None:
-        """Bind and accept from now on.
+    def bind(self) -> None:
+        """Take the address and accept nobody yet: who dials is refused by the system. `start` does it if need be.
 
         Raises:
             AddressInUse: somebody listens there.
             ValueError: not an address of this machine.
         """
-        self._sock = open_listener(self.address, self._options)
+        self._sock = bind(self.address, self._options)
         host, port, *_ = self._sock.getsockname()
         self.address = join_address(host, port)
+
+    async def start(self) -> None:
+        """Accept from now on. Raises as `bind`."""
+        if self._sock is None:
+            self.bind()
+        assert self._sock is not None
+        try:
+            self._sock.listen(_BACKLOG)
+        except OSError as error:  # another one was bound as well, and was faster
+            self._sock.close()
+            self._sock = None
+            raise AddressInUse(self.address) from error
         await self._tasks.__aenter__()
+        self._accepts = True
         self._spawn(partial(self._accept_connections, self._sock))
 
     async def close(self) -> None:
@@ -106,7 +121,8 @@ class Listener:
         for task in self._running:
             task.cancel()
         try:
-            await self._tasks.__aexit__(None, None, None)
+            if self._accepts:
+                await self._tasks.__aexit__(None, None, None)
         finally:
             self._sock.close()
             self._sock = None

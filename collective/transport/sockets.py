@@ -19,7 +19,6 @@ from collective.errors import AddressInUse, ConnectionLost, PeerUnreachable
 from collective.transport.tcp_info import round_trip_s as round_trip_s
 from collective.transport.tcp_info import unacknowledged_nbytes as unacknowledged_nbytes
 
-_LISTEN_BACKLOG = 512
 FAR_S = 0.002
 """A round trip from which on a path counts as long."""
 _STREAMS_BBR = 8
@@ -162,8 +161,8 @@ def _set_congestion_control(sock: socket.socket, name: str) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode("ascii"))
 
 
-def open_listener(address: str, options: SocketOptions) -> socket.socket:
-    """A listening socket. Port 0 takes any free port.
+def bind(address: str, options: SocketOptions) -> socket.socket:
+    """A socket that has the address and does not listen yet. Port 0 takes any free port.
 
     Raises:
         AddressInUse: somebody listens there.
@@ -179,7 +178,6 @@ def open_listener(address: str, options: SocketOptions) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         tune(sock, options)
         sock.bind(bind_to)
-        sock.listen(_LISTEN_BACKLOG)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:

@@ -18,12 +18,12 @@ async def test_silence_of_two_that_have_nothing_to_say_is_no_loss():
     served: list[ControlConnection[Goodbye]] = []
 
     async def serve(channel: Channel) -> None:
-        served.append(ControlConnection(channel, DECODER, silence_timeout_s=0.4))
+        served.append(ControlConnection(channel, DECODER, silence_timeout_s=0.4, sign_of_life_s=0.1))
         await served[0].run(heard.append)
 
     async with listening(0, {Purpose.CONTROL: serve}) as door, asyncio.TaskGroup() as tasks:
         channel = await connect(door.address, hello(Purpose.CONTROL, 1), timeout_s=5.0)
-        mine = ControlConnection(channel, DECODER, silence_timeout_s=0.4)
+        mine = ControlConnection(channel, DECODER, silence_timeout_s=0.4, sign_of_life_s=0.1)
         running = tasks.create_task(mine.run(heard.append))
         done, _ = await asyncio.wait([running], timeout=1.5)
         assert not done, "several silence timeouts have passed"

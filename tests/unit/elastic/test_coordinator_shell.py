@@ -147,6 +147,8 @@ async def test_record_is_durable_before_anybody_hears_of_it(tmp_path):
 class FullDisk:
     """A store that can keep `room` records and then raises, as the real one does on a full disk."""
 
+    is_quick = True
+
     def __init__(self, journal, room):
         self.journal = journal
         self.room = room
