@@ -1,5 +1,7 @@
 """The journal's real files, cut or damaged at any byte: what was acknowledged before that byte, or a named error."""
 
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +48,14 @@ class Files:
     database: bytes
     log: bytes
     acknowledged_at: tuple[int, ...]
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """Where damaged journals are opened, thousands of times: in memory if possible, or every fsync is waited for."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder) / "journal"
 
 
 @pytest.fixture(scope="module")
@@ -130,43 +140,43 @@ def _places(files: Files) -> list[int]:
     return sorted(place for place in near | set(range(0, len(files.log), 1511)) if 0 <= place <= len(files.log))
 
 
-def test_log_cut_at_any_byte_holds_what_was_acknowledged_before_it(tmp_path, killed):
+def test_log_cut_at_any_byte_holds_what_was_acknowledged_before_it(path, killed):
     assert len(set(killed.acknowledged_at)) == len(RECORDS)
     for place in _places(killed):
-        _check_log(tmp_path / "journal", killed, killed.log[:place], place)
+        _check_log(path, killed, killed.log[:place], place)
 
 
-def test_whole_log_holds_everything(tmp_path, killed, checkpointed):
+def test_whole_log_holds_everything(path, killed, checkpointed):
     for files in (killed, checkpointed):
-        assert _replayed(tmp_path / "journal", files.database, files.log) == RECORDS
+        assert _replayed(path, files.database, files.log) == RECORDS
 
 
-def test_log_with_any_byte_changed_holds_what_was_acknowledged_before_it(tmp_path, killed):
+def test_log_with_any_byte_changed_holds_what_was_acknowledged_before_it(path, killed):
     for place in _places(killed)[:-1]:
-        _check_log(tmp_path / "journal", killed, _flipped(killed.log, place, 1 << place % 8), place)
+        _check_log(path, killed, _flipped(killed.log, place, 1 << place % 8), place)
 
 
-def test_log_that_began_anew_never_brings_back_what_it_held_before(tmp_path, checkpointed):
+def test_log_that_began_anew_never_brings_back_what_it_held_before(path, checkpointed):
     for place in _places(checkpointed):
-        _check_log(tmp_path / "journal", checkpointed, checkpointed.log[:place], place)
+        _check_log(path, checkpointed, checkpointed.log[:place], place)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), rubbish=st.binary(min_size=1, max_size=9000))
-def test_log_with_rubbish_over_it_holds_what_was_acknowledged_before_it(tmp_path, killed, data, rubbish):
+def test_log_with_rubbish_over_it_holds_what_was_acknowledged_before_it(path, killed, data, rubbish):
     place = data.draw(st.integers(0, len(killed.log) - 1))
     log = killed.log[:place] + rubbish + killed.log[place + len(rubbish) :]
-    _check_log(tmp_path / "journal", killed, log, place)
+    _check_log(path, killed, log, place)
 
 
-def test_database_with_any_byte_changed_holds_everything_or_is_refused(tmp_path, closed):
+def test_database_with_any_byte_changed_holds_everything_or_is_refused(path, closed):
     places = [place for place, byte in enumerate(closed) if place % 3 == 0 and (byte or place % 499 == 0)]
-    outcomes = [_replayed(tmp_path / "journal", _flipped(closed, p, 1 << p % 8), None) for p in places]
+    outcomes = [_replayed(path, _flipped(closed, p, 1 << p % 8), None) for p in places]
     assert all(records in (None, RECORDS) for records in outcomes)
     assert None in outcomes
     assert RECORDS in outcomes, "not every byte is in use"
 
 
-def test_database_cut_anywhere_holds_everything_or_is_refused(tmp_path, closed):
+def test_database_cut_anywhere_holds_everything_or_is_refused(path, closed):
     for place in range(SHORTEST_DATABASE_NBYTES, len(closed), 211):
-        assert _replayed(tmp_path / "journal", closed[:place], None) in (None, RECORDS)
+        assert _replayed(path, closed[:place], None) in (None, RECORDS)
