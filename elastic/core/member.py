@@ -367,8 +367,8 @@ class MemberMachine:
         """The others agreed on something else than what is staged here: fetch what they have.
 
         As a member, until an `Evicted` says otherwise. To leave the view by oneself would be a view of one's own: a
-        coordinator that crashed between commit and eviction still counts on this member (test_scenarios.py:
-        overruled member).
+        coordinator that crashed between commit and eviction still counts on this member
+        (scenarios/overruled_member_stays.toml).
         """
         if self._view is not None:
             self._view = msgspec.structs.replace(self._view, outer_step=made.outer_step, digest=made.digest)
@@ -391,7 +391,7 @@ class MemberMachine:
             return
         self._effects.append(TakeLeases(ranges=ranges))
         # It waits for others only until it has what it waited for. A trainer that hangs right then says no more, and
-        # would count as waiting for ever (test_scenarios.py: trainer that hangs right after its leases came).
+        # would count as waiting for ever (scenarios/hangs_right_after_its_leases.toml).
         self._waits = False
         self._on_leases_wanted(0)
 

@@ -105,7 +105,7 @@ class Options:
             jitter_s=rng.choice((0.0, 0.002, 0.05)),
             snapshot_s=rng.choice(((0.1, 0.5), (0.5, 3.0), (3.0, 8.0))),
             replay_s=rng.choice((0.02, 0.1)),
-            checkpoint_every=rng.choice((0, 1, 1, 1, 1, 3)),
+            checkpoint_every=rng.choice((0, 1, 1, 1, 1, 1, 1, 3)),
             control_loss=often(0.2),
             control_duplicates=often(0.2),
             control_reorders=often(0.3),
@@ -121,7 +121,7 @@ class Options:
             leave_rate=often(0.1),
             leave_now=rng.choice((0.0, 0.5)),
             wrong_manifest=rng.random() < 0.05,
-            wrong_result=often(0.08, 0.2),
+            wrong_result=often(rng.choice((0.08, 0.5)), 0.2),
             coordinator_crash_rate=often(0.15),
             coordinator_crash_per_effect=often(0.02),
             coordinator_pause_rate=often(0.08, 0.3),
@@ -132,8 +132,8 @@ class Options:
             burst_rate=often(0.08, 0.3),
             clock_drift=rng.choice((0.0, 0.0, 0.01, 0.1)),
             clock_jump_rate=often(0.1, 0.3),
-            disk_lag_s=rng.choice((0.0, 0.0, 0.0, 0.3, 2.0)),
-            torn_write=rng.choice((0.0, 0.0, 0.0, 0.4)),
+            disk_lag_s=rng.choice((0.0, 0.0, 0.0, 0.0, 0.2, 1.0)),
+            torn_write=rng.choice((0.0, 0.0, 0.0, 0.0, 0.3)),
             coordinator_crash_in_persist=often(0.03),
         )
 

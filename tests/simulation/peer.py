@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tests.simulation.network import ControlConnection
     from tests.simulation.simulator import Simulator
 
-PROGRESS_S = 0.25
+PROGRESS_S = 0.5
 
 
 class PeerNode(Process):
