@@ -146,7 +146,7 @@ class PeerNode(Process):
         if machine is None or self.exit is not None:
             return
         effects = machine.handle(event, self.clock.now())
-        if effects and self.sim.check_machines:
+        if effects and self.sim.looks_into_machines():
             machine.check_invariants()
         start = self.start_number
         for effect in effects:
