@@ -116,10 +116,10 @@ class Journal:
                 about = {"format": str(_FORMAT), "run_id": run_id}
                 database.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", about.items())
                 actual = dict(database.execute("SELECT name, value FROM about"))
-            if actual["format"] != about["format"]:
-                raise JournalCorrupted(self.path, None, f"format {actual['format']} is not {_FORMAT}")
-            if actual["run_id"] != run_id:
-                raise JournalOfAnotherRun(self.path, run_id, actual["run_id"])
+                if actual["format"] != about["format"]:
+                    raise JournalCorrupted(self.path, None, f"format {actual['format']} is not {_FORMAT}")
+                if actual["run_id"] != run_id:
+                    raise JournalOfAnotherRun(self.path, run_id, actual["run_id"])
         except BaseException:
             database.close()
             raise
@@ -146,5 +146,6 @@ def _mapped(path: Path) -> Iterator[None]:
     except sqlite3.OperationalError as error:
         # "readonly", "full", "unable to open", "disk I/O error": the place is at fault, not the records.
         raise JournalUnwritable(path, str(error)) from error
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, UnicodeDecodeError, KeyError, TypeError) as error:
+        # A flipped bit also makes a number of a blob, other letters of a name, and no letters at all of an error.
         raise JournalCorrupted(path, None, str(error)) from error

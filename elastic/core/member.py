@@ -405,8 +405,8 @@ class MemberMachine:
         """The others agreed on something else than what is staged here: fetch what they have.
 
         As a member, until an `Evicted` says otherwise. To leave the view by oneself would be a view of one's own: a
-        coordinator that crashed between commit and eviction still counts on this member (test_scenarios.py:
-        overruled member).
+        coordinator that crashed between commit and eviction still counts on this member
+        (scenarios/overruled_member_stays.toml).
         """
         if self._view is not None:
             self._stop_training(f"outer step {made.outer_step} was committed with another result than this peer's")
@@ -430,14 +430,16 @@ class MemberMachine:
             return
         self._effects.append(TakeLeases(ranges=ranges))
         # It waits for others only until it has what it waited for. A trainer that hangs right then says no more, and
-        # would count as waiting for ever (test_scenarios.py: trainer that hangs right after its leases came).
+        # would count as waiting for ever (scenarios/hangs_right_after_its_leases.toml).
         self._waits = False
         self._on_leases_wanted(0)
 
     # -------------------------------------------------------------------------------- what happens at home
 
     def _on_round_ready(self, payload: RoundReady) -> None:
-        if not self._standing or self._final or self.held is None:
+        if self._final:
+            return  # the run's last step was made without it
+        if not self._standing or self.held is None:
             self.counters["payload_of_no_member"] += 1
         elif payload.outer_step != self.held.outer_step or self._attempt.payload is not None:
             self.counters["payload_of_another_step"] += 1

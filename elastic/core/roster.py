@@ -81,7 +81,7 @@ class Roster:
         members = self.members()
         waiting = [item for item in members if item.blocked or self.rounds.spoke(item.ref.peer_id)]
         # Who has caught up waits for a commit boundary. If the only member hangs there is nobody else to wait for it,
-        # and the learners would sit there for ever (test_scenarios.py: hung sole member).
+        # and the learners would sit there for ever (scenarios/hung_sole_member_makes_way.toml).
         waiting += [item for item in self.learners() if item.synced is not None and item.synced == self.state.committed]
         result = []
         for session in self.sessions.values():

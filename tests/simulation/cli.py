@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.simulation.blocks import Kind, Tally, run_seeds
+from tests.simulation.marks import KNOWN
 from tests.simulation.minimise import minimise
 from tests.simulation.mutants import MUTANTS, Mutant
 from tests.simulation.rounds.mutants import ROUND_MUTANTS, RoundMutant
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         tally.count(kind.run(options.first, has_echo=True))
     else:
         tally = run_seeds(kind, options.first, options.seeds, num_jobs=options.jobs or None)
-    report = summary(tally, time.monotonic() - started)
+    report = summary(tally, time.monotonic() - started, has_marks=not options.rounds)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     if tally.violation is not None:
@@ -100,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def summary(tally: Tally, wall_s: float) -> dict[str, object]:
+def summary(tally: Tally, wall_s: float, *, has_marks: bool) -> dict[str, object]:
     """The figures of a run of seeds. All but the times follow from the seeds."""
     violation = None
     if tally.violation is not None:
@@ -116,6 +117,8 @@ def summary(tally: Tally, wall_s: float) -> dict[str, object]:
         "wall_s": round(wall_s, 1),
         "schedules_per_s": round(tally.num_seeds / wall_s, 1),
         "schedules_per_s_and_core": round(tally.num_seeds / max(tally.cpu_s, 1e-9), 1),
+        "never_exercised": sorted(KNOWN - set(tally.counters)) if has_marks else [],
+        "unlisted": sorted(set(tally.counters) - KNOWN) if has_marks else [],
         "counters": dict(sorted(tally.counters.items())),
         "ends": dict(sorted(tally.ends.items())),
     }

@@ -78,7 +78,7 @@ class CoordinatorNode(Process):
         if machine is None:
             return
         effects = self.sim.parts.arrange(machine.handle(event, self.clock.now()))
-        if effects and self.sim.check_machines:
+        if effects and self.sim.looks_into_machines():
             machine.check_invariants()
         survives = len(effects)
         for index in range(len(effects)):

@@ -37,7 +37,7 @@ from tests.simulation.world import Violation
 if TYPE_CHECKING:
     from tests.simulation.peer import PeerNode
 
-LOOK_S = 0.5
+LOOK_S = 0.75
 STALL_S = 2.5
 LINK_TIMEOUT_S = 2.0
 MAX_HELD_BACK = 512
@@ -174,7 +174,7 @@ class Exchange:
                 case Finished():
                     self.result = tuple(self._chunks[chunk] for chunk in sorted(self._chunks))
                     self.node.exchange_done(self.key, self.result)
-        if effects and self.node.sim.check_machines:
+        if effects and self.node.sim.looks_into_machines():
             self.machine.check_invariants()
 
     def _send(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from collective.core.types import PeerRef, View
 from elastic.core.events import BecomeLearner, Finish, InstallStaged
-from elastic.core.messages import CoordinatorMessage, LeaseGrant, Refused, Welcome
+from elastic.core.messages import CoordinatorMessage, Evicted, LeaseGrant, Refused, Welcome
 from elastic.core.records import CommitRecord, LeaseRecord, Record, ReleaseRecord, ViewRecord
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ CAUSES = (
     "left",
     "evicted",
     "started again",
-    "nobody holds the state",
     "round failed, one more try",
     "votes differ",
     "dropped",
@@ -87,6 +86,8 @@ class Marks(Counter[str]):
             case LeaseGrant(serial=serial):
                 self["lease: grant repeated"] += (to, serial) in self._grants_told
                 self._grants_told.add((to, serial))
+            case Evicted(reason="nobody holds the state"):
+                self["view: nobody holds the state"] += 1
             case Refused(code=code):
                 self[f"refused: {code}"] += 1
             case _:
@@ -121,4 +122,100 @@ class Marks(Counter[str]):
             self[f"{who}: {reason}"] += number
 
 
-KNOWN = frozenset(())
+KNOWN = frozenset(
+    (
+        "admitted: one commit behind",
+        "admitted: several commits behind",
+        "admitted: with the newest state",
+        "commit: final",
+        "coordinator: blamed",
+        "coordinator: dropped: connection lost, and a member waits for it",
+        "coordinator: dropped: did not come back",
+        "coordinator: dropped: does not hear",
+        "coordinator: dropped: makes no progress",
+        "coordinator: dropped: members could not finish the round with it",
+        "coordinator: dropped: silent",
+        "coordinator: dropped: silent, and a member waits for it",
+        "coordinator: learner_spoke_as_member",
+        "coordinator: old_lease_request",
+        "coordinator: old_round",
+        "coordinator: older_incarnation",
+        "coordinator: stranger",
+        "coordinator: woken_late",
+        "disk: lost",
+        "disk: torn",
+        "disk: whole",
+        "end: everybody left",
+        "end: final",
+        "end: goes on",
+        "end: halted for its integrity",
+        "end: lost, and said so",
+        "end: waits for a quorum",
+        "exit: 0",
+        "exit: 5",
+        "exit: 7",
+        "exit: 9",
+        "exit: 20",
+        "exit: 20, without an answer",
+        "fault: burst",
+        "fault: clock jump",
+        "fault: coordinator crash",
+        "fault: coordinator pause",
+        "fault: crash",
+        "fault: cut",
+        "fault: hang",
+        "fault: leave",
+        "fault: link break",
+        "fault: partition",
+        "fault: pause",
+        "fault: reset",
+        "fault: slow",
+        "fault: swizzle",
+        "founder: replaced",
+        "install: learnt from a view",
+        "journal: died, and the record was lost",
+        "journal: died, and the record was written",
+        "lease: freed samples given again",
+        "lease: grant repeated",
+        "member: old_epoch",
+        "member: old_exchange",
+        "member: old_grant",
+        "member: overruled",
+        "recovery: leases of a cut journal released",
+        "recovery: the view went on",
+        "refused: 0",
+        "refused: 5",
+        "refused: 7",
+        "refused: 9",
+        "transfer: asked another donor",
+        "transfer: failed",
+        "transfer: fetched a snapshot",
+        "transfer: replayed commits",
+        "view: dropped",
+        "view: empty",
+        "view: evicted",
+        "view: joined",
+        "view: joined while nobody could commit",
+        "view: left",
+        "view: left at once",
+        "view: nobody holds the state",
+        "view: round failed, one more try",
+        "view: started again",
+        "view: votes differ",
+        "wire: frame dropped",
+        "wire: frame held back",
+    )
+)
+"""What enough seeds, together with the files of scenarios/, must have hit."""
+
+DEFENCES = frozenset(
+    (
+        "coordinator: lease_clipped",
+        "coordinator: vote_after_failure",
+        "member: leases_wanted_by_learner",
+        "member: payload_of_another_step",
+        "member: payload_of_no_member",
+        "transfer: not what was asked for",
+    )
+)
+"""What only a peer that breaks the protocol, or a shell that breaks its contract, can hit. These peers do neither."""

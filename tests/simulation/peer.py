@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from tests.simulation.network import ControlConnection
     from tests.simulation.simulator import Simulator
 
-PROGRESS_S = 0.25
+PROGRESS_S = 0.5
 
 
 class PeerNode(Process):
@@ -149,7 +149,7 @@ class PeerNode(Process):
         if machine is None or self.exit is not None:
             return
         effects = machine.handle(event, self.clock.now())
-        if effects and self.sim.check_machines:
+        if effects and self.sim.looks_into_machines():
             machine.check_invariants()
         start = self.start_number
         for effect in effects:

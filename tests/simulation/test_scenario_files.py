@@ -46,11 +46,11 @@ def test_step_that_nobody_knows_is_an_error(step: str) -> None:
 
 def test_history_that_changed_ends_the_command_with_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "changed.toml"
-    original = Scenario.load(FOLDER / "survivors_go_on.toml")
-    changed = dataclasses.replace(original, expect=Expected(story=[*original.expect.story[:-1], "commits 6 to 9"]))
+    original = Scenario.load(FOLDER / "shrink_to_one_and_grow.toml")
+    changed = dataclasses.replace(original, expect=Expected(story=[*original.expect.story[:-1], "commits 9 to 11"]))
     changed.save(path)
     assert main(["--scenario", str(path)]) == 1
-    assert "-commits 6 to 9" in capsys.readouterr().out
+    assert "-commits 9 to 11" in capsys.readouterr().out
     assert main(["--scenario", str(path), "--rewrite"]) == 0
     assert main(["--scenario", str(path)]) == 0
     assert Scenario.load(path) == original

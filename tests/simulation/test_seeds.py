@@ -2,29 +2,63 @@
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.simulation import blocks
+from tests.simulation.blocks import Kind, Tally, run_seeds
+from tests.simulation.marks import DEFENCES, KNOWN
+from tests.simulation.minimise import minimise
 from tests.simulation.mutants import MUTANTS
+from tests.simulation.options import Options
+from tests.simulation.scenario import FOLDER, Scenario, changed
 from tests.simulation.simulator import Simulator
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-NUM_BLOCKS, SEEDS_A_BLOCK = 8, 50
+NUM_SEEDS = 800
+
+pytestmark = pytest.mark.timeout(300)  # hundreds of seeds take their time on a busy machine
 
 
-@pytest.mark.parametrize("block", range(NUM_BLOCKS))
-def test_no_seed_breaks_an_invariant(block: int) -> None:
-    for seed in range(block * SEEDS_A_BLOCK, (block + 1) * SEEDS_A_BLOCK):
-        violation = Simulator(seed).run().violation
-        assert violation is None, f"{violation}; replay: scripts/simulate --first {seed} --trace"
+@pytest.fixture(scope="module")
+def tally() -> Tally:
+    return run_seeds(Kind(), 0, NUM_SEEDS)
+
+
+def test_no_seed_breaks_an_invariant(tally: Tally) -> None:
+    assert tally.violation is None, f"{tally.violation}; replay: scripts/simulate --first {tally.violation[0]} --trace"
+    assert tally.num_seeds == NUM_SEEDS
+
+
+def test_every_rule_is_exercised_by_seeds_and_scenarios(tally: Tally) -> None:
+    hits: Counter[str] = Counter(tally.counters)
+    for path in FOLDER.glob("*.toml"):
+        hits.update(Scenario.load(path).run()[0].counters)
+    assert sorted(KNOWN - set(hits)) == [], "rules that nothing tests"
+    assert sorted(DEFENCES & set(hits)) == [], "honest peers ran into a defence against others"
+
+
+def test_report_does_not_depend_on_the_number_of_processes() -> None:
+    alone, together = (run_seeds(Kind(), 900, 50, num_jobs=num_jobs) for num_jobs in (1, 2))
+    alone.cpu_s = together.cpu_s = 0.0
+    assert alone == together
+
+
+def test_first_violation_wins_however_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "SEEDS_A_BLOCK", 3)
+    kind = Kind(mutant="vote_without_digest")
+    alone, together = (run_seeds(kind, 0, 60, num_jobs=num_jobs) for num_jobs in (1, 2))
+    assert alone.violation is not None
+    assert alone.num_seeds > blocks.SEEDS_A_BLOCK
+    assert (alone.violation, alone.num_seeds) == (together.violation, together.num_seeds)
 
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_every_mutant_is_caught_within_300_seeds(name: str) -> None:
-    outcomes = (Simulator(seed, parts=MUTANTS[name].parts).run() for seed in range(300))
-    caught = next((outcome for outcome in outcomes if outcome.violation is not None), None)
-    assert caught is not None, f"nothing notices that {MUTANTS[name].what}"
+    found = run_seeds(Kind(mutant=name), 0, 300, num_jobs=1).violation
+    assert found is not None, f"nothing notices that {MUTANTS[name].what}"
 
 
 def test_same_seed_gives_the_same_trace() -> None:
@@ -36,6 +70,25 @@ def test_same_seed_gives_the_same_trace() -> None:
         second.virtual_s,
     )
     assert Simulator(12).run().trace_hash != first.trace_hash
+
+
+def test_options_given_by_hand_make_the_history_of_the_seed_that_draws_them() -> None:
+    assert Simulator(11).run().trace_hash == Simulator(11, options=Options.of_seed(11)).run().trace_hash
+
+
+def test_failing_seed_shrinks_to_what_its_violation_needs() -> None:
+    failure = minimise(1, "lease_returned_twice")
+    assert failure is not None
+    assert failure.invariant == "I7"
+    drawn, left = Options.of_seed(1), failure.options
+    assert len(changed(left)) < len(changed(drawn)) / 2
+    assert left.num_peers <= drawn.num_peers
+    _, actual = failure.scenario("lease_returned_twice").run()
+    assert actual == failure.scenario("lease_returned_twice").expect, "what is written down happens again"
+
+
+def test_seed_without_a_violation_cannot_shrink() -> None:
+    assert minimise(0) is None
 
 
 def test_violation_ends_the_command_with_code_1_and_says_how_to_replay_it() -> None:
