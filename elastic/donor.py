@@ -4,11 +4,13 @@ Rules: the members never wait for a learner. A snapshot is pinned, not copied, a
 was committed; a learner that stops reading only fills its own connection's buffers and is cut off at its deadline.
 A pin is always released, however the connection ends. At most
 `max_connections` are answered at once; others are told so.
-Where the node's upload is capped, a piece goes when the cap has room for it: exchanges take first, but no learner is
-kept waiting for more than `TURN_S` by them. What the bytes mean is not known here.
+Exchanges come first: while one is under way here, and while it uses up the cap on the upload, state waits. But after
+`TURN_S` a piece goes all the same, so that a learner can tell a busy donor from a dead one. What the bytes mean is not
+known here.
 """
 
 import asyncio
+from collections.abc import Callable
 
 from collective.core.bucket import TokenBucket
 from collective.core.types import OuterStep
@@ -35,7 +37,10 @@ from elastic.state_wire import (
 from elastic.wire import decode, encode
 
 TURN_S = 2.0
-"""Under a cap that exchanges use up: after this a piece needs no room, only that the last one is paid for."""
+"""What a piece may wait for exchanges. Far less than a learner's patience."""
+
+_LOOK_S = 0.01
+"""Between two looks whether the exchange is over: little beside a round, and nothing beside a transfer."""
 
 
 class Donor:
@@ -48,6 +53,7 @@ class Donor:
         max_connections: how many are answered at once; each may hold a pin, and a learner uses up to two.
         idle_timeout_s: how long a learner may ask nothing.
         upload: what this node may send; shared with its exchanges.
+        is_exchanging: whether an exchange is under way here.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class Donor:
         max_connections: int = 8,
         idle_timeout_s: float = 120.0,
         upload: TokenBucket | None = None,
+        is_exchanging: Callable[[], bool] = lambda: False,
     ) -> None:
         self._replica = replica
         self._commit_log = commit_log
@@ -66,6 +73,7 @@ class Donor:
         self._max_connections = max_connections
         self._idle_timeout_s = idle_timeout_s
         self._upload = upload
+        self._is_exchanging = is_exchanging
         self._turn = asyncio.Lock()
         self.num_connections = 0
         """Connections that are open now."""
@@ -88,12 +96,15 @@ class Donor:
             channel.close()
 
     async def room_for(self, nbytes: int) -> None:
-        """Wait until the node's cap lets so many bytes go, one learner after the other."""
+        """Wait until so many bytes may go; under a cap, one learner after the other."""
         cap, clock = self._upload, asyncio.get_running_loop().time
+        since = clock()
+        while self._is_exchanging() and clock() - since < TURN_S:  # noqa: ASYNC110 - the end of a round tells nobody
+            await asyncio.sleep(_LOOK_S)
         if cap is None:
             return
         async with self._turn:
-            since = clock()
+            # Once its turn is up it needs no room any more, only that the piece before is paid for.
             while delay_s := cap.delay_s(clock(), nbytes if clock() - since < TURN_S else 0):  # noqa: ASYNC110
                 await asyncio.sleep(min(delay_s, TURN_S))
             cap.take(clock(), nbytes)

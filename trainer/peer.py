@@ -112,7 +112,12 @@ class Peer:
             options=bulk_options(config),
             security=plan.security,
         )
-        self.donor = Donor(self._state, self._commit_log, upload=self.communicator.upload_cap)
+        self.donor = Donor(
+            self._state,
+            self._commit_log,
+            upload=self.communicator.upload_cap,
+            is_exchanging=lambda: self._runner.is_exchanging,
+        )
         self._runner = RoundRunner(
             communicator=self.communicator,
             state=self._state,

@@ -346,6 +346,17 @@ async def test_exchanges_take_first_and_a_learner_is_still_served(hasher, monkey
     assert cap.available(clock.now) == 0
 
 
+async def test_state_waits_for_an_exchange_but_not_for_ever(hasher, monkeypatch):
+    clock = Clock(monkeypatch)
+    ends = [clock.now + 0.5, clock.now + 1000.0]
+    donor = Donor(NumberReplica(hasher), CommitLog(0), is_exchanging=lambda: clock.now < ends[0])
+    await donor.room_for(1000)
+    assert clock.now == pytest.approx(100.5, abs=0.02)
+    ends.pop(0)
+    await donor.room_for(1000)
+    assert clock.now == pytest.approx(100.5 + TURN_S, abs=0.03)
+
+
 async def test_without_a_cap_nobody_waits(hasher, monkeypatch):
     clock = Clock(monkeypatch)
     await Donor(NumberReplica(hasher), CommitLog(0)).room_for(1 << 30)
