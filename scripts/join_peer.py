@@ -95,7 +95,7 @@ class Peer:
         self._communicator = Communicator(
             me=self._me, hello=self._bulk_hello, options=BulkOptions(), chunk_nbytes=1 << 20
         )
-        self._donor = Donor(self._state, self._log, is_exchanging=lambda: self._runner.is_exchanging)
+        self._donor = Donor(self._state, self._log, exchanged=self._communicator.progress)
         payload = torch.randn(numel, generator=torch.Generator().manual_seed(number)).mul_(1e-3)
         self._runner = RoundRunner(
             communicator=self._communicator,

@@ -116,7 +116,7 @@ class Peer:
             self._state,
             self._commit_log,
             upload=self.communicator.upload_cap,
-            is_exchanging=lambda: self._runner.is_exchanging,
+            exchanged=self.communicator.progress,
         )
         self._runner = RoundRunner(
             communicator=self.communicator,

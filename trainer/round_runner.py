@@ -61,8 +61,6 @@ class RoundRunner:
         self._on_exchanged = on_exchanged
         self._staged_entry: CommitEntry | None = None
         self._surveyed_epoch: Epoch | None = None
-        self.is_exchanging = False
-        """Whether this peer's part of an exchange is under way: its line has better things to do than serve state."""
         self.absorbed: Absorbed | None = None
         """What the workers do with their values after the newest commit."""
 
@@ -84,20 +82,16 @@ class RoundRunner:
             CollectiveError: the exchange cannot finish in this view; the payload is unchanged.
         """
         self.discard_staged(key)
+        await self._survey_if_due(view, key)
         chunks: list[ResultChunk] = []
-        self.is_exchanging = True
-        try:
-            await self._survey_if_due(view, key)
-            stats = await self._communicator.all_reduce(
-                key,
-                self._payload,
-                out=self._state.result_buffer(),
-                weight=weight,
-                codec=self._codec,
-                record=lambda start_numel, _numel, wire: chunks.append(ResultChunk(start_numel, bytes(wire))),
-            )
-        finally:
-            self.is_exchanging = False
+        stats = await self._communicator.all_reduce(
+            key,
+            self._payload,
+            out=self._state.result_buffer(),
+            weight=weight,
+            codec=self._codec,
+            record=lambda start_numel, _numel, wire: chunks.append(ResultChunk(start_numel, bytes(wire))),
+        )
         self._on_exchanged(key, stats)
         members = tuple(member.peer_id for member in view.members)
         round_ = self._schedule.round_after(key.outer_step)
