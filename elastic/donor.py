@@ -4,14 +4,17 @@ Rules: the members never wait for a learner. A snapshot is pinned, not copied, a
 was committed; a learner that stops reading only fills its own connection's buffers and is cut off at its deadline.
 A pin is always released, however the connection ends. At most
 `max_connections` are answered at once; others are told so.
-Where the node's upload is capped, a piece goes when the cap has room for it: exchanges take first, but no learner is
-kept waiting for more than `TURN_S` by them. What the bytes mean is not known here.
+Exchanges come first: while their bytes move here, or use up the cap on the upload, chunks of a snapshot wait. After
+`TURN_S` a piece goes all the same, so that a learner can tell a busy donor from a dead one. Commits wait for no
+exchange: whoever asks for one may be the very member that it waits for. What the bytes mean is not known here.
 """
 
 import asyncio
+import math
+from collections.abc import Callable
 
 from collective.core.bucket import TokenBucket
-from collective.core.types import OuterStep
+from collective.core.types import Instant, OuterStep
 from collective.errors import RemoteProtocolError
 from collective.transport import Channel
 from collective.wire import FrameType
@@ -35,7 +38,11 @@ from elastic.state_wire import (
 from elastic.wire import decode, encode
 
 TURN_S = 2.0
-"""Under a cap that exchanges use up: after this a piece needs no room, only that the last one is paid for."""
+"""What a piece may wait for exchanges. Far less than a learner's patience."""
+
+_LOOK_S = 0.01
+_QUIET_S = 0.05
+"""An exchange that has moved nothing for so long is over, or waits for somebody."""
 
 
 class Donor:
@@ -48,6 +55,7 @@ class Donor:
         max_connections: how many are answered at once; each may hold a pin, and a learner uses up to two.
         idle_timeout_s: how long a learner may ask nothing.
         upload: what this node may send; shared with its exchanges.
+        exchanged: a number that grows with every byte that exchanges move here.
     """
 
     def __init__(
@@ -59,6 +67,7 @@ class Donor:
         max_connections: int = 8,
         idle_timeout_s: float = 120.0,
         upload: TokenBucket | None = None,
+        exchanged: Callable[[], int] = lambda: 0,
     ) -> None:
         self._replica = replica
         self._commit_log = commit_log
@@ -66,6 +75,9 @@ class Donor:
         self._max_connections = max_connections
         self._idle_timeout_s = idle_timeout_s
         self._upload = upload
+        self._exchanged = exchanged
+        self._exchanged_before = exchanged()
+        self._moved_at = -math.inf
         self._turn = asyncio.Lock()
         self.num_connections = 0
         """Connections that are open now."""
@@ -87,16 +99,25 @@ class Donor:
             session.release()
             channel.close()
 
-    async def room_for(self, nbytes: int) -> None:
-        """Wait until the node's cap lets so many bytes go, one learner after the other."""
+    async def room_for(self, nbytes: int, *, is_urgent: bool = False) -> None:
+        """Wait until so many bytes may go; under a cap, one learner after the other."""
         cap, clock = self._upload, asyncio.get_running_loop().time
+        since = clock()
+        while not is_urgent and self._is_exchanging(clock()) and clock() - since < TURN_S:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
         if cap is None:
             return
         async with self._turn:
-            since = clock()
+            # Once its turn is up it needs no room any more, only that the piece before is paid for.
             while delay_s := cap.delay_s(clock(), nbytes if clock() - since < TURN_S else 0):  # noqa: ASYNC110
                 await asyncio.sleep(min(delay_s, TURN_S))
             cap.take(clock(), nbytes)
+
+    def _is_exchanging(self, now: Instant) -> bool:
+        moved = self._exchanged()
+        if moved != self._exchanged_before:
+            self._exchanged_before, self._moved_at = moved, now
+        return now - self._moved_at < _QUIET_S
 
     @property
     def is_full(self) -> bool:
@@ -174,12 +195,12 @@ class _Session:
         )
         await self._send(FrameType.STATE_HEADER, encode(header))
         for number, chunk in enumerate(entry.chunks):
-            await self._send_pieces(number, memoryview(chunk.data))
+            await self._send_pieces(number, memoryview(chunk.data), is_urgent=True)
 
-    async def _send_pieces(self, number: int, data: memoryview) -> None:
+    async def _send_pieces(self, number: int, data: memoryview, *, is_urgent: bool = False) -> None:
         for start in range(0, data.nbytes, PIECE_NBYTES):
             piece = data[start : start + PIECE_NBYTES]
-            await self._donor.room_for(piece.nbytes)
+            await self._donor.room_for(piece.nbytes, is_urgent=is_urgent)
             await self._send(FrameType.STATE_CHUNK, piece, chunk=number)
             self._donor.bytes_served += piece.nbytes
 

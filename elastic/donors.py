@@ -4,18 +4,31 @@ Rules: a donor that lied, broke off or stalled is dropped for this catch-up and 
 looked like its fault may have been the network's. Every drop keeps its cause.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
-from collective.core.types import Member, PeerRef
+from collective.core.types import Member, OuterStep, PeerRef
+from collective.errors import CollectiveError
 from collective.transport import Channel
+from elastic.digest import StateManifest
 from elastic.donor_link import DonorLink
+from elastic.errors import DonorFault
 from elastic.state_wire import Pace
 
 _log = logging.getLogger(__name__)
 
 Dial = Callable[[Member], Awaitable[Channel]]
 """Opens a STATE connection to a peer, within its own deadline."""
+
+
+class Offer(NamedTuple):
+    """A donor that is ready: the state it has pinned, and the sizes of its commits after the one held here."""
+
+    link: DonorLink
+    manifest: StateManifest
+    commits_nbytes: tuple[int, ...]
 
 
 class Donors:
@@ -58,3 +71,30 @@ class Donors:
     async def open(self, member: Member) -> DonorLink:
         """Connect to one. Raises CollectiveError."""
         return DonorLink(member, await self._dial(member), self._pace)
+
+    async def gather(self, offers: list[Offer], after: OuterStep | None) -> None:
+        """Connect to the first few and ask each to pin its state. The caller closes what is in `offers`, whatever
+        happens; none is there only if nobody is left.
+
+        Args:
+            offers: what is offered is added here.
+            after: ask for the sizes of the commits from this one on; None for none.
+        """
+
+        async def ask(member: Member) -> None:
+            useless = None
+            try:
+                link = useless = await self.open(member)
+                manifest, commits_nbytes = await link.offer(after)
+                offers.append(Offer(link, manifest, commits_nbytes))
+                useless = None
+            except (CollectiveError, DonorFault) as error:
+                self.drop(member, error)
+            finally:
+                if useless is not None:
+                    useless.close()
+
+        while not offers and (candidates := self.candidates):
+            async with asyncio.TaskGroup() as tasks:
+                for member in candidates[: self._pace.max_donors]:
+                    tasks.create_task(ask(member))

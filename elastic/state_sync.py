@@ -18,7 +18,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from collective.core.types import Member, OuterStep
 from collective.errors import CollectiveError
@@ -26,7 +25,7 @@ from elastic.commit_source import CommitSource
 from elastic.core.messages import Held
 from elastic.digest import Hasher, StateManifest
 from elastic.donor_link import DonorLink
-from elastic.donors import Dial, Donors
+from elastic.donors import Dial, Donors, Offer
 from elastic.errors import DonorFault, NoDonor, StateDiverged, StateMismatch
 from elastic.inquiry import Inquiry
 from elastic.observation import Observe, ignore
@@ -42,14 +41,6 @@ _MAX_APPROACHES = 4
 
 _COMMIT_SLACK_NBYTES = 1 << 20
 """A commit may be this much larger than the state: headers of codecs on tiny fragments."""
-
-
-class _Offer(NamedTuple):
-    """A donor that is ready: the state it has pinned, and the sizes of its commits after the one held here."""
-
-    link: DonorLink
-    manifest: StateManifest
-    commits_nbytes: tuple[int, ...]
 
 
 class StateSync:
@@ -141,9 +132,9 @@ class StateSync:
     async def _approach(self, held: Held | None) -> Held:
         """Replay, or fetch a snapshot and replay what came after it. Returns what is held then."""
         while True:
-            offers: list[_Offer] = []
+            offers: list[Offer] = []
             try:
-                await self._gather_offers(offers, held)
+                await self._donors.gather(offers, None if held is None else OuterStep(held.outer_step + 1))
                 if not offers:
                     raise NoDonor(self._aim_now.outer_step, self._donors.causes)
                 offer = max(offers, key=self._preference)
@@ -164,7 +155,7 @@ class StateSync:
             if manifest is not None:
                 return await self._replay(await self._replica.finish_restore(manifest))
 
-    def _cheapest_replay(self, held: Held | None, offers: Sequence[_Offer], manifest: StateManifest) -> _Offer | None:
+    def _cheapest_replay(self, held: Held | None, offers: Sequence[Offer], manifest: StateManifest) -> Offer | None:
         """Whose commits to replay, or None if fetching what differs moves fewer bytes (or there is no other way)."""
         if held is None or not self._may_replay or self._commits.is_wrong(held):
             return None
@@ -200,33 +191,11 @@ class StateSync:
             return self._transfer.contents(manifest)
         return contents_of(leftover, manifest)
 
-    def _preference(self, offer: _Offer) -> tuple[bool, bool, int]:
+    def _preference(self, offer: Offer) -> tuple[bool, bool, int]:
         """Largest is best: what a broken transfer has begun, then the target itself, then the newest."""
         manifest = offer.manifest
         begun = self._transfer is not None and self._transfer.manifest.digest == manifest.digest
         return begun, manifest.digest == self._aim_now.digest, manifest.outer_step
-
-    async def _gather_offers(self, offers: list[_Offer], held: Held | None) -> None:
-        """Connect to the first few donors and ask each to pin its state. The caller closes what is in `offers`."""
-        after = None if held is None else OuterStep(held.outer_step + 1)
-
-        async def ask(member: Member) -> None:
-            useless = None
-            try:
-                link = useless = await self._donors.open(member)
-                manifest, commits_nbytes = await link.offer(after)
-                offers.append(_Offer(link, manifest, commits_nbytes))
-                useless = None
-            except (CollectiveError, DonorFault) as error:
-                self._donors.drop(member, error)
-            finally:
-                if useless is not None:
-                    useless.close()
-
-        while not offers and (candidates := self._donors.candidates):
-            async with asyncio.TaskGroup() as tasks:
-                for member in candidates[: self._pace.max_donors]:
-                    tasks.create_task(ask(member))
 
     # -------------------------------------------------------------------------------- replaying
 
@@ -262,7 +231,7 @@ class StateSync:
 
     # -------------------------------------------------------------------------------- fetching
 
-    async def _pull(self, offers: list[_Offer], manifest: StateManifest) -> StateManifest | None:
+    async def _pull(self, offers: list[Offer], manifest: StateManifest) -> StateManifest | None:
         """Fetch what is missing of this snapshot from all who offer it. None if they failed before it was whole."""
         transfer = await self._begin(manifest)
         links = []

@@ -5,8 +5,9 @@ Four processes of scripts/join_peer.py: all of a peer but its workers, over a sy
 a shared state of 200 MB), on loopback and, with --mbit RATE, on an emulated network of that rate (needs root).
 
 Measured: start-up (from the start of the process to its first word), transfer (the first catch-up) and its share of the
-link, time until it is a member. The stall is how much longer than a calm outer step the longest one took, from the
-start of the joiner to its first contribution; an outer step lasts from one commit, at the last member, to the next.
+link, time until it is a member. The stall is how much longer than a calm outer step the longest one took; an outer step
+lasts from one commit, at the last member, to the next. Steps from the start of the joiner to its admission are compared
+with those before, of three members; the step of its first contribution with those after, of four.
 Then the joiner is stopped (SIGSTOP) until the others have made N more steps, and continued: bytes that it verified
 until it is a member again, over those of the state. Checked: one digest a step, and every weight in every result.
 """
@@ -150,7 +151,10 @@ async def story(run: Run, tasks: asyncio.TaskGroup) -> Row:
     during = [step for step in steps(members) if last(members, step) > joiner.started and step <= first["outer_step"]]
     row = {"mbit": options.mbit if run.wan is not None else None, "codec": options.codec, "members": MEMBERS}
     row |= join_of(joiner, first, options, run.wan is not None)
-    row |= stall_of(calm, spans(members, during), options.inner_s)
+    everybody = [*members, joiner]
+    await run.until_step(first["outer_step"] + 1 + options.calm, everybody)
+    after = spans(members, range(first["outer_step"] + 2, first["outer_step"] + 2 + options.calm))
+    row |= stall_of(calm, spans(members, during), after, options.inner_s)
     row["returns"] = [await freeze(run, members, joiner, missed) for missed in options.missed]
     return row
 
@@ -171,16 +175,18 @@ def join_of(joiner: Process, first: Row, options: argparse.Namespace, has_link: 
     }
 
 
-def stall_of(calm: Sequence[float], during: Sequence[float], inner_s: float) -> Row:
-    median = statistics.median(calm)
+def stall_of(calm: Sequence[float], during: Sequence[float], after: Sequence[float], inner_s: float) -> Row:
+    *fetching, admission = during
+    before, of_four = statistics.median(calm), statistics.median(after)
     return {
-        "calm_step_s": median,
-        "calm_round_s": median - inner_s,
-        "calm_spread_s": [min(calm) - median, max(calm) - median],
-        "steps_during_join": len(during),
-        "stall_s": max(during) - median,
-        "stall_before_the_last_s": max(during[:-1], default=median) - median,
-        "stalls_s": [span - median for span in during],
+        "calm_round_s": before - inner_s,
+        "calm_spread_s": [min(calm) - before, max(calm) - before],
+        "after_round_s": of_four - inner_s,
+        "after_spread_s": [min(after) - of_four, max(after) - of_four],
+        "steps_during_fetch": len(fetching),
+        "fetch_stall_s": max(fetching, default=before) - before,
+        "fetch_stalls_s": [span - before for span in fetching],
+        "admission_stall_s": admission - of_four,
     }
 
 
@@ -246,22 +252,26 @@ def check(run: Run, path: Path) -> int:
 def lines(row: Row) -> list[str]:
     where = "loopback" if row["mbit"] is None else f"{row['mbit']:g} Mbit/s"
     share = "" if row["link_share"] is None else f", {100 * row['link_share']:.0f} % of the link"
-    low, high = row["calm_spread_s"]
     result = [
         f"{where}, {row['codec']}, state of {row['state_nbytes'] / 1e6:.0f} MB, {row['members']} members",
         f"  start-up {row['start_s']:.2f} s, transfer {row['transfer_s']:.2f} s "
         f"({row['transfer_bytes_per_s'] / 1e6:.0f} MB/s{share}), member after {row['active_s']:.2f} s",
-        f"  calm round {row['calm_round_s']:.3f} s ({low:+.3f} to {high:+.3f}); longest of {row['steps_during_join']} "
-        f"steps during the join {row['stall_s']:+.3f} s (before the joiner's own first round "
-        f"{row['stall_before_the_last_s']:+.3f} s)",
+        f"  calm round {row['calm_round_s']:.3f} s ({_spread(row['calm_spread_s'])}); longest of "
+        f"{row['steps_during_fetch']} steps during the join {row['fetch_stall_s']:+.3f} s",
+        f"  calm round of four {row['after_round_s']:.3f} s ({_spread(row['after_spread_s'])}); the first one "
+        f"{row['admission_stall_s']:+.3f} s",
         f"  {row['contributions']} contributions of the joiner, all weights right",
     ]
     returns = [
-        f"  back after {back['missed']} steps: {back['nbytes'] / 1e6:.1f} MB, {100 * back['share']:.1f} % of the state,"
-        f" for {back['replayed_to']} steps, in {back['seconds']:.2f} s"
+        f"  back after {back['missed']} steps: {back['nbytes'] / 1e6:.1f} MB, {100 * back['share']:.1f} % of the "
+        f"state, for {back['replayed_to']} steps, in {back['seconds']:.2f} s"
         for back in row["returns"]
     ]
     return [*result, *returns]
+
+
+def _spread(spread: Sequence[float]) -> str:
+    return f"{spread[0]:+.3f} to {spread[1]:+.3f}"
 
 
 @contextlib.asynccontextmanager

@@ -49,6 +49,8 @@ from trainer.round_schedule import RoundSchedule
 
 RUN_ID = "bench-join"
 TERMS = b"j" * 32
+STEP_S = 0.02
+"""An inner step of a fresh member, after which it looks whether others wait for it."""
 
 
 def tell(event: str, **fields: Any) -> None:  # noqa: ANN401
@@ -93,7 +95,7 @@ class Peer:
         self._communicator = Communicator(
             me=self._me, hello=self._bulk_hello, options=BulkOptions(), chunk_nbytes=1 << 20
         )
-        self._donor = Donor(self._state, self._log)
+        self._donor = Donor(self._state, self._log, exchanged=self._communicator.progress)
         payload = torch.randn(numel, generator=torch.Generator().manual_seed(number)).mul_(1e-3)
         self._runner = RoundRunner(
             communicator=self._communicator,
@@ -144,12 +146,24 @@ class Peer:
     async def _train(self, membership: Membership) -> None:
         while True:
             await membership.activated()
+            is_fresh = True
             with contextlib.suppress(NotAMember):
                 while True:
+                    await self._work(is_fresh=is_fresh)
                     await self._round(membership)
+                    is_fresh = False
+
+    async def _work(self, *, is_fresh: bool) -> None:
+        """The inner steps; as in trainer/training_loop.py, a fresh member hands in what it has if others wait."""
+        if not is_fresh:
+            await asyncio.sleep(self._inner_s)
+            return
+        for _ in range(int(self._inner_s / STEP_S)):
+            if self._communicator.is_awaited():
+                return
+            await asyncio.sleep(STEP_S)
 
     async def _round(self, membership: Membership) -> None:
-        await asyncio.sleep(self._inner_s)
         held = self._state.held()
         assert held is not None, "active members hold a state"
         handed_in, weight = time.monotonic(), 100.0 + self._number

@@ -112,7 +112,12 @@ class Peer:
             options=bulk_options(config),
             security=plan.security,
         )
-        self.donor = Donor(self._state, self._commit_log, upload=self.communicator.upload_cap)
+        self.donor = Donor(
+            self._state,
+            self._commit_log,
+            upload=self.communicator.upload_cap,
+            exchanged=self.communicator.progress,
+        )
         self._runner = RoundRunner(
             communicator=self.communicator,
             state=self._state,

@@ -7,6 +7,7 @@ missing or repeated commit gives other bits.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -15,9 +16,11 @@ from collective.transport import Channel, Hello, HelloReply, Listener, Purpose, 
 from collective.wire import PROTOCOL_VERSION
 from elastic.commit_log import CommitLog
 from elastic.core.messages import Held
+from elastic.core.records import Record
 from elastic.digest import Hasher, StateManifest, chunk_of, describe_state
 from elastic.donor import Donor
 from elastic.errors import StateDiverged, StateMismatch
+from elastic.journal import Journal
 from elastic.replica import CommitEntry, ResultChunk
 
 CHUNK_NBYTES = 1024
@@ -268,6 +271,15 @@ def tampered(donor: DonorPeer, on_send: Callable[..., Awaitable[bytes]]) -> Dono
 
 async def dial_state(member: Member) -> Channel:
     return await connect(member.address, hello(Purpose.STATE, 99), timeout_s=5.0)
+
+
+def records_of(path: Path) -> list[Record]:
+    """What the coordinator has written down."""
+    journal = Journal(path, run_id=RUN_ID)
+    try:
+        return list(journal.replay())
+    finally:
+        journal.close()
 
 
 def step_of(held: Held | None) -> OuterStep | None:

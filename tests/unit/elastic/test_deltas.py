@@ -346,6 +346,31 @@ async def test_exchanges_take_first_and_a_learner_is_still_served(hasher, monkey
     assert cap.available(clock.now) == 0
 
 
+async def test_state_waits_for_an_exchange_but_not_for_ever(hasher, monkeypatch):
+    clock = Clock(monkeypatch)
+    ends = clock.now + 0.5
+    donor = Donor(NumberReplica(hasher), CommitLog(0), exchanged=lambda: int(1e6 * min(clock.now, ends)))
+    clock.now += 0.02
+    await donor.room_for(1000)
+    assert clock.now == pytest.approx(100.55, abs=0.02)  # 50 ms of silence show that it is over, or waits
+    before = clock.now
+    await donor.room_for(1000)
+    assert clock.now == before
+    ends += 1000.0
+    clock.now += 1.0
+    await donor.room_for(1000)
+    assert clock.now == pytest.approx(before + 1.0 + TURN_S, abs=0.03)
+
+
+async def test_a_commit_waits_for_no_exchange(hasher, monkeypatch):
+    """The exchange may wait for the very member that asks for it."""
+    clock = Clock(monkeypatch)
+    donor = Donor(NumberReplica(hasher), CommitLog(0), exchanged=lambda: int(1e6 * clock.now))
+    clock.now += 1.0
+    await donor.room_for(1000, is_urgent=True)
+    assert clock.now == 101.0
+
+
 async def test_without_a_cap_nobody_waits(hasher, monkeypatch):
     clock = Clock(monkeypatch)
     await Donor(NumberReplica(hasher), CommitLog(0)).room_for(1 << 30)

@@ -13,7 +13,7 @@ from elastic.observation import Deviated
 from elastic.parity import Difference
 from elastic.state_sync import StateSync
 from elastic.state_wire import Pace
-from tests.unit.elastic.harness import CHUNK_NBYTES, DonorPeer, NumberReplica, dial_state, totals, until
+from tests.unit.elastic.harness import CHUNK_NBYTES, DonorPeer, NumberReplica, dial_state, records_of, totals, until
 from tests.unit.elastic.peers import CoordinatorHost, audit, running
 
 QUICK = Pace(patience_s=0.5, floor_bytes_per_s=1 << 20, window=3)
@@ -184,17 +184,6 @@ async def _deviate(path, hasher, spoil):
         return step, peers, read
 
 
-def _records(path):
-    from elastic.journal import Journal
-    from tests.unit.elastic.harness import RUN_ID
-
-    journal = Journal(path, run_id=RUN_ID)
-    try:
-        return journal.replay()
-    finally:
-        journal.close()
-
-
 async def test_flipped_bit_in_a_members_memory_is_named_repaired_and_the_member_comes_back(tmp_path, hasher):
     """Real sockets, real coordinator: the vote finds it, and one chunk repairs it."""
 
@@ -205,7 +194,7 @@ async def test_flipped_bit_in_a_members_memory_is_named_repaired_and_the_member_
     async with asyncio.timeout(40):
         step, peers, read = await _deviate(path, hasher, flip)
     (event,) = [event for event in peers[1].observed if isinstance(event, Deviated)]
-    records = _records(path)
+    records = records_of(path)
     digests = {record.outer_step: record.digest for record in records if isinstance(record, CommitRecord)}
     assert event.committed == Held(step + 1, digests[step + 1])
     assert event.voted != digests[step + 1]
@@ -230,4 +219,4 @@ async def test_member_that_computed_a_wrong_sum_is_named_and_comes_back(tmp_path
     # The commit has 400 bytes, the two chunks 2,048: it is replayed, and the chunk is all that is known.
     assert read == 0
     assert event.where == Difference(tensor="anchor", start_nbytes=0, stop_nbytes=CHUNK_NBYTES, num_chunks=2)
-    assert audit(_records(path), peers) > step + 1
+    assert audit(records_of(path), peers) > step + 1
