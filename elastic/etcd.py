@@ -184,8 +184,8 @@ class EtcdClient:
         try:
             connection = self._dialled(deadline)
             connection.request("POST", f"/v3/{path}", body, headers)
-            response = connection.getresponse()
-            content = self._read(connection, response, deadline)
+            with contextlib.closing(connection.getresponse()) as response:
+                content = self._read(connection, response, deadline)
         except (OSError, http.client.HTTPException) as error:
             raise _Failed(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         if response.status == http.HTTPStatus.OK:

@@ -347,14 +347,10 @@ class CoordinatorSection(_Section):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.store == "etcd" and not self.etcd:
-            raise ValueError(
-                'store = "etcd" needs the addresses of its nodes; add for example etcd = ["127.0.0.1:2379"]'
-            )
+            raise ValueError('store = "etcd" needs to know its nodes; add for example etcd = ["127.0.0.1:2379"]')
         if self.store == "sqlite" and (self.etcd or self.addresses):
             given = "etcd" if self.etcd else "addresses"
-            raise ValueError(
-                f'{given} is given, but store is "sqlite", which one coordinator has alone; add store = "etcd"'
-            )
+            raise ValueError(f'{given} is given, but store is "sqlite", a file of one coordinator; add store = "etcd"')
         if (self.etcd_cert is None) != (self.etcd_key is None):
             raise ValueError("etcd_cert and etcd_key belong together; give both or none")
         if self.etcd_cert is not None and self.etcd_ca is None:

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -47,7 +47,7 @@ class Node:
     def is_running(self) -> bool:
         return self._popen is not None and self._popen.poll() is None
 
-    def start(self, initial_cluster: str, scheme: str = "http") -> None:
+    def start(self, initial_cluster: str, scheme: str) -> None:
         assert ETCD is not None
         url = f"{scheme}://{self.endpoint}"
         command = [ETCD, "--name", self.name, "--data-dir", str(self._folder / self.name), "--logger", "zap"]
@@ -67,12 +67,15 @@ class Node:
 
 
 class Cluster:
-    """Nodes that work together."""
+    """Nodes that work together. `flags` for each of them; with a `ca_file` the nodes are dialled encrypted."""
 
-    def __init__(self, folder: Path, size: int) -> None:
-        self.scheme = "http"
+    def __init__(self, folder: Path, size: int, flags: Sequence[str], **files: Path) -> None:
+        self._scheme = "https" if files else "http"
+        self._files = files
         ports = free_ports(2 * size)
         self.nodes = [Node(folder, f"n{i}", ports[2 * i], ports[2 * i + 1]) for i in range(size)]
+        for node in self.nodes:
+            node.flags += flags
         self.initial = ",".join(f"{node.name}={node.peer_url}" for node in self.nodes)
 
     @property
@@ -81,11 +84,11 @@ class Cluster:
 
     @property
     def access(self) -> EtcdAccess:
-        return EtcdAccess(endpoints=self.endpoints)
+        return EtcdAccess(endpoints=self.endpoints, **self._files)
 
     def start(self, *nodes: Node) -> None:
         for node in nodes or self.nodes:
-            node.start(self.initial, self.scheme)
+            node.start(self.initial, self._scheme)
 
     def until_ready(self, access: EtcdAccess | None = None) -> bool:
         """Wait until a majority answers. False if a node has ended instead."""
@@ -94,9 +97,9 @@ class Cluster:
         try:
             while time.monotonic() < deadline:
                 with contextlib.suppress(EtcdError):
-                    client.call("kv/range", {"key": b"ready"}, RangeAnswer, timeout_s=1.0)
+                    client.call("kv/range", {"key": b"/isthmus/"}, RangeAnswer, timeout_s=1.0)
                     return True
-                if not all(node.is_running for node in self.nodes):
+                if not any(node.is_running for node in self.nodes):
                     return False
         finally:
             client.close()
@@ -127,15 +130,15 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def etcd_nodes(folder: Path, size: int) -> Iterator[Cluster]:
-    """A cluster that answers."""
+def etcd_nodes(folder: Path, size: int, *, flags: Sequence[str] = (), **files: Path) -> Iterator[Cluster]:
+    """A cluster that answers. `files`: those of `EtcdAccess` that its clients need."""
     for attempt in range(NUM_STARTS):
         place = folder / f"etcd-{attempt}"
         place.mkdir()
-        cluster = Cluster(place, size)
+        cluster = Cluster(place, size, flags, **files)
         try:
             cluster.start()
-            if cluster.until_ready():
+            if cluster.until_ready() and all(node.is_running for node in cluster.nodes):
                 yield cluster
                 return
         finally:

@@ -94,9 +94,8 @@ def test_a_second_coordinator_of_a_run_is_refused_with_a_sentence(tmp_path: Path
         second.mkdir()
         for name in ("run.json", "terms.json"):
             (second / name).write_bytes((first.directory / name).read_bytes())
-        again = run.start(
-            "coordinator", "-c", str(run.config), "--data.path", str(run.text), *flags, folder=second
-        ).outcome()
+        flags += ["-c", str(run.config), "--data.path", str(run.text), "--listen", f"127.0.0.1:{free_ports(1)[0]}"]
+        again = run.start("coordinator", *flags, folder=second).outcome()
         assert again.code == ENVIRONMENT
         (sentence,) = again.sentences
         assert "is in use by the coordinator at 127.0.0.1:" in sentence

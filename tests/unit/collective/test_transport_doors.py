@@ -264,3 +264,39 @@ async def test_a_handler_that_fails_does_not_take_the_listener_with_it():
             await channel.send(FrameType.STATE_REQUEST, b"?", timeout_s=5)
             assert bytes((await channel.receive(timeout_s=5)).payload) == b"?"
         assert door.counters == {"handler failed": 1}
+
+
+async def test_address_that_is_only_taken_refuses_callers_until_the_door_opens():
+    door = listener()
+    door.bind()
+    with pytest.raises(PeerUnreachable) as refused:
+        await connect(door.address, hello(), timeout_s=5)
+    assert refused.value.cause == "refused"
+    address = door.address
+    await door.start()
+    assert door.address == address
+    channel = await connect(address, hello(), timeout_s=5)
+    channel.close()
+    await door.close()
+
+
+async def test_door_that_never_opened_lets_its_address_go():
+    door = listener()
+    door.bind()
+    await door.close()
+    async with Listener(
+        door.address, accept=lambda _: reply(), routes={}, bulk=lambda sock, _: sock.close()
+    ) as another:
+        assert another.address == door.address
+
+
+async def test_of_two_that_took_an_address_the_second_to_open_is_told():
+    first = listener()
+    first.bind()
+    second = Listener(first.address, accept=lambda _: reply(), routes={}, bulk=lambda sock, _: sock.close())
+    second.bind()  # the system allows it as long as nobody listens
+    await first.start()
+    with pytest.raises(AddressInUse):
+        await second.start()
+    await second.close()
+    await first.close()

@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import sqlite3
+import threading
 
 import msgspec
 import pytest
@@ -25,7 +26,7 @@ from elastic.core.messages import (
     Welcome,
 )
 from elastic.core.records import Genesis, LeaseRecord, ViewRecord
-from elastic.errors import JournalUnwritable
+from elastic.errors import JournalUnwritable, Superseded
 from elastic.journal import Journal
 from elastic.observation import PeerConnected, PeerDisconnected, RecordWritten
 from elastic.wire import encode
@@ -192,7 +193,7 @@ async def test_full_disk_stops_the_coordinator_and_nobody_hears_of_the_lost_reco
 async def _raised(work):
     try:
         await work
-    except JournalUnwritable as error:
+    except (JournalUnwritable, Superseded) as error:
         return error
 
 
@@ -303,6 +304,166 @@ async def test_stopping_the_coordinator_is_not_held_against_the_members(tmp_path
     async with _hosting(journal) as host:
         assert host.shell.status().view == view
     journal.close()
+
+
+# -------------------------------------------------------------------------------- a store that takes its time
+
+
+class SlowStore:
+    """A store that writes in a thread, and only when it is let: as etcd without a leader."""
+
+    is_quick = False
+
+    def __init__(self, journal):
+        self.journal = journal
+        self.began = threading.Semaphore(0)
+        self.may_write = threading.Semaphore(0)
+        self.failure = None
+
+    def append(self, record):
+        self.began.release()
+        assert self.may_write.acquire(timeout=20.0), "the test has forgotten this store"
+        if self.failure is not None:
+            raise self.failure
+        return self.journal.append(record)
+
+    def replay(self):
+        return self.journal.replay()
+
+    def close(self):
+        self.failure = JournalUnwritable(self.journal.path, "it is closed")
+        self.let(1000)
+
+    def let(self, num_records):
+        self.may_write.release(num_records)
+
+    async def until_it_writes(self):
+        await until(lambda: self.began.acquire(blocking=False))
+
+
+@pytest.fixture
+def slow(journal):
+    store = SlowStore(journal)
+    yield store
+    store.close()
+
+
+async def _hears_no(kind, client, seconds=0.2):
+    """Nothing of this kind comes for so long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            pytest.fail(f"it has heard {await client.hear(kind)}")
+
+
+async def test_nobody_hears_of_a_record_before_a_slow_store_has_it(journal, slow):
+    async with _hosting(slow) as host:
+        client = await host.dial(1)
+        await client.say(Join(address="127.0.0.1:1", manifest_digest=MANIFEST))
+        await client.hear(Welcome)
+        await client.say(Synced(held=STATE))
+        await slow.until_it_writes()
+        await _hears_no(NewView, client)
+        slow.let(1)
+        await slow.until_it_writes()  # the genesis is written, the view is not
+        await _hears_no(NewView, client)
+        assert [type(record) for record in journal.replay()] == [Genesis]
+        slow.let(1)
+        view = (await client.hear(NewView)).view
+        assert [type(record) for record in journal.replay()] == [Genesis, ViewRecord]
+        assert host.shell.status().view == view
+
+
+async def test_what_is_said_while_the_store_writes_is_answered_in_order_afterwards(slow):
+    async with _hosting(slow) as host:
+        slow.let(2)
+        client = await host.dial(1)
+        view = await client.become_member()
+        other = await host.dial(2)
+        await client.say(*(LeaseRequest(epoch=view.epoch, serial=serial, num_samples=8) for serial in (1, 2, 3)))
+        await slow.until_it_writes()
+        await other.say(Heartbeat(epoch=3, outer_step=9, progress=1, blocked=False))
+        await _hears_no(Evicted, other)  # the loop runs, the machine does not
+        slow.let(3)
+        starts = [(await client.hear(LeaseGrant)).ranges[0].start for _ in range(3)]
+        assert starts == [0, 8, 16]
+        assert isinstance(await other.hear(Evicted), Evicted)
+
+
+async def test_time_that_the_store_takes_is_held_against_nobody(slow):
+    async with _hosting(slow, heartbeat_timeout_s=0.6, lateness_s=30.0) as host:
+        slow.let(2)
+        client = await host.dial(1)
+        view = await client.become_member()
+        await client.say(LeaseRequest(epoch=view.epoch, serial=1, num_samples=8))
+        await slow.until_it_writes()
+        await asyncio.sleep(1.5)  # more than twice the silence that a peer is allowed
+        slow.let(1)
+        await client.hear(LeaseGrant)
+        await client.say(Heartbeat(epoch=view.epoch, outer_step=0, progress=1, blocked=False))
+        assert host.shell.status().view == view
+        slow.let(10)
+        await until(lambda: host.shell.status().view.world_size == 0)  # its own silence counts as before
+
+
+async def test_slow_store_that_fails_stops_the_coordinator_and_nobody_hears_anything(journal, slow):
+    shell = CoordinatorShell(CoordinatorConfig(manifest_digest=MANIFEST, outer_steps=9), slow)
+    slow.let(1)
+    async with listening(1000, {Purpose.CONTROL: shell.serve}) as listener:
+        channel = await connect(listener.address, hello(Purpose.CONTROL, 1), timeout_s=5.0)
+        client = Client(channel)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(_raised(shell.run()))
+            await client.say(Join(address="127.0.0.1:1", manifest_digest=MANIFEST))
+            await client.hear(Welcome)
+            await client.say(Synced(held=STATE))
+            await slow.until_it_writes()
+            await slow.until_it_writes()
+            slow.failure = Superseded(journal.path, "127.0.0.1:2")
+            slow.let(1)
+            with pytest.raises(ConnectionLost):
+                await client.hear(NewView)
+        channel.close()
+    assert isinstance(running.result(), Superseded)
+    assert [type(record) for record in journal.replay()] == [Genesis]
+    assert not shell.finished
+
+
+async def test_coordinator_that_is_stopped_while_its_store_writes_ends_at_once(slow):
+    async with asyncio.timeout(10), _hosting(slow) as host:
+        client = await host.dial(1)
+        await client.say(Join(address="127.0.0.1:1", manifest_digest=MANIFEST), Synced(held=STATE))
+        await slow.until_it_writes()
+
+
+async def test_events_beyond_the_bound_are_forgotten_and_counted(slow, monkeypatch):
+    monkeypatch.setattr("elastic.coordinator._MAX_EVENTS", 3)
+    async with _hosting(slow) as host:
+        slow.let(2)
+        client = await host.dial(1)
+        view = await client.become_member()
+        await client.say(*(LeaseRequest(epoch=view.epoch, serial=serial, num_samples=8) for serial in range(1, 8)))
+        await slow.until_it_writes()
+        await until(lambda: host.shell.status().counters.get("event_forgotten") == 3)
+        slow.let(10)
+        assert [(await client.hear(LeaseGrant)).serial for _ in range(4)] == [1, 2, 3, 4]
+        await client.say(LeaseRequest(epoch=view.epoch, serial=5, num_samples=8))  # as the peers' timers do
+        assert (await client.hear(LeaseGrant)).serial == 5
+
+
+async def test_peers_that_are_sent_away_are_not_given_up_and_come_back(journal):
+    async with _hosting(journal, reconnect_grace_s=0.05) as host:
+        client = await host.dial(1)
+        view = await client.become_member()
+        host.shell.send_away("the journal cannot be reached")
+        await client.cut_off()
+        late = await host.dial(1)
+        await late.cut_off()
+        await asyncio.sleep(0.2)  # four times the grace of a lost connection
+        assert host.shell.status().view == view
+        host.shell.welcome()
+        again = await host.dial(1)
+        await again.say(LeaseRequest(epoch=view.epoch, serial=1, num_samples=8))
+        await again.hear(LeaseGrant)
 
 
 # -------------------------------------------------------------------------------- the connection itself

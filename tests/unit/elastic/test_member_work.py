@@ -1,6 +1,7 @@
 """The parts of the member's shell one by one: rounds, learner, desk, dialler, alarm."""
 
 import asyncio
+import inspect
 import random
 
 import pytest
@@ -19,7 +20,7 @@ from elastic.core.events import (
 )
 from elastic.core.messages import Held, IndexRange
 from elastic.desk import Committed, Desk
-from elastic.dialler import Dialler, NobodyAnswers
+from elastic.dialler import LATER_CODE, Dialler, NobodyAnswers
 from elastic.errors import NotAMember, RunFinished
 from elastic.learner import Learner
 from elastic.observation import RoundAborted, ViewInstalled, ignore
@@ -310,7 +311,7 @@ class Hosts:
         answer = self.answers[address]
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return await answer() if inspect.iscoroutinefunction(answer) else answer
 
 
 def _dialler(hosts):
@@ -336,6 +337,50 @@ async def test_refusal_counts_only_when_nobody_else_may_answer():
     assert set(caught.value.causes) == {"a", "b"}
     with pytest.raises(HandshakeRefused):
         await _dialler(Hosts(a=NO, b=NO)).connect(timeout_s=None)
+
+
+async def test_refusal_for_now_is_none():
+    with pytest.raises(NobodyAnswers):
+        await _dialler(Hosts(a=HandshakeRefused(LATER_CODE, "no journal"), b=NO)).connect(timeout_s=0.2)
+
+
+async def test_frozen_address_holds_up_no_other_and_is_let_go():
+    gone = []
+
+    async def freeze():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            gone.append(True)
+
+    hosts = Hosts(a=freeze, b="channel", c="never needed")
+    began = asyncio.get_running_loop().time()
+    assert await _dialler(hosts).connect(timeout_s=None) == ("b", "channel")
+    assert asyncio.get_running_loop().time() - began < 3.0
+    assert hosts.dials == ["a", "b"]
+    assert gone == [True]
+
+
+async def test_connection_that_comes_second_is_closed():
+    class Late:
+        closed = False
+
+        def close(self):
+            self.closed = True
+
+    late, both = Late(), asyncio.Event()
+
+    async def first():
+        await both.wait()
+        return "channel"
+
+    async def second():
+        both.set()
+        return late
+
+    hosts = Hosts(a=first, b=second)
+    address, channel = await _dialler(hosts).connect(timeout_s=None)
+    assert (address, channel, late.closed) in [("a", "channel", True), ("b", late, False)]
 
 
 async def test_pauses_between_dials_grow():

@@ -22,6 +22,7 @@ from collective.transport import (
     connect,
 )
 from collective.wire import PROTOCOL_VERSION
+from elastic.dialler import LATER_CODE
 from trainer.admission import (
     Gatekeeper,
     RunTerms,
@@ -129,6 +130,19 @@ async def test_the_largest_manifest_that_may_be_gets_through() -> None:
     keeper = Gatekeeper(FOUNDER, terms, secret=SECRET, now_s=lambda: NOW_S)
     async with door(keeper) as listener:
         assert await terms_for(ticket(listener.address), pause=Patience()) == terms
+
+
+async def test_coordinator_that_is_away_sends_callers_to_the_next_and_refuses_nobody_for_good() -> None:
+    away = Gatekeeper(FOUNDER, TERMS, secret=SECRET, now_s=lambda: NOW_S, is_away=lambda: True)
+    async with door(away) as first, door() as second:
+        assert await terms_for(ticket(first.address, second.address), pause=Patience()) == TERMS
+        patience = Patience()
+        with pytest.raises(NobodyReachable, match="look for another one"):
+            await terms_for(ticket(first.address), pause=patience, attempts=3)
+        assert patience.num_pauses == 2
+        with pytest.raises(HandshakeRefused) as refused:
+            await connect(first.address, hello_maker(JOINER, TERMS)(Purpose.CONTROL), timeout_s=5.0)
+    assert refused.value.code == ExitCode.NOBODY_REACHABLE == LATER_CODE
 
 
 @pytest.mark.parametrize(

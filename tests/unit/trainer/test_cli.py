@@ -30,6 +30,8 @@ ON_THIS_MACHINE = make_ticket(
 )
 TICKET = encode_ticket(ON_THIS_MACHINE)
 FAR_TICKET = encode_ticket(dataclasses.replace(ON_THIS_MACHINE, addresses=("203.0.113.7:7000",)))
+IN_ETCD = ("--coordinator.store", "etcd", "--coordinator.etcd", '["127.0.0.1:1"]')
+STANDBY_TICKET = encode_ticket(dataclasses.replace(ON_THIS_MACHINE, secret=b"s" * 32))
 MODEL = ModelSection(preset="nano", num_layers=1, seq_len=16)
 LAUNCH = "from trainer.cli import main; main()"
 
@@ -91,6 +93,16 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *part
             ['node.max_upload from --max-upload is "20Mb", expected a rate such as "20mbit"'],
         ),
         (["join", TICKET, "--max-download", "0"], ["node.max_download from --max-download is 0, expected at least"]),
+        (["coordinator", "--standby", STANDBY_TICKET], ["coordinator.store sqlite is a file of one coordinator"]),
+        (["coordinator", "--standby", "@nowhere"], ["the ticket's file nowhere cannot be read"]),
+        (
+            ["coordinator", "--standby", STANDBY_TICKET, *IN_ETCD, "--listen", "127.0.0.1:2"],
+            ["peers look for coordinators at 127.0.0.1:1, and not at 127.0.0.1:2", "--listen"],
+        ),
+        (
+            ["coordinator", "--standby", STANDBY_TICKET, *IN_ETCD, "--listen", "127.0.0.1:1", "--resume", "x"],
+            ["x holds no checkpoint"],
+        ),
         (["coordinator", "--max-upload", "1MB"], ["no such option: --max-upload"]),
         (["up", "--streams", "65"], ["net.num_streams from --streams is 65, expected at most 64"]),
         (["join", TICKET, "--device", "abacus"], ["node.device from --device"]),
@@ -121,6 +133,13 @@ def test_mistake_is_one_sentence_and_exit_code_2(tmp_path: Path, arguments: list
 )
 def test_bad_ticket_is_one_sentence_and_exit_code_5(tmp_path: Path, ticket: str, part: str) -> None:
     assert_one_sentence(isthmus("join", ticket, cwd=tmp_path), ExitCode.REFUSED, part)
+
+
+def test_tickets_of_peers_and_of_standbys_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
+    as_peer = isthmus("join", STANDBY_TICKET, cwd=tmp_path)
+    assert_one_sentence(as_peer, ExitCode.REFUSED, "for standby coordinators", "that the coordinator printed")
+    as_standby = isthmus("coordinator", "--standby", TICKET, cwd=tmp_path)
+    assert_one_sentence(as_standby, ExitCode.REFUSED, "this ticket lets peers in", "standby.ticket")
 
 
 @pytest.mark.parametrize("command", ["status", "leave"])

@@ -210,6 +210,19 @@ def test_unknown_key_names_its_origin_and_the_closest_key(tmp_path: Path, key: s
         ("[node]\nmax_upload = '5/s'", 'node.max_upload from {} is "5/s", expected a rate such as'),
         ("[node]\nmax_upload = '100kbit'", 'node.max_upload from {} is "100kbit", expected at least "128kbit"'),
         ("[node]\nmax_download = -1", "node.max_download from {} is -1, expected at least"),
+        ("[coordinator]\nstore = 'redis'", "coordinator.store from {} is \"redis\", expected 'sqlite' or 'etcd'"),
+        (
+            "[coordinator]\nstore = 'etcd'",
+            'store = "etcd" needs to know its nodes; add for example etcd =',
+        ),
+        ("[coordinator]\netcd = ['h:1']", 'etcd is given, but store is "sqlite", a file of one coordinator; add'),
+        ("[coordinator]\naddresses = ['h:1']", 'addresses is given, but store is "sqlite"'),
+        ("[coordinator]\netcd = 'h:1'", 'coordinator.etcd from {} is "h:1", expected a list'),
+        ("[coordinator]\netcd = ['h']", 'coordinator.etcd from {} is ["h"], expected host:port'),
+        ("[coordinator]\naddresses = ['h:0']", "expected a port that others can know, not 0"),
+        ("[coordinator]\netcd_cert = 'c'", "etcd_cert and etcd_key belong together; give both or none"),
+        ("[coordinator]\netcd_cert = 'c'\netcd_key = 'k'", "add etcd_ca"),
+        ("[coordinator]\netcd_user = 'u'", "etcd_user and etcd_password_file belong together"),
         ("[net]\nchunk = 5000", "net.chunk from {} is 5000, expected a multiple of 4096"),
         ("[members]\nheartbeat_timeout = 'soon'", 'is "soon", expected a duration such as'),
         ("[members]\nheartbeat_timeout = '1s'", "heartbeat_timeout must be at least twice heartbeat_interval"),
@@ -341,10 +354,13 @@ def test_half_a_byte_is_no_size() -> None:
 # ------------------------------------------------------------------------------------------------------- run manifest
 
 
-def test_manifest_holds_everything_but_node_and_reads_back_to_itself() -> None:
-    config = load(("node.listen", "127.0.0.1:9"), ("data.path", "/x"), ("members.stall_timeout", "2min")).config
+def test_manifest_holds_everything_but_local_sections_and_reads_back_to_itself() -> None:
+    etcd = [("coordinator.store", "etcd"), ("coordinator.etcd", '["127.0.0.1:2379"]')]
+    config = load(("node.listen", "127.0.0.1:9"), ("data.path", "/x"), ("members.stall_timeout", "2min"), *etcd).config
     manifest = config.manifest_json()
+    assert config.coordinator.etcd == ("127.0.0.1:2379",)
     assert b"node" not in manifest
+    assert b"coordinator" not in manifest
     again = Config.from_manifest(manifest, node=NodeSection(local_workers=4))
     assert again.manifest_json() == manifest
     assert again.node.local_workers == 4
@@ -395,6 +411,7 @@ def test_diff_names_each_field_with_both_values() -> None:
         b"{}",
         b'{"format":2}',
         b'{"format":1,"node":{}}',
+        b'{"format":1,"coordinator":{}}',
         b'{"format":1,"run":{"colour":1}}',
         b'{"format":1,"run":{"seed":-1}}',
         b"[" * 50_000,
@@ -417,6 +434,13 @@ def test_joiner_adopts_the_run_and_keeps_its_node() -> None:
     assert joined.config.node.local_workers == 2
     assert joined.config.manifest_json() == manifest
     assert joined.origins["run.name"] == "run manifest"
+
+
+def test_standby_adopts_the_run_and_keeps_its_store() -> None:
+    manifest = load(("run.seed", "3")).config.manifest_json()
+    joined = load(("coordinator.store", "etcd"), ("coordinator.etcd", '["h:1", "h:2"]')).adopt(manifest)
+    assert joined.config.coordinator.etcd == ("h:1", "h:2")
+    assert joined.config.manifest_json() == manifest
 
 
 def test_joiner_that_wants_another_run_is_refused_with_the_fields() -> None:

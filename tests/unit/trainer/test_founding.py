@@ -14,8 +14,18 @@ from trainer.config import Config
 from trainer.config_sources import Override, load_config
 from trainer.corpus import Corpus
 from trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault, IntegrityError
-from trainer.founding import JOURNAL_NAME, Founded, found_or_go_on, remember_terms
+from trainer.founding import (
+    JOURNAL_NAME,
+    STANDBY_TICKET_NAME,
+    Founded,
+    found_or_go_on,
+    recall_terms,
+    remember_terms,
+    save_standby_ticket,
+    stand_by,
+)
 from trainer.identity import PeerFolder
+from trainer.ticket import decode_ticket, make_ticket
 
 TEXT = np.zeros(8, dtype=np.uint8)
 CORPUS = Corpus(train=TEXT, validation=TEXT, digest="d" * 64, description="a text")
@@ -80,6 +90,27 @@ def test_the_same_folder_goes_on_with_its_run_and_its_address(folder: PeerFolder
     assert again.run == first.run
     assert again.terms == first.terms
     assert again.address == "127.0.0.1:1234"
+
+
+def test_a_standby_remembers_the_run_it_stands_by_for(folder: PeerFolder, tmp_path: Path) -> None:
+    terms, secret = found(folder).terms, found(folder).run.secret
+    with PeerFolder(tmp_path / "standby") as beside:
+        assert recall_terms(beside, terms.run_id) is None
+        ready = stand_by(beside, terms, secret)
+        assert (ready.run.secret, ready.terms, ready.address, ready.checkpoint) == (secret, terms, None, None)
+        assert recall_terms(beside, terms.run_id) == terms
+        with pytest.raises(ConfigError, match="holds the run"):
+            recall_terms(beside, "another-run")
+        assert os.stat(beside.path / "run.json").st_mode & 0o077 == 0
+
+
+def test_the_ticket_for_standbys_is_for_this_user_alone_and_has_the_secret(folder: PeerFolder) -> None:
+    run = found(folder).run
+    ticket = make_ticket(secret=run.secret, run_id=run.run_id, addresses=["127.0.0.1:1"], expires_at_s=1)
+    save_standby_ticket(folder, ticket, run.secret)
+    path = folder.path / STANDBY_TICKET_NAME
+    assert os.stat(path).st_mode & 0o077 == 0
+    assert decode_ticket(path.read_text()).secret == run.secret
 
 
 def test_what_is_kept_is_for_this_user_alone(folder: PeerFolder) -> None:

@@ -62,6 +62,18 @@ def test_ticket_of_a_run_without_encryption_has_no_fingerprint() -> None:
     assert decode_ticket(encode_ticket(bare)) == bare
 
 
+def test_ticket_of_a_standby_has_the_secret_and_never_shows_it() -> None:
+    ticket = dataclasses.replace(a_ticket(), secret=SECRET)
+    assert decode_ticket(encode_ticket(ticket)) == ticket
+    assert decode_ticket(encode_ticket(a_ticket())).secret == b""
+    assert SECRET.decode() not in repr(ticket)
+
+
+@pytest.mark.parametrize("nbytes", [1, 31, 33, 64])
+def test_secret_of_another_length_is_damage(nbytes: int) -> None:
+    assert fault_of(encode_ticket(dataclasses.replace(a_ticket(), secret=b"s" * nbytes))) is TicketFault.GARBLED
+
+
 @pytest.mark.parametrize("nbytes", [1, 31, 33, 64])
 def test_fingerprint_of_another_length_is_damage(nbytes: int) -> None:
     assert fault_of(encode_ticket(dataclasses.replace(a_ticket(), fingerprint=b"f" * nbytes))) is TicketFault.GARBLED
