@@ -8,8 +8,8 @@
     cut           a site loses its network, or one path, one way or both, for 1 to 15 s
     disk          a site's disk is full for 1 to 8 s
 
-Rules: victims are healthy when they are hit. Each fault is told in one line when it happens, and noted with the time
-before it was done. A fault is over when its site is what it was; whether the others cared is for the logs to say.
+Rules: victims are healthy and commit when they are hit. Each fault is told in one line when it happens, and noted with
+the time before it was done. A fault is over when its site is what it was; whether others cared is for the logs to say.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ _SLOW_MBIT = 2.0
 """Download of a joiner that is watched: its snapshot takes a second or two then."""
 _STATE_NBYTES = 200_000
 """About what it fetches."""
+_END_LIMIT_S = 10.0
 _Path = tuple[int | str, int | str]
 
 
@@ -68,7 +69,7 @@ class Faults:
 
     def _has_spare(self, num_victims: int) -> bool:
         world = self._world
-        return len(world.healthy()) - num_victims >= max(2, len(world.peers) // 2)
+        return len(world.active()) - num_victims >= max(2, len(world.peers) // 2)
 
     # -------------------------------------------------------------------------------- processes
 
@@ -208,9 +209,10 @@ class Faults:
                 await asyncio.sleep(seconds)
             finally:
                 host.free_disk(world.disk(site))
-            world.pulse()
-            process.expected.discard(ENVIRONMENT)
             fault.over_s = now_s()
+            if site == COORDINATOR:
+                await self._end_or_go_on(process)
+                process.expected.discard(ENVIRONMENT)
             if process.has_ended and site == COORDINATOR:
                 world.look_into_journal()
                 await self._restart_coordinator(fault)
@@ -218,7 +220,7 @@ class Faults:
     # -------------------------------------------------------------------------------- inside
 
     def _pick(self, rng: random.Random, count: int) -> list[int]:
-        return rng.sample(self._world.healthy(), count)
+        return rng.sample(self._world.active(), count)
 
     def _note(self, kind: str, victims: tuple[int, ...], detail: str, at_s: float | None = None) -> Fault:
         fault = Fault(kind=kind, victims=victims, detail=detail, at_s=now_s() if at_s is None else at_s)
@@ -249,6 +251,12 @@ class Faults:
     async def _come_back(self, site: int, rng: random.Random) -> None:
         await asyncio.sleep(rng.uniform(0.5, 5.0))
         await self._world.join(site, fresh=rng.random() < 0.4)
+
+    async def _end_or_go_on(self, process: Process) -> None:
+        """A coordinator has its disk again: either it could do without, or it has said its last word."""
+        world, freed_s, before = self._world, now_s(), self._world.outer_step
+        await world.until(lambda: process.has_ended or world.outer_step >= before + 2, _END_LIMIT_S + 2.0)
+        world.note("end of a coordinator without a disk, or the next commit", COORDINATOR, freed_s, _END_LIMIT_S)
 
     async def _restart_coordinator(self, fault: Fault) -> None:
         await self._world.join(COORDINATOR, fresh=False)

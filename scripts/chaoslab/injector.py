@@ -41,7 +41,7 @@ async def inject(world: World, faults: Faults, kinds: Sequence[str], *, seed: in
                 await asyncio.sleep(rng.uniform(0.0, 1.0))
             else:
                 await world.until(functools.partial(_has_advanced, world, before + 2), _BREATH_LIMIT_S)
-                await asyncio.sleep(rng.uniform(0.5, 3.0))
+                await asyncio.sleep(rng.uniform(1.0, 8.0))
 
 
 def _has_advanced(world: World, outer_step: int) -> bool:

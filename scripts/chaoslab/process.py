@@ -11,8 +11,8 @@ from pathlib import Path
 
 from scripts.chaoslab.evidence import now_s
 
-LEFT, ENVIRONMENT, KILLED = 20, 3, -signal.SIGKILL
-_WORDS_LINES = 12
+LEFT, ENVIRONMENT, NOBODY_REACHABLE, KILLED = 20, 3, 4, -signal.SIGKILL
+_WORDS_LINES, _WORDS_LENGTH = 12, 300
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +30,8 @@ class Process:
     is_up: bool = False
     """A coordinator that listens, a peer that became a member."""
     is_listening: bool = False
+    outer_step: int = 0
+    """The newest that it has committed."""
     has_ended: bool = False
 
     @classmethod
@@ -67,9 +69,9 @@ class Process:
         self.popen.send_signal(signal.SIGINT)
 
     def words(self) -> str:
-        """The last lines that it has said."""
+        """The last lines that it has said, shortened."""
         lines = self.console.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-_WORDS_LINES:])
+        return "\n".join(line[:_WORDS_LENGTH] for line in lines[-_WORDS_LINES:])
 
 
 def children(pid: int) -> list[int]:

@@ -7,8 +7,9 @@
     heal, thaw          from the end of a cut or a freeze to the victim's next commit of a step that was new by then
 
 The next commit is one that the fault could have hindered: a round for which every victim had voted before does not
-count. A fault is alone if no other one was under way, had ended within the last AFTERMATH_S, or came before the commit;
-what is asked of a kind of fault is asked of those. The others are shown as "together".
+count. A measurement is alone if no other fault was being recovered from between its beginning and its end: what is asked
+of a class is asked of those. The others are shown as "together". A peer that is still frozen or cut off, but was put
+out of the view before, does not count: it is one peer fewer.
 
 Rules: pure; from the evidence alone.
 """
@@ -25,7 +26,6 @@ LIMITS_S = {"kill": 2.0, "donor": 2.0, "joiner": 2.0, "freeze": 10.0, "cut": 10.
 """At the 99th percentile."""
 BESIDE_A_ROUND = frozenset({"kill", "donor", "joiner"})
 """To their limit a calm round is added: a survivor may have just begun one."""
-AFTERMATH_S = 3.0
 TOGETHER = "together"
 
 
@@ -65,13 +65,19 @@ def calm_round_s(evidence: Evidence) -> float:
 
 def recoveries(evidence: Evidence) -> list[Recovery]:
     """Everything that can be measured, in the order of the faults."""
+    measured = [(fault, *one) for fault in evidence.faults for one in _measured(evidence, fault)]
     found = []
-    for fault in evidence.faults:
-        for what, from_s, until_s in _measured(evidence, fault):
-            if math.isinf(until_s) and _was_hit_again(evidence, fault, from_s):
-                continue  # what it would have done by itself is not known
-            alone = _is_alone(evidence, fault, min(until_s, evidence.ended_s))
-            found.append(Recovery(what=what, fault=fault, seconds=until_s - from_s, is_alone=alone))
+    for fault, what, from_s, until_s in measured:
+        if math.isinf(until_s) and _was_hit_again(evidence, fault, from_s):
+            continue  # what it would have done by itself is not known
+        is_alone = not any(
+            begin_s <= until_s and end_s >= from_s
+            for other, _, other_from_s, end_s in measured
+            # All that a coordinator's fault hinders begins with it; it is measured from its end.
+            for begin_s in [other.at_s if COORDINATOR in other.victims else other_from_s]
+            if other is not fault
+        )
+        found.append(Recovery(what=what, fault=fault, seconds=until_s - from_s, is_alone=is_alone))
     return found
 
 
@@ -158,14 +164,6 @@ def _next_new_step_s(evidence: Evidence, site: int | None, from_s: float) -> flo
 def _decided(evidence: Evidence) -> Iterator[Event]:
     for log in evidence.logs:
         yield from log.named("commit_decided")
-
-
-def _is_alone(evidence: Evidence, fault: Fault, until_s: float) -> bool:
-    def touches(other: Fault) -> bool:
-        over_s = other.over_s if other.over_s is not None else other.at_s
-        return other.at_s <= until_s and over_s + AFTERMATH_S >= fault.at_s
-
-    return not any(touches(other) for other in evidence.faults if other is not fault)
 
 
 def _was_hit_again(evidence: Evidence, fault: Fault, from_s: float) -> bool:

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from elastic.core.records import CommitRecord, LeaseRecord, ViewRecord
-from scripts.chaoslab.evidence import Evidence
+from scripts.chaoslab.evidence import Evidence, Wait
 from scripts.chaoslab.recovery import calm_round_s, recoveries, table
 
 _MAX_TOLD = 5
@@ -33,6 +33,7 @@ def summary(evidence: Evidence, wrong: dict[str, list[str]], *, seed: int, num_p
         "checked": counts(evidence),
         "calm_round_s": _finite(calm_round_s(evidence)),
         "faults_by_kind": dict(Counter(fault.kind for fault in evidence.faults)),
+        "waits": waits(evidence),
         "recovery": {
             row.what: {name: _finite(value) for name, value in dataclasses.asdict(row).items() if name != "what"}
             | {"holds": row.holds}
@@ -63,6 +64,17 @@ def counts(evidence: Evidence) -> dict[str, int]:
     }
 
 
+def waits(evidence: Evidence) -> dict[str, dict[str, float]]:
+    """What was waited for from outside: how often, the longest, and what it may take."""
+    by_what: dict[str, list[Wait]] = {}
+    for wait in evidence.waits:
+        by_what.setdefault(wait.what, []).append(wait)
+    return {
+        what: {"count": len(all_), "max_s": round(max(one.seconds for one in all_), 3), "limit_s": all_[0].limit_s}
+        for what, all_ in sorted(by_what.items())
+    }
+
+
 def lines(summary_: dict[str, Any]) -> list[str]:
     """The table in the end."""
     checked = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in summary_["checked"].items())
@@ -80,6 +92,9 @@ def lines(summary_: dict[str, Any]) -> list[str]:
         numbers = " ".join(f"{_number(row[name]):>10}" for name in ("median_s", "p99_s", "max_s"))
         limit = "" if row["limit_s"] is None else f"{row['limit_s']:.2f}{'' if row['holds'] else '  MISSED'}"
         told.append(f"{what:<24} {row['count']:>6} {numbers}   {limit:>7}".rstrip())
+    told += ["", "waited for                                                  count      max s   limit s"]
+    for what, row in summary_["waits"].items():
+        told.append(f"{what:<58} {row['count']:>6} {row['max_s']:>10.2f} {row['limit_s']:>9.2f}")
     told.append("")
     for name, sentences in summary_["wrong"].items():
         told.append(f"{name:<10} {'holds' if not sentences else f'{len(sentences)} WRONG'}")

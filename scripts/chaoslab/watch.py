@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scripts.chaoslab.evidence import COORDINATOR, End, Log, Tail, Wait, now_s, wall_s
-from scripts.chaoslab.process import Process
+from scripts.chaoslab.process import NOBODY_REACHABLE, Process
 from trainer.control_socket import ControlClient
 from trainer.errors import NobodyReachable
 
@@ -52,6 +52,7 @@ class Watch:
         self.ends: list[End] = []
         self.able: list[tuple[float, bool]] = []
         self._min_peers = min_peers
+        self._uncoordinated_at_s = now_s()
         self._tails: dict[Path, Tail] = {}
 
     def follow(self, process: Process) -> None:
@@ -73,17 +74,26 @@ class Watch:
                     case "join":
                         process.is_up = True
                     case "commit":
+                        process.outer_step = event["outer_step"]
                         self.outer_step = max(self.outer_step, event["outer_step"])
                     case _:
                         pass
             if not process.has_ended and not process.is_running:
-                process.has_ended = True
-                code, expected = process.popen.returncode, frozenset(process.expected)
-                words = "" if code in expected else process.words()
-                self.ends.append(End(site=site, at_s=now_s(), code=code, expected=expected, words=words))
+                self._note_end(process)
+        if not self.is_coordinated():
+            self._uncoordinated_at_s = now_s()
         is_able = self.is_coordinated() and len(self.healthy()) >= self._min_peers
         if not self.able or self.able[-1][1] != is_able:
             self.able.append((now_s(), is_able))
+
+    def _note_end(self, process: Process) -> None:
+        process.has_ended = True
+        if not process.is_listening and self._uncoordinated_at_s >= process.began_s:
+            # Whoever finds nobody to ask for the run's terms says so after some seconds, and its supervisor tries again.
+            process.expected.add(NOBODY_REACHABLE)
+        code, expected = process.popen.returncode, frozenset(process.expected)
+        words = "" if code in expected else process.words()
+        self.ends.append(End(site=process.site, at_s=now_s(), code=code, expected=expected, words=words))
 
     # -------------------------------------------------------------------------------- what is so
 
@@ -94,6 +104,10 @@ class Watch:
     def healthy(self) -> list[int]:
         """Peers that are there and to whom nothing is being done."""
         return [site for site in self.peers if self._is_well(site)]
+
+    def active(self) -> list[int]:
+        """Healthy peers that have the newest commit, or the one before."""
+        return [site for site in self.healthy() if self.processes[site].outer_step >= self.outer_step - 1]
 
     def _is_well(self, site: int) -> bool:
         process = self.processes.get(site)
