@@ -121,7 +121,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--minutes", type=float, default=10.0, help="of faults; 10")
     parser.add_argument(
-        "--peers", type=int, default=6, choices=range(3, 8), metavar="3..7", help="beside the coordinator; 6"
+        "--peers", type=int, default=6, choices=range(4, 8), metavar="4..7", help="beside the coordinator; 6"
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=_kinds, metavar="A,B", help=f"of {', '.join(KINDS)}; all that can be had")

@@ -7,9 +7,9 @@
     heal, thaw          from the end of a cut or a freeze to the victim's next commit of a step that was new by then
 
 The next commit is one that the fault could have hindered: a round for which every victim had voted before does not
-count. A measurement is alone if no other fault was being recovered from between its beginning and its end: what is asked
-of a class is asked of those. The others are shown as "together". A peer that is still frozen or cut off, but was put
-out of the view before, does not count: it is one peer fewer.
+count. A measurement is alone if no other fault was being recovered from between its beginning and its end; what is
+asked of a class is asked of those. The others are shown as "together". A peer that is still frozen or cut off, but was
+put out of the view before, does not count: it is one peer fewer.
 
 Rules: pure; from the evidence alone.
 """

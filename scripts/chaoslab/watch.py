@@ -89,7 +89,7 @@ class Watch:
     def _note_end(self, process: Process) -> None:
         process.has_ended = True
         if not process.is_listening and self._uncoordinated_at_s >= process.began_s:
-            # Whoever finds nobody to ask for the run's terms says so after some seconds, and its supervisor tries again.
+            # Who finds nobody to ask for the run's terms says so after some seconds; its supervisor tries again.
             process.expected.add(NOBODY_REACHABLE)
         code, expected = process.popen.returncode, frozenset(process.expected)
         words = "" if code in expected else process.words()
