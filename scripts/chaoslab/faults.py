@@ -65,7 +65,7 @@ class Faults:
             return kind == "kill" and self._has_spare(1)
         if kind == "cut" and any("cut" in ailments for ailments in world.ailing.values()):
             return False  # to heal one cut would heal a path of the other
-        return kind == "coordinator" or self._has_spare(2 if kind == "donor" else 1)
+        return self._has_spare(2 if kind == "donor" else 1)
 
     def _has_spare(self, num_victims: int) -> bool:
         world = self._world
