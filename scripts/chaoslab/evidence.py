@@ -1,0 +1,185 @@
+"""What is left when it is over, and all that the verdict knows: journal, logs, faults, waits, ends.
+
+Times are seconds of this machine's wall clock, as the logs have them. Sites are numbers: 0 is the coordinator's, the
+others are peers'. A site holds one process at a time, and one folder after the other.
+
+Rules: data, and how it is read from files. What it means is verdict.py's business.
+"""
+
+import json
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from elastic.core.records import Record
+from elastic.journal import Journal
+
+Event = dict[str, Any]
+
+COORDINATOR = 0
+KINDS = ("kill", "freeze", "coordinator", "donor", "joiner", "cut", "disk")
+NEED_ROOT = ("cut", "disk")
+JOURNAL_NAME = "journal.sqlite"
+
+
+def now_s() -> float:
+    """The wall clock that the events have."""
+    return datetime.now(UTC).timestamp()
+
+
+def wall_s(event: Event) -> float:
+    """When it happened."""
+    return datetime.fromisoformat(event["wall"]).timestamp()
+
+
+@dataclass(slots=True, kw_only=True)
+class Fault:
+    """One thing that was done."""
+
+    kind: str
+    """Of KINDS."""
+    victims: tuple[int, ...]
+    detail: str
+    """For people: behind "peer 3"."""
+    at_s: float
+    over_s: float | None = None
+    """When it was thawed, healed, back, or had its disk again."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Wait:
+    """An operation whose end is visible from outside, and the time it may take."""
+
+    what: str
+    site: int
+    at_s: float
+    seconds: float
+    limit_s: float
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class End:
+    """A process has ended."""
+
+    site: int
+    at_s: float
+    code: int
+    expected: frozenset[int]
+    words: str = ""
+    """The last lines of its stderr, if nobody expected it."""
+
+
+@dataclass(slots=True, frozen=True)
+class Glimpse:
+    """How far the journal was when the coordinator was dead: rows, and the checksum of the last one."""
+
+    num_rows: int
+    checksum: bytes
+
+
+@dataclass(slots=True)
+class Log:
+    """The events of one folder."""
+
+    site: int
+    folder: str
+    events: list[Event] = field(default_factory=list)
+
+    def named(self, *names: str) -> Iterator[Event]:
+        """Events of these names, oldest first."""
+        return (event for event in self.events if event["event"] in names)
+
+
+@dataclass(slots=True, kw_only=True)
+class Evidence:
+    """Everything."""
+
+    began_s: float
+    """All peers were members, the first fault was still to come."""
+    calm_until_s: float
+    """When the first fault could come."""
+    ended_s: float
+    records: Sequence[Record]
+    checksums: Sequence[bytes]
+    """Of the journal's rows."""
+    glimpses: list[Glimpse] = field(default_factory=list)
+    logs: list[Log] = field(default_factory=list)
+    """One for each folder; the coordinator's too."""
+    faults: list[Fault] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
+    able: list[tuple[float, bool]] = field(default_factory=list)
+    """From when on enough healthy peers and a healthy coordinator were there, or not."""
+    leftovers: list[str] = field(default_factory=list)
+    """What should not have been there afterwards: processes, crash reports."""
+    num_starts: int = 0
+
+    def peer_logs(self) -> list[Log]:
+        """Without the coordinator's."""
+        return [log for log in self.logs if log.site != COORDINATOR]
+
+
+class Tail:
+    """Reads a log while it is being written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_nbytes = 0
+
+    def new(self) -> list[Event]:
+        """The whole lines that have come since; what a full disk has torn is left out."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read_nbytes)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        whole = content[: content.rfind(b"\n") + 1]
+        self._read_nbytes += len(whole)
+        return [event for line in whole.splitlines() if (event := _event(line)) is not None]
+
+
+def _event(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
+
+
+def glimpse(directory: Path) -> Glimpse:
+    """How far a journal is that nobody has open. Looks at a copy: opening it would tidy it up."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
+        for name in (JOURNAL_NAME, f"{JOURNAL_NAME}-wal"):
+            if (directory / name).exists():
+                shutil.copy(directory / name, scratch)
+        rows = _checksums(Path(scratch) / JOURNAL_NAME)
+    return Glimpse(len(rows), rows[-1] if rows else b"")
+
+
+def read_journal(directory: Path) -> tuple[list[Record], list[bytes]]:
+    """Records and checksums of a journal that nobody has open.
+
+    Raises:
+        JournalCorrupted: it is damaged.
+    """
+    run_id = json.loads((directory / "run.json").read_bytes())["run_id"]
+    journal = Journal(directory / JOURNAL_NAME, run_id=run_id)
+    try:
+        records = journal.replay()
+    finally:
+        journal.close()
+    return records, _checksums(directory / JOURNAL_NAME)
+
+
+def _checksums(path: Path) -> list[bytes]:
+    database = sqlite3.connect(path)
+    try:
+        return [row[0] for row in database.execute("SELECT checksum FROM journal ORDER BY slot")]
+    finally:
+        database.close()

@@ -1,0 +1,174 @@
+"""How soon the others went on, fault by fault, and how soon who was hit took part again.
+
+    kill donor joiner   from the signal to the survivors' next commit
+    freeze cut          the same
+    coordinator         from the moment when it listens again to the next commit
+    disk                a peer's: as a kill; the coordinator's: as the coordinator
+    heal, thaw          from the end of a cut or a freeze to the victim's next commit of a step that was new by then
+
+The next commit is one that the fault could have hindered: a round for which every victim had voted before does not
+count. A measurement is alone if no other fault was being recovered from between its beginning and its end; what is
+asked of a class is asked of those. The others are shown as "together". A peer that is still frozen or cut off, but was
+put out of the view before, does not count: it is one peer fewer.
+
+Rules: pure; from the evidence alone.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from scripts.chaoslab.evidence import COORDINATOR, Event, Evidence, Fault, wall_s
+
+LIMITS_S = {"kill": 2.0, "donor": 2.0, "joiner": 2.0, "freeze": 10.0, "cut": 10.0, "coordinator": 5.0, "heal": 10.0}
+"""At the 99th percentile."""
+BESIDE_A_ROUND = frozenset({"kill", "donor", "joiner"})
+"""To their limit a calm round is added: a survivor may have just begun one."""
+TOGETHER = "together"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """One measurement. `seconds` is infinite if nothing came until the end of the run."""
+
+    what: str
+    fault: Fault
+    seconds: float
+    is_alone: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """All measurements of one class."""
+
+    what: str
+    count: int
+    median_s: float
+    p99_s: float
+    max_s: float
+    limit_s: float | None
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is as soon as asked."""
+        return self.limit_s is None or self.p99_s <= self.limit_s
+
+
+def calm_round_s(evidence: Evidence) -> float:
+    """Median time from commit to commit before the first fault; not a number if there were too few."""
+    times = sorted(wall_s(event) for event in _decided(evidence))
+    calm = [at_s for at_s in times if evidence.began_s <= at_s <= evidence.calm_until_s]
+    return statistics.median(later - earlier for earlier, later in pairwise(calm)) if len(calm) > 1 else math.nan
+
+
+def recoveries(evidence: Evidence) -> list[Recovery]:
+    """Everything that can be measured, in the order of the faults."""
+    measured = [(fault, *one) for fault in evidence.faults for one in _measured(evidence, fault)]
+    found = []
+    for fault, what, from_s, until_s in measured:
+        if math.isinf(until_s) and _was_hit_again(evidence, fault, from_s):
+            continue  # what it would have done by itself is not known
+        is_alone = not any(
+            begin_s <= until_s and end_s >= from_s
+            for other, _, other_from_s, end_s in measured
+            # All that a coordinator's fault hinders begins with it; it is measured from its end.
+            for begin_s in [other.at_s if COORDINATOR in other.victims else other_from_s]
+            if other is not fault
+        )
+        found.append(Recovery(what=what, fault=fault, seconds=until_s - from_s, is_alone=is_alone))
+    return found
+
+
+def table(evidence: Evidence) -> list[Row]:
+    """Rows by class: those with a limit first, then the others that occurred."""
+    by_class: dict[str, list[float]] = {what: [] for what in LIMITS_S}
+    for recovery in recoveries(evidence):
+        by_class.setdefault(recovery.what if recovery.is_alone else TOGETHER, []).append(recovery.seconds)
+    return [_row(what, sorted(seconds), limit_of(what, evidence)) for what, seconds in by_class.items() if seconds]
+
+
+def limit_of(what: str, evidence: Evidence) -> float | None:
+    """What is asked of a class."""
+    limit_s = LIMITS_S.get(what)
+    if limit_s is None or what not in BESIDE_A_ROUND:
+        return limit_s
+    round_s = calm_round_s(evidence)
+    return limit_s + (0.0 if math.isnan(round_s) else round_s)
+
+
+def _row(what: str, seconds: list[float], limit_s: float | None) -> Row:
+    return Row(
+        what=what,
+        count=len(seconds),
+        median_s=statistics.median(seconds),
+        p99_s=seconds[math.ceil(0.99 * len(seconds)) - 1],
+        max_s=seconds[-1],
+        limit_s=limit_s,
+    )
+
+
+def _measured(evidence: Evidence, fault: Fault) -> Iterator[tuple[str, float, float]]:
+    """(class, from, until) of what a fault has caused."""
+    hits_coordinator = COORDINATOR in fault.victims
+    if not hits_coordinator:
+        yield fault.kind, fault.at_s, _next_commit_s(evidence, fault)
+    if fault.over_s is None:
+        return
+    if fault.kind in ("freeze", "cut"):
+        until_s = (
+            _next_new_step_s(evidence, None, fault.over_s)
+            if hits_coordinator
+            else max(_next_new_step_s(evidence, site, fault.over_s) for site in fault.victims)
+        )
+        yield "heal" if fault.kind == "cut" else "thaw", fault.over_s, until_s
+    elif hits_coordinator:
+        yield fault.kind, fault.over_s, _next_new_step_s(evidence, None, fault.over_s)
+
+
+def _next_commit_s(evidence: Evidence, fault: Fault) -> float:
+    """When a survivor had the first commit that the fault could have hindered."""
+    voted: set[tuple[int, int]] | None = None
+    for site in fault.victims:
+        votes = [vote for log in evidence.logs if log.site == site for vote in log.named("vote")]
+        keys = {(vote["epoch"], vote["outer_step"]) for vote in votes if wall_s(vote) < fault.at_s}
+        voted = keys if voted is None else voted & keys
+    return min(
+        (
+            wall_s(event)
+            for log in evidence.peer_logs()
+            if log.site not in fault.victims
+            for event in log.named("commit")
+            if wall_s(event) > fault.at_s and (event["epoch"], event["outer_step"] - 1) not in (voted or ())
+        ),
+        default=math.inf,
+    )
+
+
+def _next_new_step_s(evidence: Evidence, site: int | None, from_s: float) -> float:
+    """When this site's peer (None: any) had a commit of a step that nobody had decided before."""
+    known = max((event["outer_step"] for event in _decided(evidence) if wall_s(event) <= from_s), default=0)
+    return min(
+        (
+            wall_s(event)
+            for log in evidence.peer_logs()
+            if site in (None, log.site)
+            for event in log.named("commit")
+            if wall_s(event) > from_s and event["outer_step"] > known
+        ),
+        default=math.inf,
+    )
+
+
+def _decided(evidence: Evidence) -> Iterator[Event]:
+    for log in evidence.logs:
+        yield from log.named("commit_decided")
+
+
+def _was_hit_again(evidence: Evidence, fault: Fault, from_s: float) -> bool:
+    return any(
+        other.at_s >= from_s and set(other.victims) & set(fault.victims)
+        for other in evidence.faults
+        if other is not fault
+    )
