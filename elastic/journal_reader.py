@@ -12,6 +12,7 @@ somebody begins to write meanwhile, that is seen afterwards and it is read again
 
 import hashlib
 import sqlite3
+import struct
 import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from elastic.core.records import Record
 from elastic.errors import JournalUnreadable
 
 _FORMAT = "1"
+_SLOT = struct.Struct("!Q")
 _ATTEMPTS = 5
 _BUSY_TIMEOUT_S = 5.0
 _PLACE_AT_FAULT = frozenset(
@@ -96,9 +98,11 @@ def _read(path: Path, how: str) -> JournalReading:
         database.text_factory = bytes  # a damaged name is still to be read
         database.execute("BEGIN")  # one moment of the file for everything that follows
         broken = reader.read(database)
+    except UnicodeError as error:
+        broken = JournalBreak(slot=len(reader.records), cause=f"its tables have no names: {error}")
     except sqlite3.Error as error:
         # The low byte is the kind of error, the others say more.
-        if error.sqlite_errorcode & 0xFF in _PLACE_AT_FAULT:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _PLACE_AT_FAULT:
             raise JournalUnreadable(path, str(error)) from error
         broken = JournalBreak(slot=len(reader.records), cause=str(error))
     finally:
@@ -122,7 +126,7 @@ class _Reader:
             return fault
         # A page that was lost with the newest records on it breaks no chain.
         found = database.execute("PRAGMA quick_check(1)").fetchone()[0]
-        return None if found == b"ok" else JournalBreak(slot=None, cause=_text(found))
+        return None if found == b"ok" else JournalBreak(slot=None, cause=_text(found).splitlines()[-1])
 
     def _read_about(self, database: sqlite3.Connection) -> JournalBreak | None:
         about = {_text(name): _text(value) for name, value in database.execute("SELECT name, value FROM about")}
@@ -140,7 +144,7 @@ class _Reader:
             if slot != due:
                 return JournalBreak(slot=due, cause="it is missing")
             # As written by Journal.append; put down here once more, so that the reader trusts no code of the writer.
-            if checksum != hashlib.sha256(previous + slot.to_bytes(8, "big") + bytes(data)).digest():
+            if not isinstance(data, bytes) or checksum != hashlib.sha256(previous + _SLOT.pack(slot) + data).digest():
                 return JournalBreak(slot=due, cause="its checksum is wrong")
             try:
                 self.records.append(self._decoder.decode(data))

@@ -136,6 +136,15 @@ class Demo:
         command = [ISTHMUS, "export", "--dir", str(self.peers[0].directory)]
         subprocess.run([*command, "--out", str(self.out / "model")], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
+    def audit(self) -> None:
+        """Let the run prove itself; raises DemoFailed if something does not hold."""
+        folders = [str(peer.directory) for peer in self.peers]
+        done = subprocess.run([ISTHMUS, "audit", *folders], cwd=ROOT, check=False, capture_output=True, text=True)
+        (self.out / "audit.txt").write_text(done.stdout)
+        if done.returncode:
+            raise DemoFailed(f"the audit fails: {done.stderr.strip()}")
+        print("  isthmus audit: every check holds", flush=True)
+
     def stop(self) -> None:
         """Leave no process behind, whatever happened."""
         for peer in self.peers:
@@ -161,6 +170,7 @@ def main() -> int:
     try:
         demo.run()
         demo.export()
+        demo.audit()
     except DemoFailed as failure:
         print(f"demo: {failure}", file=sys.stderr)
         return 1

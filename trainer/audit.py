@@ -9,10 +9,13 @@ Errors: `ConfigError` (2) where there is no journal to audit; `EnvironmentFault`
 wrong with the run is no error here but a finding (elastic/audit).
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+
+import msgspec
 
 from elastic.audit import Audit, Finding, RecordIndex, Verdict, audit, judge
 from elastic.errors import JournalUnreadable
@@ -118,17 +121,32 @@ def _choose(readings: Sequence[JournalReading], given: Sequence[Path]) -> Journa
 
 def _audit_files(journal: JournalReading, readings: Sequence[JournalReading]) -> Verdict:
     """I9, I3: the files are what was written, and say the same as far as they go."""
-    findings = [*map(_damage, (item for item in readings if item.broken is not None)), *_forks(journal, readings)]
+    findings = [finding for reading in readings for finding in (*_damage(reading), *_misnamed(reading))]
+    findings += _forks(journal, readings)
     number = len(journal.records)
     return judge("journal", ("I3", "I9"), findings, num_looked_at=number, unit="records")
 
 
-def _damage(reading: JournalReading) -> Finding:
-    broken = reading.broken
-    assert broken is not None
-    where = f"behind its {len(reading.records)} records" if broken.slot is None else f"at record {broken.slot}"
-    said = f"the journal {reading.path} is damaged {where}: {broken.cause}"
-    return Finding(invariant="I9", slot=broken.slot, sentence=said)
+def _damage(reading: JournalReading) -> Iterator[Finding]:
+    if (broken := reading.broken) is not None:
+        where = "outside of its records" if broken.slot is None else f"at record {broken.slot}"
+        said = f"the journal {reading.path} is damaged {where}: {broken.cause}"
+        yield Finding(invariant="I9", slot=broken.slot, sentence=said)
+
+
+class _Named(msgspec.Struct):
+    """What matters here of `run.json`, which stands beside a journal; not its secret."""
+
+    run_id: str
+
+
+def _misnamed(reading: JournalReading) -> Iterator[Finding]:
+    path = reading.path.with_name("run.json")
+    with contextlib.suppress(OSError, UnicodeError, msgspec.MsgspecError):
+        run_id = msgspec.json.decode(path.read_bytes(), type=_Named).run_id
+        if reading.run_id is not None and reading.run_id != run_id:
+            said = f"the journal {reading.path} is of run {reading.run_id}, {path} says {run_id}"
+            yield Finding(invariant="I9", slot=None, sentence=said)
 
 
 def _forks(journal: JournalReading, readings: Sequence[JournalReading]) -> Iterator[Finding]:

@@ -33,8 +33,9 @@ def audit_as_json(audit: RunAudit) -> str:
 
 def render_audit(audit: RunAudit) -> str:
     """The report for people: a label, then a line; no colours."""
-    lines = [*_run(audit), *_peers(audit), *_samples(audit.proved.samples), *_verdicts(audit.verdicts)]
-    return "\n".join(f"{label:<{_WIDTH}}{text}" for label, text in lines)
+    facts = [*_run(audit), *_peers(audit), *_samples(audit.proved.samples)]
+    lines = [*facts, ("", ""), *_verdicts(audit.verdicts)]
+    return "\n".join(f"{label:<{_WIDTH}}{text}".rstrip() for label, text in lines)
 
 
 def _run(audit: RunAudit) -> Iterator[tuple[str, str]]:
@@ -88,7 +89,7 @@ def _verdicts(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, str]]:
         what = "holds" if verdict.holds else f"FAILS, {_count(verdict.num_findings, 'finding')}"
         if verdict.holds and not verdict.num_looked_at:
             what = "nothing to check"
-        yield verdict.check, f"{what:<18}{looked}, {' '.join(verdict.invariants)}"
+        yield verdict.check, f"{what:<20}{looked + ',':<24}{' '.join(verdict.invariants)}"
         for finding in verdict.findings[:_MAX_SHOWN]:
             yield "", sentence_of(finding)
 

@@ -9,10 +9,8 @@ import os
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
 from elastic.core.messages import Natural
 from elastic.digest import CHUNK_NBYTES, TensorManifest, digest_of, root_digest
@@ -25,7 +23,7 @@ _MAX_HEADER_NBYTES = 64 << 20
 class _Entry(msgspec.Struct, frozen=True):
     """One tensor in the header of a safetensors file."""
 
-    data_offsets: Annotated[tuple[Natural, Natural], Meta(min_length=2, max_length=2)]
+    data_offsets: tuple[Natural, Natural]
 
 
 def prove_checkpoint(path: Path) -> Manifest:

@@ -1,0 +1,97 @@
+"""The audit and the simulator judge the same histories: what the checkers let pass is clean, what breaks is found."""
+
+import pytest
+
+from elastic.audit import Audit, audit
+from elastic.core.config import CoordinatorConfig
+from elastic.core.coordinator import CoordinatorMachine
+from elastic.core.messages import LeaseRequest
+from elastic.core.records import Contribution
+from elastic.core.run_state import RunState
+from elastic.core.sessions import Session
+from tests.simulation.mutants import MUTANTS
+from tests.simulation.parts import Parts
+from tests.simulation.simulator import Simulator
+
+NUM_BLOCKS, SEEDS_A_BLOCK = 4, 50
+
+
+def audited(simulator: Simulator) -> Audit:
+    return audit(simulator.coordinator.journal, samples_per_data_epoch=50)
+
+
+def sentences(proved: Audit) -> list[str]:
+    return [f"{finding.invariant} {finding.sentence}" for item in proved.verdicts for finding in item.findings]
+
+
+@pytest.mark.parametrize("block", range(NUM_BLOCKS))
+def test_the_history_of_every_seed_is_clean_and_its_figures_add_up(block: int) -> None:
+    for seed in range(block * SEEDS_A_BLOCK, (block + 1) * SEEDS_A_BLOCK):
+        simulator = Simulator(seed)
+        outcome = simulator.run()
+        proved = audited(simulator)
+        assert not sentences(proved), f"seed {seed}"
+        account, samples = proved.account, proved.samples
+        assert (account.num_commits, account.num_views) == (outcome.num_commits, outcome.num_views)
+        assert samples.exactly_once
+        assert samples.num_given == samples.num_used_up + samples.num_leased + samples.num_free == samples.next_index
+        assert sum(share.num_samples for share in account.shares) == samples.num_used_up
+
+
+# ------------------------------------------------------------------------------------------------------------- mutants
+
+
+class NeverTakesLeasesBack(CoordinatorMachine):
+    """What the dead own stays theirs."""
+
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._roster.release_leases_of_strangers = lambda: None  # type: ignore[method-assign]
+
+
+class GrantsTheSameTwice(CoordinatorMachine):
+    """The ledger forgets what is owned."""
+
+    def _on_lease_request(self, session: Session, request: LeaseRequest) -> None:
+        self.state.leases._owned.clear()
+        self.state.leases.next_index = 0
+        super()._on_lease_request(session, request)
+
+
+class LeavesAMemberOut(CoordinatorMachine):
+    """The last member's work is in the mean and not in the commit."""
+
+    def _contribution(self, session: Session) -> Contribution:
+        part = super()._contribution(session)
+        first, last = self.state.view.members[0], self.state.view.members[-1]
+        return Contribution(first.ref, part.weight, part.num_tokens, ()) if session.ref == last.ref else part
+
+
+class SkipsSamples(CoordinatorMachine):
+    """Every grant of new samples leaves one out."""
+
+    def _on_lease_request(self, session: Session, request: LeaseRequest) -> None:
+        self.state.leases.next_index += 1
+        super()._on_lease_request(session, request)
+
+
+BROKEN = {
+    "lease_returned_twice": (MUTANTS["lease_returned_twice"].parts, "I7", "without owning them"),
+    "lease_never_returned": (Parts(coordinator=NeverTakesLeasesBack), "I7", "gone by then, owns"),
+    "lease_given_twice": (Parts(coordinator=GrantsTheSameTwice), "I7", "while"),
+    "member_left_out": (Parts(coordinator=LeavesAMemberOut), "I2", "lacks the work of its member"),
+    "sample_skipped": (Parts(coordinator=SkipsSamples), "I7", "never were"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_coordinator_that_breaks_a_rule_of_the_journal_is_found(name: str) -> None:
+    parts, invariant, said = BROKEN[name]
+    for seed in range(100):
+        simulator = Simulator(seed, parts=parts, check_machines=False)
+        simulator.run()
+        found = sentences(audited(simulator))
+        if found:
+            assert any(item.startswith(invariant) and said in item for item in found), found
+            return
+    pytest.fail("no seed shows it")
