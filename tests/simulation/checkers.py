@@ -4,6 +4,7 @@ The checkers see what the nodes do (install, stage, make payloads, end) and what
 keep their own, deliberately simple books and never ask a machine whether it is right.
 """
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from collective.core.types import PeerRef, RoundKey, View
@@ -40,6 +41,7 @@ class Checkers:
         self._epochs: dict[PeerRef, int] = {}
         self._exits: list[tuple[PeerRef, Finish]] = []
         self._halted = False
+        self._had: defaultdict[PeerRef, set[bytes]] = defaultdict(set)  # what each start has held or staged
         self._news = True  # something happened that may end the seed
 
     # ------------------------------------------------------------------------ the coordinator
@@ -108,6 +110,13 @@ class Checkers:
             demand(self.history.final, "I4", f"{name(node.ref)} is done before the run is")
         demand(effect.code != 4, "I4", f"{name(node.ref)} ends with {effect}")
         if effect.code == 7:
+            newest = self.history.newest
+            demand(
+                newest is None or newest.digest not in self._had.get(node.ref, ()),
+                "I3",
+                "{} had the committed state, did not die, and is sent home because nobody has it",
+                node.ref,
+            )
             holder = next((item for item in self._sim.core() if self.holds_newest(item)), None)
             demand(holder is None, "I4", f"{name(node.ref)} is sent home although there is a holder")
 
@@ -133,6 +142,7 @@ class Checkers:
         self._work.made(node, payload)
 
     def staged(self, node: "PeerNode", key: RoundKey, made: State, result: Result, *, flawed: bool) -> None:
+        self._had[node.ref].add(made.held.digest)
         self._work.staged(node, key, made, result, flawed=flawed)
 
     def installed(self, node: "PeerNode", effect: InstallStaged, made: State, result: Result) -> None:
@@ -143,6 +153,7 @@ class Checkers:
         self._state.holds(node, made)
 
     def caught_up(self, node: "PeerNode", state: State) -> None:
+        self._had[node.ref].add(state.held.digest)
         self._state.holds(node, state)
 
     # ------------------------------------------------------------------------ the end
