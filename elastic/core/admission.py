@@ -97,6 +97,14 @@ class Admission:
                 roster.send(session.ref, refused)
                 roster.close(session)
 
+    def forgive(self, now: Instant) -> None:
+        """The coordinator itself did not run: nobody could bring the state meanwhile.
+
+        Without this it sent the waiting learners home when it woke (scenarios/clock_jumps_while_nobody_holds.toml).
+        """
+        if self._orphaned_since is not None:
+            self._orphaned_since = now
+
     def deadlines(self) -> list[Instant]:
         """When to look again."""
         roster = self._roster

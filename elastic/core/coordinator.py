@@ -101,6 +101,7 @@ class CoordinatorMachine:
         roster.now, roster.effects = now, []
         if self._promised is not None and now > self._promised + self.config.lateness_s:
             roster.counters["woken_late"] += 1
+            self._admission.forgive(now)
             for session in roster.sessions.values():
                 session.forgive(now)
         match event:

@@ -48,7 +48,7 @@ class Reception:
             case Heartbeat() | Synced() | Vote() | RoundFailed() | LeaseRequest():
                 # Without an answer a dropped peer would wait for ever.
                 self._roster.counters["stranger"] += 1
-                self._roster.send(sender, Evicted(epoch=self._roster.state.epoch, reason="no member and no learner"))
+                self._turn_away(sender, "no member and no learner")
             case _:
                 assert_never(message)
 
@@ -66,7 +66,7 @@ class Reception:
         if departure is not None and sender.incarnation == departure.incarnation and message.epoch < departure.epoch:
             # It believes that it is a member, with a payload and leases that are somebody else's by now. If it were
             # taken as a learner and the Welcome got lost, it would be admitted without ever knowing.
-            roster.send(sender, Evicted(epoch=self._roster.state.epoch, reason="dropped while it was away"))
+            self._turn_away(sender, "dropped while it was away")
             return
         replaced = roster.sessions.get(sender.peer_id)
         session = roster.open(sender, message.address)
@@ -74,6 +74,19 @@ class Reception:
             roster.change_view(out={replaced.ref: None}, cause=f"{sender.peer_id} started again")
         if self._note_held(session, message.held):
             roster.welcome(session)
+
+    def _turn_away(self, sender: PeerRef, reason: str) -> None:
+        """Tell it that it is no member, and first of the commit that it voted for and may not have heard of.
+
+        What it has staged may be the only copy of the committed state: when a commit was written and the line to
+        everybody went, all came back as strangers, threw their copies away, and the run was lost with nobody dead
+        (scenarios/commit_that_nobody_heard_of.toml).
+        """
+        roster = self._roster
+        commit = roster.state.commit_message()
+        if commit is not None and sender.peer_id in dict(commit.weights):
+            roster.send(sender, commit)
+        roster.send(sender, Evicted(epoch=roster.state.epoch, reason=reason))
 
     def learner(self, session: Session, message: Join | Heartbeat | Synced) -> None:
         """A learner spoke."""

@@ -4,6 +4,7 @@ The checkers see what the nodes do (install, stage, make payloads, end) and what
 keep their own, deliberately simple books and never ask a machine whether it is right.
 """
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from collective.core.types import PeerRef, RoundKey, View
@@ -42,6 +43,7 @@ class Checkers:
         self._epochs: dict[PeerRef, int] = {}
         self._exits: list[tuple[PeerRef, Finish]] = []
         self._halted = False
+        self._had: defaultdict[PeerRef, set[bytes]] = defaultdict(set)  # what each start has held or staged
         self._news = True  # something happened that may end the seed
 
     # ------------------------------------------------------------------------ the coordinator
@@ -112,6 +114,11 @@ class Checkers:
             demand(self.history.final, "I4", f"{name(node.ref)} is done before the run is")
         demand(effect.code != 4, "I4", f"{name(node.ref)} ends with {effect}")
         if effect.code == 7:
+            newest, options = self.history.newest, self._sim.options
+            # It hears of the commit before it hears that it is out, unless words on one connection lose their order.
+            in_order = not options.control_reorders and not options.control_loss
+            had_it = newest is not None and newest.digest in self._had[node.ref]
+            demand(not had_it or not in_order, "I3", "{} had the state that nobody has, and did not die", node.ref)
             holder = next((item for item in self._sim.core() if self.holds_newest(item)), None)
             demand(holder is None, "I4", f"{name(node.ref)} is sent home although there is a holder")
 
@@ -141,6 +148,7 @@ class Checkers:
         self._work.carried_over(node)
 
     def staged(self, node: "PeerNode", key: RoundKey, made: State, result: Result, *, flawed: bool) -> None:
+        self._had[node.ref].add(made.held.digest)
         self._work.staged(node, key, made, result, flawed=flawed)
 
     def installed(self, node: "PeerNode", effect: InstallStaged, made: State, result: Result) -> None:
@@ -151,6 +159,7 @@ class Checkers:
         self._state.holds(node, made)
 
     def caught_up(self, node: "PeerNode", state: State) -> None:
+        self._had[node.ref].add(state.held.digest)
         self._state.holds(node, state)
 
     # ------------------------------------------------------------------------ the end
