@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from collective.core.types import PeerId, View
+from collective.core.types import PeerId, PeerRef, View
 from elastic.audit.findings import Finding, Verdict, judge, short
 from elastic.core.records import CommitRecord, Genesis, Record, ViewRecord
 
@@ -21,7 +21,7 @@ def audit_chain(records: Sequence[Record]) -> Verdict:
 
 
 def audit_views(records: Sequence[Record]) -> Verdict:
-    """I1, I2, I8: epochs grow, incarnations never go back, a view names the committed state and every peer once."""
+    """I1, I2, I3, I8: epochs grow, starts of peers never go back, a view names the committed state, each peer once."""
     views = sum(isinstance(record, ViewRecord) for record in records)
     return judge("views", ("I1", "I2", "I3", "I8"), _views(records), num_looked_at=views, unit="views")
 
@@ -70,11 +70,12 @@ def _chain(records: Sequence[Record]) -> Iterator[Finding]:
 def _views(records: Sequence[Record]) -> Iterator[Finding]:
     epoch, step, digest, final_at = 0, 0, b"", -1
     incarnations: dict[PeerId, int] = {}
+    standing: set[PeerRef] = set()
     for slot, record in enumerate(records):
         match record:
             case Genesis():
                 step, digest = record.outer_step, record.digest
-            case ViewRecord(view=view):
+            case ViewRecord(view=view, excused=excused):
                 if view.epoch <= epoch:
                     yield Finding(
                         invariant="I8", slot=slot, sentence=f"epoch {view.epoch} is decided after epoch {epoch}"
@@ -93,7 +94,8 @@ def _views(records: Sequence[Record]) -> Iterator[Finding]:
                         sentence=f"view {view.epoch} is decided after the run's last commit (record {final_at})",
                     )
                 yield from _members(slot, view, incarnations)
-                epoch = view.epoch
+                yield from _excused(slot, view, excused, standing)
+                epoch, standing = view.epoch, {member.ref for member in view.members} | set(excused)
             case CommitRecord():
                 if record.key.epoch != epoch:
                     yield Finding(
@@ -121,6 +123,15 @@ def _members(slot: int, view: View, incarnations: dict[PeerId, int]) -> Iterator
                 f"({member.incarnation}) than a view before it ({newest})",
             )
         incarnations[member.peer_id] = max(member.incarnation, newest)
+
+
+def _excused(slot: int, view: View, excused: Sequence[PeerRef], standing: set[PeerRef]) -> Iterator[Finding]:
+    """Who is late keeps its leases: nobody gets that who was no member, nor twice."""
+    for ref in excused:
+        if ref not in standing or view.holds(ref):
+            what = "is a member of it" if view.holds(ref) else "was no member before"
+            said = f"view {view.epoch} goes on without {ref.peer_id} ({ref.incarnation}), which {what}"
+            yield Finding(invariant="I2", slot=slot, sentence=said)
 
 
 def _contributions(records: Sequence[Record]) -> Iterator[Finding]:

@@ -288,12 +288,12 @@ def _sweep(moves: Sequence[_Move]) -> Iterator[tuple[IndexRange, list[_Move]]]:
 
 
 def _leaving(records: Sequence[Record]) -> dict[PeerRef, list[int]]:
-    """The slots of the views that a start of a peer is no longer in."""
+    """The slots of the views in which a start of a peer is no longer a member, nor excused for being late."""
     leaving: dict[PeerRef, list[int]] = {}
     members: frozenset[PeerRef] = frozenset()
     for slot, record in enumerate(records):
         if isinstance(record, ViewRecord):
-            now = frozenset(member.ref for member in record.view.members)
+            now = frozenset((*(member.ref for member in record.view.members), *record.excused))
             for ref in members - now:
                 leaving.setdefault(ref, []).append(slot)
             members = now

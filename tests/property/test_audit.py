@@ -13,15 +13,16 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective.core.types import PeerRef
+from collective.core.types import Incarnation, PeerId, PeerRef
 from elastic.audit import audit
 from elastic.core.messages import IndexRange
 from elastic.core.records import CommitRecord, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
 from elastic.core.run_state import RunState
 from elastic.journal import Journal
 from elastic.journal_reader import read_journal
-from tests.simulation.checkers import History, Leases
+from tests.simulation.history import History
 from tests.simulation.simulator import Simulator
+from tests.simulation.work import Leases
 from tests.simulation.world import Violation
 from tests.unit.elastic.test_audit import history
 
@@ -45,8 +46,8 @@ def could_have_been(records: list[Record]) -> bool:
         for record in records:
             told.persisted(record, 0.0)
             match record:
-                case ViewRecord(view=view):
-                    leases.view_decided(view)
+                case ViewRecord(view=view, excused=excused):
+                    leases.view_decided(view, excused)
                     members = {member.ref for member in view.members}
                 case LeaseRecord():
                     leases.granted(record)
@@ -97,8 +98,13 @@ def change_record(record: Record, other: Record, draw: Draw) -> Record:
                 replace(record, returned=change_ranges(record.returned, draw)),
             ][draw(st.integers(0, 3))]
         case ViewRecord(view=view):
+            refs = tuple(item.ref for item in view.members)
+            late = (record.excused[1:], refs[-1:], (PeerRef(PeerId("f" * 16), Incarnation(1)),))[
+                draw(st.integers(0, 2))
+            ]
             return replace(
                 record,
+                excused=late if draw(st.booleans()) else record.excused,
                 view=[
                     replace(view, digest=OTHER),
                     replace(view, epoch=max(0, view.epoch + draw(st.integers(-3, 3)))),

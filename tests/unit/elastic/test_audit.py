@@ -155,6 +155,8 @@ WRONG = {
         9,
         "an older start of 0000000000000001 (0) than a view before it (1)",
     ),
+    "stranger excused": (changed(5, excused=(C,)), "I2", 5, "goes on without 0000000000000003 (1), which was no"),
+    "member excused": (changed(5, excused=(A,)), "I2", 5, "goes on without 0000000000000001 (1), which is a member"),
     "commit of another epoch": (changed(8, key=key(1, 1)), "I8", 8, "made in epoch 1, the view is 2"),
     "work of a stranger": (
         changed(8, contributions=(part(A, (4, 10), (14, 16)), part(C))),
@@ -264,6 +266,28 @@ def test_leases_of_who_is_gone_may_return_until_the_next_commit_as_after_a_crash
     records[6], records[7] = lease(A, 2, (20, 26)), records[6]
     records[8] = commit(2, 2, part(A, (4, 10)))
     assert audit(records[:9]).holds
+
+
+def test_who_is_late_keeps_its_leases_while_the_others_go_on() -> None:
+    records = [
+        *history()[:5],
+        msgspec.structs.replace(view(2, 1, 1, cause="goes on without the late"), excused=(B,)),
+        commit(2, 2, part(A, (4, 8))),
+        view(3, 2, 1, 2),
+        commit(3, 3, part(A, (8, 10)), part(B, (14, 18))),
+        view(4, 3, 1),
+        ReleaseRecord(ref=B, epoch=4, ranges=ranges((18, 20))),
+        commit(4, 4, part(A)),
+    ]
+    RunState.replay(records)
+    proved = audit(records)
+    assert proved.holds, all_findings(proved)
+    assert [item.epoch for item in proved.account.departures] == [4]
+    records[5] = msgspec.structs.replace(records[5], excused=())
+    found = all_findings(audit(records))
+    assert [(item.slot, item.sentence) for item in found] == [
+        (6, "step 2 is committed and 0000000000000002, gone by then, owns 6 samples (14-19)")
+    ]
 
 
 def test_a_resumed_run_goes_on_behind_what_its_checkpoint_had_used_up() -> None:
