@@ -1,16 +1,31 @@
 """The whole product on a real etcd: a coordinator, a standby that takes over, and peers that find it."""
 
+import contextlib
 import json
 import signal
+import socket
+import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from elastic.core.records import Record, ViewRecord
+from elastic.etcd import EtcdAccess
 from elastic.etcd_store import EtcdStore
 from tests.multiprocess.etcd_cluster import Cluster, etcd_nodes, free_ports, needs_etcd
-from tests.multiprocess.run_harness import Audit, Process, Run, assert_same_commits, running
+from tests.multiprocess.run_harness import (
+    LEFT,
+    OPEN_END,
+    Audit,
+    Process,
+    Run,
+    assert_same_commits,
+    now_s,
+    running,
+    wall_s,
+)
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200), needs_etcd]
 
@@ -26,6 +41,10 @@ def _standby(run: Run, coordinator: Process, cluster: Cluster, address: str, *mo
     ticket = coordinator.directory / "standby.ticket"
     flags = ["--coordinator.store", "etcd", "--coordinator.etcd", json.dumps(cluster.endpoints), "--listen", address]
     return run.start("coordinator", "--standby", f"@{ticket}", *flags, *more)
+
+
+def _log_of(process: Process) -> str:
+    return process.console.with_suffix(".err").read_text()
 
 
 def _records(coordinator: Process, cluster: Cluster) -> list[Record]:
@@ -83,6 +102,144 @@ def test_a_frozen_coordinator_is_replaced_and_ends_when_it_wakes_up(tmp_path: Pa
         assert len(coordinator.events("commit_decided")) == told  # of what it decided since, nobody has heard
     assert [record.outer_step for record in audit.commits] == list(range(1, last + 1))
     assert len(assert_same_commits(*peers)) == last
+
+
+def test_a_coordinator_that_is_interrupted_hands_over_to_its_standby(tmp_path: Path) -> None:
+    last = 40
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    with etcd_nodes(tmp_path, 1) as cluster, running(tmp_path) as run:
+        flags = _flags(cluster, addresses, "--listen", addresses[0], "--run.outer_steps", str(last))
+        coordinator = run.coordinator(*flags)
+        run.wait_for_ticket()
+        standby = _standby(run, coordinator, cluster, addresses[1])
+        peer = run.join()
+        run.until_step(last // 4, peer)
+        run.until("readiness of the standby", lambda: _log_of(standby).count("standing_by for=") == 1)
+        coordinator.signal(signal.SIGINT)
+        assert run.until_ended(coordinator, standby, peer) == [0, 0, 0]
+        audit = Audit.of(_records(standby, cluster))
+    assert [record.outer_step for record in audit.commits] == list(range(1, last + 1))
+    assert len(peer.events("join")) == 1
+
+
+class Wire:
+    """A way to a node that can be cut: what comes in at `address` goes to the node and back."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, _, port = endpoint.rpartition(":")
+        self._node = (host, int(port))
+        self._is_cut = False
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._door.getsockname()[1]}"
+        threading.Thread(target=self._accept).start()
+
+    def cut(self) -> None:
+        self._is_cut = True
+        for pair in self._pairs:
+            for sock in pair:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def mend(self) -> None:
+        self._is_cut = False
+
+    def close(self) -> None:
+        self.cut()
+        self._door.shutdown(socket.SHUT_RDWR)
+        self._door.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                outside, _ = self._door.accept()
+                if self._is_cut:
+                    outside.close()
+                    continue
+                pair = (outside, socket.create_connection(self._node))
+                self._pairs.append(pair)
+                for source, sink in (pair, pair[::-1]):
+                    threading.Thread(target=self._pump, args=(source, sink)).start()
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+        for sock in (source, sink):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        source.close()  # the other direction's thread closes the other one
+
+
+def test_a_coordinator_that_cannot_reach_etcd_sends_its_peers_to_the_one_that_can(tmp_path: Path) -> None:
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    members = ["--members.start_peers", "2", "--members.min_peers", "2", "--run.outer_steps", str(OPEN_END)]
+    with (
+        etcd_nodes(tmp_path, 1) as cluster,
+        running(tmp_path) as run,
+        contextlib.closing(Wire(cluster.endpoints[0])) as wire,
+    ):
+        flags = ["--coordinator.store", "etcd", "--coordinator.etcd", json.dumps([wire.address])]
+        flags += ["--coordinator.addresses", json.dumps(addresses), "--listen", addresses[0]]
+        coordinator = run.coordinator(*flags, *members)
+        run.wait_for_ticket()
+        standby = _standby(run, coordinator, cluster, addresses[1])
+        peers = [run.join(), run.join()]
+        run.until_step(5, *peers)
+        wire.cut()
+        run.until("commits of the standby", lambda: len(standby.events("commit_decided")) >= 3)
+        assert coordinator.is_running
+        wire.mend()
+        ended = coordinator.outcome()
+        assert ended.code == REFUSED
+        assert f"was taken over by the coordinator at {addresses[1]}" in ended.sentences[-1]
+        run.until_step(max(peer.step for peer in peers) + 3, *peers)
+        for peer in peers:
+            peer.signal(signal.SIGINT)
+        assert run.until_ended(*peers) == [LEFT, LEFT]
+        standby.signal(signal.SIGINT)
+        assert run.until_ended(standby) == [0]
+        audit = Audit.of(_records(standby, cluster))
+    for peer in peers:
+        assert len(peer.events("join")) == 1
+    digests = assert_same_commits(*peers)
+    assert {record.outer_step: record.digest.hex() for record in audit.commits}.items() >= digests.items()
+
+
+def test_commits_go_on_within_three_seconds_after_etcds_leader_is_killed(tmp_path: Path, record_property) -> None:
+    members = ["--members.start_peers", "2", "--members.min_peers", "2", "--run.outer_steps", str(OPEN_END)]
+    with etcd_nodes(tmp_path, 3) as cluster, running(tmp_path) as run:
+        flags = ["--coordinator.store", "etcd", "--coordinator.etcd", json.dumps(cluster.endpoints)]
+        coordinator = run.coordinator(*flags, *members)
+        run.wait_for_ticket()
+        peers = [run.join(), run.join()]
+        run.until_step(3, *peers)
+        outages_s = []
+        for _ in range(3):
+            leading = cluster.leader()
+            leading.kill()
+            killed_at = now_s()
+            decided = coordinator.events("commit_decided")
+            num_decided = len(decided)
+            run.until("next commits", lambda n=num_decided: len(coordinator.events("commit_decided")) > n + 2)
+            after = [wall_s(event) for event in coordinator.events("commit_decided")[num_decided - 1 :]]
+            outages_s.append(max(later - earlier for earlier, later in pairwise(after)))
+            assert after[-1] > killed_at
+            cluster.start(leading)
+            cluster.until_ready(EtcdAccess(endpoints=(leading.endpoint,)))
+        for peer in peers:
+            peer.signal(signal.SIGINT)
+        assert run.until_ended(*peers) == [LEFT, LEFT]
+        coordinator.signal(signal.SIGINT)
+        assert run.until_ended(coordinator) == [0]
+        audit = Audit.of(_records(coordinator, cluster))
+    record_property("outage_max_s", round(max(outages_s), 2))
+    assert max(outages_s) < 3.0, outages_s
+    assert [record.outer_step for record in audit.commits] == list(range(1, len(audit.commits) + 1))
+    for peer in peers:
+        assert len(peer.events("join")) == 1
+        assert not peer.events("fault", kind="coordinator_lost")
 
 
 def test_a_second_coordinator_of_a_run_is_refused_with_a_sentence(tmp_path: Path) -> None:
