@@ -24,7 +24,7 @@ from collective.errors import ConnectionLost
 from collective.transport import Channel
 from elastic.alarm import Alarm
 from elastic.control import ControlConnection
-from elastic.core.config import CoordinatorConfig
+from elastic.core.config import CoordinatorConfig, RebuildRule
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import (
     CoordinatorEffect,
@@ -61,6 +61,8 @@ class CoordinatorStatus:
     """First sample index that was never given out."""
     finished: bool
     """The run has ended and everybody has gone."""
+    is_rebuilding: bool
+    """The journal is lost; the peers' certificates are awaited."""
     counters: dict[str, int]
     """What was dropped and who was given up, by reason."""
 
@@ -71,6 +73,8 @@ class CoordinatorShell:
     Args:
         config: rules of the run.
         store: the journal; replayed here, closed by the caller.
+        rebuild: if the journal is empty it was lost, and is made anew from the peers' certificates by this rule. None
+            for a run that may be a new one; a peer that brings a certificate proves that it is not.
         observe: told of every record and connection.
         clock: monotonic seconds.
 
@@ -83,13 +87,14 @@ class CoordinatorShell:
         config: CoordinatorConfig,
         store: Store,
         *,
+        rebuild: RebuildRule | None = None,
         observe: Observe = ignore,
         clock: Callable[[], Instant] = time.monotonic,
     ) -> None:
         self._store = store
         self._observe = observe
         self._clock = clock
-        self._machine = CoordinatorMachine.recover(config, store.replay(), clock())
+        self._machine = CoordinatorMachine.recover(config, store.replay(), clock(), rebuild=rebuild)
         self._connections: dict[PeerRef, ControlConnection[PeerMessage]] = {}
         self._alarm = Alarm(clock)
         self._over = asyncio.Event()
@@ -166,6 +171,7 @@ class CoordinatorShell:
             samples_leased=sum(len(piece) for ref in state.leases.owners() for piece in state.leases.owned_by(ref)),
             next_index=state.leases.next_index,
             finished=self.finished,
+            is_rebuilding=self._machine.is_rebuilding,
             counters=dict(self._machine.counters),
         )
 

@@ -139,7 +139,7 @@ class JournalCorrupted(JournalError):
 
     def __init__(self, path: Path, slot: int | None, cause: str) -> None:
         where = "the file" if slot is None else f"record {slot}"
-        super().__init__(path, f"journal {path} is corrupted at {where}: {cause}; restore it from a copy")
+        super().__init__(path, f"journal {path} is corrupted at {where}: {cause}; move it away and --rebuild the run")
         self.slot = slot
         self.cause = cause
 

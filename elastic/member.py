@@ -42,6 +42,7 @@ from elastic.core.events import (
     FoundState,
     InstallStaged,
     InstallView,
+    KeepCertificate,
     LeasesWanted,
     LeaveRequested,
     MemberEffect,
@@ -54,7 +55,7 @@ from elastic.core.events import (
     Tick,
 )
 from elastic.core.member import MemberMachine, Phase
-from elastic.core.messages import Commit, CoordinatorMessage, Held, IndexRange
+from elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding
 from elastic.desk import Committed, Desk
 from elastic.dialler import Dial, Dialler, NobodyAnswers
 from elastic.digest import Hasher
@@ -63,6 +64,8 @@ from elastic.learner import Learner
 from elastic.observation import (
     BecameActive,
     BecameLearner,
+    CertificateKept,
+    CoordinatorAsks,
     CoordinatorConnected,
     CoordinatorLost,
     Finished,
@@ -245,6 +248,9 @@ class Membership:
                     self._rounds.void(key)
                 case BecomeLearner():
                     self._desk.demoted()
+                case KeepCertificate(certificate=certificate):
+                    self._observe(CertificateKept(certificate=certificate))
+                    continue
                 case _:
                     pass
             self._work.put_nowait(effect)
@@ -292,7 +298,9 @@ class Membership:
 
     def _heard(self, message: CoordinatorMessage) -> None:
         if isinstance(message, Commit):
-            self._learner.heard_of(Held(message.outer_step, message.digest))
+            self._learner.heard_of(message.certificate.made)
+        elif isinstance(message, Rebuilding):
+            self._observe(CoordinatorAsks(testified=message.testified, needed=message.needed))
         self._feed(CoordinatorSaid(message=message))
 
     async def _dial_donor(self, member: Member) -> Channel:
@@ -333,8 +341,8 @@ class Membership:
                     if self._connection is not None:
                         await self._connection.flush(timeout_s=1.0)
                     return effect
-                case SendToCoordinator():
-                    raise AssertionError("words leave at once")
+                case SendToCoordinator() | KeepCertificate():
+                    raise AssertionError("this is done at once")
                 case _:
                     assert_never(effect)
 

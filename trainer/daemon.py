@@ -22,6 +22,7 @@ from collective import AddressInUse
 from collective.core.types import PeerRef
 from collective.transport import Channel, Hello, Listener, Purpose, Security
 from elastic.coordinator import CoordinatorShell
+from elastic.core.config import RebuildRule
 from elastic.core.events import Finish
 from elastic.errors import JournalCorrupted, JournalError
 from elastic.journal import Journal
@@ -32,7 +33,14 @@ from trainer.control_socket import ControlServer
 from trainer.corpus import Corpus, load_corpus
 from trainer.errors import ConfigError, EnvironmentFault, ExitCode, IntegrityError, IsthmusError, Refused
 from trainer.events import FILE_NAME, EventLog
-from trainer.founding import JOURNAL_NAME, Founded, found_or_go_on, remember_terms
+from trainer.founding import (
+    JOURNAL_NAME,
+    Founded,
+    found_or_go_on,
+    remember_membership,
+    remember_terms,
+    take_over,
+)
 from trainer.identity import PeerFolder
 from trainer.interrupts import Interrupts
 from trainer.metrics import Metrics, MetricsServer
@@ -100,7 +108,10 @@ async def _run(options: PeerOptions | CoordinatorOptions, interrupts: Interrupts
 async def _prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder) -> _Start:
     me = folder.start_identity().ref
     if isinstance(options.role, Founding):
-        config = options.resolved.config
+        resolved = options.resolved
+        if options.role.rebuild is not None:
+            resolved = resolved.adopt(take_over(folder))
+        config = resolved.config
         corpus = await in_thread(_read_corpus, config)
         founded = found_or_go_on(folder, config, corpus, options.role.resume_dir)
         return _Start(
@@ -125,6 +136,7 @@ async def _prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder
             cure="use the same Python version, or name a copy of the run's text with --data",
             fields=("data.path",),
         )
+    remember_membership(folder, terms, ticket.addresses[0])
     return _Start(
         options=options,
         folder=folder,
@@ -228,13 +240,23 @@ class _Process:
         config = coordinator_config(
             self._start.config,
             founded.terms.digest(),
+            founded.terms.seal_key,
             first_index=0 if position is None else position.next_index,
             returned=() if position is None else position.returned,
         )
         with _journal_errors():
             journal = Journal(self._run_dir / JOURNAL_NAME, run_id=founded.run.run_id)
             stack.callback(journal.close)
-            return CoordinatorShell(config, journal, observe=chronicle.observe)
+            rebuild = self._rebuild_rule(founded)
+            if rebuild is not None:
+                log.warning("rebuilding rule=%s; the run's peers are asked what they hold", rebuild.name)
+            return CoordinatorShell(config, journal, rebuild=rebuild, observe=chronicle.observe)
+
+    def _rebuild_rule(self, founded: Founded) -> RebuildRule | None:
+        role = self._start.options.role
+        if isinstance(role, Founding) and role.rebuild is not None:
+            return role.rebuild
+        return RebuildRule.MAJORITY if founded.has_lost_its_journal else None
 
     def _make_peer(self, chronicle: Chronicle, address: str, coordinators: tuple[str, ...]) -> Peer:
         start = self._start

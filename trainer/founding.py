@@ -4,6 +4,10 @@ A run lives in its founder's folder: `run.json` (id and secret), `terms.json` (t
 text, its address), `journal.sqlite`. Starting again in the same folder goes on where the journal ends, under the same
 run id, so that peers that are still out there find their run again. `resume` is another thing: a new lineage from a
 checkpoint.
+
+If the journal is gone, it is made anew from the certificates of the run's peers (elastic/core/rebuild.py). If the whole
+folder is gone, that can be done in the folder of any peer, or with a copy of its `membership.json`: a peer keeps in it
+what it was told of the run. The secret is lost then, and with it all tickets; the keys that members show stay the same.
 """
 
 import itertools
@@ -26,23 +30,45 @@ from trainer.identity import PeerFolder, RunIdentity
 log = logging.getLogger(__name__)
 
 JOURNAL_NAME = "journal.sqlite"
+MEMBERSHIP_NAME = "membership.json"
 _TERMS_NAME = "terms.json"
 
 
-class _SavedTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Keys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    run_id: str
+    mesh_key: bytes
+    tls_secret: bytes
+
+    def __repr__(self) -> str:
+        return f"_Keys(run_id={self.run_id!r})"
+
+
+class _SavedTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`keys` where they do not follow from the secret in `run.json`: at a peer, and where a peer's folder was used."""
+
     manifest: str
     data_digest: str
     address: str | None = None
+    keys: _Keys | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Founded:
-    """A run as its founder's folder has it. `address` is where its coordinator listened last, if it ever did."""
+    """A run as its founder's folder has it.
+
+    Attributes:
+        run: its id and secret.
+        terms: what its peers are told.
+        address: where its coordinator listened last, if it ever did.
+        checkpoint: the newest state of this folder.
+        has_lost_its_journal: the run had a coordinator here, and its journal is not there any more.
+    """
 
     run: RunIdentity
     terms: RunTerms
     address: str | None
     checkpoint: Checkpoint | None
+    has_lost_its_journal: bool = False
 
 
 def found_or_go_on(folder: PeerFolder, config: Config, corpus: Corpus, resume_dir: Path | None) -> Founded:
@@ -65,14 +91,57 @@ def found_or_go_on(folder: PeerFolder, config: Config, corpus: Corpus, resume_di
         _require_same(saved, manifest, corpus, folder.path)
         checkpoint = _newest_checkpoint(folder.path)
     run = folder.found_run(config.run.name)
+    keys = None if saved is None else saved.keys
     terms = RunTerms(
         run_id=run.run_id,
         manifest=manifest,
         data_digest=corpus.digest,
-        mesh_key=mesh_key(run.secret, run.run_id),
-        tls_secret=tls_secret(run.secret, run.run_id),
+        mesh_key=mesh_key(run.secret, run.run_id) if keys is None else keys.mesh_key,
+        tls_secret=tls_secret(run.secret, run.run_id) if keys is None else keys.tls_secret,
     )
-    return Founded(run=run, terms=terms, address=None if saved is None else saved.address, checkpoint=checkpoint)
+    return Founded(
+        run=run,
+        terms=terms,
+        address=None if saved is None else saved.address,
+        checkpoint=checkpoint,
+        # The journal is made before the terms are kept: terms without a journal had one.
+        has_lost_its_journal=saved is not None and not (folder.path / JOURNAL_NAME).exists(),
+    )
+
+
+def take_over(folder: PeerFolder) -> bytes:
+    """Make this folder, of the run's coordinator or of any of its peers, one where its coordinator can live.
+
+    Returns:
+        The run manifest.
+
+    Raises:
+        ConfigError: the folder knows of no run.
+        IntegrityError: a file of the folder is damaged.
+        EnvironmentFault: the disk refuses.
+    """
+    saved = _load_terms(folder.path)
+    if saved is None:
+        saved = _load_terms(folder.path, MEMBERSHIP_NAME)
+        if saved is None or saved.keys is None:
+            raise ConfigError(
+                f"{folder.path} knows of no run that could be rebuilt",
+                cure="name the folder of the run's coordinator or of one of its peers with --dir",
+            )
+        folder.adopt_run(saved.keys.run_id)
+        _save_terms(folder, saved)  # last: a start that was cut short here begins again
+    return saved.manifest.encode()
+
+
+def remember_membership(folder: PeerFolder, terms: RunTerms, coordinator: str) -> None:
+    """Keep what a peer was told of its run, in case that its coordinator is lost with its disk.
+
+    Raises:
+        EnvironmentFault: the disk refuses.
+    """
+    keys = _Keys(run_id=terms.run_id, mesh_key=terms.mesh_key, tls_secret=terms.tls_secret)
+    saved = _SavedTerms(manifest=terms.manifest.decode(), data_digest=terms.data_digest, address=coordinator, keys=keys)
+    _save_terms(folder, saved, MEMBERSHIP_NAME)
 
 
 def remember_terms(folder: PeerFolder, terms: RunTerms, address: str) -> None:
@@ -81,13 +150,19 @@ def remember_terms(folder: PeerFolder, terms: RunTerms, address: str) -> None:
     Raises:
         EnvironmentFault: the disk refuses.
     """
-    saved = _SavedTerms(manifest=terms.manifest.decode(), data_digest=terms.data_digest, address=address)
+    before = _load_terms(folder.path)
+    keys = None if before is None else before.keys
+    saved = _SavedTerms(manifest=terms.manifest.decode(), data_digest=terms.data_digest, address=address, keys=keys)
+    _save_terms(folder, saved)
+
+
+def _save_terms(folder: PeerFolder, saved: _SavedTerms, name: str = _TERMS_NAME) -> None:
     with _disk_errors(folder.path):
-        write_atomically(folder.path / _TERMS_NAME, msgspec.json.encode(saved), mode=0o600)
+        write_atomically(folder.path / name, msgspec.json.encode(saved), mode=0o600)
 
 
-def _load_terms(path: Path) -> _SavedTerms | None:
-    file = path / _TERMS_NAME
+def _load_terms(path: Path, name: str = _TERMS_NAME) -> _SavedTerms | None:
+    file = path / name
     try:
         with _disk_errors(path):
             return msgspec.json.decode(file.read_bytes(), type=_SavedTerms)

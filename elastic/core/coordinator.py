@@ -20,7 +20,7 @@ from typing import assert_never
 
 from collective.core.types import Instant, OuterStep, PeerRef
 from elastic.core.admission import Admission
-from elastic.core.config import CoordinatorConfig
+from elastic.core.config import CoordinatorConfig, RebuildRule
 from elastic.core.events import CoordinatorEffect, CoordinatorEvent, PeerConnectionLost, PeerSaid, Tick
 from elastic.core.messages import (
     Evicted,
@@ -37,6 +37,7 @@ from elastic.core.messages import (
     Synced,
     Vote,
 )
+from elastic.core.rebuild import Rebuild
 from elastic.core.reception import INTEGRITY_EXIT_CODE, Reception
 from elastic.core.records import CommitRecord, Contribution, LeaseRecord, Record
 from elastic.core.roster import Roster
@@ -50,6 +51,8 @@ STORY_LENGTH = 512
 class CoordinatorMachine:
     """See the module's docstring. Drive it by `handle`, and by a `Tick` whenever `next_deadline` has passed."""
 
+    rebuild_type: type[Rebuild] = Rebuild
+
     def __init__(self, config: CoordinatorConfig) -> None:
         self._start(config, RunState())
 
@@ -61,20 +64,32 @@ class CoordinatorMachine:
         self._reception = Reception(self._roster)
         self._admission = Admission(self._roster)
         self._halted: Refused | None = None
+        self._rebuild: Rebuild | None = None  # while the journal is lost and not made anew yet
         self._promised: Instant | None = None  # what next_deadline() was after the last event
         self._story: deque[tuple[Instant, CoordinatorEvent]] = deque(maxlen=STORY_LENGTH)
 
     @classmethod
-    def recover(cls, config: CoordinatorConfig, records: Iterable[Record], now: Instant) -> "CoordinatorMachine":
+    def recover(
+        cls,
+        config: CoordinatorConfig,
+        records: Iterable[Record],
+        now: Instant,
+        *,
+        rebuild: RebuildRule | None = None,
+    ) -> "CoordinatorMachine":
         """Go on from a journal (oldest record first), under the last epoch and with its members.
 
         Nobody has lost anything by the restart: members that dial again within `recover_grace_s` find their view
         unchanged and repeat their votes. Learners are forgotten; they are told so and join afresh.
+
+        With a rule for it, an empty journal is a lost one: nobody founds the run, its peers are asked (rebuild.py).
         """
         machine = cls(config)
         machine._start(config, state := RunState.replay(records))
         roster = machine._roster
         roster.now = now
+        if rebuild is not None and state.committed is None and state.rebuilt is None:
+            machine._rebuild = machine.rebuild_type(roster, rebuild)
         voters = [item.ref for item in state.last_commit.contributions] if state.last_commit is not None else []
         for member in state.view.members:
             session = roster.open(member.ref, member.address)
@@ -104,7 +119,8 @@ class CoordinatorMachine:
                 pass
             case _:
                 assert_never(event)
-        self._settle()
+        if self._rebuild is None or self._ended(self._rebuild):
+            self._settle()
         deadline = self.next_deadline()
         self._promised = None if deadline is None else max(deadline, now)
         return roster.effects
@@ -112,7 +128,9 @@ class CoordinatorMachine:
     def next_deadline(self) -> Instant | None:
         """When to feed a `Tick`, if nothing else happens before."""
         deadlines = [deadline for deadline, _, _ in self._roster.deadlines()]
-        if not self._roster.over:
+        if self._rebuild is not None:
+            deadlines += self._rebuild.deadlines()
+        elif not self._roster.over:
             deadlines += self._admission.deadlines()
             if self._rounds.judge_at is not None:
                 deadlines.append(self._rounds.judge_at)
@@ -143,6 +161,11 @@ class CoordinatorMachine:
         return tuple(self._story)
 
     @property
+    def is_rebuilding(self) -> bool:
+        """Whether the journal is lost and the peers' certificates are awaited."""
+        return self._rebuild is not None
+
+    @property
     def finished(self) -> bool:
         """Whether the run has ended and everybody has gone."""
         return self._roster.over and not self._roster.sessions
@@ -153,6 +176,13 @@ class CoordinatorMachine:
         roster = self._roster
         if self._halted is not None:
             roster.send(sender, self._halted)
+            return
+        if self._rebuild is None and isinstance(message, Join) and self._has_lost_its_journal(message):
+            self._rebuild = self.rebuild_type(roster, RebuildRule.MAJORITY)
+            for item in list(roster.sessions.values()):
+                roster.close(item)  # whatever they say next is answered with the question what they hold
+        if self._rebuild is not None:
+            self._rebuild.heard(sender, message)
             return
         session = roster.sessions.get(sender.peer_id)
         if session is not None and sender.incarnation < session.ref.incarnation:
@@ -184,6 +214,18 @@ class CoordinatorMachine:
                 self._on_lease_request(session, message)
             case _:
                 assert_never(message)
+
+    def _has_lost_its_journal(self, join: Join) -> bool:
+        """A run that has a certificate has begun. So an empty journal is not a new run's: nobody may found it again."""
+        state, certificate = self.state, join.certificate
+        if state.committed is not None or state.rebuilt is not None or certificate is None:
+            return False
+        return join.manifest_digest == self.config.manifest_digest and certificate.check(self.config.seal_key)
+
+    def _ended(self, rebuild: Rebuild) -> bool:
+        if rebuild.settled():
+            self._rebuild = None
+        return self._rebuild is None
 
     def _on_heartbeat(self, session: Session, beat: Heartbeat) -> None:
         roster, now = self._roster, self._roster.now
@@ -323,12 +365,10 @@ class CoordinatorMachine:
         )
         roster.persist(record)
         self._rounds.committed()
-        commit = state.commit_message()
-        assert commit is not None, "it was committed just now"
         deviants = [session.ref for session in members if session.ref.peer_id in agreed.deviants]
         for session in roster.sessions.values():
             if session.ref not in deviants or record.final:
-                roster.send(session.ref, commit)
+                roster.tell_commit(session.ref)
         for session in members:
             session.holds_state = session.ref not in deviants
             roster.expect_news(session)
