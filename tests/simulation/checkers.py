@@ -11,7 +11,8 @@ from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import Finish, InstallStaged
 from elastic.core.member import Phase
 from elastic.core.messages import Commit, CoordinatorMessage, Held, LeaseGrant, NewView, Welcome
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
+from tests.simulation.rebuilds import Certificates
 from tests.simulation.symbols import Payload, Result, State
 from tests.simulation.world import Violation
 
@@ -46,6 +47,9 @@ class History:
         self.grants: set[tuple[PeerRef, int]] = set()
         self.newest: Held | None = None
         self.final = False
+        self.rebuilt_epoch = 0
+        self.given_up: set[Held] = set()  # committed, and proved by nobody when the journal was lost
+        self.has_given_up_the_end = False
         self._coordinator = (0, 0)
 
     def persisted(self, record: Record, now: float) -> None:
@@ -54,6 +58,15 @@ class History:
                 demand(self.newest is None, "I3", "a second genesis")
                 self.newest = Held(record.outer_step, record.digest)
                 self.states[record.outer_step] = record.digest
+            case RebuildRecord(epoch=epoch, certificate=certificate):
+                demand(not self.views or epoch > self.views[-1].epoch, "I8", f"rebuilt under epoch {epoch}")
+                self.rebuilt_epoch = epoch
+                self.newest = None if certificate is None else certificate.made
+                rest = -1 if certificate is None else certificate.made.outer_step
+                self.given_up |= {Held(step, digest) for step, digest in self.states.items() if step > rest}
+                self.states = {step: digest for step, digest in self.states.items() if step <= rest}
+                self.has_given_up_the_end |= self.final and (certificate is None or not certificate.final)
+                self.final = certificate is not None and certificate.final
             case ViewRecord(view=view):
                 demand(not self.views or view.epoch > self.views[-1].epoch, "I8", f"epoch {view.epoch} is not newer")
                 demand(not self.final, "I3", "a view after the final commit")
@@ -78,7 +91,7 @@ class History:
         """Journal first: a message that tells of a decision finds it on the disk."""
         match message:
             case Commit():
-                known = self.commits.get(message.key)
+                known = self.commits.get(message.certificate.key)
                 demand(known is not None, "I3", f"told {name(to)} of a commit that is not in the journal")
             case NewView(view=view):
                 known_view = any(view.epoch == mine.epoch and view.members == mine.members for mine in self.views)
@@ -92,10 +105,13 @@ class History:
                 pass
 
     def installed(self, node: "PeerNode", effect: InstallStaged) -> None:
-        self._known(effect.held, f"an install at {name(node.ref)}")
+        if effect.held not in self.given_up or effect.key.epoch > self.rebuilt_epoch:
+            self._known(effect.held, f"an install at {name(node.ref)}")
         demand(effect.key in self.commits, "I3", f"{name(node.ref)} installs a round that is not committed")
 
     def coordinator_settled(self, machine: CoordinatorMachine) -> None:
+        if machine.is_rebuilding:
+            return  # it knows nothing, and says so
         now = (machine.state.epoch, machine.state.outer_step)
         demand(now >= self._coordinator, "I8", f"the coordinator went back from {self._coordinator} to {now}")
         self._coordinator = now
@@ -113,11 +129,18 @@ class SharedState:
 
     def holds(self, node: "PeerNode", state: State) -> None:
         step, digest = state.held.outer_step, state.held.digest
+        if state.held in self._history.given_up:
+            return  # it has not heard yet
         known = self._history.states.get(step)
         # A founder holds its state before it is the run's.
         demand(known == digest or (known is None and step == 0), "I1", f"{name(node.ref)} holds another step {step}")
         demand(step >= self._newest.get(node.ref, 0), "I3", f"{name(node.ref)} went back to step {step}")
         self._newest[node.ref] = step
+
+    def rebuilt(self, record: RebuildRecord) -> None:
+        """What was made after the certificate is given up: whoever held it goes back."""
+        rest = 0 if record.certificate is None else record.certificate.made.outer_step
+        self._newest = {ref: min(step, rest) for ref, step in self._newest.items()}
 
     def active(self, node: "PeerNode", view: View) -> None:
         held = node.state.held if node.state is not None else None
@@ -148,6 +171,10 @@ class Contributions:
         for member in before.members if before is not None else ():
             if not view.holds(member.ref):
                 self._evictions[member.ref] = view.epoch
+
+    def rebuilt(self, record: RebuildRecord) -> None:
+        """Payloads are void: what the lost journal has given to their owners cannot be known."""
+        self._evictions |= dict.fromkeys(self._open, record.epoch)
 
     def committed(self, record: CommitRecord, view: View) -> None:
         refs = {member.ref for member in view.members}
@@ -199,7 +226,7 @@ class Leases:
 
     def __init__(self) -> None:
         self._owner: dict[int, PeerRef] = {}
-        self._consumed: set[int] = set()
+        self._consumed: dict[int, int] = {}  # by which step
         self._members: set[PeerRef] = set()
 
     def view_decided(self, view: View) -> None:
@@ -217,13 +244,20 @@ class Leases:
             for index in (i for item in contribution.consumed for i in range(item.start, item.stop)):
                 demand(self._owner.get(index) == contribution.ref, "I7", f"sample {index} is consumed by a stranger")
                 demand(index not in self._consumed, "I7", f"sample {index} is consumed twice")
-                self._consumed.add(index)
+                self._consumed[index] = record.outer_step
                 del self._owner[index]
 
     def released(self, record: ReleaseRecord) -> None:
         demand(record.ref not in self._members, "I7", f"leases of the member {name(record.ref)} are released")
         for index in (i for item in record.ranges for i in range(item.start, item.stop)):
             demand(self._owner.pop(index, None) == record.ref, "I7", f"sample {index} is released by a stranger")
+
+    def rebuilt(self, record: RebuildRecord) -> None:
+        """Only what the commits that are left have consumed is consumed."""
+        rest = -1 if record.certificate is None else record.certificate.made.outer_step
+        self._consumed = {index: step for index, step in self._consumed.items() if step <= rest}
+        self._owner.clear()
+        self._members = set()
 
     def at_rest(self, next_index: int, free: int) -> None:
         """Nothing is lost: whatever was given is owned by a member, consumed, or free again."""
@@ -268,6 +302,7 @@ class Checkers:
         self._work = Contributions(self.history)
         self._leases = Leases()
         self._admissions = Admissions(self.history, sim)
+        self._certificates = Certificates(sim)
         self._epochs: dict[PeerRef, int] = {}
         self._exits: list[tuple[PeerRef, Finish]] = []
         self._halted = False
@@ -284,6 +319,7 @@ class Checkers:
         views = self.history.views
         before = views[-1] if views else None
         self.history.persisted(record, self._sim.world.now)
+        self._certificates.persisted(record)
         match record:
             case ViewRecord(view=view):
                 self._sim.world.say("view", view.epoch, [name(member.ref) for member in view.members], record.cause)
@@ -300,15 +336,25 @@ class Checkers:
                 self._leases.granted(record)
             case ReleaseRecord():
                 self._leases.released(record)
+            case RebuildRecord(epoch=epoch, testified=testified):
+                self._sim.world.say("rebuilt", epoch, self.history.newest, [name(ref) for ref in testified])
+                self._state.rebuilt(record)
+                self._work.rebuilt(record)
+                self._leases.rebuilt(record)
             case _:
                 pass
 
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         self.history.told(to, message)
+        self._certificates.told(message)
 
     # ------------------------------------------------------------------------ the peers
 
+    def heard(self, node: "PeerNode", message: CoordinatorMessage) -> None:
+        self._certificates.heard(node, message)
+
     def started(self, node: "PeerNode") -> None:
+        self._certificates.started(node)
         self._epochs[node.ref] = -1
 
     def stopped(self, node: "PeerNode") -> None:
@@ -322,7 +368,11 @@ class Checkers:
             demand(self._sim.options.wrong_result > 0, "I1", f"{name(node.ref)} ends with {effect}")
             self._halted = True
         if effect.code == 0:
-            demand(self.history.final, "I4", f"{name(node.ref)} is done before the run is")
+            demand(
+                self.history.final or self.history.has_given_up_the_end,
+                "I4",
+                f"{name(node.ref)} is done before the run is",
+            )
         demand(effect.code != 4, "I4", f"{name(node.ref)} ends with {effect}")
         if effect.code == 7:
             holder = next((item for item in self._sim.core() if self.holds_newest(item)), None)

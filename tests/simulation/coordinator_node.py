@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from collective.core.types import PeerRef
+from elastic.core.config import RebuildRule
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import (
     CoordinatorEffect,
@@ -28,6 +29,8 @@ class CoordinatorNode:
     def __init__(self, sim: "Simulator") -> None:
         self.sim = sim
         self.journal: list[Record] = []
+        self.rule: RebuildRule | None = None
+        """How a journal that was lost is made anew; None as long as it never was."""
         self.start_number = 0
         self.alive = False
         self.paused_until = 0.0
@@ -49,10 +52,9 @@ class CoordinatorNode:
         self._tick_at = None
         self.paused_until = 0.0
         machine = self.sim.parts.coordinator
-        if self.journal:
-            self.machine = machine.recover(self.sim.coordinator_config, list(self.journal), self.sim.world.now)
-        else:
-            self.machine = machine(self.sim.coordinator_config)
+        self.machine = machine.recover(
+            self.sim.coordinator_config, list(self.journal), self.sim.world.now, rebuild=self.rule
+        )
         self.sim.world.say("coordinator starts with", len(self.journal), "records")
         self.sim.checkers.coordinator_started(self.machine)
         self._arm()
@@ -69,6 +71,20 @@ class CoordinatorNode:
         self.connections = {}
         if not self.sim.network.healed:
             self.sim.world.after(self.sim.world.rng.uniform(0.2, 4.0), "coordinator restarts", self.start)
+
+    def lose_disk(self) -> None:
+        """Process and journal are gone; whoever starts it again knows that."""
+        self.crash()
+        self.sim.world.say("the journal is lost, with", len(self.journal), "records")
+        self.journal.clear()
+        self.rule = RebuildRule.MAJORITY
+
+    def insist(self) -> None:
+        """The operator does not wait for more than those who are there."""
+        if self.machine is not None and self.machine.is_rebuilding:
+            self.rule = RebuildRule.INSIST
+            self.crash()
+            self.start()
 
     def pause(self, duration_s: float) -> None:
         self.paused_until = max(self.paused_until, self.sim.world.now + duration_s)

@@ -29,6 +29,7 @@ class FaultInjector:
         self._every(options.cut_rate, "cut", self.cut)
         self._every(options.slow_rate, "slow", self.slow_down)
         self._every(options.coordinator_crash_rate, "coordinator crash", self.sim.coordinator.crash)
+        self._every(options.disk_loss_rate, "disk loss", self.sim.coordinator.lose_disk)
         self._every(options.coordinator_pause_rate, "coordinator pause", self.pause_coordinator)
 
     def _every(self, rate: float, label: str, strike: Callable[[], None]) -> None:

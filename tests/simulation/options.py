@@ -57,6 +57,10 @@ class Options:
     coordinator_crash_rate: float = 0.0
     coordinator_crash_per_effect: float = 0.0
     coordinator_pause_rate: float = 0.0
+    disk_loss_rate: float = 0.0
+    """The coordinator dies and its journal with it."""
+    forged_certificates: float = 0.0
+    """Chance that a Join brings a certificate that its sender has made up."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Options":
@@ -103,6 +107,8 @@ class Options:
             coordinator_pause_rate=often(0.08, 0.3),
             plan=rng.choice(PLANS),
             bulk_corrupt=often(0.01, 0.3),
+            disk_loss_rate=often(0.1, 0.25),
+            forged_certificates=often(0.4, 0.3),
         )
 
     def with_(self, **changes: object) -> "Options":

@@ -9,10 +9,12 @@ holder of the committed state is gone for good, must say so to everybody within 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from collective.core.types import PeerRef
 from elastic.core.config import CoordinatorConfig
 from elastic.core.events import Connected, Disconnected
-from elastic.core.messages import CoordinatorMessage, PeerMessage
+from elastic.core.messages import CoordinatorMessage, Join, PeerMessage
 from elastic.core.records import CommitRecord, ViewRecord
 from tests.simulation.checkers import Checkers
 from tests.simulation.coordinator_node import CoordinatorNode
@@ -22,6 +24,7 @@ from tests.simulation.network import COORDINATOR, ControlConnection, Network
 from tests.simulation.options import Options
 from tests.simulation.parts import Parts
 from tests.simulation.peer import PeerNode
+from tests.simulation.rebuilds import forge
 from tests.simulation.symbols import State
 from tests.simulation.transfer import Transfer
 from tests.simulation.world import OutOfBudget, Violation, World
@@ -64,8 +67,11 @@ class Simulator:
         self.parts = parts if parts is not None else Parts()
         self.check_machines = check_machines
         self.manifest = bytes(32)
+        self.seal_key = b"\5" * 32
         self.coordinator_config = CoordinatorConfig(
             manifest_digest=self.manifest,
+            seal_key=self.seal_key,
+            rebuild_grace_s=2.0,
             outer_steps=self.options.outer_steps,
             min_peers=self.options.min_peers,
             stall_floor_s=3.0,
@@ -125,6 +131,7 @@ class Simulator:
         self.network.heal()
         self.coordinator.start()
         self.coordinator.resume(now=True)
+        self.coordinator.insist()
         rng = self.world.rng
         everybody_back = rng.random() < 0.5
         for node in self.peers.values():
@@ -227,6 +234,9 @@ class Simulator:
         connection = node.connection
         if connection is None:
             return
+        is_certified = isinstance(message, Join) and message.certificate is not None
+        if is_certified and self.network.chance(self.options.forged_certificates):
+            message = msgspec.structs.replace(message, certificate=forge(message.certificate))
         self.world.say(node.peer_id, "->", message)
         for delay_s in self._delays(node.peer_id, COORDINATOR):
             arrival = self.world.now + delay_s
