@@ -84,6 +84,7 @@ class Rebuild:
                     return
             case Leave():
                 self._answers.pop(sender.peer_id, None)
+                self._look()
                 self._roster.send(sender, Goodbye(outer_step=self._roster.state.outer_step))
                 return
             case Heartbeat() | Synced() | Vote() | RoundFailed() | LeaseRequest():
@@ -113,7 +114,15 @@ class Rebuild:
         self._answers[sender.peer_id] = _Answer(ref=sender, epoch=join.epoch, held=join.held, certificate=certificate)
         if self._waiting_since is None:
             self._waiting_since = roster.now
+        self._look()
         return True
+
+    def _look(self) -> None:
+        """Which certificate is the newest now. Its members have their time from when it is."""
+        known = [item.certificate for item in self._answers.values() if item.certificate is not None]
+        newest = self.newest(known)
+        if newest != self._newest:
+            self._newest, self._enough_since = newest, None
 
     def is_genuine(self, certificate: Certificate) -> bool:
         """Whether it is one of this run, unchanged."""
@@ -124,9 +133,6 @@ class Rebuild:
     def settled(self) -> bool:
         """Decide, if what has been said is enough. True when the journal has begun anew and everybody is told."""
         now, config = self._roster.now, self._roster.config
-        newest = self.newest([item.certificate for item in self._answers.values() if item.certificate is not None])
-        if newest != self._newest:
-            self._newest, self._enough_since = newest, None  # its members have their time from now on
         named = self._named()
         witnesses = self._witnesses(named)
         is_majority = 2 * len(witnesses) > len(named)
