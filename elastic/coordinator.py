@@ -32,10 +32,12 @@ from elastic.core.events import (
     PeerConnectionLost,
     PeerSaid,
     Persist,
+    Resign,
     SendToPeer,
     Tick,
 )
 from elastic.core.messages import PeerMessage
+from elastic.errors import JournalOutdated
 from elastic.journal import Store
 from elastic.observation import Observe, PeerConnected, PeerDisconnected, RecordWritten, ignore
 
@@ -136,6 +138,7 @@ class CoordinatorShell:
 
         Raises:
             JournalUnwritable: a record could not be made durable; the process should end with exit code 3.
+            JournalOutdated: a peer has proved that the journal is an old copy; exit code 9.
             Exception: whatever else went wrong inside; it is a bug of ours.
         """
         try:
@@ -208,5 +211,7 @@ class CoordinatorShell:
                     connection = self._connections.get(ref)
                     if connection is not None:
                         connection.send(message)
+                case Resign(reason=reason):
+                    raise JournalOutdated(reason)
                 case _:
                     assert_never(effect)

@@ -12,6 +12,7 @@
     │   └── StateDiverged(outer_step, ...)    a replayed commit did not give the committed digest
     ├── the operator's fault: exit code and one sentence
     │   ├── StateMismatch(reason)             the run's state has other tensors than this peer's model
+    │   ├── JournalOutdated(reason)           the journal is an old copy: a peer knows newer commits
     │   └── JournalError(path)
     │       ├── JournalInUse                  another live coordinator writes this file
     │       ├── JournalOfAnotherRun(...)      the file belongs to another run
@@ -107,6 +108,16 @@ class StateMismatch(ElasticError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the run's state does not fit this peer's model: {reason}")
+        self.reason = reason
+
+
+class JournalOutdated(ElasticError):
+    """The journal is an old copy. The members do not listen to its coordinator, which has to go."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"{reason}; start the coordinator that has the newest journal, or move this away and --rebuild"
+        )
         self.reason = reason
 
 

@@ -24,7 +24,7 @@ from collective.transport import Channel, Hello, Listener, Purpose, Security
 from elastic.coordinator import CoordinatorShell
 from elastic.core.config import RebuildRule
 from elastic.core.events import Finish
-from elastic.errors import JournalCorrupted, JournalError
+from elastic.errors import JournalCorrupted, JournalError, JournalOutdated
 from elastic.journal import Journal
 from trainer.admission import Gatekeeper, RunTerms, ask_terms, hello_maker, member_security, stranger_security
 from trainer.chronicle import Chronicle
@@ -436,7 +436,7 @@ async def _coordinate(coordinator: CoordinatorShell) -> None:
 def _journal_errors() -> Iterator[None]:
     try:
         yield
-    except JournalCorrupted as error:
+    except (JournalCorrupted, JournalOutdated) as error:
         raise IntegrityError(str(error)) from error
     except JournalError as error:
         raise EnvironmentFault(str(error)) from error

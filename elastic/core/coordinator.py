@@ -20,8 +20,9 @@ from typing import assert_never
 
 from collective.core.types import Instant, OuterStep, PeerRef
 from elastic.core.admission import Admission
+from elastic.core.certificate import Certificate
 from elastic.core.config import CoordinatorConfig, RebuildRule
-from elastic.core.events import CoordinatorEffect, CoordinatorEvent, PeerConnectionLost, PeerSaid, Tick
+from elastic.core.events import CoordinatorEffect, CoordinatorEvent, PeerConnectionLost, PeerSaid, Resign, Tick
 from elastic.core.messages import (
     Evicted,
     Goodbye,
@@ -184,6 +185,13 @@ class CoordinatorMachine:
         if self._rebuild is not None:
             self._rebuild.heard(sender, message)
             return
+        if isinstance(message, Join) and (proof := self._proof_of_a_newer_journal(message)) is not None:
+            made, ends = proof.made.outer_step, self.state.outer_step
+            reason = (
+                f"{sender.peer_id} proves outer step {made} of epoch {proof.key.epoch}, this journal ends at {ends}"
+            )
+            roster.effects.append(Resign(reason=f"{reason} of epoch {self.state.epoch}: it is an old copy"))
+            return
         session = roster.sessions.get(sender.peer_id)
         if session is not None and sender.incarnation < session.ref.incarnation:
             roster.counters["older_incarnation"] += 1
@@ -221,6 +229,20 @@ class CoordinatorMachine:
         if state.committed is not None or state.rebuilt is not None or certificate is None:
             return False
         return join.manifest_digest == self.config.manifest_digest and certificate.check(self.config.seal_key)
+
+    def _proof_of_a_newer_journal(self, join: Join) -> Certificate | None:
+        """A commit that this journal does not hold, told by whoever has the real one. None if there is no proof.
+
+        The members refuse the words of an old journal. They would wait at its coordinator for ever, and it for them.
+        """
+        state, certificate = self.state, join.certificate
+        if certificate is None or join.manifest_digest != self.config.manifest_digest:
+            return None
+        if state.rebuilt is not None and certificate.key.epoch < state.rebuilt.epoch:
+            return None  # of the lost journal, and given up
+        if state.certificate is not None and certificate.order <= state.certificate.order:
+            return None
+        return certificate if certificate.check(self.config.seal_key) else None
 
     def _ended(self, rebuild: Rebuild) -> bool:
         if rebuild.settled():

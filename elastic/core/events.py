@@ -57,7 +57,14 @@ class SendToPeer:
     message: CoordinatorMessage
 
 
-CoordinatorEffect = Persist | SendToPeer
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resign:
+    """The journal is an old copy, as a peer has proved: stop, and let nobody hear of it any more."""
+
+    reason: str
+
+
+CoordinatorEffect = Persist | SendToPeer | Resign
 
 
 # ------------------------------------------------------------------------------------ member

@@ -12,6 +12,7 @@ from elastic.core.events import (
     PeerConnectionLost,
     PeerSaid,
     Persist,
+    Resign,
     SendToPeer,
     Tick,
 )
@@ -139,6 +140,8 @@ class CoordinatorNode:
                 case SendToPeer(to=to, message=message):
                     self.sim.checkers.told(to, message)
                     self.sim.send_to_peer(self, to, message)
+                case Resign(reason=reason):
+                    raise AssertionError(f"the only coordinator resigns: {reason}")
             if self.dies_after is not None and self.dies_after(effect):
                 self.dies_after = None
                 self.crash()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from collective.core.types import Epoch, OuterStep
@@ -15,6 +16,7 @@ from elastic.core.events import (
     Connected,
     ExchangeDone,
     InstallStaged,
+    Resign,
     RoundReady,
     Tick,
 )
@@ -41,6 +43,7 @@ from elastic.core.rebuild import EPOCHS_A_REBUILD
 from elastic.core.records import Genesis, RebuildRecord, ViewRecord
 from tests.unit.elastic.machines import (
     MANIFEST,
+    SEAL_KEY,
     CoordinatorDriver,
     MemberDriver,
     certificate,
@@ -528,8 +531,37 @@ def test_peer_that_starts_again_remembers_from_its_certificate_which_journal_is_
     driver.feed(Connected())
     (join,) = driver.said()
     stale = CoordinatorDriver().with_members(2, 3)
-    stale.says(1, join)
+    stale.says(1, msgspec.structs.replace(join, certificate=None))
     assert stale.told(1, Refused).code == 9
+
+
+# ------------------------------------------------------------------------ a journal that is an old copy
+
+
+def stale_coordinator() -> CoordinatorDriver:
+    """Its journal ends at step 1; members 1 and 2 are in its view."""
+    return CoordinatorDriver().with_members(1, 2)
+
+
+@pytest.mark.parametrize("number", [1, 5], ids=["member", "stranger"])
+def test_coordinator_whose_journal_is_proved_to_be_an_old_copy_resigns(number: int) -> None:
+    driver = stale_coordinator()
+    state = driver.machine.state
+    assert state.certificate is not None
+    own = state.certificate.sealed(SEAL_KEY)
+    joins(driver, number, own, epoch=state.epoch)
+    assert not any(isinstance(effect, Resign) for effect in driver.effects)
+    newer = certificate(state.view.epoch, state.outer_step, 1, 2, parent=own)
+    joins(driver, number, newer, epoch=state.epoch)
+    (resign,) = driver.effects
+    assert isinstance(resign, Resign)
+    assert "this journal ends at 1" in resign.reason
+
+
+def test_certificate_without_the_runs_seal_proves_nothing_against_a_journal() -> None:
+    driver = stale_coordinator()
+    joins(driver, 5, FORGED, epoch=driver.machine.state.epoch, state=held(1))
+    assert not any(isinstance(effect, Resign) for effect in driver.effects)
 
 
 def test_final_commit_that_only_a_rebuild_tells_ends_the_run_here() -> None:
