@@ -31,7 +31,7 @@ from collective.errors import ConnectionLost
 from collective.transport import Channel
 from elastic.alarm import Alarm
 from elastic.control import ControlConnection
-from elastic.core.config import CoordinatorConfig
+from elastic.core.config import CoordinatorConfig, RebuildRule
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import (
     CoordinatorEffect,
@@ -39,11 +39,13 @@ from elastic.core.events import (
     PeerConnectionLost,
     PeerSaid,
     Persist,
+    Resign,
     SendToPeer,
     Tick,
 )
 from elastic.core.messages import PeerMessage
 from elastic.core.records import Record
+from elastic.errors import JournalOutdated
 from elastic.observation import Observe, PeerConnected, PeerDisconnected, RecordWritten, ignore
 from elastic.store import Store
 
@@ -72,6 +74,8 @@ class CoordinatorStatus:
     """First sample index that was never given out."""
     finished: bool
     """The run has ended and everybody has gone."""
+    is_rebuilding: bool
+    """The journal is lost; the peers' certificates are awaited."""
     counters: dict[str, int]
     """What was dropped and who was given up, by reason."""
 
@@ -82,6 +86,8 @@ class CoordinatorShell:
     Args:
         config: rules of the run.
         store: the journal; replayed here, closed by the caller.
+        rebuild: if the journal is empty it was lost, and is made anew from the peers' certificates by this rule. None
+            for a run that may be a new one; a peer that brings a certificate proves that it is not.
         observe: told of every record and connection.
         clock: monotonic seconds.
 
@@ -95,6 +101,7 @@ class CoordinatorShell:
         config: CoordinatorConfig,
         store: Store,
         *,
+        rebuild: RebuildRule | None = None,
         observe: Observe = ignore,
         clock: Callable[[], Instant] = time.monotonic,
     ) -> None:
@@ -103,7 +110,7 @@ class CoordinatorShell:
         self._clock = clock
         self._held_up_s = 0.0  # time in which the store was at work
         began = clock()
-        self._machine = CoordinatorMachine.recover(config, store.replay(), began)
+        self._machine = CoordinatorMachine.recover(config, store.replay(), began, rebuild=rebuild)
         self._held_up_s = clock() - began
         self._events: deque[CoordinatorEvent] = deque()
         self._effects: deque[CoordinatorEffect] = deque()  # of the event handled last, not carried out yet
@@ -154,6 +161,7 @@ class CoordinatorShell:
         Raises:
             JournalUnwritable: a record could not be made durable; the process should end with exit code 3.
             Superseded: another coordinator has taken the run over.
+            JournalOutdated: a peer has proved that the journal is an old copy; exit code 9.
             Exception: whatever else went wrong inside; it is a bug of ours.
         """
         try:
@@ -207,6 +215,7 @@ class CoordinatorShell:
             samples_leased=sum(len(piece) for ref in state.leases.owners() for piece in state.leases.owned_by(ref)),
             next_index=state.leases.next_index,
             finished=self.finished,
+            is_rebuilding=self._machine.is_rebuilding,
             counters=dict(self._machine.counters + self._counters),
         )
 
@@ -268,6 +277,8 @@ class CoordinatorShell:
                 connection = self._connections.get(ref)
                 if connection is not None:
                     connection.send(message)
+            case Resign(reason=reason):
+                raise JournalOutdated(reason)
             case _:
                 assert_never(effect)
 

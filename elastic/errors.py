@@ -12,6 +12,7 @@
     │   └── StateDiverged(outer_step, ...)    a replayed commit did not give the committed digest
     ├── the operator's fault: exit code and one sentence
     │   ├── StateMismatch(reason)             the run's state has other tensors than this peer's model
+    │   ├── JournalOutdated(reason)           the journal is an old copy: a peer knows newer commits
     │   └── JournalError(path)
     │       ├── JournalInUse                  another live coordinator writes this journal
     │       ├── Superseded(holder)            another coordinator has taken this journal over; it was ours
@@ -125,6 +126,16 @@ class StateMismatch(ElasticError):
         self.reason = reason
 
 
+class JournalOutdated(ElasticError):
+    """The journal is an old copy. The members do not listen to its coordinator, which has to go."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"{reason}; start the coordinator that has the newest journal, or move this away and --rebuild"
+        )
+        self.reason = reason
+
+
 class JournalError(ElasticError):
     """Base of what a journal can do wrong. `path` is the file, or what its keys in etcd begin with."""
 
@@ -166,7 +177,7 @@ class JournalCorrupted(JournalError):
 
     def __init__(self, path: PurePath, slot: int | None, cause: str) -> None:
         where = "the file" if slot is None else f"record {slot}"
-        super().__init__(path, f"journal {path} is corrupted at {where}: {cause}; restore it from a copy")
+        super().__init__(path, f"journal {path} is corrupted at {where}: {cause}; move it away and --rebuild the run")
         self.slot = slot
         self.cause = cause
 

@@ -44,6 +44,7 @@ from elastic.core.events import (
     FoundState,
     InstallStaged,
     InstallView,
+    KeepCertificate,
     LeasesWanted,
     LeaveRequested,
     MemberEffect,
@@ -56,7 +57,7 @@ from elastic.core.events import (
     Tick,
 )
 from elastic.core.member import MemberMachine, Phase
-from elastic.core.messages import Commit, CoordinatorMessage, Held, IndexRange
+from elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding
 from elastic.desk import Committed, Desk
 from elastic.dialler import Dial, Dialler, NobodyAnswers
 from elastic.digest import Hasher
@@ -66,6 +67,8 @@ from elastic.observation import (
     BecameActive,
     BecameExcused,
     BecameLearner,
+    CertificateKept,
+    CoordinatorAsks,
     CoordinatorConnected,
     CoordinatorLost,
     Finished,
@@ -266,6 +269,9 @@ class Membership:
                     self._rounds.void(key)
                 case BecomeLearner():
                     self._desk.demoted()
+                case KeepCertificate(certificate=certificate):
+                    self._observe(CertificateKept(certificate=certificate))
+                    continue
                 case _:
                     pass
             self._work.put_nowait(effect)
@@ -315,11 +321,13 @@ class Membership:
 
     def _heard(self, message: CoordinatorMessage) -> None:
         if isinstance(message, Commit):
-            committed = Held(message.outer_step, message.digest)
-            self._learner.heard_of(committed)
-            voted = self._rounds.voted(message.key)
-            if voted is not None and voted != message.digest:
-                self._learner.overruled(committed, voted)
+            made = message.certificate.made
+            self._learner.heard_of(made)
+            voted = self._rounds.voted(message.certificate.key)
+            if voted is not None and voted != made.digest:
+                self._learner.overruled(made, voted)
+        elif isinstance(message, Rebuilding):
+            self._observe(CoordinatorAsks(testified=message.testified, needed=message.needed))
         self._feed(CoordinatorSaid(message=message))
 
     async def _dial_donor(self, member: Member) -> Channel:
@@ -366,8 +374,8 @@ class Membership:
                     if self._connection is not None:
                         await self._connection.flush(timeout_s=1.0)
                     return effect
-                case SendToCoordinator():
-                    raise AssertionError("words leave at once")
+                case SendToCoordinator() | KeepCertificate():
+                    raise AssertionError("this is done at once")
                 case _:
                     assert_never(effect)
 

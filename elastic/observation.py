@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from collective.core.types import PeerId, PeerRef, RoundKey, View
+from elastic.core.certificate import Certificate
 from elastic.core.messages import Held
 from elastic.core.records import Record
 from elastic.parity import Difference
@@ -136,6 +137,21 @@ class RoundCommitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateKept:
+    """This is the newest commit that this peer can prove."""
+
+    certificate: Certificate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorAsks:
+    """The coordinator has lost its journal: `testified` of the `needed` members have brought a certificate so far."""
+
+    testified: int
+    needed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CatchUpStarted:
     """This learner begins to fetch or replay, or aims at a newer target."""
 
@@ -191,6 +207,8 @@ ElasticEvent = (
     | RoundBroke
     | RoundAborted
     | RoundCommitted
+    | CertificateKept
+    | CoordinatorAsks
     | CatchUpStarted
     | CatchUpEnded
     | Deviated

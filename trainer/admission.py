@@ -53,6 +53,14 @@ class RunTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """What peers compare at join: manifest and text together, 32 bytes."""
         return hashlib.sha256(self.manifest + b"\0" + self.data_digest.encode()).digest()
 
+    @property
+    def seal_key(self) -> bytes:
+        """What the run's commit certificates are sealed with, 32 bytes.
+
+        It follows from what the members alone have. The mesh key would not do: it crosses loopback unencrypted.
+        """
+        return hmac.digest(self.tls_secret, b"isthmus seal key 1\0" + self.run_id.encode(), "sha256")
+
     def __repr__(self) -> str:
         return f"RunTerms(run_id={self.run_id!r})"
 

@@ -11,13 +11,15 @@ from typing import assert_never
 from collective import RoundStats
 from collective.core.types import RoundKey, View
 from elastic.core.leases import count
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
 from elastic.observation import (
     BecameActive,
     BecameExcused,
     BecameLearner,
     CatchUpEnded,
     CatchUpStarted,
+    CertificateKept,
+    CoordinatorAsks,
     CoordinatorConnected,
     CoordinatorLost,
     Deviated,
@@ -205,6 +207,12 @@ class Chronicle:
             case RoundCommitted(key=key, held=held, final=final, seconds=seconds):
                 fields = _key(key) | {"outer_step": held.outer_step}
                 emit("commit", **fields, digest=held.digest.hex(), final=final, seconds=seconds)
+            case CertificateKept(certificate=certificate):
+                fields = _key(certificate.key) | {"outer_step": certificate.made.outer_step}
+                emit("certificate", **fields, digest=certificate.digest.hex(), link=certificate.link.hex())
+            case CoordinatorAsks(testified=testified, needed=needed):
+                log.warning("coordinator_lost_its_journal testified=%d needed=%d", testified, needed)
+                emit("fault", kind="journal_lost", testified=testified, needed=needed)
             case CatchUpStarted(target=target, num_donors=num_donors):
                 emit("catch_up_started", outer_step=target.outer_step, donors=num_donors)
             case CatchUpEnded(held=held, cause=cause, nbytes=nbytes, seconds=seconds):
@@ -247,6 +255,16 @@ class Chronicle:
         match record:
             case Genesis(outer_step=outer_step, digest=digest, next_index=next_index):
                 emit("genesis", outer_step=outer_step, digest=digest.hex(), next_index=next_index)
+            case RebuildRecord(epoch=epoch, certificate=certificate, testified=testified, insisted=insisted):
+                made = None if certificate is None else certificate.made
+                emit(
+                    "rebuilt",
+                    epoch=epoch,
+                    outer_step=None if made is None else made.outer_step,
+                    digest=None if made is None else made.digest.hex(),
+                    testified=[ref.peer_id for ref in testified],
+                    insisted=insisted,
+                )
             case ViewRecord(view=view, cause=cause, excused=excused):
                 emit("view_decided", **_view(view), cause=cause, excused=[ref.peer_id for ref in excused])
             case CommitRecord(key=key, outer_step=outer_step, digest=digest, contributions=contributions, final=final):

@@ -15,6 +15,7 @@ from trainer.cli_support import RUNS_FOLDER, choose_folder, configure_logging, i
 from trainer.errors import ConfigError, EnvironmentFault, ExitCode, NobodyReachable, NothingRuns
 
 if TYPE_CHECKING:
+    from elastic.core.config import RebuildRule
     from trainer.config_sources import ResolvedConfig
     from trainer.ticket import Ticket
 
@@ -65,6 +66,19 @@ Standby = Annotated[
         show_default=False,
     ),
 ]
+Rebuild = Annotated[
+    bool,
+    typer.Option(
+        "--rebuild",
+        help="The journal is lost: make it anew from the peers' certificates. --dir is the coordinator's or a peer's.",
+    ),
+]
+RebuildWithFew = Annotated[
+    bool,
+    typer.Option(
+        "--rebuild-with-few", help="The same with fewer than half of the last members: nobody else will come."
+    ),
+]
 
 
 def up(
@@ -87,6 +101,8 @@ def up(
     tls: Tls = None,
     insecure: Insecure = False,
     ticket_file: TicketFile = None,
+    rebuild: Rebuild = False,
+    rebuild_with_few: RebuildWithFew = False,
     verbose: Verbose = False,
 ) -> int:
     """Found a run and train in it. Prints the ticket with which others join."""
@@ -108,7 +124,11 @@ def up(
     options = PeerOptions(
         resolved=resolved,
         run_dir=_run_dir(resolved, resolved.config.run.name),
-        role=Founding(announce_ticket=_announcer(ticket_file), resume_dir=resume),
+        role=Founding(
+            announce_ticket=_announcer(ticket_file),
+            resume_dir=resume,
+            rebuild=_rebuild_rule(rebuild=rebuild, with_few=rebuild_with_few, resume=resume),
+        ),
     )
     from trainer.daemon import run_peer
 
@@ -181,6 +201,8 @@ def coordinator(
     tls: Tls = None,
     insecure: Insecure = False,
     ticket_file: TicketFile = None,
+    rebuild: Rebuild = False,
+    rebuild_with_few: RebuildWithFew = False,
     verbose: Verbose = False,
 ) -> int:
     """Found a run without training in it: membership and decisions only. Prints the ticket."""
@@ -198,7 +220,11 @@ def coordinator(
     _require_reachable(resolved)
     configure_logging(verbose=verbose)
     _warn_of_insecurity(resolved, insecure=insecure)
-    role: Founding | StandingBy = Founding(announce_ticket=_announcer(ticket_file), resume_dir=resume)
+    role: Founding | StandingBy = Founding(
+        announce_ticket=_announcer(ticket_file),
+        resume_dir=resume,
+        rebuild=_rebuild_rule(rebuild=rebuild, with_few=rebuild_with_few, resume=resume),
+    )
     folder = resolved.config.run.name
     if standby is not None:
         ticket = _standby_ticket(standby, resolved)
@@ -245,6 +271,19 @@ def status(directory: Dir = None, as_json: AsJson = False) -> int:
     current = ControlClient(choose_folder(directory, holding=PEER_FILE_NAME, or_else=NothingRuns)).status()
     print(msgspec.json.encode(current).decode() if as_json else render_status(current))
     return int(ExitCode.DONE)
+
+
+def _rebuild_rule(*, rebuild: bool, with_few: bool, resume: Path | None) -> "RebuildRule | None":
+    from elastic.core.config import RebuildRule
+
+    if not rebuild and not with_few:
+        return None
+    if resume is not None:
+        raise ConfigError(
+            "--resume begins a new run from a checkpoint, --rebuild goes on with the one whose journal is lost",
+            cure="give one of them",
+        )
+    return RebuildRule.INSIST if with_few else RebuildRule.MAJORITY
 
 
 def _run_flags(

@@ -21,8 +21,15 @@ from pathlib import Path
 
 from collective.core.types import PeerRef
 from elastic.coordinator import CoordinatorShell
-from elastic.core.config import CoordinatorConfig
-from elastic.errors import EtcdUnavailable, JournalCorrupted, JournalError, JournalInUse, Superseded
+from elastic.core.config import CoordinatorConfig, RebuildRule
+from elastic.errors import (
+    EtcdUnavailable,
+    JournalCorrupted,
+    JournalError,
+    JournalInUse,
+    JournalOutdated,
+    Superseded,
+)
 from elastic.etcd import EtcdAccess
 from elastic.etcd_store import EtcdStore
 from elastic.journal import Journal
@@ -50,6 +57,7 @@ class Coordination:
         run_id: the run's.
         me: this start of this process.
         run_dir: its folder.
+        rebuild: how an empty journal, which was lost, is made anew; None if it may be a new run's.
         observe: told of every record and connection.
     """
 
@@ -61,6 +69,7 @@ class Coordination:
         run_id: str,
         me: PeerRef,
         run_dir: Path,
+        rebuild: RebuildRule | None = None,
         observe: Observe,
     ) -> None:
         self._section = section
@@ -68,6 +77,7 @@ class Coordination:
         self._run_id = run_id
         self._me = me
         self._run_dir = run_dir
+        self._rebuild = rebuild
         self._observe = observe
         self._store: Journal | EtcdStore | None = None
         self._signs: asyncio.Task[None] | None = None
@@ -87,7 +97,7 @@ class Coordination:
         with journal_errors():
             if self._section.store == "sqlite":
                 journal = self._store = Journal(self._run_dir / JOURNAL_NAME, run_id=self._run_id)
-                self._shell = CoordinatorShell(self._config, journal, observe=self._observe)
+                self._shell = CoordinatorShell(self._config, journal, rebuild=self._rebuild, observe=self._observe)
                 return self._shell
             store = self._store = self._etcd_store(address)
             if not await (_stand_by(store, self._run_id, closing) if stands_by else _lead(store, closing)):
@@ -128,7 +138,7 @@ class Coordination:
             ) from error
 
     async def _read(self, store: EtcdStore) -> CoordinatorShell:
-        build = partial(CoordinatorShell, self._config, store, observe=self._observe)
+        build = partial(CoordinatorShell, self._config, store, rebuild=self._rebuild, observe=self._observe)
         reading = asyncio.get_running_loop().run_in_executor(None, build)
         try:
             await asyncio.wait([reading])
@@ -240,7 +250,7 @@ def journal_errors() -> Iterator[None]:
     """What a store can do wrong, as the operator's errors."""
     try:
         yield
-    except JournalCorrupted as error:
+    except (JournalCorrupted, JournalOutdated) as error:
         raise IntegrityError(str(error)) from error
     except Superseded as error:
         raise Refused(str(error), cure="start it as a standby if it is still wanted") from error

@@ -20,6 +20,7 @@ import torch
 from collective import AddressInUse
 from collective.transport import Channel, Hello, Listener, Purpose
 from elastic.coordinator import CoordinatorShell
+from elastic.core.config import RebuildRule
 from elastic.core.events import Finish
 from trainer.admission import Gatekeeper, hello_maker
 from trainer.chronicle import Chronicle
@@ -28,11 +29,11 @@ from trainer.coordination import Coordination
 from trainer.data import samples_per_data_epoch
 from trainer.errors import ConfigError, EnvironmentFault, ExitCode, IsthmusError
 from trainer.events import FILE_NAME, EventLog
-from trainer.founding import remember_terms, save_standby_ticket
+from trainer.founding import Founded, remember_terms, save_standby_ticket
 from trainer.identity import PeerFolder
 from trainer.interrupts import Interrupts
 from trainer.metrics import Metrics, MetricsServer
-from trainer.options import CoordinatorOptions, Joining, PeerOptions, StandingBy
+from trainer.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
 from trainer.peer import Peer, PeerPlan
 from trainer.preparation import Start, prepare, wall_s
 from trainer.progress import open_progress
@@ -178,17 +179,28 @@ class _Process:
         config = coordinator_config(
             start.config,
             founded.terms.digest(),
+            founded.terms.seal_key,
             first_index=0 if position is None else position.next_index,
             returned=() if position is None else position.returned,
         )
+        rebuild = self._rebuild_rule(founded)
+        if rebuild is not None:
+            log.warning("rebuilding rule=%s; the run's peers are asked what they hold", rebuild.name)
         return Coordination(
             start.config.coordinator,
             config,
             run_id=founded.run.run_id,
             me=start.me,
             run_dir=self._run_dir,
+            rebuild=rebuild,
             observe=chronicle.observe,
         )
+
+    def _rebuild_rule(self, founded: Founded) -> RebuildRule | None:
+        role = self._start.options.role
+        if isinstance(role, Founding) and role.rebuild is not None:
+            return role.rebuild
+        return RebuildRule.MAJORITY if founded.has_lost_its_journal else None
 
     def _make_peer(self, chronicle: Chronicle, address: str, coordinators: tuple[str, ...]) -> Peer:
         start = self._start

@@ -5,6 +5,10 @@ text, its address), and `journal.sqlite` unless etcd has the journal. Starting a
 the journal ends, under the same run id, so that peers that are still out there find their run again. `resume` is
 another thing: a new lineage from a checkpoint. A standby keeps the same two files, so that it can start while nobody
 else is there to ask.
+
+If the journal is gone, it is made anew from the certificates of the run's peers (elastic/core/rebuild.py). If the whole
+folder is gone, that can be done in the folder of any peer, or with a copy of its `membership.json`: a peer keeps in it
+what it was told of the run. The secret is lost then, and with it all tickets; the keys that members show stay the same.
 """
 
 import dataclasses
@@ -27,23 +31,45 @@ from trainer.ticket import Ticket, encode_ticket
 
 JOURNAL_NAME = "journal.sqlite"
 STANDBY_TICKET_NAME = "standby.ticket"
+MEMBERSHIP_NAME = "membership.json"
 _TERMS_NAME = "terms.json"
 
 
-class _SavedTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Keys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    run_id: str
+    mesh_key: bytes
+    tls_secret: bytes
+
+    def __repr__(self) -> str:
+        return f"_Keys(run_id={self.run_id!r})"
+
+
+class _SavedTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`keys` where they do not follow from the secret in `run.json`: at a peer, and where a peer's folder was used."""
+
     manifest: str
     data_digest: str
     address: str | None = None
+    keys: _Keys | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Founded:
-    """A run as its founder's folder has it. `address` is where its coordinator listened last, if it ever did."""
+    """A run as its founder's folder has it.
+
+    Attributes:
+        run: its id and secret.
+        terms: what its peers are told.
+        address: where its coordinator listened last, if it ever did.
+        checkpoint: the newest state of this folder.
+        has_lost_its_journal: the run had a coordinator here, and its journal is not there any more.
+    """
 
     run: RunIdentity
     terms: RunTerms
     address: str | None
     checkpoint: Checkpoint | None
+    has_lost_its_journal: bool = False
 
 
 def found_or_go_on(folder: PeerFolder, config: Config, corpus: Corpus, resume_dir: Path | None) -> Founded:
@@ -66,8 +92,49 @@ def found_or_go_on(folder: PeerFolder, config: Config, corpus: Corpus, resume_di
         _require_same(saved, manifest, corpus, folder.path)
         checkpoint = newest_usable(folder.path)
     run = folder.found_run(config.run.name)
-    terms = _terms_of(run, manifest, corpus.digest)
-    return Founded(run=run, terms=terms, address=None if saved is None else saved.address, checkpoint=checkpoint)
+    terms = _terms_of(run, manifest, corpus.digest, None if saved is None else saved.keys)
+    # The journal is made before the terms are kept: terms without a journal had one. Of etcd only the peers can tell.
+    has_journal = config.coordinator.store == "etcd" or (folder.path / JOURNAL_NAME).exists()
+    return Founded(
+        run=run,
+        terms=terms,
+        address=None if saved is None else saved.address,
+        checkpoint=checkpoint,
+        has_lost_its_journal=saved is not None and not has_journal,
+    )
+
+
+def take_over(folder: PeerFolder) -> bytes:
+    """Make this folder, of the run's coordinator or of any of its peers, one where its coordinator can live.
+
+    Returns:
+        The run manifest.
+
+    Raises:
+        ConfigError: the folder knows of no run.
+        IntegrityError: a file of the folder is damaged.
+        EnvironmentFault: the disk refuses.
+    """
+    saved = _load_terms(folder.path)
+    if saved is None:
+        saved = _load_terms(folder.path, MEMBERSHIP_NAME)
+        if saved is None or saved.keys is None:
+            raise ConfigError(
+                f"{folder.path} knows of no run that could be rebuilt",
+                cure="name the folder of the run's coordinator or of one of its peers with --dir",
+            )
+        folder.adopt_run(saved.keys.run_id)
+        _save_terms(folder, saved)  # last: a start that was cut short here begins again
+    return saved.manifest.encode()
+
+
+def remember_membership(folder: PeerFolder, terms: RunTerms, coordinator: str) -> None:
+    """Keep what a peer was told of its run, in case that its coordinator is lost with its disk.
+
+    Raises:
+        EnvironmentFault: the disk refuses.
+    """
+    _save_terms(folder, _saved(terms, coordinator, keys=_keys_of(terms)), MEMBERSHIP_NAME)
 
 
 def recall_terms(folder: PeerFolder, run_id: str) -> RunTerms | None:
@@ -80,7 +147,9 @@ def recall_terms(folder: PeerFolder, run_id: str) -> RunTerms | None:
     run, saved = folder.load_run(), _load_terms(folder.path)
     if run is not None and run.run_id != run_id:
         raise ConfigError(f"{folder.path} holds the run {run.run_id}, not {run_id}", cure="give another --dir")
-    return None if run is None or saved is None else _terms_of(run, saved.manifest.encode(), saved.data_digest)
+    if run is None or saved is None:
+        return None
+    return _terms_of(run, saved.manifest.encode(), saved.data_digest, saved.keys)
 
 
 def stand_by(folder: PeerFolder, terms: RunTerms, secret: bytes) -> Founded:
@@ -95,14 +164,22 @@ def stand_by(folder: PeerFolder, terms: RunTerms, secret: bytes) -> Founded:
     return Founded(run=run, terms=terms, address=None, checkpoint=None)
 
 
-def _terms_of(run: RunIdentity, manifest: bytes, data_digest: str) -> RunTerms:
+def _terms_of(run: RunIdentity, manifest: bytes, data_digest: str, keys: _Keys | None) -> RunTerms:
     return RunTerms(
         run_id=run.run_id,
         manifest=manifest,
         data_digest=data_digest,
-        mesh_key=mesh_key(run.secret, run.run_id),
-        tls_secret=tls_secret(run.secret, run.run_id),
+        mesh_key=mesh_key(run.secret, run.run_id) if keys is None else keys.mesh_key,
+        tls_secret=tls_secret(run.secret, run.run_id) if keys is None else keys.tls_secret,
     )
+
+
+def _keys_of(terms: RunTerms) -> _Keys:
+    return _Keys(run_id=terms.run_id, mesh_key=terms.mesh_key, tls_secret=terms.tls_secret)
+
+
+def _saved(terms: RunTerms, address: str | None, *, keys: _Keys | None) -> _SavedTerms:
+    return _SavedTerms(manifest=terms.manifest.decode(), data_digest=terms.data_digest, address=address, keys=keys)
 
 
 def remember_terms(folder: PeerFolder, terms: RunTerms, address: str | None) -> None:
@@ -111,9 +188,14 @@ def remember_terms(folder: PeerFolder, terms: RunTerms, address: str | None) -> 
     Raises:
         EnvironmentFault: the disk refuses.
     """
-    saved = _SavedTerms(manifest=terms.manifest.decode(), data_digest=terms.data_digest, address=address)
+    run = folder.load_run()
+    has_secret = run is not None and terms == _terms_of(run, terms.manifest, terms.data_digest, None)
+    _save_terms(folder, _saved(terms, address, keys=None if has_secret else _keys_of(terms)))
+
+
+def _save_terms(folder: PeerFolder, saved: _SavedTerms, name: str = _TERMS_NAME) -> None:
     with _disk_errors(folder.path):
-        write_atomically(folder.path / _TERMS_NAME, msgspec.json.encode(saved), mode=0o600)
+        write_atomically(folder.path / name, msgspec.json.encode(saved), mode=0o600)
 
 
 def save_standby_ticket(folder: PeerFolder, ticket: Ticket, secret: bytes) -> None:
@@ -127,8 +209,8 @@ def save_standby_ticket(folder: PeerFolder, ticket: Ticket, secret: bytes) -> No
         write_atomically(folder.path / STANDBY_TICKET_NAME, f"{text}\n".encode(), mode=0o600)
 
 
-def _load_terms(path: Path) -> _SavedTerms | None:
-    file = path / _TERMS_NAME
+def _load_terms(path: Path, name: str = _TERMS_NAME) -> _SavedTerms | None:
+    file = path / name
     try:
         with _disk_errors(path):
             return msgspec.json.decode(file.read_bytes(), type=_SavedTerms)

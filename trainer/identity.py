@@ -148,6 +148,13 @@ class PeerFolder:
         """
         self._write("run.json", msgspec.json.encode(run))
 
+    def adopt_run(self, run_id: str) -> None:
+        """Make this the folder of a run whose secret is lost. Tickets for it are made with a new one from now on."""
+        run = self.load_run()
+        if run is None or run.run_id != run_id:
+            run = RunIdentity(run_id=run_id, secret=secrets.token_bytes(_SECRET_NBYTES))
+            self._write("run.json", msgspec.json.encode(run))
+
     def _read(self, name: str, pattern: str) -> str | None:
         path = self.path / name
         try:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic.core.config import RebuildRule
 from trainer.config_sources import ResolvedConfig
 from trainer.ticket import Ticket
 
@@ -19,10 +20,13 @@ class Founding:
         announce_ticket: called once with the encoded ticket, as soon as others can join. Must not block for long.
         resume_dir: a run's folder or one checkpoint to start from; None starts anew, or goes on where the journal in
             `run_dir` ends.
+        rebuild: the journal of the run in `run_dir` is lost: make it anew from its peers' certificates, by this rule.
+            None goes on with what is there.
     """
 
     announce_ticket: Callable[[str], None]
     resume_dir: Path | None = None
+    rebuild: RebuildRule | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

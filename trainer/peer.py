@@ -23,8 +23,10 @@ from elastic.digest import Hasher
 from elastic.donor import Donor
 from elastic.errors import StateMismatch
 from elastic.member import Membership
-from elastic.observation import BecameLearner, Deviated, ElasticEvent, ViewInstalled
+from elastic.observation import BecameLearner, CertificateKept, Deviated, ElasticEvent, ViewInstalled
 from trainer.admission import RunTerms
+from trainer.certificates import FILE_NAME as CERTIFICATES_NAME
+from trainer.certificates import CertificateKeeper, load_certificates
 from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointMeta, CheckpointStore, newest_usable
 from trainer.checkpointer import Checkpointer
 from trainer.chronicle import Chronicle
@@ -133,6 +135,9 @@ class Peer:
             on_saved=chronicle.checkpoint_saved,
             on_failed=chronicle.checkpoint_failed,
         )
+        path = plan.run_dir / CERTIFICATES_NAME
+        self._certificates = load_certificates(path, plan.terms.seal_key)
+        self._keeper = CertificateKeeper(path, self._certificates)
         self._membership: Membership | None = None
         self._leaving: bool | None = None
         self._unsaved: CheckpointMeta | None = None
@@ -198,7 +203,13 @@ class Peer:
     async def _take_part(self, pool: WorkerPool) -> Finish:
         plan = self._plan
         machine = MemberMachine(
-            member_config(plan.config), plan.me, plan.address, plan.terms.digest(), held=self._state.held()
+            member_config(plan.config),
+            plan.me,
+            plan.address,
+            plan.terms.digest(),
+            held=self._state.held(),
+            seal_key=plan.terms.seal_key,
+            certificate=self._certificates[-1] if self._certificates else None,
         )
         membership = Membership(
             machine,
@@ -216,7 +227,8 @@ class Peer:
             membership.leave(now=self._leaving)
         async with asyncio.TaskGroup() as tasks:
             trained = tasks.create_task(training.run())
-            helpers = [tasks.create_task(task) for task in (feed.run(), self._checkpointer.run(), pool.failed())]
+            helping = (feed.run(), self._checkpointer.run(), self._keeper.run(), pool.failed())
+            helpers = [tasks.create_task(task) for task in helping]
             finish = await membership.run()
             # We have said goodbye; the last state is still to be judged (if the run is complete) and kept.
             is_complete = finish.code == ExitCode.DONE
@@ -226,6 +238,7 @@ class Peer:
             await self._checkpointer.drain()
             for task in (trained, *helpers):
                 task.cancel()
+        await self._keeper.drain()
         return finish
 
     def _training(self, membership: Membership, feed: SampleFeed, pool: WorkerPool) -> TrainingLoop:
@@ -256,6 +269,10 @@ class Peer:
         match event:
             case BecameLearner():
                 self._feed.reset()
+            case CertificateKept(certificate=certificate):
+                self._keeper.offer(certificate)
+                if certificate.made.outer_step < self._commit_log.span.stop - 1:
+                    self._commit_log.clear()  # the run went back behind commits that nobody else has heard of
             case ViewInstalled(view=view) if self._num_rounds == 0:
                 wanted = self._plan.config.members.start_peers
                 if view.world_size < wanted:

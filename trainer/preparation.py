@@ -19,7 +19,7 @@ from trainer.admission import RunTerms, ask_terms, member_security, stranger_sec
 from trainer.config import Config
 from trainer.corpus import Corpus, load_corpus
 from trainer.errors import Refused
-from trainer.founding import Founded, found_or_go_on, recall_terms, stand_by
+from trainer.founding import Founded, found_or_go_on, recall_terms, remember_membership, stand_by, take_over
 from trainer.identity import PeerFolder
 from trainer.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
 from trainer.threads import in_thread
@@ -54,8 +54,9 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
     """
     me = folder.start_identity().ref
     match options.role:
-        case Founding(resume_dir=resume_dir):
-            config = options.resolved.config
+        case Founding(resume_dir=resume_dir, rebuild=rebuild):
+            resolved = options.resolved if rebuild is None else options.resolved.adopt(take_over(folder))
+            config = resolved.config
             corpus = await in_thread(_read_corpus, config)
             founded = found_or_go_on(folder, config, corpus, resume_dir)
             return _start(options, folder, me, config, founded.terms, corpus, founded=founded)
@@ -69,6 +70,7 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
                     cure="use the same Python version, or name a copy of the run's text with --data",
                     fields=("data.path",),
                 )
+            remember_membership(folder, terms, ticket.addresses[0])
             return _start(options, folder, me, config, terms, corpus, coordinators=ticket.addresses)
         case StandingBy(ticket=ticket):
             # Whoever has the secret may ask at any time.

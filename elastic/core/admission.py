@@ -61,6 +61,12 @@ class Admission:
         committed = roster.state.committed
         if committed is None or roster.state.view.world_size >= roster.quorum:
             return
+        # Whoever came first would go on alone, and the others would wait for its next commit.
+        back = {session.ref.peer_id for session in roster.learners() if session.synced == committed}
+        roster.awaited -= back
+        if roster.awaited and roster.now < roster.awaited_until:
+            return
+        roster.awaited.clear()
         into = [session for session in roster.learners() if session.synced == committed]
         roster.cross_boundary(evicted={}, into=into)
 
@@ -108,7 +114,7 @@ class Admission:
     def deadlines(self) -> list[Instant]:
         """When to look again."""
         roster = self._roster
-        result = []
+        result = [roster.awaited_until] if roster.awaited else []
         if self._orphaned_since is not None:
             result.append(self._orphaned_since + roster.config.orphan_timeout_s)
         if roster.state.committed is None and len(roster.sessions) > 1 and roster.founder is not None:

@@ -4,9 +4,18 @@ Every number that decides about life and death of a peer stands here with its re
 caller's monotonic clock.
 """
 
-from dataclasses import dataclass
+import enum
+from dataclasses import dataclass, field
 
+from elastic.core.certificate import SEAL_KEY_NBYTES
 from elastic.core.messages import IndexRange
+
+
+class RebuildRule(enum.Enum):
+    """When a coordinator whose journal is lost may go on from what the peers can prove."""
+
+    MAJORITY = "more than half of the newest certificate's members bring one"
+    INSIST = "whoever comes: the operator says that nobody else will"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +24,8 @@ class CoordinatorConfig:
 
     manifest_digest: bytes
     """Digest of the run manifest. A peer that was started with another one is refused."""
+    seal_key: bytes = field(repr=False)
+    """Key of the run's certificates; its members have it too, and nobody else."""
     outer_steps: int
     """The commit that makes this outer step is the final one."""
     min_peers: int = 1
@@ -63,12 +74,18 @@ class CoordinatorConfig:
     """A member that is behind is told the view again at most this often."""
     orphan_timeout_s: float = 600.0
     """If nobody who holds the committed state shows up for this long, the waiting learners are sent home."""
+    rebuild_grace_s: float = 5.0
+    """With a lost journal: how long the other members of the newest certificate are awaited when enough are there. All
+    who live have dialled again by then (2 s is the longest pause) and said their Join twice. Afterwards, how long those
+    who came are awaited once more, so that they begin together."""
     max_split_votes: int = 3
     """Votes without a majority, in a row, before the run is halted for its integrity."""
 
     def __post_init__(self) -> None:
         if len(self.manifest_digest) != 32:
             raise ValueError("manifest_digest must have 32 bytes")
+        if len(self.seal_key) != SEAL_KEY_NBYTES:
+            raise ValueError(f"seal_key must have {SEAL_KEY_NBYTES} bytes")
         if not 1 <= self.min_peers <= self.max_peers <= 1024:
             raise ValueError("1 <= min_peers <= max_peers <= 1024 must hold")
         if self.outer_steps < 1 or self.first_index < 0 or self.max_split_votes < 1:
@@ -79,6 +96,7 @@ class CoordinatorConfig:
         times += [self.grace_floor_s, self.grace_factor, self.grace_limit, self.grace_initial_s]
         if not 0.0 < self.round_quorum <= 1.0:
             raise ValueError("round_quorum must be more than 0 and at most 1")
+        times += [self.rebuild_grace_s]
         if min(times) <= 0:
             raise ValueError("times must be positive")
 

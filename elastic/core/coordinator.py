@@ -20,8 +20,9 @@ from typing import assert_never
 
 from collective.core.types import Instant, OuterStep, PeerRef
 from elastic.core.admission import Admission
-from elastic.core.config import CoordinatorConfig
-from elastic.core.events import CoordinatorEffect, CoordinatorEvent, PeerConnectionLost, PeerSaid, Tick
+from elastic.core.certificate import Certificate
+from elastic.core.config import CoordinatorConfig, RebuildRule
+from elastic.core.events import CoordinatorEffect, CoordinatorEvent, PeerConnectionLost, PeerSaid, Resign, Tick
 from elastic.core.leases import merged
 from elastic.core.messages import (
     Evicted,
@@ -38,6 +39,7 @@ from elastic.core.messages import (
     Synced,
     Vote,
 )
+from elastic.core.rebuild import Rebuild
 from elastic.core.reception import INTEGRITY_EXIT_CODE, Reception
 from elastic.core.records import CommitRecord, Contribution, LeaseRecord, Record
 from elastic.core.roster import Roster
@@ -51,6 +53,8 @@ STORY_LENGTH = 512
 class CoordinatorMachine:
     """See the module's docstring. Drive it by `handle`, and by a `Tick` whenever `next_deadline` has passed."""
 
+    rebuild_type: type[Rebuild] = Rebuild
+
     def __init__(self, config: CoordinatorConfig) -> None:
         self._start(config, RunState())
 
@@ -62,21 +66,33 @@ class CoordinatorMachine:
         self._reception = Reception(self._roster)
         self._admission = Admission(self._roster)
         self._halted: Refused | None = None
+        self._rebuild: Rebuild | None = None  # while the journal is lost and not made anew yet
         self._deadline: Instant | None = None  # found after each event: looking costs as much as deciding
         self._promised: Instant | None = None  # when the last event expected the next one at the latest
         self._story: deque[tuple[Instant, CoordinatorEvent]] = deque(maxlen=STORY_LENGTH)
 
     @classmethod
-    def recover(cls, config: CoordinatorConfig, records: Iterable[Record], now: Instant) -> "CoordinatorMachine":
+    def recover(
+        cls,
+        config: CoordinatorConfig,
+        records: Iterable[Record],
+        now: Instant,
+        *,
+        rebuild: RebuildRule | None = None,
+    ) -> "CoordinatorMachine":
         """Go on from a journal (oldest record first), under the last epoch and with its members.
 
         Nobody has lost anything by the restart: members that dial again within `recover_grace_s` find their view
         unchanged and repeat their votes. Learners are forgotten; they are told so and join afresh.
+
+        With a rule for it, an empty journal is a lost one: nobody founds the run, its peers are asked (rebuild.py).
         """
         machine = cls(config)
         machine._start(config, state := RunState.replay(records))
         roster = machine._roster
         roster.now = now
+        if rebuild is not None and state.committed is None and state.rebuilt is None:
+            machine._rebuild = machine.rebuild_type(roster, rebuild)
         voters = [item.ref for item in state.last_commit.contributions] if state.last_commit is not None else []
         for ref in state.excused:
             session = roster.open(ref, "")
@@ -113,7 +129,8 @@ class CoordinatorMachine:
                 pass
             case _:
                 assert_never(event)
-        self._settle()
+        if self._rebuild is None or self._ended(self._rebuild):
+            self._settle()
         self._deadline = deadline = self._look_ahead()
         self._promised = None if deadline is None else max(deadline, now)
         return roster.effects
@@ -124,7 +141,9 @@ class CoordinatorMachine:
 
     def _look_ahead(self) -> Instant | None:
         deadlines = [deadline for deadline, _, _ in self._roster.deadlines()]
-        if not self._roster.over:
+        if self._rebuild is not None:
+            deadlines += self._rebuild.deadlines()
+        elif not self._roster.over:
             deadlines += self._admission.deadlines()
             if self._rounds.judge_at is not None:
                 deadlines.append(self._rounds.judge_at)
@@ -158,6 +177,11 @@ class CoordinatorMachine:
         return tuple(self._story)
 
     @property
+    def is_rebuilding(self) -> bool:
+        """Whether the journal is lost and the peers' certificates are awaited."""
+        return self._rebuild is not None
+
+    @property
     def finished(self) -> bool:
         """Whether the run has ended and everybody has gone."""
         return self._roster.over and not self._roster.sessions
@@ -168,6 +192,20 @@ class CoordinatorMachine:
         roster = self._roster
         if self._halted is not None:
             roster.send(sender, self._halted)
+            return
+        if self._rebuild is None and isinstance(message, Join) and self._has_lost_its_journal(message):
+            self._rebuild = self.rebuild_type(roster, RebuildRule.MAJORITY)
+            for item in list(roster.sessions.values()):
+                roster.close(item)  # whatever they say next is answered with the question what they hold
+        if self._rebuild is not None:
+            self._rebuild.heard(sender, message)
+            return
+        if isinstance(message, Join) and (proof := self._proof_of_a_newer_journal(message)) is not None:
+            made, ends = proof.made.outer_step, self.state.outer_step
+            reason = (
+                f"{sender.peer_id} proves outer step {made} of epoch {proof.key.epoch}, this journal ends at {ends}"
+            )
+            roster.effects.append(Resign(reason=f"{reason} of epoch {self.state.epoch}: it is an old copy"))
             return
         session = roster.sessions.get(sender.peer_id)
         if session is not None and sender.incarnation < session.ref.incarnation:
@@ -221,6 +259,32 @@ class CoordinatorMachine:
                 roster.tell(session)
             case _:
                 assert_never(message)
+
+    def _has_lost_its_journal(self, join: Join) -> bool:
+        """A run that has a certificate has begun. So an empty journal is not a new run's: nobody may found it again."""
+        state, certificate = self.state, join.certificate
+        if state.committed is not None or state.rebuilt is not None or certificate is None:
+            return False
+        return join.manifest_digest == self.config.manifest_digest and certificate.check(self.config.seal_key)
+
+    def _proof_of_a_newer_journal(self, join: Join) -> Certificate | None:
+        """A commit that this journal does not hold, told by whoever has the real one. None if there is no proof.
+
+        The members refuse the words of an old journal. They would wait at its coordinator for ever, and it for them.
+        """
+        state, certificate = self.state, join.certificate
+        if certificate is None or join.manifest_digest != self.config.manifest_digest:
+            return None
+        if state.rebuilt is not None and certificate.key.epoch < state.rebuilt.epoch:
+            return None  # of the lost journal, and given up
+        if state.certificate is not None and certificate.order <= state.certificate.order:
+            return None
+        return certificate if certificate.check(self.config.seal_key) else None
+
+    def _ended(self, rebuild: Rebuild) -> bool:
+        if rebuild.settled():
+            self._rebuild = None
+        return self._rebuild is None
 
     def _on_heartbeat(self, session: Session, beat: Heartbeat) -> None:
         roster, now = self._roster, self._roster.now
@@ -394,11 +458,9 @@ class CoordinatorMachine:
         roster.grace.learn(ready_at, len(members) + len(state.excused), roster.now)
         for session in roster.sessions.values():
             session.ready_at, session.blocked = None, False  # it has what it waited for
-        commit = state.commit_message()
-        assert commit is not None, "it was committed just now"
         deviants = [session.ref for session in members if session.ref.peer_id in agreed.deviants]
         for session in roster.sessions.values():
-            roster.send(session.ref, commit)  # deviants too: it tells them in which round they were overruled
+            roster.tell_commit(session.ref)  # deviants too: it tells them in which round they were overruled
         for session in members:
             session.holds_state = session.ref not in deviants
             roster.expect_news(session)

@@ -11,6 +11,7 @@ Contract with whoever drives a machine:
 from dataclasses import dataclass
 
 from collective.core.types import Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from elastic.core.certificate import Certificate
 from elastic.core.messages import CoordinatorMessage, DataPosition, Held, IndexRange, PeerMessage
 from elastic.core.records import Record
 
@@ -56,7 +57,14 @@ class SendToPeer:
     message: CoordinatorMessage
 
 
-CoordinatorEffect = Persist | SendToPeer
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resign:
+    """The journal is an old copy, as a peer has proved: stop, and let nobody hear of it any more."""
+
+    reason: str
+
+
+CoordinatorEffect = Persist | SendToPeer | Resign
 
 
 # ------------------------------------------------------------------------------------ member
@@ -255,6 +263,13 @@ class TakeLeases:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeepCertificate:
+    """This is the newest commit that this peer can prove: keep it beyond this process. Nothing waits for it."""
+
+    certificate: Certificate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
     """This peer's part in the run is over. `code` is the exit code, `reason` one sentence."""
 
@@ -275,5 +290,6 @@ MemberEffect = (
     | AbortExchange
     | InstallStaged
     | TakeLeases
+    | KeepCertificate
     | Finish
 )

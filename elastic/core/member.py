@@ -15,6 +15,7 @@ Rules (elastic/README.md has the reasons):
   it is carried over: the work goes into the next payload.
 * What is staged is installed by a Commit that names its key and digest, or by a view that names its digest.
 * What waits for an answer is said again on one timer, and never because something arrived.
+* Only a commit whose certificate continues the chain is believed (chain.py).
 
 It must not know what the state is, how it is exchanged or how it is fetched.
 """
@@ -28,6 +29,8 @@ import msgspec
 
 from collective.core.types import Epoch, Instant, OuterStep, PeerRef, View
 from elastic.core.attempt import Attempt
+from elastic.core.certificate import Certificate
+from elastic.core.chain import Chain
 from elastic.core.config import MemberConfig
 from elastic.core.events import (
     BecomeActive,
@@ -44,6 +47,7 @@ from elastic.core.events import (
     Finish,
     InstallStaged,
     InstallView,
+    KeepCertificate,
     LeasesWanted,
     LeaveRequested,
     MemberEffect,
@@ -58,7 +62,6 @@ from elastic.core.lease_desk import LeaseDesk
 from elastic.core.messages import (
     Commit,
     CoordinatorMessage,
-    DataPosition,
     Evicted,
     Goodbye,
     Heartbeat,
@@ -68,6 +71,8 @@ from elastic.core.messages import (
     Leave,
     NewView,
     PeerMessage,
+    Rebuilding,
+    Rebuilt,
     Refused,
     Synced,
     Welcome,
@@ -90,10 +95,28 @@ class Phase(enum.Enum):
 
 
 class MemberMachine:
-    """See the module's docstring. Drive it by `handle`, and by a `Tick` whenever `next_deadline` has passed."""
+    """See the module's docstring. Drive it by `handle`, and by a `Tick` whenever `next_deadline` has passed.
+
+    Args:
+        config: how often it speaks and how long it waits.
+        me: this start of this peer.
+        address: where others reach it.
+        manifest_digest: of the run, as this peer knows it.
+        held: the state it starts with, from a checkpoint.
+        seal_key: of the run's certificates, 32 bytes.
+        certificate: the newest one that an earlier start of this peer has kept.
+    """
 
     def __init__(
-        self, config: MemberConfig, me: PeerRef, address: str, manifest_digest: bytes, held: Held | None = None
+        self,
+        config: MemberConfig,
+        me: PeerRef,
+        address: str,
+        manifest_digest: bytes,
+        held: Held | None = None,
+        *,
+        seal_key: bytes,
+        certificate: Certificate | None = None,
     ) -> None:
         self.config = config
         self.me = me
@@ -101,7 +124,9 @@ class MemberMachine:
         self._address = address
         self._manifest_digest = manifest_digest
         self._phase = Phase.JOINING
-        self._epoch = Epoch(0)  # the newest one heard of
+        self._chain = Chain(seal_key, certificate, self.counters)
+        newest = self._chain.newest
+        self._epoch = Epoch(0) if newest is None else newest.key.epoch  # the newest one heard of
         self._view: View | None = None  # the one this peer is a member of, advanced by installed commits
         self._pursuit = Pursuit(me.peer_id, held, config.catch_up_retry_s)
         self._attempt = Attempt()
@@ -114,6 +139,7 @@ class MemberMachine:
         # - Connection and timers
         self._connected = False
         self._disconnected_since: Instant | None = None
+        self._is_asked = False  # by a coordinator without a journal, what this peer holds
         self._progress = 0
         self._waits = False  # for others, as the trainer says
         self._heartbeat_at: Instant = 0.0
@@ -138,6 +164,11 @@ class MemberMachine:
     def held(self) -> Held | None:
         """The committed state it holds."""
         return self._pursuit.held
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """The newest commit that it can prove."""
+        return self._chain.newest
 
     @property
     def story(self) -> Sequence[tuple[Instant, MemberEvent]]:
@@ -265,13 +296,20 @@ class MemberMachine:
         )
 
     def _join(self) -> Join:
-        return Join(epoch=self._epoch, address=self._address, manifest_digest=self._manifest_digest, held=self.held)
+        return Join(
+            epoch=self._epoch,
+            address=self._address,
+            manifest_digest=self._manifest_digest,
+            held=self.held,
+            certificate=self._chain.newest,
+        )
 
     def _outstanding(self) -> list[PeerMessage]:
         """What waits for an answer, and is said again until it comes."""
         messages: list[PeerMessage | None] = [self._attempt.report(), self._leases.request, self._leave]
         if self._leave is None:
-            if self._phase is Phase.JOINING or (self._phase is Phase.LEARNING and self.held is None):
+            is_nobody = self._phase is Phase.JOINING or (self._phase is Phase.LEARNING and self.held is None)
+            if is_nobody or self._is_asked:
                 messages.append(self._join())
             elif self._phase in (Phase.LEARNING, Phase.EXCUSED) and self.held is not None:
                 messages.append(Synced(held=self.held))
@@ -289,15 +327,20 @@ class MemberMachine:
     # -------------------------------------------------------------------------------- what the coordinator says
 
     def _on_message(self, message: CoordinatorMessage) -> None:
+        self._is_asked = isinstance(message, Rebuilding)
         match message:
             case Welcome():
                 self._on_welcome(message)
             case NewView():
                 self._on_new_view(message)
             case Commit():
-                self._on_commit(message)
+                self._on_commit(message.certificate)
             case Evicted():
                 self._on_evicted(message)
+            case Rebuilding():
+                pass  # the timer repeats the Join
+            case Rebuilt():
+                self._on_rebuilt(message)
             case Refused():
                 self._finish(message.code, message.reason)
             case LeaseGrant():
@@ -342,7 +385,7 @@ class MemberMachine:
         self._epoch = view.epoch
         if self._leave is not None and not self._leave.now:
             self._leave_by = None  # there is a commit boundary to wait for
-        self._install_if_staged(Held(view.outer_step, view.digest), final=False)
+        self._install_if_staged(Held(view.outer_step, view.digest))
         self._stop_if_spent(message.contributed)
         if mine is None or view.epoch > mine.epoch:
             self._effects += self._attempt.abort()
@@ -360,7 +403,7 @@ class MemberMachine:
         view = message.view
         state = Held(view.outer_step, view.digest)
         self._epoch = view.epoch
-        self._install_if_staged(state, final=False)
+        self._install_if_staged(state)
         self._stop_if_spent(message.contributed)
         self._effects += self._attempt.abort()
         self._view = None
@@ -388,18 +431,35 @@ class MemberMachine:
         self._phase = Phase.SYNCING
         self._effects += self._pursuit.aim(state, view.members)
 
-    def _on_commit(self, commit: Commit) -> None:
-        made = Held(commit.outer_step, commit.digest)
-        if self._attempt.key == commit.key:
-            if not self._install_if_staged(made, final=commit.final, position=commit.position):
+    def _on_commit(self, certificate: Certificate) -> None:
+        if not self._believes(certificate):
+            return
+        made = certificate.made
+        if self._attempt.key == certificate.key:
+            if not self._install_if_staged(made, certificate):
                 self._on_overruled(made)
-                if commit.final:
+                if certificate.final:
                     self._bid_farewell()
-        elif commit.final:
+        elif certificate.final:
             self._bid_farewell()  # also if it was made without this peer, in a view that it has not heard of
         elif self._view is None and self._phase in (Phase.LEARNING, Phase.EXCUSED):
             # A learner lives through commits, or it would never arrive. So does who is excused.
             self._effects += self._pursuit.aim(made)
+
+    def _believes(self, certificate: Certificate) -> bool:
+        """Whether the commit continues the chain of the run as this peer knows it. If it does, it is kept."""
+        view = self._view
+        known = [self.held, self._pursuit.target, Held(view.outer_step, view.digest) if view is not None else None]
+        if certificate.key.epoch < self._epoch and certificate.made not in known:
+            # A coordinator with an old journal may know commits of its own.
+            self.counters["old_epoch"] += 1
+            return False
+        before = self._chain.newest
+        if not self._chain.take(certificate):
+            return False
+        if certificate != before:
+            self._effects.append(KeepCertificate(certificate=certificate))
+        return True
 
     def _on_overruled(self, made: Held) -> None:
         """The others agreed on something else than what is staged here: fetch what they have.
@@ -420,6 +480,29 @@ class MemberMachine:
             return  # it is being answered already; the timer repeats the Join
         self._epoch = evicted.epoch
         self._lose_membership(evicted.reason)
+        self._phase = Phase.JOINING
+        self._say_outstanding()
+
+    def _on_rebuilt(self, rebuilt: Rebuilt) -> None:
+        """The journal was lost, and with it all that was told since this certificate."""
+        certificate = rebuilt.certificate
+        if rebuilt.epoch <= self._epoch:
+            self.counters["old_epoch"] += 1
+            return
+        if certificate is not None and not self._chain.is_genuine(certificate):
+            return
+        # This commit may be staged here, and nowhere else; once the membership is forgotten, it would be too.
+        if certificate is not None and self._attempt.key == certificate.key:
+            self._install_if_staged(certificate.made, certificate)
+        if certificate is not None:
+            self._pursuit.give_up(after=certificate.made.outer_step)
+        elif self._chain.newest is not None:
+            self._pursuit.give_up(after=OuterStep(-1))
+        if certificate is not None and certificate != self._chain.newest:
+            self._effects.append(KeepCertificate(certificate=certificate))
+        self._chain.go_back_to(certificate)
+        self._epoch = rebuilt.epoch
+        self._lose_membership("the coordinator's journal was lost, and rebuilt from the members' certificates")
         self._phase = Phase.JOINING
         self._say_outstanding()
 
@@ -475,8 +558,10 @@ class MemberMachine:
         if request is not None:
             self._say(request)
 
-    def _install_if_staged(self, made: Held, *, final: bool, position: DataPosition | None = None) -> bool:
-        """If this very state is staged, it becomes the held one."""
+    def _install_if_staged(self, made: Held, certificate: Certificate | None = None) -> bool:
+        """If this very state is staged, it becomes the held one. Without a certificate it was learnt from a view."""
+        final = certificate is not None and certificate.final
+        position = certificate.position if certificate is not None else None
         view, key = self._view, self._attempt.take_staged(made)
         if key is None or view is None:
             return False

@@ -11,39 +11,20 @@ import msgspec
 from msgspec import Meta
 
 from collective.core.types import Epoch, Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from elastic.core.certificate import Certificate
 
-Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
-Natural = Annotated[int, Meta(ge=0, le=2**53)]
-Weight = Annotated[float, Meta(ge=0.0, le=1e15)]
-Reason = Annotated[str, Meta(max_length=512)]
+# Everybody has these from here: whoever speaks of messages speaks of what is in them.
+from elastic.core.values import DataPosition as DataPosition
+from elastic.core.values import Digest as Digest
+from elastic.core.values import Held as Held
+from elastic.core.values import IndexRange as IndexRange
+from elastic.core.values import Natural as Natural
+from elastic.core.values import Reason as Reason
+from elastic.core.values import Weight as Weight
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """Base of every control message."""
-
-
-class IndexRange(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
-    """Half-open range of sample indices `[start, stop)`."""
-
-    start: Natural
-    stop: Natural
-
-    def __len__(self) -> int:
-        return max(0, self.stop - self.start)
-
-
-class DataPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which samples no commit has consumed: all from `next_index` on, and `unconsumed` below it."""
-
-    next_index: Natural
-    unconsumed: Annotated[tuple[IndexRange, ...], Meta(max_length=8192)] = ()
-
-
-class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A committed shared state that somebody has in memory, whole and verified."""
-
-    outer_step: OuterStep
-    digest: Digest
 
 
 # ------------------------------------------------------------------------------------ peer to coordinator
@@ -54,12 +35,15 @@ class Join(_Message, frozen=True, kw_only=True):
 
     `epoch` is the newest epoch its sender has heard of. A former member that does not know yet that it was dropped
     gives itself away by it: it must hear `Evicted`, and forget payload and leases, before it may be a learner.
+
+    `certificate` is the newest commit that it can prove. A coordinator that has lost its journal goes on from it.
     """
 
     epoch: Epoch = Epoch(0)
     address: Annotated[str, Meta(max_length=256)]
     manifest_digest: Digest
     held: Held | None = None
+    certificate: Certificate | None = None
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
@@ -152,17 +136,9 @@ class NewView(_Message, frozen=True, kw_only=True):
 
 
 class Commit(_Message, frozen=True, kw_only=True):
-    """The round is committed: shared state number `outer_step` has `digest`. `final` ends the run.
+    """The round that the certificate names is committed. Whoever hears of it keeps the certificate."""
 
-    `position` is where the data stands behind that state, for checkpoints.
-    """
-
-    key: RoundKey
-    outer_step: OuterStep
-    digest: Digest
-    weights: Annotated[tuple[tuple[PeerId, Weight], ...], Meta(max_length=1024)]
-    final: bool = False
-    position: DataPosition | None = None
+    certificate: Certificate
 
 
 class Evicted(_Message, frozen=True, kw_only=True):
@@ -170,6 +146,27 @@ class Evicted(_Message, frozen=True, kw_only=True):
 
     epoch: Epoch
     reason: Reason
+
+
+class Rebuilding(_Message, frozen=True, kw_only=True):
+    """This coordinator has lost its journal and asks what everybody holds: answer with a Join, until you are told more.
+
+    `testified` of the `needed` members of the newest certificate that came so far have brought one themselves.
+    """
+
+    testified: Natural
+    needed: Natural
+
+
+class Rebuilt(_Message, frozen=True, kw_only=True):
+    """The journal was lost. The run goes on from this certificate under `epoch`, which is newer than any before.
+
+    You are no member; payload and leases are void, and so is every state that was made after the certificate before
+    this epoch. Answer with a fresh Join. Without a certificate the run had committed nothing that anybody can prove.
+    """
+
+    epoch: Epoch
+    certificate: Certificate | None = None
 
 
 class Refused(_Message, frozen=True, kw_only=True):
@@ -192,4 +189,4 @@ class Goodbye(_Message, frozen=True, kw_only=True):
     outer_step: OuterStep
 
 
-CoordinatorMessage = Welcome | NewView | Commit | Evicted | Refused | LeaseGrant | Goodbye
+CoordinatorMessage = Welcome | NewView | Commit | Evicted | Rebuilding | Rebuilt | Refused | LeaseGrant | Goodbye

@@ -2,12 +2,12 @@
 
 Rules: one catch-up at a time, and a running one is left alone, because restarted at every commit it would never
 end. After a failure there is a pause, in which the coordinator names other donors. Nobody goes back: a target that is
-older than what is held is stale.
+older than what is held is stale, unless the peer was told that what it holds is no part of the run (`give_up`).
 """
 
 from collections.abc import Sequence
 
-from collective.core.types import Instant, Member, PeerId
+from collective.core.types import Instant, Member, OuterStep, PeerId
 from elastic.core.events import CatchUp, CatchUpFailed, CaughtUp, FoundState, MemberEffect
 from elastic.core.messages import Held
 
@@ -27,6 +27,7 @@ class Pursuit:
         self._retry_s = retry_s
         self._goal: Held | None = None  # of the catch-up that runs
         self._donors: tuple[Member, ...] = ()
+        self._void_after: OuterStep | None = None  # what runs may end in a state that was given up meanwhile
 
     @property
     def is_at_rest(self) -> bool:
@@ -52,7 +53,8 @@ class Pursuit:
     def ended(self, event: CaughtUp | CatchUpFailed, now: Instant) -> None:
         """What was ordered has ended; `aim` or `wake` goes on from there."""
         self.busy = False
-        if isinstance(event, CaughtUp):
+        void_after, self._void_after = self._void_after, None
+        if isinstance(event, CaughtUp) and (void_after is None or event.held.outer_step <= void_after):
             self.held = event.held
             goal = self._goal  # the target may have moved on meanwhile; that is no failure
             arrived = goal is None or self.held == goal or self.held.outer_step > goal.outer_step
@@ -70,6 +72,13 @@ class Pursuit:
     def installed(self, held: Held) -> None:
         """The peer made this state itself, by a round that was committed."""
         self.held = held
+
+    def give_up(self, after: OuterStep) -> None:
+        """States newer than this step are no part of the run: none is held, aimed at, or waited for."""
+        if self.held is not None and self.held.outer_step > after:
+            self.held = None
+        self.target = self.retry_at = None
+        self._void_after = after if self.busy else None
 
     def rest(self) -> None:
         """What is held is what is wanted."""

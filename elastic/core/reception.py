@@ -48,7 +48,25 @@ class Reception:
             case Heartbeat() | Synced() | Vote() | RoundFailed() | LeaseRequest():
                 # Without an answer a dropped peer would wait for ever.
                 self._roster.counters["stranger"] += 1
-                self._turn_away(sender, "no member and no learner")
+                if self._is_of_the_lost_journal(message):
+                    self._roster.tell_rebuilt(sender)
+                else:
+                    self._turn_away(sender, "no member and no learner")
+            case _:
+                assert_never(message)
+
+    def _is_of_the_lost_journal(self, message: Join | Heartbeat | Synced | Vote | RoundFailed | LeaseRequest) -> bool:
+        """Whether the sender may not have heard yet that the run was rebuilt."""
+        rebuilt = self._roster.state.rebuilt
+        if rebuilt is None:
+            return False
+        match message:
+            case Synced():
+                return True  # it names no epoch; if it has heard, its heartbeats say so
+            case Vote() | RoundFailed():
+                return message.key.epoch < rebuilt.epoch
+            case Join() | Heartbeat() | LeaseRequest():
+                return message.epoch < rebuilt.epoch
             case _:
                 assert_never(message)
 
@@ -62,6 +80,14 @@ class Reception:
         refusal = self._refusal(message)
         if refusal is not None:
             roster.send(sender, refusal)
+            return
+        if self._is_of_the_lost_journal(message):
+            # It may have a payload and leases that the lost journal gave it, the newest commit staged, or a state
+            # whose commit nobody else has heard of.
+            certificate = self._roster.state.certificate
+            if message.certificate is not None and certificate is not None:
+                self._roster.counters["newer_certificate_given_up"] += message.certificate.order > certificate.order
+            roster.tell_rebuilt(sender)
             return
         if departure is not None and sender.incarnation == departure.incarnation and message.epoch < departure.epoch:
             # It believes that it is a member, with a payload and leases that are somebody else's by now. If it were
@@ -83,17 +109,16 @@ class Reception:
         (scenarios/commit_that_nobody_heard_of.toml).
         """
         roster = self._roster
-        commit = roster.state.commit_message()
-        if commit is not None and sender.peer_id in dict(commit.weights):
-            roster.send(sender, commit)
+        certificate = roster.state.certificate
+        if certificate is not None and any(item.peer_id == sender.peer_id for item in certificate.contributors):
+            roster.tell_commit(sender)
         roster.send(sender, Evicted(epoch=roster.state.epoch, reason=reason))
 
     def learner(self, session: Session, message: Join | Heartbeat | Synced) -> None:
         """A learner spoke."""
         roster = self._roster
-        commit = self._roster.state.commit_message()
-        if commit is not None and commit.final:
-            roster.send(session.ref, commit)  # there is nothing left to wait for
+        if roster.state.final:
+            roster.tell_commit(session.ref)  # there is nothing left to wait for
             return
         match message:
             case Heartbeat():

@@ -7,6 +7,7 @@ The journal is the list of these records in order. Replaying them gives the stat
 import msgspec
 
 from collective.core.types import Epoch, OuterStep, PeerRef, RoundKey, View
+from elastic.core.certificate import Certificate
 from elastic.core.messages import Digest, IndexRange, Natural, Weight
 
 
@@ -21,6 +22,20 @@ class Genesis(_Record, frozen=True, kw_only=True):
     digest: Digest
     next_index: Natural
     returned: tuple[IndexRange, ...] = ()
+
+
+class RebuildRecord(_Record, frozen=True, kw_only=True):
+    """The journal before this one was lost. The run goes on from the newest commit that its peers could prove.
+
+    `epoch` is newer than any that the lost journal can have reached. Without a certificate nothing was committed that
+    anybody could prove, and a Genesis follows. `testified` are the members of the certificate that brought one;
+    `insisted` says that they were no majority and the operator went on all the same.
+    """
+
+    epoch: Epoch
+    certificate: Certificate | None
+    testified: tuple[PeerRef, ...]
+    insisted: bool
 
 
 class ViewRecord(_Record, frozen=True, kw_only=True):
@@ -67,4 +82,4 @@ class ReleaseRecord(_Record, frozen=True, kw_only=True):
     ranges: tuple[IndexRange, ...]
 
 
-Record = Genesis | ViewRecord | CommitRecord | LeaseRecord | ReleaseRecord
+Record = Genesis | RebuildRecord | ViewRecord | CommitRecord | LeaseRecord | ReleaseRecord

@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from collective.core.types import Epoch, Instant, Member, OuterStep, PeerId, PeerRef, View
+from elastic.core.certificate import Certificate
 from elastic.core.config import CoordinatorConfig
 from elastic.core.events import CoordinatorEffect, Persist, SendToPeer
 from elastic.core.grace import Grace
-from elastic.core.messages import CoordinatorMessage, Evicted, Goodbye, NewView, Welcome
+from elastic.core.messages import Commit, CoordinatorMessage, Evicted, Goodbye, NewView, Rebuilt, Welcome
 from elastic.core.records import Record, ReleaseRecord, ViewRecord
 from elastic.core.rounds import Rounds
 from elastic.core.run_state import RunState
@@ -32,7 +33,11 @@ class Roster:
         self.grace = Grace(config)
         self.sessions: dict[PeerId, Session] = {}  # in the order they came; the view says who is a member
         self.founder: PeerRef | None = None
+        self.awaited: set[PeerId] = set()
+        """Who is to be in the first view of a rebuilt run, and has not come back yet."""
+        self.awaited_until: Instant = 0.0
         self.halted = False
+        self._sealed: Certificate | None = None  # the newest one that was told
         self.now: Instant = 0.0
         self.effects: list[CoordinatorEffect] = []
         self.counters: Counter[str] = Counter()
@@ -47,7 +52,7 @@ class Roster:
     @property
     def quorum(self) -> int:
         """How many members a commit needs now: the run's first one waits for `start_peers`."""
-        if self.state.last_commit is not None:
+        if self.state.certificate is not None:
             return self.config.min_peers
         return max(self.config.min_peers, self.config.start_peers)
 
@@ -200,9 +205,7 @@ class Roster:
     def tell(self, session: Session) -> None:
         """Say again what a member must know: the newest commit (it may have it staged) and the view."""
         session.told_at = self.now
-        commit = self.state.commit_message()
-        if commit is not None and commit.key.epoch == self.state.epoch:
-            self.send(session.ref, commit)
+        self.tell_commit(session.ref)
         if not self.state.final:
             self.send(session.ref, self.newest_view(session.ref))
 
@@ -221,6 +224,22 @@ class Roster:
             found=committed is None and session.ref == self.founder,
         )
         self.send(session.ref, welcome)
+        self.tell_commit(session.ref)
+
+    def tell_commit(self, to: PeerRef) -> None:
+        """The newest commit, for who may have it staged, and for who keeps its certificate."""
+        certificate = self.state.certificate
+        if certificate is None:
+            return
+        if self._sealed is None or self._sealed.order != certificate.order:
+            self._sealed = certificate.sealed(self.config.seal_key)
+        self.send(to, Commit(certificate=self._sealed))
+
+    def tell_rebuilt(self, to: PeerRef) -> None:
+        """The journal was lost: what the run goes on from."""
+        record = self.state.rebuilt
+        assert record is not None, "only a rebuilt run says so"
+        self.send(to, Rebuilt(epoch=record.epoch, certificate=record.certificate))
 
     def persist(self, record: Record) -> None:
         """Write a decision down, and only so make it true."""

@@ -11,9 +11,10 @@ from typing import assert_never
 import msgspec
 
 from collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef, View
+from elastic.core.certificate import Certificate, Contributor, genesis_link
 from elastic.core.leases import LeaseLedger
-from elastic.core.messages import Commit, Held
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.messages import DataPosition, Held
+from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
 
 BLANK_VIEW = View(epoch=Epoch(0), outer_step=OuterStep(0), digest=b"", members=())
 
@@ -33,6 +34,9 @@ class RunState:
         self.committed: Held | None = None
         self.previous: Held | None = None
         self.last_commit: CommitRecord | None = None
+        self.certificate: Certificate | None = None
+        """Of the newest commit; sealed by whoever tells of it."""
+        self.rebuilt: RebuildRecord | None = None
         self.admitted: dict[PeerRef, Epoch] = {}
         self.excused: dict[PeerRef, Epoch] = {}
         """Late members that the round goes on without, with the epoch of their admission."""
@@ -40,6 +44,7 @@ class RunState:
         """The newest outer step that holds work of this member or excused peer."""
         self.departed: dict[PeerId, Departure] = {}
         self.leases = LeaseLedger()
+        self._link = b""  # what the next certificate names as its parent
 
     @classmethod
     def replay(cls, records: Iterable[Record]) -> "RunState":
@@ -62,7 +67,7 @@ class RunState:
     @property
     def final(self) -> bool:
         """Whether the run's last outer step is committed."""
-        return self.last_commit is not None and self.last_commit.final
+        return self.certificate is not None and self.certificate.final
 
     def is_member(self, ref: PeerRef) -> bool:
         """Whether exactly this start of the peer is in the newest view."""
@@ -76,29 +81,15 @@ class RunState:
         """Since which epoch what this peer does counts, as a member or excused; None if it does not."""
         return self.admitted.get(ref, self.excused.get(ref))
 
-    def commit_message(self) -> Commit | None:
-        """The newest commit as it is told to peers."""
-        record = self.last_commit
-        if record is None:
-            return None
-        weights = tuple((item.ref.peer_id, item.weight) for item in record.contributions)
-        return Commit(
-            key=record.key,
-            outer_step=record.outer_step,
-            digest=record.digest,
-            weights=weights,
-            final=record.final,
-            position=self.leases.position(),
-        )
-
     def apply(self, record: Record) -> None:
         """Take one record in. Asserts what I3 and I8 demand of a journal."""
         match record:
             case Genesis():
-                assert self.committed is None, "a run begins once"
-                self.committed = Held(record.outer_step, record.digest)
-                self.leases = LeaseLedger(record.next_index, record.returned)
-                self.view = msgspec.structs.replace(BLANK_VIEW, outer_step=record.outer_step, digest=record.digest)
+                held = Held(record.outer_step, record.digest)
+                self._begin(held, DataPosition(record.next_index, record.returned))
+                self._link = genesis_link(held, self.leases.position())
+            case RebuildRecord():
+                self._apply_rebuild(record)
             case ViewRecord(view=view, excused=excused):
                 self._apply_view(view, excused)
             case CommitRecord():
@@ -109,6 +100,24 @@ class RunState:
                 self.leases.release(record.ref, record.ranges)
             case _:
                 assert_never(record)
+
+    def _begin(self, held: Held, position: DataPosition) -> None:
+        assert self.committed is None, "a run begins once"
+        self.committed = held
+        self.leases = LeaseLedger(position.next_index, position.unconsumed)
+        # The epoch stays: after a lost journal it does not begin at 0.
+        self.view = msgspec.structs.replace(self.view, outer_step=held.outer_step, digest=held.digest)
+
+    def _apply_rebuild(self, record: RebuildRecord) -> None:
+        assert self.committed is None, "a run begins once"
+        assert self.rebuilt is None, "a journal is rebuilt before anything else"
+        self.rebuilt = record
+        self.view = msgspec.structs.replace(self.view, epoch=record.epoch)
+        if record.certificate is not None:
+            assert record.epoch > record.certificate.key.epoch, "epochs only grow (I8)"
+            self._begin(record.certificate.made, record.certificate.position)
+            self.certificate = record.certificate
+            self._link = record.certificate.link
 
     def _apply_view(self, view: View, excused: Collection[PeerRef]) -> None:
         assert view.epoch > self.view.epoch, "epochs only grow (I8)"
@@ -135,5 +144,21 @@ class RunState:
         self.previous = self.committed
         self.committed = Held(record.outer_step, record.digest)
         self.last_commit = record
+        self._certify(record)
         # The same view goes on from the new state: no epoch is spent on a commit that changes nobody's membership.
         self.view = msgspec.structs.replace(self.view, outer_step=record.outer_step, digest=record.digest)
+
+    def _certify(self, record: CommitRecord) -> None:
+        """The chain's next certificate. It follows from the records alone, bit for bit."""
+        self.certificate = Certificate(
+            key=record.key,
+            previous=record.previous,
+            digest=record.digest,
+            contributors=tuple(
+                Contributor(item.ref.peer_id, item.ref.incarnation, item.weight) for item in record.contributions
+            ),
+            final=record.final,
+            position=self.leases.position(),
+            parent=self._link,
+        )
+        self._link = self.certificate.link

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from elastic.core.messages import Held
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
 from elastic.journal import Journal
 
 Event = dict[str, Any]
@@ -370,6 +370,8 @@ class Audit:
                         for index in _indices(contribution.consumed):
                             assert audit.consumed.setdefault(index, record.outer_step) == record.outer_step
                             assert leased[index] == contribution.ref.peer_id
+                case RebuildRecord():
+                    raise AssertionError("the journal before this one was lost: there is no whole run to audit")
                 case Genesis() | ViewRecord():
                     pass
                 case _:

@@ -12,9 +12,10 @@ from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import BecomeLearner, Finish, InstallStaged
 from elastic.core.member import Phase
 from elastic.core.messages import CoordinatorMessage, Refused
-from elastic.core.records import CommitRecord, LeaseRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
 from tests.simulation.history import Admissions, History, SharedState
 from tests.simulation.patience import Patience
+from tests.simulation.rebuilds import Certificates
 from tests.simulation.symbols import Payload, Result, State, name
 from tests.simulation.work import Contributions, Leases
 from tests.simulation.world import Violation, demand
@@ -39,6 +40,7 @@ class Checkers:
         self._work = Contributions(self.history)
         self._leases = Leases()
         self._admissions = Admissions(self.history, sim)
+        self._certificates = Certificates(sim)
         self.patience = Patience(sim.world, sim.options.min_peers)
         self._epochs: dict[PeerRef, int] = {}
         self._exits: list[tuple[PeerRef, Finish]] = []
@@ -61,6 +63,7 @@ class Checkers:
         views = self.history.views
         before = views[-1] if views else None
         self.history.persisted(record, self._sim.world.now)
+        self._certificates.persisted(record)
         self._sim.marks.persisted(record, before, self._sim.options.min_peers)
         match record:
             case ViewRecord(view=view, excused=excused):
@@ -82,19 +85,30 @@ class Checkers:
                 self._leases.granted(record)
             case ReleaseRecord():
                 self._leases.released(record)
+            case RebuildRecord(epoch=epoch, testified=testified):
+                self._sim.world.say("rebuilt", epoch, self.history.newest, [name(ref) for ref in testified])
+                self._state.rebuilt(record)
+                self._work.rebuilt(record)
+                self._leases.rebuilt(record)
+                self.patience.rebuilt()
             case _:
                 pass
 
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         self.history.told(to, message)
+        self._certificates.told(message)
         if isinstance(message, Refused) and "results differ" in message.reason:
             self._halted = True
         self._sim.marks.told(to, message)
 
     # ------------------------------------------------------------------------ the peers
 
+    def heard(self, node: "PeerNode", message: CoordinatorMessage) -> None:
+        self._certificates.heard(node, message)
+
     def started(self, node: "PeerNode") -> None:
         self._news = True
+        self._certificates.started(node)
         self._epochs[node.ref] = -1
 
     def stopped(self, node: "PeerNode") -> None:
@@ -111,7 +125,8 @@ class Checkers:
         if effect.code == 9:
             demand(self._sim.options.wrong_result > 0, "I1", f"{name(node.ref)} ends with {effect}")
         if effect.code == 0:
-            demand(self.history.final, "I4", f"{name(node.ref)} is done before the run is")
+            is_over = self.history.final or self.history.has_given_up_the_end
+            demand(is_over, "I4", f"{name(node.ref)} is done before the run is")
         demand(effect.code != 4, "I4", f"{name(node.ref)} ends with {effect}")
         if effect.code == 7:
             newest, options = self.history.newest, self._sim.options

@@ -2,12 +2,15 @@
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from collective.core.types import PeerRef
 from elastic.core.events import Connected, Disconnected
-from elastic.core.messages import CoordinatorMessage, PeerMessage
+from elastic.core.messages import CoordinatorMessage, Join, PeerMessage
 from tests.simulation.coordinator_node import CoordinatorNode
 from tests.simulation.network import COORDINATOR, ControlConnection
 from tests.simulation.peer import PeerNode
+from tests.simulation.rebuilds import forge
 
 if TYPE_CHECKING:
     from tests.simulation.simulator import Simulator
@@ -91,6 +94,9 @@ class Control:
         connection = node.connection
         if connection is None:
             return
+        certificate = message.certificate if isinstance(message, Join) else None
+        if certificate is not None and self.network.chance(self.sim.options.forged_certificates):
+            message = msgspec.structs.replace(message, certificate=forge(certificate))
         self.world.say(node.peer_id, "->", message)
         for delay_s in self._delays(node.peer_id, COORDINATOR):
             arrival = self.world.now + delay_s

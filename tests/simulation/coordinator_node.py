@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from collective.core.types import Instant, PeerRef
+from elastic.core.config import RebuildRule
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import (
     CoordinatorEffect,
@@ -11,6 +12,7 @@ from elastic.core.events import (
     PeerConnectionLost,
     PeerSaid,
     Persist,
+    Resign,
     SendToPeer,
     Tick,
 )
@@ -30,6 +32,8 @@ class CoordinatorNode(Process):
         super().__init__(sim.world, COORDINATOR)
         self.sim = sim
         self.journal: list[Record] = []
+        self.rule: RebuildRule | None = None
+        """How a journal that was lost is made anew; None as long as it never was."""
         self.machine: CoordinatorMachine | None = None
         self.connections: dict[PeerRef, ControlConnection] = {}
         self.dies_after: Callable[[CoordinatorEffect], bool] | None = None
@@ -41,11 +45,9 @@ class CoordinatorNode(Process):
             return
         self.born()
         self.connections = {}
-        machine = self.sim.parts.coordinator
-        if self.journal:
-            self.machine = machine.recover(self.sim.coordinator_config, list(self.journal), self.clock.now())
-        else:
-            self.machine = machine(self.sim.coordinator_config)
+        self.machine = self.sim.parts.coordinator.recover(
+            self.sim.coordinator_config, list(self.journal), self.clock.now(), rebuild=self.rule
+        )
         self.sim.world.say("coordinator starts with", len(self.journal), "records")
         self.sim.checkers.coordinator_started(self.machine)
         self.arm()
@@ -62,6 +64,20 @@ class CoordinatorNode(Process):
         self.connections = {}
         if not self.sim.network.healed:
             self.sim.world.after(self.sim.world.rng.uniform(0.2, 4.0), "coordinator restarts", self.start)
+
+    def lose_disk(self) -> None:
+        """Process and journal are gone; whoever starts it again knows that."""
+        self.crash()
+        self.sim.world.say("the journal is lost, with", len(self.journal), "records")
+        self.journal.clear()
+        self.rule = RebuildRule.MAJORITY
+
+    def insist(self) -> None:
+        """The operator does not wait for more than those who are there."""
+        if self.machine is not None and self.machine.is_rebuilding:
+            self.rule = RebuildRule.INSIST
+            self.crash()
+            self.start()
 
     def on_said(self, connection: ControlConnection, sender: PeerRef, message: PeerMessage) -> None:
         if connection.up_at_coordinator:
@@ -93,6 +109,8 @@ class CoordinatorNode(Process):
                 case SendToPeer(to=to, message=message):
                     self.sim.checkers.told(to, message)
                     self.sim.control.send_to_peer(self, to, message)
+                case Resign(reason=reason):
+                    raise AssertionError(f"the only coordinator resigns: {reason}")
             if self.dies_after is not None and self.dies_after(effect):
                 self.dies_after = None
                 self.crash()

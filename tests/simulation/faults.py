@@ -36,6 +36,7 @@ class FaultInjector:
             (options.clock_jump_rate, "clock jump", self.jump_clock),
             (options.coordinator_crash_rate, "coordinator crash", self.sim.coordinator.crash),
             (options.coordinator_pause_rate, "coordinator pause", self.pause_coordinator),
+            (options.disk_loss_rate, "disk loss", self.sim.coordinator.lose_disk),
             (options.burst_rate, "burst", self.burst),
         ):
             self._every(rate, label, strike)

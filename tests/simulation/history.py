@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from collective.core.types import PeerRef, RoundKey, View
+from collective.core.types import OuterStep, PeerRef, RoundKey, View
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import InstallStaged
 from elastic.core.messages import Commit, CoordinatorMessage, Held, LeaseGrant, NewView, Welcome
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
 from tests.simulation.symbols import State, name
 from tests.simulation.world import demand
 
@@ -26,6 +26,9 @@ class History:
         self.grants: set[tuple[PeerRef, int]] = set()
         self.newest: Held | None = None
         self.final = False
+        self.rebuilt_epoch = 0
+        self.given_up: set[Held] = set()  # committed, and proved by nobody when the journal was lost
+        self.has_given_up_the_end = False
         self._coordinator = (0, 0)
 
     def persisted(self, record: Record, now: float) -> None:
@@ -34,6 +37,8 @@ class History:
                 demand(self.newest is None, "I3", "a second genesis")
                 self.newest = Held(record.outer_step, record.digest)
                 self.states[record.outer_step] = record.digest
+            case RebuildRecord():
+                self._rebuilt(record)
             case ViewRecord(view=view):
                 demand(not self.views or view.epoch > self.views[-1].epoch, "I8", f"epoch {view.epoch} is not newer")
                 demand(not self.final, "I3", "a view after the final commit")
@@ -54,11 +59,23 @@ class History:
             case ReleaseRecord():
                 pass
 
+    def _rebuilt(self, record: RebuildRecord) -> None:
+        """What was committed after the certificate is given up, and nothing else."""
+        epoch, certificate = record.epoch, record.certificate
+        demand(not self.views or epoch > self.views[-1].epoch, "I8", "rebuilt under epoch {}", epoch)
+        self.rebuilt_epoch = epoch
+        self.newest = None if certificate is None else certificate.made
+        rest = -1 if certificate is None else certificate.made.outer_step
+        self.given_up |= {Held(OuterStep(step), digest) for step, digest in self.states.items() if step > rest}
+        self.states = {step: digest for step, digest in self.states.items() if step <= rest}
+        self.has_given_up_the_end |= self.final and (certificate is None or not certificate.final)
+        self.final = certificate is not None and certificate.final
+
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         """Journal first: a message that tells of a decision finds it on the disk."""
         match message:
             case Commit():
-                known = self.commits.get(message.key)
+                known = self.commits.get(message.certificate.key)
                 demand(known is not None, "I3", "told {} of a commit that is not in the journal", to)
             case NewView(view=view):
                 known_view = any(view.epoch == mine.epoch and view.members == mine.members for mine in self.views[::-1])
@@ -72,10 +89,13 @@ class History:
                 pass
 
     def installed(self, node: "PeerNode", effect: InstallStaged) -> None:
-        self._known(effect.held, "an install")
+        if effect.held not in self.given_up or effect.key.epoch > self.rebuilt_epoch:
+            self._known(effect.held, "an install")
         demand(effect.key in self.commits, "I3", "{} installs a round that is not committed", node.ref)
 
     def coordinator_settled(self, machine: CoordinatorMachine) -> None:
+        if machine.is_rebuilding:
+            return  # it knows nothing, and says so
         now = (machine.state.epoch, machine.state.outer_step)
         demand(now >= self._coordinator, "I8", "the coordinator went back from {} to {}", self._coordinator, now)
         self._coordinator = now
@@ -93,11 +113,18 @@ class SharedState:
 
     def holds(self, node: "PeerNode", state: State) -> None:
         step, digest = state.held.outer_step, state.held.digest
+        if state.held in self._history.given_up:
+            return  # it has not heard yet
         known = self._history.states.get(step)
         # A founder holds its state before it is the run's.
         demand(known == digest or (known is None and step == 0), "I1", f"{name(node.ref)} holds another step {step}")
         demand(step >= self._newest.get(node.ref, 0), "I3", f"{name(node.ref)} went back to step {step}")
         self._newest[node.ref] = step
+
+    def rebuilt(self, record: RebuildRecord) -> None:
+        """What was made after the certificate is given up: whoever held it goes back."""
+        rest = 0 if record.certificate is None else record.certificate.made.outer_step
+        self._newest = {ref: min(step, rest) for ref, step in self._newest.items()}
 
     def active(self, node: "PeerNode", view: View) -> None:
         held = node.state.held if node.state is not None else None

@@ -12,7 +12,8 @@ import msgspec
 
 from collective.core.types import Epoch, Instant, OuterStep, PeerRef, RoundKey, View
 from elastic.core.admission import Admission
-from elastic.core.config import CoordinatorConfig
+from elastic.core.certificate import Certificate
+from elastic.core.config import CoordinatorConfig, RebuildRule
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import (
     CoordinatorEffect,
@@ -26,6 +27,7 @@ from elastic.core.events import (
 from elastic.core.grace import Grace
 from elastic.core.member import MemberMachine
 from elastic.core.messages import Evicted, Held, Join, NewView, RoundFailed, Vote
+from elastic.core.rebuild import Rebuild
 from elastic.core.reception import Reception
 from elastic.core.records import Record
 from elastic.core.rounds import Agreed, Rounds, Split
@@ -176,10 +178,35 @@ class AnswersNoStranger(CoordinatorMachine):
         return [item for item in effects if not (isinstance(item, SendToPeer) and isinstance(item.message, Evicted))]
 
 
+class BelievesEverybody(Rebuild):
+    def is_genuine(self, certificate: Certificate) -> bool:
+        return True
+
+
+class ChecksNoCertificate(CoordinatorMachine):
+    rebuild_type = BelievesEverybody
+
+
+class TakesTheFirst(Rebuild):
+    def newest(self, certificates: list[Certificate]) -> Certificate | None:
+        return certificates[0] if certificates else None
+
+
+class RebuildsFromTheFirst(CoordinatorMachine):
+    rebuild_type = TakesTheFirst
+
+
 class ForgetsEpochs(CoordinatorMachine):
     @classmethod
-    def recover(cls, config: CoordinatorConfig, records: Iterable[Record], now: Instant) -> "CoordinatorMachine":
-        machine = super().recover(config, records, now)
+    def recover(
+        cls,
+        config: CoordinatorConfig,
+        records: Iterable[Record],
+        now: Instant,
+        *,
+        rebuild: RebuildRule | None = None,
+    ) -> "CoordinatorMachine":
+        machine = super().recover(config, records, now, rebuild=rebuild)
         machine.state.view = msgspec.structs.replace(machine.state.view, epoch=Epoch(0))
         return machine
 
@@ -267,6 +294,14 @@ MUTANTS: dict[str, Mutant] = {
     "payload_forgotten": Mutant(
         what="a member drops its payload when the view changes",
         parts=Parts(member=ForgetsItsPayload),
+    ),
+    "certificate_not_checked": Mutant(
+        what="a lost journal is made anew from certificates whose seal nobody has looked at",
+        parts=Parts(coordinator=ChecksNoCertificate),
+    ),
+    "first_certificate_taken": Mutant(
+        what="a lost journal is made anew from the first certificate that comes, not the newest",
+        parts=Parts(coordinator=RebuildsFromTheFirst),
     ),
     "epoch_forgotten": Mutant(
         what="a restarted coordinator begins to count epochs anew",

@@ -78,6 +78,10 @@ class Options:
     coordinator_crash_in_persist: float = 0.0
     """Chance that it dies while a record is written: the record is on the disk or it is not, and nobody was told."""
     coordinator_pause_rate: float = 0.0
+    disk_loss_rate: float = 0.0
+    """The coordinator dies and its journal with it."""
+    forged_certificates: float = 0.0
+    """Chance that a Join brings a certificate that its sender has made up."""
     # - Bound
     max_strikes: int = 1_000_000
     """How many faults strike at most; what shrinks a failing seed (minimise.py)."""
@@ -140,6 +144,8 @@ class Options:
             torn_write=rng.choice((0.0, 0.0, 0.0, 0.0, 0.3)),
             coordinator_crash_in_persist=often(0.03),
             stall_floor_s=rng.choice((3.0, 3.0, 3.0, 20.0)),
+            disk_loss_rate=often(0.1, 0.25),
+            forged_certificates=often(0.4, 0.3),
         )
 
     def with_(self, **changes: object) -> "Options":

@@ -44,6 +44,12 @@ class Patience:
         self._complete_since = None
         self._look()
 
+    def rebuilt(self) -> None:
+        """Nobody is a member any more, and what was handed in is void."""
+        self._members, self._num_standing = set(), 0
+        self._ready.clear()
+        self._complete_since = None
+
     def committed(self) -> None:
         """The next round begins."""
         self._judge()

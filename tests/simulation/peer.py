@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from collective.core.fence import Fence
 from collective.core.types import Incarnation, Instant, PeerId, PeerRef, RoundKey, View
+from elastic.core.certificate import Certificate
 from elastic.core.config import MemberConfig
 from elastic.core.events import (
     AbortExchange,
@@ -24,6 +25,7 @@ from elastic.core.events import (
     FoundState,
     InstallStaged,
     InstallView,
+    KeepCertificate,
     LeasesWanted,
     MemberEffect,
     MemberEvent,
@@ -64,6 +66,9 @@ class PeerNode(Process):
         self.flawed_step = -1  # in this round it computes other bits than the rest
         self.exit: Finish | None = None
         self.disk = Disk(sim.world, sim.options)
+        self.disk_certificate: Certificate | None = None
+        self.proof: Certificate | None = None  # the newest commit it has heard of (rebuilds.py)
+        self.rebuilt_epoch = 0
         self.connection: ControlConnection | None = None
         self.machine: MemberMachine | None = None
         self.state: State | None = None
@@ -101,7 +106,15 @@ class PeerNode(Process):
         manifest = b"\1" * 32 if self.sim.has_wrong_manifest(self) else self.sim.manifest
         held = self.state.held if self.state is not None else None
         config = MemberConfig(coordinator_timeout_s=600.0, farewell_timeout_s=8.0)
-        self.machine = self.sim.parts.member(config, self.ref, f"{self.peer_id}:1", manifest, held)
+        self.machine = self.sim.parts.member(
+            config,
+            self.ref,
+            f"{self.peer_id}:1",
+            manifest,
+            held,
+            seal_key=self.sim.seal_key,
+            certificate=self.disk_certificate,
+        )
         self.sim.world.say(self.peer_id, "starts as", self.incarnation, "with", short(held))
         self.sim.checkers.started(self)
         self.sim.control.dial(self)
@@ -131,6 +144,7 @@ class PeerNode(Process):
 
     def on_told(self, connection: "ControlConnection", message: CoordinatorMessage) -> None:
         if connection.up_at_peer:
+            self.sim.checkers.heard(self, message)
             self.feed(CoordinatorSaid(message=message))
 
     def on_refused(self, key: RoundKey, gone: PeerRef) -> None:
@@ -209,6 +223,8 @@ class PeerNode(Process):
                 self._install(effect)
             case TakeLeases(ranges=ranges):
                 self._leases = merged((*self._leases, *ranges))
+            case KeepCertificate(certificate=certificate):
+                self.disk_certificate = certificate
             case Finish():
                 self._finish(effect)
             case _:

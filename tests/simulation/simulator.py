@@ -61,8 +61,11 @@ class Simulator:
         self.check_machines = check_machines
         self._looks = 0
         self.manifest = bytes(32)
+        self.seal_key = b"\5" * 32
         self.coordinator_config = CoordinatorConfig(
             manifest_digest=self.manifest,
+            seal_key=self.seal_key,
+            rebuild_grace_s=2.0,
             outer_steps=self.options.outer_steps,
             min_peers=self.options.min_peers,
             stall_floor_s=self.options.stall_floor_s,
@@ -141,6 +144,7 @@ class Simulator:
         self.network.heal()
         self.coordinator.start()
         self.coordinator.resume(now=True)
+        self.coordinator.insist()
         self.checkers.patience.healed()
         rng = self.world.rng
         everybody_back = rng.random() < 0.5

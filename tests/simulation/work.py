@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from collective.core.types import PeerRef, RoundKey, View
 from elastic.core.leases import without
 from elastic.core.messages import Held
-from elastic.core.records import CommitRecord, LeaseRecord, ReleaseRecord
+from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, ReleaseRecord
 from tests.simulation.history import History
 from tests.simulation.symbols import Payload, Result, State, name
 from tests.simulation.world import demand
@@ -57,6 +57,11 @@ class Contributions:
         for ref in self._standing - standing:
             self._evictions[ref] = view.epoch
         self._standing = standing
+
+    def rebuilt(self, record: RebuildRecord) -> None:
+        """Payloads are void: what the lost journal has given to their owners cannot be known."""
+        self._evictions |= dict.fromkeys((*self._standing, *self._open, *self._late), record.epoch)
+        self._standing = set()
 
     def committed(self, record: CommitRecord, view: View) -> None:
         refs = {member.ref for member in view.members}
@@ -110,7 +115,7 @@ class Leases:
 
     def __init__(self) -> None:
         self._owner: dict[int, PeerRef] = {}
-        self._consumed: set[int] = set()
+        self._consumed: dict[int, int] = {}  # by which step
         self._members: set[PeerRef] = set()
 
     def view_decided(self, view: View, excused: Collection[PeerRef]) -> None:
@@ -128,13 +133,20 @@ class Leases:
             for index in (i for item in contribution.consumed for i in range(item.start, item.stop)):
                 demand(self._owner.get(index) == contribution.ref, "I7", "sample {} is consumed by a stranger", index)
                 demand(index not in self._consumed, "I7", "sample {} is consumed twice", index)
-                self._consumed.add(index)
+                self._consumed[index] = record.outer_step
                 del self._owner[index]
 
     def released(self, record: ReleaseRecord) -> None:
         demand(record.ref not in self._members, "I7", f"leases of the member {name(record.ref)} are released")
         for index in (i for item in record.ranges for i in range(item.start, item.stop)):
             demand(self._owner.pop(index, None) == record.ref, "I7", "sample {} is released by a stranger", index)
+
+    def rebuilt(self, record: RebuildRecord) -> None:
+        """Only what the commits that are left have consumed is consumed."""
+        rest = -1 if record.certificate is None else record.certificate.made.outer_step
+        self._consumed = {index: step for index, step in self._consumed.items() if step <= rest}
+        self._owner.clear()
+        self._members = set()
 
     def at_rest(self, next_index: int, free: int) -> None:
         """Nothing is lost: whatever was given is owned by a member, consumed, or free again."""

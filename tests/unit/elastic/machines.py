@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from elastic.core.certificate import Certificate, Contributor
 from elastic.core.config import CoordinatorConfig, MemberConfig
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import (
     CoordinatorEffect,
     CoordinatorEvent,
     CoordinatorSaid,
+    KeepCertificate,
     MemberEffect,
     MemberEvent,
     PeerSaid,
@@ -18,10 +20,20 @@ from elastic.core.events import (
     SendToPeer,
 )
 from elastic.core.member import MemberMachine
-from elastic.core.messages import CoordinatorMessage, Held, IndexRange, Join, PeerMessage, RoundFailed, Vote
+from elastic.core.messages import (
+    CoordinatorMessage,
+    DataPosition,
+    Held,
+    IndexRange,
+    Join,
+    PeerMessage,
+    RoundFailed,
+    Vote,
+)
 from elastic.core.records import Record
 
 MANIFEST = b"\7" * 32
+SEAL_KEY = b"\3" * 32
 T = TypeVar("T")
 
 
@@ -45,11 +57,32 @@ def key(epoch: int, step: int, fragment: int = 0) -> RoundKey:
     return RoundKey(Epoch(epoch), OuterStep(step), fragment)
 
 
+def certificate(
+    epoch: int,
+    step: int,
+    *numbers: int,
+    kind: int = 0,
+    final: bool = False,
+    parent: Certificate | None = None,
+    seal_key: bytes = SEAL_KEY,
+) -> Certificate:
+    """Of the commit in this epoch that starts from this step, made by these peers (1 and 2, if none is named)."""
+    return Certificate(
+        key=key(epoch, step),
+        previous=held(step).digest if parent is None else parent.digest,
+        digest=held(step + 1, kind).digest,
+        contributors=tuple(Contributor(ref(number).peer_id, Incarnation(1), 2.0) for number in numbers or (1, 2)),
+        final=final,
+        position=DataPosition(100, (IndexRange(40, 50),)),
+        parent=bytes(32) if parent is None else parent.link,
+    ).sealed(seal_key)
+
+
 class CoordinatorDriver:
     """A coordinator machine with a clock, a journal and a mailbox per peer."""
 
     def __init__(self, machine: CoordinatorMachine | None = None, now: float = 0.0, **config: Any) -> None:
-        rules: dict[str, Any] = {"manifest_digest": MANIFEST, "outer_steps": 1000} | config
+        rules: dict[str, Any] = {"manifest_digest": MANIFEST, "seal_key": SEAL_KEY, "outer_steps": 1000} | config
         self.config = CoordinatorConfig(**rules)
         self.machine = machine if machine is not None else CoordinatorMachine(self.config)
         self.now = now
@@ -121,8 +154,11 @@ class CoordinatorDriver:
 class MemberDriver:
     """A member machine with a clock, peer number 1."""
 
-    def __init__(self, state: Held | None = None, **config: Any) -> None:
-        self.machine = MemberMachine(MemberConfig(**config), ref(1), "host1:1", MANIFEST, state)
+    def __init__(self, state: Held | None = None, *, certificate: Certificate | None = None, **config: Any) -> None:
+        rules = MemberConfig(**config)
+        self.machine = MemberMachine(
+            rules, ref(1), "host1:1", MANIFEST, state, seal_key=SEAL_KEY, certificate=certificate
+        )
         self.now = 0.0
         self.effects: Sequence[MemberEffect] = ()
 
@@ -138,5 +174,9 @@ class MemberDriver:
         return [effect.message for effect in self.effects if isinstance(effect, SendToCoordinator)]
 
     def ordered(self) -> list[MemberEffect]:
-        """What the last event ordered, without messages."""
-        return [effect for effect in self.effects if not isinstance(effect, SendToCoordinator)]
+        """What the last event ordered, without messages and certificates."""
+        return [effect for effect in self.effects if not isinstance(effect, SendToCoordinator | KeepCertificate)]
+
+    def kept(self) -> list[Certificate]:
+        """The certificates that the last event ordered to be kept."""
+        return [effect.certificate for effect in self.effects if isinstance(effect, KeepCertificate)]

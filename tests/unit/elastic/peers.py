@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from elastic.observation import ElasticEvent
 
 MANIFEST_DIGEST = b"m" * 32
+SEAL_KEY = b"k" * 32
 NUMEL = 200
 SAMPLES = 4
 MEMBER_CONFIG = MemberConfig(
@@ -164,7 +165,7 @@ class Peer:
         donor = Donor(self.replica, self.log)
         async with listening(self.number, {Purpose.STATE: donor.serve}, incarnation=self.me.incarnation) as listener:
             self.membership = Membership(
-                MemberMachine(MEMBER_CONFIG, self.me, listener.address, self.manifest_digest, self.replica.held()),
+                self._machine(listener.address),
                 coordinators=self.coordinators,
                 dial=self._dial,
                 runner=self.runner,
@@ -179,6 +180,10 @@ class Peer:
                 training = tasks.create_task(self._train())
                 self.finish = await self.membership.run()
                 training.cancel()
+
+    def _machine(self, address: str) -> MemberMachine:
+        held = self.replica.held()
+        return MemberMachine(MEMBER_CONFIG, self.me, address, self.manifest_digest, held, seal_key=SEAL_KEY)
 
     async def allow(self, outer_step: int) -> None:
         """The trainer may hand in rounds until this step is committed."""
@@ -222,7 +227,9 @@ class CoordinatorHost:
         self.address = address
         defaults = {"heartbeat_timeout_s": 2.0, "suspect_silence_s": 0.5, "reconnect_grace_s": 0.3}
         defaults |= {"recover_grace_s": 5.0, "report_window_s": 0.05, "resend_interval_s": 0.1}
-        self.config = CoordinatorConfig(manifest_digest=MANIFEST_DIGEST, outer_steps=outer_steps, **(defaults | config))
+        self.config = CoordinatorConfig(
+            manifest_digest=MANIFEST_DIGEST, seal_key=SEAL_KEY, outer_steps=outer_steps, **(defaults | config)
+        )
         self.observed: list[ElasticEvent] = []
         self.shell: CoordinatorShell
         self.journal: Journal

@@ -39,7 +39,7 @@ def test_round_is_committed_when_all_members_voted_the_same() -> None:
     driver.vote(2)
     step = driver.machine.state.outer_step
     for number in (1, 2):
-        assert driver.told(number, Commit).outer_step == step
+        assert driver.told(number, Commit).certificate.made.outer_step == step
     assert [item.ref for item in driver.records(CommitRecord)[-1].contributions] == [ref(1), ref(2)]
 
 
@@ -111,7 +111,7 @@ def test_votes_without_a_majority_are_tried_again_and_then_halt_the_run() -> Non
 def test_final_commit_says_so_and_a_late_joiner_is_sent_home_with_code_0() -> None:
     driver = CoordinatorDriver(outer_steps=1).with_members(1)
     driver.vote(1)
-    assert driver.told(1, Commit).final
+    assert driver.told(1, Commit).certificate.final
     driver.join(2)
     assert driver.told(2, Refused).code == 0
     driver.says(1, Leave(now=True))
@@ -251,7 +251,7 @@ def test_commit_that_was_journaled_but_not_told_is_told_after_the_restart() -> N
     assert again.effects == [], "it has just been opened; the next heartbeat is late enough"
     again.now += 1.0
     again.says(1, Heartbeat(epoch=old.epoch, outer_step=old.outer_step, progress=0, blocked=True))
-    assert again.told(1, Commit).outer_step == old.outer_step + 1
+    assert again.told(1, Commit).certificate.made.outer_step == old.outer_step + 1
 
 
 def test_release_that_a_crash_cut_off_is_made_up_for() -> None:

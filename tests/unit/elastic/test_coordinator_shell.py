@@ -88,7 +88,9 @@ class Host:
 async def _hosting(store, **config):
     observed = []
     shell = CoordinatorShell(
-        CoordinatorConfig(manifest_digest=MANIFEST, outer_steps=100, **config), store, observe=observed.append
+        CoordinatorConfig(manifest_digest=MANIFEST, seal_key=bytes(32), outer_steps=100, **config),
+        store,
+        observe=observed.append,
     )
     async with listening(1000, {Purpose.CONTROL: shell.serve}) as listener, asyncio.TaskGroup() as tasks:
         running = tasks.create_task(shell.run())
@@ -168,7 +170,9 @@ class FullDisk:
 
 
 async def test_full_disk_stops_the_coordinator_and_nobody_hears_of_the_lost_record(journal):
-    shell = CoordinatorShell(CoordinatorConfig(manifest_digest=MANIFEST, outer_steps=9), FullDisk(journal, 1))
+    shell = CoordinatorShell(
+        CoordinatorConfig(manifest_digest=MANIFEST, seal_key=bytes(32), outer_steps=9), FullDisk(journal, 1)
+    )
     async with listening(1000, {Purpose.CONTROL: shell.serve}) as listener:
         channel = await connect(listener.address, hello(Purpose.CONTROL, 1), timeout_s=5.0)
         client, idle = Client(channel), await connect(listener.address, hello(Purpose.CONTROL, 2), timeout_s=5.0)

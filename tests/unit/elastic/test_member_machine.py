@@ -45,7 +45,7 @@ from elastic.core.messages import (
     Vote,
     Welcome,
 )
-from tests.unit.elastic.machines import MANIFEST, MemberDriver, held, key, member, ref, view
+from tests.unit.elastic.machines import MANIFEST, MemberDriver, certificate, held, key, member, ref, view
 
 
 def payload(step: int, *consumed: IndexRange) -> RoundReady:
@@ -53,8 +53,7 @@ def payload(step: int, *consumed: IndexRange) -> RoundReady:
 
 
 def commit(epoch: int, step: int, *, kind: int = 0, final: bool = False) -> Commit:
-    made = held(step + 1, kind)
-    return Commit(key=key(epoch, step), outer_step=made.outer_step, digest=made.digest, weights=(), final=final)
+    return Commit(certificate=certificate(epoch, step, kind=kind, final=final))
 
 
 def active(step: int = 4, epoch: int = 3, *others: int) -> MemberDriver:
@@ -185,7 +184,10 @@ def test_vote_is_repeated_until_the_commit_installs_what_is_staged() -> None:
     driver.now = 1.0
     driver.feed(Tick())
     assert vote in driver.said()
-    assert driver.hears(commit(3, 4)) == [InstallStaged(key=key(3, 4), held=held(5), final=False)]
+    made = commit(3, 4).certificate
+    driver.hears(Commit(certificate=made))
+    assert driver.ordered() == [InstallStaged(key=key(3, 4), held=held(5), final=False, position=made.position)]
+    assert driver.kept() == [made]
     driver.now = 2.0
     driver.feed(Tick())
     assert [type(item) for item in driver.said()] == [Heartbeat]
@@ -282,8 +284,9 @@ def test_refusal_ends_the_peer_with_the_code_it_was_told(code: int, reason: str)
 
 def test_final_commit_is_installed_and_the_peer_takes_its_leave() -> None:
     driver = staged()
-    driver.hears(commit(3, 4, final=True))
-    assert driver.ordered() == [InstallStaged(key=key(3, 4), held=held(5), final=True)]
+    last = commit(3, 4, final=True).certificate
+    driver.hears(Commit(certificate=last))
+    assert driver.ordered() == [InstallStaged(key=key(3, 4), held=held(5), final=True, position=last.position)]
     assert driver.said() == [Leave(now=True)]
     driver.hears(Goodbye(outer_step=OuterStep(5)))
     assert driver.ordered() == [Finish(code=0, reason="the run is complete")]

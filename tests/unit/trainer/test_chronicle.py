@@ -8,14 +8,26 @@ import pytest
 
 from collective import RoundStats
 from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from elastic.core.certificate import Certificate, Contributor
 from elastic.core.messages import DataPosition, Held, IndexRange
-from elastic.core.records import CommitRecord, Contribution, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    CommitRecord,
+    Contribution,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    ViewRecord,
+)
 from elastic.observation import (
     BecameActive,
     BecameExcused,
     BecameLearner,
     CatchUpEnded,
     CatchUpStarted,
+    CertificateKept,
+    CoordinatorAsks,
     CoordinatorConnected,
     CoordinatorLost,
     Deviated,
@@ -67,12 +79,24 @@ REPORT = RoundReport(
     wait_s=1.0,
     position=DataPosition(12),
 )
+CERTIFICATE = Certificate(
+    key=KEY,
+    previous=bytes(32),
+    digest=DIGEST,
+    contributors=(Contributor(A.peer_id, A.incarnation, 6.0),),
+    final=False,
+    position=DataPosition(12),
+    parent=bytes(32),
+    seal=bytes(32),
+)
 STORY: tuple[ElasticEvent, ...] = (
     CoordinatorConnected(ADDRESS),
     PeerConnected(ref=B),
     ViewInstalled(VIEW),
     ViewInstalled(VIEW, "peer b cannot be reached"),
     BecameActive(VIEW),
+    CertificateKept(certificate=CERTIFICATE),
+    CoordinatorAsks(testified=1, needed=2),
     RoundStarted(key=KEY, weight=6.0),
     RoundBroke(key=KEY, suspects=(B.peer_id,), cause="silent"),
     RoundAborted(KEY),
@@ -105,6 +129,7 @@ RECORDS: tuple[Record, ...] = (
         final=False,
     ),
     ReleaseRecord(ref=B, epoch=Epoch(5), ranges=(IndexRange(8, 10),)),
+    RebuildRecord(epoch=Epoch(9), certificate=CERTIFICATE, testified=(A,), insisted=False),
 )
 
 
@@ -147,9 +172,9 @@ def test_every_observation_is_one_line_in_the_order_of_the_story(desk: Desk) -> 
         desk.chronicle.observe(event)
     lines = desk.lines()
     assert [line["event"] for line in lines] == [
-        "coordinator_connected", "peer_connected", "view", "view", "join", "round_started", "fault", "round_aborted",
-        "vote", "commit", "excused", "carried_over", "learner", "catch_up_started", "catch_up", "catch_up", "deviated",
-        "fault", "fault", "leave",
+        "coordinator_connected", "peer_connected", "view", "view", "join", "certificate", "fault", "round_started",
+        "fault", "round_aborted", "vote", "commit", "excused", "carried_over", "learner", "catch_up_started",
+        "catch_up", "catch_up", "deviated", "fault", "fault", "leave",
     ]  # fmt: skip
     assert {type(event) for event in STORY} == set(ElasticEvent.__args__) - {RecordWritten}
 
@@ -174,7 +199,9 @@ def test_every_record_of_the_journal_is_one_line(desk: Desk) -> None:
     for slot, record in enumerate(RECORDS):
         desk.chronicle.observe(RecordWritten(slot=slot, record=record))
     lines = desk.lines()
-    assert [line["event"] for line in lines] == ["genesis", "view_decided", "lease", "commit_decided", "lease_returned"]
+    assert [line["event"] for line in lines] == [
+        "genesis", "view_decided", "lease", "commit_decided", "lease_returned", "rebuilt",
+    ]  # fmt: skip
     assert {type(record) for record in RECORDS} == set(Record.__args__)
     assert lines[2]["samples"] == 6
     assert lines[3]["members"] == [A.peer_id, B.peer_id]
@@ -185,7 +212,7 @@ def test_digests_are_there_in_full(desk: Desk) -> None:
     for event in (*STORY, *(RecordWritten(slot=0, record=record) for record in RECORDS)):
         desk.chronicle.observe(event)
     digests = [line["digest"] for line in desk.lines() if line.get("digest") is not None]
-    assert digests == [DIGEST.hex()] * 6
+    assert digests == [DIGEST.hex()] * 8
 
 
 def test_a_commit_names_the_step_that_was_made_and_a_vote_the_one_it_starts_from(desk: Desk) -> None:

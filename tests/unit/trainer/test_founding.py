@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from elastic.core.messages import IndexRange
+from trainer import founding
 from trainer.checkpoint import FOLDER_NAME, CheckpointMeta, CheckpointStore
 from trainer.config import Config
 from trainer.config_sources import Override, load_config
@@ -16,13 +17,16 @@ from trainer.corpus import Corpus
 from trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault, IntegrityError
 from trainer.founding import (
     JOURNAL_NAME,
+    MEMBERSHIP_NAME,
     STANDBY_TICKET_NAME,
     Founded,
     found_or_go_on,
     recall_terms,
+    remember_membership,
     remember_terms,
     save_standby_ticket,
     stand_by,
+    take_over,
 )
 from trainer.identity import PeerFolder
 from trainer.ticket import decode_ticket, make_ticket
@@ -213,3 +217,61 @@ def test_a_folder_that_cannot_be_written_is_this_machines_fault(folder: PeerFold
         remember_terms(folder, founded.terms, "127.0.0.1:1")
     with pytest.raises(EnvironmentFault, match="cannot be used"):
         found(folder)
+
+
+# ------------------------------------------------------------------------ a lost journal, a lost folder
+
+
+def test_terms_without_a_journal_had_one(folder: PeerFolder) -> None:
+    assert not found(folder).has_lost_its_journal
+    start(folder)
+    assert not found(folder).has_lost_its_journal
+    (folder.path / JOURNAL_NAME).unlink()
+    assert found(folder).has_lost_its_journal
+
+
+def test_coordinators_own_folder_is_taken_over_as_it_is(folder: PeerFolder) -> None:
+    before = start(folder)
+    assert take_over(folder) == before.terms.manifest
+    assert found(folder).run == before.run
+    assert found(folder).terms == before.terms
+
+
+def test_folder_of_a_peer_is_taken_over_with_the_keys_that_the_members_know(folder: PeerFolder, tmp_path: Path) -> None:
+    lost = start(folder)
+    with PeerFolder(tmp_path / "member") as member:
+        remember_membership(member, lost.terms, "127.0.0.1:1234")
+        for _ in range(2):  # a second time, as after a start that was cut short
+            assert take_over(member) == lost.terms.manifest
+        again = found(member)
+        assert again.terms == lost.terms
+        assert again.terms.seal_key == lost.terms.seal_key
+        assert again.address == "127.0.0.1:1234"
+        assert again.run.run_id == lost.run.run_id
+        assert again.run.secret != lost.run.secret, "the secret that tickets are made with is lost"
+        assert again.has_lost_its_journal
+        remember_terms(member, again.terms, "127.0.0.1:4321")
+        assert found(member).terms == lost.terms, "and at every later start"
+
+
+def test_what_a_peer_remembers_is_for_this_user_alone_and_founds_nothing(folder: PeerFolder, tmp_path: Path) -> None:
+    lost = start(folder)
+    with PeerFolder(tmp_path / "member") as member:
+        remember_membership(member, lost.terms, "127.0.0.1:1234")
+        assert os.stat(member.path / MEMBERSHIP_NAME).st_mode & 0o077 == 0
+        assert found(member).run.run_id != lost.run.run_id, "without --rebuild it is a folder like any other"
+
+
+def test_folder_that_knows_of_no_run_cannot_be_taken_over(folder: PeerFolder) -> None:
+    with pytest.raises(ConfigError, match="knows of no run") as refused:
+        take_over(folder)
+    assert "--dir" in refused.value.cure
+
+
+def test_keys_are_shown_in_no_text(folder: PeerFolder) -> None:
+    founded = start(folder)
+    remember_membership(folder, founded.terms, "127.0.0.1:1234")
+    saved = founding._load_terms(folder.path, MEMBERSHIP_NAME)
+    assert saved is not None
+    assert repr(founded.terms.tls_secret) not in repr(saved)
+    assert repr(founded.terms.mesh_key) not in repr(saved)

@@ -99,7 +99,7 @@ def test_the_coordinator_is_as_patient_as_the_members_section_says() -> None:
         members__outage="44s",
     )
     free = (IndexRange(1, 2),)
-    rules = coordinator_config(made, b"d" * 32, first_index=5, returned=free)
+    rules = coordinator_config(made, b"d" * 32, b"k" * 32, first_index=5, returned=free)
     assert (rules.outer_steps, rules.min_peers, rules.start_peers) == (9, 2, 3)
     assert (rules.first_index, rules.first_free, rules.manifest_digest) == (5, free, b"d" * 32)
     assert (rules.heartbeat_timeout_s, rules.reconnect_grace_s, rules.stall_floor_s) == (11.0, 4.0, 33.0)
@@ -109,7 +109,7 @@ def test_the_coordinator_is_as_patient_as_the_members_section_says() -> None:
 
 
 def test_the_defaults_make_settings_that_the_machines_accept() -> None:
-    rules = coordinator_config(Config(), b"d" * 32, first_index=0, returned=())
+    rules = coordinator_config(Config(), b"d" * 32, b"k" * 32, first_index=0, returned=())
     assert member_config(Config()).heartbeat_interval_s < rules.suspect_silence_s < rules.heartbeat_timeout_s
 
 

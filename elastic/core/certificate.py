@@ -1,0 +1,135 @@
+"""What a commit leaves with every peer: enough to go on from it when the coordinator's disk is lost.
+
+A certificate says of one commit what was made out of what, by whom, and where the data stood. Each one names the
+hash of the one before it, back to the genesis, and is sealed with a key that only the run's members have: HMAC-SHA-256
+under a key that follows from the run's secret and its id. So a certificate needs no name of a run in it: that of
+another run has a wrong seal.
+
+What a seal proves: a member of this run, or its coordinator, made these bytes, and nobody changed them since. A
+stranger cannot make one, nor can whoever may write to a disk or a bucket where certificates lie. It does not prove
+that the coordinator said it: all members have the key, and a member that lies could seal a commit that never was.
+Members are trusted with the state itself; certificates do not change that.
+
+The chain proves order: two certificates that follow the same parent are two histories of one run, and whoever sees
+both knows it. Their order over rebuilds is by (epoch, outer step): a rebuilt run begins with an epoch that the lost
+journal cannot have reached.
+"""
+
+import hashlib
+import hmac
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef, RoundKey
+from elastic.core.values import DataPosition, Digest, Held, Weight
+
+SEAL_KEY_NBYTES = 32
+MAX_CONTRIBUTORS = 1024
+
+_SEAL_DOMAIN = b"isthmus commit certificate 1\0"
+_LINK_DOMAIN = b"isthmus certificate chain 1\0"
+_GENESIS_DOMAIN = b"isthmus genesis 1\0"
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class Contributor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One member of the committed round, and the weight of what it put in."""
+
+    peer_id: PeerId
+    incarnation: Incarnation
+    weight: Weight
+
+    @property
+    def ref(self) -> PeerRef:
+        """The start of the peer that it was."""
+        return PeerRef(self.peer_id, self.incarnation)
+
+
+class Certificate(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """One commit. See the module's docstring.
+
+    Attributes:
+        key: the round that was committed; its commit made step `key.outer_step + 1`.
+        previous: digest of the shared state that the round started from.
+        digest: digest of the shared state that it made.
+        contributors: all members of the round's view, by rank.
+        final: whether the run ends with it.
+        position: which samples no commit up to this one has consumed, those that are leased included.
+        parent: `link` of the certificate before it; of the first one, `genesis_link`.
+        seal: `SEAL_KEY_NBYTES` bytes; empty in one that was not sealed yet, which never travels.
+    """
+
+    key: RoundKey
+    previous: Digest
+    digest: Digest
+    contributors: Annotated[tuple[Contributor, ...], Meta(max_length=MAX_CONTRIBUTORS)]
+    final: bool
+    position: DataPosition
+    parent: Digest
+    seal: Digest = b""
+
+    @property
+    def made(self) -> Held:
+        """The state that the commit made."""
+        return Held(OuterStep(self.key.outer_step + 1), self.digest)
+
+    @property
+    def order(self) -> tuple[Epoch, OuterStep]:
+        """Sorts the certificates of one run from the oldest to the newest, over rebuilds too."""
+        return self.key.epoch, OuterStep(self.key.outer_step + 1)
+
+    @property
+    def link(self) -> bytes:
+        """What the next certificate names as its parent: a hash of everything but the seal, 32 bytes."""
+        return hashlib.sha256(_LINK_DOMAIN + self._body()).digest()
+
+    def sealed(self, seal_key: bytes) -> "Certificate":
+        """The same under this run's seal."""
+        return msgspec.structs.replace(self, seal=self._expected_seal(seal_key))
+
+    def check(self, seal_key: bytes) -> bool:
+        """Whether it was sealed with this key and not changed since."""
+        return hmac.compare_digest(self.seal, self._expected_seal(seal_key))
+
+    def follows(self, parent: "Certificate") -> bool:
+        """Whether it is the next commit after `parent`, by its own words."""
+        return self.parent == parent.link and self.previous == parent.digest and self.key.outer_step == parent.order[1]
+
+    def _body(self) -> bytes:
+        # Weights may have come as whole numbers; their bytes must not depend on that.
+        shares = [(item.peer_id, item.incarnation, float(item.weight)) for item in self.contributors]
+        fields = (self.key, self.previous, self.digest, shares, self.final, self.position, self.parent)
+        return _ENCODER.encode(fields)
+
+    def _expected_seal(self, seal_key: bytes) -> bytes:
+        return hmac.digest(seal_key, _SEAL_DOMAIN + self._body(), "sha256")
+
+
+_DECODER: msgspec.msgpack.Decoder[Certificate] = msgspec.msgpack.Decoder(Certificate)
+
+
+def genesis_link(held: Held, position: DataPosition) -> bytes:
+    """What the first certificate names as its parent: the state and the data that the run began with."""
+    return hashlib.sha256(_GENESIS_DOMAIN + _ENCODER.encode((held, position))).digest()
+
+
+def encode_certificate(certificate: Certificate) -> bytes:
+    """Its bytes for a file. There is one way to write each certificate."""
+    return _ENCODER.encode(certificate)
+
+
+def decode_certificate(data: bytes) -> Certificate | None:
+    """A certificate from bytes that anybody may have written; None if they are none. Its seal is not looked at."""
+    try:
+        certificate = _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError):
+        return None
+    # Other bytes for the same values are no work of ours.
+    return certificate if encode_certificate(certificate) == data else None
+
+
+def newest_of(*certificates: Certificate | None) -> Certificate | None:
+    """The newest of these, if there is any."""
+    return max((item for item in certificates if item is not None), key=lambda item: item.order, default=None)

@@ -1,0 +1,199 @@
+"""Making a lost journal anew from what the run's peers can prove.
+
+Every peer keeps the certificate of the newest commit that it has heard of. A coordinator with an empty journal asks
+for them and goes on from the newest one. Rules:
+
+* Only certificates under this run's seal count, and only who brings one testifies: a peer without a memory cannot say
+  that there was nothing newer.
+* The newest certificate counts when more than half of the members that it names have testified, and the others have
+  had their time; at once when all have. Fewer are enough only if the operator insists.
+* The run goes on under an epoch that the lost journal cannot have reached, so that the members refuse whoever comes
+  back with it.
+* What was given to peers since that certificate is void: its leases are free again, payloads are forgotten. Nothing
+  that a commit holds is lost with them, but up to one round of inner steps is.
+
+What a lost disk can cost beyond that: a commit that nobody who testifies has heard of. Its members voted for it, but
+a vote is no commit. If somebody who has heard of it comes later, it is told that this commit is no part of the run.
+"""
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from collective.core.types import Epoch, Instant, PeerId, PeerRef
+from elastic.core.admission import QUORUM_EXIT_CODE
+from elastic.core.certificate import Certificate
+from elastic.core.config import RebuildRule
+from elastic.core.messages import (
+    Goodbye,
+    Heartbeat,
+    Held,
+    Join,
+    LeaseRequest,
+    Leave,
+    PeerMessage,
+    Rebuilding,
+    Refused,
+    RoundFailed,
+    Synced,
+    Vote,
+)
+from elastic.core.reception import REFUSED_EXIT_CODE
+from elastic.core.records import RebuildRecord
+from elastic.core.roster import Roster
+
+EPOCHS_A_REBUILD = 1 << 20
+"""How far a rebuilt run's epochs begin behind the newest one that anybody has heard of. The lost journal may have known
+newer ones and may go on if it comes back: this is a new view every second for 12 days. On the wire an epoch has 32
+bits, which is room for 4000 rebuilds."""
+
+_MAX_EPOCH = (1 << 32) - 2 * EPOCHS_A_REBUILD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What one start of one peer says that it knows. The certificate's seal is right."""
+
+    ref: PeerRef
+    epoch: Epoch
+    held: Held | None
+    certificate: Certificate | None
+
+
+class Rebuild:
+    """Collects Joins until they prove enough. Nobody has a session meanwhile."""
+
+    def __init__(self, roster: Roster, rule: RebuildRule) -> None:
+        self._roster = roster
+        self._rule = rule
+        self._answers: dict[PeerId, _Answer] = {}
+        self._newest: Certificate | None = None
+        self._enough_since: Instant | None = None
+        self._waiting_since: Instant | None = None
+
+    # -------------------------------------------------------------------------------- facts
+
+    def heard(self, sender: PeerRef, message: PeerMessage) -> None:
+        """Somebody spoke. Whatever it was, it is asked what it holds."""
+        known = self._answers.get(sender.peer_id)
+        if known is not None and sender.incarnation < known.ref.incarnation:
+            self._roster.counters["older_incarnation"] += 1
+            return
+        match message:
+            case Join():
+                if not self._take(sender, message):
+                    return
+            case Leave():
+                self._answers.pop(sender.peer_id, None)
+                self._look()
+                self._roster.send(sender, Goodbye(outer_step=self._roster.state.outer_step))
+                return
+            case Heartbeat() | Synced() | Vote() | RoundFailed() | LeaseRequest():
+                pass
+            case _:
+                assert_never(message)
+        named = self._named()
+        self._roster.send(sender, Rebuilding(testified=len(self._witnesses(named)), needed=len(named) // 2 + 1))
+
+    def _take(self, sender: PeerRef, join: Join) -> bool:
+        """Note an answer. False if it is none and the peer was told."""
+        roster = self._roster
+        reason = None
+        if join.manifest_digest != roster.config.manifest_digest:
+            reason = "your run manifest differs from the run's"
+        elif sender.peer_id not in self._answers and len(self._answers) >= roster.config.max_peers:
+            reason = f"the run is full: {roster.config.max_peers} peers"
+        elif join.epoch > _MAX_EPOCH:
+            reason = f"you have seen epoch {join.epoch}, which no run reaches"
+        if reason is not None:
+            roster.send(sender, Refused(code=REFUSED_EXIT_CODE, reason=reason))
+            return False
+        certificate = join.certificate
+        if certificate is not None and not self.is_genuine(certificate):
+            roster.counters["forged_certificate"] += 1
+            certificate = None
+        self._answers[sender.peer_id] = _Answer(ref=sender, epoch=join.epoch, held=join.held, certificate=certificate)
+        if self._waiting_since is None:
+            self._waiting_since = roster.now
+        self._look()
+        return True
+
+    def _look(self) -> None:
+        """Which certificate is the newest now. Its members have their time from when it is."""
+        known = [item.certificate for item in self._answers.values() if item.certificate is not None]
+        newest = self.newest(known)
+        if newest != self._newest:
+            self._newest, self._enough_since = newest, None
+
+    def is_genuine(self, certificate: Certificate) -> bool:
+        """Whether it is one of this run, unchanged."""
+        return certificate.key.epoch <= _MAX_EPOCH and certificate.check(self._roster.config.seal_key)
+
+    # -------------------------------------------------------------------------------- decision
+
+    def settled(self) -> bool:
+        """Decide, if what has been said is enough. True when the journal has begun anew and everybody is told."""
+        now, config = self._roster.now, self._roster.config
+        named = self._named()
+        witnesses = self._witnesses(named)
+        is_majority = 2 * len(witnesses) > len(named)
+        is_enough = is_majority or (self._rule is RebuildRule.INSIST and bool(self._answers))
+        if not is_enough:
+            self._enough_since = None
+        elif self._enough_since is None:
+            self._enough_since = now
+        has_all = is_majority and len(witnesses) == len(named)
+        if has_all or (self._enough_since is not None and now >= self._enough_since + config.rebuild_grace_s):
+            self._begin(witnesses, insisted=not is_majority)
+            return True
+        if self._waiting_since is not None and now >= self._waiting_since + config.orphan_timeout_s:
+            self._send_home(len(witnesses), len(named))
+        return False
+
+    def newest(self, certificates: list[Certificate]) -> Certificate | None:
+        """Which of them the run goes on from."""
+        return max(certificates, key=lambda item: (item.order, item.link), default=None)
+
+    def deadlines(self) -> list[Instant]:
+        """When to look again."""
+        config = self._roster.config
+        result = []
+        if self._enough_since is not None:
+            result.append(self._enough_since + config.rebuild_grace_s)
+        if self._waiting_since is not None:
+            result.append(self._waiting_since + config.orphan_timeout_s)
+        return result
+
+    def _named(self) -> set[PeerId]:
+        return set() if self._newest is None else {item.peer_id for item in self._newest.contributors}
+
+    def _witnesses(self, named: set[PeerId]) -> list[_Answer]:
+        return [item for item in self._answers.values() if item.certificate is not None and item.ref.peer_id in named]
+
+    def _begin(self, witnesses: list[_Answer], *, insisted: bool) -> None:
+        roster, newest = self._roster, self._newest
+        epochs = [item.epoch for item in self._answers.values()]
+        epochs += [item.certificate.key.epoch for item in self._answers.values() if item.certificate is not None]
+        record = RebuildRecord(
+            epoch=Epoch(max(epochs) + EPOCHS_A_REBUILD),
+            certificate=newest,
+            testified=tuple(item.ref for item in witnesses),
+            insisted=insisted,
+        )
+        roster.persist(record)
+        holders = [item for item in self._answers.values() if newest is not None and item.held == newest.made]
+        # A witness that does not hold the newest state yet may have it staged.
+        roster.awaited = {item.ref.peer_id for item in (*witnesses, *holders)}
+        roster.awaited_until = roster.now + roster.config.rebuild_grace_s
+        for item in self._answers.values():
+            roster.tell_rebuilt(item.ref)
+
+    def _send_home(self, num_witnesses: int, num_named: int) -> None:
+        """Too few for too long: say so."""
+        reason = (
+            f"the coordinator's journal is lost, and {num_witnesses} of the {num_named} members of the newest "
+            "certificate have brought one: start the others, or let its operator insist"
+        )
+        for item in self._answers.values():
+            self._roster.send(item.ref, Refused(code=QUORUM_EXIT_CODE, reason=reason))
+        self._answers.clear()
+        self._newest = self._enough_since = self._waiting_since = None

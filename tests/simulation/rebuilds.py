@@ -1,0 +1,146 @@
+"""What every peer can prove, and what a coordinator without a journal may make of it: I1, I3.
+
+The books are kept from what is told and what arrives. A rebuilt run begins with the newest commit that any of those who
+testified has heard of; what was committed after it is given up, and nothing else is.
+"""
+
+from typing import TYPE_CHECKING
+
+from collective.core.types import RoundKey
+from elastic.core.certificate import Certificate, encode_certificate, genesis_link
+from elastic.core.messages import Commit, CoordinatorMessage, DataPosition, Held, Rebuilt
+from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record
+from tests.simulation.world import demand
+
+if TYPE_CHECKING:
+    from tests.simulation.peer import PeerNode
+    from tests.simulation.simulator import Simulator
+
+
+def forge(certificate: Certificate) -> Certificate:
+    """A liar's: it names a commit that never was, under the seal of another."""
+    key = RoundKey(certificate.key.epoch, certificate.key.outer_step + 7, certificate.key.fragment)
+    return Certificate(
+        key=key,
+        previous=certificate.digest,
+        digest=certificate.previous,
+        contributors=certificate.contributors,
+        final=False,
+        position=certificate.position,
+        parent=certificate.link,
+        seal=certificate.seal,
+    )
+
+
+class Certificates:
+    """The chain as it was told, and what each start of a peer has heard of it."""
+
+    def __init__(self, sim: "Simulator") -> None:
+        self._sim = sim
+        self._told: dict[RoundKey, Certificate] = {}
+        self._records: dict[RoundKey, CommitRecord] = {}
+        self._links = [b""]  # of the journal's commits, the genesis first
+        self._consumed: dict[int, int] = {}  # sample -> the step that consumed it
+        self._lineage: list[RoundKey] = []  # of the commits that count, oldest first
+        self._genesis: Genesis | None = None
+
+    def persisted(self, record: Record) -> None:
+        match record:
+            case Genesis():
+                self._genesis = record
+            case CommitRecord():
+                self._records[record.key] = record
+                self._lineage.append(record.key)
+                for item in record.contributions:
+                    for piece in item.consumed:
+                        self._consumed |= dict.fromkeys(range(piece.start, piece.stop), record.outer_step)
+            case RebuildRecord():
+                self._rebuilt(record)
+            case _:
+                pass
+
+    def told(self, message: CoordinatorMessage) -> None:
+        """A certificate says what the journal says, always in the same bits, and names the one before it."""
+        if not isinstance(message, Commit):
+            return
+        certificate = message.certificate
+        known = self._told.get(certificate.key)
+        if known is not None:
+            same = known is certificate or encode_certificate(known) == encode_certificate(certificate)
+            demand(same, "I3", f"the certificate of {certificate.key} has changed")
+            return
+        record = self._records.get(certificate.key)
+        demand(record is not None, "I3", f"a certificate of {certificate.key}, which is not in the journal")
+        assert record is not None
+        weights = [(item.ref, item.weight) for item in record.contributions]
+        demand(certificate.check(self._sim.seal_key), "I3", "a certificate without the run's seal")
+        demand([(item.ref, item.weight) for item in certificate.contributors] == weights, "I2", "it names others")
+        is_same = (certificate.previous, certificate.digest, certificate.final) == (
+            record.previous,
+            record.digest,
+            record.final,
+        )
+        demand(is_same, "I1", f"the certificate of {certificate.key} is of another commit")
+        self._check_parent(certificate)
+        self._check_position(certificate)
+        self._told[certificate.key] = certificate
+
+    def _check_parent(self, certificate: Certificate) -> None:
+        place = self._lineage.index(certificate.key)
+        if place == 0:
+            if self._genesis is not None and certificate.key.outer_step == self._genesis.outer_step:
+                held = Held(self._genesis.outer_step, self._genesis.digest)
+                position = DataPosition(self._genesis.next_index, self._genesis.returned)
+                demand(certificate.parent == genesis_link(held, position), "I1", "the chain begins elsewhere")
+            return
+        before = self._told.get(self._lineage[place - 1])
+        if before is not None:  # else the coordinator died before it could tell
+            demand(certificate.follows(before), "I1", f"the certificate of {certificate.key} breaks the chain")
+
+    def _check_position(self, certificate: Certificate) -> None:
+        position, step = certificate.position, certificate.made.outer_step
+        rest = {index for piece in position.unconsumed for index in range(piece.start, piece.stop)}
+        consumed = {index for index, at in self._consumed.items() if at <= step}
+        demand(not consumed & rest, "I7", "a certificate offers samples that a commit has consumed")
+        demand(len(consumed) + len(rest) == position.next_index, "I7", "a certificate loses samples")
+
+    # ------------------------------------------------------------------------ the peers
+
+    def started(self, node: "PeerNode") -> None:
+        node.proof = node.disk_certificate
+        node.rebuilt_epoch = 0
+
+    def heard(self, node: "PeerNode", message: CoordinatorMessage) -> None:
+        """It arrived at this peer: from now on it can prove it."""
+        match message:
+            case Commit(certificate=certificate):
+                proof = node.proof
+                if certificate.key.epoch >= node.rebuilt_epoch and (proof is None or certificate.order > proof.order):
+                    node.proof = certificate
+            case Rebuilt():
+                if message.epoch > max(node.rebuilt_epoch, node.proof.key.epoch if node.proof is not None else 0):
+                    node.proof, node.rebuilt_epoch = message.certificate, message.epoch
+            case _:
+                pass
+
+    # ------------------------------------------------------------------------ a lost journal
+
+    def _rebuilt(self, record: RebuildRecord) -> None:
+        chosen = record.certificate
+        if chosen is not None:
+            known = self._told.get(chosen.key)
+            is_told = known is not None and encode_certificate(known) == encode_certificate(chosen)
+            demand(is_told, "I1", "rebuilt from a certificate that nobody was ever told")
+        for ref in record.testified:
+            node = self._sim.peers[ref.peer_id]
+            if node.ref == ref and node.alive and node.proof is not None:
+                demand(chosen is not None, "I3", f"{ref.peer_id} has proved a commit in vain")
+                assert chosen is not None
+                newer = node.proof.order > chosen.order
+                demand(not newer, "I3", f"rebuilt from {chosen.order}, but {ref.peer_id} testified {node.proof.order}")
+        step = -1 if chosen is None else chosen.made.outer_step
+        if chosen is not None:
+            del self._lineage[self._lineage.index(chosen.key) + 1 :]
+        else:
+            self._lineage, self._genesis = [], None
+        self._consumed = {index: at for index, at in self._consumed.items() if at <= step}
