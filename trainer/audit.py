@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from elastic.audit import Audit, Finding, RecordIndex, Verdict, audit, judge
+from elastic.core.records import RebuildRecord
 from elastic.errors import JournalUnreadable
 from elastic.journal_reader import JournalReading, read_journal
 from trainer.audit_checkpoints import audit_checkpoints, read_checkpoints
@@ -108,7 +109,7 @@ def _is_peers(folder: Path) -> bool:
 
 
 def _choose(readings: Sequence[JournalReading], given: Sequence[Path]) -> JournalReading:
-    """The journal to audit: the only one, or the longest of several of one run."""
+    """The journal to audit: the only one, or the longest of several of one run; of rebuilt ones the newest."""
     if not readings:
         names = ", ".join(map(str, given))
         cure = f"name the folder of its founder or coordinator too, where {JOURNAL_NAME} is"
@@ -116,7 +117,12 @@ def _choose(readings: Sequence[JournalReading], given: Sequence[Path]) -> Journa
     run_ids = sorted({reading.run_id for reading in readings if reading.run_id is not None})
     if len(run_ids) > 1:
         raise ConfigError(f"there are journals of several runs here: {', '.join(run_ids)}", cure="audit one at a time")
-    return max(readings, key=lambda reading: len(reading.records))
+    return max(readings, key=lambda reading: (_rebuilt_epoch(reading), len(reading.records)))
+
+
+def _rebuilt_epoch(reading: JournalReading) -> int:
+    first = reading.records[0] if reading.records else None
+    return first.epoch if isinstance(first, RebuildRecord) else 0
 
 
 def _audit_files(journal: JournalReading, readings: Sequence[JournalReading]) -> Verdict:
@@ -151,8 +157,8 @@ def _misnamed(reading: JournalReading) -> Iterator[Finding]:
 
 def _forks(journal: JournalReading, readings: Sequence[JournalReading]) -> Iterator[Finding]:
     for other in readings:
-        if other is journal:
-            continue
+        if other is journal or _rebuilt_epoch(other) != _rebuilt_epoch(journal):
+            continue  # where one was lost and rebuilt, the other is older
         pairs = enumerate(zip_longest(journal.records, other.records))
         parts = next((slot for slot, (ours, theirs) in pairs if theirs is not None and ours != theirs), None)
         if parts is not None:

@@ -146,9 +146,22 @@ def _starts(path: Path) -> Iterator[tuple[_Started, list[_Known]]]:
 
 def audit_logs(log: Log, index: RecordIndex) -> Verdict:
     """I1, I2, I3, I5, I7, I8: what the peers saw is what the journal says."""
-    findings = [finding for line in log.lines for finding in _compare(line, index)]
+    lines = _since_rebuilt(log, index)
+    findings = [finding for line in lines for finding in _compare(line, index)]
     findings += _outvoted(log, index)
-    return judge("logs", ("I1", "I2", "I3", "I5", "I7", "I8"), findings, num_looked_at=len(log.lines), unit="lines")
+    return judge("logs", ("I1", "I2", "I3", "I5", "I7", "I8"), findings, num_looked_at=len(lines), unit="lines")
+
+
+def _since_rebuilt(log: Log, index: RecordIndex) -> list[_Known]:
+    """Without what a peer wrote down until it took part in the rebuilt run: that is of the journal that was lost."""
+    lines: list[_Known] = []
+    peers: set[str] = set()
+    for line in log.lines:
+        if getattr(line, "epoch", 0) >= index.rebuilt_epoch:
+            peers.add(line.peer)
+        if line.peer in peers:
+            lines.append(line)
+    return lines
 
 
 def deviants(log: Log, index: RecordIndex) -> tuple[Deviant, ...]:

@@ -43,7 +43,8 @@ def _run(audit: RunAudit) -> Iterator[tuple[str, str]]:
     yield "run", audit.run_id or "unknown"
     yield "journal", f"{audit.journal}, {_count(account.num_records, 'record')}"
     end = "complete" if account.is_complete else "not complete"
-    yield "outer steps", f"{account.first_step:,} to {account.outer_step:,}, {end}"
+    lost = "; the journal of what was before is lost" if account.is_rebuilt else ""
+    yield "outer steps", f"{account.first_step:,} to {account.outer_step:,}, {end}{lost}"
     members = f", {account.fewest_members} to {account.most_members} members a commit" if account.num_commits else ""
     yield "views", f"{account.num_views:,}, the last is epoch {account.epoch}{members}"
 

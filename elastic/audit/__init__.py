@@ -8,6 +8,7 @@ and what the peers' folders say besides (trainer/audit.py) is not known here.
     order.py      the chain of commits, the views, who is in each commit       I1 I2 I3 I8
     samples.py    where every sample went (coverage.py: how far the data is)   I7
     account.py    who did what; judges nothing
+    beginning.py  what a journal begins with, the run's first one or one that was rebuilt
     index.py      the records by what others call them
 """
 

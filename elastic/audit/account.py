@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import msgspec
 
 from collective.core.types import PeerId, PeerRef
-from elastic.core.records import CommitRecord, Genesis, Record, ViewRecord
+from elastic.audit.beginning import beginning_in
+from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record, ViewRecord
 
 
 class Share(msgspec.Struct, kw_only=True):
@@ -29,11 +30,13 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Account(msgspec.Struct, kw_only=True):
-    """A run as a whole: from `first_step`, which it began with, to `outer_step`."""
+    """A run as a whole: from `first_step`, which its journal began with, to `outer_step`."""
 
     first_step: int = 0
     outer_step: int = 0
     is_complete: bool = False
+    is_rebuilt: bool = False
+    """The journal before this one was lost; it is told of what came after."""
     num_records: int = 0
     num_commits: int = 0
     num_views: int = 0
@@ -60,8 +63,8 @@ def account_for(records: Sequence[Record]) -> Account:
     members: dict[PeerRef, None] = {}
     for record in records:
         match record:
-            case Genesis():
-                account.first_step = account.outer_step = record.outer_step
+            case Genesis() | RebuildRecord():
+                _begin(account, record)
             case ViewRecord(view=view, excused=excused):
                 account.num_views += 1
                 account.epoch = max(account.epoch, view.epoch)
@@ -79,6 +82,14 @@ def account_for(records: Sequence[Record]) -> Account:
                 pass
     account.shares, account.departures = tuple(shares.values()), tuple(departures)
     return account
+
+
+def _begin(account: Account, record: Genesis | RebuildRecord) -> None:
+    if isinstance(record, RebuildRecord):
+        account.is_rebuilt, account.epoch = True, record.epoch
+    if (begins := beginning_in(record)) is not None:
+        account.first_step = account.outer_step = begins.outer_step
+        account.is_complete = begins.final
 
 
 def _add_commit(account: Account, shares: dict[PeerId, Share], record: CommitRecord) -> None:

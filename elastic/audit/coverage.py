@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from elastic.audit.beginning import beginning_in
 from elastic.audit.findings import MAX_KEPT
 from elastic.core.leases import merged
 from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, Genesis, Record
+from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record
 
 
 class DataEpoch(msgspec.Struct, frozen=True):
@@ -55,8 +56,9 @@ def used_up(records: Sequence[Record], outer_step: int) -> tuple[IndexRange, ...
     ranges: list[IndexRange] = []
     for record in records:
         match record:
-            case Genesis(next_index=next_index, returned=returned):
-                ranges += all_but(returned, next_index)
+            case Genesis() | RebuildRecord():
+                if (begins := beginning_in(record)) is not None:
+                    ranges += all_but(begins.position.unconsumed, begins.position.next_index)
             case CommitRecord() if record.outer_step <= outer_step:
                 ranges += (item for contribution in record.contributions for item in contribution.consumed)
             case _:

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from collective.core.types import PeerId, RoundKey, View
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
+from elastic.audit.beginning import beginning_in
+from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
 
 
 class RecordIndex:
@@ -28,10 +29,14 @@ class RecordIndex:
         self.returns: set[tuple[PeerId, int, int]] = set()
         """Peer, epoch, number of samples."""
         self.is_whole = is_whole
+        self.rebuilt_epoch = 0
+        """Words of older epochs are of a journal that was lost before this one, and prove nothing."""
         for slot, record in enumerate(records):
             match record:
-                case Genesis():
-                    self.states[record.outer_step] = (slot, record.digest)
+                case Genesis() | RebuildRecord():
+                    self.rebuilt_epoch = record.epoch if isinstance(record, RebuildRecord) else self.rebuilt_epoch
+                    if (begins := beginning_in(record)) is not None:
+                        self.states[begins.outer_step] = (slot, begins.digest)
                 case ViewRecord(view=view):
                     self.views[view.epoch] = (slot, view)
                 case CommitRecord():

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from collective.core.types import PeerId, PeerRef, View
+from elastic.audit.beginning import beginning_in, slot_of_beginning
 from elastic.audit.findings import Finding, Verdict, judge, short
-from elastic.core.records import CommitRecord, Genesis, Record, ViewRecord
+from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record, ViewRecord
 
 
 def audit_chain(records: Sequence[Record]) -> Verdict:
@@ -33,14 +34,17 @@ def audit_contributions(records: Sequence[Record]) -> Verdict:
 
 
 def _chain(records: Sequence[Record]) -> Iterator[Finding]:
-    if records and not isinstance(records[0], Genesis):
+    if records and not isinstance(records[0], Genesis | RebuildRecord):
         yield Finding(invariant="I3", slot=0, sentence="the journal does not begin with the run's first state")
     step, digest, final_at = 0, b"", -1
     for slot, record in enumerate(records):
-        if isinstance(record, Genesis):
-            if slot:
-                yield Finding(invariant="I3", slot=slot, sentence=f"the run begins again, at step {record.outer_step}")
-            step, digest = record.outer_step, record.digest
+        if isinstance(record, RebuildRecord) and slot:
+            yield Finding(invariant="I3", slot=slot, sentence="the journal was rebuilt after it had begun")
+        if (begins := beginning_in(record)) is not None:
+            if slot != slot_of_beginning(records):
+                yield Finding(invariant="I3", slot=slot, sentence=f"the run begins again, at step {begins.outer_step}")
+            step, digest = begins.outer_step, begins.digest
+            final_at = slot if begins.final else final_at
         elif isinstance(record, CommitRecord):
             made = record.outer_step
             if final_at >= 0:
@@ -73,8 +77,12 @@ def _views(records: Sequence[Record]) -> Iterator[Finding]:
     standing: set[PeerRef] = set()
     for slot, record in enumerate(records):
         match record:
-            case Genesis():
-                step, digest = record.outer_step, record.digest
+            case Genesis() | RebuildRecord():
+                if isinstance(record, RebuildRecord):
+                    epoch = record.epoch
+                if (begins := beginning_in(record)) is not None:
+                    step, digest = begins.outer_step, begins.digest
+                    final_at = slot if begins.final else final_at
             case ViewRecord(view=view, excused=excused):
                 if view.epoch <= epoch:
                     yield Finding(

@@ -16,10 +16,11 @@ from typing import NamedTuple, assert_never
 import msgspec
 
 from collective.core.types import PeerRef
+from elastic.audit.beginning import beginning_in, slot_of_beginning
 from elastic.audit.coverage import DataEpochs, count_data_epochs
 from elastic.audit.findings import Finding, Verdict, judge
 from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
 
 
 class SampleCount(msgspec.Struct, kw_only=True):
@@ -74,10 +75,8 @@ def _rules(records: Sequence[Record]) -> Iterator[Finding]:
         match record:
             case ViewRecord(view=view, excused=excused):
                 members, epoch = frozenset((*(member.ref for member in view.members), *excused)), view.epoch
-            case Genesis(returned=returned):
-                wrong += _order("the run's beginning", returned)
-                if any(item.stop > record.next_index for item in returned):
-                    wrong.append(f"samples from {record.next_index} on are free again before they were ever given")
+            case Genesis() | RebuildRecord():
+                wrong += _free_before(record)
             case LeaseRecord(ref=ref, ranges=ranges):
                 wrong += _order(f"the lease of {ref.peer_id}", ranges)
                 if ref not in members:
@@ -98,6 +97,17 @@ def _rules(records: Sequence[Record]) -> Iterator[Finding]:
                 assert_never(record)
         for sentence in wrong:
             yield Finding(invariant="I7", slot=slot, sentence=sentence)
+
+
+def _free_before(record: Genesis | RebuildRecord) -> list[str]:
+    begins = beginning_in(record)
+    if begins is None:
+        return []
+    end, free = begins.position.next_index, begins.position.unconsumed
+    wrong = _order("the run's beginning", free)
+    if any(item.stop > end for item in free):
+        wrong.append(f"samples from {end} on are free again before they were ever given")
+    return wrong
 
 
 def _order(what: str, ranges: Sequence[IndexRange]) -> list[str]:
@@ -149,7 +159,8 @@ class _Book:
                 self._judge(piece, life)
             elif piece.stop <= self._jumps[-1].stop:
                 self._passed_over(piece)
-        self.count.first_index = next((item.next_index for item in records if isinstance(item, Genesis)), 0)
+        first = next((begins for item in records if (begins := beginning_in(item)) is not None), None)
+        self.count.first_index = 0 if first is None else first.position.next_index
         self.count.next_index = self._jumps[-1].stop
 
     def findings(self) -> Iterator[Finding]:
@@ -249,9 +260,13 @@ def _jumps(moves: Sequence[_Move]) -> list[_Jump]:
 def _moves(records: Sequence[Record]) -> Iterator[_Move]:
     for slot, record in enumerate(records):
         match record:
-            case Genesis() if slot == 0:  # there is one; the chain's check says so if not
-                yield _Move(IndexRange(0, record.next_index), slot, _Kind.USED_BEFORE, step=record.outer_step)
-                for item in record.returned:
+            case Genesis() | RebuildRecord():
+                begins = beginning_in(record)
+                if begins is None or slot != slot_of_beginning(records):
+                    continue  # there is one; the chain's check says so if not
+                end = begins.position.next_index
+                yield _Move(IndexRange(0, end), slot, _Kind.USED_BEFORE, step=begins.outer_step)
+                for item in begins.position.unconsumed:
                     yield _Move(item, slot, _Kind.FREE_BEFORE)
             case LeaseRecord(ref=ref):
                 for item in record.ranges:
