@@ -323,7 +323,7 @@ class Membership:
         if isinstance(message, Commit):
             made = message.certificate.made
             self._learner.heard_of(made)
-            voted = self._rounds.voted(message.certificate.key)
+            voted = self._rounds.take_vote(message.certificate.key)
             if voted is not None and voted != made.digest:
                 self._learner.overruled(made, voted)
         elif isinstance(message, Rebuilding):

@@ -104,9 +104,12 @@ class Rounds:
         self._observe(RoundStarted(key=effect.key, weight=effect.weight))
         self._running = self._tasks.create_task(self._exchange(effect))
 
-    def voted(self, key: RoundKey) -> bytes | None:
-        """The digest that this peer voted for in this round, if it got so far."""
-        return self._voted[1] if self._voted is not None and self._voted[0] == key else None
+    def take_vote(self, key: RoundKey) -> bytes | None:
+        """The digest that this peer voted for in this round, if it got so far. Once: commits are told again."""
+        if self._voted is None or self._voted[0] != key:
+            return None
+        digest, self._voted = self._voted[1], None
+        return digest
 
     def void(self, key: RoundKey) -> None:
         """From now on no event may come of this exchange. Called as soon as the machine says so."""

@@ -49,6 +49,7 @@ from trainer.round_schedule import RoundSchedule
 
 RUN_ID = "bench-join"
 TERMS = b"j" * 32
+SEAL_KEY = bytes(32)
 STEP_S = 0.02
 """An inner step of a fresh member, after which it looks whether others wait for it."""
 
@@ -122,7 +123,9 @@ class Peer:
             await listener.start()
             tell("listening", address=listener.address)
             membership = Membership(
-                MemberMachine(MemberConfig(heartbeat_interval_s=0.5), self._me, listener.address, TERMS),
+                MemberMachine(
+                    MemberConfig(heartbeat_interval_s=0.5), self._me, listener.address, TERMS, seal_key=SEAL_KEY
+                ),
                 coordinators=(self._coordinator_at or listener.address,),
                 dial=self._dial,
                 runner=self._runner,
@@ -136,6 +139,7 @@ class Peer:
     def _terms(self) -> CoordinatorConfig:
         return CoordinatorConfig(
             manifest_digest=TERMS,
+            seal_key=SEAL_KEY,
             outer_steps=1_000_000,
             start_peers=3,
             min_peers=2,

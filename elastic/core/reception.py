@@ -51,7 +51,8 @@ class Reception:
                 if self._is_of_the_lost_journal(message):
                     self._roster.tell_rebuilt(sender)
                 else:
-                    self._turn_away(sender, "no member and no learner")
+                    roster = self._roster
+                    roster.turn_away(sender, Evicted(epoch=roster.state.epoch, reason="no member and no learner"))
             case _:
                 assert_never(message)
 
@@ -92,7 +93,7 @@ class Reception:
         if departure is not None and sender.incarnation == departure.incarnation and message.epoch < departure.epoch:
             # It believes that it is a member, with a payload and leases that are somebody else's by now. If it were
             # taken as a learner and the Welcome got lost, it would be admitted without ever knowing.
-            self._turn_away(sender, "dropped while it was away")
+            roster.turn_away(sender, Evicted(epoch=roster.state.epoch, reason="dropped while it was away"))
             return
         replaced = roster.sessions.get(sender.peer_id)
         session = roster.open(sender, message.address)
@@ -100,19 +101,6 @@ class Reception:
             roster.change_view(out={replaced.ref: None}, cause=f"{sender.peer_id} started again")
         if self._note_held(session, message.held):
             roster.welcome(session)
-
-    def _turn_away(self, sender: PeerRef, reason: str) -> None:
-        """Tell it that it is no member, and first of the commit that it voted for and may not have heard of.
-
-        What it has staged may be the only copy of the committed state: when a commit was written and the line to
-        everybody went, all came back as strangers, threw their copies away, and the run was lost with nobody dead
-        (scenarios/commit_that_nobody_heard_of.toml).
-        """
-        roster = self._roster
-        certificate = roster.state.certificate
-        if certificate is not None and any(item.peer_id == sender.peer_id for item in certificate.contributors):
-            roster.tell_commit(sender)
-        roster.send(sender, Evicted(epoch=roster.state.epoch, reason=reason))
 
     def learner(self, session: Session, message: Join | Heartbeat | Synced) -> None:
         """A learner spoke."""

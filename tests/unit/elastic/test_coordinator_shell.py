@@ -410,7 +410,7 @@ async def test_time_that_the_store_takes_is_held_against_nobody(slow):
 
 
 async def test_slow_store_that_fails_stops_the_coordinator_and_nobody_hears_anything(journal, slow):
-    shell = CoordinatorShell(CoordinatorConfig(manifest_digest=MANIFEST, outer_steps=9), slow)
+    shell = CoordinatorShell(CoordinatorConfig(manifest_digest=MANIFEST, seal_key=bytes(32), outer_steps=9), slow)
     slow.let(1)
     async with listening(1000, {Purpose.CONTROL: shell.serve}) as listener:
         channel = await connect(listener.address, hello(Purpose.CONTROL, 1), timeout_s=5.0)
