@@ -118,6 +118,8 @@ class CoordinatorMachine:
         if self._promised is not None and now > self._promised + self.config.lateness_s:
             roster.counters["woken_late"] += 1
             self._admission.forgive(now)
+            if self._rebuild is not None:
+                self._rebuild.forgive(now)
             for session in roster.sessions.values():
                 session.forgive(now)
         match event:

@@ -5,8 +5,9 @@ for them and goes on from the newest one. Rules:
 
 * Only certificates under this run's seal count, and only who brings one testifies: a peer without a memory cannot say
   that there was nothing newer.
-* The newest certificate counts when more than half of the members that it names have testified, and the others have
-  had their time; at once when all have. Fewer are enough only if the operator insists.
+* The newest certificate counts when more than half of the members that it names have testified, and everybody else has
+  had time: also when all of them have, since they may all be of an old view, and be here before the newer ones. Fewer
+  are enough only if the operator insists.
 * The run goes on under an epoch that the lost journal cannot have reached, so that the members refuse whoever comes
   back with it.
 * What was given to peers since that certificate is void: its leases are free again, payloads are forgotten. Nothing
@@ -71,6 +72,13 @@ class Rebuild:
         self._waiting_since: Instant | None = None
 
     # -------------------------------------------------------------------------------- facts
+
+    def forgive(self, now: Instant) -> None:
+        """The coordinator itself did not run: nobody could testify meanwhile."""
+        if self._enough_since is not None:
+            self._enough_since = now
+        if self._waiting_since is not None:
+            self._waiting_since = now
 
     def heard(self, sender: PeerRef, message: PeerMessage) -> None:
         """Somebody spoke. Whatever it was, it is asked what it holds."""
@@ -141,8 +149,7 @@ class Rebuild:
             self._enough_since = None
         elif self._enough_since is None:
             self._enough_since = now
-        has_all = is_majority and len(witnesses) == len(named)
-        if has_all or (self._enough_since is not None and now >= self._enough_since + config.rebuild_grace_s):
+        if self._enough_since is not None and now >= self._enough_since + config.rebuild_grace_s:
             self._begin(witnesses, insisted=not is_majority)
             return True
         if self._waiting_since is not None and now >= self._waiting_since + config.orphan_timeout_s:

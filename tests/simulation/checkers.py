@@ -229,7 +229,8 @@ class Checkers:
         if len(core) < sim.options.min_peers:
             return "waits for a quorum"  # somebody left for good
         refs = {node.ref for node in core}
-        assert newest is not None, "active members have a state"
+        if newest is None:
+            return ""  # nothing was proved when the journal was lost, and they have not heard yet
         records = list(self.history.commits.values())[first:]
         joint = [record for record in records if refs <= {item.ref for item in record.contributions}]
         return "goes on" if len(joint) >= NUM_LIVE_COMMITS else ""

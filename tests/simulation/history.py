@@ -64,6 +64,8 @@ class History:
         epoch, certificate = record.epoch, record.certificate
         demand(not self.views or epoch > self.views[-1].epoch, "I8", "rebuilt under epoch {}", epoch)
         self.rebuilt_epoch = epoch
+        # An epoch that was named in a lost journal and in no view is nobody's once its hearers have started again.
+        self._coordinator = (0, 0)
         self.newest = None if certificate is None else certificate.made
         rest = -1 if certificate is None else certificate.made.outer_step
         self.given_up |= {Held(OuterStep(step), digest) for step, digest in self.states.items() if step > rest}

@@ -59,6 +59,7 @@ LAST = certificate(3, 4, 1, 2, 3)
 BEFORE = certificate(3, 3, 1, 2, 3)
 FORGED = certificate(9, 90, 1, 2, 3, seal_key=b"\4" * 32)
 OLDER_RUN = certificate(2, 3, 1, 2)
+GRACE_S = 5.0
 
 
 def rebuilding(rule: RebuildRule = RebuildRule.MAJORITY, **config: Any) -> CoordinatorDriver:
@@ -88,6 +89,7 @@ def rebuilt(*numbers: int) -> CoordinatorDriver:
     driver = rebuilding()
     for number in (1, 2, 3):
         joins(driver, number)
+    wait(driver, GRACE_S)
     (record,) = driver.records(RebuildRecord)
     for number in numbers:
         joins(driver, number, epoch=record.epoch)
@@ -111,12 +113,14 @@ def test_nobody_is_asked_to_found_a_run_whose_journal_is_lost() -> None:
     assert driver.journal == []
 
 
-def test_when_all_members_of_the_newest_certificate_have_testified_it_goes_on_at_once() -> None:
+def test_when_all_members_of_the_newest_certificate_have_testified_everybody_else_has_time() -> None:
     driver = rebuilding()
     joins(driver, 1)
     joins(driver, 2, BEFORE)
     assert driver.journal == []
     joins(driver, 3)
+    assert driver.journal == [], "there may be newer members that have not dialled yet"
+    wait(driver, GRACE_S)
     assert driver.journal == [
         RebuildRecord(
             epoch=Epoch(3 + EPOCHS_A_REBUILD),
@@ -185,6 +189,19 @@ def test_stranger_with_an_old_certificate_is_none_of_the_majority_and_no_harm() 
     assert driver.journal == []
     joins(driver, 2)
     joins(driver, 3)
+    wait(driver, GRACE_S)
+    (record,) = driver.records(RebuildRecord)
+    assert record.certificate == LAST
+
+
+def test_all_of_an_old_view_are_not_the_run_while_the_members_of_a_newer_one_are_on_their_way() -> None:
+    driver = rebuilding()
+    joins(driver, 1, certificate(1, 1, 1), epoch=1)  # it was alone once, and away for long
+    wait(driver, 0.5)
+    assert driver.journal == []
+    joins(driver, 2)
+    joins(driver, 3)
+    wait(driver, GRACE_S)
     (record,) = driver.records(RebuildRecord)
     assert record.certificate == LAST
 
@@ -217,6 +234,7 @@ def test_rebuilt_epoch_is_beyond_every_epoch_that_anybody_has_named() -> None:
     joins(driver, 1, epoch=3)
     joins(driver, 2, epoch=17)
     joins(driver, 3, epoch=5)
+    wait(driver, GRACE_S)
     (record,) = driver.records(RebuildRecord)
     assert record.epoch == 17 + EPOCHS_A_REBUILD
     assert driver.machine.state.epoch == record.epoch
@@ -241,6 +259,7 @@ def test_newer_start_of_a_peer_speaks_for_it_and_the_older_is_ignored() -> None:
     assert driver.all_told(1) == []
     joins(driver, 2, BEFORE)
     joins(driver, 3, BEFORE)
+    wait(driver, GRACE_S)
     (record,) = driver.records(RebuildRecord)
     assert record.certificate == BEFORE
 
@@ -279,6 +298,7 @@ def test_empty_journal_is_a_lost_one_as_soon_as_somebody_proves_that_the_run_has
     assert driver.told(9, Rebuilding).needed == 2, "the founder's state is no beginning any more"
     joins(driver, 2)
     joins(driver, 3)
+    wait(driver, GRACE_S)
     assert driver.machine.state.committed == LAST.made
 
 
@@ -375,6 +395,7 @@ def test_run_whose_last_commit_is_the_newest_is_complete() -> None:
     end = certificate(3, 4, 1, 2, final=True)
     joins(driver, 1, end)
     joins(driver, 2, end)
+    wait(driver, GRACE_S)
     assert driver.machine.state.final
     assert driver.told(1, Rebuilt).certificate == end
     joins(driver, 3, None, epoch=0)
