@@ -27,6 +27,7 @@ class History:
         self.newest: Held | None = None
         self.final = False
         self.rebuilt_epoch = 0
+        self._epoch = 0  # the newest one in the journal
         self.given_up: set[Held] = set()  # committed, and proved by nobody when the journal was lost
         self.has_given_up_the_end = False
         self._coordinator = (0, 0)
@@ -40,7 +41,8 @@ class History:
             case RebuildRecord():
                 self._rebuilt(record)
             case ViewRecord(view=view):
-                demand(not self.views or view.epoch > self.views[-1].epoch, "I8", f"epoch {view.epoch} is not newer")
+                demand(view.epoch > self._epoch, "I8", "epoch {} is not newer", view.epoch)
+                self._epoch = view.epoch
                 demand(not self.final, "I3", "a view after the final commit")
                 self.views.append(view)
             case CommitRecord():
@@ -62,9 +64,8 @@ class History:
     def _rebuilt(self, record: RebuildRecord) -> None:
         """What was committed after the certificate is given up, and nothing else."""
         epoch, certificate = record.epoch, record.certificate
-        demand(not self.views or epoch > self.views[-1].epoch, "I8", "rebuilt under epoch {}", epoch)
-        self.rebuilt_epoch = epoch
-        # An epoch that was named in a lost journal and in no view is nobody's once its hearers have started again.
+        self.rebuilt_epoch = self._epoch = epoch
+        # Epochs of a lost journal are nobody's once all who have heard of them have started again.
         self._coordinator = (0, 0)
         self.newest = None if certificate is None else certificate.made
         rest = -1 if certificate is None else certificate.made.outer_step

@@ -69,6 +69,7 @@ class PeerNode(Process):
         self.disk_certificate: Certificate | None = None
         self.proof: Certificate | None = None  # the newest commit it has heard of (rebuilds.py)
         self.rebuilt_epoch = 0
+        self.heard_epoch = 0
         self.connection: ControlConnection | None = None
         self.machine: MemberMachine | None = None
         self.state: State | None = None

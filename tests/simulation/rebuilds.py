@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from collective.core.types import RoundKey
 from elastic.core.certificate import Certificate, encode_certificate, genesis_link
-from elastic.core.messages import Commit, CoordinatorMessage, DataPosition, Held, Rebuilt
+from elastic.core.messages import Commit, CoordinatorMessage, DataPosition, Held, NewView, Rebuilt
 from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record
 from tests.simulation.world import demand
 
@@ -108,7 +108,7 @@ class Certificates:
 
     def started(self, node: "PeerNode") -> None:
         node.proof = node.disk_certificate
-        node.rebuilt_epoch = 0
+        node.rebuilt_epoch = node.heard_epoch = 0
 
     def heard(self, node: "PeerNode", message: CoordinatorMessage) -> None:
         """It arrived at this peer: from now on it can prove it."""
@@ -117,6 +117,8 @@ class Certificates:
                 proof = node.proof
                 if certificate.key.epoch >= node.rebuilt_epoch and (proof is None or certificate.order > proof.order):
                     node.proof = certificate
+            case NewView(view=view):
+                node.heard_epoch = max(node.heard_epoch, view.epoch)
             case Rebuilt():
                 if message.epoch > max(node.rebuilt_epoch, node.proof.key.epoch if node.proof is not None else 0):
                     node.proof, node.rebuilt_epoch = message.certificate, message.epoch
@@ -133,6 +135,9 @@ class Certificates:
             demand(is_told, "I1", "rebuilt from a certificate that nobody was ever told")
         for ref in record.testified:
             node = self._sim.peers[ref.peer_id]
+            if node.ref == ref and node.alive:
+                heard = max(node.heard_epoch, node.rebuilt_epoch)
+                demand(record.epoch > heard, "I8", f"rebuilt under {record.epoch}, {ref.peer_id} testified {heard}")
             if node.ref == ref and node.alive and node.proof is not None:
                 demand(chosen is not None, "I3", f"{ref.peer_id} has proved a commit in vain")
                 assert chosen is not None
