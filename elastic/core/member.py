@@ -441,6 +441,7 @@ class MemberMachine:
     def _stop_training(self, reason: str) -> None:
         self._effects += self._attempt.forget()
         self._leases.forget()
+        self._waits = False  # or it would count as waiting when it is back (scenarios/hangs_with_an_old_word.toml)
         self._effects.append(BecomeLearner(reason=reason))
 
     def _lose_membership(self, reason: str) -> None:
