@@ -115,6 +115,7 @@ def test_a_coordinator_that_is_interrupted_hands_over_to_its_standby(tmp_path: P
         peer = run.join()
         run.until_step(last // 4, peer)
         run.until("readiness of the standby", lambda: _log_of(standby).count("standing_by for=") == 1)
+        assert run.command("status", "--dir", str(standby.directory)).code == 0
         coordinator.signal(signal.SIGINT)
         assert run.until_ended(coordinator, standby, peer) == [0, 0, 0]
         audit = Audit.of(_records(standby, cluster))
