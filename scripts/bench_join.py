@@ -106,7 +106,8 @@ class Run:
             async with asyncio.timeout(self.options.deadline_s), self._changed:
                 await self._changed.wait_for(condition)
         except TimeoutError:
-            raise RuntimeError(f"no {what} within {self.options.deadline_s:.0f} s") from None
+            said = "\n".join(f"peer {process.number}: {process.said[-5:]}" for process in self.processes)
+            raise RuntimeError(f"no {what} within {self.options.deadline_s:.0f} s\n{said}") from None
 
     async def until_step(self, step: int, processes: Sequence[Process]) -> None:
         await self.until(f"outer step {step}", lambda: all(process.step >= step for process in processes))
