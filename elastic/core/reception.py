@@ -76,17 +76,9 @@ class Reception:
             roster.welcome(session)
 
     def _turn_away(self, sender: PeerRef, reason: str) -> None:
-        """Tell it that it is no member, and first of the commit that it voted for and may not have heard of.
-
-        What it has staged may be the only copy of the committed state: when a commit was written and the line to
-        everybody went, all came back as strangers, threw their copies away, and the run was lost with nobody dead
-        (scenarios/commit_that_nobody_heard_of.toml).
-        """
-        roster = self._roster
-        commit = roster.state.commit_message()
-        if commit is not None and sender.peer_id in dict(commit.weights):
-            roster.send(sender, commit)
-        roster.send(sender, Evicted(epoch=roster.state.epoch, reason=reason))
+        """Tell it that it is no member, and first of the commit that it may not have heard of."""
+        self._roster.remind(sender)
+        self._roster.send(sender, Evicted(epoch=self._roster.state.epoch, reason=reason))
 
     def learner(self, session: Session, message: Join | Heartbeat | Synced) -> None:
         """A learner spoke."""

@@ -122,6 +122,7 @@ class Roster:
             session = self.sessions[ref.peer_id]
             self.counters[f"dropped: {reason}"] += 1
             if self.state.standing_since(ref) is not None and not self.over:
+                self.remind(ref)
                 out[ref] = Evicted(epoch=Epoch(self.state.epoch + 1), reason=reason)
             else:
                 self.close(session)
@@ -210,6 +211,17 @@ class Roster:
         """The view as this peer is told it."""
         contributed = self.state.contributed.get(ref, OuterStep(0))
         return NewView(view=self.state.view, excused=tuple(self.state.excused), contributed=contributed)
+
+    def remind(self, to: PeerRef) -> None:
+        """Say the newest commit to who voted for it, before it hears that it is out and forgets what it has staged.
+
+        That may be the only copy of the committed state: when a commit was written and the line to everybody went,
+        all came back as strangers, threw their copies away, and the run was lost with nobody dead
+        (scenarios/commit_that_nobody_heard_of.toml).
+        """
+        commit = self.state.commit_message()
+        if commit is not None and to.peer_id in dict(commit.weights):
+            self.send(to, commit)
 
     def welcome(self, session: Session) -> None:
         """Tell a learner what to catch up with and from whom, or that it is to found the run."""
