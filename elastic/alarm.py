@@ -1,4 +1,4 @@
-"""Waiting for a machine's next deadline, which any event may move."""
+"""A machine's time: waiting for its next deadline, which any event may move, and a clock that can be held."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,3 +27,35 @@ class Alarm:
             pass
         self._woken.clear()
         return deadline is not None and self._clock() >= deadline
+
+
+class HeldClock:
+    """A clock that stands still as long as anybody holds it, and goes on where it stood."""
+
+    def __init__(self, clock: Callable[[], Instant]) -> None:
+        self._clock = clock
+        self._lost_s = 0.0
+        self._held_at: Instant | None = None
+        self._num_holds = 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it stands still."""
+        return self._num_holds > 0
+
+    def now(self) -> Instant:
+        """Monotonic seconds without those it was held for."""
+        return (self._clock() if self._held_at is None else self._held_at) - self._lost_s
+
+    def hold(self) -> None:
+        """Stand still until this is released as often as it was held."""
+        if self._num_holds == 0:
+            self._held_at = self._clock()
+        self._num_holds += 1
+
+    def release(self) -> None:
+        """The counterpart of one `hold`."""
+        self._num_holds -= 1
+        if self._held_at is not None and self._num_holds == 0:
+            self._lost_s += self._clock() - self._held_at
+            self._held_at = None

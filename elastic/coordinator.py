@@ -4,8 +4,8 @@ Rules:
 * Effects are carried out in order, those of one event before the next event is handled: nobody can hear of a record
   that is not durable. A quick store writes at once (0.2 ms); another one writes in a thread of its own, and what is
   said meanwhile waits in a bounded queue. What finds it full is forgotten: the peers' timers say everything again.
-* The machine's time stands still while the store is at work. A store that was away for a minute has then cost nobody
-  the minute: the machine could neither hear nor speak.
+* The machine's time stands still while the store is at work or peers are sent away: it can neither hear nor speak
+  then, and a store that was away for a minute must not cost anybody its membership.
 * Sends never wait: a peer that does not read is disconnected, the machine goes on.
 * If the journal cannot be written, the machine's memory is ahead of it: all connections are closed, `run` raises, and
   nobody hears anything more. Crash only: a restart replays the journal.
@@ -29,7 +29,7 @@ import msgspec
 from collective.core.types import Instant, OuterStep, PeerRef, View
 from collective.errors import ConnectionLost
 from collective.transport import Channel
-from elastic.alarm import Alarm
+from elastic.alarm import Alarm, HeldClock
 from elastic.control import ControlConnection
 from elastic.core.config import CoordinatorConfig, RebuildRule
 from elastic.core.coordinator import CoordinatorMachine
@@ -107,11 +107,10 @@ class CoordinatorShell:
     ) -> None:
         self._store = store
         self._observe = observe
-        self._clock = clock
-        self._held_up_s = 0.0  # time in which the store was at work
-        began = clock()
-        self._machine = CoordinatorMachine.recover(config, store.replay(), began, rebuild=rebuild)
-        self._held_up_s = clock() - began
+        self._time = HeldClock(clock)
+        self._time.hold()  # whoever was a member has its full grace, however long the journal is
+        self._machine = CoordinatorMachine.recover(config, store.replay(), self._time.now(), rebuild=rebuild)
+        self._time.release()
         self._events: deque[CoordinatorEvent] = deque()
         self._effects: deque[CoordinatorEffect] = deque()  # of the event handled last, not carried out yet
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")  # starts no thread for a quick store
@@ -120,7 +119,7 @@ class CoordinatorShell:
         self.is_away = False
         """Whether peers are sent away."""
         self._connections: dict[PeerRef, ControlConnection[PeerMessage]] = {}
-        self._alarm = Alarm(self._now)
+        self._alarm = Alarm(self._time.now)
         self._over = asyncio.Event()
         self._failure: Exception | None = None
         self._stopped = False
@@ -166,8 +165,7 @@ class CoordinatorShell:
         """
         try:
             while self._failure is None:
-                # While a record is being written nothing can be handled, and time stands still.
-                deadline = None if self._is_writing else self._machine.next_deadline()
+                deadline = None if self._time.is_held else self._machine.next_deadline()
                 if await self._alarm.sleep_until(deadline):
                     self._feed(Tick())
             raise self._failure
@@ -180,7 +178,9 @@ class CoordinatorShell:
 
         It is not held against them: the machine does not hear of it. `welcome` ends it.
         """
-        self.is_away = True
+        if not self.is_away:
+            self.is_away = True
+            self._time.hold()
         connections, self._connections = self._connections, {}
         for ref, connection in connections.items():
             connection.end(cause)
@@ -188,7 +188,10 @@ class CoordinatorShell:
 
     def welcome(self) -> None:
         """Take connections again."""
-        self.is_away = False
+        if self.is_away:
+            self.is_away = False
+            self._time.release()
+            self._alarm.wake()
 
     async def until_finished(self, *, flush_timeout_s: float = 5.0) -> None:
         """Wait until the run has ended, everybody has gone, and the last words are sent."""
@@ -199,7 +202,8 @@ class CoordinatorShell:
     @property
     def finished(self) -> bool:
         """Whether the run has ended, everybody has gone, and all of that is in the journal."""
-        return self._machine.finished and not self._is_writing and not self._effects
+        is_settled = not self._is_writing and not self._effects and self._failure is None
+        return is_settled and self._machine.finished
 
     @property
     def outer_step(self) -> OuterStep:
@@ -221,10 +225,6 @@ class CoordinatorShell:
 
     # -------------------------------------------------------------------------------- the machine
 
-    def _now(self) -> Instant:
-        """The machine's time. Not to be asked while the store is at work."""
-        return self._clock() - self._held_up_s
-
     def _feed(self, event: CoordinatorEvent) -> None:
         if self._stopped:
             return
@@ -241,7 +241,7 @@ class CoordinatorShell:
                 if self._effects:
                     self._carry_out(self._effects.popleft())
                 elif self._events:
-                    self._effects.extend(self._machine.handle(self._events.popleft(), self._now()))
+                    self._effects.extend(self._machine.handle(self._events.popleft(), self._time.now()))
                 else:
                     break
         except Exception as error:  # noqa: BLE001 - run() raises it
@@ -266,13 +266,7 @@ class CoordinatorShell:
     def _carry_out(self, effect: CoordinatorEffect) -> None:
         match effect:
             case Persist(record=record):
-                began = self._clock()
-                if self._store.is_quick:
-                    self._written(record, began, self._store.append(record))
-                    return
-                self._is_writing = True
-                writing = asyncio.get_running_loop().run_in_executor(self._writer, self._store.append, record)
-                writing.add_done_callback(partial(self._on_written, record, began))
+                self._persist(record)
             case SendToPeer(to=ref, message=message):
                 connection = self._connections.get(ref)
                 if connection is not None:
@@ -282,17 +276,28 @@ class CoordinatorShell:
             case _:
                 assert_never(effect)
 
-    def _on_written(self, record: Record, began: Instant, writing: asyncio.Future[int]) -> None:
+    def _persist(self, record: Record) -> None:
+        self._time.hold()
+        if self._store.is_quick:
+            self._written(record, self._store.append(record))
+            return
+        self._is_writing = True
+        writing = asyncio.get_running_loop().run_in_executor(self._writer, self._store.append, record)
+        writing.add_done_callback(partial(self._on_written, record))
+
+    def _on_written(self, record: Record, writing: asyncio.Future[int]) -> None:
         self._is_writing = False
+        if writing.cancelled():
+            return  # the loop is ending
         try:
             slot = writing.result()  # also where nobody wants it any more: an error must have been looked at
             if not self._stopped:
-                self._written(record, began, slot)
+                self._written(record, slot)
         except Exception as error:  # noqa: BLE001 - run() raises it
             if not self._stopped:
                 self._fail(error)
         self._go_on()
 
-    def _written(self, record: Record, began: Instant, slot: int) -> None:
-        self._held_up_s += self._clock() - began
+    def _written(self, record: Record, slot: int) -> None:
+        self._time.release()
         self._observe(RecordWritten(slot=slot, record=record))

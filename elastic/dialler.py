@@ -108,12 +108,18 @@ class Dialler:
                 return None
             finally:
                 for dial in dials:
-                    if dial.done() and not isinstance(late := dial.result(), CollectiveError):
-                        late.close()
                     dial.cancel()
+                    if dial.done() and not dial.cancelled() and dial.exception() is None:
+                        _let_go(dial.result())
 
     async def _outcome(self, address: str) -> Channel | CollectiveError:
         try:
             return await self._dial(address, Purpose.CONTROL)
         except CollectiveError as error:
             return error
+
+
+def _let_go(outcome: Channel | CollectiveError) -> None:
+    """Two have answered in the same instant, and one was faster."""
+    if not isinstance(outcome, CollectiveError):
+        outcome.close()

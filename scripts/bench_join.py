@@ -4,10 +4,11 @@
 Four processes of scripts/join_peer.py: all of a peer but its workers, over a synthetic model (25 M parameters: 100 MB,
 a shared state of 200 MB), on loopback and, with --mbit RATE, on an emulated network of that rate (needs root).
 
-Measured: start-up (from the start of the process to its first word), transfer (the first catch-up) and its share of the
-link, time until it is a member. The stall is how much longer than a calm outer step the longest one took; an outer step
-lasts from one commit, at the last member, to the next. Steps from the start of the joiner to its admission are compared
-with those before, of three members; the step of its first contribution with those after, of four.
+Measured: start-up (from the start of the process to its first word), time until it is a member, and the transfer (the
+first catch-up): its share of the link, of all the time and of the time between rounds, as state waits while an exchange
+moves. The stall is how much longer than a calm outer step the longest one took; an outer step lasts from one commit, at
+the last member, to the next. Steps from the start of the joiner to its admission are compared with those before, of
+three members; the step of its first contribution with those after, of four.
 Then the joiner is stopped (SIGSTOP) until the others have made N more steps, and continued: bytes that it verified
 until it is a member again, over those of the state. Checked: one digest a step, and every weight in every result.
 """
@@ -106,7 +107,8 @@ class Run:
             async with asyncio.timeout(self.options.deadline_s), self._changed:
                 await self._changed.wait_for(condition)
         except TimeoutError:
-            raise RuntimeError(f"no {what} within {self.options.deadline_s:.0f} s") from None
+            said = "\n".join(f"peer {process.number}: {process.said[-5:]}" for process in self.processes)
+            raise RuntimeError(f"no {what} within {self.options.deadline_s:.0f} s\n{said}") from None
 
     async def until_step(self, step: int, processes: Sequence[Process]) -> None:
         await self.until(f"outer step {step}", lambda: all(process.step >= step for process in processes))
@@ -150,7 +152,7 @@ async def story(run: Run, tasks: asyncio.TaskGroup) -> Row:
     calm = spans(members, range(warm + 1, warm + options.calm + 1))
     during = [step for step in steps(members) if last(members, step) > joiner.started and step <= first["outer_step"]]
     row = {"mbit": options.mbit if run.wan is not None else None, "codec": options.codec, "members": MEMBERS}
-    row |= join_of(joiner, first, options, run.wan is not None)
+    row |= join_of(members, joiner, first, options, run.wan is not None)
     everybody = [*members, joiner]
     await run.until_step(first["outer_step"] + 1 + options.calm, everybody)
     after = spans(members, range(first["outer_step"] + 2, first["outer_step"] + 2 + options.calm))
@@ -159,17 +161,24 @@ async def story(run: Run, tasks: asyncio.TaskGroup) -> Row:
     return row
 
 
-def join_of(joiner: Process, first: Row, options: argparse.Namespace, has_link: bool) -> Row:
+def join_of(
+    members: Sequence[Process], joiner: Process, first: Row, options: argparse.Namespace, has_link: bool
+) -> Row:
     state_nbytes = 8 * options.parameters
     snapshot = joiner.of("caught_up")[0]
     rate = snapshot["nbytes"] / snapshot["seconds"]
+    begin, end = snapshot["t"] - snapshot["seconds"], snapshot["t"]
+    rounds_s = sum(max(0.0, min(end, stop) - max(begin, start)) for start, stop in rounds_of(members))
+    link_share = rate * 8 / (options.mbit * 1e6) if has_link else None
     return {
         "state_nbytes": state_nbytes,
         "start_s": joiner.of("listening")[0]["t"] - joiner.started,
         "transfer_s": snapshot["seconds"],
         "transfer_nbytes": snapshot["nbytes"],
         "transfer_bytes_per_s": rate,
-        "link_share": rate * 8 / (options.mbit * 1e6) if has_link else None,
+        "rounds_meanwhile_s": rounds_s,
+        "link_share": link_share,
+        "free_link_share": None if link_share is None else link_share / (1 - rounds_s / snapshot["seconds"]),
         "active_s": joiner.of("active")[0]["t"] - joiner.started,
         "contributed_s": first["t"] - joiner.started,
     }
@@ -220,6 +229,17 @@ def last(members: Sequence[Process], step: int) -> float:
     return max(row["t"] for process in members for row in process.of("committed") if row["outer_step"] == step)
 
 
+def rounds_of(members: Sequence[Process]) -> list[tuple[float, float]]:
+    """When each exchange began, with the last hand-in, and when its commit was everywhere."""
+    begins = {
+        step: max(
+            row["handed_in"] for process in members for row in process.of("committed") if row["outer_step"] == step
+        )
+        for step in steps(members)
+    }
+    return [(begin, last(members, step)) for step, begin in begins.items()]
+
+
 def spans(members: Sequence[Process], numbers: Sequence[int]) -> list[float]:
     """Length of each of these outer steps, from commit to commit."""
     return [last(members, step) - last(members, step - 1) for step in numbers]
@@ -251,7 +271,9 @@ def check(run: Run, path: Path) -> int:
 
 def lines(row: Row) -> list[str]:
     where = "loopback" if row["mbit"] is None else f"{row['mbit']:g} Mbit/s"
-    share = "" if row["link_share"] is None else f", {100 * row['link_share']:.0f} % of the link"
+    share = ""
+    if row["link_share"] is not None:
+        share = f", {100 * row['link_share']:.0f} % of the link, {100 * row['free_link_share']:.0f} % between rounds"
     result = [
         f"{where}, {row['codec']}, state of {row['state_nbytes'] / 1e6:.0f} MB, {row['members']} members",
         f"  start-up {row['start_s']:.2f} s, transfer {row['transfer_s']:.2f} s "

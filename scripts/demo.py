@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import demo_report
+from scripts import demo_report
 
 ROOT = Path(__file__).resolve().parent.parent
 ISTHMUS = str(Path(sys.executable).parent / "isthmus")
@@ -52,14 +52,13 @@ class Demo:
         self.peers: list[Peer] = []
         self.faults: list[demo_report.Fault] = []
 
-    def start(self, *arguments: str) -> Peer:
-        """Start one peer. Its messages go to its own file, for whoever wants to know."""
-        name = f"peer-{len(self.peers)}"
-        directory = self.out / name
-        directory.mkdir(parents=True)
+    def start(self, *arguments: str, directory: Path | None = None) -> Peer:
+        """Start one peer, in a folder of its own. Its messages go to its own file, for whoever wants to know."""
+        directory = directory or self.out / f"peer-{len(self.peers)}"
+        directory.mkdir(parents=True, exist_ok=True)
         # One thread each: three peers share this machine's cores.
         command = [ISTHMUS, *arguments, "--dir", str(directory), "--node.threads", "1"]
-        with (directory / "console.txt").open("wb") as console:
+        with (directory / "console.txt").open("ab") as console:
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
@@ -68,7 +67,7 @@ class Demo:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        peer = Peer(name, directory, process, time.time())  # noqa: TID251 - compared with the event logs' wall clock
+        peer = Peer(directory.name, directory, process, time.time())  # noqa: TID251 - compared with the event logs' wall clock
         self.peers.append(peer)
         return peer
 

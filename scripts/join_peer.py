@@ -9,6 +9,7 @@ transfer and their effect on each other. `t` is CLOCK_MONOTONIC, which all proce
     {"event": "listening", "t": ..., "address": ...}
     {"event": "catching_up" | "caught_up", "t": ..., "outer_step": ..., "nbytes": ..., "seconds": ...}
     {"event": "active", "t": ..., "outer_step": ...}
+    {"event": "disturbed", "t": ..., "cause": ...}
     {"event": "committed", "t": ..., "outer_step": ..., "handed_in": ..., "weights": {peer id: weight}, "digest": ...}
 """
 
@@ -40,7 +41,7 @@ from elastic.donor import Donor
 from elastic.errors import NotAMember
 from elastic.journal import Journal
 from elastic.member import Membership
-from elastic.observation import BecameActive, CatchUpEnded, CatchUpStarted, ElasticEvent
+from elastic.observation import BecameActive, BecameLearner, CatchUpEnded, CatchUpStarted, ElasticEvent, RoundBroke
 from optim.diloco import DiLoCo
 from optim.fragments import FragmentTable
 from trainer.outer_state import OuterState
@@ -192,6 +193,8 @@ class Peer:
                 tell("caught_up", outer_step=step, nbytes=nbytes, seconds=seconds, cause=cause)
             case BecameActive(view=view):
                 tell("active", outer_step=view.outer_step, world_size=view.world_size)
+            case BecameLearner(reason=cause) | RoundBroke(cause=cause):
+                tell("disturbed", cause=cause)
             case _:
                 pass
 

@@ -133,7 +133,7 @@ class Coordination:
         except OSError as error:
             raise ConfigError(
                 f"the certificates for etcd cannot be used: {error}",
-                cure="see [coordinator]",
+                cure="name PEM files in coordinator.etcd_ca, etcd_cert and etcd_key",
                 key="coordinator.etcd_ca",
             ) from error
 
@@ -160,12 +160,11 @@ class Coordination:
                 if self._shell is None or not self._section.addresses:
                     continue
                 # Without a sign of life our lease ends, and a standby that can reach etcd serves by now.
-                if clock() - answered_at > 3 * store.sign_of_life_s:
-                    if not self._shell.is_away:
-                        log.warning("peers_sent_away cause=%r", "etcd does not answer; another coordinator may serve")
-                    self._shell.send_away("the coordinator cannot reach its journal")
-                else:
+                if clock() - answered_at <= 3 * store.sign_of_life_s:
                     self._shell.welcome()
+                elif not self._shell.is_away:
+                    log.warning("peers_sent_away; etcd does not answer, and another coordinator may serve")
+                    self._shell.send_away("the coordinator cannot reach its journal")
 
 
 def etcd_access(section: CoordinatorSection) -> EtcdAccess:

@@ -578,8 +578,7 @@ class MemberMachine:
         self._standing = False
         self._effects += self._attempt.forget()
         self._leases.forget()
-        # Or it counts as waiting when it is back (scenarios/hangs_with_an_old_word_of_waiting.toml).
-        self._waits = False
+        self._waits = False  # or it would count as waiting when it is back (scenarios/hangs_with_an_old_word.toml)
         self._effects.append(BecomeLearner(reason=reason))
 
     def _lose_membership(self, reason: str) -> None:

@@ -51,8 +51,7 @@ class Reception:
                 if self._is_of_the_lost_journal(message):
                     self._roster.tell_rebuilt(sender)
                 else:
-                    roster = self._roster
-                    roster.turn_away(sender, Evicted(epoch=roster.state.epoch, reason="no member and no learner"))
+                    self._turn_away(sender, "no member and no learner")
             case _:
                 assert_never(message)
 
@@ -93,7 +92,7 @@ class Reception:
         if departure is not None and sender.incarnation == departure.incarnation and message.epoch < departure.epoch:
             # It believes that it is a member, with a payload and leases that are somebody else's by now. If it were
             # taken as a learner and the Welcome got lost, it would be admitted without ever knowing.
-            roster.turn_away(sender, Evicted(epoch=roster.state.epoch, reason="dropped while it was away"))
+            self._turn_away(sender, "dropped while it was away")
             return
         replaced = roster.sessions.get(sender.peer_id)
         session = roster.open(sender, message.address)
@@ -101,6 +100,11 @@ class Reception:
             roster.change_view(out={replaced.ref: None}, cause=f"{sender.peer_id} started again")
         if self._note_held(session, message.held):
             roster.welcome(session)
+
+    def _turn_away(self, sender: PeerRef, reason: str) -> None:
+        """Tell it that it is no member, and first of the commit that it may not have heard of."""
+        self._roster.remind(sender)
+        self._roster.send(sender, Evicted(epoch=self._roster.state.epoch, reason=reason))
 
     def learner(self, session: Session, message: Join | Heartbeat | Synced) -> None:
         """A learner spoke."""

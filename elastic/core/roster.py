@@ -127,6 +127,7 @@ class Roster:
             session = self.sessions[ref.peer_id]
             self.counters[f"dropped: {reason}"] += 1
             if self.state.standing_since(ref) is not None and not self.over:
+                self.remind(ref)
                 out[ref] = Evicted(epoch=Epoch(self.state.epoch + 1), reason=reason)
             else:
                 self.close(session)
@@ -170,9 +171,7 @@ class Roster:
             gone = self.sessions.get(ref.peer_id)
             if gone is not None and gone.ref == ref:
                 self.close(gone)
-            if isinstance(message, Evicted):
-                self.turn_away(ref, message)
-            elif message is not None:
+            if message is not None:
                 self.send(ref, message)
         for session in (*stays, *into, *absent):
             self.expect_news(session)
@@ -216,6 +215,17 @@ class Roster:
         contributed = self.state.contributed.get(ref, OuterStep(0))
         return NewView(view=self.state.view, excused=tuple(self.state.excused), contributed=contributed)
 
+    def remind(self, to: PeerRef) -> None:
+        """Say the newest commit to who voted for it, before it hears that it is out and forgets what it has staged.
+
+        That may be the only copy of the committed state: when a commit was written and the line to everybody went,
+        all came back as strangers, threw their copies away, and the run was lost with nobody dead
+        (scenarios/commit_that_nobody_heard_of.toml).
+        """
+        certificate = self.state.certificate
+        if certificate is not None and any(item.peer_id == to.peer_id for item in certificate.contributors):
+            self.tell_commit(to)
+
     def welcome(self, session: Session) -> None:
         """Tell a learner what to catch up with and from whom, or that it is to found the run."""
         committed = self.state.committed
@@ -236,18 +246,6 @@ class Roster:
         if self._sealed is None or self._sealed.order != certificate.order:
             self._sealed = certificate.sealed(self.config.seal_key)
         self.send(to, Commit(certificate=self._sealed))
-
-    def turn_away(self, ref: PeerRef, evicted: Evicted) -> None:
-        """Tell a peer that it is no member, and first of the commit that it voted for and may not have heard of.
-
-        What it has staged may be the only copy of the committed state: when a commit was written and the line to
-        everybody went, all came back as strangers, threw their copies away, and the run was lost with nobody dead
-        (scenarios/commit_that_nobody_heard_of.toml).
-        """
-        certificate = self.state.certificate
-        if certificate is not None and any(item.peer_id == ref.peer_id for item in certificate.contributors):
-            self.tell_commit(ref)
-        self.send(ref, evicted)
 
     def tell_rebuilt(self, to: PeerRef) -> None:
         """The journal was lost: what the run goes on from."""

@@ -68,7 +68,7 @@ def recoveries(evidence: Evidence) -> list[Recovery]:
     measured = [(fault, *one) for fault in evidence.faults for one in _measured(evidence, fault)]
     found = []
     for fault, what, from_s, until_s in measured:
-        if math.isinf(until_s) and _was_hit_again(evidence, fault, from_s):
+        if math.isinf(until_s) and _is_cut_short(evidence, fault, what, from_s):
             continue  # what it would have done by itself is not known
         is_alone = not any(
             begin_s <= until_s and end_s >= from_s
@@ -166,9 +166,10 @@ def _decided(evidence: Evidence) -> Iterator[Event]:
         yield from log.named("commit_decided")
 
 
-def _was_hit_again(evidence: Evidence, fault: Fault, from_s: float) -> bool:
-    return any(
-        other.at_s >= from_s and set(other.victims) & set(fault.victims)
-        for other in evidence.faults
-        if other is not fault
-    )
+def _is_cut_short(evidence: Evidence, fault: Fault, what: str, from_s: float) -> bool:
+    """Whether the victim was hit again, or the run was over, before it could be late."""
+    late_s = from_s + LIMITS_S.get(what, max(LIMITS_S.values()))
+    again_s = [
+        other.at_s for other in evidence.faults if set(other.victims) & set(fault.victims) and other is not fault
+    ]
+    return any(from_s <= at_s <= late_s for at_s in (*again_s, evidence.ended_s))

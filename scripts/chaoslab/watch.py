@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scripts.chaoslab.evidence import COORDINATOR, End, Log, Tail, Wait, now_s, wall_s
-from scripts.chaoslab.process import NOBODY_REACHABLE, Process
+from scripts.chaoslab.process import NOBODY_REACHABLE, Process, is_alive
 from trainer.control_socket import ControlClient
 from trainer.errors import NobodyReachable
 
@@ -22,6 +22,8 @@ START_LIMIT_S = 90.0
 """From the command to membership: two imports of torch on a busy machine, a snapshot, and a commit boundary."""
 STATUS_LIMIT_S = 5.0
 """`ControlClient` waits no longer."""
+WORKERS_GONE_LIMIT_S = 15.0
+"""The kernel ends them with their daemon; one that is still importing torch asks for that, and looks, afterwards."""
 _ASK_EVERY_S = 1.0
 
 
@@ -54,6 +56,7 @@ class Watch:
         self._min_peers = min_peers
         self._uncoordinated_at_s = now_s()
         self._tails: dict[Path, Tail] = {}
+        self._orphans: list[tuple[int, float, list[int]]] = []
 
     def follow(self, process: Process) -> None:
         """It is the site's process now. Of what it has written nothing has been read yet."""
@@ -82,9 +85,20 @@ class Watch:
                 self._note_end(process)
         if not self.is_coordinated():
             self._uncoordinated_at_s = now_s()
+        self._orphans = [orphans for orphans in self._orphans if not self._are_buried(*orphans)]
         is_able = self.is_coordinated() and len(self.healthy()) >= self._min_peers
         if not self.able or self.able[-1][1] != is_able:
             self.able.append((now_s(), is_able))
+
+    def mourn(self, site: int, workers: list[int]) -> None:
+        """The site's process was killed now: its workers have to follow."""
+        self._orphans.append((site, now_s(), workers))
+
+    def _are_buried(self, site: int, since_s: float, workers: list[int]) -> bool:
+        is_over = not any(map(is_alive, workers)) or now_s() - since_s > WORKERS_GONE_LIMIT_S + 2.0
+        if is_over:
+            self.note("workers follow their daemon", site, since_s, WORKERS_GONE_LIMIT_S)
+        return is_over
 
     def _note_end(self, process: Process) -> None:
         process.has_ended = True

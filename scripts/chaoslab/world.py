@@ -18,11 +18,10 @@ from scripts.chaoslab import host
 from scripts.chaoslab.evidence import COORDINATOR, JOURNAL_NAME, Evidence, Glimpse, glimpse, now_s, read_journal
 from scripts.chaoslab.host import Network
 from scripts.chaoslab.process import Process, is_alive, kill_all, pids, read_of
-from scripts.chaoslab.watch import PULSE_S, START_LIMIT_S, Watch
+from scripts.chaoslab.watch import PULSE_S, START_LIMIT_S, WORKERS_GONE_LIMIT_S, Watch
 
 ROOT = Path(__file__).resolve().parents[2]
 ISTHMUS = str(Path(sys.executable).parent / "isthmus")
-WORKERS_GONE_LIMIT_S = 5.0
 LEAVE_LIMIT_S = 30.0
 """10 s until the coordinator's goodbye (`MemberConfig.farewell_timeout_s`), 20 s for the inner step under way."""
 MIN_PEERS = 2
@@ -127,7 +126,9 @@ class World(Watch):
         for process in self.processes.values():
             if process.is_running:
                 process.kill()
-        survivors = self._wait_for_workers(self._marked())
+        deadline = now_s() + WORKERS_GONE_LIMIT_S
+        while (survivors := self._marked()) and now_s() < deadline:
+            time.sleep(PULSE_S)
         wrong = [f"a process outlived its daemon: {read_of(pid, 'cmdline')[:200]!r}" for pid in survivors]
         kill_all(survivors)
         self.pulse()
@@ -201,9 +202,7 @@ class World(Watch):
         """SIGKILL the site's process; returns when."""
         at_s = now_s()
         process = self.processes[site]
-        workers = process.kill()
-        self._wait_for_workers(workers)
-        self.note("workers follow their daemon", site, at_s, WORKERS_GONE_LIMIT_S)
+        self.mourn(site, process.kill())
         if site == COORDINATOR:
             self.look_into_journal()
         self.pulse()
@@ -260,11 +259,4 @@ class World(Watch):
 
     def _marked(self) -> list[int]:
         mark = f"{_MARK}={self._mark}".encode()
-        return [pid for pid in pids() if mark in read_of(pid, "environ").split(b"\0")]
-
-    def _wait_for_workers(self, workers: list[int]) -> list[int]:
-        """They hear of their daemon's end from the kernel, within microseconds; returns who did not."""
-        deadline = now_s() + WORKERS_GONE_LIMIT_S
-        while (alive := [pid for pid in workers if is_alive(pid)]) and now_s() < deadline:
-            time.sleep(0.001)
-        return alive
+        return [pid for pid in pids() if mark in read_of(pid, "environ").split(b"\0") and is_alive(pid)]

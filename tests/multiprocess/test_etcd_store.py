@@ -271,18 +271,32 @@ def test_leader_whose_lease_ended_never_writes_beside_its_successor(run: Coordin
     assert run.steps() == expected
 
 
-def test_successor_that_wrote_and_ended_still_fences_the_one_before(run: Coordinators) -> None:
+@pytest.mark.parametrize("first_deed", ["append", "keep_alive"])
+def test_successor_that_wrote_and_ended_still_fences_the_one_before(run: Coordinators, first_deed: str) -> None:
     old = run.leading("old")
     old.append(record(0))
     run.end_lease(old)
     new = run.leading("new")
     new.append(record(1))
     new.close()
+    deeds = {"append": lambda: old.append(record(9)), "keep_alive": old.keep_alive}
+    with pytest.raises(Superseded):
+        deeds[first_deed]()
     with pytest.raises(Superseded):
         old.append(record(9))
-    with pytest.raises(Superseded):
-        old.keep_alive()
     assert run.steps() == [0, 1]
+    assert run.store("third").try_to_lead() is None
+
+
+def test_leader_that_does_not_know_the_journal_overwrites_nothing(run: Coordinators) -> None:
+    first = run.leading("one")
+    first.append(record(0))
+    first.close()
+    careless = run.store("two")
+    assert careless.try_to_lead() is None
+    with pytest.raises(Superseded):
+        careless.append(record(9))
+    assert run.steps() == [0]
 
 
 def test_leader_whose_lease_ended_while_nobody_else_led_goes_on(run: Coordinators) -> None:

@@ -55,6 +55,30 @@ def _records(coordinator: Process, cluster: Cluster) -> list[Record]:
     return records
 
 
+def _assert_superseded(coordinator: Process, successor: str) -> None:
+    ended = coordinator.outcome()
+    assert ended.code == REFUSED
+    assert f"was taken over by the coordinator at {successor}" in ended.sentences[-1]
+
+
+def _end(run: Run, peers: Sequence[Process], coordinator: Process) -> None:
+    for peer in peers:
+        peer.signal(signal.SIGINT)
+    assert run.until_ended(*peers) == [LEFT] * len(peers)
+    coordinator.signal(signal.SIGINT)
+    assert run.until_ended(coordinator) == [0]
+
+
+def _assert_one_history(audit: Audit, *processes: Process) -> None:
+    """Whatever anybody was told of is in the journal: a fork would be told of twice."""
+    journal = {record.outer_step: record.digest.hex() for record in audit.commits}
+    for process in processes:
+        told = process.events("commit_decided") + process.events("commit")
+        assert told
+        for event in told:
+            assert journal[event["outer_step"]] == event["digest"], f"{process.name} at {event['outer_step']}"
+
+
 def test_a_standby_takes_over_from_a_killed_coordinator_and_no_committed_step_is_lost(tmp_path: Path) -> None:
     last = 60
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
@@ -81,27 +105,23 @@ def test_a_standby_takes_over_from_a_killed_coordinator_and_no_committed_step_is
 
 
 def test_a_frozen_coordinator_is_replaced_and_ends_when_it_wakes_up(tmp_path: Path) -> None:
-    last = 60
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
-    members = ["--members.start_peers", "2", "--members.min_peers", "2", "--run.outer_steps", str(last)]
+    members = ["--members.start_peers", "2", "--members.min_peers", "2", "--run.outer_steps", str(OPEN_END)]
     with etcd_nodes(tmp_path, 1) as cluster, running(tmp_path) as run:
         coordinator = run.coordinator(*_flags(cluster, addresses, "--listen", addresses[0]), *members)
         run.wait_for_ticket()
         standby = _standby(run, coordinator, cluster, addresses[1])
         peers = [run.join(), run.join()]
-        run.until_step(last // 4, *peers)
+        run.until_step(5, *peers)
         coordinator.signal(signal.SIGSTOP)
         run.until("commits of the standby", lambda: len(standby.events("commit_decided")) >= 3)
-        told = len(coordinator.events("commit_decided"))
         coordinator.signal(signal.SIGCONT)
-        ended = coordinator.outcome()
-        assert ended.code == REFUSED
-        assert f"was taken over by the coordinator at {addresses[1]}" in ended.sentences[-1]
-        assert run.until_ended(standby, *peers) == [0, 0, 0]
+        _assert_superseded(coordinator, addresses[1])
+        _end(run, peers, standby)
         audit = Audit.of(_records(standby, cluster))
-        assert len(coordinator.events("commit_decided")) == told  # of what it decided since, nobody has heard
-    assert [record.outer_step for record in audit.commits] == list(range(1, last + 1))
-    assert len(assert_same_commits(*peers)) == last
+    _assert_one_history(audit, coordinator, standby, *peers)
+    for peer in peers:
+        assert len(peer.events("join")) == 1
 
 
 def test_a_coordinator_that_is_interrupted_hands_over_to_its_standby(tmp_path: Path) -> None:
@@ -115,6 +135,7 @@ def test_a_coordinator_that_is_interrupted_hands_over_to_its_standby(tmp_path: P
         peer = run.join()
         run.until_step(last // 4, peer)
         run.until("readiness of the standby", lambda: _log_of(standby).count("standing_by for=") == 1)
+        assert run.command("status", "--dir", str(standby.directory)).code == 0
         coordinator.signal(signal.SIGINT)
         assert run.until_ended(coordinator, standby, peer) == [0, 0, 0]
         audit = Audit.of(_records(standby, cluster))
@@ -191,20 +212,13 @@ def test_a_coordinator_that_cannot_reach_etcd_sends_its_peers_to_the_one_that_ca
         run.until("commits of the standby", lambda: len(standby.events("commit_decided")) >= 3)
         assert coordinator.is_running
         wire.mend()
-        ended = coordinator.outcome()
-        assert ended.code == REFUSED
-        assert f"was taken over by the coordinator at {addresses[1]}" in ended.sentences[-1]
+        _assert_superseded(coordinator, addresses[1])
         run.until_step(max(peer.step for peer in peers) + 3, *peers)
-        for peer in peers:
-            peer.signal(signal.SIGINT)
-        assert run.until_ended(*peers) == [LEFT, LEFT]
-        standby.signal(signal.SIGINT)
-        assert run.until_ended(standby) == [0]
+        _end(run, peers, standby)
         audit = Audit.of(_records(standby, cluster))
+    _assert_one_history(audit, coordinator, standby, *peers)
     for peer in peers:
         assert len(peer.events("join")) == 1
-    digests = assert_same_commits(*peers)
-    assert {record.outer_step: record.digest.hex() for record in audit.commits}.items() >= digests.items()
 
 
 def test_commits_go_on_within_three_seconds_after_etcds_leader_is_killed(tmp_path: Path, record_property) -> None:
@@ -228,11 +242,7 @@ def test_commits_go_on_within_three_seconds_after_etcds_leader_is_killed(tmp_pat
             assert after[-1] > killed_at
             cluster.start(leading)
             cluster.until_ready(EtcdAccess(endpoints=(leading.endpoint,)))
-        for peer in peers:
-            peer.signal(signal.SIGINT)
-        assert run.until_ended(*peers) == [LEFT, LEFT]
-        coordinator.signal(signal.SIGINT)
-        assert run.until_ended(coordinator) == [0]
+        _end(run, peers, coordinator)
         audit = Audit.of(_records(coordinator, cluster))
     record_property("outage_max_s", round(max(outages_s), 2))
     assert max(outages_s) < 3.0, outages_s

@@ -66,8 +66,8 @@ def _replay(path: Path, *, has_echo: bool, rewrites: bool) -> int:
         print(f"{path.name}: {scenario.title}")
         return 0
     print(f"{path.name} tells another story" + (f": {outcome.violation}" if outcome.violation else ""))
-    stories = ([f"violation {item.violation}", f"end {item.end}", *item.story] for item in (scenario.expect, actual))
-    print("\n".join(difflib.unified_diff(*stories, "expected", "actual", lineterm="")))
+    before, after = ([f"violation {e.violation}", f"end {e.end}", *e.story] for e in (scenario.expect, actual))
+    print("\n".join(difflib.unified_diff(before, after, "expected", "actual", lineterm="")))
     return 1
 
 

@@ -9,6 +9,7 @@ import pytest
 from collective.core.types import PeerRef
 from collective.errors import ConnectionLost
 from collective.transport import FrameType, Purpose, connect
+from elastic.alarm import HeldClock
 from elastic.control import ControlConnection
 from elastic.coordinator import CoordinatorShell
 from elastic.core.config import CoordinatorConfig
@@ -454,16 +455,36 @@ async def test_events_beyond_the_bound_are_forgotten_and_counted(slow, monkeypat
         assert (await client.hear(LeaseGrant)).serial == 5
 
 
+def test_held_clock_stands_still_until_everybody_has_let_go_and_never_goes_back():
+    seconds = [100.0]
+    clock = HeldClock(lambda: seconds[0])
+    assert clock.now() == 100.0
+    clock.hold()
+    seconds[0] = 103.0
+    clock.hold()
+    seconds[0] = 104.0
+    clock.release()
+    assert clock.is_held
+    assert clock.now() == 100.0
+    seconds[0] = 110.0
+    clock.release()
+    assert not clock.is_held
+    assert clock.now() == 100.0
+    seconds[0] = 111.5
+    assert clock.now() == 101.5
+
+
 async def test_peers_that_are_sent_away_are_not_given_up_and_come_back(journal):
-    async with _hosting(journal, reconnect_grace_s=0.05) as host:
+    async with _hosting(journal, reconnect_grace_s=0.05, heartbeat_timeout_s=1.0, lateness_s=30.0) as host:
         client = await host.dial(1)
         view = await client.become_member()
         host.shell.send_away("the journal cannot be reached")
         await client.cut_off()
         late = await host.dial(1)
         await late.cut_off()
-        await asyncio.sleep(0.2)  # four times the grace of a lost connection
+        await asyncio.sleep(1.5)  # longer than the grace of a lost connection, and than a silence that is allowed
         assert host.shell.status().view == view
+        host.shell.welcome()
         host.shell.welcome()
         again = await host.dial(1)
         await again.say(LeaseRequest(epoch=view.epoch, serial=1, num_samples=8))

@@ -361,26 +361,28 @@ async def test_frozen_address_holds_up_no_other_and_is_let_go():
     assert gone == [True]
 
 
-async def test_connection_that_comes_second_is_closed():
-    class Late:
+async def test_of_two_connections_that_come_in_the_same_instant_one_is_closed():
+    class Connection:
         closed = False
 
         def close(self):
             self.closed = True
 
-    late, both = Late(), asyncio.Event()
+    one, other, both = Connection(), Connection(), asyncio.Event()
 
     async def first():
         await both.wait()
-        return "channel"
+        return one
 
     async def second():
         both.set()
-        return late
+        return other
 
-    hosts = Hosts(a=first, b=second)
-    address, channel = await _dialler(hosts).connect(timeout_s=None)
-    assert (address, channel, late.closed) in [("a", "channel", True), ("b", late, False)]
+    _, chosen = await _dialler(Hosts(a=first, b=second)).connect(timeout_s=None)
+    assert {connection: connection.closed for connection in (one, other)} == {
+        one: chosen is not one,
+        other: chosen is not other,
+    }
 
 
 async def test_pauses_between_dials_grow():

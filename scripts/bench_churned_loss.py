@@ -1,0 +1,190 @@
+"""Does churn harm the model? Calm runs with several seeds, and one whose peers are killed and frozen all the time.
+
+`scripts/bench churned_loss`: real peers (`isthmus up`, `isthmus join`) train configs/demo.toml with a constant rate.
+The held-out loss of the churned run is taken where it has committed as many tokens as the calm ones had at their end,
+between the two judged states around it. Exits with 1 if it lies above the worst calm seed by more than the calm seeds
+differ among themselves, or if too little happened.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from scripts.demo import Demo, DemoFailed
+from scripts.demo_report import read_events
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_PEERS = 3
+CHURN_SEED = 1
+PAUSE_S = (2.0, 5.0)
+"""Between two faults."""
+FREEZE_S = (1.0, 8.0)
+CHURNED_STEPS = 3
+"""A churned run has so many times the outer steps of a calm one at hand: it ends when it has the tokens."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """What one run came to."""
+
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    """Committed so far, by outer step from 1 on."""
+    losses: dict[int, float] = field(default_factory=dict)
+    """On held-out text, by outer step."""
+    kills: int = 0
+    freezes: int = 0
+    fewest_members: int = 0
+    loss: float = float("nan")
+    """At the tokens that are compared."""
+
+    def loss_at(self, num_tokens: int) -> float:
+        """Held-out loss after so many committed tokens, between the judged states around it."""
+        points = [
+            (self.tokens[step - 1], loss) for step, loss in sorted(self.losses.items()) if step <= len(self.tokens)
+        ]
+        for (before, worse), (after, better) in pairwise(points):
+            if before <= num_tokens <= after:
+                return worse + (better - worse) * (num_tokens - before) / (after - before)
+        raise DemoFailed(f"no judged state around {num_tokens} tokens")
+
+
+class ChurnedDemo(Demo):
+    """The demo's processes, with faults at random times. The founder lives: it holds the journal that is read."""
+
+    def __init__(self, out: Path, *, seed: int, outer_steps: int, deadline_s: float) -> None:
+        super().__init__(out, ROOT / "configs" / "demo.toml", outer_steps, deadline_s)
+        self.result = Run(seed=seed)
+
+    def run_until(self, is_over: Callable[[], bool], *, churns: bool) -> Run:
+        """Train until then; returns what came of it."""
+        ticket, result = self.out / "ticket", self.result
+        flags = ["--run.outer_steps", str(self.outer_steps), "--run.seed", str(result.seed), "--eval.every", "1"]
+        flags += ["--inner.schedule.type", "constant", "--members.grace", "2s"]
+        self.start("up", "-c", str(self.config), "--ticket-file", str(ticket), *flags)
+        self.wait_until("ticket", ticket.exists)
+        for _ in range(NUM_PEERS - 1):
+            self.start("join", f"@{ticket}")
+        if churns:
+            self.wait_until("first commits", lambda: self._read() > 2)
+            self._churn(is_over, f"@{ticket}")
+        else:
+            self.wait_until("end", is_over)
+        self._read()
+        return result
+
+    def _read(self) -> int:
+        """Take in what the founder has written down; returns the newest outer step."""
+        decided: dict[int, dict[str, object]] = {}
+        for event in read_events(self.peers[0].directory):
+            if event["event"] == "commit_decided":
+                decided[event["outer_step"]] = event
+            elif event["event"] == "evaluate":
+                self.result.losses[event["outer_step"]] = event["loss"]
+        total, sizes = 0, []
+        self.result.tokens = [total := total + int(str(decided[step]["tokens"])) for step in sorted(decided)]
+        sizes = [len(decided[step]["members"]) for step in sorted(decided)]  # type: ignore[arg-type]
+        self.result.fewest_members = min(sizes, default=0)
+        return len(decided)
+
+    def has_judged(self, outer_step: int) -> bool:
+        """Whether the held-out loss of this state is known."""
+        self._read()
+        return outer_step in self.result.losses
+
+    def has_tokens(self, num_tokens: int) -> bool:
+        """Whether as much is committed and judged."""
+        self._read()
+        run = self.result
+        return any(step <= len(run.tokens) and run.tokens[step - 1] >= num_tokens for step in run.losses)
+
+    def _churn(self, is_over: Callable[[], bool], ticket: str) -> None:
+        rng = random.Random(CHURN_SEED)
+        while not is_over():
+            self._wait(rng.uniform(*PAUSE_S))
+            victim = rng.choice(self.peers[1:NUM_PEERS])
+            if victim.process.poll() is not None:
+                again = self.start("join", ticket, directory=victim.directory)
+                self.peers.remove(again)
+                self.peers[self.peers.index(victim)] = again
+            elif rng.random() < 0.5:
+                victim.process.send_signal(signal.SIGSTOP)
+                self._wait(rng.uniform(*FREEZE_S))
+                victim.process.send_signal(signal.SIGCONT)
+                self.result.freezes += 1
+            else:
+                victim.process.kill()
+                victim.process.wait()
+                self.result.kills += 1
+
+    def _wait(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        self.wait_until("pause", lambda: time.monotonic() >= end)
+
+
+def main() -> int:
+    """Run and print; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="scripts/bench churned_loss", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=5, help="calm runs; 5")
+    parser.add_argument("--outer-steps", type=int, default=40, help="of a calm run; 40")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        calm, churned = _measure(options.seeds, options.outer_steps)
+    except DemoFailed as failure:
+        print(f"bench: {failure}", file=sys.stderr)
+        return 1
+    losses = [run.loss for run in calm]
+    spread = max(losses) - min(losses)
+    print(f"calm, {len(calm)} seeds: held-out loss {min(losses):.4f} to {max(losses):.4f}", end="")
+    print(f" (median {statistics.median(losses):.4f}) after {calm[0].tokens[-1]:,} tokens")
+    print(f"churned, {churned.kills} SIGKILLs, {churned.freezes} SIGSTOPs, {churned.fewest_members} to ", end="")
+    print(f"{NUM_PEERS} members, {len(churned.tokens)} outer steps: {churned.loss:.4f}")
+    if options.json:
+        figures = {"calm": [asdict(run) for run in calm], "churned": asdict(churned), "spread": spread}
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if churned.kills + churned.freezes < NUM_PEERS:
+        print("bench: too little happened to say anything", file=sys.stderr)
+        return 1
+    return 0 if churned.loss <= max(losses) + spread else 1
+
+
+def _measure(num_seeds: int, outer_steps: int) -> tuple[list[Run], Run]:
+    calm: list[Run] = []
+    for seed in range(1, num_seeds + 1):
+        calm.append(_train(seed, outer_steps, None))
+        print(f"  calm, seed {seed}: {calm[-1].losses[outer_steps]:.4f}", flush=True)
+    num_tokens = min(run.tokens[-1] for run in calm)
+    for run in calm:
+        run.loss = run.loss_at(num_tokens)
+    churned = _train(1, CHURNED_STEPS * outer_steps, num_tokens)
+    churned.loss = churned.loss_at(num_tokens)
+    return calm, churned
+
+
+def _train(seed: int, outer_steps: int, num_tokens: int | None) -> Run:
+    """One run: to its end, or until so many tokens are committed under churn."""
+    folder = Path(tempfile.mkdtemp(prefix="churned-loss-"))
+    demo = ChurnedDemo(folder, seed=seed, outer_steps=outer_steps, deadline_s=900.0)
+    try:
+        if num_tokens is None:
+            return demo.run_until(lambda: demo.has_judged(outer_steps), churns=False)
+        return demo.run_until(lambda: demo.has_tokens(num_tokens), churns=True)
+    finally:
+        demo.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
