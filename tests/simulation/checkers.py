@@ -11,7 +11,7 @@ from collective.core.types import PeerRef, RoundKey, View
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import BecomeLearner, Finish, InstallStaged
 from elastic.core.member import Phase
-from elastic.core.messages import CoordinatorMessage, Refused
+from elastic.core.messages import CoordinatorMessage, PeerMessage, Refused
 from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
 from tests.simulation.history import Admissions, History, SharedState
 from tests.simulation.patience import Patience
@@ -52,6 +52,7 @@ class Checkers:
 
     def coordinator_started(self, machine: CoordinatorMachine) -> None:
         self.history.coordinator_settled(machine)
+        self._certificates.coordinator_started()
         self._halted = False  # a halt is no record: whoever starts everything again wants the run to go on
         self._sim.marks.coordinator_started(len(self._sim.coordinator.journal))
 
@@ -93,6 +94,9 @@ class Checkers:
                 self.patience.rebuilt()
             case _:
                 pass
+
+    def brought(self, sender: PeerRef, message: PeerMessage) -> None:
+        self._certificates.brought(sender, message)
 
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         self.history.told(to, message)

@@ -81,6 +81,7 @@ class CoordinatorNode(Process):
 
     def on_said(self, connection: ControlConnection, sender: PeerRef, message: PeerMessage) -> None:
         if connection.up_at_coordinator:
+            self.sim.checkers.brought(sender, message)
             self.feed(PeerSaid(sender=sender, message=message))
 
     def on_lost(self, connection: ControlConnection, sender: PeerRef) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from collective.core.types import PeerRef, View
 from elastic.core.events import BecomeLearner, Finish, InstallStaged
 from elastic.core.messages import CoordinatorMessage, Evicted, LeaseGrant, Refused, Welcome
-from elastic.core.records import CommitRecord, LeaseRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
 
 if TYPE_CHECKING:
     from tests.simulation.coordinator_node import CoordinatorNode
@@ -64,6 +64,9 @@ class Marks(Counter[str]):
             case LeaseRecord():
                 self["lease: freed samples given again"] += any(item.start < self._next for item in record.ranges)
                 self._next = max(self._next, *(item.stop for item in record.ranges), 0)
+            case RebuildRecord(certificate=certificate, insisted=insisted):
+                how = "by few" if insisted else "by a majority"
+                self["journal: made anew from nothing" if certificate is None else f"journal: made anew {how}"] += 1
             case ReleaseRecord():
                 self["recovery: leases of a cut journal released"] += not self._has_written
             case _:
@@ -136,7 +139,10 @@ KNOWN = frozenset(
         "coordinator: dropped: members could not finish the round with it",
         "coordinator: dropped: silent",
         "coordinator: dropped: silent, and a member waits for it",
+        "coordinator: excused",
+        "coordinator: forged_certificate",
         "coordinator: learner_spoke_as_member",
+        "coordinator: newer_certificate_given_up",
         "coordinator: old_lease_request",
         "coordinator: old_round",
         "coordinator: older_incarnation",
@@ -163,6 +169,7 @@ KNOWN = frozenset(
         "fault: coordinator pause",
         "fault: crash",
         "fault: cut",
+        "fault: disk loss",
         "fault: hang",
         "fault: leave",
         "fault: link break",
@@ -175,8 +182,12 @@ KNOWN = frozenset(
         "install: learnt from a view",
         "journal: died, and the record was lost",
         "journal: died, and the record was written",
+        "journal: made anew by a majority",
+        "journal: made anew by few",
+        "journal: made anew from nothing",
         "lease: freed samples given again",
         "lease: grant repeated",
+        "member: old_certificate",
         "member: old_epoch",
         "member: old_exchange",
         "member: old_grant",
@@ -194,6 +205,7 @@ KNOWN = frozenset(
         "view: dropped",
         "view: empty",
         "view: evicted",
+        "view: goes on without",
         "view: joined",
         "view: joined while nobody could commit",
         "view: left",
@@ -212,6 +224,8 @@ DEFENCES = frozenset(
     (
         "coordinator: lease_clipped",
         "coordinator: vote_after_failure",
+        "member: broken_chain",
+        "member: forged_certificate",
         "member: leases_wanted_by_learner",
         "member: payload_of_another_step",
         "member: payload_of_no_member",

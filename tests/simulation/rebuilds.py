@@ -6,9 +6,19 @@ testified has heard of; what was committed after it is given up, and nothing els
 
 from typing import TYPE_CHECKING
 
-from collective.core.types import RoundKey
+from collective.core.types import PeerRef, RoundKey
 from elastic.core.certificate import Certificate, encode_certificate, genesis_link
-from elastic.core.messages import Commit, CoordinatorMessage, DataPosition, Held, NewView, Rebuilt
+from elastic.core.messages import (
+    Commit,
+    CoordinatorMessage,
+    DataPosition,
+    Held,
+    Join,
+    Leave,
+    NewView,
+    PeerMessage,
+    Rebuilt,
+)
 from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record
 from tests.simulation.world import demand
 
@@ -43,6 +53,7 @@ class Certificates:
         self._consumed: dict[int, int] = {}  # sample -> the step that consumed it
         self._lineage: list[RoundKey] = []  # of the commits that count, oldest first
         self._genesis: Genesis | None = None
+        self._brought: dict[PeerRef, Certificate] = {}  # to the coordinator's process that runs now
 
     def persisted(self, record: Record) -> None:
         match record:
@@ -104,6 +115,21 @@ class Certificates:
         demand(not consumed & rest, "I7", "a certificate offers samples that a commit has consumed")
         demand(len(consumed) + len(rest) == position.next_index, "I7", "a certificate loses samples")
 
+    def coordinator_started(self) -> None:
+        self._brought = {}
+
+    def brought(self, sender: PeerRef, message: PeerMessage) -> None:
+        """Whoever is let in and shows a genuine certificate has proved a commit, member or not."""
+        match message:
+            case Join(certificate=certificate, manifest_digest=digest) if digest == self._sim.manifest:
+                self._brought.pop(sender, None)
+                if certificate is not None and certificate.check(self._sim.seal_key):
+                    self._brought[sender] = certificate
+            case Leave():
+                self._brought.pop(sender, None)
+            case _:
+                pass
+
     # ------------------------------------------------------------------------ the peers
 
     def started(self, node: "PeerNode") -> None:
@@ -133,6 +159,10 @@ class Certificates:
             known = self._told.get(chosen.key)
             is_told = known is not None and encode_certificate(known) == encode_certificate(chosen)
             demand(is_told, "I1", "rebuilt from a certificate that nobody was ever told")
+        for ref, certificate in self._brought.items():
+            if self._sim.peers[ref.peer_id].ref == ref:
+                newer = chosen is None or certificate.order > chosen.order
+                demand(not newer, "I3", f"{ref.peer_id} has brought a newer certificate in vain")
         for ref in record.testified:
             node = self._sim.peers[ref.peer_id]
             if node.ref == ref and node.alive:
