@@ -40,7 +40,7 @@ class Checkers:
         self._work = Contributions(self.history)
         self._leases = Leases()
         self._admissions = Admissions(self.history, sim)
-        self._certificates = Certificates(sim)
+        self.certificates = Certificates(sim)
         self.patience = Patience(sim.world, sim.options.min_peers)
         self._epochs: dict[PeerRef, int] = {}
         self._exits: list[tuple[PeerRef, Finish]] = []
@@ -52,7 +52,7 @@ class Checkers:
 
     def coordinator_started(self, machine: CoordinatorMachine) -> None:
         self.history.coordinator_settled(machine)
-        self._certificates.coordinator_started()
+        self.certificates.coordinator_started()
         self._halted = False  # a halt is no record: whoever starts everything again wants the run to go on
         self._sim.marks.coordinator_started(len(self._sim.coordinator.journal))
 
@@ -64,7 +64,7 @@ class Checkers:
         views = self.history.views
         before = views[-1] if views else None
         self.history.persisted(record, self._sim.world.now)
-        self._certificates.persisted(record)
+        self.certificates.persisted(record)
         self._sim.marks.persisted(record, before, self._sim.options.min_peers)
         match record:
             case ViewRecord(view=view, excused=excused):
@@ -96,11 +96,11 @@ class Checkers:
                 pass
 
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
-        self._certificates.brought(sender, message)
+        self.certificates.brought(sender, message)
 
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         self.history.told(to, message)
-        self._certificates.told(message)
+        self.certificates.told(message)
         if isinstance(message, Refused) and "results differ" in message.reason:
             self._halted = True
         self._sim.marks.told(to, message)
@@ -108,11 +108,11 @@ class Checkers:
     # ------------------------------------------------------------------------ the peers
 
     def heard(self, node: "PeerNode", message: CoordinatorMessage) -> None:
-        self._certificates.heard(node, message)
+        self.certificates.heard(node, message)
 
     def started(self, node: "PeerNode") -> None:
         self._news = True
-        self._certificates.started(node)
+        self.certificates.started(node)
         self._epochs[node.ref] = -1
 
     def stopped(self, node: "PeerNode") -> None:

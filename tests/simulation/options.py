@@ -144,7 +144,7 @@ class Options:
             torn_write=rng.choice((0.0, 0.0, 0.0, 0.0, 0.3)),
             coordinator_crash_in_persist=often(0.03),
             stall_floor_s=rng.choice((3.0, 3.0, 3.0, 20.0)),
-            disk_loss_rate=often(0.1, 0.25),
+            disk_loss_rate=often(0.1, 0.4),
             forged_certificates=often(0.4, 0.3),
         )
 
