@@ -228,13 +228,13 @@ class Checkers:
             codes = {effect.code for ref, effect in self._exits if sim.peers[ref.peer_id].ref == ref}
             demand(codes <= {5, 7, 9, 20}, "I4", f"a run without peers ended with {codes}")
             return "lost, and said so" if 7 in codes else "everybody left"
+        if newest is None or sim.coordinator.machine is None or sim.coordinator.machine.is_rebuilding:
+            return ""  # the journal was lost, and the active ones have not heard yet
         if not all(node.machine is not None and node.machine.phase is Phase.ACTIVE for node in core):
             return ""
         if len(core) < sim.options.min_peers:
             return "waits for a quorum"  # somebody left for good
         refs = {node.ref for node in core}
-        if newest is None:
-            return ""  # nothing was proved when the journal was lost, and they have not heard yet
         records = list(self.history.commits.values())[first:]
         joint = [record for record in records if refs <= {item.ref for item in record.contributions}]
         return "goes on" if len(joint) >= NUM_LIVE_COMMITS else ""
