@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -20,7 +21,7 @@ import torch
 from collective import AddressInUse
 from collective.transport import Channel, Hello, Listener, Purpose
 from elastic.coordinator import CoordinatorShell
-from elastic.core.config import RebuildRule
+from elastic.core.config import REBUILD_SALTS, RebuildRule
 from elastic.core.events import Finish
 from trainer.admission import Gatekeeper, hello_maker
 from trainer.chronicle import Chronicle
@@ -180,6 +181,7 @@ class _Process:
             start.config,
             founded.terms.digest(),
             founded.terms.seal_key,
+            rebuild_salt=secrets.randbelow(REBUILD_SALTS),
             first_index=0 if position is None else position.next_index,
             returned=() if position is None else position.returned,
         )

@@ -81,13 +81,20 @@ def _schedule_job(config: Config) -> ScheduleJob:
 
 
 def coordinator_config(
-    config: Config, terms_digest: bytes, seal_key: bytes, *, first_index: int, returned: tuple[IndexRange, ...]
+    config: Config,
+    terms_digest: bytes,
+    seal_key: bytes,
+    *,
+    first_index: int,
+    returned: tuple[IndexRange, ...],
+    rebuild_salt: int = 0,
 ) -> CoordinatorConfig:
     """`[members]`: how patient and how demanding the coordinator is."""
     members = config.members
     return CoordinatorConfig(
         manifest_digest=terms_digest,
         seal_key=seal_key,
+        rebuild_salt=rebuild_salt,
         outer_steps=config.run.outer_steps,
         min_peers=members.min_peers,
         start_peers=members.start_peers,

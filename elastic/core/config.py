@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from elastic.core.certificate import SEAL_KEY_NBYTES
 from elastic.core.messages import IndexRange
 
+REBUILD_SALTS = 1 << 20
+
 
 class RebuildRule(enum.Enum):
     """When a coordinator whose journal is lost may go on from what the peers can prove."""
@@ -78,6 +80,9 @@ class CoordinatorConfig:
     """With a lost journal: how long the other members of the newest certificate are awaited when enough are there. All
     who live have dialled again by then (2 s is the longest pause) and said their Join twice. Afterwards, how long those
     who came are awaited once more, so that they begin together."""
+    rebuild_salt: int = 0
+    """Random, below `REBUILD_SALTS`, and another one at every start: two journals of one run that were rebuilt without
+    knowledge of each other must not count the same epochs, or there would be two rounds of one name."""
     max_split_votes: int = 3
     """Votes without a majority, in a row, before the run is halted for its integrity."""
 
@@ -97,6 +102,8 @@ class CoordinatorConfig:
         if not 0.0 < self.round_quorum <= 1.0:
             raise ValueError("round_quorum must be more than 0 and at most 1")
         times += [self.rebuild_grace_s]
+        if not 0 <= self.rebuild_salt < REBUILD_SALTS:
+            raise ValueError("rebuild_salt must be below REBUILD_SALTS")
         if min(times) <= 0:
             raise ValueError("times must be positive")
 

@@ -45,7 +45,7 @@ from elastic.core.roster import Roster
 EPOCHS_A_REBUILD = 1 << 20
 """How far a rebuilt run's epochs begin behind the newest one that anybody has heard of. The lost journal may have known
 newer ones and may go on if it comes back: this is a new view every second for 12 days. On the wire an epoch has 32
-bits, which is room for 4000 rebuilds."""
+bits, which is room for 2000 rebuilds with their salts."""
 
 _MAX_EPOCH = (1 << 32) - 2 * EPOCHS_A_REBUILD
 
@@ -181,7 +181,7 @@ class Rebuild:
         epochs = [item.epoch for item in self._answers.values()]
         epochs += [item.certificate.key.epoch for item in self._answers.values() if item.certificate is not None]
         record = RebuildRecord(
-            epoch=Epoch(max(epochs) + EPOCHS_A_REBUILD),
+            epoch=Epoch(max(epochs) + EPOCHS_A_REBUILD + roster.config.rebuild_salt),
             certificate=newest,
             testified=tuple(item.ref for item in witnesses),
             insisted=insisted,

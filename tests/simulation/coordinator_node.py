@@ -1,6 +1,7 @@
 """The coordinator's process: the real machine, a journal that survives, and crashes between any two effects."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from collective.core.types import Instant, PeerRef
@@ -45,8 +46,9 @@ class CoordinatorNode(Process):
             return
         self.born()
         self.connections = {}
+        config = replace(self.sim.coordinator_config, rebuild_salt=1000 * self.start_number)
         self.machine = self.sim.parts.coordinator.recover(
-            self.sim.coordinator_config, list(self.journal), self.clock.now(), rebuild=self.rule
+            config, list(self.journal), self.clock.now(), rebuild=self.rule
         )
         self.sim.world.say("coordinator starts with", len(self.journal), "records")
         self.sim.checkers.coordinator_started(self.machine)
