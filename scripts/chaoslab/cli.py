@@ -36,6 +36,7 @@ def main() -> int:
     options = _options()
     # As an exception, so that nothing is left behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
     kept = options.keep
     folder = Path(tempfile.mkdtemp(prefix="chaos-")) if kept is None else kept
     folder.mkdir(parents=True, exist_ok=True)
