@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 def test_three_peers_one_with_two_workers_hold_the_same_anchor_after_every_commit(tmp_path: Path) -> None:
     last = 12
     with running(tmp_path) as run:
-        founder = run.found("--peers", "3", "--outer-steps", str(last), "--outer.codec", "e3m0", "--inner.type", "muon")
+        flags = ["--outer.codec", "e3m0", "--inner.type", "muon", "--members.quorum", "1", "--members.patience", "100"]
+        founder = run.found("--peers", "3", "--outer-steps", str(last), *flags)
         run.wait_for_ticket()
         joiners = [run.join("--local-workers", "2"), run.join()]
         run.until_step(1, joiners[0])
