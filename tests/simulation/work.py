@@ -103,6 +103,7 @@ class Contributions:
         payload = self._open.pop(node.ref, None) or self._late.pop(node.ref, None)
         if payload is not None:
             evicted = self._evictions.get(node.ref, -1) > epoch or payload.name in self._committed
+            evicted = evicted or self._history.final  # it was late for the run's last round
             demand(evicted, "I6", f"{name(node.ref)} lost its work in epoch {epoch} without being evicted")
 
     def gone(self, ref: PeerRef) -> None:
