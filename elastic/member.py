@@ -56,7 +56,7 @@ from elastic.core.events import (
     TakeLeases,
     Tick,
 )
-from elastic.core.member import MemberMachine, Phase
+from elastic.core.member import MemberMachine
 from elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding
 from elastic.desk import Committed, Desk
 from elastic.dialler import Dial, Dialler, NobodyAnswers
@@ -94,8 +94,6 @@ _MAX_QUEUED_EFFECTS = 1024
 _STORY_LENGTH = 20
 """Events that are told when the machine fails."""
 
-_STANDING = (Phase.ACTIVE, Phase.EXCUSED, Phase.SYNCING)
-"""Phases in which work may count. The desk knows of each peer in SYNCING whether it does."""
 _ALONE_S, _FROZEN_S = 60.0, 8.0
 """Silence after which the only coordinator is dialled anew, and one of several is left for another. Its signs of life
 come every 2 s; but who stays with the only one while it is frozen loses nothing."""
@@ -222,7 +220,7 @@ class Membership:
             RunFinished: this peer's part is over.
         """
         held = self._machine.held
-        if self._desk.active_view is None or held is None or self._machine.phase not in _STANDING:
+        if self._desk.active_view is None or held is None or not self._machine.is_standing:
             raise NotAMember("this peer is not active")
         if held.outer_step != ready.outer_step:
             raise RoundMissed(ready.outer_step)

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from scripts.demo import Demo, DemoFailed
@@ -85,17 +85,17 @@ class ChurnedDemo(Demo):
 
     def _read(self) -> int:
         """Take in what the founder has written down; returns the newest outer step."""
-        decided: dict[int, dict[str, object]] = {}
+        tokens: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         for event in read_events(self.peers[0].directory):
             if event["event"] == "commit_decided":
-                decided[event["outer_step"]] = event
+                step = event["outer_step"]
+                tokens[step], sizes[step] = event["tokens"], len(event["members"])
             elif event["event"] == "evaluate":
                 self.result.losses[event["outer_step"]] = event["loss"]
-        total, sizes = 0, []
-        self.result.tokens = [total := total + int(str(decided[step]["tokens"])) for step in sorted(decided)]
-        sizes = [len(decided[step]["members"]) for step in sorted(decided)]  # type: ignore[arg-type]
-        self.result.fewest_members = min(sizes, default=0)
-        return len(decided)
+        self.result.tokens = list(accumulate(tokens[step] for step in sorted(tokens)))
+        self.result.fewest_members = min(sizes.values(), default=0)
+        return len(tokens)
 
     def has_judged(self, outer_step: int) -> bool:
         """Whether the held-out loss of this state is known."""

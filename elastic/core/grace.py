@@ -2,7 +2,7 @@
 
 The grace follows what was measured: some times the lateness that is usual in this run, never less than a floor and
 never more than a round's own work takes, because whoever waits loses that. Before the first round nothing is measured,
-and the first inner step may compile for minutes. Hivemind and Psyche wait for a constant.
+and the first inner step may compile for minutes.
 
 Rules: lateness counts from the member that makes the quorum. Only rounds that were committed teach anything. Knows no
 peers and decides nothing.

@@ -156,6 +156,11 @@ class MemberMachine:
         return self._phase
 
     @property
+    def is_standing(self) -> bool:
+        """Whether what this peer has done since the last commit counts: as an active member, or excused."""
+        return self._standing
+
+    @property
     def view(self) -> View | None:
         """The view it is a member of, advanced by the commits it has installed."""
         return self._view
