@@ -115,8 +115,8 @@ CASES: tuple[tuple[Case, tuple[Variant, ...]], ...] = (
             down_mbit=(1000,) * 2,
         ),
         (
-            Variant(name="default", target=0.8, settings=PLAIN),
-            Variant(name="TLS", settings=TLS),
+            Variant(name="default", target=0.8, repeats=(15, 2), settings=PLAIN),
+            Variant(name="TLS", repeats=(15, 2), settings=TLS),
             Variant(name="cubic", target=0.3, settings=CUBIC),
         ),
     ),
@@ -132,8 +132,8 @@ CASES: tuple[tuple[Case, tuple[Variant, ...]], ...] = (
             small_target_s=2.2 * 0.075 + 0.010,
         ),
         (
-            Variant(name="default", target=0.75, settings=PLAIN),
-            Variant(name="TLS", settings=TLS),
+            Variant(name="default", target=0.75, repeats=(9, 2), settings=PLAIN),
+            Variant(name="TLS", repeats=(9, 2), settings=TLS),
             Variant(name="ring", repeats=(2, 1), settings=PLAIN, plan="ring"),
         ),
     ),
