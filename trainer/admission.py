@@ -63,11 +63,8 @@ class RunTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def seal_key(self) -> bytes:
-        """What the run's commit certificates are sealed with, 32 bytes.
-
-        It follows from what the members alone have. The mesh key would not do: it crosses loopback unencrypted.
-        """
-        return hmac.digest(self.tls_secret, b"isthmus seal key 1\0" + self.run_id.encode(), "sha256")
+        """What the run's commit certificates are sealed with, 32 bytes."""
+        return seal_key(self.tls_secret, self.run_id)
 
     def __repr__(self) -> str:
         return f"RunTerms(run_id={self.run_id!r})"
@@ -81,6 +78,14 @@ def mesh_key(secret: bytes, run_id: str) -> bytes:
 def tls_secret(secret: bytes, run_id: str) -> bytes:
     """What the run's certificates are made from, 32 bytes."""
     return hmac.digest(secret, b"isthmus tls secret 1\0" + run_id.encode(), "sha256")
+
+
+def seal_key(secret: bytes, run_id: str) -> bytes:
+    """What a run's commit certificates are sealed with, 32 bytes, from its TLS secret.
+
+    It follows from what the members alone have. The mesh key would not do: it crosses loopback unencrypted.
+    """
+    return hmac.digest(secret, b"isthmus seal key 1\0" + run_id.encode(), "sha256")
 
 
 def member_security(me: PeerRef, terms: RunTerms, tls: str) -> Security:
