@@ -48,12 +48,13 @@ class ConnectionLost(CollectiveError):
 
 
 class PeerUnreachable(CollectiveError):
-    """Nobody answered at this address in time."""
+    """Nobody answered at this address in time. `is_nowhere`: there is no such address, and trying again is in vain."""
 
-    def __init__(self, address: str, cause: str) -> None:
+    def __init__(self, address: str, cause: str, *, is_nowhere: bool = False) -> None:
         super().__init__(f"{address} cannot be reached: {cause}")
         self.address = address
         self.cause = cause
+        self.is_nowhere = is_nowhere
 
 
 class DeadlineExceeded(CollectiveError):

@@ -12,13 +12,14 @@ in mode "auto", so the TLS secret does not follow from it.
 
 import hashlib
 import hmac
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from collective.core.types import PeerRef
+from collective.core.types import Instant, PeerRef
 from collective.errors import CollectiveError, HandshakeRefused, PeerUnreachable, SecurityRefused
 from collective.transport import (
     Channel,
@@ -37,7 +38,14 @@ from trainer.config import MAX_MANIFEST_NBYTES
 from trainer.errors import ExitCode, NobodyReachable, Refused
 from trainer.ticket import Ticket, TicketFault, TicketRefused, verify_token
 
+log = logging.getLogger(__name__)
+
 _TIMEOUT_S = 10.0
+"""For one connection and its answer."""
+
+PATIENCE_S = 30.0
+"""How long a joiner asks on. A coordinator that is started again is back within a few seconds, and a standby takes over
+within ten."""
 
 
 class RunTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,11 +63,8 @@ class RunTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def seal_key(self) -> bytes:
-        """What the run's commit certificates are sealed with, 32 bytes.
-
-        It follows from what the members alone have. The mesh key would not do: it crosses loopback unencrypted.
-        """
-        return hmac.digest(self.tls_secret, b"isthmus seal key 1\0" + self.run_id.encode(), "sha256")
+        """What the run's commit certificates are sealed with, 32 bytes."""
+        return seal_key(self.tls_secret, self.run_id)
 
     def __repr__(self) -> str:
         return f"RunTerms(run_id={self.run_id!r})"
@@ -73,6 +78,14 @@ def mesh_key(secret: bytes, run_id: str) -> bytes:
 def tls_secret(secret: bytes, run_id: str) -> bytes:
     """What the run's certificates are made from, 32 bytes."""
     return hmac.digest(secret, b"isthmus tls secret 1\0" + run_id.encode(), "sha256")
+
+
+def seal_key(secret: bytes, run_id: str) -> bytes:
+    """What a run's commit certificates are sealed with, 32 bytes, from its TLS secret.
+
+    It follows from what the members alone have. The mesh key would not do: it crosses loopback unencrypted.
+    """
+    return hmac.digest(secret, b"isthmus seal key 1\0" + run_id.encode(), "sha256")
 
 
 def member_security(me: PeerRef, terms: RunTerms, tls: str) -> Security:
@@ -188,16 +201,18 @@ async def ask_terms(
     *,
     security: TicketSecurity | None,
     pause: Callable[[], Awaitable[None]],
-    attempts: int = 5,
+    clock: Callable[[], Instant],
+    patience_s: float = PATIENCE_S,
 ) -> RunTerms:
-    """Ask the ticket's addresses what run this is.
+    """Ask the ticket's addresses what run this is, again and again while nobody is there.
 
     Args:
         ticket: as given by the operator.
         me: who asks.
         security: see `stranger_security`.
         pause: awaited between two rounds of attempts.
-        attempts: how often each address is tried.
+        clock: monotonic seconds.
+        patience_s: no round of attempts begins later than this.
 
     Raises:
         Refused: the coordinator does not want this ticket, or whoever answers is not of its run.
@@ -213,9 +228,10 @@ async def ask_terms(
     )
     causes: dict[str, str] = {}
     impostor: SecurityRefused | None = None
-    for attempt in range(attempts):
-        if attempt:
-            await pause()
+    give_up_at = clock() + patience_s
+    is_told = False
+    while True:
+        nowhere: set[str] = set()
         for address in ticket.addresses:
             try:
                 return await _ask_one(address, hello, security)
@@ -227,11 +243,19 @@ async def ask_terms(
                 causes[address], impostor = error.reason, error  # another address may be the run's all the same
             except PeerUnreachable as error:
                 causes[address] = error.cause
+                if error.is_nowhere:
+                    nowhere.add(address)
             except CollectiveError as error:
                 causes[address] = str(error)
-        if impostor is not None:
+        tried = ", ".join(f"{address} ({cause})" for address, cause in causes.items())
+        if impostor is not None or len(nowhere) == len(causes):
+            break  # asked again, they would say the same
+        if not is_told:
+            is_told = True
+            log.info("waiting_for_coordinator nobody_answers_at=%r up_to_s=%.0f", tried, patience_s)
+        await pause()
+        if clock() >= give_up_at:
             break
-    tried = ", ".join(f"{address} ({cause})" for address, cause in causes.items())
     if impostor is not None:
         raise Refused(
             f"who answers is not the run of this ticket: {tried}",

@@ -1,9 +1,9 @@
 """`isthmus audit`: what a run did, proved from its folders.
 
-The journal says it all, and the peers' logs and checkpoints say whether the journal is all there is. Everything is
-only read: no lock is taken, no file made or changed, and a run that goes on does not notice. What the peers wrote is
-read before the journal, since a record is in the journal before anybody hears of it. Folders that are copied from
-other machines while the run goes on must be copied in that order too.
+The journal says it all, and the peers' logs, certificates and checkpoints say whether the journal is all there is.
+Everything is only read: no lock is taken, no file made or changed, and a run that goes on does not notice. What the
+peers wrote is read before the journal, since a record is in the journal before anybody hears of it. Folders that are
+copied from other machines while the run goes on must be copied in that order too.
 
 Errors: `ConfigError` (2) where there is no journal to audit; `EnvironmentFault` (3) where it cannot be read. What is
 wrong with the run is no error here but a finding (elastic/audit).
@@ -21,12 +21,14 @@ from elastic.audit import Audit, Finding, RecordIndex, Verdict, audit, judge
 from elastic.core.records import RebuildRecord
 from elastic.errors import JournalUnreadable
 from elastic.journal_reader import JournalReading, read_journal
+from trainer.audit_certificates import audit_certificates, read_kept
 from trainer.audit_checkpoints import audit_checkpoints, read_checkpoints
 from trainer.audit_logs import Deviant, Log, audit_logs, deviants, read_logs
+from trainer.certificates import FILE_NAME as CERTIFICATES_NAME
 from trainer.checkpoint import FOLDER_NAME
 from trainer.errors import ConfigError, EnvironmentFault
 from trainer.events import FILE_NAME
-from trainer.founding import JOURNAL_NAME
+from trainer.founding import JOURNAL_NAME, find_seal_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +38,10 @@ class RunAudit:
     Attributes:
         run_id: None if the journal does not say.
         journal: the file that was audited.
-        folders: whose logs and checkpoints were looked at.
+        folders: whose logs, certificates and checkpoints were looked at.
         proved: what the records say of the run, and the verdicts over them.
         deviants: who voted for another state than the committed one, as far as logs are here.
+        has_seal_key: whether a folder had the run's keys, so that the certificates' seals could be checked.
         verdicts: all of them, that over the journal's file first.
     """
 
@@ -47,6 +50,7 @@ class RunAudit:
     folders: tuple[Path, ...]
     proved: Audit
     deviants: tuple[Deviant, ...]
+    has_seal_key: bool
     verdicts: tuple[Verdict, ...]
 
     @property
@@ -71,6 +75,7 @@ def audit_run(given: Sequence[Path]) -> RunAudit:
     try:
         logs = read_logs(path for folder in folders if (path := folder / FILE_NAME).exists())
         saved = read_checkpoints(folders)
+        kept = read_kept(folders)
         readings = [read_journal(path) for folder in folders if (path := folder / JOURNAL_NAME).exists()]
     except JournalUnreadable as error:
         raise EnvironmentFault(str(error), cure="check its permissions, or audit a copy of its folder") from error
@@ -79,6 +84,8 @@ def audit_run(given: Sequence[Path]) -> RunAudit:
     journal = _choose(readings, given)
     index = RecordIndex(journal.records, is_whole=journal.broken is None)
     log = logs.get(journal.run_id or "", Log())
+    found = (find_seal_key(folder, journal.run_id or "") for folder in folders)
+    seal_key = next((key for key in found if key is not None), None)
     proved = audit(journal.records, samples_per_data_epoch=log.samples_per_data_epoch)
     return RunAudit(
         run_id=journal.run_id,
@@ -86,9 +93,11 @@ def audit_run(given: Sequence[Path]) -> RunAudit:
         folders=tuple(folders),
         proved=proved,
         deviants=deviants(log, index),
+        has_seal_key=seal_key is not None,
         verdicts=(
             _audit_files(journal, readings),
             *proved.verdicts,
+            audit_certificates(kept, seal_key, journal.records, index),
             audit_logs(log, index),
             audit_checkpoints(saved, journal.run_id, journal.records, index),
         ),
@@ -105,7 +114,7 @@ def _peers_folders(path: Path) -> list[Path]:
 
 
 def _is_peers(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (JOURNAL_NAME, FILE_NAME, FOLDER_NAME))
+    return any((folder / name).exists() for name in (JOURNAL_NAME, FILE_NAME, FOLDER_NAME, CERTIFICATES_NAME))
 
 
 def _choose(readings: Sequence[JournalReading], given: Sequence[Path]) -> JournalReading:

@@ -26,6 +26,7 @@ def audit_as_json(audit: RunAudit) -> str:
         "samples": proved.samples,
         "exactly_once": proved.samples.exactly_once,
         "deviants": audit.deviants,
+        "seals_checked": audit.has_seal_key,
         "checks": [msgspec.to_builtins(verdict) | {"holds": verdict.holds} for verdict in audit.verdicts],
     }
     return msgspec.json.encode(document).decode()
@@ -34,6 +35,9 @@ def audit_as_json(audit: RunAudit) -> str:
 def render_audit(audit: RunAudit) -> str:
     """The report for people: a label, then a line; no colours."""
     facts = [*_run(audit), *_peers(audit), *_samples(audit.proved.samples)]
+    has_certificates = any(item.check == "certificates" and item.num_looked_at for item in audit.verdicts)
+    if has_certificates and not audit.has_seal_key:
+        facts.append(("seals", "not checked: none of these folders has the run's keys"))
     lines = [*facts, ("", ""), *_verdicts(audit.verdicts)]
     return "\n".join(f"{label:<{_WIDTH}}{text}".rstrip() for label, text in lines)
 

@@ -26,21 +26,30 @@ _MAX_NBYTES = KEPT * (256 << 10)
 _FILE: msgspec.msgpack.Decoder[list[bytes]] = msgspec.msgpack.Decoder(list[bytes])
 
 
+def read_certificates(path: Path) -> list[Certificate | None]:
+    """What a file holds, the one that counts last, whatever their seals; None for what is no certificate.
+
+    Raises:
+        OSError: it cannot be read, or there is none.
+        MsgspecError, RecursionError: it is damaged.
+    """
+    with path.open("rb") as file:
+        content = file.read(_MAX_NBYTES)
+    return [decode_certificate(piece) for piece in _FILE.decode(content)[-KEPT:]]
+
+
 def load_certificates(path: Path, seal_key: bytes) -> list[Certificate]:
     """The certificates of a file, the one that counts last; none if there is no file, or it is damaged.
 
     Those that do not have this run's seal are left out: they are of another run, or were changed.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_NBYTES)
-        pieces = _FILE.decode(content)
+        read = read_certificates(path)
     except FileNotFoundError:
         return []
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
         log.warning("certificates_unusable path=%s cause=%r; the others' have to do", path, str(error))
         return []
-    read = [decode_certificate(piece) for piece in pieces[-KEPT:]]
     good = [item for item in read if item is not None and item.check(seal_key)]
     if len(good) < len(read):
         log.warning("certificates_refused path=%s refused=%d of=%d", path, len(read) - len(good), len(read))

@@ -18,7 +18,7 @@ def audit(
     ],
     as_json: AsJson = False,
 ) -> int:
-    """Prove from a run's journal, logs and checkpoints what it did. Exit code 9 if something does not hold."""
+    """Prove from a run's journal and what its peers kept what it did. Exit code 9 if something does not hold."""
     from trainer.audit import audit_run
     from trainer.audit_report import audit_as_json, render_audit, sentence_of
 

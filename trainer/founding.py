@@ -11,16 +11,16 @@ folder is gone, that can be done in the folder of any peer, or with a copy of it
 what it was told of the run. The secret is lost then, and with it all tickets; the keys that members show stay the same.
 """
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from trainer.admission import RunTerms, mesh_key, tls_secret
+from trainer.admission import RunTerms, mesh_key, seal_key, tls_secret
 from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointStore, load_resumed, newest_usable
 from trainer.config import Config, manifest_diff
 from trainer.corpus import Corpus
@@ -152,6 +152,20 @@ def recall_terms(folder: PeerFolder, run_id: str) -> RunTerms | None:
     return _terms_of(run, saved.manifest.encode(), saved.data_digest, saved.keys)
 
 
+def find_seal_key(path: Path, run_id: str) -> bytes | None:
+    """What this run's certificates are sealed with, if the folder of one of its processes says so. Only reads it."""
+    for name in (_TERMS_NAME, MEMBERSHIP_NAME):
+        with contextlib.suppress(IntegrityError, EnvironmentFault):
+            saved = _load_terms(path, name)
+            if saved is not None and saved.keys is not None and saved.keys.run_id == run_id:
+                return seal_key(saved.keys.tls_secret, run_id)
+    with contextlib.suppress(OSError, UnicodeError, msgspec.MsgspecError):
+        run = msgspec.json.decode((path / "run.json").read_bytes(), type=RunIdentity)
+        if run.run_id == run_id:
+            return seal_key(tls_secret(run.secret, run_id), run_id)
+    return None
+
+
 def stand_by(folder: PeerFolder, terms: RunTerms, secret: bytes) -> Founded:
     """The run that this folder's process may have to coordinate.
 
@@ -252,7 +266,7 @@ def _archive(path: Path, outer_step: int) -> None:
         old.rename(new)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield

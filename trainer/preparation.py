@@ -110,7 +110,13 @@ def _start(
 
 async def _ask(options: PeerOptions | CoordinatorOptions, ticket: Ticket, me: PeerRef) -> RunTerms:
     security = stranger_security(ticket, options.resolved.config.net.tls)
-    return await ask_terms(ticket, me, security=security, pause=lambda: asyncio.sleep(_RETRY_PAUSE_S))
+    return await ask_terms(
+        ticket,
+        me,
+        security=security,
+        pause=lambda: asyncio.sleep(_RETRY_PAUSE_S),
+        clock=asyncio.get_running_loop().time,
+    )
 
 
 def _read_corpus(config: Config) -> Corpus:

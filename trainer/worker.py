@@ -1,4 +1,4 @@
-"""A worker process: `python -m trainer.worker JOB`, with RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them.
+"""A worker process (worker_start.py begins it), with RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them.
 
 Owns the process: its device, its process group, its end of the socket, its exit code. Rules: it does what the daemon
 says, one request after the other, and answers each; it outlives its daemon by nothing; only the daemon ends it, so a
@@ -9,10 +9,8 @@ fault.
 """
 
 import contextlib
-import ctypes
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -34,7 +32,6 @@ from trainer.worker_job import Device, FilePart, WorkerJob
 
 log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 _POLL_INTERVAL_S = 1.0
 _LINGER_S = 1.0
 
@@ -88,7 +85,6 @@ def main() -> None:
     job = msgspec.json.decode(sys.argv[1], type=WorkerJob)
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    _die_with(job.parent_pid)
     channel = DaemonChannel(job.socket_path, local_rank=rank, parent_pid=job.parent_pid)
     try:
         code = _run(job, rank, size, channel, started)
@@ -215,20 +211,3 @@ def _describe(mesh: DeviceMesh) -> str:
         return f"cpu ({torch.get_num_threads()} threads)"
     index = torch.cuda.current_device()
     return f"cuda:{index} ({torch.cuda.get_device_name(index)})"
-
-
-def _die_with(parent_pid: int) -> None:
-    """Make the kernel end this process when its daemon dies, and leave every other signal to the daemon.
-
-    A supervisor that stops a service signals all its processes; the daemon then still needs us to leave in order.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before we could ask
-        os._exit(ExitCode.UNEXPECTED)
-
-
-if __name__ == "__main__":
-    main()

@@ -67,7 +67,7 @@ class WorkerProcess:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "trainer.worker",
+                "trainer.worker_start",
                 msgspec.json.encode(job).decode(),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,

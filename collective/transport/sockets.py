@@ -213,7 +213,9 @@ async def dial(address: str, options: SocketOptions, *, timeout_s: float) -> soc
             case ConnectionRefusedError():
                 raise PeerUnreachable(address, "refused") from error
             case OSError() | ValueError():
-                raise PeerUnreachable(address, str(error)) from error
+                # A resolver that is away for now may know the name later.
+                is_nowhere = isinstance(error, ValueError | socket.gaierror) and error.args[0] != socket.EAI_AGAIN
+                raise PeerUnreachable(address, str(error), is_nowhere=is_nowhere) from error
             case _:
                 raise
 

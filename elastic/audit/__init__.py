@@ -38,8 +38,7 @@ __all__ = [
 ]
 
 CHECKS: tuple[Callable[[Sequence[Record]], Verdict], ...] = (audit_chain, audit_views, audit_contributions)
-"""What is checked beside the samples. Another rule of the journal, such as certificates that chain and whose seals
-are right, is one more function here."""
+"""What is checked beside the samples. Another rule of the journal is one more function here."""
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):

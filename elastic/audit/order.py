@@ -38,8 +38,10 @@ def _chain(records: Sequence[Record]) -> Iterator[Finding]:
         yield Finding(invariant="I3", slot=0, sentence="the journal does not begin with the run's first state")
     step, digest, final_at = 0, b"", -1
     for slot, record in enumerate(records):
-        if isinstance(record, RebuildRecord) and slot:
-            yield Finding(invariant="I3", slot=slot, sentence="the journal was rebuilt after it had begun")
+        if isinstance(record, RebuildRecord):
+            if slot:
+                yield Finding(invariant="I3", slot=slot, sentence="the journal was rebuilt after it had begun")
+            yield from _testimony(slot, record)
         if (begins := beginning_in(record)) is not None:
             if slot != slot_of_beginning(records):
                 yield Finding(invariant="I3", slot=slot, sentence=f"the run begins again, at step {begins.outer_step}")
@@ -71,6 +73,24 @@ def _chain(records: Sequence[Record]) -> Iterator[Finding]:
             final_at = slot if record.final else final_at
 
 
+def _testimony(slot: int, record: RebuildRecord) -> Iterator[Finding]:
+    """Members of the certificate testify, each once; it counts by their majority, or because somebody insists."""
+    certificate = record.certificate
+    named = set() if certificate is None else {item.peer_id for item in certificate.contributors}
+    times = Counter(ref.peer_id for ref in record.testified)
+    for peer_id, number in times.items():
+        if peer_id not in named:
+            said = f"{peer_id} testified when the journal was rebuilt, and is no member of the commit it goes on from"
+            yield Finding(invariant="I3", slot=slot, sentence=said)
+        if number > 1:
+            said = f"{peer_id} testified {number} times when the journal was rebuilt"
+            yield Finding(invariant="I3", slot=slot, sentence=said)
+    if record.insisted == (2 * len(times) > len(named)):
+        said = f"the journal was rebuilt on the word of {len(times)} of {len(named)} members, "
+        said += "though somebody insisted" if record.insisted else "and nobody insisted"
+        yield Finding(invariant="I3", slot=slot, sentence=said)
+
+
 def _views(records: Sequence[Record]) -> Iterator[Finding]:
     epoch, step, digest, final_at = 0, 0, b"", -1
     incarnations: dict[PeerId, int] = {}
@@ -79,7 +99,10 @@ def _views(records: Sequence[Record]) -> Iterator[Finding]:
         match record:
             case Genesis() | RebuildRecord():
                 if isinstance(record, RebuildRecord):
-                    epoch = record.epoch
+                    epoch, known = record.epoch, record.certificate
+                    if known is not None and known.key.epoch >= epoch:
+                        said = f"the journal was rebuilt under epoch {epoch} from a commit of epoch {known.key.epoch}"
+                        yield Finding(invariant="I8", slot=slot, sentence=said)
                 if (begins := beginning_in(record)) is not None:
                     step, digest = begins.outer_step, begins.digest
                     final_at = slot if begins.final else final_at

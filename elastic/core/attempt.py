@@ -2,12 +2,13 @@
 
 Rules: the payload is kept until its outcome is known. An attempt belongs to one view (its key names the epoch); when
 the view goes, the attempt and everything staged by it go too, and the same payload is tried in the next view. What is
-staged becomes state only under the very digest that was voted for.
+staged becomes state only under the very digest that was voted for. Who is put out while something is staged lays that
+aside: it may be the only copy of a commit that was made while nothing could be heard.
 """
 
 from collections.abc import Sequence
 
-from collective.core.types import RoundKey, View
+from collective.core.types import OuterStep, RoundKey, View
 from elastic.core.events import AbortExchange, ExchangeDone, ExchangeFailed, MemberEffect, RoundReady, StartExchange
 from elastic.core.messages import Held, RoundFailed, Vote
 
@@ -22,6 +23,8 @@ class Attempt:
         self.staged: bytes | None = None
         """Digest of the state that would be, once the exchange is done."""
         self.failure: RoundFailed | None = None
+        self.laid_aside: tuple[RoundKey, Held] | None = None
+        """The round whose result was staged when the membership ended, and the state that this would be."""
 
     def start(self, view: View) -> Sequence[MemberEffect]:
         """Exchange the payload in this view, if there is one and that is not under way already."""
@@ -39,6 +42,17 @@ class Attempt:
         """The payload will never be committed."""
         self.payload = None
         return self.abort()
+
+    def lay_aside(self) -> None:
+        """The payload is void, but what is staged of it stays until another state is named."""
+        if self.key is not None and self.staged is not None:
+            self.laid_aside = self.key, _state_after(self.key, self.staged)
+            self.payload = self.key = self.staged = None
+
+    def drop_aside(self) -> Sequence[MemberEffect]:
+        """Another state is named, or the next round begins: nobody needs what was laid aside."""
+        aside, self.laid_aside = self.laid_aside, None
+        return () if aside is None else [AbortExchange(key=aside[0])]
 
     def ended(self, event: ExchangeDone | ExchangeFailed) -> bool:
         """Note how the exchange ended. False if the event is of an attempt that is void."""
@@ -67,9 +81,15 @@ class Attempt:
     def take_staged(self, made: Held) -> RoundKey | None:
         """If exactly this state is staged, it is committed now: the round is over. Its key, or None."""
         key = self.key
-        if key is None or self.staged != made.digest or made.outer_step != key.outer_step + 1:
+        if self.laid_aside is not None:
+            key, state = self.laid_aside
+        elif key is not None and self.staged is not None:
+            state = _state_after(key, self.staged)
+        else:
             return None
-        self.payload = self.key = self.staged = None
+        if state != made:
+            return None
+        self.payload = self.key = self.staged = self.laid_aside = None
         return key
 
     def check_invariants(self) -> None:
@@ -77,3 +97,8 @@ class Attempt:
         assert self.key is None or self.payload is not None, "an attempt without a payload"
         assert self.key is not None or (self.staged is None and self.failure is None), "an outcome without an attempt"
         assert self.staged is None or self.failure is None, "failed after it was done"
+        assert self.laid_aside is None or self.payload is None, "two rounds are staged in one place"
+
+
+def _state_after(key: RoundKey, digest: bytes) -> Held:
+    return Held(OuterStep(key.outer_step + 1), digest)

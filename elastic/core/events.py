@@ -203,7 +203,8 @@ class BecomeActive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BecomeLearner:
-    """This peer is no member: stop training, forget the payload and its leases."""
+    """This peer is no member: stop training, forget the payload and its leases. What is staged stays until it is
+    aborted or installed."""
 
     reason: str
 
@@ -244,7 +245,7 @@ class AbortExchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallStaged:
-    """The round is committed: what it staged becomes the shared state `held`.
+    """The round is committed: what it staged becomes the shared state `held`, member or not.
 
     `position` is where the data stands then; None if the commit was learnt from a view.
     """

@@ -13,7 +13,8 @@ Rules (elastic/README.md has the reasons):
 * A payload is kept until its outcome is known: committed, or this peer itself was evicted. A new view of the same
   outer step starts its exchange again. If its step was committed without it, because this peer was late and excused,
   it is carried over: the work goes into the next payload.
-* What is staged is installed by a Commit that names its key and digest, or by a view that names its digest.
+* What is staged is installed by a Commit that names its key and digest, or by a view that names its digest. Who is put
+  out keeps it until another state is named: also a Welcome may name this one.
 * What waits for an answer is said again on one timer, and never because something arrived.
 * Only a commit whose certificate continues the chain is believed (chain.py).
 
@@ -27,7 +28,7 @@ from typing import assert_never
 
 import msgspec
 
-from collective.core.types import Epoch, Instant, OuterStep, PeerRef, View
+from collective.core.types import Epoch, Instant, Member, OuterStep, PeerRef, View
 from elastic.core.attempt import Attempt
 from elastic.core.certificate import Certificate
 from elastic.core.chain import Chain
@@ -254,6 +255,9 @@ class MemberMachine:
         if attempt.key is not None:
             assert view is not None, "an exchange without a view"
             assert attempt.key.epoch == view.epoch, "an exchange of another view"
+        if attempt.laid_aside is not None:
+            assert view is None, "a member keeps what an older membership has staged"
+            assert not self._pursuit.busy, "a state is fetched over what is staged"
 
     # -------------------------------------------------------------------------------- connection and time
 
@@ -372,7 +376,7 @@ class MemberMachine:
         if welcome.found:
             self._effects += self._pursuit.found()
         if welcome.target is not None:
-            self._effects += self._pursuit.aim(welcome.target, welcome.donors)
+            self._aim(welcome.target, welcome.donors)
 
     def _on_new_view(self, message: NewView) -> None:
         view, mine = message.view, self._view
@@ -393,8 +397,7 @@ class MemberMachine:
         self._install_if_staged(Held(view.outer_step, view.digest))
         self._stop_if_spent(message.contributed)
         if mine is None or view.epoch > mine.epoch:
-            self._effects += self._attempt.abort()
-            self._effects.append(InstallView(view=view))
+            self._effects += [*self._attempt.abort(), *self._attempt.drop_aside(), InstallView(view=view)]
         self._view = view
         self._take_part()
 
@@ -417,7 +420,7 @@ class MemberMachine:
         elif self._phase is not Phase.EXCUSED:
             self._phase = Phase.EXCUSED
             self._effects.append(BecomeExcused(view=view))
-        self._effects += self._pursuit.aim(state, view.members)
+        self._aim(state, view.members)
         self._limit_farewell()
 
     def _take_part(self) -> None:
@@ -439,22 +442,32 @@ class MemberMachine:
     def _on_commit(self, certificate: Certificate) -> None:
         if not self._believes(certificate):
             return
-        made = certificate.made
+        made, aside = certificate.made, self._attempt.laid_aside
+        own = self._attempt.key if aside is None else aside[0]
+        if own == certificate.key and self._install_if_staged(made, certificate):
+            return
         if self._attempt.key == certificate.key:
-            if not self._install_if_staged(made, certificate):
-                self._on_overruled(made)
-                if certificate.final:
-                    self._bid_farewell()
-        elif certificate.final:
+            self._on_overruled(made)
+        if certificate.final:
             self._bid_farewell()  # also if it was made without this peer, in a view that it has not heard of
         elif self._view is None and self._phase in (Phase.LEARNING, Phase.EXCUSED):
             # A learner lives through commits, or it would never arrive. So does who is excused.
-            self._effects += self._pursuit.aim(made)
+            self._aim(made)
+
+    def _aim(self, target: Held, donors: Sequence[Member] | None = None) -> None:
+        """As no member, to this committed state. It may have been laid aside here, and perhaps nowhere else."""
+        held = self.held
+        if self._install_if_staged(target):
+            self._say_outstanding()
+        elif held is not None and target != held and target.outer_step >= held.outer_step:
+            self._effects += self._attempt.drop_aside()
+        self._effects += self._pursuit.aim(target, donors)
 
     def _believes(self, certificate: Certificate) -> bool:
         """Whether the commit continues the chain of the run as this peer knows it. If it does, it is kept."""
-        view = self._view
-        known = [self.held, self._pursuit.target, Held(view.outer_step, view.digest) if view is not None else None]
+        view, aside = self._view, self._attempt.laid_aside
+        known = [self.held, self._pursuit.target]
+        known += [None if view is None else Held(view.outer_step, view.digest), None if aside is None else aside[1]]
         if certificate.key.epoch < self._epoch and certificate.made not in known:
             # A coordinator with an old journal may know commits of its own.
             self.counters["old_epoch"] += 1
@@ -496,9 +509,9 @@ class MemberMachine:
             return
         if certificate is not None and not self._chain.is_genuine(certificate):
             return
-        # This commit may be staged here, and nowhere else; once the membership is forgotten, it would be too.
-        if certificate is not None and self._attempt.key == certificate.key:
+        if certificate is not None:  # this commit may be staged here, and nowhere else
             self._install_if_staged(certificate.made, certificate)
+        self._effects += [*self._attempt.forget(), *self._attempt.drop_aside()]
         if certificate is not None:
             self._pursuit.give_up(after=certificate.made.outer_step)
         elif self._chain.newest is not None:
@@ -568,11 +581,12 @@ class MemberMachine:
         final = certificate is not None and certificate.final
         position = certificate.position if certificate is not None else None
         view, key = self._view, self._attempt.take_staged(made)
-        if key is None or view is None:
+        if key is None:
             return False
         self._effects.append(InstallStaged(key=key, held=made, final=final, position=position))
         self._pursuit.installed(made)
-        self._view = msgspec.structs.replace(view, outer_step=made.outer_step, digest=made.digest)
+        if view is not None:
+            self._view = msgspec.structs.replace(view, outer_step=made.outer_step, digest=made.digest)
         if final:
             self._bid_farewell()
         return True
@@ -588,6 +602,8 @@ class MemberMachine:
 
     def _lose_membership(self, reason: str) -> None:
         if self._view is not None or self._standing:
+            if self._phase is Phase.ACTIVE:
+                self._attempt.lay_aside()
             self._stop_training(reason)
             self._view = None
         self._limit_farewell()
@@ -620,6 +636,6 @@ class MemberMachine:
             self._finish(LEFT_EXIT_CODE, reason)
 
     def _finish(self, code: int, reason: str) -> None:
-        self._effects += self._attempt.abort()
+        self._effects += [*self._attempt.abort(), *self._attempt.drop_aside()]
         self._phase = Phase.FINISHED
         self._effects.append(Finish(code=code, reason=reason))

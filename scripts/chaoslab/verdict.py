@@ -1,7 +1,8 @@
 """What must hold, checked against the evidence: every check returns sentences about what does not.
 
     digests     whoever says a digest of an outer step says the journal's
-    steps       the journal is a chain without a gap, never goes back, and has every commit that a peer has seen
+    steps       the journal is a chain without a gap, never goes back, was never lost and made anew (no fault here takes
+                it), and has every commit that a peer has seen
     leases      every sample is leased, returned and consumed in turn; none is in two places, none is nowhere
     waits       every operation that can be seen from outside ends within its deadline and OVERTIME_S
     gaps        no GAP_LIMIT_S without a commit while enough healthy peers and a healthy coordinator are there
@@ -15,9 +16,11 @@ Rules: pure; from the evidence alone, which does not know what the processes bel
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, pairwise
+from typing import assert_never
 
+from elastic.audit.beginning import Beginning, beginning_in
 from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, ReleaseRecord, ViewRecord
+from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, ReleaseRecord, ViewRecord
 from elastic.core.run_state import RunState
 from scripts.chaoslab.evidence import COORDINATOR, Event, Evidence, Log, wall_s
 from scripts.chaoslab.recovery import table
@@ -37,7 +40,8 @@ def check_digests(evidence: Evidence) -> list[str]:
     """See the module."""
     committed = {record.outer_step: record for record in evidence.records if isinstance(record, CommitRecord)}
     digests = {outer_step: record.digest.hex() for outer_step, record in committed.items()}
-    digests |= {item.outer_step: item.digest.hex() for item in evidence.records if isinstance(item, Genesis)}
+    if (begins := _beginning(evidence)) is not None:
+        digests[begins.outer_step] = begins.digest.hex()
     wrong = []
     for log in evidence.logs:
         for event in log.named("commit", "commit_decided", "catch_up"):
@@ -58,8 +62,15 @@ def check_steps(evidence: Evidence) -> list[str]:
         RunState.replay(evidence.records)
     except AssertionError as error:
         wrong.append(f"the journal contradicts itself: {error}")
+    wrong += [
+        f"the journal was lost, and made anew under epoch {record.epoch}"
+        for record in evidence.records
+        if isinstance(record, RebuildRecord)
+    ]
+    begins = _beginning(evidence)
+    first = 0 if begins is None else begins.outer_step
     steps = [record.outer_step for record in evidence.records if isinstance(record, CommitRecord)]
-    wrong += [f"outer step {b} follows {a}" for a, b in pairwise([0, *steps]) if b != a + 1]
+    wrong += [f"outer step {b} follows {a}" for a, b in pairwise([first, *steps]) if b != a + 1]
     for glimpse in evidence.glimpses:
         rows = evidence.checksums
         if len(rows) < glimpse.num_rows or (glimpse.num_rows and rows[glimpse.num_rows - 1] != glimpse.checksum):
@@ -67,7 +78,11 @@ def check_steps(evidence: Evidence) -> list[str]:
     known = set(steps)
     for log in evidence.logs:
         seen = [event["outer_step"] for event in log.named("commit", "commit_decided")]
-        wrong += [f"{log.folder}: outer step {step} is not in the journal" for step in seen if step not in known]
+        wrong += [
+            f"{log.folder}: outer step {step} is not in the journal"
+            for step in seen
+            if step > first and step not in known
+        ]
         for start in _starts(log):
             own = [event["outer_step"] for event in start if event["event"] == "commit"]
             wrong += [f"{log.folder}: commits {b} after {a}" for a, b in pairwise(own) if b <= a]
@@ -84,9 +99,10 @@ def check_leases(evidence: Evidence) -> list[str]:
     members: set[tuple[str, int]] = set()
     for record in evidence.records:
         match record:
-            case Genesis():
-                next_index = first_index = record.next_index
-                free = set(_indices(record.returned))
+            case Genesis() | RebuildRecord():
+                if (begins := beginning_in(record)) is not None:
+                    next_index = first_index = begins.position.next_index
+                    free = set(_indices(begins.position.unconsumed))
             case ViewRecord():
                 members = {(item.peer_id, item.incarnation) for item in record.view.members}
             case LeaseRecord():
@@ -109,7 +125,7 @@ def check_leases(evidence: Evidence) -> list[str]:
                             wrong.append(f"sample {index} is consumed by {item.ref.peer_id}, who did not have it")
                         consumed.add(index)
             case _:
-                pass
+                assert_never(record)
     nowhere = set(range(first_index, next_index)) - owners.keys() - consumed - free
     wrong += [f"sample {index} is nowhere" for index in sorted(nowhere)]
     gone = {owner for owner in owners.values() if owner not in members}
@@ -243,6 +259,10 @@ def _spans(evidence: Evidence, log: Log, begin: str, ends: frozenset[str]) -> It
     if since_s is not None:
         deaths_s = [end.at_s for end in evidence.ends if end.site == log.site and end.at_s > since_s]
         yield since_s, min([evidence.ended_s, *deaths_s])
+
+
+def _beginning(evidence: Evidence) -> Beginning | None:
+    return next((begins for record in evidence.records if (begins := beginning_in(record)) is not None), None)
 
 
 def _indices(ranges: Iterable[IndexRange]) -> Iterator[int]:

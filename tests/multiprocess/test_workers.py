@@ -294,6 +294,41 @@ def test_workers_die_with_a_killed_daemon(tmp_path: Path, private_tmp: Path) -> 
         folder.rmdir()
 
 
+NEVER_LOADED = """
+import signal
+print("loading", flush=True)
+signal.pause()
+"""
+"""A torch that takes for ever, and a process that does not look around meanwhile."""
+
+
+def _start_of_worker(tmp_path: Path, parent: str) -> list[str]:
+    """Runs a worker's start whose parent is, or was, this process. Its torch is never loaded."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(NEVER_LOADED)
+    environment = f"os.environ | dict(PYTHONPATH={os.pathsep.join([str(tmp_path), *sys.path])!r})"
+    command = "[sys.executable, '-m', 'trainer.worker_start', json.dumps(dict(parent_pid=" + parent + "))]"
+    start = f"import json, os, signal, subprocess, sys\nworker = subprocess.Popen({command}, env={environment})\n"
+    return [sys.executable, "-c", start + "print(worker.pid, flush=True)\nsys.exit(worker.wait())"]
+
+
+def test_a_worker_dies_with_its_daemon_also_before_it_has_loaded_anything(tmp_path: Path) -> None:
+    command = _start_of_worker(tmp_path, parent="os.getpid()")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as daemon:
+        assert daemon.stdout is not None
+        pidfd = os.pidfd_open(int(daemon.stdout.readline()))
+        assert daemon.stdout.readline() == "loading\n"
+        daemon.kill()
+    _wait_for_ends([pidfd])
+
+
+def test_a_worker_whose_daemon_is_gone_already_loads_nothing(tmp_path: Path) -> None:
+    command = _start_of_worker(tmp_path, parent="os.getppid()")  # its daemon's parent, as after the daemon's death
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == ExitCode.UNEXPECTED
+    assert "loading" not in done.stdout
+
+
 def _wait_for_ends(pidfds: list[int]) -> None:
     """Wait until the processes are gone, and close their descriptors."""
     for pidfd in pidfds:

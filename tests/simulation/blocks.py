@@ -19,6 +19,7 @@ from tests.simulation.parts import Parts
 from tests.simulation.rounds.mutants import ROUND_MUTANTS
 from tests.simulation.rounds.simulator import RoundSimulator
 from tests.simulation.simulator import Outcome, Simulator
+from trainer.lifeline import die_with
 
 SEEDS_A_BLOCK = 40
 BLOCK_TIMEOUT_S = 1200.0
@@ -107,13 +108,21 @@ def run_seeds(kind: Kind, first: int, num_seeds: int, *, num_jobs: int | None = 
 
 def _spread(kind: Kind, blocks: list[tuple[int, int]], num_jobs: int) -> Iterator[Tally]:
     """The results of all blocks in their order, from several processes."""
-    executor = ProcessPoolExecutor(num_jobs, mp_context=multiprocessing.get_context("spawn"))
+    executor = ProcessPoolExecutor(
+        num_jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_begin, initargs=(os.getpid(),)
+    )
     try:
         futures: list[Future[Tally]] = [executor.submit(_run_block, kind, *block) for block in blocks]
         for future in futures:
             yield future.result(timeout=BLOCK_TIMEOUT_S)
     finally:
         executor.shutdown(cancel_futures=True)
+
+
+def _begin(parent_pid: int) -> None:
+    """In a new process: it works for the one that started it, and for nobody else."""
+    if not die_with(parent_pid):
+        os._exit(1)
 
 
 def _run_block(kind: Kind, first: int, stop: int) -> Tally:

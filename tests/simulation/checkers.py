@@ -133,11 +133,9 @@ class Checkers:
             demand(is_over, "I4", f"{name(node.ref)} is done before the run is")
         demand(effect.code != 4, "I4", f"{name(node.ref)} ends with {effect}")
         if effect.code == 7:
-            newest, options = self.history.newest, self._sim.options
-            # It hears of the commit before it hears that it is out, unless words on one connection lose their order.
-            in_order = not options.control_reorders and not options.control_loss
+            newest = self.history.newest
             had_it = newest is not None and newest.digest in self._had[node.ref]
-            demand(not had_it or not in_order, "I3", "{} had the state that nobody has, and did not die", node.ref)
+            demand(not had_it, "I3", "{} had the state that nobody has, and did not die", node.ref)
             holder = next((item for item in self._sim.core() if self.holds_newest(item)), None)
             demand(holder is None, "I4", f"{name(node.ref)} is sent home although there is a holder")
 

@@ -45,7 +45,7 @@ class InstallsWithoutCommit(MemberMachine):
         key, staged = self._attempt.key, self._attempt.staged
         if isinstance(event, ExchangeDone) and key is not None and staged is not None:
             self._effects = effects
-            self._install_if_staged(Held(OuterStep(key.outer_step + 1), staged), final=False)
+            self._install_if_staged(Held(OuterStep(key.outer_step + 1), staged))
         return effects
 
 

@@ -188,11 +188,13 @@ class PeerNode(Process):
             case FoundState():
                 self.later(self.sim.world.rng.uniform(0.1, 1.0), "found", self._found)
             case CatchUp():
+                assert self.staged is None, "fetched over what is staged"
                 self.transfer = Transfer(self, effect)
                 self.later(0.0, "ask", self.transfer.next_donor)
             case InstallView(view=view):
                 checkers.view_installed(self, view)
-                self.exchange = self.staged = None
+                assert self.staged is None, "staged in a view that is gone"
+                self.exchange = None
                 self.gate.fence = Fence.of(view)
             case BecomeActive(view=view):
                 checkers.became_active(self, view)
@@ -209,8 +211,7 @@ class PeerNode(Process):
             case BecomeLearner():
                 self.sim.world.say(self.peer_id, "becomes learner:", effect.reason)
                 checkers.became_learner(self, effect)
-                self.payload = self.carried = None
-                self.exchange = self.staged = None
+                self.payload = self.carried = self.exchange = None
                 self._training = 0
                 self._leases = ()
             case StartExchange(view=view, key=key, weight=weight):
@@ -344,9 +345,9 @@ class PeerNode(Process):
         assert self.state is not None
         self.sim.checkers.installed(self, effect, made, result)
         self.hold(made)
-        self.payload = None
+        counts, self.payload = self.payload is not None, None
         self.exchange = self.staged = None
-        if not effect.final:
+        if counts and not effect.final:
             self._train()
 
     def hold(self, state: State) -> None:

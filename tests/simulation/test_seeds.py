@@ -1,5 +1,7 @@
 """Seeds of the swarm: the real protocol breaks no invariant, every mutant does, and a seed is one history."""
 
+import os
+import select
 import subprocess
 import sys
 from collections import Counter
@@ -96,6 +98,34 @@ def test_violation_ends_the_command_with_code_1_and_says_how_to_replay_it() -> N
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "Replay: scripts/simulate --first" in done.stdout
+
+
+ENDLESS = """
+import os, signal
+from tests.simulation.blocks import Kind, run_seeds
+
+class Endless(Kind):
+    def run(self, seed, *, has_echo=False):
+        print(os.getpid(), flush=True)
+        signal.pause()
+
+if __name__ == "__main__":
+    run_seeds(Endless(), 0, 80, num_jobs=2)
+"""
+
+
+def test_processes_that_share_the_seeds_die_with_the_one_that_has_started_them(tmp_path: Path) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as first:
+        assert first.stdout is not None
+        pidfds = [os.pidfd_open(int(first.stdout.readline())) for _ in range(2)]
+        first.kill()
+    for pidfd in pidfds:
+        readable, _, _ = select.select([pidfd], [], [], 10.0)
+        os.close(pidfd)
+        assert readable, "it works on for nobody"
 
 
 def test_simulator_starts_without_torch() -> None:

@@ -22,6 +22,7 @@ class Contributions:
         self._history = history
         self._payloads: dict[str, Payload] = {}
         self._open: dict[PeerRef, Payload] = {}  # made, neither committed nor given up
+        self._void: dict[PeerRef, Payload] = {}  # given up, but its round may be staged still
         self._staged: dict[RoundKey, dict[PeerRef, tuple[Held, Result, bool]]] = {}
         self._committed: dict[str, RoundKey] = {}
         self._evictions: dict[PeerRef, int] = {}  # newest epoch that dropped it
@@ -92,7 +93,7 @@ class Contributions:
             )
 
     def installed(self, node: "PeerNode", key: RoundKey, result: Result) -> None:
-        payload = self._open.pop(node.ref, None)
+        payload = self._open.pop(node.ref, None) or self._void.pop(node.ref, None)
         demand(payload is not None, "I6", f"{name(node.ref)} installs without a payload")
         assert payload is not None
         for chunk in result:
@@ -102,6 +103,7 @@ class Contributions:
         """The peer forgets its payload: only its own eviction is a reason."""
         payload = self._open.pop(node.ref, None) or self._late.pop(node.ref, None)
         if payload is not None:
+            self._void[node.ref] = payload
             evicted = self._evictions.get(node.ref, -1) > epoch or payload.name in self._committed
             evicted = evicted or self._history.final  # it was late for the run's last round
             demand(evicted, "I6", f"{name(node.ref)} lost its work in epoch {epoch} without being evicted")

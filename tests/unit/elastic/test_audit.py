@@ -10,9 +10,18 @@ from elastic.audit import Audit, audit
 from elastic.audit.coverage import DataEpoch, all_but, count_data_epochs, used_up
 from elastic.audit.findings import MAX_KEPT, Finding, judge
 from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, Contribution, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    CommitRecord,
+    Contribution,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    ViewRecord,
+)
 from elastic.core.run_state import RunState
-from tests.unit.elastic.machines import held, key, member, ref
+from tests.unit.elastic.machines import certificate, held, key, member, ref
 
 A, B, C = ref(1), ref(2), ref(3)
 Change = Callable[[list[Record]], None]
@@ -349,3 +358,45 @@ def test_what_is_used_up_at_a_step_is_what_its_commits_name() -> None:
     assert used_up(history(), 3) == ranges((0, 19), (20, 30))
     assert all_but(ranges((2, 4), (8, 12)), 10) == ranges((0, 2), (4, 8))
     assert all_but((), 0) == ()
+
+
+def rebuilt(**fields: object) -> RebuildRecord:
+    """From the commit of A, B and C in epoch 4, by A and C."""
+    known = certificate(4, 6, 1, 2, 3)
+    return msgspec.structs.replace(
+        RebuildRecord(epoch=1000, certificate=known, testified=(A, C), insisted=False), **fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("record", "invariant", "sentence"),
+    [
+        (rebuilt(epoch=4), "I8", "the journal was rebuilt under epoch 4 from a commit of epoch 4"),
+        (rebuilt(insisted=True), "I3", "on the word of 2 of 3 members, though somebody insisted"),
+        (rebuilt(testified=(A,)), "I3", "on the word of 1 of 3 members, and nobody insisted"),
+        (
+            rebuilt(testified=(A, B, ref(9))),
+            "I3",
+            f"{ref(9).peer_id} testified when the journal was rebuilt, and is no",
+        ),
+        (rebuilt(testified=(A, A, B)), "I3", f"{A.peer_id} testified 2 times"),
+        (rebuilt(certificate=None, testified=()), "I3", "on the word of 0 of 0 members, and nobody insisted"),
+    ],
+)
+def test_journal_that_was_rebuilt_against_the_rule_is_found(record: Record, invariant: str, sentence: str) -> None:
+    (finding,) = [finding for verdict in audit([record]).verdicts for finding in verdict.findings]
+    assert (finding.invariant, finding.slot) == (invariant, 0)
+    assert sentence in finding.sentence
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        rebuilt(),
+        rebuilt(testified=(A,), insisted=True),
+        rebuilt(certificate=None, testified=(), insisted=True),
+    ],
+    ids=["by a majority", "because somebody insisted", "from nothing"],
+)
+def test_journal_that_was_rebuilt_by_the_rule_is_clean(record: Record) -> None:
+    assert audit([record]).holds

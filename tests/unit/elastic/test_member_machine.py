@@ -251,6 +251,53 @@ def test_evicted_member_forgets_its_payload_and_joins_afresh_once() -> None:
     assert driver.hears(evicted) == [], "copies of it are answered by the timer alone"
 
 
+def put_out() -> MemberDriver:
+    """A member that has voted, and was put out before it heard what came of it."""
+    driver = staged()
+    driver.hears(Evicted(epoch=Epoch(4), reason="silent"))
+    assert driver.ordered() == [BecomeLearner(reason="silent")], "what is staged is not aborted"
+    return driver
+
+
+def test_member_that_was_put_out_installs_what_it_has_staged_once_a_welcome_names_it() -> None:
+    driver = put_out()
+    driver.hears(Welcome(epoch=Epoch(4), target=held(5), donors=()))
+    assert driver.ordered() == [InstallStaged(key=key(3, 4), held=held(5), final=False)]
+    assert driver.said() == [Synced(held=held(5))], "nobody else may have it"
+    mine = view(5, 5, 1)
+    assert driver.hears(NewView(view=mine)) == [InstallView(view=mine), BecomeActive(view=mine)]
+
+
+def test_member_that_was_put_out_installs_what_it_has_staged_once_its_commit_arrives_late() -> None:
+    driver = put_out()
+    late = commit(3, 4)
+    driver.hears(late)
+    position = late.certificate.position
+    assert driver.ordered() == [InstallStaged(key=key(3, 4), held=held(5), final=False, position=position)]
+
+
+def test_member_that_was_put_out_installs_what_it_has_staged_once_a_view_names_it() -> None:
+    driver = put_out()
+    driver.hears(Welcome(epoch=Epoch(4), target=held(4), donors=(member(2),)))
+    assert driver.ordered() == [], "that it holds already"
+    driver.hears(NewView(view=view(5, 5, 1, 2)))
+    assert driver.ordered()[0] == InstallStaged(key=key(3, 4), held=held(5), final=False)
+
+
+def test_member_that_was_put_out_gives_up_what_it_has_staged_when_another_state_is_named() -> None:
+    driver = put_out()
+    other = held(5, kind=9)
+    driver.hears(Welcome(epoch=Epoch(4), target=other, donors=(member(2),)))
+    assert driver.ordered() == [AbortExchange(key=key(3, 4)), CatchUp(target=other, donors=(member(2),))]
+
+
+def test_member_that_was_put_out_gives_up_what_it_has_staged_when_the_next_round_begins_without_it() -> None:
+    driver = put_out()
+    mine = view(5, 4, 1, 2)
+    driver.hears(NewView(view=mine))
+    assert driver.ordered() == [AbortExchange(key=key(3, 4)), InstallView(view=mine), BecomeActive(view=mine)]
+
+
 @pytest.mark.parametrize("epoch", [2, 3])
 def test_eviction_from_before_the_current_view_is_ignored(epoch: int) -> None:
     driver = active(4, 3)

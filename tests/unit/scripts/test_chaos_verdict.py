@@ -3,12 +3,14 @@
 import msgspec
 import pytest
 
-from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, LeaseRecord, Record, ReleaseRecord
+from collective.core.types import Epoch
+from elastic.core.certificate import Certificate, Contributor
+from elastic.core.messages import DataPosition, IndexRange
+from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
 from scripts.chaoslab.evidence import End, Evidence, Fault, Glimpse, Wait, wall_s
 from scripts.chaoslab.recovery import calm_round_s, recoveries, table
 from scripts.chaoslab.verdict import GAP_LIMIT_S, ROUND_LIMIT_S, judge
-from tests.unit.scripts.chaos_evidence import BEGAN_S, NUM_STEPS, event, log_of, ref, sound
+from tests.unit.scripts.chaos_evidence import BEGAN_S, NUM_STEPS, SITES, event, log_of, ref, sound, view
 
 
 def test_a_sound_run_passes_every_check() -> None:
@@ -54,6 +56,29 @@ def test_a_journal_that_went_back_or_was_rewritten_is_caught(seen: Glimpse) -> N
     evidence = _disturbed()
     evidence.glimpses.append(seen)
     assert list(_wrong(evidence)) == ["steps"]
+
+
+def test_a_journal_that_was_lost_and_made_anew_is_caught_and_what_follows_is_judged_from_there() -> None:
+    evidence = _disturbed()
+    commit = next(one for one in evidence.records if isinstance(one, CommitRecord) and one.outer_step == 5)
+    known = Certificate(
+        key=commit.key,
+        previous=commit.previous,
+        digest=commit.digest,
+        contributors=tuple(
+            Contributor(item.ref.peer_id, item.ref.incarnation, item.weight) for item in commit.contributions
+        ),
+        final=False,
+        position=DataPosition(commit.contributions[-1].consumed[-1].stop, ()),
+        parent=bytes(32),
+    )
+    anew = RebuildRecord(epoch=Epoch(5), certificate=known, testified=(ref(1), ref(2)), insisted=False)
+    rest = [_with_epoch(one, 10) for one in evidence.records[evidence.records.index(commit) + 1 :]]
+    evidence.records = [anew, ViewRecord(view=view(11, 5, *SITES), cause="all joined"), *rest]
+    evidence.glimpses.clear()
+    assert _wrong(evidence) == {"steps": ["the journal was lost, and made anew under epoch 5"]}
+    evidence.records.remove(next(one for one in rest if isinstance(one, ReleaseRecord)))
+    assert list(_wrong(evidence)) == ["steps", "leases"]
 
 
 def test_a_commit_that_one_start_of_a_peer_applied_twice_is_caught() -> None:
@@ -217,6 +242,16 @@ def _is_between(one: dict[str, object], first_s: float, last_s: float) -> bool:
 
 def _is_commit(record: Record) -> bool:
     return isinstance(record, CommitRecord)
+
+
+def _with_epoch(record: Record, more: int) -> Record:
+    match record:
+        case ViewRecord(view=seen):
+            return msgspec.structs.replace(record, view=msgspec.structs.replace(seen, epoch=Epoch(seen.epoch + more)))
+        case CommitRecord(key=key):
+            return msgspec.structs.replace(record, key=msgspec.structs.replace(key, epoch=Epoch(key.epoch + more)))
+        case _:
+            return record
 
 
 def _with_consumed(record: Record, consumed: tuple[IndexRange, ...]) -> CommitRecord:

@@ -1,9 +1,11 @@
 """Who gets in, at a real door: tickets for strangers, the mesh key for everybody else, and what each refusal costs."""
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 import pytest
@@ -24,6 +26,7 @@ from collective.transport import (
 from collective.wire import PROTOCOL_VERSION
 from elastic.dialler import LATER_CODE
 from trainer.admission import (
+    PATIENCE_S,
     Gatekeeper,
     RunTerms,
     ask_terms,
@@ -68,10 +71,10 @@ def ticket(
     )
 
 
-async def terms_for(given: Ticket, pause: "Patience", attempts: int = 5) -> RunTerms:
+async def terms_for(given: Ticket, pause: "Patience") -> RunTerms:
     """What a joiner with this ticket and no wishes of its own learns."""
     security = stranger_security(given, "auto")
-    return await ask_terms(given, JOINER, security=security, pause=pause, attempts=attempts)
+    return await ask_terms(given, JOINER, security=security, pause=pause, clock=pause.now_s)
 
 
 def gatekeeper(*, secret: bytes | None = SECRET) -> Gatekeeper:
@@ -85,11 +88,15 @@ async def echo(channel: Channel) -> None:
 
 @contextlib.asynccontextmanager
 async def door(
-    keeper: Gatekeeper | None = None, *, tls: str = "auto", security: Security | None = None
+    keeper: Gatekeeper | None = None,
+    *,
+    tls: str = "auto",
+    security: Security | None = None,
+    address: str = "127.0.0.1:0",
 ) -> AsyncIterator[Listener]:
     keeper = keeper or gatekeeper()
     async with Listener(
-        "127.0.0.1:0",
+        address,
         accept=keeper.accept,
         routes={Purpose.ADMISSION: keeper.admit, Purpose.CONTROL: echo},
         bulk=lambda sock, _: sock.close(),
@@ -99,13 +106,19 @@ async def door(
 
 
 class Patience:
-    """Counts pauses instead of taking them."""
+    """Counts pauses of a second instead of taking them; something may happen in one."""
 
-    def __init__(self) -> None:
+    def __init__(self, happens: Callable[[int], Awaitable[None]] | None = None) -> None:
         self.num_pauses = 0
+        self._happens = happens
 
     async def __call__(self) -> None:
         self.num_pauses += 1
+        if self._happens is not None:
+            await self._happens(self.num_pauses)
+
+    def now_s(self) -> float:
+        return float(self.num_pauses)
 
 
 @pytest.mark.parametrize("tls", ["auto", "on"])
@@ -138,8 +151,8 @@ async def test_coordinator_that_is_away_sends_callers_to_the_next_and_refuses_no
         assert await terms_for(ticket(first.address, second.address), pause=Patience()) == TERMS
         patience = Patience()
         with pytest.raises(NobodyReachable, match="look for another one"):
-            await terms_for(ticket(first.address), pause=patience, attempts=3)
-        assert patience.num_pauses == 2
+            await terms_for(ticket(first.address), pause=patience)
+        assert patience.num_pauses == PATIENCE_S
         with pytest.raises(HandshakeRefused) as refused:
             await connect(first.address, hello_maker(JOINER, TERMS)(Purpose.CONTROL), timeout_s=5.0)
     assert refused.value.code == ExitCode.NOBODY_REACHABLE == LATER_CODE
@@ -205,7 +218,8 @@ async def test_a_ticket_without_fingerprint_serves_only_who_wants_no_encryption(
     assert stranger_security(bare, "off") is None
     async with door(tls="off") as listener:
         open_ticket = ticket(listener.address, fingerprint=b"")
-        assert await ask_terms(open_ticket, JOINER, security=None, pause=Patience()) == TERMS
+        patience = Patience()
+        assert await ask_terms(open_ticket, JOINER, security=None, pause=patience, clock=patience.now_s) == TERMS
 
 
 async def test_a_ticket_with_fingerprint_is_never_shown_unencrypted_whatever_the_joiner_wants() -> None:
@@ -216,9 +230,11 @@ async def test_a_ticket_with_fingerprint_is_never_shown_unencrypted_whatever_the
 
 
 async def test_a_run_that_encrypts_everything_hears_no_unencrypted_stranger() -> None:
+    patience = Patience()
     async with door(tls="on") as listener:
+        given = ticket(listener.address)
         with pytest.raises(NobodyReachable, match=r"closed in the handshake|ECONNRESET"):
-            await ask_terms(ticket(listener.address), JOINER, security=None, pause=Patience(), attempts=1)
+            await ask_terms(given, JOINER, security=None, pause=patience, clock=patience.now_s, patience_s=1.0)
         assert listener.counters["not encrypted"] == 1
 
 
@@ -294,11 +310,44 @@ async def test_nobody_at_any_address_is_told_with_every_address_and_its_cause() 
         gone = listener.address
     patience = Patience()
     with pytest.raises(NobodyReachable) as nobody:
-        await terms_for(ticket(gone, "no-address"), pause=patience, attempts=3)
+        await terms_for(ticket(gone, "no-address"), pause=patience)
     assert nobody.value.exit_code is ExitCode.NOBODY_REACHABLE
     assert f"{gone} (refused)" in str(nobody.value)
     assert "no-address" in str(nobody.value)
-    assert patience.num_pauses == 2
+    assert patience.num_pauses == PATIENCE_S
+
+
+async def test_a_coordinator_that_comes_back_within_the_joiners_patience_is_waited_for_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with contextlib.AsyncExitStack() as stack:
+        async with door() as listener:
+            address = listener.address
+
+        async def comes_back(num_pauses: int) -> None:
+            if num_pauses == PATIENCE_S - 1:
+                await stack.enter_async_context(door(address=address))
+
+        assert await terms_for(ticket(address), pause=Patience(comes_back)) == TERMS
+    (said,) = [record.message for record in caplog.records if record.name == "trainer.admission"]
+    assert said == f"waiting_for_coordinator nobody_answers_at='{address} (refused)' up_to_s=30"
+
+
+@pytest.mark.parametrize(
+    ("code", "num_pauses"), [(socket.EAI_NONAME, 0), (socket.EAI_AGAIN, PATIENCE_S)], ids=["no such name", "not now"]
+)
+async def test_a_name_that_does_not_exist_is_not_asked_again_and_a_resolver_that_is_away_is(
+    monkeypatch: pytest.MonkeyPatch, code: int, num_pauses: int
+) -> None:
+    async def fails(*_: object, **__: object) -> None:
+        raise socket.gaierror(code, "as the resolver says")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", fails)
+    patience = Patience()
+    with pytest.raises(NobodyReachable, match="as the resolver says"):
+        await terms_for(ticket("coordinator.invalid:1"), pause=patience)
+    assert patience.num_pauses == num_pauses
 
 
 async def test_the_second_address_of_a_ticket_is_tried_when_the_first_is_silent() -> None:

@@ -1,0 +1,29 @@
+"""The first thing a worker process does: `python -m trainer.worker_start JOB`.
+
+To load torch takes seconds. A daemon that is killed meanwhile must not leave a worker behind, nor a signal for the
+daemon's whole group end one: so both are seen to before anything is loaded.
+"""
+
+import json
+import os
+import signal
+import sys
+
+from trainer.errors import ExitCode
+from trainer.lifeline import die_with
+
+
+def main() -> None:
+    """Tie this process to its daemon, then become the worker that the only argument describes."""
+    # A supervisor that stops a service signals all its processes; the daemon then still needs us to leave in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if not die_with(int(json.loads(sys.argv[1])["parent_pid"])):
+        os._exit(ExitCode.UNEXPECTED)
+    from trainer.worker import main as work
+
+    work()
+
+
+if __name__ == "__main__":
+    main()
