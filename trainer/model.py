@@ -243,14 +243,16 @@ class Decoder(nn.Module):
 
     May be built under `torch.device("meta")` and materialised by `to_empty`. The parameters then have no values until
     `init_weights` or `load_state_dict` gives them some; a decoder that is built on a real device holds PyTorch's
-    default values until then.
+    default values until then, and zeros in its embedding.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.rotary = RotaryTable(head_dim=config.head_dim, max_seq_len=config.max_seq_len, theta=config.rope_theta)
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        # Not drawn here: on the meta device that alone imports torch's compiler, more than a second of a peer's start.
+        nothing_VD = torch.zeros(config.vocab_size, config.dim)
+        self.embedding = nn.Embedding.from_pretrained(nothing_VD, freeze=False)  # type: ignore[no-untyped-call]
         self.blocks = nn.ModuleList(Block(config, self.rotary) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         # A tied head is no module: one parameter, one name, one place in the canonical order.

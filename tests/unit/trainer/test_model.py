@@ -1,4 +1,7 @@
+import dataclasses
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -387,3 +390,9 @@ def test_gradient_reaches_every_parameter_and_matches_a_finite_difference():
             losses.append(float(F.cross_entropy(decoder(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())))
             weight[at] -= sign * step
     assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(float(weight.grad[at]), rel=0.05)
+
+
+def test_a_peer_knows_its_shapes_without_torchs_compiler() -> None:
+    code = "import sys; from trainer.model import ModelConfig, named_shapes; named_shapes(ModelConfig(**CONFIG))"
+    code = code.replace("CONFIG", repr(dataclasses.asdict(SMALL))) + "; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0
