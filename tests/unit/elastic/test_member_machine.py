@@ -26,7 +26,6 @@ from elastic.core.events import (
     TakeLeases,
     Tick,
 )
-from elastic.core.member import Phase
 from elastic.core.messages import (
     Commit,
     Evicted,
@@ -45,6 +44,7 @@ from elastic.core.messages import (
     Vote,
     Welcome,
 )
+from elastic.core.place import Phase
 from tests.unit.elastic.machines import MANIFEST, MemberDriver, certificate, held, key, member, ref, view
 
 

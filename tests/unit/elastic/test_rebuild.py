@@ -20,7 +20,6 @@ from elastic.core.events import (
     RoundReady,
     Tick,
 )
-from elastic.core.member import Phase
 from elastic.core.messages import (
     Commit,
     Evicted,
@@ -39,6 +38,7 @@ from elastic.core.messages import (
     Synced,
     Welcome,
 )
+from elastic.core.place import Phase
 from elastic.core.rebuild import EPOCHS_A_REBUILD
 from elastic.core.records import Genesis, RebuildRecord, ViewRecord
 from tests.unit.elastic.machines import (
