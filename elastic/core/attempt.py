@@ -26,6 +26,11 @@ class Attempt:
         self.laid_aside: tuple[RoundKey, Held] | None = None
         """The round whose result was staged when the membership ended, and the state that this would be."""
 
+    @property
+    def staged_key(self) -> RoundKey | None:
+        """Of the round whose result is, or will be, staged here."""
+        return self.key if self.laid_aside is None else self.laid_aside[0]
+
     def start(self, view: View) -> Sequence[MemberEffect]:
         """Exchange the payload in this view, if there is one and that is not under way already."""
         if self.payload is None or self.key is not None:

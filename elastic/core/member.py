@@ -21,23 +21,15 @@ Rules (elastic/README.md has the reasons):
 It must not know what the state is, how it is exchanged or how it is fetched.
 """
 
-import enum
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import assert_never
 
-import msgspec
-
 from collective.core.types import Epoch, Instant, Member, OuterStep, PeerRef, View
-from elastic.core.attempt import Attempt
 from elastic.core.certificate import Certificate
 from elastic.core.chain import Chain
 from elastic.core.config import MemberConfig
 from elastic.core.events import (
-    BecomeActive,
-    BecomeExcused,
-    BecomeLearner,
-    CarryOver,
     CatchUpFailed,
     CaughtUp,
     Connected,
@@ -46,8 +38,6 @@ from elastic.core.events import (
     ExchangeDone,
     ExchangeFailed,
     Finish,
-    InstallStaged,
-    InstallView,
     KeepCertificate,
     LeasesWanted,
     LeaveRequested,
@@ -59,13 +49,11 @@ from elastic.core.events import (
     TakeLeases,
     Tick,
 )
-from elastic.core.lease_desk import LeaseDesk
 from elastic.core.messages import (
     Commit,
     CoordinatorMessage,
     Evicted,
     Goodbye,
-    Heartbeat,
     Held,
     Join,
     LeaseGrant,
@@ -78,21 +66,10 @@ from elastic.core.messages import (
     Synced,
     Welcome,
 )
-from elastic.core.pursuit import Pursuit
+from elastic.core.place import Phase, Place
 
 STORY_LENGTH = 512
 DONE_EXIT_CODE, UNREACHABLE_EXIT_CODE, LEFT_EXIT_CODE = 0, 4, 20
-
-
-class Phase(enum.Enum):
-    """Where a peer stands."""
-
-    JOINING = "joining"  # has not been answered
-    LEARNING = "learning"  # welcome, but no member: catches up
-    SYNCING = "syncing"  # a member that does not hold the view's state yet
-    ACTIVE = "active"  # a member that does
-    EXCUSED = "excused"  # was active, is late, and will be a member again
-    FINISHED = "finished"  # its part is over, for good
 
 
 class MemberMachine:
@@ -107,6 +84,8 @@ class MemberMachine:
         seal_key: of the run's certificates, 32 bytes.
         certificate: the newest one that an earlier start of this peer has kept.
     """
+
+    place_type: type[Place] = Place
 
     def __init__(
         self,
@@ -124,15 +103,10 @@ class MemberMachine:
         self.counters: Counter[str] = Counter()
         self._address = address
         self._manifest_digest = manifest_digest
-        self._phase = Phase.JOINING
         self._chain = Chain(seal_key, certificate, self.counters)
         newest = self._chain.newest
         self._epoch = Epoch(0) if newest is None else newest.key.epoch  # the newest one heard of
-        self._view: View | None = None  # the one this peer is a member of, advanced by installed commits
-        self._pursuit = Pursuit(me.peer_id, held, config.catch_up_retry_s)
-        self._attempt = Attempt()
-        self._leases = LeaseDesk()
-        self._standing = False  # what this peer has done since the last commit counts
+        self._place = self.place_type(me, held, config.catch_up_retry_s, self.counters)
         # - Leaving
         self._leave: Leave | None = None
         self._leave_by: Instant | None = None
@@ -141,12 +115,9 @@ class MemberMachine:
         self._connected = False
         self._disconnected_since: Instant | None = None
         self._is_asked = False  # by a coordinator without a journal, what this peer holds
-        self._progress = 0
-        self._waits = False  # for others, as the trainer says
         self._heartbeat_at: Instant = 0.0
         self._resend_at: Instant = 0.0
         self._now: Instant = 0.0
-        self._effects: list[MemberEffect] = []
         self._story: deque[tuple[Instant, MemberEvent]] = deque(maxlen=STORY_LENGTH)
 
     # -------------------------------------------------------------------------------- the machine
@@ -154,22 +125,22 @@ class MemberMachine:
     @property
     def phase(self) -> Phase:
         """Where this peer stands."""
-        return self._phase
+        return self._place.phase
 
     @property
     def is_standing(self) -> bool:
         """Whether what this peer has done since the last commit counts: as an active member, or excused."""
-        return self._standing
+        return self._place.is_standing
 
     @property
     def view(self) -> View | None:
         """The view it is a member of, advanced by the commits it has installed."""
-        return self._view
+        return self._place.view
 
     @property
     def held(self) -> Held | None:
         """The committed state it holds."""
-        return self._pursuit.held
+        return self._place.held
 
     @property
     def certificate(self) -> Certificate | None:
@@ -185,9 +156,9 @@ class MemberMachine:
         """Take one event in; the effects are to be carried out in order."""
         self._story.append((now, event))
         self._now = now
-        self._effects = []
-        if self._phase is Phase.FINISHED:
-            return self._effects
+        effects = self._place.effects = []
+        if self._place.phase is Phase.FINISHED:
+            return effects
         if not self._connected and self._disconnected_since is None:
             self._disconnected_since = now
         match event:
@@ -202,15 +173,14 @@ class MemberMachine:
             case RoundReady():
                 self._on_round_ready(event)
             case ExchangeDone() | ExchangeFailed():
-                if self._attempt.ended(event):
+                if self._place.attempt.ended(event):
                     self._say_outstanding()
                 else:
                     self.counters["old_exchange"] += 1
             case CaughtUp() | CatchUpFailed():
                 self._on_catch_up(event)
             case Progressed():
-                self._progress = max(self._progress, event.progress)
-                self._waits = event.blocked
+                self._place.progressed(event)
             case LeasesWanted():
                 self._on_leases_wanted(event.num_samples)
             case LeaveRequested():
@@ -219,13 +189,13 @@ class MemberMachine:
                 self._on_tick()
             case _:
                 assert_never(event)
-        return self._effects
+        return effects
 
     def next_deadline(self) -> Instant | None:
         """When to feed a `Tick`, if nothing else happens before."""
-        if self._phase is Phase.FINISHED:
+        if self._place.phase is Phase.FINISHED:
             return None
-        deadlines: list[Instant | None] = [self._pursuit.retry_at, self._leave_by]
+        deadlines: list[Instant | None] = [self._place.pursuit.retry_at, self._leave_by]
         if self._connected:
             deadlines.append(self._heartbeat_at)
             if self._outstanding():
@@ -236,28 +206,12 @@ class MemberMachine:
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
-        view, attempt, held = self._view, self._attempt, self.held
-        attempt.check_invariants()
-        if self._phase is Phase.FINISHED:
+        place = self._place
+        place.attempt.check_invariants()
+        if place.phase is Phase.FINISHED:
             return
-        assert (view is not None) == (self._phase in (Phase.SYNCING, Phase.ACTIVE)), "the phase contradicts the view"
-        if view is not None:
-            assert view.holds(self.me), "in a view without being its member"
-            assert view.epoch == self._epoch, "not in the newest view heard of"
-        if self._phase is Phase.ACTIVE and view is not None:
-            assert held == Held(view.outer_step, view.digest), "active from another state"
-            assert not self._pursuit.busy, "active while it catches up"
-        assert self._standing or self._phase not in (Phase.ACTIVE, Phase.EXCUSED), "active, and for nothing"
-        if attempt.payload is not None:
-            assert self._standing, "a payload outside of a membership"
-            assert held is not None, "a payload from nowhere"
-            assert attempt.payload.outer_step == held.outer_step, "a payload of another step"
-        if attempt.key is not None:
-            assert view is not None, "an exchange without a view"
-            assert attempt.key.epoch == view.epoch, "an exchange of another view"
-        if attempt.laid_aside is not None:
-            assert view is None, "a member keeps what an older membership has staged"
-            assert not self._pursuit.busy, "a state is fetched over what is staged"
+        place.check_invariants()
+        assert place.view is None or place.view.epoch == self._epoch, "not in the newest view heard of"
 
     # -------------------------------------------------------------------------------- connection and time
 
@@ -266,9 +220,9 @@ class MemberMachine:
         self._disconnected_since = None
         self._heartbeat_at = self._now + self.config.heartbeat_interval_s
         if self._leave is None:
-            if self._phase is not Phase.JOINING:
+            if self._place.phase is not Phase.JOINING:
                 self._say(self._join())  # "I am still here"
-        elif self._view is not None and not self._leave.now:
+        elif self._place.view is not None and not self._leave.now:
             self._leave_by = None
         self._say_outstanding()
 
@@ -281,28 +235,15 @@ class MemberMachine:
             waited = f"{self.config.coordinator_timeout_s:.0f} s"
             self._finish(UNREACHABLE_EXIT_CODE, f"the coordinator could not be reached for {waited}")
             return
-        self._effects += self._pursuit.wake(self._now)
+        self._place.effects += self._place.pursuit.wake(self._now)
         if not self._connected:
             return
         if self._now >= self._heartbeat_at:
             self._heartbeat_at = self._now + self.config.heartbeat_interval_s
-            if self._phase is not Phase.JOINING:  # a stranger's heartbeat would only be answered by Evicted
-                self._say(self._heartbeat())
+            if self._place.phase is not Phase.JOINING:  # a stranger's heartbeat would only be answered by Evicted
+                self._say(self._place.heartbeat(self._epoch))
         if self._now >= self._resend_at:
             self._say_outstanding()
-
-    def _heartbeat(self) -> Heartbeat:
-        held = self.held
-        is_ready = self._attempt.payload is not None
-        # Who catches up is never blocked: the others must not wait for it without end.
-        at_rest = self._phase in (Phase.ACTIVE, Phase.EXCUSED) and self._pursuit.is_at_rest
-        return Heartbeat(
-            epoch=self._epoch,
-            outer_step=held.outer_step if held is not None else OuterStep(0),
-            progress=self._progress,
-            blocked=at_rest and (is_ready or self._waits),
-            ready=at_rest and is_ready,
-        )
 
     def _join(self) -> Join:
         return Join(
@@ -315,12 +256,13 @@ class MemberMachine:
 
     def _outstanding(self) -> list[PeerMessage]:
         """What waits for an answer, and is said again until it comes."""
-        messages: list[PeerMessage | None] = [self._attempt.report(), self._leases.request, self._leave]
+        place = self._place
+        messages: list[PeerMessage | None] = [place.attempt.report(), place.leases.request, self._leave]
         if self._leave is None:
-            is_nobody = self._phase is Phase.JOINING or (self._phase is Phase.LEARNING and self.held is None)
+            is_nobody = place.phase is Phase.JOINING or (place.phase is Phase.LEARNING and self.held is None)
             if is_nobody or self._is_asked:
                 messages.append(self._join())
-            elif self._phase in (Phase.LEARNING, Phase.EXCUSED) and self.held is not None:
+            elif place.phase in (Phase.LEARNING, Phase.EXCUSED) and self.held is not None:
                 messages.append(Synced(held=self.held))
         return [message for message in messages if message is not None]
 
@@ -331,7 +273,7 @@ class MemberMachine:
 
     def _say(self, message: PeerMessage) -> None:
         if self._connected:
-            self._effects.append(SendToCoordinator(message=message))
+            self._place.effects.append(SendToCoordinator(message=message))
 
     # -------------------------------------------------------------------------------- what the coordinator says
 
@@ -362,7 +304,8 @@ class MemberMachine:
 
     def _is_stale(self, epoch: Epoch) -> bool:
         """The fence for words about membership: older than what is known, or about the view that holds this peer."""
-        if epoch < self._epoch or (self._view is not None and epoch == self._view.epoch):
+        view = self._place.view
+        if epoch < self._epoch or (view is not None and epoch == view.epoch):
             self.counters["old_epoch"] += 1
             return True
         return False
@@ -372,14 +315,14 @@ class MemberMachine:
             return
         self._epoch = welcome.epoch
         self._lose_membership("welcomed as a learner")
-        self._phase = Phase.LEARNING
+        self._place.phase = Phase.LEARNING
         if welcome.found:
-            self._effects += self._pursuit.found()
+            self._place.effects += self._place.pursuit.found()
         if welcome.target is not None:
             self._aim(welcome.target, welcome.donors)
 
     def _on_new_view(self, message: NewView) -> None:
-        view, mine = message.view, self._view
+        view, mine = message.view, self._place.view
         if view.epoch < self._epoch or (
             mine is not None and (view.epoch, view.outer_step) <= (mine.epoch, mine.outer_step)
         ):
@@ -394,80 +337,38 @@ class MemberMachine:
         self._epoch = view.epoch
         if self._leave is not None and not self._leave.now:
             self._leave_by = None  # there is a commit boundary to wait for
-        self._install_if_staged(Held(view.outer_step, view.digest))
-        self._stop_if_spent(message.contributed)
-        if mine is None or view.epoch > mine.epoch:
-            self._effects += [*self._attempt.abort(), *self._attempt.drop_aside(), InstallView(view=view)]
-        self._view = view
-        self._take_part()
-
-    def _stop_if_spent(self, contributed: OuterStep) -> None:
-        """A commit holds this peer's work, and it did not install that: it is overruled, and has nothing to keep."""
-        if self._standing and self.held is not None and contributed > self.held.outer_step:
-            self._stop_training(f"outer step {contributed} was committed with another result than this peer's")
+        self._place.enter(view, message.contributed)
 
     def _on_excused(self, message: NewView) -> None:
-        """The round goes on without this peer. Said again, it tells of the newest state."""
-        view = message.view
-        state = Held(view.outer_step, view.digest)
-        self._epoch = view.epoch
-        self._install_if_staged(state)
-        self._stop_if_spent(message.contributed)
-        self._effects += self._attempt.abort()
-        self._view = None
-        if not self._standing:
-            self._phase = Phase.LEARNING  # a coordinator that restarted knows no better: there is nothing to keep
-        elif self._phase is not Phase.EXCUSED:
-            self._phase = Phase.EXCUSED
-            self._effects.append(BecomeExcused(view=view))
-        self._aim(state, view.members)
+        self._epoch = message.view.epoch
+        if self._place.excuse(message.view, message.contributed):
+            self._say_outstanding()
         self._limit_farewell()
-
-    def _take_part(self) -> None:
-        """In a view: active if its state is held, else on the way to it."""
-        view = self._view
-        assert view is not None, "only members take part"
-        state = Held(view.outer_step, view.digest)
-        if self.held == state and not self._pursuit.busy:
-            self._pursuit.rest()
-            if self._phase is not Phase.ACTIVE:
-                self._phase = Phase.ACTIVE
-                self._standing = True
-                self._effects.append(BecomeActive(view=view))
-            self._effects += self._attempt.start(view)
-            return
-        self._phase = Phase.SYNCING
-        self._effects += self._pursuit.aim(state, view.members)
 
     def _on_commit(self, certificate: Certificate) -> None:
         if not self._believes(certificate):
             return
-        made, aside = certificate.made, self._attempt.laid_aside
-        own = self._attempt.key if aside is None else aside[0]
-        if own == certificate.key and self._install_if_staged(made, certificate):
+        place, made = self._place, certificate.made
+        if certificate.key == place.attempt.staged_key and place.install_if_staged(made, certificate):
+            if certificate.final:
+                self._bid_farewell()
             return
-        if self._attempt.key == certificate.key:
-            self._on_overruled(made)
+        if place.attempt.key == certificate.key:
+            place.overrule(made)
         if certificate.final:
             self._bid_farewell()  # also if it was made without this peer, in a view that it has not heard of
-        elif self._view is None and self._phase in (Phase.LEARNING, Phase.EXCUSED):
+        elif place.view is None and place.phase in (Phase.LEARNING, Phase.EXCUSED):
             # A learner lives through commits, or it would never arrive. So does who is excused.
             self._aim(made)
 
     def _aim(self, target: Held, donors: Sequence[Member] | None = None) -> None:
-        """As no member, to this committed state. It may have been laid aside here, and perhaps nowhere else."""
-        held = self.held
-        if self._install_if_staged(target):
+        if self._place.aim(target, donors):
             self._say_outstanding()
-        elif held is not None and target != held and target.outer_step >= held.outer_step:
-            self._effects += self._attempt.drop_aside()
-        self._effects += self._pursuit.aim(target, donors)
 
     def _believes(self, certificate: Certificate) -> bool:
         """Whether the commit continues the chain of the run as this peer knows it. If it does, it is kept."""
-        view, aside = self._view, self._attempt.laid_aside
-        known = [self.held, self._pursuit.target]
-        known += [None if view is None else Held(view.outer_step, view.digest), None if aside is None else aside[1]]
+        place, aside = self._place, self._place.attempt.laid_aside
+        known = [place.held, place.pursuit.target, place.view_state, None if aside is None else aside[1]]
         if certificate.key.epoch < self._epoch and certificate.made not in known:
             # A coordinator with an old journal may know commits of its own.
             self.counters["old_epoch"] += 1
@@ -476,29 +377,17 @@ class MemberMachine:
         if not self._chain.take(certificate):
             return False
         if certificate != before:
-            self._effects.append(KeepCertificate(certificate=certificate))
+            self._place.effects.append(KeepCertificate(certificate=certificate))
         return True
-
-    def _on_overruled(self, made: Held) -> None:
-        """The others agreed on something else than what is staged here: fetch what they have.
-
-        As a member, until an `Evicted` says otherwise. To leave the view by oneself would be a view of one's own: a
-        coordinator that crashed between commit and eviction still counts on this member
-        (scenarios/overruled_member_stays.toml).
-        """
-        if self._view is not None:
-            self._stop_training(f"outer step {made.outer_step} was committed with another result than this peer's")
-            self._view = msgspec.structs.replace(self._view, outer_step=made.outer_step, digest=made.digest)
-            self._take_part()
 
     def _on_evicted(self, evicted: Evicted) -> None:
         if self._is_stale(evicted.epoch):
             return
-        if self._phase is Phase.JOINING and evicted.epoch == self._epoch:
+        if self._place.phase is Phase.JOINING and evicted.epoch == self._epoch:
             return  # it is being answered already; the timer repeats the Join
         self._epoch = evicted.epoch
         self._lose_membership(evicted.reason)
-        self._phase = Phase.JOINING
+        self._place.phase = Phase.JOINING
         self._say_outstanding()
 
     def _on_rebuilt(self, rebuilt: Rebuilt) -> None:
@@ -509,103 +398,60 @@ class MemberMachine:
             return
         if certificate is not None and not self._chain.is_genuine(certificate):
             return
-        if certificate is not None:  # this commit may be staged here, and nowhere else
-            self._install_if_staged(certificate.made, certificate)
-        self._effects += [*self._attempt.forget(), *self._attempt.drop_aside()]
+        place = self._place
+        # This commit may be staged here, and nowhere else.
+        if certificate is not None and place.install_if_staged(certificate.made, certificate) and certificate.final:
+            self._bid_farewell()
+        place.drop_staged()
         if certificate is not None:
-            self._pursuit.give_up(after=certificate.made.outer_step)
+            place.pursuit.give_up(after=certificate.made.outer_step)
         elif self._chain.newest is not None:
-            self._pursuit.give_up(after=OuterStep(-1))
+            place.pursuit.give_up(after=OuterStep(-1))
         if certificate is not None and certificate != self._chain.newest:
-            self._effects.append(KeepCertificate(certificate=certificate))
+            place.effects.append(KeepCertificate(certificate=certificate))
         self._chain.go_back_to(certificate)
         self._epoch = rebuilt.epoch
         self._lose_membership("the coordinator's journal was lost, and rebuilt from the members' certificates")
-        self._phase = Phase.JOINING
+        place.phase = Phase.JOINING
         self._say_outstanding()
 
     def _on_lease_grant(self, grant: LeaseGrant) -> None:
-        ranges = self._leases.take(grant)
+        ranges = self._place.leases.take(grant)
         if ranges is None:
             self.counters["old_grant"] += 1
             return
-        self._effects.append(TakeLeases(ranges=ranges))
-        # It waits for others only until it has what it waited for. A trainer that hangs right then says no more, and
-        # would count as waiting for ever (scenarios/hangs_right_after_its_leases.toml).
-        self._waits = False
+        self._place.effects.append(TakeLeases(ranges=ranges))
+        self._place.has_leases()
         self._on_leases_wanted(0)
 
     # -------------------------------------------------------------------------------- what happens at home
 
     def _on_round_ready(self, payload: RoundReady) -> None:
-        if self._final:
-            return  # the run's last step was made without it
-        if not self._standing or self.held is None:
-            self.counters["payload_of_no_member"] += 1
-        elif payload.outer_step != self.held.outer_step or self._attempt.payload is not None:
-            self.counters["payload_of_another_step"] += 1
-        else:
-            self._attempt.payload = payload
-            if self._view is not None and self._phase is Phase.ACTIVE:
-                self._effects += self._attempt.start(self._view)
-            self._say(self._heartbeat())  # the others' grace for the late begins when the quorum has handed in
+        # The run's last step may have been made without it.
+        if not self._final and self._place.take_payload(payload):
+            # The others' grace for the late begins when the quorum has handed in.
+            self._say(self._place.heartbeat(self._epoch))
 
     def _on_catch_up(self, event: CaughtUp | CatchUpFailed) -> None:
-        self._pursuit.ended(event, self._now)
-        self._carry_over()
-        if self._view is not None:
-            self._take_part()
-            return
-        if self._phase in (Phase.LEARNING, Phase.EXCUSED):
-            self._say_outstanding()
-        if self._pursuit.target is not None:
-            self._effects += self._pursuit.aim(self._pursuit.target)
-
-    def _carry_over(self) -> None:
-        """The state moved on without the payload."""
-        payload, held = self._attempt.payload, self.held
-        if payload is not None and held is not None and payload.outer_step != held.outer_step:
-            self._effects += self._attempt.forget()
-            self._effects.append(CarryOver(outer_step=payload.outer_step, held=held))
+        place = self._place
+        place.catch_up_ended(event, self._now)
+        if place.view is None:
+            if place.phase in (Phase.LEARNING, Phase.EXCUSED):
+                self._say_outstanding()
+            place.go_on()
 
     def _on_leases_wanted(self, num_samples: int) -> None:
-        if not self._standing:
+        if not self._place.is_standing:
             self.counters["leases_wanted_by_learner"] += 1
             return
-        request = self._leases.want(num_samples, self._epoch)
+        request = self._place.leases.want(num_samples, self._epoch)
         if request is not None:
             self._say(request)
 
-    def _install_if_staged(self, made: Held, certificate: Certificate | None = None) -> bool:
-        """If this very state is staged, it becomes the held one. Without a certificate it was learnt from a view."""
-        final = certificate is not None and certificate.final
-        position = certificate.position if certificate is not None else None
-        view, key = self._view, self._attempt.take_staged(made)
-        if key is None:
-            return False
-        self._effects.append(InstallStaged(key=key, held=made, final=final, position=position))
-        self._pursuit.installed(made)
-        if view is not None:
-            self._view = msgspec.structs.replace(view, outer_step=made.outer_step, digest=made.digest)
-        if final:
-            self._bid_farewell()
-        return True
-
-    # -------------------------------------------------------------------------------- membership ends
-
-    def _stop_training(self, reason: str) -> None:
-        self._standing = False
-        self._effects += self._attempt.forget()
-        self._leases.forget()
-        self._waits = False  # or it would count as waiting when it is back (scenarios/hangs_with_an_old_word.toml)
-        self._effects.append(BecomeLearner(reason=reason))
+    # -------------------------------------------------------------------------------- leaving
 
     def _lose_membership(self, reason: str) -> None:
-        if self._view is not None or self._standing:
-            if self._phase is Phase.ACTIVE:
-                self._attempt.lay_aside()
-            self._stop_training(reason)
-            self._view = None
+        self._place.lose_membership(reason)
         self._limit_farewell()
 
     def _on_leave_requested(self, event: LeaveRequested) -> None:
@@ -626,7 +472,7 @@ class MemberMachine:
         """A leave is awaited without limit only while a commit boundary is to be expected."""
         if self._leave is None or self._leave_by is not None:
             return
-        if self._leave.now or self._view is None or not self._connected:
+        if self._leave.now or self._place.view is None or not self._connected:
             self._leave_by = self._now + self.config.farewell_timeout_s
 
     def _part(self, reason: str) -> None:
@@ -636,6 +482,5 @@ class MemberMachine:
             self._finish(LEFT_EXIT_CODE, reason)
 
     def _finish(self, code: int, reason: str) -> None:
-        self._effects += [*self._attempt.abort(), *self._attempt.drop_aside()]
-        self._phase = Phase.FINISHED
-        self._effects.append(Finish(code=code, reason=reason))
+        self._place.end()
+        self._place.effects.append(Finish(code=code, reason=reason))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from collective.core.types import PeerRef, RoundKey, View
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import BecomeLearner, Finish, InstallStaged
-from elastic.core.member import Phase
 from elastic.core.messages import CoordinatorMessage, PeerMessage, Refused
+from elastic.core.place import Phase
 from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
 from tests.simulation.history import Admissions, History, SharedState
 from tests.simulation.patience import Patience

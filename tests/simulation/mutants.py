@@ -27,6 +27,7 @@ from elastic.core.events import (
 from elastic.core.grace import Grace
 from elastic.core.member import MemberMachine
 from elastic.core.messages import Evicted, Held, Join, NewView, RoundFailed, Vote
+from elastic.core.place import Phase, Place
 from elastic.core.rebuild import Rebuild
 from elastic.core.reception import Reception
 from elastic.core.records import Record
@@ -42,24 +43,25 @@ from tests.simulation.parts import Parts
 class InstallsWithoutCommit(MemberMachine):
     def handle(self, event: MemberEvent, now: Instant) -> Sequence[MemberEffect]:
         effects = list(super().handle(event, now))
-        key, staged = self._attempt.key, self._attempt.staged
+        place = self._place
+        key, staged = place.attempt.key, place.attempt.staged
         if isinstance(event, ExchangeDone) and key is not None and staged is not None:
-            self._effects = effects
-            self._install_if_staged(Held(OuterStep(key.outer_step + 1), staged))
+            place.effects = effects
+            place.install_if_staged(Held(OuterStep(key.outer_step + 1), staged))
         return effects
 
 
 class ForgetsItsPayload(MemberMachine):
     def _on_new_view(self, message: NewView) -> None:
-        view = message.view
-        if self._view is not None and view.epoch > self._view.epoch and self._attempt.staged is None:
-            had_payload = self._attempt.payload is not None
-            self._effects += self._attempt.forget()
+        place, view = self._place, message.view
+        if place.view is not None and view.epoch > place.view.epoch and place.attempt.staged is None:
+            had_payload = place.attempt.payload is not None
+            place.effects += place.attempt.forget()
             super()._on_new_view(message)
-            if had_payload and self._view is not None:
-                self._stop_training("starts over in the new view")
-                self._phase = type(self._phase).SYNCING
-                self._take_part()
+            if had_payload and place.view is not None:
+                place._stop_training("starts over in the new view")
+                place.phase = Phase.SYNCING
+                place._take_part()
         else:
             super()._on_new_view(message)
 
@@ -152,12 +154,16 @@ class HasUnboundedGrace(CoordinatorMachine):
         self._roster.grace = WaitsForEver(config)
 
 
-class ForgetsLateWork(MemberMachine):
+class ThrowsLateWorkAway(Place):
     def _carry_over(self) -> None:
-        """Throws the late payload away, as who was put out does."""
-        payload, held = self._attempt.payload, self.held
+        """As who was put out does."""
+        payload, held = self.attempt.payload, self.held
         if payload is not None and held is not None and payload.outer_step != held.outer_step:
             self._stop_training("late")
+
+
+class ForgetsLateWork(MemberMachine):
+    place_type = ThrowsLateWorkAway
 
 
 class ReturnsConsumedLeases(CoordinatorMachine):

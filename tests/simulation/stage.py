@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from elastic.core.member import Phase
+from elastic.core.place import Phase
 from elastic.core.records import CommitRecord, ViewRecord
 from tests.simulation.options import Options
 from tests.simulation.parts import Parts

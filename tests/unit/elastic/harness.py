@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from collective.core.types import Incarnation, Member, OuterStep, PeerId
-from collective.transport import Channel, Hello, HelloReply, Listener, Purpose, connect
+from collective.errors import ConnectionLost
+from collective.transport import Channel, FrameType, Hello, HelloReply, Listener, Purpose, connect
 from collective.wire import PROTOCOL_VERSION
 from elastic.commit_log import CommitLog
 from elastic.core.messages import Held
@@ -22,8 +23,13 @@ from elastic.donor import Donor
 from elastic.errors import StateDiverged, StateMismatch
 from elastic.journal import Journal
 from elastic.replica import CommitEntry, ResultChunk
+from elastic.state_wire import Pace
 
 CHUNK_NBYTES = 1024
+NUM_CHUNKS = 16
+"""Of two tensors of 8,000 bytes."""
+QUICK = Pace(patience_s=0.5, floor_bytes_per_s=1 << 20, window=3)
+"""Of a learner that does not wait for long."""
 RUN_ID = "test-run"
 
 
@@ -267,6 +273,22 @@ def tampered(donor: DonorPeer, on_send: Callable[..., Awaitable[bytes]]) -> Dono
 
     donor.serve = serve
     return donor
+
+
+def that_dies(donor: DonorPeer, after: int) -> DonorPeer:
+    """The donor's connection breaks when it should send its chunk number `after`."""
+    sent = 0
+
+    async def on_send(channel: Channel, frame_type: FrameType, payload: bytes, _chunk: int) -> bytes:
+        nonlocal sent
+        if frame_type is FrameType.STATE_CHUNK:
+            if sent == after:
+                channel.close()
+                raise ConnectionLost("the donor died")
+            sent += 1
+        return payload
+
+    return tampered(donor, on_send)
 
 
 async def dial_state(member: Member) -> Channel:

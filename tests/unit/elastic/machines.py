@@ -8,14 +8,17 @@ from elastic.core.certificate import Certificate, Contributor
 from elastic.core.config import CoordinatorConfig, MemberConfig
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import (
+    Connected,
     CoordinatorEffect,
     CoordinatorEvent,
     CoordinatorSaid,
+    ExchangeDone,
     KeepCertificate,
     MemberEffect,
     MemberEvent,
     PeerSaid,
     Persist,
+    RoundReady,
     SendToCoordinator,
     SendToPeer,
 )
@@ -26,10 +29,12 @@ from elastic.core.messages import (
     Held,
     IndexRange,
     Join,
+    NewView,
     PeerMessage,
     RoundFailed,
     Vote,
 )
+from elastic.core.place import Phase
 from elastic.core.records import Record
 
 MANIFEST = b"\7" * 32
@@ -76,6 +81,10 @@ def certificate(
         position=DataPosition(100, (IndexRange(40, 50),)),
         parent=bytes(32) if parent is None else parent.link,
     ).sealed(seal_key)
+
+
+def payload(step: int, *consumed: IndexRange) -> RoundReady:
+    return RoundReady(outer_step=OuterStep(step), fragment=0, weight=2.0, num_tokens=3, consumed=consumed)
 
 
 class CoordinatorDriver:
@@ -169,6 +178,21 @@ class MemberDriver:
 
     def hears(self, message: CoordinatorMessage) -> Sequence[MemberEffect]:
         return self.feed(CoordinatorSaid(message=message))
+
+    def active_in(self, mine: View) -> "MemberDriver":
+        """A member of this view, whose state it holds."""
+        self.feed(Connected())
+        self.hears(NewView(view=mine))
+        assert self.machine.phase is Phase.ACTIVE
+        return self
+
+    def hands_in(self, *consumed: IndexRange) -> "MemberDriver":
+        """The payload of its round is exchanged, the result staged: it has voted for the usual digest."""
+        mine = self.machine.view
+        assert mine is not None
+        self.feed(payload(mine.outer_step, *consumed))
+        self.feed(ExchangeDone(key=key(mine.epoch, mine.outer_step), digest=held(mine.outer_step + 1).digest))
+        return self
 
     def said(self) -> list[PeerMessage]:
         return [effect.message for effect in self.effects if isinstance(effect, SendToCoordinator)]

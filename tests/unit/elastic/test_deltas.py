@@ -8,28 +8,28 @@ import pytest
 
 from collective.core.bucket import TokenBucket
 from collective.core.types import OuterStep
-from collective.errors import ConnectionLost
 from collective.transport import FrameType
 from elastic.commit_log import CommitLog
-from elastic.digest import Hasher
 from elastic.donor import TURN_S, Donor
 from elastic.errors import NoDonor
 from elastic.parity import contents_of, differing, first_difference, missing_nbytes, narrowed, salvage
 from elastic.state_sync import StateSync
-from elastic.state_wire import Pace, Stock
-from tests.unit.elastic.harness import CHUNK_NBYTES, DonorPeer, NumberReplica, dial_state, tampered, totals, until
+from elastic.state_wire import Stock
+from tests.unit.elastic.harness import (
+    CHUNK_NBYTES,
+    NUM_CHUNKS,
+    QUICK,
+    DonorPeer,
+    NumberReplica,
+    dial_state,
+    tampered,
+    that_dies,
+    totals,
+    until,
+)
 
 STATE_NBYTES = 16_000
 COMMIT_NBYTES = 2_000
-NUM_CHUNKS = 16
-QUICK = Pace(patience_s=0.5, floor_bytes_per_s=1 << 20, window=3)
-
-
-@pytest.fixture
-def hasher():
-    hasher = Hasher(num_threads=2, chunk_nbytes=CHUNK_NBYTES)
-    yield hasher
-    hasher.close()
 
 
 def behind(hasher, *, at_step, total_of=totals):
@@ -146,27 +146,12 @@ async def test_a_commit_that_does_not_lead_to_the_committed_digest_costs_only_th
 # -------------------------------------------------------------------------------- broken transfers
 
 
-def _dying(donor, after):
-    sent = 0
-
-    async def on_send(channel, frame_type, payload, _chunk):
-        nonlocal sent
-        if frame_type is FrameType.STATE_CHUNK:
-            if sent == after:
-                channel.close()
-                raise ConnectionLost("the donor died")
-            sent += 1
-        return payload
-
-    return tampered(donor, on_send)
-
-
 async def test_what_a_broken_transfer_brought_counts_when_the_target_has_moved_on(hasher):
     donors = [DonorPeer.at_step(number, hasher, 0) for number in (1, 2)]
     for donor in donors:
         for step in range(1, 10):
             donor.replica.commit(_early_numbers(step), donor.log)
-    dying, later = _dying(donors[0], 12), donors[1]
+    dying, later = that_dies(donors[0], 12), donors[1]
     learner = Learner(NumberReplica(hasher), hasher)
     async with dying.serving() as first, later.serving() as second:
         with pytest.raises(NoDonor):
@@ -179,7 +164,7 @@ async def test_what_a_broken_transfer_brought_counts_when_the_target_has_moved_o
 
 
 async def test_a_transfer_whose_memory_was_taken_begins_again_and_never_writes_there(hasher):
-    dying, later = _dying(DonorPeer.at_step(1, hasher, 3), 12), DonorPeer.at_step(2, hasher, 3)
+    dying, later = that_dies(DonorPeer.at_step(1, hasher, 3), 12), DonorPeer.at_step(2, hasher, 3)
     learner = Learner(NumberReplica(hasher), hasher)
     async with dying.serving() as first, later.serving() as second:
         with pytest.raises(NoDonor):

@@ -8,22 +8,20 @@ import pytest
 
 from elastic.core.messages import Held
 from elastic.core.records import CommitRecord
-from elastic.digest import Hasher
 from elastic.observation import Deviated
 from elastic.parity import Difference
 from elastic.state_sync import StateSync
-from elastic.state_wire import Pace
-from tests.unit.elastic.harness import CHUNK_NBYTES, DonorPeer, NumberReplica, dial_state, records_of, totals, until
+from tests.unit.elastic.harness import (
+    CHUNK_NBYTES,
+    QUICK,
+    DonorPeer,
+    NumberReplica,
+    dial_state,
+    records_of,
+    totals,
+    until,
+)
 from tests.unit.elastic.peers import CoordinatorHost, audit, running
-
-QUICK = Pace(patience_s=0.5, floor_bytes_per_s=1 << 20, window=3)
-
-
-@pytest.fixture
-def hasher():
-    hasher = Hasher(num_threads=2, chunk_nbytes=CHUNK_NBYTES)
-    yield hasher
-    hasher.close()
 
 
 class Deviant:

@@ -6,19 +6,11 @@ import pytest
 
 from collective.transport import FrameType, Purpose
 from elastic.core.records import CommitRecord, ViewRecord
-from elastic.digest import Hasher
-from tests.unit.elastic.harness import CHUNK_NBYTES, peer_id, records_of, until
+from tests.unit.elastic.harness import peer_id, records_of, until
 from tests.unit.elastic.peers import CoordinatorHost, audit, running
 
 NUM_CHUNKS = 4
 """Of a state of two tensors of 1,600 bytes."""
-
-
-@pytest.fixture
-def hasher():
-    hasher = Hasher(num_threads=2, chunk_nbytes=CHUNK_NBYTES)
-    yield hasher
-    hasher.close()
 
 
 class Stopping:

@@ -21,12 +21,10 @@ from elastic.core.events import (
     LeasesWanted,
     LeaveRequested,
     Progressed,
-    RoundReady,
     StartExchange,
     TakeLeases,
     Tick,
 )
-from elastic.core.member import Phase
 from elastic.core.messages import (
     Commit,
     Evicted,
@@ -45,11 +43,8 @@ from elastic.core.messages import (
     Vote,
     Welcome,
 )
-from tests.unit.elastic.machines import MANIFEST, MemberDriver, certificate, held, key, member, ref, view
-
-
-def payload(step: int, *consumed: IndexRange) -> RoundReady:
-    return RoundReady(outer_step=OuterStep(step), fragment=0, weight=2.0, num_tokens=3, consumed=consumed)
+from elastic.core.place import Phase
+from tests.unit.elastic.machines import MANIFEST, MemberDriver, certificate, held, key, member, payload, ref, view
 
 
 def commit(epoch: int, step: int, *, kind: int = 0, final: bool = False) -> Commit:
@@ -58,19 +53,12 @@ def commit(epoch: int, step: int, *, kind: int = 0, final: bool = False) -> Comm
 
 def active(step: int = 4, epoch: int = 3, *others: int) -> MemberDriver:
     """An active member (number 1) of a view with 1, 2 and the others."""
-    driver = MemberDriver(held(step))
-    driver.feed(Connected())
-    driver.hears(NewView(view=view(epoch, step, 1, 2, *others)))
-    assert driver.machine.phase is Phase.ACTIVE
-    return driver
+    return MemberDriver(held(step)).active_in(view(epoch, step, 1, 2, *others))
 
 
 def staged(step: int = 4, epoch: int = 3) -> MemberDriver:
     """The same after its exchange is done: it has voted."""
-    driver = active(step, epoch)
-    driver.feed(payload(step, IndexRange(0, 5)))
-    driver.feed(ExchangeDone(key=key(epoch, step), digest=held(step + 1).digest))
-    return driver
+    return active(step, epoch).hands_in(IndexRange(0, 5))
 
 
 # ------------------------------------------------------------------------ joining

@@ -7,19 +7,11 @@ from collective.errors import NonFiniteInput, PeerUnreachable
 from collective.transport import FrameType, HelloReply, Listener, Purpose
 from elastic.core.events import RoundReady
 from elastic.core.records import CommitRecord, ViewRecord
-from elastic.digest import Hasher
 from elastic.errors import JournalUnwritable, RoundMissed, RunFinished
 from elastic.journal import Journal
 from elastic.observation import BecameLearner, CatchUpEnded, CoordinatorConnected, CoordinatorLost, RoundStaged
-from tests.unit.elastic.harness import CHUNK_NBYTES, RUN_ID, DonorPeer, listening, peer_id, until
+from tests.unit.elastic.harness import RUN_ID, DonorPeer, listening, peer_id, until
 from tests.unit.elastic.peers import CoordinatorHost, audit, running
-
-
-@pytest.fixture
-def hasher():
-    hasher = Hasher(num_threads=2, chunk_nbytes=CHUNK_NBYTES)
-    yield hasher
-    hasher.close()
 
 
 @pytest.fixture

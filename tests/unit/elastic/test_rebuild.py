@@ -14,13 +14,10 @@ from elastic.core.events import (
     CatchUp,
     CaughtUp,
     Connected,
-    ExchangeDone,
     InstallStaged,
     Resign,
-    RoundReady,
     Tick,
 )
-from elastic.core.member import Phase
 from elastic.core.messages import (
     Commit,
     Evicted,
@@ -39,6 +36,7 @@ from elastic.core.messages import (
     Synced,
     Welcome,
 )
+from elastic.core.place import Phase
 from elastic.core.rebuild import EPOCHS_A_REBUILD
 from elastic.core.records import Genesis, RebuildRecord, ViewRecord
 from tests.unit.elastic.machines import (
@@ -407,18 +405,11 @@ def test_run_whose_last_commit_is_the_newest_is_complete() -> None:
 
 def active(**config: Any) -> MemberDriver:
     """Member 1, active from LAST in epoch 3."""
-    driver = MemberDriver(held(5), certificate=LAST, **config)
-    driver.feed(Connected())
-    driver.hears(NewView(view=view(4, 5, 1, 2, 3)))
-    assert driver.machine.phase is Phase.ACTIVE
-    return driver
+    return MemberDriver(held(5), certificate=LAST, **config).active_in(view(4, 5, 1, 2, 3))
 
 
 def staged() -> MemberDriver:
-    driver = active()
-    driver.feed(RoundReady(outer_step=OuterStep(5), fragment=0, weight=1.0, num_tokens=1, consumed=()))
-    driver.feed(ExchangeDone(key=key(4, 5), digest=held(6).digest))
-    return driver
+    return active().hands_in()
 
 
 REBUILT_EPOCH = Epoch(4 + EPOCHS_A_REBUILD)

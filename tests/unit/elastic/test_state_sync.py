@@ -16,25 +16,18 @@ from elastic.state_wire import ChunkRequest, CommitRequest, ManifestRequest, Pac
 from elastic.wire import encode
 from tests.unit.elastic.harness import (
     CHUNK_NBYTES,
+    NUM_CHUNKS,
+    QUICK,
     DonorPeer,
     NumberReplica,
     dial_state,
     hello,
     peer_id,
     tampered,
+    that_dies,
     totals,
     until,
 )
-
-NUM_CHUNKS = 16  # two tensors of 8,000 bytes in chunks of 1,024
-QUICK = Pace(patience_s=0.5, floor_bytes_per_s=1 << 20, window=3)
-
-
-@pytest.fixture
-def hasher():
-    hasher = Hasher(num_threads=2, chunk_nbytes=CHUNK_NBYTES)
-    yield hasher
-    hasher.close()
 
 
 @pytest.fixture
@@ -283,25 +276,9 @@ async def _gated(donor, gate, passed, *, after):
         yield members
 
 
-def _dying(donor, after):
-    """The donor's connection breaks when it should send its chunk number `after`."""
-    sent = 0
-
-    async def on_send(channel, frame_type, payload, chunk):
-        nonlocal sent
-        if frame_type is FrameType.STATE_CHUNK:
-            if sent == after:
-                channel.close()
-                raise ConnectionLost("the donor died")
-            sent += 1
-        return payload
-
-    return tampered(donor, on_send)
-
-
 @pytest.mark.parametrize("after", [0, 4, 8, 15])  # 0, 25, 50 and 94 % of the chunks
 async def test_donor_that_dies_is_replaced_and_nothing_is_sent_twice(replica, hasher, after):
-    dying, spare = _dying(DonorPeer.at_step(1, hasher, 3), after), DonorPeer.at_step(2, hasher, 3)
+    dying, spare = that_dies(DonorPeer.at_step(1, hasher, 3), after), DonorPeer.at_step(2, hasher, 3)
     advanced = Counted()
     async with _serving(dying, spare) as members:
         sync = _sync(replica, hasher, pace=Pace(patience_s=0.5, window=3, max_donors=1), advanced=advanced)
@@ -316,7 +293,7 @@ async def test_donor_that_dies_is_replaced_and_nothing_is_sent_twice(replica, ha
 
 @pytest.mark.parametrize("after", [0, 4, 8, 15])
 async def test_transfer_cut_off_by_the_last_donor_goes_on_in_the_next_call(replica, hasher, after):
-    dying, later = _dying(DonorPeer.at_step(1, hasher, 3), after), DonorPeer.at_step(2, hasher, 3)
+    dying, later = that_dies(DonorPeer.at_step(1, hasher, 3), after), DonorPeer.at_step(2, hasher, 3)
     async with _serving(dying, later) as (first, second):
         sync = _sync(replica, hasher)
         sync.aim(later.held, [first])
