@@ -98,11 +98,12 @@ class Peer:
         self._outer = outer_of(config)
         self._schedule = RoundSchedule(self._outer)
         table = fragment_table(config.model.decoder_config())
-        (fragment,) = self._outer.fragments(table)
+        fragments = self._outer.fragments(table)
+        table.check_partition(fragments)
         self.num_parameters = table.numel
         self._hasher = Hasher()
         self._mailbox = SharedBuffer.create(table.numel)
-        self._state = OuterState(self._outer, fragment, self._schedule, self._hasher)
+        self._state = OuterState(self._outer, fragments, self._schedule, self._hasher)
         # Worth the state, anchor and momentum: who has missed more fetches that instead.
         log_nbytes = config.node.commit_log_nbytes
         self._commit_log = CommitLog(max_nbytes=8 * table.numel if log_nbytes is None else log_nbytes)

@@ -23,11 +23,12 @@ from elastic.core.events import RoundReady
 from elastic.core.messages import DataPosition
 from elastic.errors import NotAMember, RoundMissed, RunFinished
 from elastic.member import Committed, Membership
-from optim.outer import ANCHOR, Outer, Round, Work
-from trainer.outer_state import OuterState, Version
+from optim.outer import Outer, Round, Work
+from trainer.outer_state import OuterState
 from trainer.round_runner import RoundRunner
 from trainer.round_schedule import RoundSchedule
 from trainer.sample_feed import LeasesLost, SampleFeed
+from trainer.state_version import Version
 from trainer.threads import in_thread
 from trainer.worker_pool import WorkerPool
 
@@ -127,7 +128,7 @@ class TrainingLoop:
         """Until the run's last commit. `admitted` is the view in which this peer became active."""
         self._require(admitted)
         self._work = _Work()
-        await self._start_from(self._state.pin(), self._state.anchor, keep=0.0)
+        await self._start_from(self._state.pin(), self._state.live.anchors[0], keep=0.0)
         # A fresh member may come in the middle of the others' round: then it hands in what it has. Not in the run's
         # first round, which all begin together.
         is_fresh = self._outer_step > 0
@@ -155,7 +156,7 @@ class TrainingLoop:
         work, base = self._work, self._base
         assert base is not None, "it has trained from something"
         done = Work(inner_steps=len(work.losses), samples=float(len(work.losses) * self._batch_size))
-        await in_thread(self._outer.emit, round_, self._mailbox, base.state, done, out=self._mailbox)
+        await in_thread(self._outer.emit, round_, self._mailbox, base.states[0], done, out=self._mailbox)
         self._require(admitted)
         consumed = self._feed.consumed()
         handed_in = self._clock()
@@ -258,7 +259,7 @@ class TrainingLoop:
         await self._pool.load(keep=0.0)
 
     def _shift(self, new: Version, old: Version) -> None:
-        self._mailbox.add_(new.state.shared[ANCHOR]).sub_(old.state.shared[ANCHOR])
+        self._mailbox.add_(new.anchors[0]).sub_(old.anchors[0])
 
     async def _land(self, committed: Committed) -> None:
         absorbed, live = self._runner.absorbed, self._state.pin()

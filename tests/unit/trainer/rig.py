@@ -16,9 +16,10 @@ from elastic.commit_log import CommitLog
 from elastic.digest import Hasher
 from optim.diloco import DiLoCo
 from optim.fragments import Fragment, FragmentTable
-from trainer.outer_state import OuterState, Version
+from trainer.outer_state import OuterState
 from trainer.round_runner import RoundRunner
 from trainer.round_schedule import RoundSchedule
+from trainer.state_version import Version
 
 NUMEL = 1000
 CHUNK_NBYTES = 2048
@@ -38,7 +39,7 @@ def hasher() -> Hasher:
 
 def outer_state(hasher: Hasher, outer: DiLoCo | None = None, numel: int = NUMEL) -> OuterState:
     outer = outer or DiLoCo(inner_steps=4)
-    return OuterState(outer, whole(numel), RoundSchedule(outer), hasher)
+    return OuterState(outer, (whole(numel),), RoundSchedule(outer), hasher)
 
 
 def has_the_bits_of_its_manifest(version: Version) -> bool:

@@ -59,8 +59,8 @@ async def test_members_stage_the_same_digest_and_install_the_same_bits(hasher: H
         held = Held(OuterStep(1), digests[0])
         for site in sites:
             await site.runner.install_staged(key(0), held, final=True)
-        assert all(torch.equal(site.state.anchor, sites[0].state.anchor) for site in sites)
-        assert all(site.runner.absorbed.target is site.state.anchor for site in sites)
+        assert all(torch.equal(site.state.live.anchors[0], sites[0].state.live.anchors[0]) for site in sites)
+        assert all(site.runner.absorbed.target is site.state.live.anchors[0] for site in sites)
         assert [site.exchanged for site in sites] == [[key(0)]] * 3
 
 
@@ -69,10 +69,10 @@ async def test_the_committed_state_is_one_outer_step_on_the_weighted_mean(hasher
     async with sites_of_a_new_run(2, hasher) as sites:
         await commit(sites, 0, weights=[3.0, 1.0])
         mean = (3.0 * sites[0].mailbox + sites[1].mailbox) / 4.0
-        before = outer.init(outer_state(hasher)._fragment, numbers(99))
+        before = outer.init(outer_state(hasher)._fragments[0], numbers(99))
         result = Result(value=mean, members=("a", "b"), weight_sum=4.0)
         expected = outer.absorb(outer.plan(4)[0], result, before).state.shared["anchor"]
-        assert torch.allclose(sites[0].state.anchor, expected, rtol=1e-6, atol=1e-6)
+        assert torch.allclose(sites[0].state.live.anchors[0], expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("codec", ["raw", "bf16", "int8", "e3m0"])
@@ -87,7 +87,7 @@ async def test_a_learner_replays_the_recorded_rounds_to_the_same_bits(hasher: Ha
             assert entries[0] is not None
             assert entries == [entries[0]] * 3
             assert await learner.replay(entries[0]) == held
-        assert torch.equal(learner.anchor, sites[1].state.anchor)
+        assert torch.equal(learner.live.anchors[0], sites[1].state.live.anchors[0])
 
 
 async def test_the_same_payload_runs_again_in_the_next_view_after_a_member_was_lost(hasher: Hasher) -> None:
@@ -107,7 +107,7 @@ async def test_the_same_payload_runs_again_in_the_next_view_after_a_member_was_l
                 await run
         assert all(torch.equal(site.mailbox, payload) for site, payload in zip(sites, payloads, strict=True))
         await commit([first, second], 0, epoch=2)
-        assert torch.equal(first.state.anchor, second.state.anchor)
+        assert torch.equal(first.state.live.anchors[0], second.state.live.anchors[0])
         assert all(torch.equal(site.mailbox, payload) for site, payload in zip(sites, payloads, strict=True))
         assert third.state.held() == Held(OuterStep(0), third.state.live.manifest.digest)
 
