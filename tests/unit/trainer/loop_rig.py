@@ -10,7 +10,7 @@ more. A peer without a membership is let in again where the script has nothing e
 import asyncio
 import enum
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,10 +25,11 @@ from elastic.digest import Hasher
 from elastic.errors import NotAMember, RoundMissed, RunFinished
 from optim.diloco import DiLoCo
 from optim.outer import Absorbed
-from tests.unit.trainer.rig import outer_state
+from tests.unit.trainer.rig import outer_state, whole
 from trainer.round_schedule import RoundSchedule
 from trainer.sample_feed import SampleFeed
 from trainer.training_loop import RoundReport, TrainingLoop
+from trainer.worker_values import WorkerValues
 
 NUMEL = 64
 BATCH = 2
@@ -78,9 +79,14 @@ class Pool:
     inner_steps: list[int] = field(default_factory=list)
     trained: list[int] = field(default_factory=list)
 
-    async def load(self, *, keep: float) -> None:
+    async def load(self, ranges: Sequence[slice] = (), *, keep: float = 0.0) -> None:
         await self.rig.wait()
-        self.local = keep * self.local + (1 - keep) * self.rig.mailbox if keep else self.rig.mailbox.clone()
+        for place in ranges or (slice(0, NUMEL),):
+            self.local[place] = (
+                self.rig.mailbox[place]
+                if keep == 0.0
+                else (keep * self.local[place] + (1 - keep) * self.rig.mailbox[place])
+            )
         self.inner_steps.clear()
         self.trained.clear()
         await self.rig.wait()
@@ -94,9 +100,10 @@ class Pool:
         await self.rig.wait()
         return StepDone(loss=float(inner_step), num_tokens=len(indices))
 
-    async def store(self) -> None:
+    async def store(self, ranges: Sequence[slice] = ()) -> None:
         await self.rig.wait()
-        self.rig.mailbox.copy_(self.local)
+        for place in ranges or (slice(0, NUMEL),):
+            self.rig.mailbox[place] = self.local[place]
         await self.rig.wait()
 
 
@@ -129,15 +136,21 @@ class Rig:
             membership=self,
             runner=self.runner,
             state=self.state,
-            outer=self.outer,
             schedule=RoundSchedule(self.outer),
-            pool=self.pool,
-            mailbox=self.mailbox,
+            values=WorkerValues(
+                pool=self.pool,
+                mailbox=self.mailbox,
+                payload=self.mailbox,
+                outer=self.outer,
+                fragments=(whole(NUMEL),),
+            ),
             feed=self.feed,
             batch_size=BATCH,
+            outer_steps=outer_steps,
             others_wait=lambda: self.others_wait,
             patience=patience,
-            on_round=self._on_round,
+            on_round=self.reports.append,
+            on_landed=self._on_landed,
             on_inner_step=lambda *_: None,
             on_blocked=self.blocked.append,
         )
@@ -231,8 +244,7 @@ class Rig:
         position = DataPosition(self.ledger.next_index)
         return Committed(key=key, view=view, held=held, final=final, position=position)
 
-    async def _on_round(self, report: RoundReport) -> None:
-        self.reports.append(report)
+    async def _on_landed(self, _report: RoundReport) -> None:
         await self.wait()
 
     # -------------------------------------------------------------------------------- elastic.member.Membership
