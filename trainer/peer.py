@@ -43,7 +43,7 @@ from trainer.sample_feed import SampleFeed
 from trainer.shared_buffer import SharedBuffer
 from trainer.threads import in_thread
 from trainer.training_loop import RoundReport, TrainingLoop
-from trainer.wiring import bulk_options, fragment_table, member_config, outer_of, samples_in_stock, training_job
+from trainer.wiring import bulk_options, fragments_of, member_config, outer_of, samples_in_stock, training_job
 from trainer.worker_pool import WorkerPool
 from trainer.worker_values import WorkerValues
 
@@ -100,13 +100,10 @@ class Peer:
         self._chronicle = chronicle
         self._outer = outer_of(config)
         self._schedule = RoundSchedule(self._outer)
-        table = fragment_table(config.model.decoder_config())
-        fragments = self._outer.fragments(table)
-        table.check_partition(fragments)
-        self.num_parameters = table.numel
+        self._fragments = fragments = fragments_of(config)
+        self.num_parameters = sum(fragment.numel for fragment in fragments)
         self._hasher = Hasher()
-        self._fragments = fragments
-        self._mailbox = SharedBuffer.create(table.numel)
+        self._mailbox = SharedBuffer.create(self.num_parameters)
         # Where the workers stand still until the outcome is known, they leave the mailbox alone as well.
         stands_still = len(fragments) == 1 and self._schedule.round_after(0).delay == 0
         largest = max(fragment.numel for fragment in fragments)
@@ -114,7 +111,7 @@ class Peer:
         self._state = OuterState(self._outer, fragments, self._schedule, self._hasher)
         # Worth the state, anchor and momentum: who has missed more fetches that instead.
         log_nbytes = config.node.commit_log_nbytes
-        self._commit_log = CommitLog(max_nbytes=8 * table.numel if log_nbytes is None else log_nbytes)
+        self._commit_log = CommitLog(max_nbytes=8 * self.num_parameters if log_nbytes is None else log_nbytes)
         self.communicator = Communicator(
             me=plan.me,
             hello=lambda _peer, stream, num_streams: plan.hello(Purpose.BULK, stream, num_streams),
