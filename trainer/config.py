@@ -496,8 +496,8 @@ class Config(_Section):
         longest = min(apart, inner_steps - 1)
         if self.outer.delay > longest:
             raise ValueError(
-                f"outer.delay is {self.outer.delay}, but rounds come one at a time, and the turns of two fragments can "
-                f"be {apart} inner steps apart (outer.inner_steps by outer.num_fragments = {count}); give a delay of "
+                f"outer.delay is {self.outer.delay}, but rounds come one at a time, and two fragments' turns are as "
+                f"close as {apart} inner steps (outer.inner_steps by outer.num_fragments = {count}); give a delay of "
                 f"at most {longest}"
             )
         return self
