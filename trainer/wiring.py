@@ -144,5 +144,5 @@ def bulk_options(config: Config) -> BulkOptions:
 
 
 def samples_in_stock(config: Config) -> int:
-    """How many samples a peer keeps leased: two outer rounds, so that it can go on while the coordinator is away."""
+    """How many samples a peer keeps leased: two turns of every fragment, to go on while the coordinator is away."""
     return 2 * config.outer.inner_steps * config.inner.batch_size
