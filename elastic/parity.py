@@ -111,13 +111,14 @@ async def salvage(
     for index, digest in enumerate(contents_of(manifest, manifest)):
         tensor, chunk = chunks.place(index)
         destination = chunk_of(destinations[tensor], chunk, size)
-        if contents[index] == digest:
-            claimed[index] = destination
-        elif live is not None and held[index] == digest:
+        if live is not None and held[index] == digest:
+            # First of all: what was staged in vain counts as contents of the destinations, and shares memory with this.
             destination[:] = live.chunk(tensor, chunk)
             claimed[index] = destination
             copied.add(index)
             await asyncio.sleep(0)  # a chunk takes half a millisecond, a state may have thousands
+        elif contents[index] == digest:
+            claimed[index] = destination
     digests = await hasher.hash_async(list(claimed.values()), chunk_nbytes=size)
     wanted = contents_of(manifest, manifest)
     present = frozenset(index for index, found in zip(claimed, digests, strict=True) if _only(found) == wanted[index])

@@ -67,6 +67,8 @@ class Replica(Protocol):
     def leftover(self) -> StateManifest | None:
         """What the memory that `begin_restore` hands out next contains, or None if nobody knows.
 
+        It need not contain the chunks that the held state has with the same digest.
+
         A staged result that the others overruled, or a replay that diverged, is often wrong in a single chunk.
         """
         ...

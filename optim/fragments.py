@@ -103,7 +103,7 @@ class Fragment:
         Returns:
             `out`.
         """
-        for piece, place in self._pairs(out):
+        for piece, place in self.pairs(out):
             piece.copy_(flat[place])
         return out
 
@@ -117,7 +117,7 @@ class Fragment:
         Returns:
             `out`.
         """
-        for piece, place in self._pairs(buffer):
+        for piece, place in self.pairs(buffer):
             out[place].copy_(piece)
         return out
 
@@ -149,7 +149,12 @@ class Fragment:
         placed = zip(self.specs, starts, strict=False)
         return tuple(spec.name for spec, first in placed if first < stop and start < first + spec.numel)
 
-    def _pairs(self, buffer: Tensor) -> Iterator[tuple[Tensor, slice]]:
+    def pairs(self, buffer: Tensor) -> Iterator[tuple[Tensor, slice]]:
+        """(a piece of the fragment's buffer, its slice of the flat vector), one for each of `ranges`.
+
+        Raises:
+            ValueError: if the buffer has another size.
+        """
         self._check_buffer(buffer)
         start = 0
         for place in self.ranges:

@@ -87,7 +87,7 @@ class Streaming(DiLoCo):
         """
         if self.num_fragments is not None:
             return self
-        return dataclasses.replace(self, num_fragments=-(-len(layer_groups(table)) // _LAYERS_A_FRAGMENT))
+        return dataclasses.replace(self, num_fragments=default_num_fragments(table))
 
     def fragments(self, table: FragmentTable, /) -> tuple[Fragment, ...]:
         """Groups of layers, see `pattern`.
@@ -133,3 +133,8 @@ class Streaming(DiLoCo):
         if self.num_fragments is None:
             raise ValueError("num_fragments is not known: call fitted(table) first, or set it")
         return self.num_fragments
+
+
+def default_num_fragments(table: FragmentTable) -> int:
+    """P where nobody says anything: a fragment for every three layers."""
+    return -(-len(layer_groups(table)) // _LAYERS_A_FRAGMENT)

@@ -92,7 +92,7 @@ class Peer:
         schedule = RoundSchedule(outer)
         fragment = FragmentTable.from_named_shapes([("weight", (numel,))]).whole()
         self._hasher = Hasher(num_threads=2)
-        self._state = OuterState(outer, fragment, schedule, self._hasher)
+        self._state = OuterState(outer, (fragment,), schedule, self._hasher)
         self._log = CommitLog(8 * numel)
         self._communicator = Communicator(
             me=self._me, hello=self._bulk_hello, options=BulkOptions(), chunk_nbytes=1 << 20

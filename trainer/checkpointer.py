@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from trainer.checkpoint import CheckpointMeta, CheckpointStore
 from trainer.errors import CheckpointFailed
-from trainer.outer_state import Version
+from trainer.state_version import Version
 from trainer.threads import in_thread
 
 
@@ -51,7 +51,7 @@ class Checkpointer:
             meta, version = await self._due.get()
             began = clock()
             try:
-                await in_thread(self._store.save, meta, version.state.shared)
+                await in_thread(self._store.save, meta, version.tensors)
                 self._on_saved(meta.outer_step, clock() - began)
             except CheckpointFailed as failure:
                 self._on_failed(failure)

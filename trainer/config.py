@@ -113,7 +113,7 @@ class RunSection(_Section):
 
     name: Annotated[str, AfterValidator(_name)] = "run"
     outer_steps: Annotated[Count, Field(ge=1, le=2**40)] = 100
-    """Exchanges after which the run is done."""
+    """Exchanges after which the run is done; with fragments each is of one of them."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Of the first weights and of the order of the data."""
 
@@ -247,17 +247,37 @@ class Muon(_Inner):
 InnerSection = Annotated[AdamW | Sgd | Adopt | Muon, Field(discriminator="type")]
 
 
-class OuterSection(_Section):
-    """`[outer]`: how the peers' work becomes one model."""
-
-    type: Literal["diloco"] = "diloco"
+class _Outer(_Section):
     lr: Maybe[Positive] = None
     """Outer learning rate; none: by the number of peers that are waited for at the start."""
     momentum: Portion = 0.9
     inner_steps: Annotated[Count, Field(ge=1, le=10**6)] = 100
-    """Inner steps between two exchanges."""
+    """Inner steps between two exchanges of the same parameters."""
     codec: Literal["raw", "bf16", "int8", "e3m0"] = "int8"
     """What crosses the network: fp32, or 16, 8 or 4 bits a value."""
+
+
+class Diloco(_Outer):
+    """`[outer]` with `type = "diloco"`: how the peers' work becomes one model. All of it at once; the workers wait."""
+
+    type: Literal["diloco"] = "diloco"
+
+
+class Streaming(_Outer):
+    """`[outer]` with `type = "streaming"`: layers take turns, and the workers go on meanwhile (arXiv:2501.18512)."""
+
+    type: Literal["streaming"] = "streaming"
+    num_fragments: Maybe[Annotated[int, Field(ge=1, le=4096)]] = None
+    """Parts of the model that take turns; none: one for every three layers."""
+    pattern: Literal["strided", "sequential"] = "strided"
+    """Every P-th layer makes a fragment, or neighbours do."""
+    delay: Annotated[int, Field(ge=0, le=10**6)] = 1
+    """Inner steps that the workers go on while a fragment is under way; 0: they wait."""
+    keep: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """How much of a local value survives the outcome; 0: it is replaced."""
+
+
+OuterSection = Annotated[Diloco | Streaming, Field(discriminator="type")]
 
 
 class MembersSection(_Section):
@@ -392,7 +412,7 @@ class Config(_Section):
     model: ModelSection = Field(default_factory=ModelSection)
     data: DataSection = Field(default_factory=DataSection)
     inner: InnerSection = Field(default_factory=AdamW)
-    outer: OuterSection = Field(default_factory=OuterSection)
+    outer: OuterSection = Field(default_factory=Diloco)
     members: MembersSection = Field(default_factory=MembersSection)
     net: NetSection = Field(default_factory=NetSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
@@ -412,9 +432,31 @@ class Config(_Section):
         return self.node.metrics_port if self.node.metrics_port is not None else self.metrics.port
 
     @property
+    def num_fragments(self) -> int:
+        """Parts of the model that are exchanged in turn, with the default worked out.
+
+        Raises:
+            ConfigError: the default is asked for, and the model cannot be built.
+        """
+        if not isinstance(self.outer, Streaming):
+            return 1
+        if self.outer.num_fragments is not None:
+            return self.outer.num_fragments
+        from optim.fragments import FragmentTable
+        from optim.streaming import default_num_fragments
+        from trainer.model import named_shapes
+
+        return default_num_fragments(FragmentTable.from_named_shapes(named_shapes(self.model.decoder_config())))
+
+    @property
+    def inner_steps_per_round(self) -> int:
+        """Inner steps between two exchanges; one less between some, if fragments do not divide `outer.inner_steps`."""
+        return -(-self.outer.inner_steps // self.num_fragments)
+
+    @property
     def total_inner_steps(self) -> int:
         """Inner steps of a peer that takes part from the start to the end; the length of the schedule."""
-        return self.run.outer_steps * self.outer.inner_steps
+        return self.run.outer_steps * self.outer.inner_steps // self.num_fragments
 
     @classmethod
     def from_manifest(cls, manifest: bytes, *, node: NodeSection | None = None) -> Self:
@@ -441,13 +483,33 @@ class Config(_Section):
         return given if given is not None else self.total_inner_steps // 5
 
     @model_validator(mode="after")
+    def _fragments_take_turns(self) -> Self:
+        if not isinstance(self.outer, Streaming):
+            return self
+        inner_steps, count = self.outer.inner_steps, self.num_fragments
+        if count > inner_steps:
+            raise ValueError(
+                f"outer.num_fragments is {count}, but only {inner_steps} fragments can have their turn in "
+                f"outer.inner_steps = {inner_steps}; take fewer fragments or more inner steps"
+            )
+        apart = inner_steps // count
+        longest = min(apart, inner_steps - 1)
+        if self.outer.delay > longest:
+            raise ValueError(
+                f"outer.delay is {self.outer.delay}, but rounds come one at a time, and two fragments' turns are as "
+                f"close as {apart} inner steps (outer.inner_steps by outer.num_fragments = {count}); give a delay of "
+                f"at most {longest}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _schedule_fits_the_run(self) -> Self:
         least_rest = 1 if isinstance(self.inner.schedule, CosineSchedule) else 0
         needed = self.warmup_steps + self.decay_steps + least_rest
         if self.inner.schedule.type != "constant" and needed > self.total_inner_steps:
             raise ValueError(
                 f"inner.schedule needs at least {needed} inner steps for its warm-up and decay, but the run has "
-                f"{self.total_inner_steps} (run.outer_steps times outer.inner_steps)"
+                f"{self.total_inner_steps} (run.outer_steps times outer.inner_steps{_by_fragments(self.num_fragments)})"
             )
         return self
 
@@ -464,6 +526,10 @@ class Config(_Section):
     def manifest_digest(self) -> bytes:
         """SHA-256 of `manifest_json`, 32 bytes; peers compare it at join."""
         return manifest_digest(self.manifest_json())
+
+
+def _by_fragments(count: int) -> str:
+    return "" if count == 1 else f", by {count} fragments"
 
 
 def canonical_json(value: Json) -> bytes:

@@ -102,7 +102,7 @@ class _Process:
                 open_progress(
                     name=config.run.name,
                     total_outer_steps=config.run.outer_steps,
-                    inner_steps=config.outer.inner_steps,
+                    inner_steps=config.inner_steps_per_round,
                 )
             )
             self._board = Scoreboard(

@@ -10,15 +10,15 @@ Errors: `ConfigError` (2, no checkpoint there), `CheckpointCorrupted` (9), `Refu
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 
-from optim.fragments import FragmentTable
-from optim.outer import ANCHOR
 from trainer.checkpoint import load_resumed
 from trainer.config import Config
 from trainer.errors import CheckpointCorrupted, EnvironmentFault
 from trainer.generate import save_model
-from trainer.model import named_shapes
+from trainer.state_version import gather_anchor
+from trainer.wiring import fragment_table, fragments_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +44,19 @@ def export_model(source: Path, directory: Path) -> Exported:
         EnvironmentFault: the disk refuses.
     """
     checkpoint = load_resumed(source)
-    model_config = Config.from_manifest(checkpoint.meta.run_manifest).model.decoder_config()
-    table = FragmentTable.from_named_shapes(named_shapes(model_config))
-    anchor = checkpoint.tensors.get(ANCHOR)
-    if anchor is None or anchor.numel() != table.numel:
-        held = "no anchor" if anchor is None else f"{anchor.numel()} parameters"
-        raise CheckpointCorrupted(checkpoint.path, f"holds {held}, its run's model has {table.numel}")
+    config = Config.from_manifest(checkpoint.meta.run_manifest)
+    model_config = config.model.decoder_config()
+    table = fragment_table(model_config)
+    parameters = torch.empty(table.numel)
     try:
-        save_model(directory, model_config, table.whole().views(anchor.view(-1)))
+        gather_anchor(checkpoint.tensors, fragments_of(config), out=parameters)
+    except (KeyError, ValueError) as error:
+        held = {name: tensor.numel() for name, tensor in checkpoint.tensors.items()}
+        raise CheckpointCorrupted(
+            checkpoint.path, f"holds {held or 'nothing'}, its run's model has {table.numel} parameters"
+        ) from error
+    try:
+        save_model(directory, model_config, table.whole().views(parameters))
     except (OSError, SafetensorError) as error:  # the library wraps what the system says
         raise EnvironmentFault(
             f"the model cannot be written to {directory}: {getattr(error, 'strerror', None) or error}",

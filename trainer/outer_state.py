@@ -1,18 +1,21 @@
 """This peer's copy of the shared state: live, staged for a commit, pinned for learners.
 
-A version of the state is never changed once it is live. An outer step writes the next version into spare buffers
-(`stage`); a commit swaps the two (`install_staged`), an abort forgets it (`discard_staged`). A donor pins the version
-it serves: a pinned version is not recycled, and only then does the next stage allocate.
+A version of the state is never changed once it is live. An outer step moves one fragment: it writes that fragment's
+next state into spare memory (`stage`) and shares all others with the version before. A commit makes the staged version
+the live one (`install_staged`), an abort forgets it (`discard_staged`). A donor pins the version it serves: what is in
+a pinned version is not recycled, and only then does the next stage allocate.
 
 Memory, in copies of the parameters for DiLoCo: live 2, spare 2 (the mean is received straight into one of them, and a
-state that is being fetched into both), 2 more for every older version that is still pinned. Spare memory that was
-staged in vain keeps its digests: what is right in it need not be fetched.
+state that is being fetched into both), 2 more for every older version that is still pinned. With several fragments
+spare memory is that of one fragment of each size, and a pinned version keeps only what is no longer live; a state that
+is being fetched takes 2 for as long as that lasts. Spare memory that was staged in vain keeps its digests: what is
+right in it need not be fetched.
 
 It must not know the network, views or workers.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,13 +25,14 @@ from collective import decode_result
 from collective.core.types import OuterStep
 from collective.errors import RemoteProtocolError
 from elastic.core.messages import Held
-from elastic.digest import Hasher, StateManifest, chunk_of, describe_state
+from elastic.digest import Hasher, StateManifest, TensorManifest, describe_state
 from elastic.errors import StateDiverged, StateMismatch
 from elastic.parity import Difference
 from elastic.replica import CommitEntry
 from optim.fragments import Fragment
 from optim.outer import ANCHOR, Absorbed, Outer, Result, Round, State
 from trainer.round_schedule import RoundSchedule
+from trainer.state_version import Version, byte_view, name_tensors
 from trainer.threads import in_thread
 
 _NUMEL_NBYTES = 4
@@ -36,65 +40,50 @@ _NUMEL_NBYTES = 4
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Version:
-    """One shared state, whole and hashed. `pins` counts who needs it: learners, and work that began from it."""
-
-    state: State
-    manifest: StateManifest
-    when_idle: Callable[["Version"], None]
-    pins: int = 0
-
-    @property
-    def held(self) -> Held:
-        """Its outer step and digest."""
-        return Held(self.manifest.outer_step, self.manifest.digest)
-
-    def chunk(self, tensor: int, chunk: int) -> memoryview:
-        """The bytes of one chunk of one tensor, in manifest order."""
-        whole = byte_view(self.state.shared[self.manifest.tensors[tensor].name])
-        return chunk_of(whole, chunk, self.manifest.chunk_nbytes)
-
-    def release(self) -> None:
-        """Give up one pin. The last one gives the buffers back."""
-        self.pins -= 1
-        if self.pins == 0:
-            self.when_idle(self)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
 class _Staged:
     version: Version
+    index: int
     absorbed: Absorbed = field(repr=False)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Restoring:
-    """Spare memory that is being filled, and how it was handed out."""
+    """Memory of a whole state that is being filled, and how it was handed out."""
 
-    state: State
+    states: tuple[State, ...]
     names: tuple[str, ...]
     destinations: tuple[memoryview, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Leftover:
+    """A version that was staged in vain. Of its memory one fragment is spare, the others are live."""
+
+    index: int
+    manifest: StateManifest
+
+
 class OuterState:
-    """The shared state of one fragment, and the replica that elastic sees.
+    """The shared state of all fragments, and the replica that elastic sees.
 
     Args:
         outer: the method.
-        fragment: what is exchanged; here always the whole vector, [fragment.numel] fp32.
+        fragments: what is exchanged, by index: each parameter is in exactly one of them.
         schedule: which round makes which outer step.
         hasher: makes the manifests; its threads are the caller's to close.
     """
 
-    def __init__(self, outer: Outer, fragment: Fragment, schedule: RoundSchedule, hasher: Hasher) -> None:
+    def __init__(self, outer: Outer, fragments: Sequence[Fragment], schedule: RoundSchedule, hasher: Hasher) -> None:
+        assert [fragment.index for fragment in fragments] == list(range(len(fragments))), "they are kept by index"
         self._outer = outer
-        self._fragment = fragment
+        self._fragments = tuple(fragments)
         self._schedule = schedule
         self._hasher = hasher
         self._live: Version | None = None
+        self._versions: list[Version] = []  # the live one, and those that are pinned
         self._staged: _Staged | None = None
-        self._spare: State | None = None
-        self._leftover: StateManifest | None = None  # of what is in the spare memory
+        self._spares: dict[int, State] = {}  # by elements of the fragment, at most one of each size
+        self._leftover: _Leftover | None = None
         self._restoring: _Restoring | None = None
 
     # -------------------------------------------------------------------------------- reading
@@ -109,20 +98,18 @@ class OuterState:
         assert self._live is not None, "no shared state is held yet"
         return self._live
 
-    @property
-    def anchor(self) -> Tensor:
-        """[numel], the committed parameters. Read-only."""
-        return self.live.state.shared[ANCHOR]
-
     def held(self) -> Held | None:
         """What is held, or None before the first state."""
         return None if self._live is None else self._live.held
 
     def parameters_in(self, where: Difference) -> tuple[str, ...]:
         """The model's parameters that a range of a shared tensor belongs to; none if it is not laid out as they are."""
-        if self.live.state.shared[where.tensor].numel() != self._fragment.numel:
-            return ()
-        return self._fragment.names_in(where.start_nbytes // _NUMEL_NBYTES, -(-where.stop_nbytes // _NUMEL_NBYTES))
+        tensor = self.live.tensors[where.tensor]
+        for fragment, state in zip(self._fragments, self.live.states, strict=True):
+            if tensor.numel() == fragment.numel and any(tensor is own for own in state.shared.values()):
+                start, stop = where.start_nbytes // _NUMEL_NBYTES, -(-where.stop_nbytes // _NUMEL_NBYTES)
+                return fragment.names_in(start, stop)
+        return ()
 
     # -------------------------------------------------------------------------------- making states
 
@@ -137,41 +124,64 @@ class OuterState:
         Raises:
             StateMismatch: if names or sizes are not those of this method and model, or the digest is another.
         """
-        state = self._outer.init(self._fragment, torch.zeros(self._fragment.numel))
+        states = tuple(self._new_state(fragment) for fragment in self._fragments)
+        own = name_tensors(states)
         given = {name: tensor.numel() for name, tensor in tensors.items()}
-        ours = {name: tensor.numel() for name, tensor in state.shared.items()}
+        ours = {name: tensor.numel() for name, tensor in own.items()}
         if given != ours:
             raise StateMismatch(f"the state holds {given}, this model and method need {ours}")
-        for name, tensor in state.shared.items():
+        for name, tensor in own.items():
             tensor.copy_(tensors[name].view(-1))
-        manifest = await self._describe(outer_step, state)
+        manifest = await self._describe(outer_step, own)
         if digest is not None and manifest.digest != digest:
             raise StateMismatch(f"the state of outer step {outer_step} is not the one that was committed")
-        return self._make_live(state, manifest)
+        return self._go_live(self._version(states, manifest))
 
     async def found(self, parameters: Tensor) -> Held:
-        """Make the run's first state from initial parameters, [numel]."""
-        state = self._outer.init(self._fragment, parameters)
-        return self._make_live(state, await self._describe(0, state))
+        """Make the run's first state from initial parameters, the flat vector."""
+        values = (
+            parameters if len(self._fragments) == 1 else fragment.gather(parameters, out=torch.empty(fragment.numel))
+            for fragment in self._fragments
+        )
+        states = tuple(map(self._outer.init, self._fragments, values))
+        return self._go_live(self._version(states, await self._describe(0, name_tensors(states))))
 
-    def _make_live(self, state: State, manifest: StateManifest) -> Held:
-        self._retire()
-        self._live = self._version(state, manifest)
-        return self._live.held
+    def _new_state(self, fragment: Fragment) -> State:
+        return self._outer.init(fragment, torch.zeros(fragment.numel))
 
-    def _version(self, state: State, manifest: StateManifest) -> Version:
-        return Version(state=state, manifest=manifest, when_idle=self._recycle)
+    def _version(self, states: tuple[State, ...], manifest: StateManifest) -> Version:
+        return Version(states=states, manifest=manifest, when_idle=self._recycle)
+
+    async def _describe(
+        self, outer_step: int, tensors: Mapping[str, Tensor], before: Version | None = None
+    ) -> StateManifest:
+        """Hash what is not the very memory of a version that was hashed before."""
+        parts: dict[str, TensorManifest] = {}
+        if before is not None and before.manifest.chunk_nbytes == self._hasher.chunk_nbytes:
+            same = (name for name, tensor in tensors.items() if before.tensors[name] is tensor)
+            known = before.parts()
+            parts = {name: known[name] for name in same}
+        others = [(name, byte_view(tensor)) for name, tensor in tensors.items() if name not in parts]
+        parts |= {part.name: part for part in await self._hasher.describe_async(others)}
+        return describe_state(
+            OuterStep(outer_step), [parts[name] for name in tensors], chunk_nbytes=self._hasher.chunk_nbytes
+        )
 
     # -------------------------------------------------------------------------------- one outer step
 
     def result_buffer(self) -> Tensor:
-        """[numel], where the mean of the next round goes. It is one of the spare buffers: see `stage`."""
+        """[fragment.numel], where the mean of the next round goes: spare memory of its fragment, see `stage`."""
         self._leftover = None
-        if self._spare is None:
+        index = self._next_index()
+        size = self._fragments[index].numel
+        if size not in self._spares:
             # What a broken transfer has brought is worth less than a third copy of the state costs.
             begun, self._restoring = self._restoring, None
-            self._spare = self.live.state.empty_like() if begun is None else begun.state
-        return self._spare.shared[ANCHOR]
+            self._spares[size] = self.live.states[index].empty_like() if begun is None else begun.states[index]
+        return self._spares[size].shared[ANCHOR]
+
+    def _next_index(self) -> int:
+        return self._schedule.round_after(self.live.manifest.outer_step).fragment.index
 
     async def stage(self, round_: Round, members: Sequence[str], weight_sum: float) -> bytes:
         """Absorb the mean in `result_buffer` into staging. The live state is untouched.
@@ -179,59 +189,59 @@ class OuterState:
         Returns:
             The digest that the shared state would have.
         """
-        mean = self.result_buffer()
-        spare = self._spare
-        assert spare is not None
+        mean, live, index = self.result_buffer(), self.live, round_.fragment.index
+        before = live.states[index]
         if weight_sum > 0.0:
             result = Result(value=mean, members=tuple(members), weight_sum=weight_sum)
-            absorbed = await in_thread(self._outer.absorb, round_, result, self.live.state, out=spare)
+            spare = self._spares[self._fragments[index].numel]
+            absorbed = await in_thread(self._outer.absorb, round_, result, before, out=spare)
         else:
             # A round of learners that have not trained yet: nothing moves, the step counts.
-            absorbed = await in_thread(self._copy_live, spare)
-        manifest = await self._describe(self.live.manifest.outer_step + 1, absorbed.state)
-        self._staged = _Staged(version=self._version(absorbed.state, manifest), absorbed=absorbed)
+            absorbed = Absorbed.unchanged(before)
+        states = (*live.states[:index], absorbed.state, *live.states[index + 1 :])
+        manifest = await self._describe(live.manifest.outer_step + 1, name_tensors(states), live)
+        self._staged = _Staged(version=self._version(states, manifest), index=index, absorbed=absorbed)
         return manifest.digest
 
     def install_staged(self, held: Held) -> Absorbed:
         """The staged state is committed as `held`: make it the live one, recycle the old one unless it is pinned.
 
         Returns:
-            What the workers do with their local values.
+            What the workers do with their local values of the round's fragment.
         """
         staged = self._staged
         assert staged is not None, f"nothing is staged for {held}"
         assert staged.version.held == held, f"{staged.version.held} is staged, committed was {held}"
         self._staged = None
-        self._spare = self._leftover = None
-        self._retire()
-        self._live = staged.version
+        size = self._fragments[staged.index].numel
+        if self._spares.get(size) is staged.absorbed.state:
+            del self._spares[size]
+        self._go_live(staged.version)
         return staged.absorbed
 
     def discard_staged(self) -> None:
         """The round was aborted: its buffers are free for the next attempt, or for what the others agreed on."""
         if self._staged is not None:
-            self._leftover = self._staged.version.manifest
+            self._leftover = _Leftover(index=self._staged.index, manifest=self._staged.version.manifest)
         self._staged = None
 
-    async def _describe(self, outer_step: int, state: State) -> StateManifest:
-        named = [(name, byte_view(tensor)) for name, tensor in sorted(state.shared.items())]
-        parts = await self._hasher.describe_async(named)
-        return describe_state(OuterStep(outer_step), parts, chunk_nbytes=self._hasher.chunk_nbytes)
-
-    def _retire(self) -> None:
-        old, self._live = self._live, None
+    def _go_live(self, version: Version) -> Held:
+        old, self._live = self._live, version
+        self._leftover = None
+        self._versions.append(version)
         if old is not None and not old.pins:
             self._recycle(old)
+        return version.held
 
     def _recycle(self, version: Version) -> None:
-        """Nobody needs this version any more; the next outer step is written over it."""
-        if version is not self._live and self._spare is None:
-            self._spare, self._leftover = version.state, None
-
-    def _copy_live(self, out: State) -> Absorbed:
-        for name, tensor in self.live.state.shared.items():
-            out.shared[name].copy_(tensor)
-        return Absorbed(state=out, target=out.shared[ANCHOR], keep=0.0)
+        """Nobody needs this version any more; what no other one has is written over."""
+        if version is self._live:
+            return
+        self._versions.remove(version)
+        for index, (fragment, state) in enumerate(zip(self._fragments, version.states, strict=True)):
+            is_shared = any(other.states[index] is state for other in self._versions)
+            if not is_shared and fragment.numel not in self._spares:
+                self._spares[fragment.numel] = state
 
     # -------------------------------------------------------------------------------- elastic.Replica
 
@@ -241,8 +251,8 @@ class OuterState:
         return self.live
 
     def leftover(self) -> StateManifest | None:
-        """What the spare memory contains, if it was staged or replayed in vain."""
-        return self._leftover
+        """What the spare memory contains, if it was staged or replayed in vain; other fragments of it are live."""
+        return None if self._leftover is None else self._leftover.manifest
 
     def begin_restore(self, manifest: StateManifest) -> tuple[memoryview, ...]:
         """Writable buffers for a state that is being fetched, in manifest order.
@@ -253,29 +263,41 @@ class OuterState:
             StateMismatch: if the donor's tensors are not those of this method and model.
         """
         begun, names = self._restoring, tuple(tensor.name for tensor in manifest.tensors)
-        if begun is not None and self._spare is None:
-            state = begun.state
+        if begun is not None and not self._spares:
+            states = begun.states
         else:
-            state = self._spare or self._outer.init(self._fragment, torch.zeros(self._fragment.numel))
-            begun = None
-        ours = {name: tensor.nbytes for name, tensor in state.shared.items()}
+            states, begun = self._memory_of_a_state(begun), None
+        tensors = name_tensors(states)
+        ours = {name: tensor.nbytes for name, tensor in tensors.items()}
         theirs = {tensor.name: tensor.nbytes for tensor in manifest.tensors}
         if ours != theirs or len(names) != len(theirs):
             raise StateMismatch(f"the donor's state holds {theirs} bytes, this model and method need {ours}")
-        self._spare = self._staged = self._leftover = None
+        self._spares.clear()
+        self._staged = self._leftover = None
         if begun is None or begun.names != names:
-            destinations = tuple(byte_view(state.shared[name]) for name in names)
-            begun = self._restoring = _Restoring(state=state, names=names, destinations=destinations)
+            destinations = tuple(byte_view(tensors[name]) for name in names)
+            begun = self._restoring = _Restoring(states=states, names=names, destinations=destinations)
         return begun.destinations
+
+    def _memory_of_a_state(self, begun: _Restoring | None) -> tuple[State, ...]:
+        """What is spare; for the rest what a broken transfer had, or new memory."""
+        spares = dict(self._spares)
+        states: dict[int, State] = {}
+        # What was staged in vain is of use only in its own place.
+        first = -1 if self._leftover is None else self._leftover.index
+        for fragment in sorted(self._fragments, key=lambda fragment: fragment.index != first):
+            if fragment.numel in spares:
+                states[fragment.index] = spares.pop(fragment.numel)
+            else:
+                states[fragment.index] = self._new_state(fragment) if begun is None else begun.states[fragment.index]
+        return tuple(states[index] for index in range(len(states)))
 
     async def finish_restore(self, manifest: StateManifest) -> Held:
         """The buffers are filled and verified: make them the live state."""
         assert self._restoring is not None, "no restore is under way"
         restored, self._restoring = self._restoring, None
         self._staged = None
-        self._retire()
-        self._live = self._version(restored.state, manifest)
-        return self._live.held
+        return self._go_live(self._version(restored.states, manifest))
 
     async def replay(self, entry: CommitEntry) -> Held:
         """Apply one committed result to what is held: the learner's own outer step.
@@ -284,8 +306,10 @@ class OuterState:
             StateDiverged: if the outcome has not the committed digest; what was held is kept.
             RemoteProtocolError: if its chunks do not fit this model; what was held is kept.
         """
-        await in_thread(_decode_all, entry, self.result_buffer())
         round_ = self._schedule.round_after(self.live.manifest.outer_step)
+        if entry.fragment != round_.fragment.index:
+            raise RemoteProtocolError(f"a recorded result is of fragment {entry.fragment}, not {round_.fragment.index}")
+        await in_thread(_decode_all, entry, self.result_buffer())
         weights = dict(entry.weights)
         digest = await self.stage(round_, tuple(weights), math.fsum(weights.values()))
         if digest != entry.digest:
@@ -293,12 +317,6 @@ class OuterState:
             raise StateDiverged(entry.outer_step, expected=entry.digest, actual=digest)
         self.install_staged(Held(entry.outer_step, entry.digest))
         return self.live.held
-
-
-def byte_view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable, sharing memory."""
-    view: memoryview = tensor.view(torch.uint8).numpy().data
-    return view
 
 
 def _decode_all(entry: CommitEntry, out: Tensor) -> None:

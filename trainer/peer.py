@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from collective import Communicator
 from collective.core.types import OuterStep, PeerRef
 from collective.transport import Channel, Hello, Purpose, Security, connect
@@ -41,8 +43,9 @@ from trainer.sample_feed import SampleFeed
 from trainer.shared_buffer import SharedBuffer
 from trainer.threads import in_thread
 from trainer.training_loop import RoundReport, TrainingLoop
-from trainer.wiring import bulk_options, fragment_table, member_config, outer_of, samples_in_stock, training_job
+from trainer.wiring import bulk_options, fragments_of, member_config, outer_of, samples_in_stock, training_job
 from trainer.worker_pool import WorkerPool
+from trainer.worker_values import WorkerValues
 
 log = logging.getLogger(__name__)
 
@@ -97,15 +100,18 @@ class Peer:
         self._chronicle = chronicle
         self._outer = outer_of(config)
         self._schedule = RoundSchedule(self._outer)
-        table = fragment_table(config.model.decoder_config())
-        (fragment,) = self._outer.fragments(table)
-        self.num_parameters = table.numel
+        self._fragments = fragments = fragments_of(config)
+        self.num_parameters = sum(fragment.numel for fragment in fragments)
         self._hasher = Hasher()
-        self._mailbox = SharedBuffer.create(table.numel)
-        self._state = OuterState(self._outer, fragment, self._schedule, self._hasher)
+        self._mailbox = SharedBuffer.create(self.num_parameters)
+        # Where the workers stand still until the outcome is known, they leave the mailbox alone as well.
+        stands_still = len(fragments) == 1 and self._schedule.round_after(0).delay == 0
+        largest = max(fragment.numel for fragment in fragments)
+        self._payload = self._mailbox.tensor if stands_still else torch.empty(largest)
+        self._state = OuterState(self._outer, fragments, self._schedule, self._hasher)
         # Worth the state, anchor and momentum: who has missed more fetches that instead.
         log_nbytes = config.node.commit_log_nbytes
-        self._commit_log = CommitLog(max_nbytes=8 * table.numel if log_nbytes is None else log_nbytes)
+        self._commit_log = CommitLog(max_nbytes=8 * self.num_parameters if log_nbytes is None else log_nbytes)
         self.communicator = Communicator(
             me=plan.me,
             hello=lambda _peer, stream, num_streams: plan.hello(Purpose.BULK, stream, num_streams),
@@ -125,7 +131,7 @@ class Peer:
             state=self._state,
             commit_log=self._commit_log,
             schedule=self._schedule,
-            payload=self._mailbox.tensor,
+            payload=self._payload,
             codec=config.outer.codec,
             initial_parameters=lambda: initial_parameters(config.model.decoder_config(), config.run.seed),
             on_exchanged=chronicle.exchanged,
@@ -242,19 +248,26 @@ class Peer:
         return finish
 
     def _training(self, membership: Membership, feed: SampleFeed, pool: WorkerPool) -> TrainingLoop:
+        self._values = WorkerValues(
+            pool=pool,
+            mailbox=self._mailbox.tensor,
+            payload=self._payload,
+            outer=self._outer,
+            fragments=self._fragments,
+        )
         return TrainingLoop(
             membership=membership,
             runner=self._runner,
             state=self._state,
-            outer=self._outer,
             schedule=self._schedule,
-            pool=pool,
-            mailbox=self._mailbox.tensor,
+            values=self._values,
             feed=feed,
             batch_size=self._plan.config.inner.batch_size,
+            outer_steps=self._plan.config.run.outer_steps,
             others_wait=lambda: not membership.is_excused and self.communicator.is_awaited(),
             patience=self._plan.config.members.patience,
             on_round=self._on_round,
+            on_landed=self._on_landed,
             on_inner_step=self._on_inner_step,
             on_blocked=self._on_blocked,
         )
@@ -302,11 +315,13 @@ class Peer:
             progress = self._inner_steps + self._signs_of_life + self.communicator.progress()
             self._membership.progressed(progress, blocked=self._blocked)
 
-    async def _on_round(self, report: RoundReport) -> None:
-        config = self._plan.config
+    def _on_round(self, report: RoundReport) -> None:
         self._num_rounds += 1
         self._chronicle.trained(report)
         self._keep(report)
+
+    async def _on_landed(self, report: RoundReport) -> None:
+        config = self._plan.config
         is_due = config.eval.every and (report.final or report.outer_step % config.eval.every == 0)
         if is_due and report.view.rank_of(self._plan.me.peer_id) == 0:
             self._chronicle.evaluated(report.outer_step, await self._evaluate())
@@ -314,7 +329,7 @@ class Peer:
     async def _evaluate(self) -> float:
         """Judge the anchor. That may take long and has the pool's deadline; the others must not call it a stall."""
         async with asyncio.TaskGroup() as tasks:
-            judged = tasks.create_task(self._pool.evaluate())
+            judged = tasks.create_task(self._values.judge_anchor(self._pool.evaluate))
             while not judged.done():
                 await asyncio.wait([judged], timeout=_SIGN_OF_LIFE_S)
                 self._signs_of_life += 1

@@ -24,6 +24,7 @@ from trainer.identity import PeerFolder
 from trainer.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
 from trainer.threads import in_thread
 from trainer.ticket import Ticket, issue_token
+from trainer.wiring import fragments_of
 
 _RETRY_PAUSE_S = 1.0
 _STANDBY_TOKEN_S = 86_400
@@ -57,6 +58,7 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
         case Founding(resume_dir=resume_dir, rebuild=rebuild):
             resolved = options.resolved if rebuild is None else options.resolved.adopt(take_over(folder))
             config = resolved.config
+            fragments_of(config)  # what cannot be split is told before there is a run
             corpus = await in_thread(_read_corpus, config)
             founded = found_or_go_on(folder, config, corpus, resume_dir)
             return _start(options, folder, me, config, founded.terms, corpus, founded=founded)

@@ -1,7 +1,7 @@
-"""A round as the membership asks for it: exchange the mailbox, absorb the mean into staging, install or forget it.
+"""A round as the membership asks for it: exchange the payload, absorb the mean into staging, install or forget it.
 
-This is the trainer's half of elastic/member.py. Rules: the payload stays in the mailbox, untouched, until the round's
-outcome is known, so that a round can run again in the next view; nothing shared changes before the commit.
+This is the trainer's half of elastic/member.py. Rules: the payload stays as it is until the round's outcome is known,
+so that a round can run again in the next view; nothing shared changes before the commit.
 It must not know workers, samples or why a view changed.
 """
 
@@ -26,14 +26,15 @@ _SURVEY_FRAGMENT = 0x7FFF
 
 
 class RoundRunner:
-    """Runs rounds of one fragment between the mailbox and the outer state.
+    """Runs rounds between the payload and the outer state, one at a time.
 
     Args:
         communicator: the collective layer.
         state: live and staged shared state.
         commit_log: gets the wire form of every committed mean, for learners.
         schedule: which round makes which outer step.
-        payload: [numel] fp32, the mailbox; the training loop fills it before it says `RoundReady`.
+        payload: fp32, as long as the largest fragment; the training loop fills its beginning before it says
+            `RoundReady`.
         codec: how chunks are written on the wire.
         initial_parameters: makes the run's first parameters, [numel]; slow, runs in a thread.
         on_exchanged: told of every finished exchange, for logs.
@@ -84,10 +85,11 @@ class RoundRunner:
         self.discard_staged(key)
         await self._survey_if_due(view, key)
         chunks: list[ResultChunk] = []
+        mean = self._state.result_buffer()
         stats = await self._communicator.all_reduce(
             key,
-            self._payload,
-            out=self._state.result_buffer(),
+            self._payload[: mean.numel()],
+            out=mean,
             weight=weight,
             codec=self._codec,
             record=lambda start_numel, _numel, wire: chunks.append(ResultChunk(start_numel, bytes(wire))),

@@ -27,5 +27,5 @@ class RoundSchedule:
         return self._rounds[outer_step]
 
     def inner_step_at(self, outer_step: int) -> int:
-        """Global inner steps behind the shared state of `outer_step`."""
-        return 0 if outer_step == 0 else self.round_after(outer_step - 1).due_step
+        """Global inner steps behind the shared state of `outer_step`: whoever begins from it trains the next one."""
+        return 0 if outer_step == 0 else self.round_after(outer_step - 1).inner_step

@@ -42,6 +42,7 @@ class Scoreboard:
         self._me = me
         self._run_id = run_id
         self._config = config
+        self._inner_steps_per_round = config.inner_steps_per_round
         self._metrics = metrics
         self._progress = progress
         self._clock = clock
@@ -174,8 +175,8 @@ class Scoreboard:
             phase="leaving" if self.is_leaving else self.phase,
             outer_step=self._outer_step,
             total_outer_steps=self._config.run.outer_steps,
-            inner_step=self._inner_steps_of_round,
-            inner_steps_per_round=self._config.outer.inner_steps,
+            inner_step=min(self._inner_steps_of_round, self._inner_steps_per_round),
+            inner_steps_per_round=self._inner_steps_per_round,
             epoch=self._view.epoch if self._view is not None else 0,
             members=self._members(),
             coordinator=self.coordinator,

@@ -1,35 +1,40 @@
 """One peer's training, from the anchor to the next commit and on.
 
-    load the anchor ─► inner steps on leased samples ─► store ─► emit ─► round ─► commit ─► load …
+    start from the anchor ─► inner steps on leased samples ─► store ─► emit ─► hand in ─┬─ exchange, vote, commit ─┬─►
+                                    ▲                                                   └─ inner steps, if delayed ─┘ │
+                                    └──────────────────────────────── land on the outcome ◄───────────────────────────┘
+
+Rounds come one at a time, each of one fragment. Where the method has a delay the workers go on while a round is out, up
+to its due step; there the loop waits for the commit, lands, and goes on to the next round.
 
 Rules: which round comes next follows from the global outer step, never from a local count; work is handed in exactly
 once, by the vote of the round it went into; when the membership is lost, so are payload, leases and the steps since the
 last commit, also if it is won again before this loop looks: what was begun as a member of one view's admission is never
 handed in after the next (`_require`). When a round is committed without this peer, because it was late, its work is
-kept: the workers are moved along with the anchor, and go on. It must not know connections, views' reasons or how
-workers compute.
+kept: the workers are moved along with the anchor, and go on; its samples go with the next round, and the fragment's
+difference with the fragment's next. It must not know connections, views' reasons or how workers compute.
 """
 
 import asyncio
 import contextlib
-import statistics
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-
-from torch import Tensor
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from collective.core.types import View
 from elastic.core.events import RoundReady
 from elastic.core.messages import DataPosition
 from elastic.errors import NotAMember, RoundMissed, RunFinished
-from elastic.member import Committed, Membership
-from optim.outer import ANCHOR, Outer, Round, Work
-from trainer.outer_state import OuterState, Version
+from elastic.member import Membership
+from optim.outer import Round, Work
+from trainer.outer_state import OuterState
 from trainer.round_runner import RoundRunner
 from trainer.round_schedule import RoundSchedule
 from trainer.sample_feed import LeasesLost, SampleFeed
-from trainer.threads import in_thread
-from trainer.worker_pool import WorkerPool
+from trainer.tally import HandedIn, Tally
+from trainer.worker_values import WorkerValues
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +50,8 @@ class RoundReport:
     loss: float | None
     train_s: float
     wait_s: float
+    """How long the workers stood still for it."""
     position: DataPosition | None
-
-
-@dataclass(slots=True)
-class _Work:
-    """Inner steps that no commit holds yet."""
-
-    losses: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    train_s: float = 0.0
 
 
 class TrainingLoop:
@@ -64,15 +61,15 @@ class TrainingLoop:
         membership: says when we are a member, and what became of a round.
         runner: installs what was committed.
         state: the shared state.
-        outer: the method.
         schedule: which round makes which outer step.
-        pool: the workers.
-        mailbox: [numel] fp32, shared with the workers.
+        values: the workers.
         feed: leased sample indices; whoever observes the membership resets it.
         batch_size: samples of one inner step.
+        outer_steps: after which the run is done: nobody goes on while the last round is out.
         others_wait: whether other members stand in the exchange that this peer has not begun.
         patience: for how many times its own work of a round this peer lets them, before it hands in what it has.
-        on_round: told of every committed round, before the workers go on; may evaluate and write checkpoints.
+        on_round: told of every commit that holds a payload of this peer, at once.
+        on_landed: told of it again before the workers go on from its outcome; may have them judge it.
         on_inner_step: told of every inner step (global number, loss, tokens), for progress.
         on_blocked: told when this peer begins and ceases to stand still for the others.
     """
@@ -83,36 +80,38 @@ class TrainingLoop:
         membership: Membership,
         runner: RoundRunner,
         state: OuterState,
-        outer: Outer,
         schedule: RoundSchedule,
-        pool: WorkerPool,
-        mailbox: Tensor,
+        values: WorkerValues,
         feed: SampleFeed,
         batch_size: int,
+        outer_steps: int,
         others_wait: Callable[[], bool],
         patience: float,
-        on_round: Callable[[RoundReport], Awaitable[None]],
+        on_round: Callable[[RoundReport], None],
+        on_landed: Callable[[RoundReport], Awaitable[None]],
         on_inner_step: Callable[[int, float, int], None],
         on_blocked: Callable[[bool], None],
     ) -> None:
         self._membership = membership
         self._runner = runner
         self._state = state
-        self._outer = outer
         self._schedule = schedule
-        self._pool = pool
-        self._mailbox = mailbox
+        self._values = values
         self._feed = feed
         self._batch_size = batch_size
+        self._outer_steps = outer_steps
         self._others_wait = others_wait
         self._patience = patience
         self._on_round = on_round
+        self._on_landed = on_landed
         self._on_inner_step = on_inner_step
         self._on_blocked = on_blocked
         self._clock = asyncio.get_running_loop().time
-        self._base: Version | None = None  # what the workers train from, pinned
-        self._work = _Work()
-        self._round_s: float | None = None  # what a whole round took this peer the last time
+        self._tally = Tally()
+        self._inner_step = 0  # global number of the newest one, or of the last one that was left out
+        self._pace_s: float | None = None  # of an inner step, as the last round's were
+        self._awaited_since: float | None = None
+        self._blocked_since: float | None = None
 
     async def run(self) -> None:
         """Train until the final commit or the end of the membership. Errors of the workers come through."""
@@ -126,8 +125,9 @@ class TrainingLoop:
     async def _train_as_member(self, admitted: View) -> None:
         """Until the run's last commit. `admitted` is the view in which this peer became active."""
         self._require(admitted)
-        self._work = _Work()
-        await self._start_from(self._state.pin(), self._state.anchor, keep=0.0)
+        self._tally = Tally()
+        await self._values.start_from(self._state.pin())
+        self._inner_step = self._schedule.inner_step_at(self._outer_step)
         # A fresh member may come in the middle of the others' round: then it hands in what it has. Not in the run's
         # first round, which all begin together.
         is_fresh = self._outer_step > 0
@@ -142,8 +142,14 @@ class TrainingLoop:
     @property
     def _outer_step(self) -> int:
         """Which state the workers train from."""
-        assert self._base is not None, "the workers have not been loaded"
-        return self._base.manifest.outer_step
+        return self._values.base.manifest.outer_step
+
+    @property
+    def _has_moved(self) -> bool:
+        """Whether the run went on from the state that the workers train from."""
+        return self._values.base is not self._state.live
+
+    # -------------------------------------------------------------------------------- rounds
 
     async def _one_round(self, admitted: View, *, is_fresh: bool) -> bool:
         """From one state to the next. Returns whether it was the run's last.
@@ -152,134 +158,133 @@ class TrainingLoop:
             NotAMember, LeasesLost: the membership ended; nothing of this round counts.
         """
         round_ = await self._do_the_work(admitted, is_fresh=is_fresh)
-        work, base = self._work, self._base
-        assert base is not None, "it has trained from something"
-        done = Work(inner_steps=len(work.losses), samples=float(len(work.losses) * self._batch_size))
-        await in_thread(self._outer.emit, round_, self._mailbox, base.state, done, out=self._mailbox)
+        handed_in = self._tally.hand_in(round_.fragment.index)
+        steps = handed_in.share.inner_steps
+        await self._values.emit(round_, Work(inner_steps=steps, samples=float(steps * self._batch_size)))
         self._require(admitted)
-        consumed = self._feed.consumed()
-        handed_in = self._clock()
         ready = RoundReady(
-            outer_step=base.manifest.outer_step,
+            outer_step=self._values.base.manifest.outer_step,
             fragment=round_.fragment.index,
-            weight=float(work.num_tokens),
-            num_tokens=work.num_tokens,
-            consumed=consumed,
+            weight=float(handed_in.share.num_tokens),
+            num_tokens=handed_in.work.num_tokens,
+            consumed=self._feed.consumed(),
         )
-        self._on_blocked(True)
+        self._awaited_since = None
         try:
-            committed = await self._membership.commit_round(ready)
+            async with _beside(self._commit(round_, ready, handed_in)) as outcome:
+                if round_.delay and ready.outer_step + 1 < self._outer_steps:
+                    await self._train(round_.due_step, admitted, is_fresh=False, outcome=outcome)
+                self._block()
+                report = await outcome
         except RoundMissed:
             return False  # the work stays, and the next round begins with following the state
         finally:
-            self._on_blocked(False)
-        self._feed.settle(consumed)
-        self._work = _Work()
-        await self._land(committed)
-        await self._on_round(
-            RoundReport(
-                view=committed.view,
-                outer_step=committed.held.outer_step,
-                digest=committed.held.digest,
-                final=committed.final,
-                inner_step=round_.inner_step,
-                num_tokens=work.num_tokens,
-                loss=statistics.fmean(work.losses) if work.losses else None,
-                train_s=work.train_s,
-                wait_s=self._clock() - handed_in,
-                position=committed.position,
-            )
+            self._unblock()
+        absorbed = self._runner.absorbed
+        assert absorbed is not None, "a commit was installed without an outcome"
+        await self._values.land(round_, absorbed)
+        await self._on_landed(report)
+        return report.final
+
+    async def _commit(self, round_: Round, ready: RoundReady, handed_in: HandedIn) -> RoundReport:
+        """Hand a round in and see it committed."""
+        committed = await self._membership.commit_round(ready)
+        live = self._state.pin()
+        self._values.arrived(live)
+        assert committed.held == live.held, "another state is installed than was committed"
+        self._feed.settle(ready.consumed)
+        self._tally.settle(handed_in)
+        report = RoundReport(
+            view=committed.view,
+            outer_step=committed.held.outer_step,
+            digest=committed.held.digest,
+            final=committed.final,
+            inner_step=round_.inner_step,
+            num_tokens=handed_in.work.num_tokens,
+            loss=handed_in.work.mean_loss,
+            train_s=handed_in.work.train_s,
+            wait_s=0.0 if self._blocked_since is None else self._clock() - self._blocked_since,
+            position=committed.position,
         )
-        return committed.final
+        self._on_round(report)
+        return report
+
+    def _block(self) -> None:
+        self._blocked_since = self._clock()
+        self._on_blocked(True)
+
+    def _unblock(self) -> None:
+        if self._blocked_since is not None:
+            self._blocked_since = None
+            self._on_blocked(False)
+
+    # -------------------------------------------------------------------------------- work
 
     async def _do_the_work(self, admitted: View, *, is_fresh: bool) -> Round:
         """Train until the round's payload can be made of what is in the mailbox. Returns the round."""
-        began = self._clock()
         while True:
             self._require(admitted)
-            await self._follow(admitted)
-            outer_step = self._outer_step
-            round_ = self._schedule.round_after(outer_step)
-            inner_steps = range(self._schedule.inner_step_at(outer_step) + 1, round_.inner_step + 1)
-            await self._train(inner_steps, admitted, is_fresh=is_fresh)
-            await self._pool.store()
+            if self._has_moved:
+                await self._values.follow(self._state.pin(), lambda: self._require(admitted))
+                self._inner_step = max(self._inner_step, self._schedule.inner_step_at(self._outer_step))
+            round_ = self._schedule.round_after(self._outer_step)
+            await self._train(round_.inner_step, admitted, is_fresh=is_fresh)
+            await self._values.store(round_.fragment.index)
             self._require(admitted)
             if not self._has_moved:
-                self._work.train_s += self._clock() - began
+                self._inner_step = round_.inner_step
                 return round_
 
-    async def _train(self, inner_steps: range, admitted: View, *, is_fresh: bool) -> None:
-        """These inner steps; or fewer, for a fresh member whose fellows wait, and for who is far behind the others."""
-        work, began = self._work, self._clock()
-        awaited_since: float | None = None
-        for inner_step in inner_steps:
-            if self._others_wait():
-                awaited_since = awaited_since or self._clock()
-                if is_fresh or (work.losses and self._is_late(awaited_since)):
-                    return
+    async def _train(
+        self,
+        until: int,
+        admitted: View,
+        *,
+        is_fresh: bool,
+        outcome: "asyncio.Future[RoundReport] | None" = None,
+    ) -> None:
+        """Inner steps up to this one; or fewer, for a fresh member whose fellows wait, and for who is far behind.
+
+        `outcome` is that of the round which is out meanwhile. Without one, it ends when the run goes on elsewhere.
+        """
+        began, first = self._clock(), self._inner_step
+        while self._inner_step < until and not self._must_hurry(is_fresh=is_fresh):
             self._require(admitted)
-            if self._has_moved:
-                return
+            if self._has_moved if outcome is None else outcome.done() and outcome.exception() is not None:
+                break
             indices = await self._feed.take(self._batch_size)
-            done = await self._pool.step(indices, inner_step=inner_step)
-            work.losses.append(done.loss)
-            work.num_tokens += done.num_tokens
-            self._on_inner_step(inner_step, done.loss, done.num_tokens)
-        self._round_s = self._clock() - began
+            self._inner_step += 1
+            done = await self._values.step(indices, inner_step=self._inner_step)
+            self._tally.stepped(done.loss, done.num_tokens)
+            self._on_inner_step(self._inner_step, done.loss, done.num_tokens)
+        taken_s = self._clock() - began
+        self._tally.took(taken_s)
+        if self._inner_step > first:
+            self._pace_s = taken_s / (self._inner_step - first)
 
-    def _is_late(self, awaited_since: float) -> bool:
+    def _must_hurry(self, *, is_fresh: bool) -> bool:
         """Whether the others wait for so long that the steps missing here cost more than they give."""
-        limit_s = None if self._round_s is None else self._patience * self._round_s
-        return limit_s is not None and self._clock() - awaited_since > limit_s
+        if not self._others_wait():
+            return False
+        now = self._clock()
+        self._awaited_since = self._awaited_since or now
+        if is_fresh:
+            return True
+        if self._pace_s is None or not self._tally.unsettled.inner_steps:
+            return False
+        outer_step = self._outer_step
+        begin, end = (self._schedule.inner_step_at(step) for step in (outer_step, outer_step + 1))
+        return now - self._awaited_since > self._patience * (end - begin) * self._pace_s
 
-    # -------------------------------------------------------------------------------- what the workers hold
 
-    @property
-    def _has_moved(self) -> bool:
-        """Whether the run went on from the state that the workers train from."""
-        return self._base is not self._state.live
-
-    async def _follow(self, admitted: View) -> None:
-        """Move the workers along with the anchor: what they have done since their base stays what it is.
-
-        `local + (new anchor - old anchor)`: the next pseudo-gradient from the new anchor is then the late work and
-        whatever is added to it, and nobody else's step is undone.
-        """
-        if not self._has_moved:
-            return
-        new, old = self._state.pin(), self._base
-        assert old is not None, "only a started loop follows"
-        await self._pool.store()
-        if self._membership.active_view is not admitted:
-            new.release()
-            raise NotAMember("put out of the view while it followed")
-        await in_thread(self._shift, new, old)
-        self._rebase(new)
-        await self._pool.load(keep=0.0)
-
-    def _shift(self, new: Version, old: Version) -> None:
-        self._mailbox.add_(new.state.shared[ANCHOR]).sub_(old.state.shared[ANCHOR])
-
-    async def _land(self, committed: Committed) -> None:
-        absorbed, live = self._runner.absorbed, self._state.pin()
-        assert absorbed is not None, "a commit was installed without an outcome"
-        assert committed.held == live.held, "another state is installed than was committed"
-        if absorbed.target is None:
-            self._rebase(live)
-        else:
-            await self._start_from(live, absorbed.target, keep=absorbed.keep)
-
-    async def _start_from(self, version: Version, target: Tensor, *, keep: float) -> None:
-        """Move the workers towards a tensor of this version, which is pinned: they train from it now."""
-        await in_thread(self._mailbox.copy_, target)
-        self._rebase(version)
-        await self._pool.load(keep=keep)
-
-    def _rebase(self, version: Version) -> None:
-        """The workers train from this version now.
-
-        It stays pinned: the state may move on meanwhile, and replayed commits are written into whatever is recycled.
-        """
-        old, self._base = self._base, version
-        if old is not None:
-            old.release()
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, T]) -> "AsyncIterator[asyncio.Future[T]]":
+    """Let this go on while the body runs. When the body is left it has ended, cancelled if it had not."""
+    task = asyncio.ensure_future(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # if the body has not asked, it has ended for the same reason

@@ -10,10 +10,11 @@ import msgspec
 from collective import BulkOptions
 from elastic.core.config import CoordinatorConfig, MemberConfig
 from elastic.core.messages import IndexRange
-from optim.fragments import FragmentTable
-from optim.outer import Outer
+from optim.fragments import Fragment, FragmentTable
+from optim.outer import Outer, fit
 from optim.registry import outer_from_config
 from trainer.config import AdamW, Adopt, Config, ConstantSchedule, Muon, Sgd, WsdSchedule
+from trainer.errors import ConfigError
 from trainer.model import ModelConfig, named_shapes
 from trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
 
@@ -21,6 +22,7 @@ __all__ = [
     "bulk_options",
     "coordinator_config",
     "fragment_table",
+    "fragments_of",
     "member_config",
     "outer_of",
     "samples_in_stock",
@@ -29,9 +31,25 @@ __all__ = [
 
 
 def outer_of(config: Config) -> Outer:
-    """`[outer]`: the method."""
+    """`[outer]`: the method, with all settings known."""
     section = config.outer.model_dump(exclude={"codec"})
-    return outer_from_config(section, num_peers=config.members.start_peers)
+    method = outer_from_config(section, num_peers=config.members.start_peers)
+    return fit(method, fragment_table(config.model.decoder_config()))
+
+
+def fragments_of(config: Config) -> tuple[Fragment, ...]:
+    """What is exchanged in turn, by index: each parameter is in exactly one.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
+    table = fragment_table(config.model.decoder_config())
+    try:
+        fragments = outer_of(config).fragments(table)
+    except ValueError as error:
+        raise ConfigError(f"[outer] does not fit the model: {error}", key="outer.num_fragments") from error
+    table.check_partition(fragments)
+    return fragments
 
 
 def fragment_table(model: ModelConfig) -> FragmentTable:
@@ -126,5 +144,5 @@ def bulk_options(config: Config) -> BulkOptions:
 
 
 def samples_in_stock(config: Config) -> int:
-    """How many samples a peer keeps leased: two outer rounds, so that it can go on while the coordinator is away."""
+    """How many samples a peer keeps leased: two turns of every fragment, to go on while the coordinator is away."""
     return 2 * config.outer.inner_steps * config.inner.batch_size

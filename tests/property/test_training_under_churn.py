@@ -14,13 +14,23 @@ HAPPENINGS = st.lists(
 )
 
 
-@given(script=HAPPENINGS)
-@settings(max_examples=150, deadline=None)
-def test_no_work_is_lost_or_counted_twice(script: list[Happening]) -> None:
+STREAMING = st.fixed_dictionaries(
+    {
+        "inner_steps": st.just(8),
+        "num_fragments": st.sampled_from([1, 3, 4]),
+        "delay": st.integers(0, 2),
+        "keep": st.just(1.0),  # nothing that was trained is thrown away, so that it can be found again
+    }
+)
+
+
+@given(script=HAPPENINGS, streaming=st.one_of(st.none(), STREAMING))
+@settings(max_examples=250, deadline=None)
+def test_no_work_is_lost_or_counted_twice(script: list[Happening], streaming: dict[str, object] | None) -> None:
     async def life() -> None:
         hasher = Hasher(num_threads=1)
         try:
-            rig = Rig(hasher, script, outer_steps=5)
+            rig = Rig(hasher, script, outer_steps=5 if streaming is None else 9, streaming=streaming)
             async with asyncio.timeout(20.0):
                 await rig.run()
             rig.audit_the_end()

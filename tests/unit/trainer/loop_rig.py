@@ -3,6 +3,9 @@
 Training on sample `i` takes 1 from parameter `i % NUMEL`, and the outer optimizer takes the mean as it is. So a payload
 says exactly which samples went into it, and `commit` checks that against what the vote says was consumed.
 
+With `streaming`, its settings, there are four layers of 16 parameters. As the workers keep their values then, the next
+payload of a fragment is what was trained since the one before, although training goes on while that is under way.
+
 `script` says what happens to the membership whenever somebody in here waits; when it is used up, nothing happens any
 more. A peer without a membership is let in again where the script has nothing else to say.
 """
@@ -10,7 +13,7 @@ more. A peer without a membership is let in again where the script has nothing e
 import asyncio
 import enum
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,15 +27,19 @@ from elastic.desk import Committed
 from elastic.digest import Hasher
 from elastic.errors import NotAMember, RoundMissed, RunFinished
 from optim.diloco import DiLoCo
+from optim.fragments import FragmentTable
 from optim.outer import Absorbed
-from tests.unit.trainer.rig import outer_state
+from optim.streaming import Streaming
+from trainer.outer_state import OuterState
 from trainer.round_schedule import RoundSchedule
 from trainer.sample_feed import SampleFeed
 from trainer.training_loop import RoundReport, TrainingLoop
+from trainer.worker_values import WorkerValues
 
 NUMEL = 64
 BATCH = 2
 INNER_STEPS = 3
+TABLE = FragmentTable.from_named_shapes((f"layer{number}", (16,)) for number in range(4))
 ME = PeerRef(PeerId("0" * 16), Incarnation(1))
 
 
@@ -77,12 +84,19 @@ class Pool:
     local: Tensor = field(default_factory=lambda: torch.full((NUMEL,), float("nan")))
     inner_steps: list[int] = field(default_factory=list)
     trained: list[int] = field(default_factory=list)
+    """All since it began from the anchor."""
+    emitted: dict[int, int] = field(default_factory=dict)
+    """How many of them there were when a fragment was last in a commit of this peer."""
 
-    async def load(self, *, keep: float) -> None:
+    async def load(self, ranges: Sequence[slice] = (), *, keep: float = 0.0) -> None:
         await self.rig.wait()
-        self.local = keep * self.local + (1 - keep) * self.rig.mailbox if keep else self.rig.mailbox.clone()
-        self.inner_steps.clear()
-        self.trained.clear()
+        for place in ranges or (slice(0, NUMEL),):
+            theirs = self.rig.mailbox[place]
+            self.local[place] = theirs if keep == 0.0 else keep * self.local[place] + (1 - keep) * theirs
+        if not ranges:
+            self.inner_steps.clear()
+            self.trained.clear()
+            self.emitted.clear()
         await self.rig.wait()
 
     async def step(self, indices: tuple[int, ...], *, inner_step: int) -> StepDone:
@@ -94,9 +108,10 @@ class Pool:
         await self.rig.wait()
         return StepDone(loss=float(inner_step), num_tokens=len(indices))
 
-    async def store(self) -> None:
+    async def store(self, ranges: Sequence[slice] = ()) -> None:
         await self.rig.wait()
-        self.rig.mailbox.copy_(self.local)
+        for place in ranges or (slice(0, NUMEL),):
+            self.rig.mailbox[place] = self.local[place]
         await self.rig.wait()
 
 
@@ -104,13 +119,24 @@ class Rig:
     """Membership, coordinator and everything around one training loop."""
 
     def __init__(
-        self, hasher: Hasher, script: Iterable[Happening] = (), *, outer_steps: int = 3, patience: float = 1e9
+        self,
+        hasher: Hasher,
+        script: Iterable[Happening] = (),
+        *,
+        outer_steps: int = 3,
+        patience: float = 1e9,
+        streaming: Mapping[str, object] | None = None,
+        momentum: float = 0.0,
     ) -> None:
         self.outer_steps = outer_steps
         self.script = deque(script)
-        self.outer = self._outer()
-        self.state = outer_state(hasher, self.outer, NUMEL)
+        self.outer = self._outer({"momentum": momentum}, streaming)
+        self.schedule = RoundSchedule(self.outer)
+        self.fragments = self.outer.fragments(TABLE)
+        self.state = OuterState(self.outer, self.fragments, self.schedule, hasher)
         self.mailbox = torch.zeros(NUMEL)
+        is_still = len(self.fragments) == 1 and self.schedule.round_after(0).delay == 0
+        self.payload = self.mailbox if is_still else torch.zeros(max(part.numel for part in self.fragments))
         self.pool = Pool(self)
         self.runner = Runner()
         self.ledger = LeaseLedger()
@@ -129,23 +155,29 @@ class Rig:
             membership=self,
             runner=self.runner,
             state=self.state,
-            outer=self.outer,
-            schedule=RoundSchedule(self.outer),
-            pool=self.pool,
-            mailbox=self.mailbox,
+            schedule=self.schedule,
+            values=WorkerValues(
+                pool=self.pool,
+                mailbox=self.mailbox,
+                payload=self.payload,
+                outer=self.outer,
+                fragments=self.fragments,
+            ),
             feed=self.feed,
             batch_size=BATCH,
+            outer_steps=outer_steps,
             others_wait=lambda: self.others_wait,
             patience=patience,
-            on_round=self._on_round,
+            on_round=self.reports.append,
+            on_landed=self._on_landed,
             on_inner_step=lambda *_: None,
             on_blocked=self.blocked.append,
         )
 
-    def _outer(self) -> DiLoCo:
+    def _outer(self, settings: Mapping[str, object], streaming: Mapping[str, object] | None) -> DiLoCo:
         rig, running = self, asyncio.get_running_loop()
 
-        class SlowToEmit(DiLoCo):
+        class SlowToEmit(DiLoCo if streaming is None else Streaming):
             """Its thread waits too, and the membership may change meanwhile."""
 
             def emit(self, *args, **kwargs):
@@ -154,7 +186,7 @@ class Rig:
                 asyncio.run_coroutine_threadsafe(rig.wait(), running).result(timeout=20.0)
                 return emitted
 
-        return SlowToEmit(lr=1.0, momentum=0.0, inner_steps=INNER_STEPS)
+        return SlowToEmit(**{"lr": 1.0, "inner_steps": INNER_STEPS, **settings, **(streaming or {})})
 
     async def run(self) -> None:
         """The loop's whole life, with its feed."""
@@ -218,21 +250,20 @@ class Rig:
     async def others_commit(self) -> None:
         """The run goes on without this peer, which replays it."""
         if self.state.live.manifest.outer_step < self.outer_steps - 1:
-            await self._install(torch.full((NUMEL,), 100.0), final=False)
+            await self._install(torch.full_like(self.state.result_buffer(), 100.0), final=False)
             self.commits.append(Commit(self.state.live.manifest.outer_step, (), 0, is_mine=False))
 
     async def _install(self, mean: Tensor, *, final: bool, view: View | None = None) -> Committed:
         step = self.state.live.manifest.outer_step
         self.state.result_buffer().copy_(mean)
-        round_ = RoundSchedule(self.outer).round_after(step)
+        round_ = self.schedule.round_after(step)
         held = Held(OuterStep(step + 1), await self.state.stage(round_, (ME.peer_id,), 1.0))
         self.runner.absorbed = self.state.install_staged(held)
-        key = RoundKey(Epoch(self._epoch), OuterStep(step), 0)
+        key = RoundKey(Epoch(self._epoch), OuterStep(step), round_.fragment.index)
         position = DataPosition(self.ledger.next_index)
         return Committed(key=key, view=view, held=held, final=final, position=position)
 
-    async def _on_round(self, report: RoundReport) -> None:
-        self.reports.append(report)
+    async def _on_landed(self, _report: RoundReport) -> None:
         await self.wait()
 
     # -------------------------------------------------------------------------------- elastic.member.Membership
@@ -254,15 +285,16 @@ class Rig:
             raise NotAMember("not active")
         if self.state.held().outer_step != ready.outer_step:
             raise RoundMissed(ready.outer_step)
-        payload = self.mailbox.clone()
+        handed_in = self.payload[: self.fragments[ready.fragment].numel]
+        payload, num_trained = handed_in.clone(), len(self.pool.trained)
         await self.wait()
         async with self._changing:
             if stint != self._stint or self.active_view is None:
                 raise NotAMember("evicted")
             if self.state.held().outer_step != ready.outer_step:
                 raise RoundMissed(ready.outer_step)
-            assert torch.equal(payload, self.mailbox), "the payload changed before its outcome was known"
-            self._audit(ready)
+            assert torch.equal(payload, handed_in), "the payload changed before its outcome was known"
+            self._audit(ready, payload, num_trained)
             committed = await self._install(payload, final=ready.outer_step + 1 >= self.outer_steps, view=view)
         return committed
 
@@ -279,15 +311,25 @@ class Rig:
 
     # -------------------------------------------------------------------------------- the audit
 
-    def _audit(self, ready: RoundReady) -> None:
+    def _audit(self, ready: RoundReady, payload: Tensor, num_trained: int) -> None:
         samples = tuple(index for piece in ready.consumed for index in range(piece.start, piece.stop))
-        expected = torch.zeros(NUMEL)
-        for index in samples:
-            expected[index % NUMEL] += 1.0
-        assert torch.equal(self.mailbox, expected), "the payload is not the work on the samples that the vote names"
-        assert ready.num_tokens == ready.weight == len(samples)
-        first = INNER_STEPS * ready.outer_step + 1
-        assert self.pool.inner_steps == list(range(first, first + len(self.pool.inner_steps)))
+        index, pool = ready.fragment, self.pool
+        assert index == self.schedule.round_after(ready.outer_step).fragment.index
+        share = pool.trained[pool.emitted.get(index, 0) : num_trained]
+        if len(self.fragments) == 1:
+            assert sorted(share) == list(samples), "the vote names other samples than were trained"
+        if self.schedule.round_after(ready.outer_step).delay == 0 or self.outer.keep == 1.0:
+            expected = torch.zeros(NUMEL)
+            for sample in share:
+                expected[sample % NUMEL] += 1.0
+            fragment = self.fragments[index]
+            expected = fragment.gather(expected, out=torch.empty(fragment.numel))
+            assert torch.equal(payload, expected), "the payload is not the work on the samples since the one before"
+        assert (ready.num_tokens, ready.weight) == (len(samples), len(share))
+        last = self.schedule.inner_step_at(ready.outer_step + 1)
+        assert pool.inner_steps == sorted(set(pool.inner_steps)), "a global step was trained twice"
+        assert all(step <= last for step in pool.inner_steps[: num_trained // BATCH])
+        pool.emitted[index] = num_trained
         self.ledger.consume(ME, ready.consumed)  # asserts that this peer still owns them
         self.commits.append(Commit(ready.outer_step + 1, samples, ready.num_tokens))
 

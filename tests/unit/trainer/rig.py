@@ -16,9 +16,10 @@ from elastic.commit_log import CommitLog
 from elastic.digest import Hasher
 from optim.diloco import DiLoCo
 from optim.fragments import Fragment, FragmentTable
-from trainer.outer_state import OuterState, Version
+from trainer.outer_state import OuterState
 from trainer.round_runner import RoundRunner
 from trainer.round_schedule import RoundSchedule
+from trainer.state_version import Version
 
 NUMEL = 1000
 CHUNK_NBYTES = 2048
@@ -36,9 +37,12 @@ def hasher() -> Hasher:
     return Hasher(num_threads=1, chunk_nbytes=CHUNK_NBYTES)
 
 
-def outer_state(hasher: Hasher, outer: DiLoCo | None = None, numel: int = NUMEL) -> OuterState:
+def outer_state(
+    hasher: Hasher, outer: DiLoCo | None = None, numel: int = NUMEL, table: FragmentTable | None = None
+) -> OuterState:
     outer = outer or DiLoCo(inner_steps=4)
-    return OuterState(outer, whole(numel), RoundSchedule(outer), hasher)
+    fragments = (whole(numel),) if table is None else outer.fragments(table)
+    return OuterState(outer, fragments, RoundSchedule(outer), hasher)
 
 
 def has_the_bits_of_its_manifest(version: Version) -> bool:
@@ -53,11 +57,20 @@ def has_the_bits_of_its_manifest(version: Version) -> bool:
 class Site:
     """One peer's half of rounds: listener, communicator, state, mailbox."""
 
-    def __init__(self, number: int, hasher: Hasher, *, outer: DiLoCo | None = None, codec: str = "raw") -> None:
+    def __init__(
+        self,
+        number: int,
+        hasher: Hasher,
+        *,
+        outer: DiLoCo | None = None,
+        codec: str = "raw",
+        table: FragmentTable | None = None,
+    ) -> None:
+        numel = NUMEL if table is None else table.numel
         self.outer = outer or DiLoCo(inner_steps=4)
         self.me = PeerRef(PeerId(f"{number:016x}"), Incarnation(1))
-        self.mailbox = numbers(number)
-        self.state = outer_state(hasher, self.outer)
+        self.mailbox = numbers(number, numel)
+        self.state = outer_state(hasher, self.outer, numel, table)
         self.log = CommitLog(1 << 20)
         self.exchanged: list[RoundKey] = []
         self.communicator = Communicator(
@@ -76,7 +89,7 @@ class Site:
             schedule=RoundSchedule(self.outer),
             payload=self.mailbox,
             codec=codec,
-            initial_parameters=lambda: numbers(99),
+            initial_parameters=lambda: numbers(99, numel),
             on_exchanged=lambda key, _: self.exchanged.append(key),
         )
 
@@ -106,10 +119,18 @@ def view_of(sites: Sequence[Site], epoch: int = 1, outer_step: int = 0) -> View:
 
 @contextlib.asynccontextmanager
 async def sites_of_a_new_run(
-    count: int, hasher: Hasher, *, outers: Sequence[DiLoCo] = (), codec: str = "raw"
+    count: int,
+    hasher: Hasher,
+    *,
+    outers: Sequence[DiLoCo] = (),
+    codec: str = "raw",
+    table: FragmentTable | None = None,
 ) -> AsyncIterator[list[Site]]:
     """Peers that hold the same founded state and are members of view 1."""
-    sites = [Site(number, hasher, outer=outers[number] if outers else None, codec=codec) for number in range(count)]
+    sites = [
+        Site(number, hasher, outer=outers[number] if outers else None, codec=codec, table=table)
+        for number in range(count)
+    ]
     try:
         for site in sites:
             await site.listener.start()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ from trainer.config_show import as_json_text, as_toml
 from trainer.config_sources import Override, ResolvedConfig, load_config
 from trainer.errors import ConfigError, ExitCode, Refused
 from trainer.quantities import parse_count, parse_nbytes, parse_rate, parse_seconds
+from trainer.round_schedule import RoundSchedule
+from trainer.wiring import outer_of
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -82,7 +85,9 @@ def test_every_known_key_has_an_origin() -> None:
     config = load()
     assert set(config.origins) <= set(KNOWN_KEYS)
     # What is not told belongs to a variant that was not chosen.
-    assert set(KNOWN_KEYS) - set(config.origins) == {"inner.momentum", "inner.schedule.decay_steps"}
+    streaming = {f"outer.{name}" for name in ("num_fragments", "pattern", "delay", "keep")}
+    others = {"inner.momentum", "inner.schedule.decay_steps"}
+    assert set(KNOWN_KEYS) - set(config.origins) == others | streaming
 
 
 def test_the_last_of_two_equal_flags_wins() -> None:
@@ -285,6 +290,49 @@ def test_schedule_that_does_not_fit_the_run_is_told(flags: list[tuple[str, str]]
     with pytest.raises(ConfigError, match=r"^inner\.schedule needs at least 11 inner steps .* but the run has 10 "):
         load(("run.outer_steps", "1"), ("outer.inner_steps", "10"), *flags)
     load(("run.outer_steps", "1"), ("outer.inner_steps", "11"), *flags)
+
+
+def streaming(**settings: object) -> list[tuple[str, str]]:
+    return [("outer.type", "streaming"), *((f"outer.{key}", str(value)) for key, value in settings.items())]
+
+
+def test_diloco_has_no_delay() -> None:
+    with pytest.raises(
+        ConfigError, match=r'^outer\.delay from .* does not belong to outer\.type = "diloco"; remove it or'
+    ):
+        load(("outer.delay", "1"))
+
+
+@pytest.mark.parametrize(("num_fragments", "longest"), [(4, 3), (3, 5), (15, 1), (1, 14)])
+def test_a_delay_that_two_rounds_would_share_is_told_with_the_longest_that_works(
+    num_fragments: int, longest: int
+) -> None:
+    settings = {"inner_steps": 15, "num_fragments": num_fragments}
+    assert load(*streaming(**settings, delay=longest)).config.total_inner_steps == 100 * 15 // num_fragments
+    with pytest.raises(ConfigError, match=rf"^outer\.delay is {longest + 1}, .* give a delay of at most {longest}$"):
+        load(*streaming(**settings, delay=longest + 1))
+
+
+def test_fragments_have_a_turn_each() -> None:
+    with pytest.raises(ConfigError, match=r"^outer\.num_fragments is 9, but only 8 fragments .* take fewer fragments"):
+        load(*streaming(inner_steps=8, num_fragments=9))
+
+
+def test_the_number_of_fragments_goes_by_the_model_unless_it_is_given() -> None:
+    assert load(*streaming(), ("model.preset", "150m")).config.num_fragments == 4
+    assert load(*streaming(num_fragments=2), ("model.preset", "150m")).config.num_fragments == 2
+    assert load(("model.preset", "150m")).config.num_fragments == 1
+
+
+def test_rounds_and_inner_steps_are_those_of_the_methods_plan() -> None:
+    for count in (1, 3, 4, 7):
+        config = load(*streaming(inner_steps=10, num_fragments=count), ("model.num_layers", "7")).config
+        schedule = RoundSchedule(outer_of(config))
+        steps = [schedule.inner_step_at(step) for step in range(101)]
+        assert steps[100] == config.total_inner_steps
+        distances = {after - before for before, after in pairwise(steps)}
+        assert max(distances) == config.inner_steps_per_round
+        assert min(distances) == 10 // count
 
 
 # -------------------------------------------------------------------------------------------------------- good values

@@ -6,23 +6,26 @@ import pytest
 import torch
 
 from trainer.checkpoint import FOLDER_NAME, STATE_NAME, CheckpointMeta, CheckpointStore
-from trainer.config import Config, ModelSection
+from trainer.config import Config, ModelSection, Streaming
 from trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault
 from trainer.export import export_model
 from trainer.generate import generate, load_model
 from trainer.model import initial_parameters
+from trainer.wiring import fragments_of
 
 CONFIG = Config(model=ModelSection(preset="nano", num_layers=1, seq_len=16))
 
 
-def save(run_dir: Path, outer_step: int, tensors: dict[str, torch.Tensor] | None = None) -> CheckpointStore:
+def save(
+    run_dir: Path, outer_step: int, tensors: dict[str, torch.Tensor] | None = None, config: Config = CONFIG
+) -> CheckpointStore:
     anchor = initial_parameters(CONFIG.model.decoder_config(), seed=outer_step)
     store = CheckpointStore(run_dir / FOLDER_NAME, keep=3)
     meta = CheckpointMeta(
         run_id="demo-0123abcd",
         outer_step=outer_step,
         digest=bytes(32),
-        run_manifest=CONFIG.manifest_json(),
+        run_manifest=config.manifest_json(),
         next_index=0,
     )
     store.save(meta, {"anchor": anchor, "momentum": torch.zeros_like(anchor)} if tensors is None else tensors)
@@ -40,6 +43,24 @@ def test_newest_checkpoint_becomes_a_model_with_its_parameters(tmp_path: Path) -
     assert torch.equal(flat, initial_parameters(CONFIG.model.decoder_config(), seed=2))
     assert flat.numel() == exported.num_parameters
     assert len(generate(model, b"The sea", max_new_tokens=5)) == 5
+
+
+def test_the_fragments_of_a_streaming_run_become_one_model(tmp_path: Path) -> None:
+    method = Streaming(inner_steps=8, num_fragments=2)
+    config = Config(model=ModelSection(preset="nano", num_layers=3, seq_len=16), outer=method)
+    parameters = initial_parameters(config.model.decoder_config(), seed=1)
+    tensors = {}
+    for fragment in fragments_of(config):
+        anchor = fragment.gather(parameters, out=torch.empty(fragment.numel))
+        tensors |= {f"{fragment.index}/anchor": anchor, f"{fragment.index}/momentum": torch.zeros_like(anchor)}
+    save(tmp_path / "run", 1, tensors, config)
+    export_model(tmp_path / "run", tmp_path / "model")
+    flat = torch.cat([parameter.flatten() for parameter in load_model(tmp_path / "model").parameters()])
+    assert torch.equal(flat, parameters)
+    del tensors["1/anchor"]
+    save(tmp_path / "run", 2, tensors, config)
+    with pytest.raises(CheckpointCorrupted, match="its run's model has"):
+        export_model(tmp_path / "run", tmp_path / "model")
 
 
 def test_damaged_newest_checkpoint_gives_the_model_of_the_one_before(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from optim.diloco import MOMENTUM, DiLoCo
 from optim.fragments import FragmentTable
 from optim.outer import ANCHOR, Result, Round
 from tests.unit.trainer.rig import NUMEL, has_the_bits_of_its_manifest, numbers, outer_state
-from trainer.outer_state import OuterState, Version
+from trainer.outer_state import OuterState
 from trainer.round_schedule import RoundSchedule
+from trainer.state_version import Version
 
 MEMBERS = ("a", "b")
 
@@ -63,7 +64,7 @@ def address_of(buffer: memoryview) -> int:
 
 
 def addresses(version: Version) -> frozenset[int]:
-    return frozenset(tensor.data_ptr() for tensor in version.state.shared.values())
+    return frozenset(tensor.data_ptr() for tensor in version.tensors.values())
 
 
 # ------------------------------------------------------------------------------------------------ staging
@@ -77,7 +78,7 @@ async def test_nothing_is_held_before_the_first_state(hasher: Hasher) -> None:
     held = await state.found(numbers(0))
     assert state.held() == held
     assert held.outer_step == 0
-    assert torch.equal(state.anchor, numbers(0))
+    assert torch.equal(state.live.anchors[0], numbers(0))
 
 
 async def test_two_peers_that_found_from_the_same_bytes_hold_the_same_digest(hasher: Hasher) -> None:
@@ -94,7 +95,7 @@ async def test_staging_leaves_the_live_state_alone_until_it_is_installed(hasher:
     absorbed = state.install_staged(held)
     assert state.held() == held
     assert has_the_bits_of_its_manifest(state.live)
-    assert absorbed.target is state.anchor
+    assert absorbed.target is state.live.anchors[0]
     assert absorbed.keep == 0.0
 
 
@@ -102,13 +103,13 @@ async def test_the_mean_in_a_recycled_buffer_gives_the_bits_of_the_plain_formula
     outer = DiLoCo(inner_steps=4)
     state = outer_state(hasher, outer)
     await state.found(numbers(0))
-    plain = outer.init(state._fragment, numbers(0))
+    plain = outer.init(state._fragments[0], numbers(0))
     for step in range(4):
         mean = numbers(step + 1)
         plain = outer.absorb(round_after(state), Result(value=mean, members=MEMBERS, weight_sum=2.0), plain).state
         await commit(state, mean)
         for name in (ANCHOR, MOMENTUM):
-            assert torch.equal(state.live.state.shared[name], plain.shared[name])
+            assert torch.equal(state.live.tensors[name], plain.shared[name])
 
 
 async def test_a_discarded_attempt_leaves_no_trace_in_the_next_one(hasher: Hasher) -> None:
@@ -135,11 +136,11 @@ async def test_a_round_without_weight_moves_nothing_and_counts(hasher: Hasher) -
     state = outer_state(hasher)
     await state.found(numbers(0))
     await commit(state, numbers(1))
-    anchor, momentum = (state.live.state.shared[name].clone() for name in (ANCHOR, MOMENTUM))
+    anchor, momentum = (state.live.tensors[name].clone() for name in (ANCHOR, MOMENTUM))
     held = await commit(state, torch.zeros(NUMEL), weight_sum=0.0)
     assert held.outer_step == 2
-    assert torch.equal(state.anchor, anchor)
-    assert torch.equal(state.live.state.shared[MOMENTUM], momentum)
+    assert torch.equal(state.live.anchors[0], anchor)
+    assert torch.equal(state.live.tensors[MOMENTUM], momentum)
     assert has_the_bits_of_its_manifest(state.live)
 
 
@@ -222,7 +223,7 @@ async def test_a_learner_replays_commits_to_the_members_digests(hasher: Hasher) 
         held = await commit(member, mean, weight_sum=2 * weight)
         pieces = (raw(mean[:300]), raw(mean[300:], 300))
         assert await learner.replay(entry(held, *pieces, weights=(weight, weight))) == held
-    assert torch.equal(learner.anchor, member.anchor)
+    assert torch.equal(learner.live.anchors[0], member.live.anchors[0])
 
 
 async def test_a_replay_that_diverges_keeps_what_was_held(hasher: Hasher) -> None:
@@ -353,7 +354,7 @@ async def test_a_diverged_replay_is_known_by_its_digests(hasher: Hasher) -> None
 
 async def test_a_range_of_the_state_has_the_models_names(hasher: Hasher) -> None:
     table = FragmentTable.from_named_shapes([("first", (10, 10)), ("second", (300,)), ("third", (600,))])
-    state = OuterState(outer := DiLoCo(inner_steps=4), table.whole(), RoundSchedule(outer), hasher)
+    state = OuterState(outer := DiLoCo(inner_steps=4), (table.whole(),), RoundSchedule(outer), hasher)
     await state.found(numbers(0))
     where = Difference(tensor=MOMENTUM, start_nbytes=399, stop_nbytes=401, num_chunks=1)
     assert state.parameters_in(where) == ("first", "second")
@@ -364,7 +365,7 @@ async def test_a_range_of_the_state_has_the_models_names(hasher: Hasher) -> None
 async def test_a_checkpoint_with_other_bits_than_were_voted_is_refused(hasher: Hasher) -> None:
     state, resumed = outer_state(hasher), outer_state(hasher)
     held = await state.found(numbers(0))
-    tensors = dict(state.live.state.shared)
+    tensors = dict(state.live.tensors)
     assert await resumed.adopt(0, tensors, digest=held.digest) == held
     with pytest.raises(StateMismatch, match="not the one that was committed"):
         await outer_state(hasher).adopt(1, tensors, digest=held.digest)
@@ -408,7 +409,7 @@ async def test_an_adopted_checkpoint_is_the_state_that_was_saved(hasher: Hasher)
     state, resumed = outer_state(hasher), outer_state(hasher)
     await state.found(numbers(0))
     held = await commit(state, numbers(1))
-    saved = {name: tensor.clone().view(2, -1) for name, tensor in state.live.state.shared.items()}
+    saved = {name: tensor.clone().view(2, -1) for name, tensor in state.live.tensors.items()}
     assert await resumed.adopt(1, saved) == held
     saved[ANCHOR].zero_()
     assert has_the_bits_of_its_manifest(resumed.live)

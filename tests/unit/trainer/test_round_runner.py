@@ -13,7 +13,9 @@ from collective.errors import NonFiniteInput, OperationAborted
 from elastic.core.messages import Held
 from elastic.digest import Hasher
 from optim.diloco import DiLoCo
+from optim.fragments import FragmentTable
 from optim.outer import Result
+from optim.streaming import Streaming
 from tests.unit.trainer.rig import Site, has_the_bits_of_its_manifest, numbers, outer_state, sites_of_a_new_run, view_of
 
 
@@ -24,28 +26,30 @@ def hasher() -> Iterator[Hasher]:
     threads.close()
 
 
-def key(outer_step: int, epoch: int = 1) -> RoundKey:
-    return RoundKey(Epoch(epoch), OuterStep(outer_step), 0)
+def key(outer_step: int, epoch: int = 1, fragment: int = 0) -> RoundKey:
+    return RoundKey(Epoch(epoch), OuterStep(outer_step), fragment)
 
 
 async def exchange(
-    sites: Sequence[Site], outer_step: int, *, epoch: int = 1, weights: Sequence[float] = ()
+    sites: Sequence[Site], outer_step: int, *, epoch: int = 1, weights: Sequence[float] = (), fragment: int = 0
 ) -> list[bytes]:
     view = view_of(sites, epoch, outer_step)
     return await asyncio.gather(
         *(
-            site.runner.exchange(view, key(outer_step, epoch), weights[rank] if weights else 1.0)
+            site.runner.exchange(view, key(outer_step, epoch, fragment), weights[rank] if weights else 1.0)
             for rank, site in enumerate(sites)
         )
     )
 
 
-async def commit(sites: Sequence[Site], outer_step: int, *, epoch: int = 1, weights: Sequence[float] = ()) -> Held:
-    digests = await exchange(sites, outer_step, epoch=epoch, weights=weights)
+async def commit(
+    sites: Sequence[Site], outer_step: int, *, epoch: int = 1, weights: Sequence[float] = (), fragment: int = 0
+) -> Held:
+    digests = await exchange(sites, outer_step, epoch=epoch, weights=weights, fragment=fragment)
     assert len(set(digests)) == 1
     held = Held(OuterStep(outer_step + 1), digests[0])
     for site in sites:
-        await site.runner.install_staged(key(outer_step, epoch), held, final=False)
+        await site.runner.install_staged(key(outer_step, epoch, fragment), held, final=False)
     return held
 
 
@@ -59,8 +63,8 @@ async def test_members_stage_the_same_digest_and_install_the_same_bits(hasher: H
         held = Held(OuterStep(1), digests[0])
         for site in sites:
             await site.runner.install_staged(key(0), held, final=True)
-        assert all(torch.equal(site.state.anchor, sites[0].state.anchor) for site in sites)
-        assert all(site.runner.absorbed.target is site.state.anchor for site in sites)
+        assert all(torch.equal(site.state.live.anchors[0], sites[0].state.live.anchors[0]) for site in sites)
+        assert all(site.runner.absorbed.target is site.state.live.anchors[0] for site in sites)
         assert [site.exchanged for site in sites] == [[key(0)]] * 3
 
 
@@ -69,10 +73,10 @@ async def test_the_committed_state_is_one_outer_step_on_the_weighted_mean(hasher
     async with sites_of_a_new_run(2, hasher) as sites:
         await commit(sites, 0, weights=[3.0, 1.0])
         mean = (3.0 * sites[0].mailbox + sites[1].mailbox) / 4.0
-        before = outer.init(outer_state(hasher)._fragment, numbers(99))
+        before = outer.init(outer_state(hasher)._fragments[0], numbers(99))
         result = Result(value=mean, members=("a", "b"), weight_sum=4.0)
         expected = outer.absorb(outer.plan(4)[0], result, before).state.shared["anchor"]
-        assert torch.allclose(sites[0].state.anchor, expected, rtol=1e-6, atol=1e-6)
+        assert torch.allclose(sites[0].state.live.anchors[0], expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("codec", ["raw", "bf16", "int8", "e3m0"])
@@ -87,7 +91,25 @@ async def test_a_learner_replays_the_recorded_rounds_to_the_same_bits(hasher: Ha
             assert entries[0] is not None
             assert entries == [entries[0]] * 3
             assert await learner.replay(entries[0]) == held
-        assert torch.equal(learner.anchor, sites[1].state.anchor)
+        assert torch.equal(learner.live.anchors[0], sites[1].state.live.anchors[0])
+
+
+@pytest.mark.parametrize(("num_missed", "most"), [(1, 1 / 30), (4, 1 / 7.5), (6, 1 / 5), (8, 1 / 3.75)])
+async def test_a_missed_step_costs_a_learner_a_byte_of_eight_an_element_of_its_fragment(
+    hasher: Hasher, num_missed: int, most: float
+) -> None:
+    table = FragmentTable.from_named_shapes((f"layer{number}", (60, 50)) for number in range(8))
+    outer = Streaming(inner_steps=8, num_fragments=4)
+    learner = outer_state(hasher, outer, table.numel, table)
+    await learner.found(numbers(99, table.numel))
+    async with sites_of_a_new_run(2, hasher, outers=[outer] * 2, codec="int8", table=table) as sites:
+        replayed = 0
+        for step in range(num_missed):
+            held = await commit(sites, step, fragment=(step + 1) % 4)
+            entry = sites[0].log.get(held.outer_step)
+            assert await learner.replay(entry) == held
+            replayed += entry.nbytes
+    assert num_missed / 32 <= replayed / learner.live.manifest.nbytes < most
 
 
 async def test_the_same_payload_runs_again_in_the_next_view_after_a_member_was_lost(hasher: Hasher) -> None:
@@ -107,7 +129,7 @@ async def test_the_same_payload_runs_again_in_the_next_view_after_a_member_was_l
                 await run
         assert all(torch.equal(site.mailbox, payload) for site, payload in zip(sites, payloads, strict=True))
         await commit([first, second], 0, epoch=2)
-        assert torch.equal(first.state.anchor, second.state.anchor)
+        assert torch.equal(first.state.live.anchors[0], second.state.live.anchors[0])
         assert all(torch.equal(site.mailbox, payload) for site, payload in zip(sites, payloads, strict=True))
         assert third.state.held() == Held(OuterStep(0), third.state.live.manifest.digest)
 

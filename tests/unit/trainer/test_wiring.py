@@ -5,13 +5,16 @@ import torch
 
 from elastic.core.messages import IndexRange
 from optim.diloco import DiLoCo, default_outer_lr
+from optim.streaming import Streaming
 from trainer.config import Config
 from trainer.config_sources import Override, load_config
+from trainer.errors import ConfigError
 from trainer.model import initial_parameters
 from trainer.wiring import (
     bulk_options,
     coordinator_config,
     fragment_table,
+    fragments_of,
     member_config,
     outer_of,
     samples_in_stock,
@@ -36,6 +39,23 @@ def test_the_outer_method_takes_its_settings_and_the_number_of_peers_its_learnin
         outer = outer_of(config(members__start_peers=peers))
         assert isinstance(outer, DiLoCo)
         assert outer.lr == default_outer_lr(peers)
+
+
+def test_streaming_takes_its_settings_and_its_fragments_are_the_model() -> None:
+    keys = {"outer__type": "streaming", "outer__inner_steps": 12, "model__num_layers": 4}
+    given = config(**keys, outer__num_fragments=3, outer__delay=2, outer__keep=0.25, outer__pattern="sequential")
+    expected = {"inner_steps": 12, "num_fragments": 3, "delay": 2, "keep": 0.25, "pattern": "sequential"}
+    assert outer_of(given) == Streaming(lr=default_outer_lr(1), momentum=0.9, **expected)
+    fragments = fragments_of(given)
+    assert [fragment.index for fragment in fragments] == [0, 1, 2]
+    assert sum(fragment.numel for fragment in fragments) == fragment_table(given.model.decoder_config()).numel
+    assert len(fragments_of(config(**keys))) == 2
+    assert len(fragments_of(config())) == 1
+
+
+def test_more_fragments_than_layers_are_told() -> None:
+    with pytest.raises(ConfigError, match=r"^\[outer\] does not fit the model: 2 fragments need as many layers"):
+        fragments_of(config(outer__type="streaming", outer__num_fragments=2))
 
 
 def test_the_fragment_table_is_as_long_as_the_initial_parameters() -> None:
