@@ -3,8 +3,8 @@
 The transfers themselves are the measurement; where there were none, `probe` sends padding for a fraction of a second.
 The kernel counts what has arrived at both ends, so nothing is asked of the other side.
 
-Rules: nothing here decides; `Communicator.survey` brings all members' observations together. A window is
-longer than most bursts; what was fastest in any of them is what a link can do.
+Rules: nothing here decides; `Communicator.survey` brings all members' observations together, and a bundle hears what
+its path has carried. A window is longer than most bursts; what was fastest in any of them is what a link can do.
 """
 
 import asyncio
@@ -86,6 +86,7 @@ class LinkMeter:
             if seen.was_waiting and bundle.is_waiting and moved > 0:
                 any_waited = True
                 seen.rates.append(moved / seconds)
+                bundle.carried(moved / seconds)
         if any_waited:
             self._sent.append(sent / seconds)
         if received:

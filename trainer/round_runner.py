@@ -20,7 +20,8 @@ from trainer.round_schedule import RoundSchedule
 from trainer.threads import in_thread
 
 _SURVEY_EVERY = 20
-"""Outer steps between two looks at the links; each costs one small gather."""
+"""Outer steps between two looks at the links; each costs one small gather. In a new view the second, third, fifth, ...
+look as well: what else filled the lines while it formed, such as states that were fetched, is no limit of theirs."""
 _SURVEY_FRAGMENT = 0x7FFF
 """No fragment of the model has so large a number."""
 
@@ -62,6 +63,7 @@ class RoundRunner:
         self._on_exchanged = on_exchanged
         self._staged_entry: CommitEntry | None = None
         self._surveyed_epoch: Epoch | None = None
+        self._surveyed_from = OuterStep(0)  # the first step in that epoch
         self.absorbed: Absorbed | None = None
         """What the workers do with their values after the newest commit."""
 
@@ -109,10 +111,11 @@ class RoundRunner:
         return digest
 
     async def _survey_if_due(self, view: View, key: RoundKey) -> None:
-        """All members come to the same points: the first round of a view, and every so many outer steps."""
-        if view.world_size > 1 and (view.epoch != self._surveyed_epoch or key.outer_step % _SURVEY_EVERY == 0):
+        """All members come to the same points: they begin a view together, and do every round of it."""
+        if view.epoch != self._surveyed_epoch:
+            self._surveyed_epoch, self._surveyed_from = view.epoch, key.outer_step
+        if view.world_size > 1 and _is_survey_due(key.outer_step - self._surveyed_from):
             await self._communicator.survey(RoundKey(key.epoch, key.outer_step, _SURVEY_FRAGMENT))
-            self._surveyed_epoch = view.epoch
 
     async def install_staged(self, key: RoundKey, held: Held, *, final: bool) -> None:
         """The round is committed: staging becomes the shared state."""
@@ -127,3 +130,8 @@ class RoundRunner:
         del key
         self._state.discard_staged()
         self._staged_entry = None
+
+
+def _is_survey_due(num_steps: int) -> bool:
+    """After so many outer steps in a view: 0, 1, 2, 4, 8, 16, 20, 40, ..."""
+    return num_steps % _SURVEY_EVERY == 0 or (num_steps < _SURVEY_EVERY and num_steps.bit_count() == 1)

@@ -31,6 +31,8 @@ _LONGEST_PAUSE_S = 1.0
 _DIAL_TIMEOUT_S = 5.0
 _FLIGHT_NBYTES = 3 << 19
 """What one stream keeps on its way: Linux allows 2 MiB by default (half of tcp_wmem), some of it for what was lost."""
+_AT_PACE, _RAISE, _FADING = 0.8, 1.5, 0.7
+"""A pace is a third above what its link should carry: who gets near it is held back by nothing else."""
 _ENOUGH_NBYTES = 64 << 10
 """A window that has not collapsed: larger ones differ by what there was to send."""
 _SIGN = pack(Header(type=FrameType.SIGN))
@@ -185,7 +187,22 @@ class Bundle:
         """On a long path, send no faster than this, over as few streams as carry it; None lets go.
 
         Only with bbr: loss-based control needs many streams, and keeps itself far below what a lossy path allows.
+        What an earlier operation has found beyond its pace (see `carried`) fades: it may have had the line for itself.
         """
+        if bytes_per_s is not None and self._pace is not None:
+            bytes_per_s = max(bytes_per_s, _FADING * self._pace)
+        self._set_pace(bytes_per_s)
+
+    def carried(self, bytes_per_s: float) -> None:
+        """The path has carried so much while more was waiting. A pace that is all that holds it back is raised.
+
+        The pace follows from a survey. One that was taken while something else filled the line, such as a state that a
+        newcomer fetches, may be a hundred times too low, and as long as nobody sends faster the next one says the same.
+        """
+        if self._pace is not None and bytes_per_s > _AT_PACE * self._pace:
+            self._set_pace(_RAISE * self._pace)
+
+    def _set_pace(self, bytes_per_s: float | None) -> None:
         if not self.is_far or self._control != "bbr" or bytes_per_s == self._pace:
             return
         self._pace = bytes_per_s

@@ -61,7 +61,7 @@ def could_have_been(records: list[Record]) -> bool:
                         return False
                     leases.consumed(record)
                 case RebuildRecord(certificate=certificate, testified=testified):
-                    leases.rebuilt(record)
+                    leases.rebuilt(())
                     named = set() if certificate is None else {item.peer_id for item in certificate.contributors}
                     brought = [ref.peer_id for ref in testified]
                     if len(set(brought)) < len(brought) or not named.issuperset(brought):

@@ -90,7 +90,7 @@ class Checkers:
                 self._sim.world.say("rebuilt", epoch, self.history.newest, [name(ref) for ref in testified])
                 self._state.rebuilt(record)
                 self._work.rebuilt(record)
-                self._leases.rebuilt(record)
+                self._leases.rebuilt(self.history.lineage.commits)
                 self.patience.rebuilt()
             case _:
                 pass

@@ -15,6 +15,28 @@ if TYPE_CHECKING:
     from tests.simulation.simulator import Simulator
 
 
+class Lineage:
+    """The commits that count, oldest first.
+
+    Who rebuilds a lost journal goes back along them; who does it twice may come back to what was given up the first
+    time, if nothing was committed in between (seed 21648).
+    """
+
+    def __init__(self) -> None:
+        self.genesis: Genesis | None = None
+        self.commits: tuple[CommitRecord, ...] = ()
+        self._ways: dict[RoundKey, tuple[Genesis | None, tuple[CommitRecord, ...]]] = {}
+
+    def committed(self, record: CommitRecord) -> None:
+        self.commits = (*self.commits, record)
+        self._ways[record.key] = self.genesis, self.commits
+
+    def rebuilt(self, record: RebuildRecord) -> None:
+        certificate = record.certificate
+        known = None if certificate is None else self._ways.get(certificate.key)  # a journal alone does not know it
+        self.genesis, self.commits = known or (None, ())
+
+
 class History:
     """I3, I8: what is journaled grows by whole steps, and nothing else is ever told or installed."""
 
@@ -23,6 +45,7 @@ class History:
         self.states: dict[int, bytes] = {}  # outer step -> digest
         self.commits: dict[RoundKey, CommitRecord] = {}
         self.superseded_at: dict[int, float] = {}
+        self.lineage = Lineage()
         self.grants: set[tuple[PeerRef, int]] = set()
         self.newest: Held | None = None
         self.final = False
@@ -38,6 +61,7 @@ class History:
                 demand(self.newest is None, "I3", "a second genesis")
                 self.newest = Held(record.outer_step, record.digest)
                 self.states[record.outer_step] = record.digest
+                self.lineage.genesis = record
             case RebuildRecord():
                 self._rebuilt(record)
             case ViewRecord(view=view):
@@ -55,6 +79,7 @@ class History:
                 self.newest = Held(step, record.digest)
                 self.states[step] = record.digest
                 self.commits[record.key] = record
+                self.lineage.committed(record)
                 self.final = record.final
             case LeaseRecord():
                 self.grants.add((record.ref, record.serial))
@@ -68,9 +93,15 @@ class History:
         # Epochs of a lost journal are nobody's once all who have heard of them have started again.
         self._coordinator = (0, 0)
         self.newest = None if certificate is None else certificate.made
-        rest = -1 if certificate is None else certificate.made.outer_step
-        self.given_up |= {Held(OuterStep(step), digest) for step, digest in self.states.items() if step > rest}
-        self.states = {step: digest for step, digest in self.states.items() if step <= rest}
+        before = {Held(OuterStep(step), digest) for step, digest in self.states.items()}
+        self.lineage.rebuilt(record)
+        self.states = {commit.outer_step: commit.digest for commit in self.lineage.commits}
+        if self.lineage.genesis is not None:
+            self.states[self.lineage.genesis.outer_step] = self.lineage.genesis.digest
+        if self.newest is not None:
+            self.states[self.newest.outer_step] = self.newest.digest
+        counts = {Held(OuterStep(step), digest) for step, digest in self.states.items()}
+        self.given_up = (self.given_up | before) - counts
         self.has_given_up_the_end |= self.final and (certificate is None or not certificate.final)
         self.final = certificate is not None and certificate.final
 

@@ -19,7 +19,8 @@ from elastic.core.messages import (
     PeerMessage,
     Rebuilt,
 )
-from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record
+from elastic.core.records import CommitRecord, RebuildRecord, Record
+from tests.simulation.work import consumed_by
 from tests.simulation.world import demand
 
 if TYPE_CHECKING:
@@ -50,21 +51,12 @@ class Certificates:
         self._told: dict[RoundKey, Certificate] = {}
         self._records: dict[RoundKey, CommitRecord] = {}
         self._links = [b""]  # of the journal's commits, the genesis first
-        self._consumed: dict[int, int] = {}  # sample -> the step that consumed it
-        self._lineage: list[RoundKey] = []  # of the commits that count, oldest first
-        self._genesis: Genesis | None = None
         self._brought: dict[PeerRef, Certificate] = {}  # to the coordinator's process that runs now
 
     def persisted(self, record: Record) -> None:
         match record:
-            case Genesis():
-                self._genesis = record
             case CommitRecord():
                 self._records[record.key] = record
-                self._lineage.append(record.key)
-                for item in record.contributions:
-                    for piece in item.consumed:
-                        self._consumed |= dict.fromkeys(range(piece.start, piece.stop), record.outer_step)
             case RebuildRecord():
                 self._rebuilt(record)
             case _:
@@ -97,21 +89,24 @@ class Certificates:
         self._told[certificate.key] = certificate
 
     def _check_parent(self, certificate: Certificate) -> None:
-        place = self._lineage.index(certificate.key)
+        lineage = self._sim.checkers.history.lineage
+        genesis, keys = lineage.genesis, [commit.key for commit in lineage.commits]
+        place = keys.index(certificate.key)
         if place == 0:
-            if self._genesis is not None and certificate.key.outer_step == self._genesis.outer_step:
-                held = Held(self._genesis.outer_step, self._genesis.digest)
-                position = DataPosition(self._genesis.next_index, self._genesis.returned)
+            if genesis is not None and certificate.key.outer_step == genesis.outer_step:
+                held = Held(genesis.outer_step, genesis.digest)
+                position = DataPosition(genesis.next_index, genesis.returned)
                 demand(certificate.parent == genesis_link(held, position), "I1", "the chain begins elsewhere")
             return
-        before = self._told.get(self._lineage[place - 1])
+        before = self._told.get(keys[place - 1])
         if before is not None:  # else the coordinator died before it could tell
             demand(certificate.follows(before), "I1", f"the certificate of {certificate.key} breaks the chain")
 
     def _check_position(self, certificate: Certificate) -> None:
         position, step = certificate.position, certificate.made.outer_step
         rest = {index for piece in position.unconsumed for index in range(piece.start, piece.stop)}
-        consumed = {index for index, at in self._consumed.items() if at <= step}
+        commits = self._sim.checkers.history.lineage.commits
+        consumed = set(consumed_by(commit for commit in commits if commit.outer_step <= step))
         demand(not consumed & rest, "I7", "a certificate offers samples that a commit has consumed")
         demand(len(consumed) + len(rest) == position.next_index, "I7", "a certificate loses samples")
 
@@ -173,9 +168,3 @@ class Certificates:
                 assert chosen is not None
                 newer = node.proof.order > chosen.order
                 demand(not newer, "I3", f"rebuilt from {chosen.order}, but {ref.peer_id} testified {node.proof.order}")
-        step = -1 if chosen is None else chosen.made.outer_step
-        if chosen is not None:
-            del self._lineage[self._lineage.index(chosen.key) + 1 :]
-        else:
-            self._lineage, self._genesis = [], None
-        self._consumed = {index: at for index, at in self._consumed.items() if at <= step}

@@ -1,6 +1,6 @@
 """I2, I3, I6, I7: whose work is in a commit, and where every sample is."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from collective.core.types import PeerRef, RoundKey, View
@@ -144,10 +144,9 @@ class Leases:
         for index in (i for item in record.ranges for i in range(item.start, item.stop)):
             demand(self._owner.pop(index, None) == record.ref, "I7", "sample {} is released by a stranger", index)
 
-    def rebuilt(self, record: RebuildRecord) -> None:
-        """Only what the commits that are left have consumed is consumed."""
-        rest = -1 if record.certificate is None else record.certificate.made.outer_step
-        self._consumed = {index: step for index, step in self._consumed.items() if step <= rest}
+    def rebuilt(self, kept: Iterable[CommitRecord]) -> None:
+        """Only what the commits that count have consumed is consumed."""
+        self._consumed = consumed_by(kept)
         self._owner.clear()
         self._members = set()
 
@@ -157,3 +156,14 @@ class Leases:
         demand(not strangers, "I7", "somebody who is gone still owns samples")
         places = len(self._owner) + len(self._consumed) + free
         demand(places == next_index, "I7", f"{next_index - places} samples are nowhere")
+
+
+def consumed_by(commits: Iterable[CommitRecord]) -> dict[int, int]:
+    """Every sample that these commits have consumed, with the step."""
+    return {
+        index: commit.outer_step
+        for commit in commits
+        for item in commit.contributions
+        for piece in item.consumed
+        for index in range(piece.start, piece.stop)
+    }
