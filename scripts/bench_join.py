@@ -89,6 +89,7 @@ class Run:
             "host": "127.0.0.1" if self.wan is None else self.wan.address(number),
             "coordinator": self.processes[0].of("listening")[0]["address"] if number else None,
             "numel": self.options.parameters,
+            "fragments": self.options.fragments,
             "codec": self.options.codec,
             "inner_s": self.options.inner_s,
             "journal": str(self.folder / "journal.sqlite"),
@@ -151,7 +152,8 @@ async def story(run: Run, tasks: asyncio.TaskGroup) -> Row:
     first = joiner.of("committed")[0]
     calm = spans(members, range(warm + 1, warm + options.calm + 1))
     during = [step for step in steps(members) if last(members, step) > joiner.started and step <= first["outer_step"]]
-    row = {"mbit": options.mbit if run.wan is not None else None, "codec": options.codec, "members": MEMBERS}
+    row: Row = {"mbit": options.mbit if run.wan is not None else None, "codec": options.codec, "members": MEMBERS}
+    row["fragments"] = options.fragments
     row |= join_of(members, joiner, first, options, run.wan is not None)
     everybody = [*members, joiner]
     await run.until_step(first["outer_step"] + 1 + options.calm, everybody)
@@ -274,8 +276,9 @@ def lines(row: Row) -> list[str]:
     share = ""
     if row["link_share"] is not None:
         share = f", {100 * row['link_share']:.0f} % of the link, {100 * row['free_link_share']:.0f} % between rounds"
+    fragments = f", {row['fragments']} fragments in turn" if row["fragments"] > 1 else ""
     result = [
-        f"{where}, {row['codec']}, state of {row['state_nbytes'] / 1e6:.0f} MB, {row['members']} members",
+        f"{where}, {row['codec']}, state of {row['state_nbytes'] / 1e6:.0f} MB{fragments}, {row['members']} members",
         f"  start-up {row['start_s']:.2f} s, transfer {row['transfer_s']:.2f} s "
         f"({row['transfer_bytes_per_s'] / 1e6:.0f} MB/s{share}), member after {row['active_s']:.2f} s",
         f"  calm round {row['calm_round_s']:.3f} s ({_spread(row['calm_spread_s'])}); longest of "
@@ -332,6 +335,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench join", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--parameters", type=int, default=25_000_000, help="of the model; 25,000,000")
+    parser.add_argument("--fragments", type=int, default=1, help="that take turns, as in Streaming DiLoCo; 1")
     parser.add_argument("--codec", default="int8", help="of the exchange; int8")
     parser.add_argument("--inner-s", type=float, default=2.0, help="between two rounds; 2")
     parser.add_argument("--calm", type=int, default=8, help="outer steps before the join that it is compared with; 8")
@@ -341,7 +345,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--no-loopback", action="store_true", help="the emulated links alone")
     parser.add_argument("--deadline-s", type=float, default=180.0, help="for anything that is waited for; 180")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.fragments < 1 or options.parameters % options.fragments:
+        parser.error("--parameters must be a multiple of --fragments")
+    return options
 
 
 def _numbers(text: str) -> list[int]:

@@ -44,6 +44,7 @@ from elastic.member import Membership
 from elastic.observation import BecameActive, BecameLearner, CatchUpEnded, CatchUpStarted, ElasticEvent, RoundBroke
 from optim.diloco import DiLoCo
 from optim.fragments import FragmentTable
+from optim.streaming import Streaming
 from trainer.outer_state import OuterState
 from trainer.round_runner import RoundRunner
 from trainer.round_schedule import RoundSchedule
@@ -66,7 +67,8 @@ class Peer:
         number: ours; number 0 coordinates too.
         host: where to listen.
         coordinator: its address; None for number 0.
-        numel: parameters of the model.
+        numel: parameters of the model, a multiple of `fragments`.
+        fragments: layers that take turns (Streaming DiLoCo); 1 is DiLoCo.
         codec: of the exchange.
         inner_s: between two rounds.
         journal: file of number 0.
@@ -80,6 +82,7 @@ class Peer:
         host: str,
         coordinator: str | None,
         numel: int,
+        fragments: int,
         codec: str,
         inner_s: float,
         journal: str,
@@ -89,10 +92,14 @@ class Peer:
         self._number, self._host, self._coordinator_at, self._inner_s = number, host, coordinator, inner_s
         self._journal, self._heartbeat_timeout_s = journal, heartbeat_timeout_s
         outer = DiLoCo(inner_steps=1)
-        schedule = RoundSchedule(outer)
-        fragment = FragmentTable.from_named_shapes([("weight", (numel,))]).whole()
+        if fragments > 1:
+            outer = Streaming(inner_steps=fragments, num_fragments=fragments, delay=0, keep=0.0)
+        self._schedule = schedule = RoundSchedule(outer)
+        table = FragmentTable.from_named_shapes(
+            [(f"layer{index}", (numel // fragments,)) for index in range(fragments)]
+        )
         self._hasher = Hasher(num_threads=2)
-        self._state = OuterState(outer, (fragment,), schedule, self._hasher)
+        self._state = OuterState(outer, outer.fragments(table), schedule, self._hasher)
         self._log = CommitLog(8 * numel)
         self._communicator = Communicator(
             me=self._me, hello=self._bulk_hello, options=BulkOptions(), chunk_nbytes=1 << 20
@@ -172,7 +179,8 @@ class Peer:
         held = self._state.held()
         assert held is not None, "active members hold a state"
         handed_in, weight = time.monotonic(), 100.0 + self._number
-        ready = RoundReady(outer_step=held.outer_step, fragment=0, weight=weight, num_tokens=1, consumed=())
+        fragment = self._schedule.round_after(held.outer_step).fragment.index
+        ready = RoundReady(outer_step=held.outer_step, fragment=fragment, weight=weight, num_tokens=1, consumed=())
         committed = await membership.commit_round(ready)
         entry = self._log.get(committed.held.outer_step)
         assert entry is not None, "the newest commit is always kept"
