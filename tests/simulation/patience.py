@@ -41,6 +41,7 @@ class Patience:
         self._judge()
         self._members = {member.ref for member in view.members}
         self._num_standing = len(self._members) + len(excused)
+        self._ready &= self._members | set(excused)  # who was put out hands in anew, also if it is back at once
         self._complete_since = None
         self._look()
 
