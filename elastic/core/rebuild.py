@@ -196,10 +196,10 @@ class Rebuild:
 
     def _send_home(self, num_witnesses: int, num_named: int) -> None:
         """Too few for too long: say so."""
-        reason = (
-            f"the coordinator's journal is lost, and {num_witnesses} of the {num_named} members of the newest "
-            "certificate have brought one: start the others, or let its operator insist"
-        )
+        brought = f"{num_witnesses} of the {num_named} members of the newest certificate have brought one"
+        if not num_named:
+            brought = "nobody has brought a certificate of a commit"
+        reason = f"the coordinator's journal is lost, and {brought}: start the others, or let its operator insist"
         for item in self._answers.values():
             self._roster.send(item.ref, Refused(code=QUORUM_EXIT_CODE, reason=reason))
         self._answers.clear()
