@@ -25,7 +25,7 @@ def constant(*, warmup_steps: int = 0) -> Schedule:
         ValueError: if warmup_steps is negative.
     """
     _require(warmup_steps >= 0, f"warmup_steps must be >= 0, got {warmup_steps}")
-    return lambda inner_step: _warmup(inner_step, warmup_steps)
+    return lambda inner_step: warmup(inner_step, warmup_steps)
 
 
 def cosine(*, total_steps: int, warmup_steps: int = 0, min_ratio: float = 0.1) -> Schedule:
@@ -41,7 +41,7 @@ def cosine(*, total_steps: int, warmup_steps: int = 0, min_ratio: float = 0.1) -
 
     def factor(inner_step: int) -> float:
         if inner_step < warmup_steps:
-            return _warmup(inner_step, warmup_steps)
+            return warmup(inner_step, warmup_steps)
         progress = min(1.0, (inner_step - warmup_steps) / (total_steps - warmup_steps))
         return min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
@@ -65,7 +65,7 @@ def wsd(*, total_steps: int, decay_steps: int, warmup_steps: int = 0, min_ratio:
 
     def factor(inner_step: int) -> float:
         if inner_step < decay_start or decay_steps == 0:
-            return _warmup(inner_step, warmup_steps)
+            return warmup(inner_step, warmup_steps)
         progress = min(1.0, (inner_step - decay_start) / decay_steps)
         return 1.0 - (1.0 - min_ratio) * progress
 
@@ -105,7 +105,8 @@ def build_schedule(
             assert_never(type)
 
 
-def _warmup(inner_step: int, warmup_steps: int) -> float:
+def warmup(inner_step: int, warmup_steps: int) -> float:
+    """The linear rise at the beginning of every schedule: a factor in (0, 1], 1 from `warmup_steps` on."""
     return min(1.0, (inner_step + 1) / (warmup_steps + 1))
 
 

@@ -163,7 +163,8 @@ class DataSection(_Section):
 
 class _Schedule(_Section):
     warmup_steps: Maybe[Annotated[Count, Field(ge=0)]] = None
-    """Inner steps over which the rate rises linearly; none: a twentieth of the run's, at most 100."""
+    """Inner steps over which the rate rises linearly; none: a twentieth of the run's, at most 100. A peer that comes
+    later begins without the inner optimizer's moments, and rises over as many of its own."""
 
 
 class CosineSchedule(_Schedule):

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from optim.fragments import FragmentTable
 from optim.inner import build_inner_optimizer, set_lr
-from optim.schedule import build_schedule
+from optim.schedule import build_schedule, warmup
 from trainer.corpus import TokenArray
 from trainer.data import SampleSource, validation_batches
 from trainer.errors import TrainingFault
@@ -94,6 +94,8 @@ class InnerLoop:
             min_ratio=schedule.min_ratio,
             decay_steps=schedule.decay_steps,
         )
+        self._warmup_steps = schedule.warmup_steps
+        self._own_steps = 0  # since the inner optimizer began anew
         self._has_weights = False
 
     @property
@@ -121,6 +123,7 @@ class InnerLoop:
         self._has_weights = True
         if reset_optimizer:
             self._optimizer.state.clear()
+            self._own_steps = 0
 
     def store(self, mailbox: Tensor, ranges: Sequence[range] = ()) -> None:
         """Write this worker's shards into the mailbox, [numel] fp32 CPU; empty `ranges`: all of them."""
@@ -128,7 +131,7 @@ class InnerLoop:
         self._shards.write(mailbox, ranges)
 
     def step(self, indices: Sequence[int], inner_step: int) -> StepResult:
-        """One inner step on the peer's batch.
+        """One inner step on the peer's batch. Who starts in the middle of a run warms up as the run did.
 
         Args:
             indices: samples of the whole batch, the same on every worker of the peer; at least one.
@@ -149,7 +152,9 @@ class InnerLoop:
                 f"inner step {inner_step}: loss {loss}, norm of the gradient {grad_norm}",
                 cure="lower inner.lr or inner.grad_clip, and resume from a checkpoint",
             )
-        lr = self._peak_lr * self._schedule(inner_step - 1)
+        # Who comes in the middle of a run has no moments yet: its first steps would be as long as they are arbitrary.
+        lr = self._peak_lr * min(self._schedule(inner_step - 1), warmup(self._own_steps, self._warmup_steps))
+        self._own_steps += 1
         set_lr(self._optimizer, lr)
         self._optimizer.step()
         self._optimizer.zero_grad()

@@ -129,10 +129,15 @@ class TrainingLoop:
         await self._values.start_from(self._state.pin())
         self._inner_step = self._schedule.inner_step_at(self._outer_step)
         # A fresh member may come in the middle of the others' round: then it hands in what it has. Not in the run's
-        # first round, which all begin together.
-        is_fresh = self._outer_step > 0
-        while not await self._one_round(admitted, is_fresh=is_fresh):
-            is_fresh = False
+        # first round, which all begin together. So does who has missed a round, or it would be late again and again.
+        is_behind = self._outer_step > 0
+        is_over = False
+        while not is_over:
+            try:
+                is_over = await self._one_round(admitted, is_behind=is_behind)
+                is_behind = False
+            except RoundMissed:
+                is_behind = True  # the work stays, and the next round begins with following the state
 
     def _require(self, admitted: View) -> None:
         """Raise NotAMember unless what this peer does has counted without a break since it was admitted."""
@@ -151,13 +156,14 @@ class TrainingLoop:
 
     # -------------------------------------------------------------------------------- rounds
 
-    async def _one_round(self, admitted: View, *, is_fresh: bool) -> bool:
+    async def _one_round(self, admitted: View, *, is_behind: bool) -> bool:
         """From one state to the next. Returns whether it was the run's last.
 
         Raises:
+            RoundMissed: it was committed without this peer.
             NotAMember, LeasesLost: the membership ended; nothing of this round counts.
         """
-        round_ = await self._do_the_work(admitted, is_fresh=is_fresh)
+        round_ = await self._do_the_work(admitted, is_behind=is_behind)
         handed_in = self._tally.hand_in(round_.fragment.index)
         steps = handed_in.share.inner_steps
         await self._values.emit(round_, Work(inner_steps=steps, samples=float(steps * self._batch_size)))
@@ -173,11 +179,9 @@ class TrainingLoop:
         try:
             async with _beside(self._commit(round_, ready, handed_in)) as outcome:
                 if round_.delay and ready.outer_step + 1 < self._outer_steps:
-                    await self._train(round_.due_step, admitted, is_fresh=False, outcome=outcome)
+                    await self._train(round_.due_step, admitted, is_behind=False, outcome=outcome)
                 self._block()
                 report = await outcome
-        except RoundMissed:
-            return False  # the work stays, and the next round begins with following the state
         finally:
             self._unblock()
         absorbed = self._runner.absorbed
@@ -220,15 +224,16 @@ class TrainingLoop:
 
     # -------------------------------------------------------------------------------- work
 
-    async def _do_the_work(self, admitted: View, *, is_fresh: bool) -> Round:
+    async def _do_the_work(self, admitted: View, *, is_behind: bool) -> Round:
         """Train until the round's payload can be made of what is in the mailbox. Returns the round."""
         while True:
             self._require(admitted)
             if self._has_moved:
                 await self._values.follow(self._state.pin(), lambda: self._require(admitted))
                 self._inner_step = max(self._inner_step, self._schedule.inner_step_at(self._outer_step))
+                is_behind = True
             round_ = self._schedule.round_after(self._outer_step)
-            await self._train(round_.inner_step, admitted, is_fresh=is_fresh)
+            await self._train(round_.inner_step, admitted, is_behind=is_behind)
             await self._values.store(round_.fragment.index)
             self._require(admitted)
             if not self._has_moved:
@@ -240,15 +245,15 @@ class TrainingLoop:
         until: int,
         admitted: View,
         *,
-        is_fresh: bool,
+        is_behind: bool,
         outcome: "asyncio.Future[RoundReport] | None" = None,
     ) -> None:
-        """Inner steps up to this one; or fewer, for a fresh member whose fellows wait, and for who is far behind.
+        """Inner steps up to this one; or fewer, for who is behind while others wait, or keeps them waiting for long.
 
         `outcome` is that of the round which is out meanwhile. Without one, it ends when the run goes on elsewhere.
         """
         began, first = self._clock(), self._inner_step
-        while self._inner_step < until and not self._must_hurry(is_fresh=is_fresh):
+        while self._inner_step < until and not self._must_hurry(is_behind=is_behind):
             self._require(admitted)
             if self._has_moved if outcome is None else outcome.done() and outcome.exception() is not None:
                 break
@@ -262,13 +267,13 @@ class TrainingLoop:
         if self._inner_step > first:
             self._pace_s = taken_s / (self._inner_step - first)
 
-    def _must_hurry(self, *, is_fresh: bool) -> bool:
+    def _must_hurry(self, *, is_behind: bool) -> bool:
         """Whether the others wait for so long that the steps missing here cost more than they give."""
         if not self._others_wait():
             return False
         now = self._clock()
         self._awaited_since = self._awaited_since or now
-        if is_fresh:
+        if is_behind:
             return True
         if self._pace_s is None or not self._tally.unsettled.inner_steps:
             return False

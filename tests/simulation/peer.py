@@ -52,6 +52,11 @@ if TYPE_CHECKING:
 PROGRESS_S = 0.5
 
 
+_WITH_WORK_IN_HAND = 0.2
+"""Who has missed a round hands in what it has as soon as the others wait; with a whole round more it would be late
+again, and again (seed 67535)."""
+
+
 class PeerNode(Process):
     """One site."""
 
@@ -248,6 +253,8 @@ class PeerNode(Process):
         self._trainings += 1
         self._training = self._trainings
         duration_s = self.sim.world.rng.uniform(*self.sim.options.train_s) * self.sim.speed_of(self)
+        if self.carried is not None:
+            duration_s *= _WITH_WORK_IN_HAND
         self.later(0.0, "train", self._step, self._training, self.clock.now() + duration_s)
 
     def _step(self, training: int, until: float) -> None:

@@ -107,8 +107,19 @@ def test_the_size_of_a_micro_batch_does_not_change_the_step(mesh: DeviceMesh, mi
 
 def test_the_learning_rate_follows_the_global_inner_step(mesh: DeviceMesh) -> None:
     loop = _loop(mesh)
-    assert [loop.step([0], inner_step).lr for inner_step in (1, 2, 4)] == pytest.approx([0.0025, 0.005, 0.01])
+    assert [loop.step([0], inner_step).lr for inner_step in range(1, 5)] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
     assert loop.step([0], 21).lr == pytest.approx(0.001)
+
+
+def test_who_comes_in_the_middle_of_a_run_warms_up_as_the_run_did(mesh: DeviceMesh) -> None:
+    settled, fresh = _loop(mesh), _loop(mesh)
+    for inner_step in range(1, 8):
+        settled.step([0], inner_step)
+    rates = [(fresh.step([0], inner_step).lr, settled.step([0], inner_step).lr) for inner_step in range(8, 14)]
+    assert [own for own, _ in rates[:3]] == pytest.approx([0.0025, 0.005, 0.0075])
+    assert all(own == usual for own, usual in rates[3:])
+    settled.load(initial_parameters(MODEL, 0), reset_optimizer=True)
+    assert settled.step([0], 14).lr == pytest.approx(0.0025)
 
 
 def test_the_gradient_is_clipped_and_its_norm_told_unclipped(mesh: DeviceMesh) -> None:

@@ -91,6 +91,17 @@ async def test_work_of_a_missed_round_is_in_the_next_payload_and_undoes_nothing(
     assert sum(commit.num_tokens for commit in rig.commits) == len(samples)
 
 
+@pytest.mark.parametrize("place", range(30))
+async def test_who_has_missed_a_round_hands_in_what_it_has_when_the_others_wait_for_the_next(
+    hasher: Hasher, place: int
+) -> None:
+    rig = Rig(hasher, [NOTHING] * place + [Happening.MISSED_ROUND], outer_steps=5)
+    rig.others_wait = True
+    await rig.run()
+    rig.audit_the_end()
+    assert max(len(commit.samples) for commit in rig.commits) <= INNER_STEPS * BATCH, "it would be late again"
+
+
 async def test_who_keeps_the_others_waiting_for_long_hands_in_what_it_has(hasher: Hasher) -> None:
     rig = Rig(hasher, outer_steps=3, patience=0.0)
     rig.others_wait = True
