@@ -26,8 +26,6 @@ from scripts.demo_report import read_events
 ROOT = Path(__file__).resolve().parent.parent
 NUM_PEERS = 3
 CHURN_SEED = 1
-PAUSE_S = (2.0, 5.0)
-"""Between two faults."""
 FREEZE_S = (1.0, 8.0)
 CHURNED_STEPS = 3
 """A churned run has so many times the outer steps of a calm one at hand: it ends when it has the tokens."""
@@ -62,8 +60,11 @@ class Run:
 class ChurnedDemo(Demo):
     """The demo's processes, with faults at random times. The founder lives: it holds the journal that is read."""
 
-    def __init__(self, out: Path, *, seed: int, outer_steps: int, deadline_s: float) -> None:
+    def __init__(
+        self, out: Path, *, seed: int, outer_steps: int, deadline_s: float, pause_s: tuple[float, float]
+    ) -> None:
         super().__init__(out, ROOT / "configs" / "demo.toml", outer_steps, deadline_s)
+        self.pause_s = pause_s
         self.result = Run(seed=seed)
 
     def run_until(self, is_over: Callable[[], bool], *, churns: bool) -> Run:
@@ -111,7 +112,7 @@ class ChurnedDemo(Demo):
     def _churn(self, is_over: Callable[[], bool], ticket: str) -> None:
         rng = random.Random(CHURN_SEED)
         while not is_over():
-            self._wait(rng.uniform(*PAUSE_S))
+            self._wait(rng.uniform(*self.pause_s))
             victim = rng.choice(self.peers[1:NUM_PEERS])
             if victim.process.poll() is not None:
                 again = self.start("join", ticket, directory=victim.directory)
@@ -137,11 +138,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench churned_loss", description=__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="calm runs; 5")
     parser.add_argument("--outer-steps", type=int, default=40, help="of a calm run; 40")
+    parser.add_argument("--pause-s", type=_pair, default=(8.0, 15.0), metavar="A,B", help="between two faults; 8,15")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        calm, churned = _measure(options.seeds, options.outer_steps)
+        calm, churned = _measure(options.seeds, options.outer_steps, options.pause_s)
     except DemoFailed as failure:
         print(f"bench: {failure}", file=sys.stderr)
         return 1
@@ -160,23 +162,28 @@ def main() -> int:
     return 0 if churned.loss <= max(losses) + spread else 1
 
 
-def _measure(num_seeds: int, outer_steps: int) -> tuple[list[Run], Run]:
+def _pair(text: str) -> tuple[float, float]:
+    shortest, longest = map(float, text.split(","))
+    return shortest, longest
+
+
+def _measure(num_seeds: int, outer_steps: int, pause_s: tuple[float, float]) -> tuple[list[Run], Run]:
     calm: list[Run] = []
     for seed in range(1, num_seeds + 1):
-        calm.append(_train(seed, outer_steps, None))
+        calm.append(_train(seed, outer_steps, None, pause_s))
         print(f"  calm, seed {seed}: {calm[-1].losses[outer_steps]:.4f}", flush=True)
     num_tokens = min(run.tokens[-1] for run in calm)
     for run in calm:
         run.loss = run.loss_at(num_tokens)
-    churned = _train(1, CHURNED_STEPS * outer_steps, num_tokens)
+    churned = _train(1, CHURNED_STEPS * outer_steps, num_tokens, pause_s)
     churned.loss = churned.loss_at(num_tokens)
     return calm, churned
 
 
-def _train(seed: int, outer_steps: int, num_tokens: int | None) -> Run:
+def _train(seed: int, outer_steps: int, num_tokens: int | None, pause_s: tuple[float, float]) -> Run:
     """One run: to its end, or until so many tokens are committed under churn."""
     folder = Path(tempfile.mkdtemp(prefix="churned-loss-"))
-    demo = ChurnedDemo(folder, seed=seed, outer_steps=outer_steps, deadline_s=900.0)
+    demo = ChurnedDemo(folder, seed=seed, outer_steps=outer_steps, deadline_s=900.0, pause_s=pause_s)
     try:
         if num_tokens is None:
             return demo.run_until(lambda: demo.has_judged(outer_steps), churns=False)

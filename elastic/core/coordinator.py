@@ -247,6 +247,9 @@ class CoordinatorMachine:
     def _on_excused(self, session: Session, message: Join | Heartbeat | Synced | Vote | RoundFailed) -> None:
         """A late member spoke: it follows the commits, and need not be a learner for that."""
         roster = self._roster
+        if self.state.final:
+            roster.tell_commit(session.ref)  # the word of it was lost, and no other will follow (seed 39444)
+            return
         match message:
             case Heartbeat():
                 self._on_heartbeat(session, message)
