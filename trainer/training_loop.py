@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from collective.core.types import View
 from elastic.core.events import RoundReady
 from elastic.core.messages import DataPosition
-from elastic.errors import NotAMember, RoundMissed, RunFinished
+from elastic.errors import ElasticError, NotAMember, RoundMissed, RunFinished
 from elastic.member import Membership
 from optim.outer import Round, Work
 from trainer.outer_state import OuterState
@@ -35,6 +35,9 @@ from trainer.tally import HandedIn, Tally
 from trainer.worker_values import WorkerValues
 
 T = TypeVar("T")
+
+_LOOK_S = 0.05
+"""Between two looks whether a state that the others have is here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +141,8 @@ class TrainingLoop:
                 is_behind = False
             except RoundMissed:
                 is_behind = True  # the work stays, and the next round begins with following the state
+                if not self._has_moved:
+                    await asyncio.sleep(_LOOK_S)  # it is on its way
 
     def _require(self, admitted: View) -> None:
         """Raise NotAMember unless what this peer does has counted without a break since it was admitted."""
@@ -270,6 +275,7 @@ class TrainingLoop:
     def _must_hurry(self, *, is_behind: bool) -> bool:
         """Whether the others wait for so long that the steps missing here cost more than they give."""
         if not self._others_wait():
+            self._awaited_since = None
             return False
         now = self._clock()
         self._awaited_since = self._awaited_since or now
@@ -289,7 +295,9 @@ async def _beside(work: Coroutine[Any, Any, T]) -> "AsyncIterator[asyncio.Future
     try:
         yield task
     finally:
+        await asyncio.sleep(0)  # what has ended is taken in
         task.cancel()
         await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # if the body has not asked, it has ended for the same reason
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, ElasticError):
+            raise error  # else the body has left for the same reason

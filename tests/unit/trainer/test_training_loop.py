@@ -1,6 +1,7 @@
 """From the anchor to the commit and on, whatever happens to the membership meanwhile."""
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -110,6 +111,16 @@ async def test_who_keeps_the_others_waiting_for_long_hands_in_what_it_has(hasher
     first, *later = [len(commit.samples) for commit in rig.commits]
     assert first == INNER_STEPS * BATCH, "nothing is measured before the first round"
     assert all(BATCH <= num_samples < INNER_STEPS * BATCH for num_samples in later)
+
+
+async def test_patience_begins_anew_when_the_others_have_ceased_to_wait(hasher: Hasher) -> None:
+    rig = Rig(hasher, outer_steps=3, patience=0.2)
+    waits = iter([True, False] * 100)  # a moment at every second look, however long the time between
+    rig.loop._others_wait = lambda: next(waits)
+    rig.loop._clock = itertools.count(step=1000.0).__next__
+    await rig.run()
+    rig.audit_the_end()
+    assert [len(commit.samples) for commit in rig.commits] == [INNER_STEPS * BATCH] * 3
 
 
 async def test_samples_of_a_lost_membership_are_trained_again_by_whoever_gets_them(hasher: Hasher) -> None:
