@@ -276,7 +276,8 @@ def test_workers_die_with_a_killed_daemon(tmp_path: Path, private_tmp: Path) -> 
     with subprocess.Popen(
         [sys.executable, __file__, str(tmp_path)],
         stdout=subprocess.PIPE,
-        env=os.environ | {"TMPDIR": str(private_tmp)},
+        # torch makes a folder for what it compiles, unless it is given one: nothing that a daemon of ours tidies up.
+        env=os.environ | {"TMPDIR": str(private_tmp), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")},
         text=True,
     ) as daemon:
         assert daemon.stdout is not None
