@@ -3,8 +3,8 @@
 The transfers themselves are the measurement; where there were none, `probe` sends padding for a fraction of a second.
 The kernel counts what has arrived at both ends, so nothing is asked of the other side.
 
-Rules: nothing here decides; `Communicator.survey` brings all members' observations together, and a bundle hears what
-its path has carried. A window is longer than most bursts; what was fastest in any of them is what a link can do.
+Rules: `Communicator.survey` brings all members' observations together and decides; only paces that are all that holds
+us back are raised from here. A window is longer than most bursts; the fastest of them is what a link can do.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from collective.core.survey import Observation
 from collective.core.types import Member, PeerId, PeerRef
 from collective.transport.bundle import Bundle
+from collective.transport.pacing import Brake
 from collective.transport.sockets import FAR_S
 
 _WINDOW_S = 0.2
@@ -59,6 +60,7 @@ class LinkMeter:
         self._sampled_at = -math.inf
         self._sent: deque[float] = deque(maxlen=_WINDOWS_KEPT)
         self._received: deque[float] = deque(maxlen=_WINDOWS_KEPT)
+        self._brake = Brake()
 
     def _begin(self, now: float) -> None:
         """Nothing moved before this."""
@@ -74,26 +76,41 @@ class LinkMeter:
         if seconds < _WINDOW_S:
             return
         if seconds > _LONGEST_WINDOW_S:
+            self._brake.release()
             self._begin(now)
             return
         sent = received = 0
-        any_waited = False
+        waited: dict[Bundle, float] = {}
         for ref, bundle in self._bundles.items():
             seen = self._seen.setdefault(ref, _Seen())
             moved = bundle.bytes_delivered() - seen.sent
             sent += max(0, moved)  # a stream that is new has not delivered what the old one had
             received += max(0, bundle.bytes_received - seen.received)
             if seen.was_waiting and bundle.is_waiting and moved > 0:
-                any_waited = True
+                waited[bundle] = moved / seconds
                 seen.rates.append(moved / seconds)
-                bundle.carried(moved / seconds)
-        if any_waited:
+        self._ease(waited, seconds)
+        if waited:
             self._sent.append(sent / seconds)
         if received:
             self._received.append(received / seconds)
         for ref in [ref for ref in self._seen if ref not in self._bundles]:
             del self._seen[ref]
         self._begin(now)
+
+    def _ease(self, waited: Mapping[Bundle, float], seconds: float) -> None:
+        """Raise the paces if they are all that holds us back.
+
+        Args:
+            waited: who had more to send all the while, and what got through, bytes/s.
+            seconds: how long the window was.
+        """
+        paced = {bundle: pace for bundle in self._bundles.values() if (pace := bundle.pace_now) is not None}
+        if not paced or any(bundle not in waited for bundle in paced):
+            self._brake.release()
+        elif self._brake.window(seconds * sum(waited[bundle] for bundle in paced), seconds * sum(paced.values())):
+            for bundle in paced:
+                bundle.raise_pace()
 
     async def probe(self, members: Sequence[Member], seconds: float) -> None:
         """Send padding to the members to which no transfer has shown a rate yet, all at once."""

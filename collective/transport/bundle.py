@@ -19,6 +19,7 @@ from collective.errors import CollectiveError, ConnectionLost, PeerUnreachable, 
 from collective.transport.dialling import open_connection
 from collective.transport.hello import MAX_STREAMS, Hello
 from collective.transport.link import Caps, Link, Outgoing, Sink
+from collective.transport.pacing import RAISE, is_used, next_pace, streams_needed
 from collective.transport.security import Security
 from collective.transport.sockets import FAR_S, SocketOptions, congestion_control_of, dial, round_trip_s, streams_for
 from collective.transport.tcp_info import TcpInfo
@@ -29,12 +30,6 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
 _DIAL_TIMEOUT_S = 5.0
-_FLIGHT_NBYTES = 3 << 19
-"""What one stream keeps on its way: Linux allows 2 MiB by default (half of tcp_wmem), some of it for what was lost."""
-_AT_PACE, _RAISE, _FADING = 0.8, 1.5, 0.7
-"""A pace is a third above what its link should carry: who gets near it is held back by nothing else."""
-_ENOUGH_NBYTES = 64 << 10
-"""A window that has not collapsed: larger ones differ by what there was to send."""
 _SIGN = pack(Header(type=FrameType.SIGN))
 _NOTHING = bytes(PADDING_NBYTES)
 
@@ -183,24 +178,22 @@ class Bundle:
         """Whether the path is long."""
         return self.round_trip_s > FAR_S
 
+    @property
+    def pace_now(self) -> float | None:
+        """What it may send, bytes/s; None is as fast as it can."""
+        return self._pace
+
     def pace(self, bytes_per_s: float | None) -> None:
         """On a long path, send no faster than this, over as few streams as carry it; None lets go.
 
         Only with bbr: loss-based control needs many streams, and keeps itself far below what a lossy path allows.
-        What an earlier operation has found beyond its pace (see `carried`) fades: it may have had the line for itself.
         """
-        if bytes_per_s is not None and self._pace is not None:
-            bytes_per_s = max(bytes_per_s, _FADING * self._pace)
-        self._set_pace(bytes_per_s)
+        self._set_pace(next_pace(bytes_per_s, self._pace))
 
-    def carried(self, bytes_per_s: float) -> None:
-        """The path has carried so much while more was waiting. A pace that is all that holds it back is raised.
-
-        The pace follows from a survey. One that was taken while something else filled the line, such as a state that a
-        newcomer fetches, may be a hundred times too low, and as long as nobody sends faster the next one says the same.
-        """
-        if self._pace is not None and bytes_per_s > _AT_PACE * self._pace:
-            self._set_pace(_RAISE * self._pace)
+    def raise_pace(self) -> None:
+        """Nothing else holds the path back."""
+        if self._pace is not None:
+            self._set_pace(RAISE * self._pace)
 
     def _set_pace(self, bytes_per_s: float | None) -> None:
         if not self.is_far or self._control != "bbr" or bytes_per_s == self._pace:
@@ -208,7 +201,7 @@ class Bundle:
         self._pace = bytes_per_s
         self._num_used = self.num_streams
         if bytes_per_s is not None:
-            self._num_used = min(self.num_streams, 1 + int(bytes_per_s * self.round_trip_s / _FLIGHT_NBYTES))
+            self._num_used = min(self.num_streams, streams_needed(bytes_per_s, self.round_trip_s))
         for link in self._links.values():
             link.pace(None if bytes_per_s is None else bytes_per_s / self._num_used)
 
@@ -336,20 +329,10 @@ class Bundle:
         return None
 
     def _is_used(self, link: Link) -> bool:
-        """Whether it is among as many streams as are needed: the first ones whose windows have not collapsed.
-
-        Who has lost a packet twice, or the last one, begins anew with a window of one packet; with little to send it
-        grows back over a dozen round trips, during which others of the pair would carry the same at once.
-        """
+        """Whether it is among as many streams as the pace needs."""
         if self._num_used >= self.num_streams or not self.is_whole:
             return True
-        window = min(link.window_nbytes(), _ENOUGH_NBYTES)
-        before = 0
-        for other in self._links.values():
-            if other is not link:
-                others = min(other.window_nbytes(), _ENOUGH_NBYTES)
-                before += others > window or (others == window and other.stream < link.stream)
-        return before < self._num_used
+        return is_used(link, self._links.values(), self._num_used)
 
     def place(self, link: Link, header: Header) -> tuple[memoryview, Sink | None]:
         """Ask the owner."""

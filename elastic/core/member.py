@@ -404,9 +404,9 @@ class MemberMachine:
             self._bid_farewell()
         place.drop_staged()
         if certificate is not None:
-            place.pursuit.give_up(after=certificate.made.outer_step)
+            place.pursuit.give_up(after=certificate.made.outer_step, but=rebuilt.committed)
         elif self._chain.newest is not None:
-            place.pursuit.give_up(after=OuterStep(-1))
+            place.pursuit.give_up(after=OuterStep(-1), but=rebuilt.committed)
         if certificate is not None and certificate != self._chain.newest:
             place.effects.append(KeepCertificate(certificate=certificate))
         self._chain.go_back_to(certificate)

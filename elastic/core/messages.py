@@ -162,11 +162,14 @@ class Rebuilt(_Message, frozen=True, kw_only=True):
     """The journal was lost. The run goes on from this certificate under `epoch`, which is newer than any before.
 
     You are no member; payload and leases are void, and so is every state that was made after the certificate before
-    this epoch. Answer with a fresh Join. Without a certificate the run had committed nothing that anybody can prove.
+    this epoch, unless it is `committed`, what the run holds by now: who starts again may have that on its disk and not
+    have written down that the run was rebuilt (scenarios/newest_state_under_an_old_certificate.toml). Answer with a
+    fresh Join. Without a certificate the run had committed nothing that anybody can prove.
     """
 
     epoch: Epoch
     certificate: Certificate | None = None
+    committed: Held | None = None
 
 
 class Refused(_Message, frozen=True, kw_only=True):

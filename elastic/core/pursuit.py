@@ -73,9 +73,9 @@ class Pursuit:
         """The peer made this state itself, by a round that was committed."""
         self.held = held
 
-    def give_up(self, after: OuterStep) -> None:
-        """States newer than this step are no part of the run: none is held, aimed at, or waited for."""
-        if self.held is not None and self.held.outer_step > after:
+    def give_up(self, after: OuterStep, but: Held | None) -> None:
+        """States newer than this step, but for one, are no part of the run: none is held, aimed at, or waited for."""
+        if self.held is not None and self.held != but and self.held.outer_step > after:
             self.held = None
         self.target = self.retry_at = None
         self._void_after = after if self.busy else None

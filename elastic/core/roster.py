@@ -251,7 +251,8 @@ class Roster:
         """The journal was lost: what the run goes on from."""
         record = self.state.rebuilt
         assert record is not None, "only a rebuilt run says so"
-        self.send(to, Rebuilt(epoch=record.epoch, certificate=record.certificate))
+        rebuilt = Rebuilt(epoch=record.epoch, certificate=record.certificate, committed=self.state.committed)
+        self.send(to, rebuilt)
 
     def persist(self, record: Record) -> None:
         """Write a decision down, and only so make it true."""

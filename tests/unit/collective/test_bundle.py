@@ -115,42 +115,35 @@ async def test_without_a_pace_all_streams_send_as_fast_as_they_can():
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="pacing is Linux's")
-async def test_a_pace_that_is_all_that_holds_the_path_back_is_raised_until_it_is_not():
+async def test_a_pace_that_is_raised_takes_more_streams_where_it_needs_them():
     async with bundle_of(8, round_trip_s=0.05) as (bundle, ours, _):
-        path = 25e6
-        bundle.pace(0.1e6)  # the survey was taken while something else filled the line
-        assert max(pace_of(sock) for sock in ours) == 100_000
-        for _ in range(20):
-            used = 1 + int(bundle._pace * 0.05 / (3 << 19))
-            bundle.carried(min(path, bundle._pace))
-        assert path < bundle._pace < 2 * path
-        assert used == 1 + int(bundle._pace * 0.05 / (3 << 19)) > 1
-        assert pace_of(ours[0]) == pytest.approx(bundle._pace / used, rel=1e-3)
-        raised = bundle._pace
-        bundle.carried(0.5 * raised)
-        assert bundle._pace == raised, "something else holds it back"
+        bundle.pace(25e6)
+        assert [pace_of(sock) for sock in ours] == [25_000_000] * 8  # one stream is used
+        bundle.raise_pace()
+        assert bundle.pace_now == 37.5e6
+        assert [pace_of(sock) for sock in ours] == [18_750_000] * 8
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="pacing is Linux's")
 async def test_what_was_found_beyond_a_pace_fades_with_the_operations_that_follow():
     async with bundle_of(8, round_trip_s=0.05) as (bundle, _, _):
         bundle.pace(10e6)
-        bundle.carried(10e6)
-        found = bundle._pace
+        bundle.raise_pace()
+        found = bundle.pace_now
         bundle.pace(10e6)
-        assert 10e6 < bundle._pace < found
+        assert 10e6 < bundle.pace_now < found
         for _ in range(5):
             bundle.pace(10e6)
-        assert bundle._pace == 10e6
+        assert bundle.pace_now == 10e6
         bundle.pace(None)
-        assert bundle._pace is None
+        assert bundle.pace_now is None
 
 
 @pytest.mark.parametrize(("round_trip_s", "control"), [(0.0001, "bbr"), (0.05, "cubic")])
 async def test_near_paths_and_those_without_bbr_are_never_paced(round_trip_s, control):
     async with bundle_of(2, round_trip_s=round_trip_s, control=control) as (bundle, ours, _):
         bundle.pace(1e6)
-        bundle.carried(1e6)
+        bundle.raise_pace()
         assert [pace_of(sock) for sock in ours] == [NO_PACE] * 2
         bundle.contributions.extend(small(b"c") for _ in range(2))
         assert all(bundle.next_out(link) is not None for link in bundle._links.values())

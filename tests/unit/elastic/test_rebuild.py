@@ -128,7 +128,8 @@ def test_when_all_members_of_the_newest_certificate_have_testified_everybody_els
         )
     ]
     for number in (1, 2, 3):
-        assert driver.told(number, Rebuilt) == Rebuilt(epoch=Epoch(3 + EPOCHS_A_REBUILD), certificate=LAST)
+        rebuilt = Rebuilt(epoch=Epoch(3 + EPOCHS_A_REBUILD), certificate=LAST, committed=LAST.made)
+        assert driver.told(number, Rebuilt) == rebuilt
 
 
 def test_majority_is_enough_when_the_others_have_had_their_time() -> None:
@@ -370,9 +371,9 @@ def test_member_that_comes_late_must_hear_that_the_run_was_rebuilt_before_it_may
     wait(driver, 5.0)
     epoch = driver.machine.state.epoch
     driver.says(3, Heartbeat(epoch=Epoch(3), outer_step=OuterStep(5), progress=0, blocked=False))
-    assert driver.all_told(3) == [Rebuilt(epoch=epoch, certificate=LAST)]
+    assert driver.all_told(3) == [Rebuilt(epoch=epoch, certificate=LAST, committed=LAST.made)]
     joins(driver, 3)
-    assert driver.all_told(3) == [Rebuilt(epoch=epoch, certificate=LAST)]
+    assert driver.all_told(3) == [Rebuilt(epoch=epoch, certificate=LAST, committed=LAST.made)]
     joins(driver, 3, epoch=epoch)
     assert driver.told(3, Welcome).target == LAST.made
 
@@ -384,7 +385,8 @@ def test_peer_that_alone_heard_of_a_later_commit_is_told_and_counted() -> None:
     wait(driver, 5.0)
     later = certificate(3, 5, 1, 2, 3, parent=LAST)
     joins(driver, 3, later)
-    assert driver.all_told(3) == [Rebuilt(epoch=driver.machine.state.epoch, certificate=LAST)]
+    epoch = driver.machine.state.epoch
+    assert driver.all_told(3) == [Rebuilt(epoch=epoch, certificate=LAST, committed=LAST.made)]
     assert driver.machine.counters["newer_certificate_given_up"] == 1
 
 
@@ -488,6 +490,16 @@ def test_member_that_alone_heard_of_a_later_commit_goes_back_and_fetches_the_run
     assert driver.ordered() == [CatchUp(target=held(5), donors=donors)]
     driver.feed(CaughtUp(held=held(5)))
     assert driver.said() == [Synced(held=held(5))]
+
+
+@pytest.mark.parametrize(("committed", "kept"), [(held(6), held(6)), (held(7), None), (None, None)])
+def test_state_that_the_run_holds_is_kept_by_who_has_not_written_down_that_it_was_rebuilt(committed, kept) -> None:
+    driver = staged()
+    driver.hears(Commit(certificate=certificate(4, 5, 1, 2, 3, parent=LAST)))
+    driver.hears(Rebuilt(epoch=REBUILT_EPOCH, certificate=LAST, committed=committed))
+    (join,) = driver.said()
+    assert isinstance(join, Join)
+    assert join.held == kept
 
 
 def test_catch_up_that_ends_in_a_state_that_was_given_up_meanwhile_counts_for_nothing() -> None:
