@@ -4,8 +4,8 @@ The grace follows what was measured: some times the lateness that is usual in th
 never more than a round's own work takes, because whoever waits loses that. Before the first round nothing is measured,
 and the first inner step may compile for minutes.
 
-Rules: lateness counts from the member that makes the quorum. Only rounds that were committed teach anything. Knows no
-peers and decides nothing.
+Rules: lateness counts from the member that makes the quorum. Only rounds that were committed teach anything, and of
+those only the ones that nothing interrupted: the others last as long as the fault did. Knows no peers, decides nothing.
 """
 
 import math
@@ -26,6 +26,7 @@ class Grace:
         self._lateness_s: float | None = None
         self._round_s = 0.0
         self._began: Instant | None = None
+        self._is_whole = True
 
     def quorum_of(self, num_standing: int) -> int:
         """How many members must have handed in before the others can be late."""
@@ -50,8 +51,12 @@ class Grace:
     def learn(self, ready_at: Collection[Instant], num_standing: int, now: Instant) -> None:
         """A round was committed whose members handed in at these instants."""
         quorum = self.quorum_of(num_standing)
-        if self._began is not None and len(ready_at) >= quorum:
+        if self._began is not None and self._is_whole and len(ready_at) >= quorum:
             times = sorted(ready_at)
             self._lateness_s = max(times[-1] - times[quorum - 1], _MEMORY * (self._lateness_s or 0.0))
             self._round_s = max(times[quorum - 1] - self._began, _MEMORY * self._round_s)
-        self._began = now
+        self._began, self._is_whole = now, True
+
+    def interrupted(self, now: Instant) -> None:
+        """Somebody was put out, or an exchange failed. Between two rounds that is of no account."""
+        self._is_whole = self._began == now

@@ -167,6 +167,8 @@ class Roster:
         self.persist(ViewRecord(view=view, cause=cause[:500], excused=excused))
         self.release_leases_of_strangers()
         self.rounds.void()
+        if not excuse:
+            self.grace.interrupted(self.now)
         for ref, message in out.items():
             gone = self.sessions.get(ref.peer_id)
             if gone is not None and gone.ref == ref:

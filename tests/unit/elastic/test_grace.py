@@ -1,0 +1,60 @@
+"""How long a round with its quorum waits: by what rounds took that nothing interrupted. Four members, quorum two."""
+
+import pytest
+
+from collective.core.types import OuterStep
+from elastic.core.config import CoordinatorConfig
+from elastic.core.grace import Grace
+from elastic.core.values import Digest
+
+CONFIG = CoordinatorConfig(
+    manifest_digest=Digest(bytes(32)),
+    seal_key=bytes(32),
+    outer_steps=OuterStep(100),
+    grace_initial_s=60.0,
+    grace_floor_s=0.1,
+    grace_factor=3.0,
+    grace_limit=1.5,
+)
+MEMBERS = 4
+
+
+def grace_after(*rounds, began=0.0, interrupted_at=None):
+    """After rounds of so many seconds until the quorum, and so many more until the last one."""
+    grace = Grace(CONFIG)
+    now = began
+    grace.learn([], MEMBERS, now)
+    for work_s, lateness_s in rounds:
+        if interrupted_at is not None:
+            grace.interrupted(now + interrupted_at)
+        ready_at = [now + work_s, now + work_s, now + work_s, now + work_s + lateness_s]
+        now = ready_at[-1]
+        grace.learn(ready_at, MEMBERS, now)
+    return grace
+
+
+def test_grace_is_some_times_the_usual_lateness_and_less_than_the_work_that_is_lost_by_waiting():
+    assert grace_after((4.0, 1.0)).window_s == pytest.approx(3.0)
+    assert grace_after((4.0, 9.0)).window_s == pytest.approx(6.0)
+    assert grace_after((4.0, 0.001)).window_s == pytest.approx(0.1)
+
+
+def test_what_was_usual_fades():
+    window_s = grace_after((4.0, 1.0), (4.0, 0.0), (4.0, 0.0)).window_s
+    assert window_s == pytest.approx(3.0 * 0.9**2)
+
+
+def test_round_that_was_interrupted_teaches_nothing():
+    assert grace_after((30.0, 9.0), interrupted_at=5.0).window_s == CONFIG.grace_initial_s
+
+
+def test_view_that_changes_between_two_rounds_interrupts_none():
+    assert grace_after((4.0, 1.0), interrupted_at=0.0).window_s == pytest.approx(3.0)
+
+
+def test_after_an_interrupted_round_the_next_one_teaches_again():
+    grace = grace_after((4.0, 1.0))
+    grace.interrupted(7.0)
+    grace.learn([40.0] * MEMBERS, MEMBERS, 40.0)
+    grace.learn([42.0, 42.0, 42.0, 42.5], MEMBERS, 42.5)
+    assert grace.window_s == pytest.approx(3.0 * 0.9)
