@@ -21,6 +21,7 @@ from elastic.core.events import (
     RoundReady,
     SendToCoordinator,
     SendToPeer,
+    Tick,
 )
 from elastic.core.member import MemberMachine
 from elastic.core.messages import (
@@ -108,8 +109,19 @@ class CoordinatorDriver:
         sender = ref(sender) if isinstance(sender, int) else sender
         return self.feed(PeerSaid(sender=sender, message=message))
 
+    def wait(self, seconds: float) -> None:
+        """Nobody speaks for so long; the machine looks at the clock whenever it wants to."""
+        until = self.now + seconds
+        effects: list[CoordinatorEffect] = []
+        while (deadline := self.machine.next_deadline()) is not None and deadline < until:
+            assert deadline > self.now, "it would look at the clock for ever"
+            self.now = deadline
+            effects += self.feed(Tick())
+        self.now = until
+        self.effects = [*effects, *self.feed(Tick())]
+
     def told(self, number: int, kind: type[T], incarnation: int = 1) -> T:
-        """The newest message of this kind that the last event sent to the peer."""
+        """The newest message of this kind that the last event, or what happened while we waited, sent to the peer."""
         found = [item for item in self.all_told(number, incarnation) if isinstance(item, kind)]
         assert found, f"{number} was told {self.all_told(number, incarnation)}"
         return found[-1]

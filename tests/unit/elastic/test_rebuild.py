@@ -87,16 +87,11 @@ def rebuilt(*numbers: int) -> CoordinatorDriver:
     driver = rebuilding()
     for number in (1, 2, 3):
         joins(driver, number)
-    wait(driver, GRACE_S)
+    driver.wait(GRACE_S)
     (record,) = driver.records(RebuildRecord)
     for number in numbers:
         joins(driver, number, epoch=record.epoch)
     return driver
-
-
-def wait(driver: CoordinatorDriver, seconds: float) -> None:
-    driver.now += seconds
-    driver.feed(Tick())
 
 
 # ------------------------------------------------------------------------ when it goes on
@@ -118,7 +113,7 @@ def test_when_all_members_of_the_newest_certificate_have_testified_everybody_els
     assert driver.journal == []
     joins(driver, 3)
     assert driver.journal == [], "there may be newer members that have not dialled yet"
-    wait(driver, GRACE_S)
+    driver.wait(GRACE_S)
     assert driver.journal == [
         RebuildRecord(
             epoch=Epoch(3 + EPOCHS_A_REBUILD),
@@ -137,12 +132,24 @@ def test_majority_is_enough_when_the_others_have_had_their_time() -> None:
     joins(driver, 1)
     driver.now = 1.0
     joins(driver, 2)
-    assert driver.machine.next_deadline() == pytest.approx(6.0)
-    wait(driver, 4.9)
+    driver.wait(4.9)
     assert driver.journal == []
-    wait(driver, 0.2)
+    driver.wait(0.2)
     (record,) = driver.records(RebuildRecord)
     assert (record.certificate, record.testified, record.insisted) == (LAST, (ref(1), ref(2)), False)
+
+
+def test_absence_of_the_coordinator_that_ends_just_after_its_patience_is_one_all_the_same() -> None:
+    driver = rebuilding(orphan_timeout_s=40.0)
+    joins(driver, 1)
+    driver.wait(2.0)
+    driver.now = 40.1  # it was suspended: nobody could testify
+    driver.feed(Tick())
+    assert driver.all_told(1) == []
+    driver.wait(39.0)
+    assert driver.all_told(1) == []
+    driver.wait(1.0)
+    assert driver.told(1, Refused).code == 7
 
 
 def test_half_of_the_members_is_no_majority_and_they_are_told_after_the_timeout() -> None:
@@ -150,9 +157,9 @@ def test_half_of_the_members_is_no_majority_and_they_are_told_after_the_timeout(
     driver = rebuilding(orphan_timeout_s=60.0)
     joins(driver, 1, newest)
     joins(driver, 2, newest)
-    wait(driver, 59.0)
+    driver.wait(59.0)
     assert driver.journal == []
-    wait(driver, 1.0)
+    driver.wait(1.0)
     for number in (1, 2):
         refused = driver.told(number, Refused)
         assert refused.code == 7
@@ -165,7 +172,7 @@ def test_half_of_the_members_is_no_majority_and_they_are_told_after_the_timeout(
 def test_operator_who_insists_goes_on_with_fewer_and_it_is_written_down() -> None:
     driver = rebuilding(RebuildRule.INSIST, rebuild_grace_s=5.0)
     joins(driver, 1)
-    wait(driver, 5.0)
+    driver.wait(5.0)
     (record,) = driver.records(RebuildRecord)
     assert (record.certificate, record.testified, record.insisted) == (LAST, (ref(1),), True)
 
@@ -175,7 +182,7 @@ def test_who_brings_no_certificate_testifies_nothing() -> None:
     joins(driver, 1)
     joins(driver, 2, None, state=held(5))
     joins(driver, 3, None, state=held(5))
-    wait(driver, 30.0)
+    driver.wait(30.0)
     assert driver.journal == []
 
 
@@ -184,11 +191,11 @@ def test_stranger_with_an_old_certificate_is_none_of_the_majority_and_no_harm() 
     joins(driver, 8, OLDER_RUN, epoch=2)
     joins(driver, 9, OLDER_RUN, epoch=2)
     joins(driver, 1)
-    wait(driver, 30.0)
+    driver.wait(30.0)
     assert driver.journal == []
     joins(driver, 2)
     joins(driver, 3)
-    wait(driver, GRACE_S)
+    driver.wait(GRACE_S)
     (record,) = driver.records(RebuildRecord)
     assert record.certificate == LAST
 
@@ -196,11 +203,11 @@ def test_stranger_with_an_old_certificate_is_none_of_the_majority_and_no_harm() 
 def test_all_of_an_old_view_are_not_the_run_while_the_members_of_a_newer_one_are_on_their_way() -> None:
     driver = rebuilding()
     joins(driver, 1, certificate(1, 1, 1), epoch=1)  # it was alone once, and away for long
-    wait(driver, 0.5)
+    driver.wait(0.5)
     assert driver.journal == []
     joins(driver, 2)
     joins(driver, 3)
-    wait(driver, GRACE_S)
+    driver.wait(GRACE_S)
     (record,) = driver.records(RebuildRecord)
     assert record.certificate == LAST
 
@@ -210,9 +217,9 @@ def test_newer_certificate_gives_its_own_members_time_to_come() -> None:
     joins(driver, 1, OLDER_RUN, epoch=2)
     driver.now = 4.0
     joins(driver, 3)  # names 1, 2 and 3; 1 and 3 are a majority of them from now on
-    wait(driver, 4.0)
+    driver.wait(4.0)
     assert driver.journal == []
-    wait(driver, 1.0)
+    driver.wait(1.0)
     (record,) = driver.records(RebuildRecord)
     assert record.certificate == LAST
 
@@ -223,7 +230,7 @@ def test_forged_certificate_is_counted_and_counts_for_nothing() -> None:
     assert driver.machine.counters["forged_certificate"] == 1
     joins(driver, 2)
     joins(driver, 3)
-    wait(driver, 5.0)
+    driver.wait(5.0)
     (record,) = driver.records(RebuildRecord)
     assert (record.certificate, record.testified) == (LAST, (ref(2), ref(3)))
 
@@ -233,7 +240,7 @@ def test_rebuilt_epoch_is_beyond_every_epoch_that_anybody_has_named() -> None:
     joins(driver, 1, epoch=3)
     joins(driver, 2, epoch=17)
     joins(driver, 3, epoch=5)
-    wait(driver, GRACE_S)
+    driver.wait(GRACE_S)
     (record,) = driver.records(RebuildRecord)
     assert record.epoch == 17 + EPOCHS_A_REBUILD
     assert driver.machine.state.epoch == record.epoch
@@ -258,7 +265,7 @@ def test_newer_start_of_a_peer_speaks_for_it_and_the_older_is_ignored() -> None:
     assert driver.all_told(1) == []
     joins(driver, 2, BEFORE)
     joins(driver, 3, BEFORE)
-    wait(driver, GRACE_S)
+    driver.wait(GRACE_S)
     (record,) = driver.records(RebuildRecord)
     assert record.certificate == BEFORE
 
@@ -283,7 +290,7 @@ def test_peer_that_leaves_while_rebuilding_may_go_and_testifies_no_more() -> Non
     joins(driver, 2)
     driver.says(2, Leave())
     assert isinstance(driver.told(2, Goodbye), Goodbye)
-    wait(driver, 30.0)
+    driver.wait(30.0)
     assert driver.journal == []
 
 
@@ -297,14 +304,14 @@ def test_empty_journal_is_a_lost_one_as_soon_as_somebody_proves_that_the_run_has
     assert driver.told(9, Rebuilding).needed == 2, "the founder's state is no beginning any more"
     joins(driver, 2)
     joins(driver, 3)
-    wait(driver, GRACE_S)
+    driver.wait(GRACE_S)
     assert driver.machine.state.committed == LAST.made
 
 
 def test_run_that_committed_nothing_begins_anew_if_the_operator_insists() -> None:
     driver = rebuilding(RebuildRule.INSIST, first_index=7)
     joins(driver, 1, None, epoch=2, state=held(0))
-    wait(driver, 5.0)
+    driver.wait(5.0)
     (record,) = driver.records(RebuildRecord)
     assert (record.certificate, record.epoch) == (None, 2 + EPOCHS_A_REBUILD)
     assert driver.told(1, Rebuilt) == Rebuilt(epoch=record.epoch)
@@ -368,7 +375,7 @@ def test_member_that_comes_late_must_hear_that_the_run_was_rebuilt_before_it_may
     driver = rebuilding()
     joins(driver, 1)
     joins(driver, 2)
-    wait(driver, 5.0)
+    driver.wait(5.0)
     epoch = driver.machine.state.epoch
     driver.says(3, Heartbeat(epoch=Epoch(3), outer_step=OuterStep(5), progress=0, blocked=False))
     assert driver.all_told(3) == [Rebuilt(epoch=epoch, certificate=LAST, committed=LAST.made)]
@@ -382,7 +389,7 @@ def test_peer_that_alone_heard_of_a_later_commit_is_told_and_counted() -> None:
     driver = rebuilding()
     joins(driver, 1)
     joins(driver, 2)
-    wait(driver, 5.0)
+    driver.wait(5.0)
     later = certificate(3, 5, 1, 2, 3, parent=LAST)
     joins(driver, 3, later)
     epoch = driver.machine.state.epoch
@@ -395,7 +402,7 @@ def test_run_whose_last_commit_is_the_newest_is_complete() -> None:
     end = certificate(3, 4, 1, 2, final=True)
     joins(driver, 1, end)
     joins(driver, 2, end)
-    wait(driver, GRACE_S)
+    driver.wait(GRACE_S)
     assert driver.machine.state.final
     assert driver.told(1, Rebuilt).certificate == end
     joins(driver, 3, None, epoch=0)
