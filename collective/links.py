@@ -108,9 +108,15 @@ class LinkMeter:
         paced = {bundle: pace for bundle in self._bundles.values() if (pace := bundle.pace_now) is not None}
         if not paced or any(bundle not in waited for bundle in paced):
             self._brake.release()
-        elif self._brake.window(seconds * sum(waited[bundle] for bundle in paced), seconds * sum(paced.values())):
-            for bundle in paced:
+        else:
+            carried = {bundle: seconds * waited[bundle] for bundle in paced}
+            allowed = {bundle: seconds * pace for bundle, pace in paced.items()}
+            for bundle in self._brake.window(carried, allowed):
                 bundle.raise_pace()
+
+    def paced_anew(self) -> None:
+        """The bundles have other paces than in the windows before."""
+        self._brake.release()
 
     async def probe(self, members: Sequence[Member], seconds: float) -> None:
         """Send padding to the members to which no transfer has shown a rate yet, all at once."""

@@ -107,6 +107,7 @@ class Runner:
                 held=operation.held,
             )
             _pace(round_.bundles, None if operation.paces is None else operation.paces[rank])
+            self._meter.paced_anew()
             try:
                 self._engine.post(round_)
                 await self._see_through(round_, deadline_s)

@@ -8,9 +8,13 @@ and as long as nobody sends faster the next one says the same. Paces that alone 
 Nothing here touches a socket.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TypeVar
 
 from collective.transport.link import Link
+
+P = TypeVar("P", bound=Hashable)
 
 _FLIGHT_NBYTES = 3 << 19
 """What one stream keeps on its way: Linux allows 2 MiB by default (half of tcp_wmem), some of it for what was lost."""
@@ -33,35 +37,39 @@ def next_pace(planned: float | None, now: float | None) -> float | None:
 
 
 class Brake:
-    """Tells when paces are all that holds a peer back.
+    """Tells when paces are all that holds a peer back, and which of them to raise.
 
     All of its paced paths together, for several windows in a row: a single one may for a moment have what the others
-    leave of the line, and who merely ends last has all of it.
+    leave of the line, and who merely ends last has all of it. One that carries less than its own pace even so is held
+    back by what lies behind it, such as the receiver's line.
     """
 
     def __init__(self) -> None:
-        self._carried = self._allowed = 0.0
+        self._carried: Counter[Hashable] = Counter()
+        self._allowed: Counter[Hashable] = Counter()
         self._num_windows = 0
 
-    def window(self, carried: float, allowed: float) -> bool:
-        """Whether the paces should be raised, after a window in which all paced paths had more to send.
+    def window(self, carried: Mapping[P, float], allowed: Mapping[P, float]) -> list[P]:
+        """The paths to raise the pace of, after a window in which all paced paths had more to send.
 
         Args:
-            carried: bytes that got through on them.
+            carried: bytes that got through, by path.
             allowed: what their paces let through in that time.
         """
-        self._carried += carried
-        self._allowed += allowed
+        self._carried.update(carried)
+        self._allowed.update(allowed)
         self._num_windows += 1
         if self._num_windows < _WINDOWS:
-            return False
-        is_all = self._carried > _AT_PACE * self._allowed
+            return []
+        is_all = self._carried.total() > _AT_PACE * self._allowed.total()
+        held_back = [path for path in allowed if is_all and self._carried[path] > _AT_PACE * self._allowed[path]]
         self.release()
-        return is_all
+        return held_back
 
     def release(self) -> None:
-        """Something else held it back, or nothing was to be sent."""
-        self._carried = self._allowed = 0.0
+        """Something else held it back, nothing was to be sent, or the paces are new."""
+        self._carried.clear()
+        self._allowed.clear()
         self._num_windows = 0
 
 

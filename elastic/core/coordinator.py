@@ -105,7 +105,7 @@ class CoordinatorMachine:
             # knowing is not "no": a view whose voters are all gone is held by others (test_scenarios.py: recovered
             # view without a voter).
             session.holds_state = True if member.ref in voters else None
-        machine._deadline = machine._look_ahead()
+        machine._promised = machine._deadline = machine._look_ahead()
         return machine
 
     # -------------------------------------------------------------------------------- the machine
@@ -118,6 +118,7 @@ class CoordinatorMachine:
         if self._promised is not None and now > self._promised + self.config.lateness_s:
             roster.counters["woken_late"] += 1
             self._admission.forgive(now)
+            roster.grace.interrupted(now)
             if self._rebuild is not None:
                 self._rebuild.forgive(now)
             for session in roster.sessions.values():
@@ -431,6 +432,7 @@ class CoordinatorMachine:
         names = ", ".join(session.ref.peer_id for session in late)
         cause = f"goes on without {names}, late by more than {self._roster.grace.window_s:.1f} s"
         self._roster.change_view(out={}, excuse=late, cause=cause)
+        self._roster.grace.was_too_short()
 
     def _decide_round(self) -> None:
         if self.state.view.world_size < self._roster.quorum:

@@ -4,8 +4,9 @@ The grace follows what was measured: some times the lateness that is usual in th
 never more than a round's own work takes, because whoever waits loses that. Before the first round nothing is measured,
 and the first inner step may compile for minutes.
 
-Rules: lateness counts from the member that makes the quorum. Only rounds that were committed teach anything, and of
-those only the ones that nothing interrupted: the others last as long as the fault did. Knows no peers, decides nothing.
+Rules: lateness counts from the member that makes the quorum. Only rounds that were committed teach anything, and (but
+for the first one) only if nothing interrupted them: the others last as long as the fault did. Knows no peers and
+decides nothing.
 """
 
 import math
@@ -16,6 +17,9 @@ from elastic.core.config import CoordinatorConfig
 
 _MEMORY = 0.9
 """What is usual fades by this factor with every round that was quicker."""
+
+_LONGER = 1.5
+"""By what factor the next grace is longer than one that was too short."""
 
 
 class Grace:
@@ -51,12 +55,25 @@ class Grace:
     def learn(self, ready_at: Collection[Instant], num_standing: int, now: Instant) -> None:
         """A round was committed whose members handed in at these instants."""
         quorum = self.quorum_of(num_standing)
-        if self._began is not None and self._is_whole and len(ready_at) >= quorum:
+        is_first = self._lateness_s is None
+        if self._began is not None and (self._is_whole or is_first) and len(ready_at) >= quorum:
             times = sorted(ready_at)
+            work_s = times[quorum - 1] - self._began
+            if not self._is_whole:  # better than nothing, if every round is interrupted
+                work_s = min(work_s, self._config.grace_initial_s / self._config.grace_limit)
             self._lateness_s = max(times[-1] - times[quorum - 1], _MEMORY * (self._lateness_s or 0.0))
-            self._round_s = max(times[quorum - 1] - self._began, _MEMORY * self._round_s)
+            self._round_s = max(work_s, _MEMORY * self._round_s)
         self._began, self._is_whole = now, True
 
+    def was_too_short(self) -> None:
+        """Somebody was left behind. How late it will be nobody knows, but it is late by more than this.
+
+        Only who was in time would teach otherwise, and where work takes now long, now short, somebody would be left
+        behind in every round for ever (scenarios/work_of_uneven_length.toml).
+        """
+        if self._lateness_s is not None:
+            self._lateness_s = max(self._lateness_s, _LONGER * self.window_s / self._config.grace_factor)
+
     def interrupted(self, now: Instant) -> None:
-        """Somebody was put out, or an exchange failed. Between two rounds that is of no account."""
+        """While some had not handed in, a view ended or the coordinator was away. Between two rounds that is nothing."""
         self._is_whole = self._began == now

@@ -393,6 +393,10 @@ class MemberMachine:
     def _on_rebuilt(self, rebuilt: Rebuilt) -> None:
         """The journal was lost, and with it all that was told since this certificate."""
         certificate = rebuilt.certificate
+        if rebuilt.epoch == self._epoch and self._holds_what_nobody_proved(rebuilt.committed):
+            self._place.pursuit.give_up(after=OuterStep(-1), but=None)
+            self._say_outstanding()
+            return
         if rebuilt.epoch <= self._epoch:
             self.counters["old_epoch"] += 1
             return
@@ -414,6 +418,13 @@ class MemberMachine:
         self._lose_membership("the coordinator's journal was lost, and rebuilt from the members' certificates")
         place.phase = Phase.JOINING
         self._say_outstanding()
+
+    def _holds_what_nobody_proved(self, committed: Held | None) -> bool:
+        """Whether the state that we hold is newer than the rebuilt run's and we have no certificate of it either."""
+        held, newest = self._place.pursuit.held, self._chain.newest
+        if held is None or committed is None or held.outer_step <= committed.outer_step:
+            return False
+        return newest is None or newest.made != held
 
     def _on_lease_grant(self, grant: LeaseGrant) -> None:
         ranges = self._place.leases.take(grant)

@@ -28,6 +28,7 @@ class Pursuit:
         self._goal: Held | None = None  # of the catch-up that runs
         self._donors: tuple[Member, ...] = ()
         self._void_after: OuterStep | None = None  # what runs may end in a state that was given up meanwhile
+        self._but: Held | None = None
 
     @property
     def is_at_rest(self) -> bool:
@@ -54,7 +55,9 @@ class Pursuit:
         """What was ordered has ended; `aim` or `wake` goes on from there."""
         self.busy = False
         void_after, self._void_after = self._void_after, None
-        if isinstance(event, CaughtUp) and (void_after is None or event.held.outer_step <= void_after):
+        if isinstance(event, CaughtUp) and (
+            void_after is None or event.held.outer_step <= void_after or event.held == self._but
+        ):
             self.held = event.held
             goal = self._goal  # the target may have moved on meanwhile; that is no failure
             arrived = goal is None or self.held == goal or self.held.outer_step > goal.outer_step
@@ -78,7 +81,7 @@ class Pursuit:
         if self.held is not None and self.held != but and self.held.outer_step > after:
             self.held = None
         self.target = self.retry_at = None
-        self._void_after = after if self.busy else None
+        self._void_after, self._but = (after if self.busy else None), but
 
     def rest(self) -> None:
         """What is held is what is wanted."""

@@ -112,6 +112,9 @@ class Reception:
         if roster.state.final:
             roster.tell_commit(session.ref)  # there is nothing left to wait for
             return
+        if self._is_belated(message):
+            roster.counters["belated_word"] += 1
+            return
         match message:
             case Heartbeat():
                 session.beat(message, roster.now)
@@ -122,6 +125,23 @@ class Reception:
             case Synced():
                 if self._note_held(session, message.held) and session.synced != self._roster.state.committed:
                     roster.welcome(session)
+            case _:
+                assert_never(message)
+
+    def _is_belated(self, message: Join | Heartbeat | Synced) -> bool:
+        """Whether a learner said it before it heard that the run was rebuilt, and it comes only now.
+
+        It has a session, so it has joined afresh. Taken for what it holds now, that word would send it home for holding
+        what the run gave up (scenarios/belated_word_of_the_lost_journal.toml).
+        """
+        rebuilt = self._roster.state.rebuilt
+        if rebuilt is None:
+            return False
+        match message:
+            case Join() | Heartbeat():
+                return message.epoch < rebuilt.epoch
+            case Synced():
+                return message.held.outer_step > self._roster.state.outer_step
             case _:
                 assert_never(message)
 
@@ -141,6 +161,9 @@ class Reception:
             if session.synced is None or held.outer_step >= session.synced.outer_step:
                 session.synced = held  # whether it is worth an admission is decided at the boundary
         else:
+            if self._roster.state.rebuilt is not None:
+                self._roster.tell_rebuilt(session.ref)  # nobody could prove that one
+                return False
             newest = self._roster.state.outer_step
             reason = f"you hold outer step {held.outer_step}, this run is at {newest}: start without it"
             self._roster.send(session.ref, Refused(code=REFUSED_EXIT_CODE, reason=reason))

@@ -90,7 +90,7 @@ class Roster:
         waiting += [item for item in self.learners() if item.synced is not None and item.synced == self.state.committed]
         result = []
         for session in self.sessions.values():
-            if self.is_excused(session) and self.state.view.world_size >= self.quorum:
+            if not self.over and self.is_excused(session) and self.state.view.world_size >= self.quorum:
                 continue  # it keeps nobody waiting: see `overdue`
             # A member keeps the others waiting if there is a waiting one besides itself.
             others_wait = session in members and len(waiting) > (1 if session in waiting else 0)
@@ -146,6 +146,8 @@ class Roster:
         """
         committed, epoch = self.state.committed, Epoch(self.state.epoch + 1)
         assert committed is not None, "a view needs a state"
+        # What happens after all have handed in does not touch how long that took.
+        is_cut_short = not excuse and any(session.ready_at is None for session in self.members())
         out = dict(out)
         for session in into:
             session.admit(holds_state=session.synced == committed, now=self.now)
@@ -167,7 +169,7 @@ class Roster:
         self.persist(ViewRecord(view=view, cause=cause[:500], excused=excused))
         self.release_leases_of_strangers()
         self.rounds.void()
-        if not excuse:
+        if is_cut_short:
             self.grace.interrupted(self.now)
         for ref, message in out.items():
             gone = self.sessions.get(ref.peer_id)

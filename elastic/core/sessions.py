@@ -106,6 +106,8 @@ class Session:
         """The coordinator itself did not run: its clock must not be held against the peer."""
         self.last_heard = now
         self.progressed_at = now
+        if self.ready_at is not None:
+            self.ready_at = now  # the others' words may lie in our own socket
         if self.behind_since is not None:
             self.behind_since = now
         if self.awaited_until is not None:

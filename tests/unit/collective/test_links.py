@@ -40,6 +40,22 @@ def test_paces_that_all_carry_what_they_may_for_three_windows_are_raised(num_win
     assert raised_after(num_windows, Path(), Path(pace_now=10 * PACE, rate=10 * PACE)) == [num_raised] * 2
 
 
+def test_the_path_whose_receiver_is_full_keeps_its_pace_while_the_others_are_raised():
+    others = [Path(rate=2 * PACE, pace_now=2 * PACE) for _ in range(7)]
+    assert raised_after(3, Path(rate=0.83 * PACE), *others) == [0] + [1] * 7
+
+
+def test_windows_under_other_paces_do_not_count():
+    path = Path()
+    meter = LinkMeter({PeerRef(PeerId("0" * 16), Incarnation(1)): path})
+    for window in range(6):
+        if window == 2:
+            meter.paced_anew()
+        meter.sample(window * WINDOW_S)
+        path.delivered += path.rate * WINDOW_S
+    assert path.num_raised == 1  # after windows 2, 3, 4; the one from 0 to 1 is forgotten
+
+
 def test_a_line_that_carries_less_than_all_paces_together_is_what_holds_us_back():
     assert raised_after(9, Path(), Path(rate=0.85 * PACE)) == [0, 0]
 

@@ -45,7 +45,15 @@ def test_what_was_usual_fades():
 
 
 def test_round_that_was_interrupted_teaches_nothing():
-    assert grace_after((30.0, 9.0), interrupted_at=5.0).window_s == CONFIG.grace_initial_s
+    grace = grace_after((4.0, 1.0))
+    grace.interrupted(7.0)
+    grace.learn([64.0, 64.0, 64.0, 94.0], MEMBERS, 94.0)
+    assert grace.window_s == pytest.approx(3.0)
+
+
+def test_if_every_round_is_interrupted_the_first_one_is_better_than_nothing_and_makes_nobody_wait_longer():
+    assert grace_after((8.0, 1.0), interrupted_at=5.0).window_s == pytest.approx(3.0)
+    assert grace_after((500.0, 900.0), interrupted_at=5.0).window_s == pytest.approx(CONFIG.grace_initial_s)
 
 
 def test_view_that_changes_between_two_rounds_interrupts_none():
@@ -58,3 +66,18 @@ def test_after_an_interrupted_round_the_next_one_teaches_again():
     grace.learn([40.0] * MEMBERS, MEMBERS, 40.0)
     grace.learn([42.0, 42.0, 42.0, 42.5], MEMBERS, 42.5)
     assert grace.window_s == pytest.approx(3.0 * 0.9)
+
+
+def test_grace_that_was_too_short_is_longer_next_time_and_never_longer_than_work_allows():
+    grace = grace_after((4.0, 0.5))
+    windows = []
+    for _ in range(4):
+        grace.was_too_short()
+        windows.append(grace.window_s)
+    assert windows == pytest.approx([2.25, 3.375, 5.0625, 6.0])
+
+
+def test_nobody_knows_how_long_a_grace_should_be_before_anything_was_measured():
+    grace = Grace(CONFIG)
+    grace.was_too_short()
+    assert grace.window_s == CONFIG.grace_initial_s

@@ -499,6 +499,40 @@ def test_member_that_alone_heard_of_a_later_commit_goes_back_and_fetches_the_run
     assert driver.said() == [Synced(held=held(5))]
 
 
+def test_word_from_before_the_rebuild_that_comes_late_sends_nobody_home() -> None:
+    driver = rebuilding()
+    joins(driver, 1)
+    joins(driver, 2)
+    driver.wait(5.0)
+    epoch = driver.machine.state.epoch
+    joins(driver, 3, epoch=epoch)
+    joins(driver, 3, certificate(3, 5, 1, 2, 3, parent=LAST))
+    assert driver.all_told(3) == []
+    driver.says(3, Synced(held=held(6)))
+    assert driver.all_told(3) == []
+    assert driver.machine.counters["belated_word"] == 2
+
+
+def test_who_holds_what_it_cannot_prove_either_is_told_again_and_gives_it_up() -> None:
+    driver = rebuilding(RebuildRule.INSIST)
+    joins(driver, 1, None, epoch=2, state=held(0))
+    driver.wait(5.0)
+    epoch = driver.machine.state.epoch
+    joins(driver, 1, None, epoch=epoch, state=held(0))
+    joins(driver, 2, None, epoch=epoch, state=held(1))
+    rebuilt = driver.told(2, Rebuilt)
+    assert rebuilt.committed == held(0)
+    member = MemberDriver(held(1))
+    member.feed(Connected())
+    member.hears(Rebuilt(epoch=epoch))
+    assert member.machine.held == held(1), "it may be what the run begins with"
+    member.hears(rebuilt)
+    (join,) = member.said()
+    assert isinstance(join, Join)
+    assert join.held is None
+    assert member.hears(rebuilt) == [], "a second copy"
+
+
 @pytest.mark.parametrize(("committed", "kept"), [(held(6), held(6)), (held(7), None), (None, None)])
 def test_state_that_the_run_holds_is_kept_by_who_has_not_written_down_that_it_was_rebuilt(committed, kept) -> None:
     driver = staged()
