@@ -75,5 +75,5 @@ class Grace:
             self._lateness_s = max(self._lateness_s, _LONGER * self.window_s / self._config.grace_factor)
 
     def interrupted(self, now: Instant) -> None:
-        """While some had not handed in, a view ended or the coordinator was away. Between two rounds that is nothing."""
+        """While some had not handed in, a view ended or the coordinator was away. Between two rounds it is nothing."""
         self._is_whole = self._began == now
