@@ -131,6 +131,7 @@ KNOWN = frozenset(
         "admitted: several commits behind",
         "admitted: with the newest state",
         "commit: final",
+        "coordinator: belated_word",
         "coordinator: blamed",
         "coordinator: dropped: connection lost, and a member waits for it",
         "coordinator: dropped: did not come back",
