@@ -23,7 +23,9 @@ _AT_PACE = 0.95
 _WINDOWS = 3
 """In one window bytes may arrive that were sent in another."""
 RAISE = 1.5
+"""By what factor a pace that alone holds a path back is raised, about once a second."""
 _FADING = 0.7
+"""What is left of a pace that was raised in the operation that follows."""
 _ENOUGH_NBYTES = 64 << 10
 """A window that has not collapsed: larger ones differ by what there was to send."""
 

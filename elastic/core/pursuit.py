@@ -28,7 +28,7 @@ class Pursuit:
         self._goal: Held | None = None  # of the catch-up that runs
         self._donors: tuple[Member, ...] = ()
         self._void_after: OuterStep | None = None  # what runs may end in a state that was given up meanwhile
-        self._but: Held | None = None
+        self._but: Held | None = None  # and the one that was not
 
     @property
     def is_at_rest(self) -> bool:
