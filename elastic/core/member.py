@@ -341,8 +341,7 @@ class MemberMachine:
 
     def _on_excused(self, message: NewView) -> None:
         self._epoch = message.view.epoch
-        if self._place.excuse(message.view, message.contributed):
-            self._say_outstanding()
+        self._place.excuse(message.view, message.contributed)
         self._limit_farewell()
 
     def _on_commit(self, certificate: Certificate) -> None:

@@ -126,12 +126,13 @@ class NewView(_Message, frozen=True, kw_only=True):
     """The membership from now on. Work of older epochs is void.
 
     The round goes on without the `excused`: they were members and are late. They keep their payload and their leases,
-    follow the commits, and are members again after the next one. `contributed` is the newest outer step that holds
-    work of the addressee: what it has done from an older state than that is spent.
+    follow the commits, and are members again after the next one. `contributed` is the newest committed state that
+    holds work of the addressee, which may not have heard of that commit: it may have it staged, and what it has done
+    from an older state is spent.
     """
 
     view: View
-    contributed: OuterStep = OuterStep(0)
+    contributed: Held | None = None
     excused: Annotated[tuple[PeerRef, ...], Meta(max_length=1024)] = ()
 
 

@@ -116,25 +116,18 @@ class Place:
 
     # -------------------------------------------------------------------------------- what was decided
 
-    def enter(self, view: View, contributed: OuterStep) -> None:
-        """It is a member of this view, which is newer than its own. Its work is in the commit `contributed`."""
+    def enter(self, view: View, contributed: Held | None) -> None:
+        """It is a member of this view, which is newer than its own. Its work is in `contributed`."""
         mine = self.view
-        self.install_if_staged(Held(view.outer_step, view.digest))
-        self._stop_if_spent(contributed)
+        self._learn_from(view, contributed)
         if mine is None or view.epoch > mine.epoch:
             self.effects += [*self.attempt.abort(), *self.attempt.drop_aside(), InstallView(view=view)]
         self.view = view
         self._take_part()
 
-    def excuse(self, view: View, contributed: OuterStep) -> bool:
-        """The round goes on without this peer. Said again, it tells of the newest state.
-
-        Returns:
-            Whether it installed what it had laid aside.
-        """
-        state = Held(view.outer_step, view.digest)
-        self.install_if_staged(state)
-        self._stop_if_spent(contributed)
+    def excuse(self, view: View, contributed: Held | None) -> None:
+        """The round goes on without this peer. Said again, it tells of the newest state."""
+        self._learn_from(view, contributed)
         self.effects += self.attempt.abort()
         self.view = None
         if not self.is_standing:
@@ -142,12 +135,20 @@ class Place:
         elif self.phase is not Phase.EXCUSED:
             self.phase = Phase.EXCUSED
             self.effects.append(BecomeExcused(view=view))
-        return self.aim(state, view.members)
+        self.aim(Held(view.outer_step, view.digest), view.members)
 
-    def _stop_if_spent(self, contributed: OuterStep) -> None:
-        """A commit holds this peer's work, and it did not install that: it is overruled, and has nothing to keep."""
-        if self.is_standing and self.held is not None and contributed > self.held.outer_step:
-            self._stop_training(f"outer step {contributed} was committed with another result than this peer's")
+    def _learn_from(self, view: View, contributed: Held | None) -> None:
+        """A view tells of commits that were not heard of: one holds this peer's work, and is staged here if it agreed.
+
+        The view's own state may be several commits further (scenarios/excused_before_it_heard_its_commit.toml). Whoever
+        did not agree is overruled, and has nothing to keep.
+        """
+        if contributed is not None:
+            self.install_if_staged(contributed)
+        self.install_if_staged(Held(view.outer_step, view.digest))
+        if self.is_standing and self.held is not None and contributed is not None:
+            if contributed.outer_step > self.held.outer_step:
+                self._overruled_at(contributed.outer_step)
 
     def _take_part(self) -> None:
         """In a view: active if its state is held, else on the way to it."""
@@ -202,7 +203,7 @@ class Place:
         (scenarios/overruled_member_stays.toml).
         """
         if self.view is not None:
-            self._stop_training(f"outer step {made.outer_step} was committed with another result than this peer's")
+            self._overruled_at(made.outer_step)
             self._advance(made)
             self._take_part()
 
@@ -271,6 +272,9 @@ class Place:
         """Its part is over."""
         self.effects += [*self.attempt.abort(), *self.attempt.drop_aside()]
         self.phase = Phase.FINISHED
+
+    def _overruled_at(self, step: OuterStep) -> None:
+        self._stop_training(f"outer step {step} was committed with another result than this peer's")
 
     def _stop_training(self, reason: str) -> None:
         self.is_standing = False

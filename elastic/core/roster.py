@@ -8,7 +8,7 @@ afterwards. When to use which verb is decided in coordinator.py and admission.py
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from collective.core.types import Epoch, Instant, Member, OuterStep, PeerId, PeerRef, View
+from collective.core.types import Epoch, Instant, Member, PeerId, PeerRef, View
 from elastic.core.certificate import Certificate
 from elastic.core.config import CoordinatorConfig
 from elastic.core.events import CoordinatorEffect, Persist, SendToPeer
@@ -216,8 +216,8 @@ class Roster:
 
     def newest_view(self, ref: PeerRef) -> NewView:
         """The view as this peer is told it."""
-        contributed = self.state.contributed.get(ref, OuterStep(0))
-        return NewView(view=self.state.view, excused=tuple(self.state.excused), contributed=contributed)
+        state = self.state
+        return NewView(view=state.view, excused=tuple(state.excused), contributed=state.contributed.get(ref))
 
     def remind(self, to: PeerRef) -> None:
         """Say the newest commit to who voted for it, before it hears that it is out and forgets what it has staged.

@@ -40,8 +40,8 @@ class RunState:
         self.admitted: dict[PeerRef, Epoch] = {}
         self.excused: dict[PeerRef, Epoch] = {}
         """Late members that the round goes on without, with the epoch of their admission."""
-        self.contributed: dict[PeerRef, OuterStep] = {}
-        """The newest outer step that holds work of this member or excused peer."""
+        self.contributed: dict[PeerRef, Held] = {}
+        """The newest committed state that holds work of this member or excused peer."""
         self.departed: dict[PeerId, Departure] = {}
         self.leases = LeaseLedger()
         self._link = b""  # what the next certificate names as its parent
@@ -140,9 +140,9 @@ class RunState:
         assert record.previous == self.committed.digest, "commits form a chain (I1)"
         for item in record.contributions:
             self.leases.consume(item.ref, item.consumed)
-            self.contributed[item.ref] = record.outer_step
         self.previous = self.committed
         self.committed = Held(record.outer_step, record.digest)
+        self.contributed |= {item.ref: self.committed for item in record.contributions}
         self.last_commit = record
         self._certify(record)
         # The same view goes on from the new state: no epoch is spent on a commit that changes nobody's membership.

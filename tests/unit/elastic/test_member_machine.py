@@ -199,6 +199,27 @@ def test_missed_commit_is_learnt_from_a_repeated_view_of_the_same_epoch() -> Non
     ]
 
 
+@pytest.mark.parametrize("is_excused", [True, False], ids=["excused", "member again"])
+def test_missed_commit_with_its_work_is_learnt_from_a_view_that_is_several_commits_further(is_excused: bool) -> None:
+    driver = staged()
+    theirs = view(5, 9, 2) if is_excused else view(5, 9, 1, 2)
+    driver.hears(NewView(view=theirs, contributed=held(5), excused=(ref(1),) if is_excused else ()))
+    ordered = driver.ordered()
+    assert ordered[0] == InstallStaged(key=key(3, 4), held=held(5), final=False)
+    assert CatchUp(target=held(9), donors=(member(2),)) == ordered[-1]
+    assert driver.machine.held == held(5)
+    assert driver.machine.phase is (Phase.EXCUSED if is_excused else Phase.SYNCING)
+    assert driver.machine.is_standing, "it has lost nothing"
+
+
+def test_member_whose_work_was_committed_with_another_result_learns_so_from_a_later_view() -> None:
+    driver = staged()
+    driver.hears(NewView(view=view(5, 9, 2), contributed=held(5, kind=9), excused=(ref(1),)))
+    reason = "outer step 5 was committed with another result than this peer's"
+    assert driver.ordered()[:2] == [AbortExchange(key=key(3, 4)), BecomeLearner(reason=reason)]
+    assert driver.machine.phase is Phase.LEARNING
+
+
 def test_overruled_member_stops_training_and_fetches_what_the_others_have() -> None:
     driver = staged()
     driver.hears(commit(3, 4, kind=9))
