@@ -21,9 +21,9 @@ from typing import assert_never
 from collective.core.types import Instant, OuterStep, PeerRef
 from elastic.core.admission import Admission
 from elastic.core.certificate import Certificate
+from elastic.core.closing import Closing
 from elastic.core.config import CoordinatorConfig, RebuildRule
 from elastic.core.events import CoordinatorEffect, CoordinatorEvent, PeerConnectionLost, PeerSaid, Resign, Tick
-from elastic.core.leases import merged
 from elastic.core.messages import (
     Evicted,
     Goodbye,
@@ -34,16 +34,14 @@ from elastic.core.messages import (
     LeaseRequest,
     Leave,
     PeerMessage,
-    Refused,
     RoundFailed,
     Synced,
     Vote,
 )
 from elastic.core.rebuild import Rebuild
-from elastic.core.reception import INTEGRITY_EXIT_CODE, Reception
-from elastic.core.records import CommitRecord, Contribution, LeaseRecord, Record
+from elastic.core.reception import Reception
+from elastic.core.records import LeaseRecord, Record
 from elastic.core.roster import Roster
-from elastic.core.rounds import Agreed, Split
 from elastic.core.run_state import RunState
 from elastic.core.sessions import Session
 
@@ -65,7 +63,7 @@ class CoordinatorMachine:
         self._rounds = self._roster.rounds
         self._reception = Reception(self._roster)
         self._admission = Admission(self._roster)
-        self._halted: Refused | None = None
+        self._closing = Closing(self._roster, self._admission)
         self._rebuild: Rebuild | None = None  # while the journal is lost and not made anew yet
         self._deadline: Instant | None = None  # found after each event: looking costs as much as deciding
         self._promised: Instant | None = None  # when the last event expected the next one at the latest
@@ -116,13 +114,7 @@ class CoordinatorMachine:
         roster = self._roster
         roster.now, roster.effects = now, []
         if self._promised is not None and now > self._promised + self.config.lateness_s:
-            roster.counters["woken_late"] += 1
-            self._admission.forgive(now)
-            roster.grace.interrupted(now)
-            if self._rebuild is not None:
-                self._rebuild.forgive(now)
-            for session in roster.sessions.values():
-                session.forgive(now)
+            self._forgive()
         match event:
             case PeerSaid():
                 self._on_said(event.sender, event.message)
@@ -138,6 +130,15 @@ class CoordinatorMachine:
         self._promised = None if deadline is None else max(deadline, now)
         return roster.effects
 
+    def _forgive(self) -> None:
+        """This process did not run: its clock must not be held against anybody. What was said may lie unread."""
+        roster, now = self._roster, self._roster.now
+        roster.counters["woken_late"] += 1
+        roster.forgive()
+        self._admission.forgive(now)
+        if self._rebuild is not None:
+            self._rebuild.forgive(now)
+
     def next_deadline(self) -> Instant | None:
         """When to feed a `Tick`, if nothing else happens before."""
         return self._deadline
@@ -148,10 +149,7 @@ class CoordinatorMachine:
             deadlines += self._rebuild.deadlines()
         elif not self._roster.over:
             deadlines += self._admission.deadlines()
-            if self._rounds.judge_at is not None:
-                deadlines.append(self._rounds.judge_at)
-            if (closes_at := self._closes_at()) is not None:
-                deadlines.append(closes_at)
+            deadlines += self._closing.deadlines()
         if not deadlines:
             return None
         # Were the clock looked at only when something is due, an absence that ends just then would be no absence.
@@ -196,8 +194,8 @@ class CoordinatorMachine:
 
     def _on_said(self, sender: PeerRef, message: PeerMessage) -> None:
         roster = self._roster
-        if self._halted is not None:
-            roster.send(sender, self._halted)
+        if roster.halted is not None:
+            roster.send(sender, roster.halted)
             return
         if self._rebuild is None and isinstance(message, Join) and self._has_lost_its_journal(message):
             self._rebuild = self.rebuild_type(roster, RebuildRule.MAJORITY)
@@ -364,11 +362,7 @@ class CoordinatorMachine:
         self._drop_the_lost()
         if self.state.view.members and not self._roster.over and not self._roster.donors():
             self._roster.change_view(out={}, cause="nobody holds the state")
-        if not self._roster.over:
-            self._judge_reports()
-            self._decide_round()
-        if not self._roster.over:
-            self._excuse_the_late()
+        self._closing.settle()
         if not self._roster.over:
             self._admission.between_commits()
             self._admission.found()
@@ -385,106 +379,3 @@ class CoordinatorMachine:
             if session.disconnected and accusers[session.ref.peer_id]:
                 lost.setdefault(session.ref, "connection lost, and a member waits for it")
         roster.drop(lost)
-
-    def _judge_reports(self) -> None:
-        """The members that wait on a failed round get another view: without the silent, or one more try."""
-        roster, rounds, view = self._roster, self._rounds, self.state.view
-        if rounds.judge_at is None or roster.now < rounds.judge_at:
-            return
-        accusers = rounds.accusers(view)
-        heard_before = roster.now - self.config.suspect_silence_s
-        silent = [
-            session.ref
-            for session in roster.members()
-            if accusers[session.ref.peer_id] and session.last_heard <= heard_before
-        ]
-        if silent:
-            roster.drop(dict.fromkeys(silent, "silent, and a member waits for it"))
-        elif rounds.retries == 0:
-            rounds.retries += 1
-            causes = dict.fromkeys(report.cause for report in rounds.reports.values())
-            roster.change_view(out={}, cause=f"round failed, one more try: {'; '.join(causes)}")
-        else:
-            blamed = roster.sessions[rounds.most_accused(view)].ref
-            roster.counters["blamed"] += 1
-            roster.drop({blamed: "members could not finish the round with it"})
-
-    def _closes_at(self) -> Instant | None:
-        """When the round goes on without those that have not handed in."""
-        members, late = self._roster.members(), self._late()
-        if not late or len(members) - len(late) < self._roster.quorum:
-            return None
-        ready_at = [session.ready_at for session in members if session.ready_at is not None]
-        # Whoever is excused already counts, or every round could do with half of what the one before had left.
-        return self._roster.grace.closes_at(ready_at, len(members) + len(self.state.excused))
-
-    def _late(self) -> list[Session]:
-        """Who has not handed in. Not who is on its way to the view's state: its own limits are shorter than a round."""
-        return [item for item in self._roster.members() if item.ready_at is None and item.holds_state is not False]
-
-    def _excuse_the_late(self) -> None:
-        """The round has its quorum, and waits no longer for the others: they hand their work in with the next one."""
-        closes_at = self._closes_at()
-        if closes_at is None or self._roster.now < closes_at:
-            return
-        late = self._late()
-        self._roster.counters["excused"] += len(late)
-        names = ", ".join(session.ref.peer_id for session in late)
-        cause = f"goes on without {names}, late by more than {self._roster.grace.window_s:.1f} s"
-        self._roster.change_view(out={}, excuse=late, cause=cause)
-        self._roster.grace.was_too_short()
-
-    def _decide_round(self) -> None:
-        if self.state.view.world_size < self._roster.quorum:
-            return
-        match self._rounds.outcome(self.state.view):
-            case None:
-                pass
-            case Agreed() as agreed:
-                self._commit(agreed)
-            case Split():
-                self._rounds.splits += 1
-                if self._rounds.splits >= self.config.max_split_votes:
-                    self._halt(f"outer step {self.state.outer_step}: the members' results differ, without a majority")
-                else:
-                    self._roster.change_view(out={}, cause="votes differ without a majority, one more try")
-
-    def _commit(self, agreed: Agreed) -> None:
-        roster, state = self._roster, self.state
-        assert state.committed is not None, "members vote from a committed state"
-        members = roster.members()
-        step = OuterStep(agreed.key.outer_step + 1)
-        record = CommitRecord(
-            key=agreed.key,
-            outer_step=step,
-            previous=state.committed.digest,
-            digest=agreed.digest,
-            contributions=tuple(self._contribution(session) for session in members),
-            final=step >= self.config.outer_steps,
-        )
-        roster.persist(record)
-        self._rounds.committed()
-        ready_at = [session.ready_at for session in members if session.ready_at is not None]
-        roster.grace.learn(ready_at, len(members) + len(state.excused), roster.now)
-        for session in roster.sessions.values():
-            session.ready_at, session.blocked = None, False  # it has what it waited for
-        deviants = [session.ref for session in members if session.ref.peer_id in agreed.deviants]
-        for session in roster.sessions.values():
-            roster.tell_commit(session.ref)  # deviants too: it tells them in which round they were overruled
-        for session in members:
-            session.holds_state = session.ref not in deviants
-            roster.expect_news(session)
-        if not record.final:
-            self._admission.at_boundary(deviants)
-
-    def _contribution(self, session: Session) -> Contribution:
-        vote = self._rounds.votes[session.ref.peer_id]
-        consumed = self.state.leases.clip(session.ref, vote.consumed)
-        self._roster.counters["lease_clipped"] += consumed != merged(vote.consumed)
-        return Contribution(ref=session.ref, weight=vote.weight, num_tokens=vote.num_tokens, consumed=consumed)
-
-    def _halt(self, reason: str) -> None:
-        self._halted = Refused(code=INTEGRITY_EXIT_CODE, reason=reason)
-        self._roster.halted = True
-        for session in self._roster.sessions.values():
-            self._roster.send(session.ref, self._halted)

@@ -143,12 +143,12 @@ class Place:
         The view's own state may be several commits further (scenarios/excused_before_it_heard_its_commit.toml). Whoever
         did not agree is overruled, and has nothing to keep.
         """
-        if contributed is not None:
-            self.install_if_staged(contributed)
         self.install_if_staged(Held(view.outer_step, view.digest))
-        if self.is_standing and self.held is not None and contributed is not None:
-            if contributed.outer_step > self.held.outer_step:
-                self._overruled_at(contributed.outer_step)
+        if contributed is None:
+            return
+        self.install_if_staged(contributed)
+        if self.is_standing and self.held is not None and contributed.outer_step > self.held.outer_step:
+            self._overruled_at(contributed.outer_step)
 
     def _take_part(self) -> None:
         """In a view: active if its state is held, else on the way to it."""

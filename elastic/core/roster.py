@@ -13,7 +13,7 @@ from elastic.core.certificate import Certificate
 from elastic.core.config import CoordinatorConfig
 from elastic.core.events import CoordinatorEffect, Persist, SendToPeer
 from elastic.core.grace import Grace
-from elastic.core.messages import Commit, CoordinatorMessage, Evicted, Goodbye, NewView, Rebuilt, Welcome
+from elastic.core.messages import Commit, CoordinatorMessage, Evicted, Goodbye, NewView, Rebuilt, Refused, Welcome
 from elastic.core.records import Record, ReleaseRecord, ViewRecord
 from elastic.core.rounds import Rounds
 from elastic.core.run_state import RunState
@@ -36,7 +36,8 @@ class Roster:
         self.awaited: set[PeerId] = set()
         """Who is to be in the first view of a rebuilt run, and has not come back yet."""
         self.awaited_until: Instant = 0.0
-        self.halted = False
+        self.halted: Refused | None = None
+        """What everybody hears once the members' results differ for good."""
         self._sealed: Certificate | None = None  # the newest one that was told
         self.now: Instant = 0.0
         self.effects: list[CoordinatorEffect] = []
@@ -47,7 +48,7 @@ class Roster:
     @property
     def over(self) -> bool:
         """Whether the run has ended: peers only go from here on, no view and no commit follows."""
-        return self.state.final or self.halted
+        return self.state.final or self.halted is not None
 
     @property
     def quorum(self) -> int:
@@ -134,6 +135,22 @@ class Roster:
                 self.send(ref, Evicted(epoch=self.state.epoch, reason=reason))
         if out:
             self.change_view(out=out, cause="; ".join(f"{ref.peer_id} dropped: {lost[ref]}" for ref in out))
+
+    def forgive(self) -> None:
+        """The coordinator itself did not run: nobody was silent, late or away for that long."""
+        now, config = self.now, self.config
+        self.grace.interrupted(now)
+        self.rounds.forgive(judge_at=now + config.report_window_s)
+        if self.awaited:
+            self.awaited_until = max(self.awaited_until, now + config.rebuild_grace_s)
+        for session in self.sessions.values():
+            session.forgive(now)
+
+    def halt(self, refused: Refused) -> None:
+        """The run cannot go on: tell everybody, whoever speaks from now on as well."""
+        self.halted = refused
+        for session in self.sessions.values():
+            self.send(session.ref, refused)
 
     # -------------------------------------------------------------------------------- views
 

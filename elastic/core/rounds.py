@@ -52,6 +52,11 @@ class Rounds:
         if self.judge_at is None:
             self.judge_at = judge_at
 
+    def forgive(self, judge_at: Instant) -> None:
+        """The coordinator itself did not run: the others' words may lie unread, and are awaited anew."""
+        if self.judge_at is not None:
+            self.judge_at = judge_at
+
     def void(self) -> None:
         """The view changed: what was said in the old one counts no more."""
         self.votes.clear()

@@ -13,6 +13,7 @@ import msgspec
 from collective.core.types import Epoch, Instant, OuterStep, PeerRef, RoundKey, View
 from elastic.core.admission import Admission
 from elastic.core.certificate import Certificate
+from elastic.core.closing import Closing
 from elastic.core.config import CoordinatorConfig, RebuildRule
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import (
@@ -86,6 +87,7 @@ class PatchedCoordinator(CoordinatorMachine):
         super()._start(stall, state)
         self._rounds = self._roster.rounds = self.rounds_type()
         self._admission = self.admission_type(self._roster)
+        self._closing = Closing(self._roster, self._admission)
         self._reception = self.reception_type(self._roster)
 
 

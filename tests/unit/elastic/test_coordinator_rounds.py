@@ -131,6 +131,19 @@ def test_first_failure_is_tried_again_with_the_same_members_in_the_next_epoch() 
     assert (driver.machine.state.epoch, driver.member_numbers()) == (epoch + 1, [1, 2, 3])
 
 
+def test_reports_that_lie_unread_while_the_coordinator_was_away_are_awaited() -> None:
+    driver = CoordinatorDriver().with_members(1, 2, 3)
+    driver.fail(1, 2)
+    driver.wait(0.3)
+    driver.fail(1, 2)  # the second time: somebody has to go
+    driver.now += 30.0
+    driver.feed(Tick())
+    for reporter in (1, 2):
+        driver.fail(reporter, 3)
+    driver.wait(0.3)
+    assert driver.member_numbers() == [1, 2], "one voice alone, the other report unread, would have dropped the second"
+
+
 @pytest.mark.parametrize(
     ("reports", "dropped"),
     [

@@ -339,10 +339,19 @@ def test_who_does_not_come_back_is_not_awaited_for_ever() -> None:
     beat = Heartbeat(epoch=driver.machine.state.epoch, outer_step=OuterStep(5), progress=0, blocked=False)
     for _ in range(2):
         assert driver.member_numbers() == []
-        driver.now += 2.5
+        driver.wait(2.5)
         for number in (1, 2):
             driver.says(number, beat)
     assert driver.member_numbers() == [1, 2]
+
+
+def test_while_the_coordinator_was_away_nobody_could_come_back() -> None:
+    driver = rebuilt(1, 2)
+    driver.now += 30.0
+    driver.feed(Tick())
+    assert driver.member_numbers() == [], "the third may have dialled already"
+    joins(driver, 3, epoch=driver.machine.state.epoch)
+    assert driver.member_numbers() == [1, 2, 3]
 
 
 def test_samples_that_the_lost_journal_gave_away_are_given_again_and_consumed_ones_never() -> None:

@@ -1,0 +1,134 @@
+"""How the round in progress ends: committed, tried once more, or without whoever is silent or late.
+
+Decided from what is known now (rounds.py counts, grace.py measures, sessions.py remembers); what follows for the
+membership is the roster's business, and who comes in at a commit boundary admission.py's. Holds nothing.
+"""
+
+from collective.core.types import Instant, OuterStep
+from elastic.core.admission import Admission
+from elastic.core.leases import merged
+from elastic.core.messages import Refused
+from elastic.core.reception import INTEGRITY_EXIT_CODE
+from elastic.core.records import CommitRecord, Contribution
+from elastic.core.roster import Roster
+from elastic.core.rounds import Agreed, Split
+from elastic.core.sessions import Session
+
+
+class Closing:
+    """Ends rounds, as soon as what is known decides one."""
+
+    def __init__(self, roster: Roster, admission: Admission) -> None:
+        self._roster = roster
+        self._admission = admission
+
+    def settle(self) -> None:
+        """Judge failures, count votes, go on without the late."""
+        for decide in (self._judge_reports, self._decide_round, self._excuse_the_late):
+            if not self._roster.over:
+                decide()
+
+    def deadlines(self) -> list[Instant]:
+        """When to look again."""
+        return [instant for instant in (self._roster.rounds.judge_at, self._closes_at()) if instant is not None]
+
+    def _judge_reports(self) -> None:
+        """The members that wait on a failed round get another view: without the silent, or one more try."""
+        roster, rounds, view = self._roster, self._roster.rounds, self._roster.state.view
+        if rounds.judge_at is None or roster.now < rounds.judge_at:
+            return
+        accusers = rounds.accusers(view)
+        heard_before = roster.now - roster.config.suspect_silence_s
+        silent = [
+            session.ref
+            for session in roster.members()
+            if accusers[session.ref.peer_id] and session.last_heard <= heard_before
+        ]
+        if silent:
+            roster.drop(dict.fromkeys(silent, "silent, and a member waits for it"))
+        elif rounds.retries == 0:
+            rounds.retries += 1
+            causes = dict.fromkeys(report.cause for report in rounds.reports.values())
+            roster.change_view(out={}, cause=f"round failed, one more try: {'; '.join(causes)}")
+        else:
+            blamed = roster.sessions[rounds.most_accused(view)].ref
+            roster.counters["blamed"] += 1
+            roster.drop({blamed: "members could not finish the round with it"})
+
+    def _closes_at(self) -> Instant | None:
+        """When the round goes on without those that have not handed in."""
+        roster = self._roster
+        members, late = roster.members(), self._late()
+        if not late or len(members) - len(late) < roster.quorum:
+            return None
+        ready_at = [session.ready_at for session in members if session.ready_at is not None]
+        # Whoever is excused already counts, or every round could do with half of what the one before had left.
+        return roster.grace.closes_at(ready_at, len(members) + len(roster.state.excused))
+
+    def _late(self) -> list[Session]:
+        """Who has not handed in. Not who is on its way to the view's state: its own limits are shorter than a round."""
+        return [item for item in self._roster.members() if item.ready_at is None and item.holds_state is not False]
+
+    def _excuse_the_late(self) -> None:
+        """The round has its quorum, and waits no longer for the others: they hand their work in with the next one."""
+        roster, closes_at = self._roster, self._closes_at()
+        if closes_at is None or roster.now < closes_at:
+            return
+        late = self._late()
+        roster.counters["excused"] += len(late)
+        names = ", ".join(session.ref.peer_id for session in late)
+        cause = f"goes on without {names}, late by more than {roster.grace.window_s:.1f} s"
+        roster.change_view(out={}, excuse=late, cause=cause)
+        roster.grace.was_too_short()
+
+    def _decide_round(self) -> None:
+        roster, view = self._roster, self._roster.state.view
+        if view.world_size < roster.quorum:
+            return
+        match roster.rounds.outcome(view):
+            case None:
+                pass
+            case Agreed() as agreed:
+                self._commit(agreed)
+            case Split():
+                roster.rounds.splits += 1
+                if roster.rounds.splits >= roster.config.max_split_votes:
+                    reason = f"outer step {view.outer_step}: the members' results differ, without a majority"
+                    roster.halt(Refused(code=INTEGRITY_EXIT_CODE, reason=reason))
+                else:
+                    roster.change_view(out={}, cause="votes differ without a majority, one more try")
+
+    def _commit(self, agreed: Agreed) -> None:
+        roster, state = self._roster, self._roster.state
+        assert state.committed is not None, "members vote from a committed state"
+        members = roster.members()
+        step = OuterStep(agreed.key.outer_step + 1)
+        record = CommitRecord(
+            key=agreed.key,
+            outer_step=step,
+            previous=state.committed.digest,
+            digest=agreed.digest,
+            contributions=tuple(self._contribution(session) for session in members),
+            final=step >= roster.config.outer_steps,
+        )
+        roster.persist(record)
+        roster.rounds.committed()
+        ready_at = [session.ready_at for session in members if session.ready_at is not None]
+        roster.grace.learn(ready_at, len(members) + len(state.excused), roster.now)
+        for session in roster.sessions.values():
+            session.ready_at, session.blocked = None, False  # it has what it waited for
+        deviants = [session.ref for session in members if session.ref.peer_id in agreed.deviants]
+        for session in roster.sessions.values():
+            roster.tell_commit(session.ref)  # deviants too: it tells them in which round they were overruled
+        for session in members:
+            session.holds_state = session.ref not in deviants
+            roster.expect_news(session)
+        if not record.final:
+            self._admission.at_boundary(deviants)
+
+    def _contribution(self, session: Session) -> Contribution:
+        roster = self._roster
+        vote = roster.rounds.votes[session.ref.peer_id]
+        consumed = roster.state.leases.clip(session.ref, vote.consumed)
+        roster.counters["lease_clipped"] += consumed != merged(vote.consumed)
+        return Contribution(ref=session.ref, weight=vote.weight, num_tokens=vote.num_tokens, consumed=consumed)
