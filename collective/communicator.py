@@ -296,10 +296,16 @@ class Communicator:
             probe_s: longest time that padding is sent.
             deadline_s: see the class.
         """
-        members, _ = self._place(key)
-        await self._meter.probe(members, probe_s)
+        members, rank = self._place(key)
         row = torch.tensor(self._meter.observation(members).to_numbers(), dtype=torch.float64)
-        parts, _ = await self.all_gather(key, row, deadline_s=deadline_s)
+
+        async def probe() -> None:
+            await self._meter.probe(members, probe_s)
+            row.copy_(torch.tensor(self._meter.observation(members).to_numbers(), dtype=torch.float64))
+
+        # Posted before the probe: a fresh member that trains until it is awaited hears of it that much earlier.
+        operation, parts = all_gather(self._workplace, len(members), rank, row, None, None)
+        await self._runner.run(key, members, rank, operation, deadline_s=deadline_s, first=probe)
         table = table_of([Observation.from_numbers(part.tolist()) for part in parts])
         if self._engine.view is not None and self._engine.view.epoch == key.epoch:
             self._workplace.learn(table)

@@ -7,7 +7,7 @@ Rules: the caller's memory is taken back at the end, however that comes. Each ru
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from collective.core.quorum import Quorum
 from collective.core.types import Member, PeerRef, RoundKey
@@ -89,8 +89,12 @@ class Runner:
         *,
         deadline_s: float | None,
         resume: bool = False,
+        first: Callable[[], Awaitable[None]] | None = None,
     ) -> RoundStats:
-        """Carry the operation out among these members, of which we are number `rank`."""
+        """Carry the operation out among these members, of which we are number `rank`.
+
+        If there is something to do `first`, the others hear that we have come before it is done.
+        """
         started = time.monotonic()
         operation = self._attempts.take_up(key, operation, members)
         with operation:
@@ -109,6 +113,8 @@ class Runner:
             _pace(round_.bundles, None if operation.paces is None else operation.paces[rank])
             self._meter.paced_anew()
             try:
+                if first is not None:
+                    await self._announce(round_, first)
                 self._engine.post(round_)
                 await self._see_through(round_, deadline_s)
             except OperationAborted:
@@ -126,6 +132,16 @@ class Runner:
             plan=operation.plan_name,
             predicted_s=operation.predicted_s,
         )
+
+    async def _announce(self, round_: Round, first: Callable[[], Awaitable[None]]) -> None:
+        """What comes for the round meanwhile lies in the stash, as for any that is not posted yet."""
+        round_.announce()
+        try:
+            await first()
+        except BaseException:
+            round_.give_up(OperationAborted(round_.key, "ended by its caller before it began"))
+            raise
+        self._engine.check_free(round_.key)  # the view may have changed meanwhile
 
     async def _see_through(self, round_: Round, deadline_s: float | None) -> None:
         """Watch a posted round until it is done; raise its error."""

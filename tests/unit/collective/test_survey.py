@@ -3,10 +3,12 @@
 import asyncio
 from math import inf
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from collective.core.survey import Observation, table_of
+from collective.errors import OperationAborted, RoundRefused
 
 MBIT = 1e6
 
@@ -88,3 +90,58 @@ async def test_members_come_to_the_same_table_and_forget_it_with_the_view(sites_
         for site in sites:
             await site.communicator.install(view_of(sites, epoch=2))
         assert all(site.communicator._workplace._table is None for site in sites)
+
+
+class Probe:
+    """A measurement of the links that lasts until the test says so."""
+
+    def __init__(self, site):
+        self.has_begun, self.may_end = asyncio.Event(), asyncio.Event()
+        site.communicator._meter.probe = self._probe
+
+    async def _probe(self, _members, _seconds):
+        self.has_begun.set()
+        await self.may_end.wait()
+
+
+async def test_who_measures_first_is_known_to_have_come(sites_running, until):
+    async with sites_running(2) as (early, late):
+        probe = Probe(early)
+        key = early.communicator.key(0)
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(early.communicator.survey(key))
+            await probe.has_begun.wait()
+            await until(late.communicator.is_awaited)
+            second = tasks.create_task(late.communicator.survey(key))
+            probe.may_end.set()
+        assert first.result() == second.result()
+
+
+async def test_a_survey_that_is_cancelled_while_it_measures_keeps_nobody_waiting(sites_running):
+    async with sites_running(2) as (early, late):
+        probe = Probe(early)
+        key = early.communicator.key(0)
+        surveys = [asyncio.ensure_future(site.communicator.survey(key)) for site in (early, late)]
+        await probe.has_begun.wait()
+        surveys[0].cancel()
+        with pytest.raises(OperationAborted, match="ended by its caller"):
+            await surveys[1]
+        assert (await asyncio.gather(surveys[0], return_exceptions=True))[0].__class__ is asyncio.CancelledError
+        await asyncio.gather(*(site.communicator.barrier(early.communicator.key(1)) for site in (early, late)))
+
+
+async def test_a_view_that_comes_while_links_are_measured_ends_the_survey(sites_running, view_of):
+    async with sites_running(2) as (early, late):
+        probe = Probe(early)
+        survey = asyncio.ensure_future(early.communicator.survey(early.communicator.key(0)))
+        await probe.has_begun.wait()
+        for site in (early, late):
+            await site.communicator.install(view_of([early, late], epoch=2))
+        probe.may_end.set()
+        with pytest.raises(RoundRefused, match="the installed view is 2"):
+            await survey
+        keys = [site.communicator.key(0) for site in (early, late)]
+        tables = await asyncio.gather(
+            *(site.communicator.survey(key) for site, key in zip((early, late), keys, strict=True))
+        )
+        assert tables[0] == tables[1]
