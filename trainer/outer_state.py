@@ -254,7 +254,7 @@ class OuterState:
         """What the spare memory contains, if it was staged or replayed in vain; other fragments of it are live."""
         return None if self._leftover is None else self._leftover.manifest
 
-    def begin_restore(self, manifest: StateManifest) -> tuple[memoryview, ...]:
+    async def begin_restore(self, manifest: StateManifest) -> tuple[memoryview, ...]:
         """Writable buffers for a state that is being fetched, in manifest order.
 
         The same ones again after a broken transfer: what has arrived is not fetched twice.
@@ -266,7 +266,7 @@ class OuterState:
         if begun is not None and not self._spares:
             states = begun.states
         else:
-            states, begun = self._memory_of_a_state(begun), None
+            states, begun = await self._memory_of_a_state(begun), None
         tensors = name_tensors(states)
         ours = {name: tensor.nbytes for name, tensor in tensors.items()}
         theirs = {tensor.name: tensor.nbytes for tensor in manifest.tensors}
@@ -279,7 +279,7 @@ class OuterState:
             begun = self._restoring = _Restoring(states=states, names=names, destinations=destinations)
         return begun.destinations
 
-    def _memory_of_a_state(self, begun: _Restoring | None) -> tuple[State, ...]:
+    async def _memory_of_a_state(self, begun: _Restoring | None) -> tuple[State, ...]:
         """What is spare; for the rest what a broken transfer had, or new memory."""
         spares = dict(self._spares)
         states: dict[int, State] = {}
@@ -288,8 +288,10 @@ class OuterState:
         for fragment in sorted(self._fragments, key=lambda fragment: fragment.index != first):
             if fragment.numel in spares:
                 states[fragment.index] = spares.pop(fragment.numel)
-            else:
-                states[fragment.index] = self._new_state(fragment) if begun is None else begun.states[fragment.index]
+            elif begun is not None:
+                states[fragment.index] = begun.states[fragment.index]
+            else:  # the first touch of gigabytes takes seconds, in which heartbeats must go out
+                states[fragment.index] = await in_thread(self._new_state, fragment)
         return tuple(states[index] for index in range(len(states)))
 
     async def finish_restore(self, manifest: StateManifest) -> Held:

@@ -265,7 +265,7 @@ async def test_a_recorded_result_that_does_not_fit_is_the_donors_fault(hasher: H
 async def restore(donor: OuterState, learner: OuterState) -> Held:
     pinned = donor.pin()
     for destination, tensor in zip(
-        learner.begin_restore(pinned.manifest), range(len(pinned.manifest.tensors)), strict=True
+        await learner.begin_restore(pinned.manifest), range(len(pinned.manifest.tensors)), strict=True
     ):
         size = pinned.manifest.chunk_nbytes
         for chunk in range(len(pinned.manifest.tensors[tensor].chunk_digests)):
@@ -293,11 +293,11 @@ async def test_a_broken_restore_keeps_its_memory_and_what_was_held(hasher: Hashe
     await donor.found(numbers(0))
     manifest = donor.live.manifest
     before = await learner.found(numbers(50))
-    first = learner.begin_restore(manifest)
+    first = await learner.begin_restore(manifest)
     first[0][:4] = b"kept"
     assert learner.held() == before
     assert has_the_bits_of_its_manifest(learner.live)
-    again = learner.begin_restore(manifest)
+    again = await learner.begin_restore(manifest)
     assert again is first
     assert bytes(again[0][:4]) == b"kept"
 
@@ -307,12 +307,12 @@ async def test_a_replay_takes_the_memory_of_a_broken_restore_and_the_next_one_is
     donor, learner = outer_state(hasher), outer_state(hasher)
     await donor.found(numbers(0))
     await learner.found(numbers(50))
-    first = learner.begin_restore(donor.live.manifest)
+    first = await learner.begin_restore(donor.live.manifest)
     homes = {addresses(learner.live), frozenset(address_of(buffer) for buffer in first)}
     for step in range(3):
         await commit(learner, numbers(step))
         assert addresses(learner.live) in homes
-    again = learner.begin_restore(donor.live.manifest)
+    again = await learner.begin_restore(donor.live.manifest)
     assert again is not first
     assert frozenset(address_of(buffer) for buffer in again) in homes
 
@@ -326,7 +326,7 @@ async def test_what_was_staged_in_vain_is_known_until_its_memory_is_needed(hashe
     leftover = state.leftover()
     assert leftover is not None
     assert leftover.digest == held.digest
-    first, second = state.begin_restore(leftover)
+    first, second = await state.begin_restore(leftover)
     assert state.leftover() is None
     for buffer, part in zip((first, second), leftover.tensors, strict=True):
         assert [hashlib.sha256(chunk_of(buffer, n, 1024)).digest() for n in range(4)] == list(part.chunk_digests)
@@ -400,7 +400,7 @@ async def test_a_state_of_another_model_is_refused_before_anything_is_written(ha
     await donor.found(numbers(0, NUMEL + 1))
     before = await learner.found(numbers(0))
     with pytest.raises(StateMismatch, match="momentum"):
-        learner.begin_restore(donor.live.manifest)
+        await learner.begin_restore(donor.live.manifest)
     assert learner.held() == before
     assert await commit(learner, numbers(1))
 
