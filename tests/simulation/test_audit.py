@@ -4,6 +4,7 @@ import pytest
 
 from elastic.audit import Audit, audit
 from elastic.audit.beginning import beginning_in
+from elastic.core.closing import Closing
 from elastic.core.config import CoordinatorConfig
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.messages import LeaseRequest
@@ -65,13 +66,19 @@ class GrantsTheSameTwice(CoordinatorMachine):
         super()._on_lease_request(session, request)
 
 
+class LeavesTheLastOut(Closing):
+    def _contribution(self, session: Session) -> Contribution:
+        part, members = super()._contribution(session), self._roster.state.view.members
+        is_last = session.ref == members[-1].ref
+        return Contribution(members[0].ref, part.weight, part.num_tokens, ()) if is_last else part
+
+
 class LeavesAMemberOut(CoordinatorMachine):
     """The last member's work is in the mean and not in the commit."""
 
-    def _contribution(self, session: Session) -> Contribution:
-        part = super()._contribution(session)
-        first, last = self.state.view.members[0], self.state.view.members[-1]
-        return Contribution(first.ref, part.weight, part.num_tokens, ()) if session.ref == last.ref else part
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._closing = LeavesTheLastOut(self._roster, self._admission)
 
 
 class SkipsSamples(CoordinatorMachine):
