@@ -12,7 +12,7 @@ Rules:
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from collective.core.fence import Fence, Standing
 from collective.core.types import Epoch, PeerRef, RoundKey, View
@@ -70,9 +70,9 @@ class Stash:
             self._drop(name)
         return frames
 
-    def holds(self, epoch: Epoch) -> bool:
-        """Whether anything waits for a round of this view."""
-        return any(key.epoch == epoch for key, _, _ in self._frames)
+    def holds(self, epoch: Epoch, *, but: Collection[RoundKey]) -> bool:
+        """Whether anything waits for a round of this view that is none of these."""
+        return any(key.epoch == epoch and key not in but for key, _, _ in self._frames)
 
     def drop_before(self, epoch: Epoch) -> int:
         """Forget frames of older views; return how many."""
@@ -100,6 +100,7 @@ class Engine:
         self.fence = Fence.before_any_view()
         self.view: View | None = None
         self.rounds: dict[RoundKey, Round] = {}
+        self._announced: set[RoundKey] = set()
         self.dropped: Counter[str] = Counter()
         self._closed_keys: OrderedDict[RoundKey, tuple[int, bytes]] = OrderedDict()  # our rank, what ended it
         self._stashes: dict[PeerRef, Stash] = {}
@@ -147,10 +148,17 @@ class Engine:
     def is_awaited(self) -> bool:
         """Whether frames of a round of this view wait for it to be posted here."""
         epoch = None if self.view is None else self.view.epoch
-        return any(stash.holds(epoch) for stash in self._stashes.values() if epoch is not None)
+        stashes = self._stashes.values()
+        return any(stash.holds(epoch, but=self._announced) for stash in stashes if epoch is not None)
+
+    def announce(self, round_: Round) -> None:
+        """Open a round that is posted later, or closed. Until then what comes for it lies in the stash."""
+        self._announced.add(round_.key)
+        round_.announce()
 
     def post(self, round_: Round, *, starts: bool = True) -> None:
         """Take a round in, start it (or leave that to the caller) and give it what has arrived for it already."""
+        self._announced.discard(round_.key)
         self.rounds[round_.key] = round_
         if starts:
             round_.start()
@@ -172,6 +180,10 @@ class Engine:
 
     def close(self, round_: Round) -> None:
         """The round has ended; what still comes for it is dropped. Idempotent."""
+        if round_.key in self._announced:
+            self._announced.discard(round_.key)
+            for stash in self._stashes.values():
+                stash.take(round_.key)
         if self.rounds.pop(round_.key, None) is not None and round_.key.epoch == self.fence.epoch:
             # Others may hold its chunks back until the next view: what they were lent is not free for another round.
             self._num_spent += _spends_credit(round_) and not round_.has_told

@@ -134,14 +134,15 @@ class Runner:
         )
 
     async def _announce(self, round_: Round, first: Callable[[], Awaitable[None]]) -> None:
-        """What comes for the round meanwhile lies in the stash, as for any that is not posted yet."""
-        round_.announce()
+        """Say that we have come, and do what is to be done before the round is posted."""
+        self._engine.announce(round_)
         try:
             await first()
+            self._engine.check_free(round_.key)  # the view may have changed meanwhile
         except BaseException:
             round_.give_up(OperationAborted(round_.key, "ended by its caller before it began"))
+            self._engine.close(round_)
             raise
-        self._engine.check_free(round_.key)  # the view may have changed meanwhile
 
     async def _see_through(self, round_: Round, deadline_s: float | None) -> None:
         """Watch a posted round until it is done; raise its error."""
