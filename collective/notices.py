@@ -41,11 +41,14 @@ def abort_payload(cause: str, suspects: Sequence[PeerId], mismatch: Mismatch | N
     return msgspec.msgpack.encode(AbortNotice(cause[:_MAX_TEXT], tuple(suspects), mismatch))
 
 
+_HAS_RESULT = abort_payload("the round has ended there", ())
+
+
 def abort_payload_of(error: Exception | None, peer_id: PeerId) -> bytes:
     """Payload of ABORT that tells the others what ended the round at `peer_id`; None: it has its result."""
     match error:
         case None:
-            return abort_payload("the round has ended there", ())
+            return _HAS_RESULT
         case OperationAborted():
             return abort_payload(error.cause, error.suspects)
         case NonFiniteInput():

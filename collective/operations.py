@@ -11,7 +11,6 @@ from torch import Tensor
 from collective.buffers import OPS, Record
 from collective.core import slices
 from collective.operation import Operation
-from collective.plan import share_out
 from collective.tensors import Array, check_out, check_weight, flat, overlap
 from collective.workplace import Workplace
 
@@ -53,13 +52,11 @@ class Reducible:
 
 def all_reduce(workplace: Workplace, ranks: tuple[int, ...], given: Reducible, plan: str) -> Operation:
     """Among these ranks of the view."""
-    choice = workplace.choose(plan, ranks, given.source, given.codec)
-    numel = given.source.numel()
-    numels = [numel] * 2 if choice.name == "swap" else share_out(numel, choice.shares)
+    choice, cut = workplace.choose(plan, ranks, given.source, given.codec)
     return Operation(
         workplace,
         op=given.op,
-        plan=workplace.cut(numels, choice.routes, given.source.element_size()),
+        plan=cut,
         plan_name=choice.name,
         predicted_s=choice.predicted_s,
         paces=choice.paces,

@@ -8,7 +8,7 @@ its hash is in every frame of the round.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
@@ -57,6 +57,13 @@ class RoundPlan:
 
     slices: SlicePlan
     starts: tuple[int, ...]
+    digest: str = field(init=False, repr=False, compare=False)
+    """Names the plan: equal for equal plans only."""
+
+    def __post_init__(self) -> None:
+        trees = [(route.root, route.up, route.down) for route in self.slices.routes]
+        packed = msgspec.msgpack.encode((self.slices.bounds, self.starts, trees))
+        object.__setattr__(self, "digest", xxhash.xxh3_64_hexdigest(packed))
 
     @property
     def numel(self) -> int:
@@ -147,11 +154,5 @@ def terms_of(
         chunk_nbytes=chunk_nbytes,
         members=xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(list(members))),
         plan=plan_name,
-        slices=_hash_of(plan),
+        slices=plan.digest,
     )
-
-
-@lru_cache(maxsize=64)
-def _hash_of(plan: RoundPlan) -> str:
-    trees = [(route.root, route.up, route.down) for route in plan.slices.routes]
-    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode((plan.slices.bounds, plan.starts, trees)))

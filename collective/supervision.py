@@ -48,6 +48,8 @@ async def supervise(round_: Round, patience: Patience, deadline_s: float, meter:
     if all(bundle.is_whole for bundle in bundles.values()):
         # Most rounds are over before there is anything to see: they need no more than this.
         await _next_look(round_, min(_CALM_TICK_S, sign_every_s, deadline_s))
+        if round_.is_done:
+            return
     watches = {rank: (bundle, ProgressWatch(patience.stall, started)) for rank, bundle in bundles.items()}
     repairs: dict[int, asyncio.Task[None]] = {}
     broken_since: dict[int, tuple[Bundle, float]] = {}

@@ -42,8 +42,9 @@ def flat(name: str, value: Array) -> Tensor:
         raise ValueError(f"{name} is not contiguous; pass {name}.contiguous()")
     if value.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {value.device.type}; pass {name}.cpu()")
-    # Without elements there may be no stride either, which would make it a special case everywhere.
-    return value.detach().view(-1) if value.numel() else value.new_empty(0)
+    if not value.numel():
+        return value.new_empty(0)  # there may be no stride either, which would make it a special case everywhere
+    return value.detach() if value.dim() == 1 else value.detach().view(-1)
 
 
 def names() -> str:
@@ -53,8 +54,9 @@ def names() -> str:
 
 def overlap(first: Tensor, second: Tensor) -> bool:
     """Whether two flat tensors share memory."""
-    low, high = sorted((first, second), key=lambda tensor: tensor.data_ptr())
-    return low.numel() > 0 and high.numel() > 0 and low.data_ptr() + low.nbytes > high.data_ptr()
+    start, other = first.data_ptr(), second.data_ptr()
+    nbytes, other_nbytes = first.nbytes, second.nbytes
+    return nbytes > 0 and other_nbytes > 0 and start < other + other_nbytes and other < start + nbytes
 
 
 def check_out(source: Tensor, out: Tensor, numel: int) -> None:

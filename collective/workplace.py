@@ -5,6 +5,7 @@ Rules: the same view, table and tensor lead to the same plan on every member. No
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from collective.buffers import HALF
@@ -14,12 +15,13 @@ from collective.core.link_table import LinkTable
 from collective.core.planner import PLANS, Choice, choose
 from collective.core.slices import Route, gather
 from collective.memory import BufferPool
-from collective.plan import RoundPlan, cut
+from collective.plan import RoundPlan, cut, share_out
 
 _SWAP_NBYTES = 4 << 20
 """Above that the second pass over the tensor costs more than the second trip."""
 _FAR_ONE_WAY_S = 0.001
 _FAR_CHUNK_NBYTES = 256 << 10
+_PLANS_KEPT = 64
 
 
 class Workplace:
@@ -36,12 +38,12 @@ class Workplace:
         self._max_chunk_nbytes = chunk_nbytes
         self._codecs: dict[str, Codec] = {}
         self._table: LinkTable | None = None
-        self._choices: dict[tuple[str, tuple[int, ...], int, str], Choice] = {}
+        self._plans: dict[tuple[str, tuple[int, ...], int, torch.dtype, str], tuple[Choice, RoundPlan]] = {}
 
     def learn(self, table: LinkTable | None) -> None:
         """Plan by this table of the view's members from now on; None: by nothing."""
         self._table = table
-        self._choices.clear()
+        self._plans.clear()
         is_far = table is not None and max(max(row) for row in table.latency_s) > _FAR_ONE_WAY_S
         # On a long path several streams share a slice: small chunks keep them all busy until the end.
         self.chunk_nbytes = min(self._max_chunk_nbytes, _FAR_CHUNK_NBYTES) if is_far else self._max_chunk_nbytes
@@ -56,18 +58,25 @@ class Workplace:
             self._codecs[name] = codec_named(name)
         return self._codecs[name]
 
-    def choose(self, plan: str, ranks: tuple[int, ...], source: Tensor, codec: str) -> Choice:
-        """The plan of an all-reduce among these ranks of the view.
+    def choose(self, plan: str, ranks: tuple[int, ...], source: Tensor, codec: str) -> tuple[Choice, RoundPlan]:
+        """The plan of an all-reduce among these ranks of the view, and its cut of the tensor.
 
         Raises:
             ValueError: no plan of that name.
         """
+        asked = (plan, ranks, source.numel(), source.dtype, codec)
+        known = self._plans.get(asked)  # training posts the same operations again and again
+        if known is not None:
+            return known
         if plan != "auto" and plan not in PLANS:
             raise ValueError(f"no plan {plan!r}; there are auto, {', '.join(PLANS)}")
-        asked = (plan, ranks, source.nbytes, codec)
-        if asked not in self._choices:
-            self._choices[asked] = self._choose(plan, ranks, source, codec)
-        return self._choices[asked]
+        choice = self._choose(plan, ranks, source, codec)
+        numel = source.numel()
+        numels = [numel] * 2 if choice.name == "swap" else share_out(numel, choice.shares)
+        if len(self._plans) >= _PLANS_KEPT:
+            self._plans.clear()
+        self._plans[asked] = found = choice, self.cut(numels, choice.routes, source.element_size())
+        return found
 
     def _choose(self, plan: str, ranks: tuple[int, ...], source: Tensor, codec: str) -> Choice:
         table = LinkTable.unknown(len(ranks)) if self._table is None else self._table.restricted_to(ranks)

@@ -76,7 +76,7 @@ class RoundMachine:
         self.duplicates = 0
         self.finished = False
         # Where members add up on the way, an old result would leave those between waiting for parts nobody sends.
-        self._may_hold = all(_is_star(route) for route in slices.routes)
+        self._may_hold = all(route.is_star for route in slices.routes)
         self.held = held if self._may_hold else 0
         self._eager_chunks = eager_chunks
         self._needs_all = needs_all
@@ -89,8 +89,9 @@ class RoundMachine:
         self._sent_early = [0] * world_size
         self._waiting: list[list[SendContribution | SendResult]] = [[] for _ in range(world_size)]
         num_chunks = slices.num_chunks
-        self._slice_of = [0] * num_chunks
-        self._missing = [0] * num_chunks  # bit r: the part of rank r is not in the sum yet
+        self._slice_of: list[int] = []
+        self._route_of: list[Route] = []
+        self._missing: list[int] = []  # bit r: the part of rank r is not in the sum yet
         self._is_handed_up = bytearray(num_chunks)
         self._is_done = bytearray(num_chunks)  # the result is in place here
         self._missing_parts = [0] * world_size
@@ -104,16 +105,15 @@ class RoundMachine:
             children = tuple(other for other, parent in enumerate(route.up) if parent == self.rank)
             self._children_up.append(children)
             self._children_down.append(tuple(other for other, parent in enumerate(route.down) if parent == self.rank))
-            mask = sum(1 << child for child in children)
-            chunks = self.slices.chunks_of(slice_)
-            for chunk in chunks:
-                self._slice_of[chunk] = slice_
-                self._missing[chunk] = mask
+            num_chunks = len(self.slices.chunks_of(slice_))
+            self._slice_of += [slice_] * num_chunks
+            self._route_of += [route] * num_chunks
+            self._missing += [sum(1 << child for child in children)] * num_chunks
             for child in children:
-                self._missing_parts[child] += len(chunks)
+                self._missing_parts[child] += num_chunks
             giver = self.rank if route.root == self.rank else route.down[self.rank]
             if giver != NOBODY:
-                self._missing_results[giver] += len(chunks)
+                self._missing_results[giver] += num_chunks
 
     # -------------------------------------------------------------------------------- in and out
 
@@ -190,15 +190,15 @@ class RoundMachine:
 
     def adds_for(self, rank: int, chunk: int) -> bool:
         """Whether `rank` sends us sums of several parts for this chunk, which are weighted already."""
-        return rank in self._route(chunk).up
+        return rank in self._route_of[chunk].up
 
     def is_root(self, chunk: int) -> bool:
         """Whether the result of this chunk is made here."""
-        return self._route(chunk).root == self.rank
+        return self._route_of[chunk].root == self.rank
 
     def is_into_root(self, rank: int, chunk: int) -> bool:
         """Whether what this member sends up for this chunk goes straight to the root."""
-        route = self._route(chunk)
+        route = self._route_of[chunk]
         return route.up[rank] == route.root
 
     def sends_own_part(self, chunk: int) -> bool:
@@ -207,7 +207,7 @@ class RoundMachine:
 
     def wants_result(self, rank: int, chunk: int) -> bool:
         """Whether this result would be installed. False for what is not this member's to give and for duplicates."""
-        route = self._route(chunk)
+        route = self._route_of[chunk]
         is_due = route.up[self.rank] == NOBODY or self._is_handed_up[chunk] == 1
         return route.down[self.rank] == rank and is_due and not self._is_done[chunk]
 
@@ -220,7 +220,7 @@ class RoundMachine:
         missing_parts = [0] * self.slices.world_size
         missing_results = [0] * self.slices.world_size
         for chunk in range(self.slices.num_chunks):
-            route = self._route(chunk)
+            route = self._route_of[chunk]
             for child in self._children_up[self._slice_of[chunk]]:
                 missing_parts[child] += self._missing[chunk] >> child & 1
             giver = self.rank if route.root == self.rank else route.down[self.rank]
@@ -248,7 +248,7 @@ class RoundMachine:
 
     def _on_contribution(self, rank: int, chunk: int, effects: list[RoundEffect]) -> None:
         self._check_member(rank, chunk)
-        if self._route(chunk).up[rank] != self.rank:
+        if self._route_of[chunk].up[rank] != self.rank:
             raise ChunkRefused(rank, chunk, "contribution that is not for us to add")
         self._open(rank, effects)
         bit = 1 << rank
@@ -263,7 +263,7 @@ class RoundMachine:
 
     def _on_result(self, rank: int, chunk: int, effects: list[RoundEffect]) -> None:
         self._check_member(rank, chunk)
-        route = self._route(chunk)
+        route = self._route_of[chunk]
         if route.down[self.rank] != rank:
             raise ChunkRefused(rank, chunk, "result of a chunk that its sender does not give us")
         if route.up[self.rank] != NOBODY and not (self._is_handed_up[chunk] or self._is_done[chunk]):
@@ -287,8 +287,13 @@ class RoundMachine:
         self._open(rank, effects)
         self._untold ^= 1 << rank
         self._peer_held[rank] = held
+        if held or self.held:
+            self._count_held(rank, held, effects)
+
+    def _count_held(self, rank: int, held: int, effects: list[RoundEffect]) -> None:
+        """Results of an earlier attempt that one of the two needs no more, or that only we have."""
         for chunk in range(self.slices.num_chunks):
-            route = self._route(chunk)
+            route = self._route_of[chunk]
             if route.root == rank and held >> chunk & 1 and not self._is_done[chunk]:
                 # The root needs our part no more; its result comes, unless we have it from the same attempt.
                 self._is_handed_up[chunk] = 1
@@ -304,7 +309,7 @@ class RoundMachine:
         effects.append(SendOpen(rank))
         not_sent_yet = set(self._waiting[rank])
         for chunk in range(self.slices.num_chunks):
-            route = self._route(chunk)
+            route = self._route_of[chunk]
             is_acknowledged = self._is_done[chunk] and route.down[self.rank] != NOBODY
             if self._is_handed_up[chunk] and route.up[self.rank] == rank and not is_acknowledged:
                 order: SendContribution | SendResult = SendContribution(rank, chunk)
@@ -327,14 +332,15 @@ class RoundMachine:
         waiting, self._waiting[rank] = self._waiting[rank], []
         effects.extend(waiting)
         if not self.num_unopened:
-            for chunk in range(self.slices.num_chunks):
-                route = self._route(chunk)
-                if route.root == self.rank and route.is_reduced and not self._missing[chunk]:
-                    self._go_on(chunk, effects)
+            for slice_, route in enumerate(self.slices.routes):
+                if route.root == self.rank and route.is_reduced:
+                    for chunk in self.slices.chunks_of(slice_):
+                        if not self._missing[chunk]:
+                            self._go_on(chunk, effects)
 
     def _go_on(self, chunk: int, effects: list[RoundEffect]) -> None:
         """All parts that come together here are in: finish the chunk, or hand the sum up."""
-        route = self._route(chunk)
+        route = self._route_of[chunk]
         if route.root == self.rank:
             if self._is_done[chunk] or (route.is_reduced and self.num_unopened):
                 return
@@ -369,15 +375,8 @@ class RoundMachine:
         self.finished = True
         effects.append(Finished())
 
-    def _route(self, chunk: int) -> Route:
-        return self.slices.routes[self._slice_of[chunk]]
-
     def _check_member(self, rank: int, chunk: int = -1) -> None:
         if not 0 <= rank < self.slices.world_size or rank == self.rank:
             raise ChunkRefused(rank, chunk, "sender is not another member of the round")
         if not -1 <= chunk < self.slices.num_chunks:
             raise ChunkRefused(rank, chunk, "no such chunk")
-
-
-def _is_star(route: Route) -> bool:
-    return all(parent in (NOBODY, route.root) for parent in route.up + route.down)

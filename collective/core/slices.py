@@ -15,7 +15,7 @@ Rules: chunk ids start at 0 and have no gaps; a slice may be empty. A plan follo
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 NOBODY = -1
 """Parent of a root, and of a member that a tree does not hold."""
@@ -28,6 +28,10 @@ class Route:
     root: int
     up: tuple[int, ...]
     down: tuple[int, ...]
+    is_reduced: bool = field(init=False, repr=False, compare=False)
+    """Whether parts of other members go into the result."""
+    is_star: bool = field(init=False, repr=False, compare=False)
+    """Whether nobody stands between the root and the others."""
 
     def __post_init__(self) -> None:
         if len(self.up) != len(self.down):
@@ -35,11 +39,10 @@ class Route:
         for tree in (self.up, self.down):
             if any(depth_of(rank, tree, self.root) is None for rank in range(len(tree))):
                 raise ValueError(f"not a tree with the root {self.root}: {tree}")
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether parts of other members go into the result."""
-        return any(parent != NOBODY for parent in self.up)
+        # Asked again for every chunk, so they are found once.
+        object.__setattr__(self, "is_reduced", any(parent != NOBODY for parent in self.up))
+        is_star = all(parent in (NOBODY, self.root) for parent in self.up + self.down)
+        object.__setattr__(self, "is_star", is_star)
 
 
 def depth_of(rank: int, tree: Sequence[int], root: int) -> int | None:
