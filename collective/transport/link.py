@@ -164,6 +164,7 @@ class Link:
         self._outgoing: Outgoing | None = None
         self._outgoing_nbytes = 0
         self._unsent: list[memoryview] = []
+        self._unsent_nbytes = 0
         self._is_writer_set = False
         self._is_writing = False
         self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
@@ -222,7 +223,7 @@ class Link:
         with contextlib.suppress(OSError):  # it may be broken already
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
-        self._outgoing, self._unsent, self._sink = None, [], None
+        self._outgoing, self._unsent, self._unsent_nbytes, self._sink = None, [], 0, None
         self._reader.divert(lambda _: memoryview(b""))  # its memory is free now, not when cycles are looked for
         self.staging, self._encoding = Scratch(), Scratch()
         self._owner.on_lost(self, cause or ConnectionLost("closed here"))
@@ -339,32 +340,34 @@ class Link:
 
     def _take_next(self) -> bool:
         """Gather notices and at most one chunk: small frames share a system call, and the receiver's wake-up."""
-        gathered = 0
         while (outgoing := self._owner.next_out(self)) is not None and not self.closed:
             pieces = outgoing.pieces(self._encoding)
             if pieces is None:
                 continue
             header, payload = pieces
+            nbytes = len(header) + len(payload)
             self._unsent.append(memoryview(header))
-            if len(payload):
+            if nbytes > len(header):
                 self._unsent.append(payload)
-            gathered += len(header) + len(payload)
+            self._unsent_nbytes += nbytes
             if outgoing.owner is not None:
                 self._outgoing = outgoing
-                self._outgoing_nbytes = len(header) + len(payload)
+                self._outgoing_nbytes = nbytes
                 break
-            if gathered >= _GATHERED_NBYTES:
+            if self._unsent_nbytes >= _GATHERED_NBYTES:
                 break
         return bool(self._unsent)
 
     def _advance(self, nbytes: int) -> None:
         self.bytes_sent += nbytes
+        self._unsent_nbytes -= nbytes
         unsent = self._unsent
-        while unsent and nbytes >= len(unsent[0]):
-            nbytes -= len(unsent.pop(0))
-        if unsent:
+        if self._unsent_nbytes:
+            while nbytes >= len(unsent[0]):
+                nbytes -= len(unsent.pop(0))
             unsent[0] = unsent[0][nbytes:]
             return
+        unsent.clear()
         outgoing, self._outgoing = self._outgoing, None
         if outgoing is not None:
             outgoing.sent(self._outgoing_nbytes)

@@ -341,10 +341,11 @@ async def test_an_error_in_the_callers_record_reaches_the_caller_and_ends_the_ro
     def fail(_start, _numel, _wire):
         raise KeyError("disk full")
 
+    tensor = torch.ones(2 * NUMEL)  # too long for a swap, in which the other may have all it needs by then
     async with sites_running(2) as sites, asyncio.TaskGroup() as tasks:
-        other = tasks.create_task(outcome(sites[1].mean(torch.ones(NUMEL))))
+        other = tasks.create_task(outcome(sites[1].mean(tensor)))
         with pytest.raises(KeyError, match="disk full"):
-            await sites[0].mean(torch.ones(NUMEL), record=fail)
+            await sites[0].mean(tensor, record=fail)
     assert isinstance(other.result(), OperationAborted)
 
 
