@@ -20,7 +20,7 @@ from collective.core.slices import Route, SlicePlan
 from collective.core.types import PeerRef
 
 _MIN_CHUNK_NBYTES = 1 << 20
-"""Do not cut finer: a frame costs about 0.1 ms, its code has left the cache by then. On long paths chunks are shorter."""
+"""Do not cut finer: a frame costs 0.1 ms, its code has left the cache by then. Long paths have shorter chunks."""
 _CHUNKS_WANTED = 8
 """A slice of several chunks lets sending, adding and receiving overlap."""
 
@@ -44,10 +44,10 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def first_difference(self, theirs: "Terms") -> tuple[str, object, object] | None:
         """(field, ours, theirs) of the first field that differs."""
-        for field in self.__struct_fields__:
-            mine, other = getattr(self, field), getattr(theirs, field)
+        for name in self.__struct_fields__:
+            mine, other = getattr(self, name), getattr(theirs, name)
             if mine != other:
-                return field, mine, other
+                return name, mine, other
         return None
 
 
