@@ -293,17 +293,17 @@ class Communicator:
 
         Args:
             key: see the class.
-            probe_s: longest time that padding is sent.
+            probe_s: longest time that padding is sent, and at most half of the silence that makes a member suspicious.
             deadline_s: see the class.
         """
         members, rank = self._place(key)
         row = torch.tensor(self._meter.observation(members).to_numbers(), dtype=torch.float64)
 
         async def probe() -> None:
-            await self._meter.probe(members, probe_s)
+            await self._meter.probe(members, min(probe_s, self._options.patience.stall.floor_s / 2))
             row.copy_(torch.tensor(self._meter.observation(members).to_numbers(), dtype=torch.float64))
 
-        # Posted before the probe: a fresh member that trains until it is awaited hears of it that much earlier.
+        # Announced before the probe: a fresh member that trains until it is awaited hears of it that much earlier.
         operation, parts = all_gather(self._workplace, len(members), rank, row, None, None)
         await self._runner.run(key, members, rank, operation, deadline_s=deadline_s, first=probe)
         table = table_of([Observation.from_numbers(part.tolist()) for part in parts])

@@ -5,6 +5,7 @@ Rules:
   round is told.
 * A frame of a round that is not posted here yet, or of a newer view, is held back (`Stash`). The credit of
   core/round.py bounds what an honest peer can send so early; more is its protocol error.
+* A round that is announced has said to the others that we have come; what they send for it is held back as well.
 * A round ends when it is done, when a newer view is installed, or when its caller goes away. Its key is never used
   again: a retry belongs to another view.
 * Nothing here waits: callbacks of the loop in, effects out. Deadlines are supervision.py's.
@@ -100,7 +101,7 @@ class Engine:
         self.fence = Fence.before_any_view()
         self.view: View | None = None
         self.rounds: dict[RoundKey, Round] = {}
-        self._announced: set[RoundKey] = set()
+        self._announced: dict[RoundKey, Round] = {}  # opened towards the others, not posted yet
         self.dropped: Counter[str] = Counter()
         self._closed_keys: OrderedDict[RoundKey, tuple[int, bytes]] = OrderedDict()  # our rank, what ended it
         self._stashes: dict[PeerRef, Stash] = {}
@@ -125,16 +126,21 @@ class Engine:
 
     def check_free(self, key: RoundKey) -> View:
         """The view in which this round may be posted. Raises RoundRefused."""
-        if self.view is None:
-            raise RoundRefused(key, "no view is installed")
-        if key.epoch != self.view.epoch:
-            raise RoundRefused(key, f"the installed view is {self.view.epoch}")
+        view = self.check_view(key)
         if not (0 <= key.epoch < 2**32 and 0 <= key.outer_step < 2**32 and 0 <= key.fragment < 2**16):
             raise RoundRefused(key, "its numbers do not fit a frame")
         if len(self.rounds) >= _MAX_ROUNDS:
             raise RoundRefused(key, f"{_MAX_ROUNDS} rounds are in flight; await some first")
-        if key in self.rounds or key in self._closed_keys:
+        if key in self.rounds or key in self._announced or key in self._closed_keys:
             raise RoundRefused(key, "this key was used before")
+        return view
+
+    def check_view(self, key: RoundKey) -> View:
+        """The installed view, if the key belongs to it. Raises RoundRefused."""
+        if self.view is None:
+            raise RoundRefused(key, "no view is installed")
+        if key.epoch != self.view.epoch:
+            raise RoundRefused(key, f"the installed view is {self.view.epoch}")
         return self.view
 
     def credit(self) -> int:
@@ -142,7 +148,8 @@ class Engine:
 
         Of the rounds that somebody has not opened only so many may send chunks ahead, whatever is in flight.
         """
-        num_ahead = self._num_spent + sum(_spends_credit(round_) for round_ in self.rounds.values())
+        posted = (*self.rounds.values(), *self._announced.values())
+        num_ahead = self._num_spent + sum(map(_spends_credit, posted))
         return self._eager_chunks if num_ahead < self._max_rounds_ahead else 0
 
     def is_awaited(self) -> bool:
@@ -152,13 +159,16 @@ class Engine:
         return any(stash.holds(epoch, but=self._announced) for stash in stashes if epoch is not None)
 
     def announce(self, round_: Round) -> None:
-        """Open a round that is posted later, or closed. Until then what comes for it lies in the stash."""
-        self._announced.add(round_.key)
+        """Open a round that is posted later, or closed. Until then what comes for it lies in the stash.
+
+        For rounds of a few small chunks: who hears that we have come sends all of them, and no credit bounds that.
+        """
+        self._announced[round_.key] = round_
         round_.announce()
 
     def post(self, round_: Round, *, starts: bool = True) -> None:
         """Take a round in, start it (or leave that to the caller) and give it what has arrived for it already."""
-        self._announced.discard(round_.key)
+        self._announced.pop(round_.key, None)
         self.rounds[round_.key] = round_
         if starts:
             round_.start()
@@ -180,15 +190,18 @@ class Engine:
 
     def close(self, round_: Round) -> None:
         """The round has ended; what still comes for it is dropped. Idempotent."""
-        if round_.key in self._announced:
-            self._announced.discard(round_.key)
+        key = round_.key
+        if self._announced.get(key) is round_:
+            del self._announced[key]
             for stash in self._stashes.values():
-                stash.take(round_.key)
-        if self.rounds.pop(round_.key, None) is not None and round_.key.epoch == self.fence.epoch:
-            # Others may hold its chunks back until the next view: what they were lent is not free for another round.
-            self._num_spent += _spends_credit(round_) and not round_.has_told
+                stash.take(key)
+        if self.rounds.get(key) is round_:
+            del self.rounds[key]
+            if key.epoch == self.fence.epoch:
+                # Others may hold its chunks back until the next view: what they were lent is free for no other round.
+                self._num_spent += _spends_credit(round_) and not round_.has_told
         ended = abort_payload_of(round_.error, round_.members[round_.rank].peer_id)
-        self._closed_keys[round_.key] = (round_.rank, ended)
+        self._closed_keys[key] = (round_.rank, ended)
         if len(self._closed_keys) > _CLOSED_KEYS_KEPT:
             self._closed_keys.popitem(last=False)
 

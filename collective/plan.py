@@ -20,7 +20,8 @@ from collective.core.slices import Route, SlicePlan
 from collective.core.types import PeerRef
 
 _MIN_CHUNK_NBYTES = 1 << 20
-"""Do not cut finer: a frame costs 0.1 ms, its code has left the cache by then. Long paths have shorter chunks."""
+"""Do not cut finer: a frame costs 0.1 ms, its code has left the cache by then. Once a survey has found a long path,
+chunks are shorter (workplace.py)."""
 _CHUNKS_WANTED = 8
 """A slice of several chunks lets sending, adding and receiving overlap."""
 

@@ -93,7 +93,8 @@ class Runner:
     ) -> RoundStats:
         """Carry the operation out among these members, of which we are number `rank`.
 
-        If there is something to do `first`, the others hear that we have come before it is done.
+        If there is something to do `first`, the others hear that we have come before it is done: it must be over long
+        before silence becomes suspicion, and the operation be small (Engine.announce).
         """
         started = time.monotonic()
         operation = self._attempts.take_up(key, operation, members)
@@ -138,9 +139,9 @@ class Runner:
         self._engine.announce(round_)
         try:
             await first()
-            self._engine.check_free(round_.key)  # the view may have changed meanwhile
+            self._engine.check_view(round_.key)  # it may have changed meanwhile
         except BaseException:
-            round_.give_up(OperationAborted(round_.key, "ended by its caller before it began"))
+            round_.give_up(OperationAborted(round_.key, "ended before it began"))
             self._engine.close(round_)
             raise
 

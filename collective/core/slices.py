@@ -39,7 +39,7 @@ class Route:
         for tree in (self.up, self.down):
             if any(depth_of(rank, tree, self.root) is None for rank in range(len(tree))):
                 raise ValueError(f"not a tree with the root {self.root}: {tree}")
-        # Asked again for every chunk, so they are found once.
+        # Asked for every chunk and every round, so they are found once.
         object.__setattr__(self, "is_reduced", any(parent != NOBODY for parent in self.up))
         is_star = all(parent in (NOBODY, self.root) for parent in self.up + self.down)
         object.__setattr__(self, "is_star", is_star)

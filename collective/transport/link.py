@@ -28,7 +28,7 @@ from collective.transport.tls import TlsSocket
 from collective.wire import Frame, FrameReader, Header, Limits
 
 _CALLS_PER_WAKE = 8
-"""System calls per direction before the other sockets get their turn: at most a few MiB."""
+"""System calls per direction before the other sockets get their turn: some MiB, as much as their buffers hold."""
 
 _AVERAGING = 0.2
 _GATHERED_NBYTES = 32 << 10

@@ -27,7 +27,7 @@ _FAR_UNSENT_NBYTES = 256 << 10
 _SO_MAX_PACING_RATE = 47  # of Linux; Python has no name for it
 _NO_PACE = 2**64 - 1
 _NEAR_BUFFER_NBYTES = 2 << 20
-"""A chunk of the usual length: with less, two near peers wait for each other's reads, which costs 10 % on loopback."""
+"""The longest chunk: with less, two near peers wait for each other's reads, which costs 10 % on loopback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

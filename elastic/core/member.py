@@ -13,8 +13,9 @@ Rules (elastic/README.md has the reasons):
 * A payload is kept until its outcome is known: committed, or this peer itself was evicted. A new view of the same
   outer step starts its exchange again. If its step was committed without it, because this peer was late and excused,
   it is carried over: the work goes into the next payload.
-* What is staged is installed by a Commit that names its key and digest, or by a view that names its digest. Who is put
-  out keeps it until another state is named: also a Welcome may name this one.
+* What is staged is installed by a Commit that names its key and digest, or by a view that names its digest, be it as
+  the state it starts from or as the newest one with this peer's work. Who is put out keeps it until another state is
+  named: also a Welcome may name this one.
 * What waits for an answer is said again on one timer, and never because something arrived.
 * Only a commit whose certificate continues the chain is believed (chain.py).
 

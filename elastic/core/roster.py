@@ -2,7 +2,7 @@
 
 The roster holds the durable state (run_state.py), one session per peer (sessions.py) and what was said in the round
 in progress (rounds.py), and offers the verbs that keep the three consistent. Every verb journals first and tells
-afterwards. When to use which verb is decided in coordinator.py and admission.py.
+afterwards. When to use which verb is decided in coordinator.py, closing.py and admission.py.
 """
 
 from collections import Counter

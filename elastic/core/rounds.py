@@ -3,7 +3,7 @@
 A round is over for its view when every member has voted, or when somebody reported that it cannot finish. Votes are
 for a ballot: the round key and the digest that the shared state would have. All equal: commit. A strict majority:
 commit, and the deviants re-sync. Neither: once more in another epoch. Blame for failures rests on how many members
-point at whom. Only counting: what follows from it is decided in coordinator.py.
+point at whom. Only counting: what follows from it is decided in closing.py.
 """
 
 from dataclasses import dataclass

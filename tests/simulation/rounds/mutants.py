@@ -44,7 +44,7 @@ class ForwardsPartialSums(RoundMachine):
         chunk = event.chunk if isinstance(event, ContributionArrived) else -1
         if chunk >= 0 and not self.is_root(chunk) and self._missing[chunk] and not self._is_handed_up[chunk]:
             self._is_handed_up[chunk] = 1
-            self._send(SendContribution(self._route(chunk).up[self.rank], chunk), effects)
+            self._send(SendContribution(self._route_of[chunk].up[self.rank], chunk), effects)
         return effects
 
 
@@ -61,7 +61,7 @@ class TrustsWhatItHolds(RoundMachine):
     def start(self) -> Sequence[RoundEffect]:
         effects = list(super().start())
         for chunk in range(self.slices.num_chunks):
-            route = self._route(chunk)
+            route = self._route_of[chunk]
             if self.held >> chunk & 1 and route.root != self.rank and not self._is_done[chunk]:
                 self._is_done[chunk] = self._is_handed_up[chunk] = 1
                 self._missing_results[route.down[self.rank]] -= 1
