@@ -73,7 +73,7 @@ class Replica(Protocol):
         """
         ...
 
-    async def begin_restore(self, manifest: StateManifest) -> tuple[memoryview, ...]:
+    def begin_restore(self, manifest: StateManifest) -> tuple[memoryview, ...]:
         """Writable destination of every tensor, in the manifest's order (one-dimensional, format B).
 
         Never the held state's own memory: that stays as it is until `finish_restore`. The same tuple again means the

@@ -255,7 +255,7 @@ class StateSync:
     async def _begin(self, manifest: StateManifest) -> Transfer:
         """Go on with the transfer of this manifest, or begin it with the chunks that are already right."""
         leftover = self._replica.leftover()
-        destinations = await self._replica.begin_restore(manifest)
+        destinations = self._replica.begin_restore(manifest)
         if [buffer.nbytes for buffer in destinations] != [part.nbytes for part in manifest.tensors]:
             raise StateMismatch("a destination has another size than the manifest names")
         begun = self._transfer

@@ -25,13 +25,13 @@ def blend(value: Tensor, target: Tensor, keep: float) -> None:
 
 
 def require_flat(tensor: Tensor, numel: int, what: str) -> None:
-    """Demand a flat, contiguous fp32 CPU tensor of `numel` elements.
+    """Demand a flat, contiguous fp32 CPU tensor of `numel` elements. One on the meta device stands for any.
 
     Raises:
         ValueError: says what `what` is instead.
     """
     flat = tensor.ndim == 1 and tensor.is_contiguous() and tensor.numel() == numel
-    if not flat or tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+    if not flat or tensor.dtype != torch.float32 or tensor.device.type not in ("cpu", "meta"):
         raise ValueError(
             f"{what} must be a contiguous fp32 CPU tensor of shape ({numel},), got {tensor.dtype} "
             f"{tuple(tensor.shape)} on {tensor.device}"

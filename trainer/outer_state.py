@@ -147,7 +147,14 @@ class OuterState:
         return self._go_live(self._version(states, await self._describe(0, name_tensors(states))))
 
     def _new_state(self, fragment: Fragment) -> State:
-        return self._outer.init(fragment, torch.zeros(fragment.numel))
+        """Memory of a fragment's state, with any content. Its pages are made where they are written.
+
+        To touch gigabytes here would take seconds, in which no heartbeat goes out and no byte comes in.
+        """
+        outline = self._outer.init(fragment, torch.empty(fragment.numel, device="meta"))
+        if outline.private:  # these do not travel: they begin as the method says
+            return self._outer.init(fragment, torch.zeros(fragment.numel))
+        return State(shared={name: torch.empty_like(part, device="cpu") for name, part in outline.shared.items()})
 
     def _version(self, states: tuple[State, ...], manifest: StateManifest) -> Version:
         return Version(states=states, manifest=manifest, when_idle=self._recycle)
@@ -254,7 +261,7 @@ class OuterState:
         """What the spare memory contains, if it was staged or replayed in vain; other fragments of it are live."""
         return None if self._leftover is None else self._leftover.manifest
 
-    async def begin_restore(self, manifest: StateManifest) -> tuple[memoryview, ...]:
+    def begin_restore(self, manifest: StateManifest) -> tuple[memoryview, ...]:
         """Writable buffers for a state that is being fetched, in manifest order.
 
         The same ones again after a broken transfer: what has arrived is not fetched twice.
@@ -266,7 +273,7 @@ class OuterState:
         if begun is not None and not self._spares:
             states = begun.states
         else:
-            states, begun = await self._memory_of_a_state(begun), None
+            states, begun = self._memory_of_a_state(begun), None
         tensors = name_tensors(states)
         ours = {name: tensor.nbytes for name, tensor in tensors.items()}
         theirs = {tensor.name: tensor.nbytes for tensor in manifest.tensors}
@@ -279,7 +286,7 @@ class OuterState:
             begun = self._restoring = _Restoring(states=states, names=names, destinations=destinations)
         return begun.destinations
 
-    async def _memory_of_a_state(self, begun: _Restoring | None) -> tuple[State, ...]:
+    def _memory_of_a_state(self, begun: _Restoring | None) -> tuple[State, ...]:
         """What is spare; for the rest what a broken transfer had, or new memory."""
         spares = dict(self._spares)
         states: dict[int, State] = {}
@@ -288,10 +295,8 @@ class OuterState:
         for fragment in sorted(self._fragments, key=lambda fragment: fragment.index != first):
             if fragment.numel in spares:
                 states[fragment.index] = spares.pop(fragment.numel)
-            elif begun is not None:
-                states[fragment.index] = begun.states[fragment.index]
-            else:  # the first touch of gigabytes takes seconds, in which heartbeats must go out
-                states[fragment.index] = await in_thread(self._new_state, fragment)
+            else:
+                states[fragment.index] = self._new_state(fragment) if begun is None else begun.states[fragment.index]
         return tuple(states[index] for index in range(len(states)))
 
     async def finish_restore(self, manifest: StateManifest) -> Held:

@@ -115,7 +115,7 @@ class NumberReplica:
     def leftover(self) -> StateManifest | None:
         return None if self.unwanted is None else self.unwanted[1]
 
-    async def begin_restore(self, manifest: StateManifest) -> tuple[memoryview, ...]:
+    def begin_restore(self, manifest: StateManifest) -> tuple[memoryview, ...]:
         theirs = {part.name: part.nbytes for part in manifest.tensors}
         if theirs != {"anchor": 8 * self.numel, "momentum": 8 * self.numel}:
             raise StateMismatch(f"the donor's state holds {theirs}")

@@ -169,7 +169,7 @@ async def test_a_transfer_whose_memory_was_taken_begins_again_and_never_writes_t
     async with dying.serving() as first, later.serving() as second:
         with pytest.raises(NoDonor):
             await learner.catch_up(later.held, first)
-        taken = await learner.replica.begin_restore(later.replica.manifest)
+        taken = learner.replica.begin_restore(later.replica.manifest)
         learner.replica._restoring = None  # a round needed it
         before = bytes(taken[0])
         assert await learner.catch_up(later.held, second) == later.held

@@ -2,9 +2,11 @@
 
 import asyncio
 import hashlib
+import resource
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,7 +267,7 @@ async def test_a_recorded_result_that_does_not_fit_is_the_donors_fault(hasher: H
 async def restore(donor: OuterState, learner: OuterState) -> Held:
     pinned = donor.pin()
     for destination, tensor in zip(
-        await learner.begin_restore(pinned.manifest), range(len(pinned.manifest.tensors)), strict=True
+        learner.begin_restore(pinned.manifest), range(len(pinned.manifest.tensors)), strict=True
     ):
         size = pinned.manifest.chunk_nbytes
         for chunk in range(len(pinned.manifest.tensors[tensor].chunk_digests)):
@@ -293,13 +295,32 @@ async def test_a_broken_restore_keeps_its_memory_and_what_was_held(hasher: Hashe
     await donor.found(numbers(0))
     manifest = donor.live.manifest
     before = await learner.found(numbers(50))
-    first = await learner.begin_restore(manifest)
+    first = learner.begin_restore(manifest)
     first[0][:4] = b"kept"
     assert learner.held() == before
     assert has_the_bits_of_its_manifest(learner.live)
-    again = await learner.begin_restore(manifest)
+    again = learner.begin_restore(manifest)
     assert again is first
     assert bytes(again[0][:4]) == b"kept"
+
+
+def resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell")
+async def test_memory_for_a_state_that_is_to_be_fetched_is_touched_by_what_arrives_only(hasher: Hasher) -> None:
+    """To fill gigabytes first took seconds, in which the peer was silent."""
+    numel = 16 << 20
+    donor, learner = outer_state(hasher, numel=numel), outer_state(hasher, numel=numel)
+    await donor.found(torch.zeros(numel))
+    before = resident_nbytes()
+    destinations = learner.begin_restore(donor.live.manifest)
+    state_nbytes = sum(buffer.nbytes for buffer in destinations)
+    assert resident_nbytes() - before < state_nbytes / 4
+    for buffer in destinations:
+        buffer[:] = bytes(buffer.nbytes)
+    assert resident_nbytes() - before > state_nbytes / 2
 
 
 async def test_a_replay_takes_the_memory_of_a_broken_restore_and_the_next_one_is_told(hasher: Hasher) -> None:
@@ -307,12 +328,12 @@ async def test_a_replay_takes_the_memory_of_a_broken_restore_and_the_next_one_is
     donor, learner = outer_state(hasher), outer_state(hasher)
     await donor.found(numbers(0))
     await learner.found(numbers(50))
-    first = await learner.begin_restore(donor.live.manifest)
+    first = learner.begin_restore(donor.live.manifest)
     homes = {addresses(learner.live), frozenset(address_of(buffer) for buffer in first)}
     for step in range(3):
         await commit(learner, numbers(step))
         assert addresses(learner.live) in homes
-    again = await learner.begin_restore(donor.live.manifest)
+    again = learner.begin_restore(donor.live.manifest)
     assert again is not first
     assert frozenset(address_of(buffer) for buffer in again) in homes
 
@@ -326,7 +347,7 @@ async def test_what_was_staged_in_vain_is_known_until_its_memory_is_needed(hashe
     leftover = state.leftover()
     assert leftover is not None
     assert leftover.digest == held.digest
-    first, second = await state.begin_restore(leftover)
+    first, second = state.begin_restore(leftover)
     assert state.leftover() is None
     for buffer, part in zip((first, second), leftover.tensors, strict=True):
         assert [hashlib.sha256(chunk_of(buffer, n, 1024)).digest() for n in range(4)] == list(part.chunk_digests)
@@ -400,7 +421,7 @@ async def test_a_state_of_another_model_is_refused_before_anything_is_written(ha
     await donor.found(numbers(0, NUMEL + 1))
     before = await learner.found(numbers(0))
     with pytest.raises(StateMismatch, match="momentum"):
-        await learner.begin_restore(donor.live.manifest)
+        learner.begin_restore(donor.live.manifest)
     assert learner.held() == before
     assert await commit(learner, numbers(1))
 

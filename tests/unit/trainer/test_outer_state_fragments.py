@@ -184,7 +184,7 @@ async def test_of_a_diverged_replay_only_the_wrong_chunk_is_missing(hasher: Coun
     with pytest.raises(StateDiverged):
         await learner.replay(msgspec.structs.replace(entry, chunks=(ResultChunk(0, mean.numpy().tobytes()),)))
     manifest, leftover = member.live.manifest, learner.leftover()
-    destinations = await learner.begin_restore(manifest)
+    destinations = learner.begin_restore(manifest)
     pinned = learner.pin()
     found = await salvage(manifest, destinations, contents=contents_of(leftover, manifest), live=pinned, hasher=hasher)
     pinned.release()
@@ -199,7 +199,7 @@ async def test_a_restored_state_goes_on_as_its_donor_does(hasher: CountingHasher
     for step in range(5):
         held = await commit(donor, step)
     for destination, tensor in zip(
-        await learner.begin_restore(donor.live.manifest), donor.live.tensors.values(), strict=True
+        learner.begin_restore(donor.live.manifest), donor.live.tensors.values(), strict=True
     ):
         destination[:] = tensor.view(torch.uint8).numpy().data
     assert await learner.finish_restore(donor.live.manifest) == held
