@@ -148,8 +148,8 @@ class Engine:
 
         Of the rounds that somebody has not opened only so many may send chunks ahead, whatever is in flight.
         """
-        posted = (*self.rounds.values(), *self._announced.values())
-        num_ahead = self._num_spent + sum(map(_spends_credit, posted))
+        begun = (*self.rounds.values(), *self._announced.values())
+        num_ahead = self._num_spent + sum(map(_spends_credit, begun))
         return self._eager_chunks if num_ahead < self._max_rounds_ahead else 0
 
     def is_awaited(self) -> bool:
