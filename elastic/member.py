@@ -56,6 +56,7 @@ from elastic.core.events import (
     TakeLeases,
     Tick,
 )
+from elastic.core.farewell import UNREACHABLE_EXIT_CODE
 from elastic.core.member import MemberMachine
 from elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding
 from elastic.desk import Committed, Desk
@@ -98,7 +99,7 @@ _ALONE_S, _FROZEN_S = 60.0, 8.0
 """Silence after which the only coordinator is dialled anew, and one of several is left for another. Its signs of life
 come every 2 s; but who stays with the only one while it is frozen loses nothing."""
 
-UNREACHABLE_EXIT_CODE, REFUSED_EXIT_CODE, TRAINING_EXIT_CODE = 4, 5, 8
+REFUSED_EXIT_CODE, TRAINING_EXIT_CODE = 5, 8
 
 
 class Membership:

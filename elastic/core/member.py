@@ -50,6 +50,7 @@ from elastic.core.events import (
     TakeLeases,
     Tick,
 )
+from elastic.core.farewell import UNREACHABLE_EXIT_CODE, Farewell
 from elastic.core.messages import (
     Commit,
     CoordinatorMessage,
@@ -58,7 +59,6 @@ from elastic.core.messages import (
     Held,
     Join,
     LeaseGrant,
-    Leave,
     NewView,
     PeerMessage,
     Rebuilding,
@@ -70,7 +70,6 @@ from elastic.core.messages import (
 from elastic.core.place import Phase, Place
 
 STORY_LENGTH = 512
-DONE_EXIT_CODE, UNREACHABLE_EXIT_CODE, LEFT_EXIT_CODE = 0, 4, 20
 
 
 class MemberMachine:
@@ -108,10 +107,7 @@ class MemberMachine:
         newest = self._chain.newest
         self._epoch = Epoch(0) if newest is None else newest.key.epoch  # the newest one heard of
         self._place = self.place_type(me, held, config.catch_up_retry_s, self.counters)
-        # - Leaving
-        self._leave: Leave | None = None
-        self._leave_by: Instant | None = None
-        self._final = False
+        self._farewell = Farewell(config.farewell_timeout_s, lambda: self._place.view is not None and self._connected)
         # - Connection and timers
         self._connected = False
         self._disconnected_since: Instant | None = None
@@ -170,7 +166,7 @@ class MemberMachine:
             case Disconnected():
                 self._connected = False
                 self._disconnected_since = now
-                self._limit_farewell()
+                self._farewell.limit(now)
             case RoundReady():
                 self._on_round_ready(event)
             case ExchangeDone() | ExchangeFailed():
@@ -185,7 +181,8 @@ class MemberMachine:
             case LeasesWanted():
                 self._on_leases_wanted(event.num_samples)
             case LeaveRequested():
-                self._on_leave_requested(event)
+                if self._farewell.request(event, now):
+                    self._say_outstanding()
             case Tick():
                 self._on_tick()
             case _:
@@ -196,7 +193,7 @@ class MemberMachine:
         """When to feed a `Tick`, if nothing else happens before."""
         if self._place.phase is Phase.FINISHED:
             return None
-        deadlines: list[Instant | None] = [self._place.pursuit.retry_at, self._leave_by]
+        deadlines: list[Instant | None] = [self._place.pursuit.retry_at, self._farewell.by]
         if self._connected:
             deadlines.append(self._heartbeat_at)
             if self._outstanding():
@@ -220,21 +217,23 @@ class MemberMachine:
         self._connected = True
         self._disconnected_since = None
         self._heartbeat_at = self._now + self.config.heartbeat_interval_s
-        if self._leave is None:
+        if self._farewell.word is None:
             if self._place.phase is not Phase.JOINING:
                 self._say(self._join())  # "I am still here"
-        elif self._place.view is not None and not self._leave.now:
-            self._leave_by = None
+        elif self._place.view is not None:
+            self._farewell.await_boundary()
         self._say_outstanding()
 
     def _on_tick(self) -> None:
-        if self._leave_by is not None and self._now >= self._leave_by:
-            self._part("left without an answer from the coordinator")
+        if self._farewell.is_overdue(self._now):
+            self._finish(self._farewell.end("left without an answer from the coordinator"))
             return
         gone_since = self._disconnected_since
         if gone_since is not None and self._now >= gone_since + self.config.coordinator_timeout_s:
             waited = f"{self.config.coordinator_timeout_s:.0f} s"
-            self._finish(UNREACHABLE_EXIT_CODE, f"the coordinator could not be reached for {waited}")
+            self._finish(
+                Finish(code=UNREACHABLE_EXIT_CODE, reason=f"the coordinator could not be reached for {waited}")
+            )
             return
         self._place.effects += self._place.pursuit.wake(self._now)
         if not self._connected:
@@ -258,8 +257,8 @@ class MemberMachine:
     def _outstanding(self) -> list[PeerMessage]:
         """What waits for an answer, and is said again until it comes."""
         place = self._place
-        messages: list[PeerMessage | None] = [place.attempt.report(), place.leases.request, self._leave]
-        if self._leave is None:
+        messages: list[PeerMessage | None] = [place.attempt.report(), place.leases.request, self._farewell.word]
+        if self._farewell.word is None:
             is_nobody = place.phase is Phase.JOINING or (place.phase is Phase.LEARNING and self.held is None)
             if is_nobody or self._is_asked:
                 messages.append(self._join())
@@ -294,12 +293,12 @@ class MemberMachine:
             case Rebuilt():
                 self._on_rebuilt(message)
             case Refused():
-                self._finish(message.code, message.reason)
+                self._finish(Finish(code=message.code, reason=message.reason))
             case LeaseGrant():
                 self._on_lease_grant(message)
             case Goodbye():
-                if self._leave is not None:
-                    self._part(f"left at outer step {message.outer_step}")
+                if self._farewell.word is not None:
+                    self._finish(self._farewell.end(f"left at outer step {message.outer_step}"))
             case _:
                 assert_never(message)
 
@@ -336,14 +335,13 @@ class MemberMachine:
             self._on_evicted(Evicted(epoch=view.epoch, reason="not in the new view"))
             return
         self._epoch = view.epoch
-        if self._leave is not None and not self._leave.now:
-            self._leave_by = None  # there is a commit boundary to wait for
+        self._farewell.await_boundary()
         self._place.enter(view, message.contributed)
 
     def _on_excused(self, message: NewView) -> None:
         self._epoch = message.view.epoch
         self._place.excuse(message.view, message.contributed)
-        self._limit_farewell()
+        self._farewell.limit(self._now)
 
     def _on_commit(self, certificate: Certificate) -> None:
         if not self._believes(certificate):
@@ -439,7 +437,7 @@ class MemberMachine:
 
     def _on_round_ready(self, payload: RoundReady) -> None:
         # The run's last step may have been made without it.
-        if not self._final and self._place.take_payload(payload):
+        if not self._farewell.is_final and self._place.take_payload(payload):
             # The others' grace for the late begins when the quorum has handed in.
             self._say(self._place.heartbeat(self._epoch))
 
@@ -463,35 +461,12 @@ class MemberMachine:
 
     def _lose_membership(self, reason: str) -> None:
         self._place.lose_membership(reason)
-        self._limit_farewell()
-
-    def _on_leave_requested(self, event: LeaveRequested) -> None:
-        if self._leave is None or (event.now and not self._leave.now):
-            self._leave = Leave(now=event.now)
-            self._limit_farewell()
-            self._say_outstanding()
+        self._farewell.limit(self._now)
 
     def _bid_farewell(self) -> None:
-        """The run's last state is committed. It is not worth more than a short wait that everybody knows we go."""
-        if not self._final:
-            self._final = True
-            self._leave = Leave(now=True)
-            self._limit_farewell()
+        if self._farewell.bid(self._now):
             self._say_outstanding()
 
-    def _limit_farewell(self) -> None:
-        """A leave is awaited without limit only while a commit boundary is to be expected."""
-        if self._leave is None or self._leave_by is not None:
-            return
-        if self._leave.now or self._place.view is None or not self._connected:
-            self._leave_by = self._now + self.config.farewell_timeout_s
-
-    def _part(self, reason: str) -> None:
-        if self._final:
-            self._finish(DONE_EXIT_CODE, "the run is complete")
-        else:
-            self._finish(LEFT_EXIT_CODE, reason)
-
-    def _finish(self, code: int, reason: str) -> None:
+    def _finish(self, finish: Finish) -> None:
         self._place.end()
-        self._place.effects.append(Finish(code=code, reason=reason))
+        self._place.effects.append(finish)

@@ -1,0 +1,70 @@
+"""How a peer goes: on request at a commit boundary or at once, or with the run's last commit.
+
+It says Leave until the coordinator says Goodbye. Rules: a commit boundary is awaited without limit while one is to be
+expected, and nothing else is; a Leave that asks for more replaces one that asked for less, never the reverse.
+"""
+
+from collections.abc import Callable
+
+from collective.core.types import Instant
+from elastic.core.events import Finish, LeaveRequested
+from elastic.core.messages import Leave
+
+DONE_EXIT_CODE, UNREACHABLE_EXIT_CODE, LEFT_EXIT_CODE = 0, 4, 20
+
+
+class Farewell:
+    """Whether this peer is leaving, and by when it does without an answer.
+
+    Args:
+        timeout_s: for the answer, where no commit boundary is to be expected.
+        boundary_ahead: whether one is: as a connected member of a view.
+    """
+
+    def __init__(self, timeout_s: float, boundary_ahead: Callable[[], bool]) -> None:
+        self.word: Leave | None = None
+        """What is said until it is answered."""
+        self.by: Instant | None = None
+        self.is_final = False
+        """The run's last state is committed."""
+        self._timeout_s = timeout_s
+        self._boundary_ahead = boundary_ahead
+
+    def request(self, event: LeaveRequested, now: Instant) -> bool:
+        """Somebody wants this peer to go. Returns whether there is anything new to say."""
+        if self.word is not None and (self.word.now or not event.now):
+            return False
+        self.word = Leave(now=event.now)
+        self.limit(now)
+        return True
+
+    def bid(self, now: Instant) -> bool:
+        """The run is complete. It is not worth more than a short wait that everybody knows we go."""
+        if self.is_final:
+            return False
+        self.is_final = True
+        self.word = Leave(now=True)
+        self.limit(now)
+        return True
+
+    def limit(self, now: Instant) -> None:
+        """Where this peer stands may have changed: if no boundary is ahead any more, the time runs."""
+        if self.word is None or self.by is not None:
+            return
+        if self.word.now or not self._boundary_ahead():
+            self.by = now + self._timeout_s
+
+    def await_boundary(self) -> None:
+        """There is one ahead again."""
+        if self.word is not None and not self.word.now:
+            self.by = None
+
+    def is_overdue(self, now: Instant) -> bool:
+        """Whether to go without an answer."""
+        return self.by is not None and now >= self.by
+
+    def end(self, reason: str) -> Finish:
+        """It goes now; the reason is told unless the run is complete."""
+        if self.is_final:
+            return Finish(code=DONE_EXIT_CODE, reason="the run is complete")
+        return Finish(code=LEFT_EXIT_CODE, reason=reason)
