@@ -34,8 +34,8 @@ from collective.transport import (
 )
 from collective.wire import PROTOCOL_VERSION
 from elastic.dialler import LATER_CODE
-from trainer.config import MAX_MANIFEST_NBYTES
 from trainer.errors import ExitCode, NobodyReachable, Refused
+from trainer.run_manifest import MAX_MANIFEST_NBYTES
 from trainer.ticket import Ticket, TicketFault, TicketRefused, verify_token
 
 log = logging.getLogger(__name__)

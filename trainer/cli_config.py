@@ -63,7 +63,7 @@ def resolve(
     manifest = None
     if resume is not None:
         from trainer.checkpoint import load_resumed
-        from trainer.config import without_key
+        from trainer.run_manifest import without_key
 
         # "With any number of peers": the first start's wish for company does not bind a later one.
         manifest = without_key(load_resumed(resume).meta.run_manifest, "members", "start_peers")

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from pydantic_core import ErrorDetails
 
-from trainer.config import Json
 from trainer.config_keys import KNOWN_KEYS, TABLES
+from trainer.config_values import Json
 from trainer.errors import ConfigError
 
 _EXPECTED = {

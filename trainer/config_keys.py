@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from trainer.config import Config, flatten
+from trainer.config import Config
+from trainer.config_values import flatten
 
 _OTHER_WORDS = {
     "learning_rate": "lr",

@@ -6,8 +6,9 @@ schema `isthmus.config/1`.
 
 import json
 
-from trainer.config import Json
 from trainer.config_sources import ResolvedConfig
+from trainer.config_values import Json
+from trainer.run_manifest import manifest_digest, manifest_of
 
 
 def as_toml(resolved: ResolvedConfig, *, with_origin: bool) -> str:
@@ -25,7 +26,7 @@ def as_json_text(resolved: ResolvedConfig) -> str:
         "schema": "isthmus.config/1",
         "config": resolved.config.tree(),
         "origins": dict(resolved.origins),
-        "manifest_digest": resolved.config.manifest_digest().hex(),
+        "manifest_digest": manifest_digest(manifest_of(resolved.config)).hex(),
     }
     return json.dumps(result) + "\n"
 

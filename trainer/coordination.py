@@ -34,7 +34,7 @@ from elastic.etcd import EtcdAccess
 from elastic.etcd_store import EtcdStore
 from elastic.journal import Journal
 from elastic.observation import Observe
-from trainer.config import CoordinatorSection
+from trainer.config_peers import CoordinatorSection
 from trainer.errors import ConfigError, EnvironmentFault, IntegrityError, NobodyReachable, Refused
 from trainer.founding import JOURNAL_NAME
 from trainer.threads import in_thread

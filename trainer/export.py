@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError
 
 from trainer.checkpoint import load_resumed
-from trainer.config import Config
 from trainer.errors import CheckpointCorrupted, EnvironmentFault
 from trainer.generate import save_model
+from trainer.run_manifest import config_of
 from trainer.state_version import gather_anchor
 from trainer.wiring import fragment_table, fragments_of
 
@@ -44,7 +44,7 @@ def export_model(source: Path, directory: Path) -> Exported:
         EnvironmentFault: the disk refuses.
     """
     checkpoint = load_resumed(source)
-    config = Config.from_manifest(checkpoint.meta.run_manifest)
+    config = config_of(checkpoint.meta.run_manifest)
     model_config = config.model.decoder_config()
     table = fragment_table(model_config)
     parameters = torch.empty(table.numel)

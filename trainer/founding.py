@@ -22,11 +22,12 @@ import msgspec
 
 from trainer.admission import RunTerms, mesh_key, seal_key, tls_secret
 from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointStore, load_resumed, newest_usable
-from trainer.config import Config, manifest_diff
+from trainer.config import Config
 from trainer.corpus import Corpus
 from trainer.errors import ConfigError, EnvironmentFault, IntegrityError
 from trainer.files import write_atomically
 from trainer.identity import PeerFolder, RunIdentity
+from trainer.run_manifest import manifest_diff, manifest_of
 from trainer.ticket import Ticket, encode_ticket
 
 JOURNAL_NAME = "journal.sqlite"
@@ -86,7 +87,7 @@ def found_or_go_on(folder: PeerFolder, config: Config, corpus: Corpus, resume_di
         checkpoint = load_resumed(resume_dir)
         with _disk_errors(folder.path):
             _archive(folder.path, checkpoint.meta.outer_step)
-    manifest = config.manifest_json()
+    manifest = manifest_of(config)
     saved = _load_terms(folder.path)
     if saved is not None:
         _require_same(saved, manifest, corpus, folder.path)

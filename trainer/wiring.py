@@ -13,7 +13,8 @@ from elastic.core.messages import IndexRange
 from optim.fragments import Fragment, FragmentTable
 from optim.outer import Outer, fit
 from optim.registry import outer_from_config
-from trainer.config import AdamW, Adopt, Config, ConstantSchedule, Muon, Sgd, WsdSchedule
+from trainer.config import Config
+from trainer.config_training import AdamW, Adopt, ConstantSchedule, Muon, Sgd, WsdSchedule
 from trainer.errors import ConfigError
 from trainer.model import ModelConfig, named_shapes
 from trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob

@@ -15,9 +15,11 @@ import torch
 
 from trainer.checkpoint import FOLDER_NAME, STATE_NAME, CheckpointMeta, CheckpointStore
 from trainer.cli_support import is_loopback, operator_error, take_apart
-from trainer.config import Config, ModelSection
+from trainer.config import Config
+from trainer.config_training import ModelSection
 from trainer.errors import ConfigError, ExitCode, IsthmusError, Refused
 from trainer.model import initial_parameters, num_parameters
+from trainer.run_manifest import manifest_of
 from trainer.ticket import decode_ticket, encode_ticket, make_ticket
 
 REPOSITORY = Path(__file__).parents[3]
@@ -226,7 +228,7 @@ def saved_run(run_dir: Path) -> CheckpointStore:
     anchor = initial_parameters(config.model.decoder_config(), seed=1)
     store = CheckpointStore(run_dir / FOLDER_NAME, keep=3)
     meta = CheckpointMeta(
-        run_id="demo-0123abcd", outer_step=4, digest=bytes(32), run_manifest=config.manifest_json(), next_index=0
+        run_id="demo-0123abcd", outer_step=4, digest=bytes(32), run_manifest=manifest_of(config), next_index=0
     )
     store.save(meta, {"anchor": anchor, "momentum": torch.zeros_like(anchor)})
     return store

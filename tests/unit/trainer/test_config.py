@@ -9,23 +9,16 @@ from pathlib import Path
 import pytest
 
 from optim.schedule import Schedule, build_schedule
-from trainer.config import (
-    Config,
-    ConstantSchedule,
-    NodeSection,
-    RunSection,
-    Sgd,
-    WsdSchedule,
-    manifest_diff,
-    manifest_digest,
-    manifest_sections,
-)
+from trainer.config import Config
 from trainer.config_keys import KNOWN_KEYS
+from trainer.config_peers import NodeSection
 from trainer.config_show import as_json_text, as_toml
 from trainer.config_sources import Override, ResolvedConfig, load_config
+from trainer.config_training import ConstantSchedule, RunSection, Sgd, WsdSchedule
 from trainer.errors import ConfigError, ExitCode, Refused
 from trainer.quantities import parse_count, parse_nbytes, parse_rate, parse_seconds
 from trainer.round_schedule import RoundSchedule
+from trainer.run_manifest import config_of, manifest_diff, manifest_digest, manifest_of, manifest_sections
 from trainer.wiring import outer_of
 
 REPOSITORY = Path(__file__).parents[3]
@@ -37,6 +30,10 @@ def given(*flags: tuple[str, str]) -> list[Override]:
 
 def load(*flags: tuple[str, str], **kwargs: object) -> ResolvedConfig:
     return load_config(overrides=given(*flags), **kwargs)
+
+
+def digest_of(*flags: tuple[str, str]) -> bytes:
+    return manifest_digest(manifest_of(load(*flags).config))
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -61,7 +58,7 @@ def schedule_of(config: Config) -> Schedule:
 def test_later_layers_win_key_by_key_and_every_value_knows_its_origin(tmp_path: Path) -> None:
     first = write(tmp_path, "a.toml", "[inner]\nlr = 0.1\nbatch_size = 4\ngrad_clip = 2.0\n[run]\nseed = 1\n")
     second = write(tmp_path, "b.toml", "[inner]\nlr = 0.2\nbatch_size = 5\n")
-    manifest = Config(run=RunSection(name="resumed", seed=9)).manifest_json()
+    manifest = manifest_of(Config(run=RunSection(name="resumed", seed=9)))
 
     resolved = load_config(
         files=[first, second],
@@ -405,27 +402,29 @@ def test_half_a_byte_is_no_size() -> None:
 def test_manifest_holds_everything_but_local_sections_and_reads_back_to_itself() -> None:
     etcd = [("coordinator.store", "etcd"), ("coordinator.etcd", '["127.0.0.1:2379"]')]
     config = load(("node.listen", "127.0.0.1:9"), ("data.path", "/x"), ("members.stall_timeout", "2min"), *etcd).config
-    manifest = config.manifest_json()
+    manifest = manifest_of(config)
     assert config.coordinator.etcd == ("127.0.0.1:2379",)
     assert b"node" not in manifest
     assert b"coordinator" not in manifest
-    again = Config.from_manifest(manifest, node=NodeSection(local_workers=4))
-    assert again.manifest_json() == manifest
+    again = config_of(manifest, node=NodeSection(local_workers=4))
+    assert manifest_of(again) == manifest
     assert again.node.local_workers == 4
     assert again.members.stall_timeout_s == 120.0
-    assert load(manifest=manifest).config.manifest_json() == manifest
+    assert manifest_of(load(manifest=manifest).config) == manifest
 
 
 def test_manifest_digest_ignores_how_values_were_written_and_sees_every_change() -> None:
-    plain = load(("members.stall_timeout", "120"), ("inner.lr", "0.001")).config
-    fancy = load(("members.stall_timeout", "2min"), ("inner.lr", "1e-3"), ("node.threads", "3")).config
-    assert plain.manifest_digest() == fancy.manifest_digest() == manifest_digest(plain.manifest_json())
-    assert len(plain.manifest_digest()) == 32
-    assert plain.manifest_digest() != load(("run.seed", "1")).config.manifest_digest()
+    plain = digest_of(("members.stall_timeout", "120"), ("inner.lr", "0.001"))
+    fancy = digest_of(("members.stall_timeout", "2min"), ("inner.lr", "1e-3"), ("node.threads", "3"))
+    assert plain == fancy
+    assert len(plain) == 32
+    assert plain != digest_of(("run.seed", "1"))
 
 
 def test_manifest_is_the_same_bytes_in_another_process() -> None:
-    script = "from trainer.config import Config; print(Config().manifest_digest().hex())"
+    script = (
+        "from trainer.config import Config; from trainer.run_manifest import manifest_of; print(manifest_of(Config()))"
+    )
     other = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
@@ -435,12 +434,12 @@ def test_manifest_is_the_same_bytes_in_another_process() -> None:
         cwd=REPOSITORY,
         env={"PYTHONHASHSEED": "7"},
     )
-    assert other.stdout.strip() == Config().manifest_digest().hex()
+    assert other.stdout.strip() == repr(manifest_of(Config()))
 
 
 def test_diff_names_each_field_with_both_values() -> None:
-    ours = load(("run.seed", "1"), ("inner.type", "sgd")).config.manifest_json()
-    theirs = load(("run.seed", "2")).config.manifest_json()
+    ours = manifest_of(load(("run.seed", "1"), ("inner.type", "sgd")).config)
+    theirs = manifest_of(load(("run.seed", "2")).config)
     assert manifest_diff(ours, theirs) == (
         ("inner.betas", None, [0.9, 0.99]),
         ("inner.eps", None, 1e-8),
@@ -476,23 +475,23 @@ def test_what_is_no_manifest_is_refused(manifest: bytes) -> None:
 
 
 def test_joiner_adopts_the_run_and_keeps_its_node() -> None:
-    manifest = load(("run.seed", "3"), ("run.name", "theirs")).config.manifest_json()
+    manifest = manifest_of(load(("run.seed", "3"), ("run.name", "theirs")).config)
     joined = load(("node.local_workers", "2"), ("run.seed", "3")).adopt(manifest)
     assert joined.config.run.name == "theirs"
     assert joined.config.node.local_workers == 2
-    assert joined.config.manifest_json() == manifest
+    assert manifest_of(joined.config) == manifest
     assert joined.origins["run.name"] == "run manifest"
 
 
 def test_standby_adopts_the_run_and_keeps_its_store() -> None:
-    manifest = load(("run.seed", "3")).config.manifest_json()
+    manifest = manifest_of(load(("run.seed", "3")).config)
     joined = load(("coordinator.store", "etcd"), ("coordinator.etcd", '["h:1", "h:2"]')).adopt(manifest)
     assert joined.config.coordinator.etcd == ("h:1", "h:2")
-    assert joined.config.manifest_json() == manifest
+    assert manifest_of(joined.config) == manifest
 
 
 def test_joiner_that_wants_another_run_is_refused_with_the_fields() -> None:
-    manifest = load(("run.seed", "3")).config.manifest_json()
+    manifest = manifest_of(load(("run.seed", "3")).config)
     with pytest.raises(Refused) as caught:
         load(("run.seed", "4"), ("inner.lr", "0.5"), ("node.threads", "1")).adopt(manifest)
     assert caught.value.fields == ("inner.lr", "run.seed")
@@ -502,7 +501,7 @@ def test_joiner_that_wants_another_run_is_refused_with_the_fields() -> None:
 
 def test_joiner_that_wants_another_variant_is_refused() -> None:
     with pytest.raises(Refused) as caught:
-        load(("inner.type", "sgd")).adopt(Config().manifest_json())
+        load(("inner.type", "sgd")).adopt(manifest_of(Config()))
     assert "inner.type" in caught.value.fields
 
 

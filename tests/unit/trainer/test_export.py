@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from trainer.checkpoint import FOLDER_NAME, STATE_NAME, CheckpointMeta, CheckpointStore
-from trainer.config import Config, ModelSection, Streaming
+from trainer.config import Config
+from trainer.config_training import ModelSection, Streaming
 from trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault
 from trainer.export import export_model
 from trainer.generate import generate, load_model
 from trainer.model import initial_parameters
+from trainer.run_manifest import manifest_of
 from trainer.wiring import fragments_of
 
 CONFIG = Config(model=ModelSection(preset="nano", num_layers=1, seq_len=16))
@@ -25,7 +27,7 @@ def save(
         run_id="demo-0123abcd",
         outer_step=outer_step,
         digest=bytes(32),
-        run_manifest=config.manifest_json(),
+        run_manifest=manifest_of(config),
         next_index=0,
     )
     store.save(meta, {"anchor": anchor, "momentum": torch.zeros_like(anchor)} if tensors is None else tensors)

@@ -29,6 +29,7 @@ from trainer.founding import (
     take_over,
 )
 from trainer.identity import PeerFolder
+from trainer.run_manifest import manifest_of
 from trainer.ticket import decode_ticket, make_ticket
 
 TEXT = np.zeros(8, dtype=np.uint8)
@@ -75,7 +76,7 @@ def test_a_new_folder_gets_a_new_run(folder: PeerFolder) -> None:
     founded = found(folder)
     assert founded.run.run_id.startswith(CONFIG.run.name)
     assert founded.terms.run_id == founded.run.run_id
-    assert founded.terms.manifest == CONFIG.manifest_json()
+    assert founded.terms.manifest == manifest_of(CONFIG)
     assert founded.terms.data_digest == CORPUS.digest
     assert (founded.address, founded.checkpoint) == (None, None)
 

@@ -1,0 +1,191 @@
+"""What is trained, on which text and by which steps: `[run]`, `[model]`, `[data]`, `[inner]` and `[outer]`.
+
+Rules: all of it is part of the run manifest. Must not know torch, nor what else a run is told (`trainer.config`).
+
+Errors: `ConfigError` (2) for a model that cannot be.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trainer.config_values import Fraction, Maybe, Portion, Positive, RunName, Section
+from trainer.errors import ConfigError
+from trainer.quantities import Count, Nbytes
+
+if TYPE_CHECKING:
+    from trainer.model import ModelConfig
+
+
+class RunSection(Section):
+    """`[run]`: what the run is called and how long it lasts."""
+
+    name: RunName = "run"
+    outer_steps: Annotated[Count, Field(ge=1, le=2**40)] = 100
+    """Exchanges after which the run is done; with fragments each is of one of them."""
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    """Of the first weights and of the order of the data."""
+
+
+class ModelSection(Section):
+    """`[model]`: a preset of trainer/model.py; every other key replaces one of the preset's values."""
+
+    preset: str = "tiny"
+    seq_len: Maybe[Annotated[Count, Field(ge=1)]] = None
+    """Tokens in a sample; none: the preset's longest."""
+    tie_embeddings: Maybe[bool] = None
+    dim: Maybe[Annotated[int, Field(ge=1)]] = None
+    num_layers: Maybe[Annotated[int, Field(ge=1)]] = None
+    num_heads: Maybe[Annotated[int, Field(ge=1)]] = None
+    num_kv_heads: Maybe[Annotated[int, Field(ge=1)]] = None
+    hidden_dim: Maybe[Annotated[int, Field(ge=1)]] = None
+    rope_theta: Maybe[Positive] = None
+    norm_eps: Maybe[Positive] = None
+
+    def decoder_config(self) -> "ModelConfig":
+        """The shape of the decoder.
+
+        Raises:
+            ConfigError: there is no such preset, or the values do not fit each other.
+        """
+        from trainer.model import preset
+
+        overrides = self.model_dump(exclude={"preset", "seq_len"}, exclude_none=True)
+        if self.seq_len is not None:
+            overrides["max_seq_len"] = self.seq_len
+        try:
+            return preset(self.preset, **overrides)
+        except ValueError as error:
+            raise ConfigError(f"[model] cannot be built: {str(error).rstrip('.')}", key="model") from error
+
+
+class DataSection(Section):
+    """`[data]`: the text to train on."""
+
+    path: Maybe[Path] = None
+    """A file or folder; none: the Python standard library's own sources. A peer may keep it elsewhere: `node.data`."""
+    validation_fraction: Maybe[Fraction] = None
+    """Share that is held out; none: 0.02 of the standard library, 0.1 of other text."""
+    limit_nbytes: Maybe[Annotated[Nbytes, Field(ge=1)]] = None
+    """Read at most so much of it."""
+
+
+class _Schedule(Section):
+    warmup_steps: Maybe[Annotated[Count, Field(ge=0)]] = None
+    """Inner steps over which the rate rises linearly; none: a twentieth of the run's, at most 100. A peer that comes
+    later begins without the inner optimizer's moments, and rises over as many of its own."""
+
+
+class CosineSchedule(_Schedule):
+    """Warm up, then fall along half a cosine until the run's last inner step."""
+
+    type: Literal["cosine"] = "cosine"
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The last learning rate, as a fraction of `lr`."""
+
+
+class WsdSchedule(_Schedule):
+    """Warm up, stay, decay linearly over the last steps."""
+
+    type: Literal["wsd"] = "wsd"
+    decay_steps: Maybe[Annotated[Count, Field(ge=0)]] = None
+    """Inner steps of the decay; none: a fifth of the run's."""
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class ConstantSchedule(_Schedule):
+    """Warm up, then stay."""
+
+    type: Literal["constant"] = "constant"
+
+
+Schedule = Annotated[CosineSchedule | WsdSchedule | ConstantSchedule, Field(discriminator="type")]
+
+
+class _Inner(Section):
+    lr: Positive = 1e-3
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    batch_size: Annotated[int, Field(ge=1, le=2**31 - 1)] = 16
+    """Samples of one inner step of one peer, over all its workers."""
+    micro_batch: Maybe[Annotated[int, Field(ge=1)]] = None
+    """Samples in memory at once; none: all. Divides `batch_size`."""
+    grad_clip: Annotated[float, Field(ge=0)] = 1.0
+    """Largest norm of the gradient; 0: no limit."""
+    schedule: Schedule = Field(default_factory=CosineSchedule)
+
+    @model_validator(mode="after")
+    def _micro_batch_divides(self) -> Self:
+        if self.micro_batch is not None and self.batch_size % self.micro_batch:
+            raise ValueError(f"micro_batch {self.micro_batch} does not divide batch_size {self.batch_size}")
+        return self
+
+
+class AdamW(_Inner):
+    """`[inner]` with `type = "adamw"`: what a peer does between exchanges."""
+
+    type: Literal["adamw"] = "adamw"
+    betas: tuple[Portion, Portion] = (0.9, 0.99)
+    eps: Positive = 1e-8
+
+
+class Sgd(_Inner):
+    """`[inner]` with `type = "sgd"`: plain, without momentum."""
+
+    type: Literal["sgd"] = "sgd"
+
+
+class Adopt(_Inner):
+    """`[inner]` with `type = "adopt"`: Adam that converges with any second decay rate (arXiv:2411.02853)."""
+
+    type: Literal["adopt"] = "adopt"
+    betas: tuple[Portion, Portion] = (0.9, 0.9999)
+    eps: Positive = 1e-6
+
+
+class Muon(_Inner):
+    """`[inner]` with `type = "muon"`: orthogonal steps for hidden matrices, AdamW for the rest, one learning rate."""
+
+    type: Literal["muon"] = "muon"
+    momentum: Portion = 0.95
+    """Nesterov's, of the hidden matrices."""
+    betas: tuple[Portion, Portion] = (0.9, 0.99)
+    """Of the rest."""
+    eps: Positive = 1e-8
+
+
+InnerSection = Annotated[AdamW | Sgd | Adopt | Muon, Field(discriminator="type")]
+
+
+class _Outer(Section):
+    lr: Maybe[Positive] = None
+    """Outer learning rate; none: by the number of peers that are waited for at the start."""
+    momentum: Portion = 0.9
+    inner_steps: Annotated[Count, Field(ge=1, le=10**6)] = 100
+    """Inner steps between two exchanges of the same parameters."""
+    codec: Literal["raw", "bf16", "int8", "e3m0"] = "int8"
+    """What crosses the network: fp32, or 16, 8 or 4 bits a value."""
+
+
+class Diloco(_Outer):
+    """`[outer]` with `type = "diloco"`: how the peers' work becomes one model. All of it at once; the workers wait."""
+
+    type: Literal["diloco"] = "diloco"
+
+
+class Streaming(_Outer):
+    """`[outer]` with `type = "streaming"`: layers take turns, and the workers go on meanwhile (arXiv:2501.18512)."""
+
+    type: Literal["streaming"] = "streaming"
+    num_fragments: Maybe[Annotated[int, Field(ge=1, le=4096)]] = None
+    """Parts of the model that take turns; none: one for every three layers."""
+    pattern: Literal["strided", "sequential"] = "strided"
+    """Every P-th layer makes a fragment, or neighbours do."""
+    delay: Annotated[int, Field(ge=0, le=10**6)] = 1
+    """Inner steps that the workers go on while a fragment is under way; 0: they wait."""
+    keep: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """How much of a local value survives the outcome; 0: it is replaced."""
+
+
+OuterSection = Annotated[Diloco | Streaming, Field(discriminator="type")]
