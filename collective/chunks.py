@@ -9,8 +9,8 @@ from collective.transport.link import Link, Scratch
 from collective.wire import Frame, FrameType
 
 
-class ChunkOwner(Protocol):
-    """The round, as its chunks see it."""
+class ChunkSender(Protocol):
+    """The outbox, as its chunks see it."""
 
     def pieces_of(self, frame_type: FrameType, chunk: int, scratch: Scratch) -> tuple[bytes, memoryview] | None:
         """Encode now; None if that cannot be sent after all."""
@@ -19,6 +19,10 @@ class ChunkOwner(Protocol):
     def on_sent(self, send: "ChunkSend", nbytes: int) -> None:
         """A chunk is the kernel's now."""
         ...
+
+
+class ChunkTaker(Protocol):
+    """The round, as its inboxes see it."""
 
     def take_chunk(self, link: Link, rank: int, frame: Frame) -> None:
         """A chunk is whole where it was placed."""
@@ -30,7 +34,7 @@ class ChunkSend:
 
     __slots__ = ("chunk", "owner", "to", "type")
 
-    def __init__(self, owner: ChunkOwner, frame_type: FrameType, to: int, chunk: int) -> None:
+    def __init__(self, owner: ChunkSender, frame_type: FrameType, to: int, chunk: int) -> None:
         self.owner = owner
         self.type = frame_type
         self.to = to
@@ -50,7 +54,7 @@ class Inbox:
 
     __slots__ = ("owner", "rank")
 
-    def __init__(self, owner: ChunkOwner, rank: int) -> None:
+    def __init__(self, owner: ChunkTaker, rank: int) -> None:
         self.owner = owner
         self.rank = rank
 

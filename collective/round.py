@@ -1,25 +1,23 @@
 """One running round: carries out what core/round.py orders, on real buffers.
 
-The values are in buffers.py, the order of things is the machine's; this file joins them with the links. Results whose
-wire form is the output's own memory land there straight from the socket, everything else passes through the link's
-scratch, one chunk at a time.
+The values are in buffers.py, what is sent in outbox.py, the order of things is the machine's; this file joins them with
+the links. Results whose wire form is the output's own memory land there straight from the socket, everything else
+passes through the link's scratch, one chunk at a time.
 
 Rules: the round uses the caller's memory until `is_done` and not a moment longer (`Bundle.release` takes it back from
 the sockets). A round that fails ends at once and stays failed; `changed` is set whenever the supervisor should look.
 """
 
 import asyncio
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
-import msgspec
 import torch
 from torch import Tensor
 
 from collective.buffers import RoundBuffers
-from collective.chunks import ChunkSend, Inbox
+from collective.chunks import Inbox
 from collective.codec.base import NotFinite
 from collective.core.round import RoundMachine
 from collective.core.round_words import (
@@ -40,11 +38,12 @@ from collective.core.round_words import (
 from collective.core.types import Member, RoundKey
 from collective.errors import CollectiveError, NonFiniteInput, OperationAborted, PlanMismatch, RemoteProtocolError
 from collective.notices import AbortNotice, Opening, abort_payload_of, mismatch_heard
+from collective.outbox import Outbox
 from collective.plan import RoundPlan, Terms
-from collective.transport.bundle import Bundle, Notice
+from collective.transport.bundle import Bundle
 from collective.transport.hello import decode
-from collective.transport.link import Link, Scratch, Sink
-from collective.wire import HEADER_NBYTES, Frame, FrameType, Header, pack
+from collective.transport.link import Link, Sink
+from collective.wire import HEADER_NBYTES, Frame, FrameType, Header
 
 _MAX_FAULTS = 3
 """So often a peer's link may break by its own fault (a wrong checksum) before the round gives it up."""
@@ -92,7 +91,6 @@ class Round:
         self.has_told = False
         """Whether the others have heard from us that it is over, and let go of what they held back for it."""
         self.changed = asyncio.Event()
-        self.bytes_sent = 0
         self.bytes_received = 0
         self.weights: list[float | None] = [None] * len(self.members)
         self.weights[rank] = weight
@@ -112,13 +110,21 @@ class Round:
         self._terms = terms
         self._plan_hash = terms.hash32
         self._buffers = buffers
-        self._weight = weight
         self._ranks = {bundle: other for other, bundle in enumerate(bundles) if bundle is not None}
         self._inboxes = [Inbox(self, other) for other in range(len(self.members))]
-        self._unsent: list[set[ChunkSend]] = [set() for _ in bundles]
-        self._num_unsent = 0
+        self._outbox = Outbox(
+            key=key,
+            rank=rank,
+            terms=terms,
+            plan_hash=self._plan_hash,
+            weight=weight,
+            buffers=buffers,
+            machine=self.machine,
+            bundles=bundles,
+            on_bad_input=self.give_up,
+            on_drained=self._end_if_drained,
+        )
         self._faults = [0] * len(self.members)
-        self._result_headers: dict[int, bytes] = {}
         self._landing: dict[int, Link] = {}  # results on their way straight into the output
         self._arrived: Tensor | None = None  # wire form of the chunk being handled; None if it landed in place
 
@@ -132,7 +138,7 @@ class Round:
         """Open the round towards all before it starts: our terms, and that we are there."""
         for rank, bundle in enumerate(self.bundles):
             if bundle is not None:
-                self._send_open(rank)
+                self._outbox.put_open(rank)
                 bundle.wake()
 
     def rank_of(self, bundle: Bundle) -> int | None:
@@ -141,10 +147,7 @@ class Round:
 
     def refuse_outsider(self, bundle: Bundle) -> None:
         """Another peer posted this round with us, and we posted it with others: an error for both."""
-        payload = msgspec.msgpack.encode(Opening(self._terms))
-        header = pack(self._header(FrameType.OPEN, len(payload)), payload)
-        bundle.notices.append(Notice(header, payload))
-        bundle.wake()
+        self._outbox.refuse(bundle)
         ours = [member.peer_id for member in self.members]
         self.give_up(PlanMismatch("members", ours, "others", bundle.peer_id))
 
@@ -197,9 +200,7 @@ class Round:
 
     def on_renewed(self, rank: int) -> None:
         """A stream to this member is new: send again what may have been lost."""
-        self._bundle(rank).forget_queued(self)
-        self._num_unsent -= len(self._unsent[rank])
-        self._unsent[rank].clear()
+        self._outbox.forget(rank)
         self._run(self.machine.handle(LinkRenewed(rank)))
 
     def on_broken(self, rank: int, cause: CollectiveError) -> None:
@@ -210,36 +211,12 @@ class Round:
                 self.suspect([rank], str(cause))
         self.changed.set()
 
-    def on_sent(self, send: ChunkSend, nbytes: int) -> None:
-        """A chunk is the kernel's now."""
-        self.bytes_sent += nbytes
-        if send in self._unsent[send.to]:
-            self._unsent[send.to].discard(send)
-            self._num_unsent -= 1
-        if not self._num_unsent:
-            self._end_if_drained()
-
-    def pieces_of(self, frame_type: FrameType, chunk: int, scratch: Scratch) -> tuple[bytes, memoryview] | None:
-        """Encode now. None if our own numbers cannot be sent: then the round has ended."""
-        if frame_type is FrameType.CONTRIBUTION:
-            try:
-                is_into_root = self.machine.is_into_root(self.rank, chunk)
-                payload = self._buffers.part(
-                    chunk, scratch, is_sum=not self.machine.sends_own_part(chunk), is_into_root=is_into_root
-                )
-            except NotFinite:
-                index = self._buffers.first_bad_input()
-                assert index is not None, "what is sent up is our own part, or sums that were looked at"
-                self.give_up(NonFiniteInput(index))
-                return None
-            return pack(self._header(frame_type, len(payload), chunk), payload), payload
-        payload = self._buffers.result(chunk)
-        header = self._result_headers.get(chunk)
-        if header is None:  # the same frame goes to all: its checksum is made once
-            header = self._result_headers[chunk] = pack(self._header(frame_type, len(payload), chunk), payload)
-        return header, payload
-
     # -------------------------------------------------------------------------------- to the supervisor
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of our opens and chunks that were sent, headers included."""
+        return self._outbox.bytes_sent
 
     @property
     def is_open(self) -> bool:
@@ -248,13 +225,13 @@ class Round:
 
     def concerns(self, rank: int) -> bool:
         """Whether the round cannot end without this member: it owes us something, or we owe it."""
-        return rank != self.rank and (self.machine.needs(rank) or bool(self._unsent[rank]))
+        return rank != self.rank and (self.machine.needs(rank) or self._outbox.holds_for(rank))
 
     def owes_now(self, rank: int) -> bool:
         """Whether bytes must be moving between us: what it owes depends on nobody else, or it does not take ours."""
         if self._is_gathering:
             return False
-        return bool(self._unsent[rank]) or self.machine.owes_own_parts(rank)
+        return self._outbox.holds_for(rank) or self.machine.owes_own_parts(rank)
 
     def waiting_for(self) -> list[int]:
         """Every member that this round still concerns."""
@@ -270,11 +247,7 @@ class Round:
             return
         self.fail(error)
         self.has_told = True
-        payload = abort_payload_of(error, self.members[self.rank].peer_id)
-        for bundle in self.bundles:
-            if bundle is not None:
-                bundle.notices.append(Notice(pack(self._header(FrameType.ABORT, len(payload)), payload), payload))
-                bundle.wake()
+        self._outbox.abort(abort_payload_of(error, self.members[self.rank].peer_id))
 
     def fail(self, error: Exception) -> None:
         """End without a result. Idempotent."""
@@ -371,10 +344,10 @@ class Round:
                 return
             match effect:
                 case SendContribution(to=to, chunk=chunk):
-                    self._queue(FrameType.CONTRIBUTION, to, chunk)
+                    self._outbox.put_chunk(FrameType.CONTRIBUTION, to, chunk)
                     touched.add(to)
                 case SendResult(to=to, chunk=chunk):
-                    self._queue(FrameType.RESULT, to, chunk)
+                    self._outbox.put_chunk(FrameType.RESULT, to, chunk)
                     touched.add(to)
                 case Accumulate(chunk=chunk, rank=rank):
                     self._accumulate(chunk, rank)
@@ -388,7 +361,7 @@ class Round:
                 case KeepResult(chunk=chunk):
                     self._buffers.keep(chunk)
                 case SendOpen(to=to):
-                    self._send_open(to)
+                    self._outbox.put_open(to)
                     touched.add(to)
                 case Finished():
                     self._buffers.keep_own()
@@ -396,7 +369,7 @@ class Round:
                 case _:
                     assert_never(effect)
         for to in touched:
-            self._bundle(to).wake()
+            self._outbox.bundle(to).wake()
         self._end_if_drained()
 
     def _accumulate(self, chunk: int, rank: int) -> None:
@@ -406,45 +379,8 @@ class Round:
         is_into_root = self.machine.is_into_root(rank, chunk)
         self._buffers.add(chunk, self._arrived, weight, is_into_root=is_into_root)
 
-    def _queue(self, frame_type: FrameType, to: int, chunk: int) -> None:
-        send = ChunkSend(self, frame_type, to, chunk)
-        self._unsent[to].add(send)
-        self._num_unsent += 1
-        bundle = self._bundle(to)
-        (bundle.results if frame_type is FrameType.RESULT else bundle.contributions).append(send)
-
-    def _send_open(self, to: int) -> None:
-        header, payload = self._opening
-        self._bundle(to).notices.append(Notice(header, payload))
-        self.bytes_sent += len(header) + len(payload)
-
-    @functools.cached_property
-    def _opening(self) -> tuple[bytes, bytes]:
-        """Header and payload of our OPEN, the same for all."""
-        held = self.machine.held
-        payload = msgspec.msgpack.encode(Opening(self._terms, held.to_bytes(-(-held.bit_length() // 8), "little")))
-        return pack(self._header(FrameType.OPEN, len(payload)), payload), payload
-
-    def _bundle(self, rank: int) -> Bundle:
-        bundle = self.bundles[rank]
-        assert bundle is not None
-        return bundle
-
-    def _header(self, frame_type: FrameType, payload_nbytes: int, chunk: int = 0) -> Header:
-        return Header(
-            type=frame_type,
-            payload_nbytes=payload_nbytes,
-            epoch=self.key.epoch,
-            outer_step=self.key.outer_step,
-            fragment=self.key.fragment,
-            rank=self.rank,
-            chunk=chunk,
-            weight=self._weight,
-            plan_hash=self._plan_hash,
-        )
-
     def _end_if_drained(self) -> None:
-        if self.machine.finished and not self.is_done and not self._num_unsent:
+        if self.machine.finished and not self.is_done and not self._outbox.num_unsent:
             self._end()
 
     def _end(self) -> None:
@@ -453,5 +389,6 @@ class Round:
         self._landing.clear()
         for bundle in self.bundles:
             if bundle is not None:
+                bundle.release(self._outbox)
                 bundle.release(self)
         self.changed.set()

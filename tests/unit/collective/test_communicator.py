@@ -19,7 +19,7 @@ from collective import (
 )
 from collective.codec import codec_named
 from collective.notices import Opening
-from collective.round import Round
+from collective.outbox import Outbox
 from collective.transport.hello import introduce
 from collective.transport.sockets import SocketOptions, dial
 from collective.wire import Frame, FrameType, Header, pack
@@ -302,7 +302,7 @@ async def test_a_link_that_breaks_in_mid_round_is_made_anew_and_the_round_goes_o
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 async def test_corrupt_chunks_are_found_and_sent_again(sites_running, monkeypatch, codec):
-    whole, to_corrupt = Round.pieces_of, {(FrameType.CONTRIBUTION, 0), (FrameType.RESULT, 1)}
+    whole, to_corrupt = Outbox.pieces_of, {(FrameType.CONTRIBUTION, 0), (FrameType.RESULT, 1)}
 
     def corrupt_once(self, frame_type, chunk, scratch):
         header, payload = whole(self, frame_type, chunk, scratch)
@@ -312,7 +312,7 @@ async def test_corrupt_chunks_are_found_and_sent_again(sites_running, monkeypatc
             payload[len(payload) // 2] ^= 0x40
         return header, payload
 
-    monkeypatch.setattr(Round, "pieces_of", corrupt_once)
+    monkeypatch.setattr(Outbox, "pieces_of", corrupt_once)
     tensors = parts(3)
     async with sites_running(3, chunk_nbytes=64 << 10) as sites:
         outs, _ = await mean_of_all(sites, tensors, codec=codec)
@@ -325,13 +325,13 @@ async def test_corrupt_chunks_are_found_and_sent_again(sites_running, monkeypatc
 
 
 async def test_a_peer_whose_chunks_never_fit_is_given_up(sites_running, outcome, monkeypatch):
-    whole = Round.pieces_of
+    whole = Outbox.pieces_of
 
     def corrupt(self, frame_type, chunk, scratch):
         header, payload = whole(self, frame_type, chunk, scratch)
         return (header[:-1] + bytes([header[-1] ^ 1]) if self.rank == 0 else header), payload
 
-    monkeypatch.setattr(Round, "pieces_of", corrupt)
+    monkeypatch.setattr(Outbox, "pieces_of", corrupt)
     async with sites_running(2) as sites:
         outcomes = await asyncio.gather(*(outcome(site.mean(torch.ones(NUMEL))) for site in sites))
     assert outcomes[1].suspects == (sites[0].me.peer_id,)
