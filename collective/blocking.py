@@ -148,11 +148,18 @@ class BlockingCommunicator:
         """See Communicator.barrier."""
         return self._submit(self._communicator.barrier(key))
 
+    def look_ahead(self) -> None:
+        """See Communicator.look_ahead; returns at once."""
+        self._submit(self._look_ahead()).result()
+
     def survey(self, key: RoundKey) -> Future[LinkTable]:
         """See Communicator.survey."""
         return self._submit(self._communicator.survey(key))
 
     # -------------------------------------------------------------------------------- inside
+
+    async def _look_ahead(self) -> None:
+        self._communicator.look_ahead()
 
     def _submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         if self._loop is None or not self._thread.is_alive():

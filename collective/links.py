@@ -118,6 +118,16 @@ class LinkMeter:
         """The bundles have other paces than in the windows before."""
         self._brake.release()
 
+    async def look_ahead(self, members: Sequence[Member], seconds: float, *, connect_s: float) -> None:
+        """Probe the new ones among them as soon as all are connected, or after so long those that are."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + connect_s
+        while not all(self._is_connected(member.ref) for member in members):
+            if loop.time() >= give_up_at:
+                break
+            await asyncio.sleep(_WINDOW_S / 4)
+        await self.probe(members, seconds)
+
     async def probe(self, members: Sequence[Member], seconds: float) -> None:
         """Send padding to the members to which no transfer has shown a rate yet, all at once."""
         unknown = [
@@ -133,11 +143,15 @@ class LinkMeter:
         for bundle in unknown:
             bundle.pace(None)
             bundle.pad_until(ends_at)
-        await asyncio.sleep(first_news_s)
-        self._begin(loop.time())
-        while loop.time() < ends_at:
-            await asyncio.sleep(_WINDOW_S / 4)
-            self.sample(loop.time())
+        try:
+            await asyncio.sleep(first_news_s)
+            self._begin(loop.time())
+            while loop.time() < ends_at:
+                await asyncio.sleep(_WINDOW_S / 4)
+                self.sample(loop.time())
+        finally:
+            for bundle in unknown:
+                bundle.end_padding()
 
     def observation(self, members: Sequence[Member]) -> Observation:
         """What we saw of the way to these members, in their order."""
@@ -166,6 +180,10 @@ class LinkMeter:
             )
             for bundle, seen in known
         ]
+
+    def _is_connected(self, ref: PeerRef) -> bool:
+        bundle = self._bundles.get(ref)
+        return bundle is not None and bundle.is_whole
 
     def _is_far(self, ref: PeerRef) -> bool:
         """Only long paths are probed: to a near peer the padding would measure our own processor."""

@@ -72,8 +72,9 @@ class RoundRunner:
         return await self._state.found(await in_thread(self._initial_parameters))
 
     async def install_view(self, view: View) -> None:
-        """Connect to the members of this view."""
+        """Connect to the members of this view; the lines are idle while they train, so new ones are measured then."""
         await self._communicator.install(view)
+        self._communicator.look_ahead()
 
     async def exchange(self, view: View, key: RoundKey, weight: float) -> bytes:
         """Exchange the payload with the view's members and stage what follows from it.

@@ -210,6 +210,10 @@ class Bundle:
         self._pads_until = instant
         self.wake()
 
+    def end_padding(self) -> None:
+        """Send no more of it."""
+        self._pads_until = 0.0
+
     def heard(self) -> int:
         """A number that grows with every byte from this peer."""
         return self.bytes_received

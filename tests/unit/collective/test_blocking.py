@@ -50,6 +50,8 @@ def test_every_operation_has_its_future(pair):
     for work in [*given, *(one.barrier(one.key(5)) for one in pair)]:
         work.result(20)
     assert arrays[0].tolist() == [1] * 4
+    for one in pair:
+        one.look_ahead()
     tables = [one.survey(one.key(6)) for one in pair]
     assert tables[0].result(20) == tables[1].result(20)
     assert [report.peer_id for report in first.links()] == [ids[1]]

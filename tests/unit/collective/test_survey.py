@@ -1,16 +1,22 @@
 """From what members saw of their links to one table."""
 
 import asyncio
+import contextlib
 from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from collective import BulkOptions
+from collective.core.progress import StallLimits
 from collective.core.survey import Observation, table_of
+from collective.core.types import Incarnation, Member, PeerId, View
 from collective.errors import OperationAborted, RoundRefused
+from collective.supervision import Patience
 
 MBIT = 1e6
+SHORT = Patience(stall=StallLimits(floor_s=1.5), first_contact_s=0.5)
 
 
 def seen(rank, world_size, *, sent, received, one_way_s=0.01, sent_to=None):
@@ -152,3 +158,79 @@ async def test_a_view_that_comes_while_links_are_measured_ends_the_survey(sites_
             *(site.communicator.survey(key) for site, key in zip((early, late), keys, strict=True))
         )
         assert tables[0] == tables[1]
+
+
+@contextlib.asynccontextmanager
+async def far_pair(sites_running):
+    """Two members whose path counts as long."""
+    async with sites_running(2, options=BulkOptions(patience=SHORT, install_grace_s=0.5)) as sites:
+        for site in sites:
+            site.communicator._meter._is_far = lambda ref, me=site.me: ref != me
+        yield sites
+
+
+def padding_ends(site, peer):
+    return site.communicator._mesh.bundles[peer.me]._pads_until
+
+
+async def survey_all(sites, step):
+    keys = [site.communicator.key(step) for site in sites]
+    tables = await asyncio.gather(*(site.communicator.survey(key) for site, key in zip(sites, keys, strict=True)))
+    return tables[0]
+
+
+async def test_links_that_were_measured_ahead_are_not_measured_by_the_survey(sites_running):
+    async with far_pair(sites_running) as sites:
+        for site in sites:
+            site.communicator.look_ahead(probe_s=0.5)
+        await asyncio.wait([site.communicator._looking_ahead for site in sites])
+        moved = [site.communicator.bytes_sent for site in sites]
+        table = await survey_all(sites, 0)
+        assert all(0 < rate < inf for rate in table.upload)
+        since = [site.communicator.bytes_sent - before for site, before in zip(sites, moved, strict=True)]
+        assert max(since) < 4096, "terms and a row of figures"
+
+
+async def test_a_survey_does_not_wait_for_a_look_ahead_that_takes_long(sites_running):
+    async with far_pair(sites_running) as sites:
+        for site in sites:
+            site.communicator.look_ahead(probe_s=600.0)
+        async with asyncio.timeout(10.0):
+            table = await survey_all(sites, 0)
+        assert all(0 < rate < inf for rate in table.upload)
+        assert padding_ends(sites[0], sites[1]) == padding_ends(sites[1], sites[0]) == 0.0
+
+
+@pytest.mark.parametrize("end", ["install", "close"])
+async def test_padding_ends_with_the_view_and_with_the_communicator(sites_running, view_of, until, end):
+    async with far_pair(sites_running) as (early, late):
+        early.communicator.look_ahead(probe_s=600.0)
+        await until(lambda: padding_ends(early, late) > 0.0)
+        bundle = early.communicator._mesh.bundles[late.me]
+        if end == "install":
+            await early.communicator.install(view_of([early, late], epoch=2))
+        else:
+            await early.communicator.close()
+        await until(lambda: bundle._pads_until == 0.0)
+
+
+async def test_near_members_are_not_padded(sites_running):
+    async with sites_running(2) as sites:
+        moved = sites[0].communicator.bytes_sent
+        sites[0].communicator.look_ahead(probe_s=600.0)
+        await asyncio.wait([sites[0].communicator._looking_ahead], timeout=5.0)
+        assert sites[0].communicator._looking_ahead.done()
+        assert sites[0].communicator.bytes_sent == moved
+
+
+async def test_who_has_not_connected_is_not_awaited_for_ever(sites_running, view_of):
+    async with far_pair(sites_running) as (early, late):
+        absent = Member(PeerId("f" * 16), Incarnation(1), "127.0.0.1:1")
+        here = view_of([early, late], epoch=2)
+        view = View(here.epoch, here.outer_step, here.digest, (*here.members, absent))
+        await asyncio.gather(*(site.communicator.install(view) for site in (early, late)))
+        for site in (early, late):
+            site.communicator.look_ahead(probe_s=0.3)
+        async with asyncio.timeout(10.0):
+            await asyncio.wait([site.communicator._looking_ahead for site in (early, late)])
+        assert early.communicator._meter.observation(view.members).sent_to[1] > 0.0
