@@ -325,12 +325,15 @@ class Communicator:
             deadline_s: see the class.
         """
         members, rank = self._place(key)
-        row = torch.tensor(self._meter.observation(members).to_numbers(), dtype=torch.float64)
+        seen = self._meter.observation(members)
+        row = torch.tensor(seen.to_numbers(), dtype=torch.float64)
 
         async def probe() -> None:
             seconds = min(probe_s, self._options.patience.stall.floor_s / 4)
-            if self._looking_ahead is not None:
-                await asyncio.wait([self._looking_ahead], timeout=seconds)
+            if (ahead := self._looking_ahead) is not None:
+                # As long as a probe from here would take, which has its first news after a round trip.
+                await asyncio.wait([ahead], timeout=seconds + 2 * max(seen.one_way_s))
+                self._engine.check_view(key)  # it may have changed meanwhile, and the next look ahead have begun
                 self._end_looking_ahead()
             await self._meter.probe(members, seconds)
             row.copy_(torch.tensor(self._meter.observation(members).to_numbers(), dtype=torch.float64))

@@ -151,7 +151,7 @@ class LinkMeter:
                 self.sample(loop.time())
         finally:
             for bundle in unknown:
-                bundle.end_padding()
+                bundle.end_padding(ends_at)
 
     def observation(self, members: Sequence[Member]) -> Observation:
         """What we saw of the way to these members, in their order."""

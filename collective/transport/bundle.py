@@ -210,9 +210,10 @@ class Bundle:
         self._pads_until = instant
         self.wake()
 
-    def end_padding(self) -> None:
-        """Send no more of it."""
-        self._pads_until = 0.0
+    def end_padding(self, instant: float) -> None:
+        """Send no more of what was asked for until then; somebody may have asked for more since."""
+        if self._pads_until == instant:
+            self._pads_until = 0.0
 
     def heard(self) -> int:
         """A number that grows with every byte from this peer."""

@@ -201,6 +201,33 @@ async def test_a_survey_does_not_wait_for_a_look_ahead_that_takes_long(sites_run
         assert padding_ends(sites[0], sites[1]) == padding_ends(sites[1], sites[0]) == 0.0
 
 
+async def test_a_survey_measures_what_a_look_ahead_has_no_news_of_yet(sites_running):
+    async with far_pair(sites_running) as sites:
+        for site in sites:
+            path = next(iter(site.communicator._mesh.bundles.values()))
+            path.shortest_round_trip_s = lambda: 0.5
+            site.communicator.look_ahead(probe_s=600.0)
+            await asyncio.sleep(0)
+            path.shortest_round_trip_s = lambda: 0.0
+        table = await survey_all(sites, 0)
+        assert all(0 < rate < inf for rate in table.upload)
+
+
+async def test_the_survey_of_a_former_view_leaves_the_next_look_ahead_alone(sites_running, view_of):
+    async with far_pair(sites_running) as (dialler, waiter):
+        waiter.communicator.look_ahead(probe_s=600.0)
+        survey = asyncio.ensure_future(waiter.communicator.survey(waiter.communicator.key(0)))
+        await asyncio.sleep(0)
+        await waiter.communicator.install(
+            view_of([dialler, waiter], epoch=2)
+        )  # it has nothing to dial, nor to wait for
+        waiter.communicator.look_ahead(probe_s=600.0)
+        with pytest.raises(RoundRefused, match="the installed view is 2"):
+            await survey
+        assert padding_ends(waiter, dialler) > 0.0
+        assert not waiter.communicator._looking_ahead.done()
+
+
 @pytest.mark.parametrize("end", ["install", "close"])
 async def test_padding_ends_with_the_view_and_with_the_communicator(sites_running, view_of, until, end):
     async with far_pair(sites_running) as (early, late):
