@@ -166,7 +166,7 @@ class Communicator:
     async def close(self) -> None:
         """End all rounds and connections."""
         self._end_looking_ahead()
-        for round_ in list(self._engine.rounds.values()):
+        for round_ in self._engine.under_way():
             round_.fail(OperationAborted(round_.key, "the communicator was closed"))
         self._mesh.close()
         self._runner.forget()
@@ -333,7 +333,8 @@ class Communicator:
             if (ahead := self._looking_ahead) is not None:
                 # As long as a probe from here would take, which has its first news after a round trip.
                 await asyncio.wait([ahead], timeout=seconds + 2 * max(seen.one_way_s))
-                self._engine.check_view(key)  # it may have changed meanwhile, and the next look ahead have begun
+                if self._looking_ahead is not ahead:
+                    return  # the view has changed meanwhile, and this survey is over
                 self._end_looking_ahead()
             await self._meter.probe(members, seconds)
             row.copy_(torch.tensor(self._meter.observation(members).to_numbers(), dtype=torch.float64))

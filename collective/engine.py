@@ -113,7 +113,7 @@ class Engine:
 
     def install(self, view: View, bundles: Mapping[PeerRef, Bundle]) -> None:
         """From now on this view is current. Rounds of older ones end."""
-        for round_ in list(self.rounds.values()):
+        for round_ in self.under_way():
             if round_.key.epoch < view.epoch:
                 round_.fail(OperationAborted(round_.key, f"view {view.epoch} was installed"))
         self.fence = Fence.of(view)
@@ -126,30 +126,28 @@ class Engine:
 
     def check_free(self, key: RoundKey) -> View:
         """The view in which this round may be posted. Raises RoundRefused."""
-        view = self.check_view(key)
+        if self.view is None:
+            raise RoundRefused(key, "no view is installed")
+        if key.epoch != self.view.epoch:
+            raise RoundRefused(key, f"the installed view is {self.view.epoch}")
         if not (0 <= key.epoch < 2**32 and 0 <= key.outer_step < 2**32 and 0 <= key.fragment < 2**16):
             raise RoundRefused(key, "its numbers do not fit a frame")
         if len(self.rounds) >= _MAX_ROUNDS:
             raise RoundRefused(key, f"{_MAX_ROUNDS} rounds are in flight; await some first")
         if key in self.rounds or key in self._announced or key in self._closed_keys:
             raise RoundRefused(key, "this key was used before")
-        return view
-
-    def check_view(self, key: RoundKey) -> View:
-        """The installed view, if the key belongs to it. Raises RoundRefused."""
-        if self.view is None:
-            raise RoundRefused(key, "no view is installed")
-        if key.epoch != self.view.epoch:
-            raise RoundRefused(key, f"the installed view is {self.view.epoch}")
         return self.view
+
+    def under_way(self) -> list[Round]:
+        """Rounds that are posted or announced."""
+        return [*self.rounds.values(), *self._announced.values()]
 
     def credit(self) -> int:
         """How many chunks a round that is posted now may send to members that have not opened it.
 
         Of the rounds that somebody has not opened only so many may send chunks ahead, whatever is in flight.
         """
-        begun = (*self.rounds.values(), *self._announced.values())
-        num_ahead = self._num_spent + sum(map(_spends_credit, begun))
+        num_ahead = self._num_spent + sum(map(_spends_credit, self.under_way()))
         return self._eager_chunks if num_ahead < self._max_rounds_ahead else 0
 
     def is_awaited(self) -> bool:

@@ -116,7 +116,8 @@ class Runner:
             try:
                 if first is not None:
                     await self._announce(round_, first)
-                self._engine.post(round_)
+                if not round_.is_done:
+                    self._engine.post(round_)
                 await self._see_through(round_, deadline_s)
             except OperationAborted:
                 if resume:
@@ -135,11 +136,10 @@ class Runner:
         )
 
     async def _announce(self, round_: Round, first: Callable[[], Awaitable[None]]) -> None:
-        """Say that we have come, and do what is to be done before the round is posted."""
+        """Say that we have come, and do what is to be done before the round is posted. It may have failed then."""
         self._engine.announce(round_)
         try:
             await first()
-            self._engine.check_view(round_.key)  # it may have changed meanwhile
         except BaseException:
             round_.give_up(OperationAborted(round_.key, "ended before it began"))
             self._engine.close(round_)

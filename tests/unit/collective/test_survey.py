@@ -110,6 +110,17 @@ class Probe:
         await self.may_end.wait()
 
 
+async def test_a_survey_ends_with_the_communicator(sites_running):
+    async with sites_running(2) as (early, _late):
+        probe = Probe(early)
+        survey = asyncio.ensure_future(early.communicator.survey(early.communicator.key(0)))
+        await probe.has_begun.wait()
+        await early.communicator.close()
+        probe.may_end.set()
+        with pytest.raises(OperationAborted, match="the communicator was closed"):
+            await survey
+
+
 async def test_who_measures_first_is_known_to_have_come(sites_running, until):
     async with sites_running(2) as (early, late):
         probe = Probe(early)
@@ -151,7 +162,7 @@ async def test_a_view_that_comes_while_links_are_measured_ends_the_survey(sites_
         for site in (early, late):
             await site.communicator.install(view_of([early, late], epoch=2))
         probe.may_end.set()
-        with pytest.raises(RoundRefused, match="the installed view is 2"):
+        with pytest.raises(OperationAborted, match="view 2 was installed"):
             await survey
         keys = [site.communicator.key(0) for site in (early, late)]
         tables = await asyncio.gather(
@@ -222,7 +233,7 @@ async def test_the_survey_of_a_former_view_leaves_the_next_look_ahead_alone(site
             view_of([dialler, waiter], epoch=2)
         )  # it has nothing to dial, nor to wait for
         waiter.communicator.look_ahead(probe_s=600.0)
-        with pytest.raises(RoundRefused, match="the installed view is 2"):
+        with pytest.raises(OperationAborted, match="view 2 was installed"):
             await survey
         assert padding_ends(waiter, dialler) > 0.0
         assert not waiter.communicator._looking_ahead.done()
