@@ -199,11 +199,14 @@ class Bundle:
         if not self.is_far or self._control != "bbr" or bytes_per_s == self._pace:
             return
         self._pace = bytes_per_s
+        shared_by = min(self._num_used, self.num_streams)
         self._num_used = self.num_streams
         if bytes_per_s is not None:
             self._num_used = min(self.num_streams, streams_needed(bytes_per_s, self.round_trip_s))
         for link in self._links.values():
             link.pace(None if bytes_per_s is None else bytes_per_s / self._num_used)
+            if self._num_used < shared_by:
+                link.find_speed_anew()
 
     def pad_until(self, instant: float) -> None:
         """Send bytes without meaning until then (loop time), whenever there is nothing else."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from collective.core.bucket import TokenBucket
 from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
 from collective.memory import fresh_memory
-from collective.transport.sockets import lost, pace, unacknowledged_nbytes
+from collective.transport.sockets import find_speed_anew, lost, pace, unacknowledged_nbytes
 from collective.transport.tcp_info import TcpInfo, read_tcp_info, window_nbytes
 from collective.transport.tls import TlsSocket
 from collective.wire import Frame, FrameReader, Header, Limits
@@ -193,6 +193,11 @@ class Link:
         """Let the kernel send no faster than this; None lets go."""
         if not self.closed:
             pace(self._sock, bytes_per_s)
+
+    def find_speed_anew(self) -> None:
+        """What this stream may carry has changed by much."""
+        if not self.closed:
+            find_speed_anew(self._sock)
 
     def window_nbytes(self) -> int:
         """What the kernel lets be on its way at once; 0 where it does not tell."""

@@ -9,7 +9,7 @@ import pytest
 from collective.core.types import Incarnation, PeerId, PeerRef
 from collective.transport.bundle import Bundle, Notice
 from collective.transport.link import Caps, Link
-from collective.transport.sockets import SocketOptions, pace
+from collective.transport.sockets import SocketOptions, congestion_control_of, find_speed_anew, pace
 from collective.wire import FrameType, Header, pack
 
 PEER = PeerRef(PeerId("0" * 16), Incarnation(1))
@@ -76,6 +76,32 @@ async def test_a_paced_path_uses_as_few_streams_as_carry_it_and_shares_the_pace_
         bundle.contributions.extend(small(b"c") for _ in range(8))
         taken = [bundle.next_out(link) is not None for link in bundle._links.values()]
         assert taken == [True] * 4 + [False] * 4
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="pacing is Linux's")
+async def test_fewer_streams_that_carry_what_more_of_them_did_find_their_speed_anew(monkeypatch):
+    anew = []
+    monkeypatch.setattr("collective.transport.link.find_speed_anew", anew.append)
+    async with bundle_of(8, round_trip_s=0.05) as (bundle, ours, _):
+        bundle.pace(100e6)  # four of eight streams are used
+        assert anew == ours
+        bundle.pace(100e6)
+        bundle.raise_pace()  # five
+        bundle.pace(None)  # all
+        assert anew == ours
+        bundle.pace(12e6)  # one
+        assert anew == ours * 2
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="Linux's")
+async def test_who_finds_its_speed_anew_keeps_its_congestion_control_and_its_bytes():
+    async with bundle_of(1, round_trip_s=0.05) as (_, ours, theirs):
+        before = congestion_control_of(ours[0])
+        ours[0].send(b"first")
+        find_speed_anew(ours[0])
+        ours[0].send(b"then")
+        assert congestion_control_of(ours[0]) == before != ""
+        assert theirs[0].recv(9, socket.MSG_WAITALL) == b"firstthen"
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="pacing is Linux's")
@@ -179,3 +205,4 @@ def test_a_pace_on_a_socket_that_is_closed_is_no_error():
     with socket.socket() as closed:
         pass
     pace(closed, 1e6)
+    find_speed_anew(closed)
