@@ -4,12 +4,10 @@ The transfers themselves are the measurement; where there were none, `probe` sen
 The kernel counts what has arrived at both ends, so nothing is asked of the other side.
 
 Rules: `Communicator.survey` brings all members' observations together and decides; only paces that are all that holds
-us back are raised from here. A window is longer than most bursts; the fastest of them, but for one in eight, is what a
-link can do.
+us back are raised from here. A window is longer than most bursts; the fastest of them is what a link can do.
 """
 
 import asyncio
-import heapq
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -24,8 +22,6 @@ from collective.transport.sockets import FAR_S
 _WINDOW_S = 0.2
 _LONGEST_WINDOW_S = 0.8
 _WINDOWS_KEPT = 64
-_DOUBTED = 8
-"""One window in so many may show more than the link can do: what was held up on the way comes in a burst."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,10 +157,10 @@ class LinkMeter:
         """What we saw of the way to these members, in their order."""
         seen = [self._seen.get(member.ref) for member in members]
         return Observation(
-            sent=_most(self._sent),
-            received=_most(self._received),
+            sent=max(self._sent, default=0.0),
+            received=max(self._received, default=0.0),
             one_way_s=tuple(self._round_trip_s(member.ref) / 2 for member in members),
-            sent_to=tuple(_most(one.rates) if one else 0.0 for one in seen),
+            sent_to=tuple(max(one.rates, default=0.0) if one else 0.0 for one in seen),
         )
 
     def reports(self, members: Sequence[Member]) -> list[LinkReport]:
@@ -177,7 +173,7 @@ class LinkMeter:
                 peer_id=bundle.peer_id,
                 num_streams=bundle.num_streams,
                 round_trip_s=bundle.shortest_round_trip_s(),
-                bytes_per_s=_most(seen.rates) if seen else 0.0,
+                bytes_per_s=max(seen.rates, default=0.0) if seen else 0.0,
                 bytes_sent=bundle.bytes_sent,
                 bytes_received=bundle.bytes_received,
                 bytes_sent_again=bundle.bytes_sent_again(),
@@ -196,8 +192,3 @@ class LinkMeter:
     def _round_trip_s(self, ref: PeerRef) -> float:
         bundle = self._bundles.get(ref)
         return 0.0 if bundle is None else bundle.shortest_round_trip_s()
-
-
-def _most(rates: Sequence[float]) -> float:
-    """What a link can do, of the windows in which more was waiting for it. 0.0 without any."""
-    return heapq.nlargest(1 + len(rates) // _DOUBTED, rates)[-1] if rates else 0.0

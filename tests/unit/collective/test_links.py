@@ -2,7 +2,7 @@
 
 import pytest
 
-from collective.core.types import Incarnation, Member, PeerId, PeerRef
+from collective.core.types import Incarnation, PeerId, PeerRef
 from collective.links import LinkMeter
 
 WINDOW_S = 0.25
@@ -19,9 +19,6 @@ class Path:
 
     def bytes_delivered(self):
         return self.delivered
-
-    def shortest_round_trip_s(self):
-        return 0.01
 
     def raise_pace(self):
         self.num_raised += 1
@@ -86,17 +83,3 @@ def test_windows_count_only_in_a_row():
 
 def test_a_window_with_a_pause_in_it_shows_nothing():
     assert raised_after(9, Path(), window_s=1.0) == [0]
-
-
-@pytest.mark.parametrize(("num_windows", "believed"), [(1, 9.0), (7, 9.0), (8, 2.0), (40, 2.0)])
-def test_a_burst_among_many_windows_is_not_what_the_link_can_do(num_windows, believed):
-    path = Path(rate=9.0 * PACE)
-    ref = PeerRef(PeerId("0" * 16), Incarnation(1))
-    meter = LinkMeter({ref: path})
-    for window in range(num_windows + 1):
-        meter.sample(window * WINDOW_S)
-        path.delivered += path.rate * WINDOW_S
-        path.rate = 2.0 * PACE
-    seen = meter.observation([Member(ref.peer_id, ref.incarnation, "")])
-    assert seen.sent_to == (believed * PACE,)
-    assert seen.sent == believed * PACE
