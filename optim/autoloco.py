@@ -83,7 +83,7 @@ class AutoLoCo(QSR):
         stepped = step_anchor(
             state,
             result.value if reach == 1.0 else result.value / reach,
-            lr=self.lr * reach,
+            lr=self.lr_of(result) * reach,
             momentum=self.momentum if length == 1.0 else _rounded(self.momentum**length),
             out=out,
         )

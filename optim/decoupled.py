@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.diloco import DiLoCo, lr_by_peers, step_anchor
+from optim.diloco import DiLoCo, lr_by_members, step_anchor
 from optim.fragments import FragmentKey
 from optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
 from optim.registry import register
@@ -53,7 +53,7 @@ _SAMPLES: Final = 2.0**20
 """Unit of samples in a weight: squares of tokens by themselves come near to the largest weight that can be sent."""
 
 
-@register("decoupled", by_peers=lr_by_peers)
+@register("decoupled", by_peers=lr_by_members)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoupledDiLoCo(DiLoCo):
     """Settings of Decoupled DiLoCo.
@@ -135,7 +135,7 @@ class DecoupledDiLoCo(DiLoCo):
             ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
         """
         merged = result.value if _is_plain(state) else radial_directional(result)
-        stepped = step_anchor(state, merged, lr=self.lr, momentum=self.momentum, out=out)
+        stepped = step_anchor(state, merged, lr=self.lr_of(result), momentum=self.momentum, out=out)
         stepped.shared[PLAIN_MEAN].copy_(state.shared[PLAIN_MEAN])
         return Absorbed(state=stepped, target=stepped.shared[ANCHOR], keep=0.0)
 

@@ -90,7 +90,7 @@ class Delayed(DiLoCo):
             ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
         """
         out = state.successor(out)
-        step_anchor(state, result.value, lr=self.lr, momentum=self.momentum, out=out)
+        step_anchor(state, result.value, lr=self.lr_of(result), momentum=self.momentum, out=out)
         out.private[CARRIED].zero_()  # the payload that is in flight by now took it along
         return Absorbed(state=out, target=self.start(out), keep=0.0)
 

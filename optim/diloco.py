@@ -13,6 +13,7 @@ Source: DiLoCo (arXiv:2311.08105), algorithm 1; learning rates by number of work
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -39,12 +40,12 @@ _BEST_LR: Final = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 """(workers, best outer learning rate) for models from 335M parameters up: arXiv:2503.09799."""
 
 
-def lr_by_peers(num_peers: int) -> dict[str, object]:
-    """For `register`: the outer learning rate is `default_outer_lr`."""
-    return {"lr": default_outer_lr(num_peers)}
+def lr_by_members(_num_peers: int) -> dict[str, object]:
+    """For `register`: the outer learning rate goes by the members of each round."""
+    return {"lr": None}
 
 
-@register("diloco", by_peers=lr_by_peers)
+@register("diloco", by_peers=lr_by_members)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCo:
     """DiLoCo's settings; defaults are the paper's.
@@ -53,15 +54,16 @@ class DiLoCo:
         ValueError: if a setting is out of its range.
     """
 
-    lr: float = 0.7
-    """Outer learning rate, > 0 and constant. `outer_from_config` knows a better one for a given number of peers."""
+    lr: float | None = 0.7
+    """Outer learning rate, > 0 and constant. None: `default_outer_lr` of those who give to a round. The best rate grows
+    with their number, and what is good for three takes a single one, whose work is noisier, too far."""
     momentum: float = 0.9
     """Outer Nesterov momentum, in [0, 1)."""
     inner_steps: int = 500
     """H, inner steps between exchanges, >= 1. Smaller is closer to data parallel and costs more bytes."""
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.lr < float("inf"):
+        if self.lr is not None and not 0.0 < self.lr < float("inf"):
             raise ValueError(f"outer lr must be positive and finite, got {self.lr}")
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"outer momentum must be in [0, 1), got {self.momentum}")
@@ -98,8 +100,12 @@ class DiLoCo:
         Raises:
             ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
         """
-        stepped = step_anchor(state, result.value, lr=self.lr, momentum=self.momentum, out=out)
+        stepped = step_anchor(state, result.value, lr=self.lr_of(result), momentum=self.momentum, out=out)
         return Absorbed(state=stepped, target=stepped.shared[ANCHOR], keep=0.0)
+
+    def lr_of(self, result: Result) -> float:
+        """The outer learning rate for what these members have given."""
+        return default_outer_lr(effective_number(result)) if self.lr is None else self.lr
 
     def dropped(
         self, _round: Round, _contribution: Contribution | None, state: State, /, *, out: State | None = None
@@ -140,7 +146,19 @@ def step_anchor(state: State, delta: Tensor, *, lr: float, momentum: float, out:
     return out
 
 
-def default_outer_lr(num_peers: int) -> float:
+def effective_number(result: Result) -> float:
+    """How many members of equal weight would make a mean as noisy: (Σw)² / Σw², from 1 to their number.
+
+    The same bits on every machine. Source: Kish, Survey Sampling (1965).
+    """
+    if not result.weights:
+        return float(len(result.members))
+    heaviest = max(result.weights)
+    shares = [weight / heaviest for weight in result.weights]
+    return max(1.0, math.fsum(shares) ** 2 / math.fsum(share * share for share in shares))
+
+
+def default_outer_lr(num_peers: float) -> float:
     """The best outer learning rate for a number of peers: 0.4 for one, 0.6 for two to four, 0.8 from eight on.
 
     Linear between, in plain arithmetic rather than logarithms, so that every peer computes the same number.

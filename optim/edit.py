@@ -35,8 +35,8 @@ class LayerwiseDiLoCo(DiLoCo):
 
     def __post_init__(self) -> None:
         DiLoCo.__post_init__(self)
-        if self.num_fragments is not None and (type(self.num_fragments) is not int or self.num_fragments < 1):
-            raise ValueError(f"num_fragments must be a whole number of at least 1, got {self.num_fragments!r}")
+        if self.num_fragments is not None and self.num_fragments < 1:
+            raise ValueError(f"num_fragments must be at least 1, got {self.num_fragments}")
 
     def fragments(self, table: FragmentTable, /) -> tuple[Fragment, ...]:
         """Groups of neighbouring layers.

@@ -161,7 +161,7 @@ class PowerSGD(DiLoCo):
         delta = layout.decompressed(result.value, side, state.shared, out=torch.empty(layout.numel))
         renewed = {} if side is None else {side: self._renewed(result.value, side, round_.inner_step)}
         # From here on result.value is not read again: it may be memory of `out`.
-        stepped = step_anchor(state, delta, lr=self.lr, momentum=self.momentum, out=out)
+        stepped = step_anchor(state, delta, lr=self.lr_of(result), momentum=self.momentum, out=out)
         for name in (LEFT, RIGHT) if layout.matrices else ():
             stepped.shared[name].copy_(renewed.get(name, state.shared[name]))
         residual, mine = stepped.private[RESIDUAL], result.contribution

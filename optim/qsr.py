@@ -83,8 +83,6 @@ class QSR(DiLoCo):
         known = typing.get_args(ScheduleType)
         if self.schedule not in known:
             raise ValueError(f"schedule must be one of {', '.join(known)}, got {self.schedule!r}")
-        if self.decay_steps is not None and not isinstance(self.decay_steps, int):
-            raise ValueError(f"decay_steps must be a whole number, got {self.decay_steps!r}")
         self.lr_factor()
 
     def plan(self, inner_step: int, /) -> tuple[Round, ...]:

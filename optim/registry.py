@@ -14,6 +14,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import types
 import typing
 from typing import TYPE_CHECKING, TypeVar
 
@@ -116,10 +117,14 @@ def _import_methods() -> None:
 def _check_type(type_: str, name: str, value: object, hint: object) -> None:
     """Check the plain types; a bool is not a number, and a whole number is a float as well."""
     accepted: dict[object, tuple[type, ...]] = {float: (int, float), int: (int,), bool: (bool,), str: (str,)}
-    if hint not in accepted:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(value) in options:
         return
-    if not isinstance(value, accepted[hint]) or (isinstance(value, bool) and hint is not bool):
-        wanted = getattr(hint, "__name__", str(hint))
+    plain = [option for option in options if option in accepted]
+    if len(plain) != 1:
+        return
+    if not isinstance(value, accepted[plain[0]]) or (isinstance(value, bool) and plain[0] is not bool):
+        wanted = getattr(plain[0], "__name__", str(hint))
         raise ValueError(f"setting {name!r} of outer optimizer {type_!r} must be {wanted}, got {value!r}")
 
 

@@ -25,7 +25,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from optim.diloco import DiLoCo, lr_by_peers
+from optim.diloco import DiLoCo, lr_by_members
 from optim.fragments import FragmentKey
 from optim.layers import layer_groups
 from optim.outer import PARAM, Absorbed, Op, Round
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _LAYERS_A_FRAGMENT: Final = 3
 
 
-@register("streaming", by_peers=lr_by_peers)
+@register("streaming", by_peers=lr_by_members)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming(DiLoCo):
     """Streaming DiLoCo's settings; defaults are the paper's.
@@ -47,8 +47,8 @@ class Streaming(DiLoCo):
         ValueError: if a setting is out of its range.
     """
 
-    lr: float = 0.4
-    """Outer learning rate, > 0 and constant. The paper's, of two replicas; `outer_from_config` goes by their number."""
+    lr: float | None = 0.4
+    """Outer learning rate, > 0 and constant. The paper's, of two replicas. None: by those who give to a round."""
     momentum: float = 0.9
     """Outer Nesterov momentum, in [0, 1)."""
     inner_steps: int = 30
@@ -64,13 +64,10 @@ class Streaming(DiLoCo):
 
     def __post_init__(self) -> None:
         DiLoCo.__post_init__(self)
-        if self.num_fragments is not None:
-            if not isinstance(self.num_fragments, int) or isinstance(self.num_fragments, bool):
-                raise ValueError(f"num_fragments must be a whole number, got {self.num_fragments!r}")
-            if not 1 <= self.num_fragments <= self.inner_steps:
-                raise ValueError(
-                    f"num_fragments must be in [1, inner_steps = {self.inner_steps}], got {self.num_fragments}"
-                )
+        if self.num_fragments is not None and not 1 <= self.num_fragments <= self.inner_steps:
+            raise ValueError(
+                f"num_fragments must be in [1, inner_steps = {self.inner_steps}], got {self.num_fragments}"
+            )
         if self.pattern not in ("strided", "sequential"):
             raise ValueError(f"pattern must be 'strided' or 'sequential', got {self.pattern!r}")
         if not 0 <= self.delay < self.inner_steps:

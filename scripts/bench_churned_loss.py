@@ -1,9 +1,10 @@
-"""Does churn harm the model? Calm runs with several seeds, and one whose peers are killed and frozen all the time.
+"""Does churn harm the model? Calm runs with several seeds, and runs whose peers are killed and frozen all the time.
 
 `scripts/bench churned_loss`: real peers (`isthmus up`, `isthmus join`) train configs/demo.toml with a constant rate.
-The held-out loss of the churned run is taken where it has committed as many tokens as the calm ones had at their end,
-between the two judged states around it. Exits with 1 if it lies above the worst calm seed by more than the calm seeds
-differ among themselves, or if too little happened.
+The held-out loss of a churned run is taken where it has committed as many tokens as the calm ones had at their end,
+between the two judged states around it. Which peer trains which samples is a matter of milliseconds, so a seed gives
+another loss every time, and one churned run says little. Exits with 1 if the median of the churned runs is above the
+worst calm one, or too little happened in one of them.
 """
 
 import argparse
@@ -25,7 +26,6 @@ from scripts.demo_report import read_events
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_PEERS = 3
-CHURN_SEED = 1
 FREEZE_S = (1.0, 8.0)
 CHURNED_STEPS = 3
 """A churned run has so many times the outer steps of a calm one at hand: it ends when it has the tokens."""
@@ -110,7 +110,7 @@ class ChurnedDemo(Demo):
         return any(step <= len(run.tokens) and run.tokens[step - 1] >= num_tokens for step in run.losses)
 
     def _churn(self, is_over: Callable[[], bool], ticket: str) -> None:
-        rng = random.Random(CHURN_SEED)
+        rng = random.Random(self.result.seed)
         while not is_over():
             self._wait(rng.uniform(*self.pause_s))
             victim = rng.choice(self.peers[1:NUM_PEERS])
@@ -136,7 +136,7 @@ class ChurnedDemo(Demo):
 def main() -> int:
     """Run and print; returns the exit code."""
     parser = argparse.ArgumentParser(prog="scripts/bench churned_loss", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5, help="calm runs; 5")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each kind; 5")
     parser.add_argument("--outer-steps", type=int, default=40, help="of a calm run; 40")
     parser.add_argument("--pause-s", type=_pair, default=(8.0, 15.0), metavar="A,B", help="between two faults; 8,15")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
@@ -147,19 +147,21 @@ def main() -> int:
     except DemoFailed as failure:
         print(f"bench: {failure}", file=sys.stderr)
         return 1
-    losses = [run.loss for run in calm]
-    spread = max(losses) - min(losses)
-    print(f"calm, {len(calm)} seeds: held-out loss {min(losses):.4f} to {max(losses):.4f}", end="")
-    print(f" (median {statistics.median(losses):.4f}) after {calm[0].tokens[-1]:,} tokens")
-    print(f"churned, {churned.kills} SIGKILLs, {churned.freezes} SIGSTOPs, {churned.fewest_members} to ", end="")
-    print(f"{NUM_PEERS} members, {len(churned.tokens)} outer steps: {churned.loss:.4f}")
+    _print("calm", calm)
+    _print("churned", churned)
     if options.json:
-        figures = {"calm": [asdict(run) for run in calm], "churned": asdict(churned), "spread": spread}
+        figures = {"calm": [asdict(run) for run in calm], "churned": [asdict(run) for run in churned]}
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    if churned.kills + churned.freezes < NUM_PEERS:
+    if any(run.kills + run.freezes < NUM_PEERS for run in churned):
         print("bench: too little happened to say anything", file=sys.stderr)
         return 1
-    return 0 if churned.loss <= max(losses) + spread else 1
+    return 0 if statistics.median(run.loss for run in churned) <= max(run.loss for run in calm) else 1
+
+
+def _print(kind: str, runs: list[Run]) -> None:
+    losses = [run.loss for run in runs]
+    print(f"{kind}, {len(runs)} runs: held-out loss {min(losses):.4f} to {max(losses):.4f}", end="")
+    print(f" (median {statistics.median(losses):.4f})")
 
 
 def _pair(text: str) -> tuple[float, float]:
@@ -167,16 +169,22 @@ def _pair(text: str) -> tuple[float, float]:
     return shortest, longest
 
 
-def _measure(num_seeds: int, outer_steps: int, pause_s: tuple[float, float]) -> tuple[list[Run], Run]:
+def _measure(num_seeds: int, outer_steps: int, pause_s: tuple[float, float]) -> tuple[list[Run], list[Run]]:
+    """All runs, calm and churned in turn; the first calm one says how many tokens."""
     calm: list[Run] = []
+    churned: list[Run] = []
     for seed in range(1, num_seeds + 1):
         calm.append(_train(seed, outer_steps, None, pause_s))
         print(f"  calm, seed {seed}: {calm[-1].losses[outer_steps]:.4f}", flush=True)
-    num_tokens = min(run.tokens[-1] for run in calm)
-    for run in calm:
+        num_tokens = calm[0].tokens[-1]
+        run = _train(seed, CHURNED_STEPS * outer_steps, num_tokens, pause_s)
         run.loss = run.loss_at(num_tokens)
-    churned = _train(1, CHURNED_STEPS * outer_steps, num_tokens, pause_s)
-    churned.loss = churned.loss_at(num_tokens)
+        churned.append(run)
+        print(f"  churned, seed {seed}: {run.loss:.4f} after {run.kills} SIGKILLs and {run.freezes} SIGSTOPs, ", end="")
+        print(f"{run.fewest_members} to {NUM_PEERS} members, {len(run.tokens)} outer steps", flush=True)
+    num_tokens = min(run.tokens[-1] for run in calm)
+    for run in calm + churned:
+        run.loss = run.loss_at(num_tokens)
     return calm, churned
 
 

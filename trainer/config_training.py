@@ -160,7 +160,7 @@ InnerSection = Annotated[AdamW | Sgd | Adopt | Muon, Field(discriminator="type")
 
 class _Outer(Section):
     lr: Maybe[Positive] = None
-    """Outer learning rate; none: by the number of peers that are waited for at the start."""
+    """Outer learning rate, constant; none: by the number of peers that give to a round, see `default_outer_lr`."""
     momentum: Portion = 0.9
     inner_steps: Annotated[Count, Field(ge=1, le=10**6)] = 100
     """Inner steps between two exchanges of the same parameters."""

@@ -190,16 +190,23 @@ class OuterState:
     def _next_index(self) -> int:
         return self._schedule.round_after(self.live.manifest.outer_step).fragment.index
 
-    async def stage(self, round_: Round, members: Sequence[str], weight_sum: float) -> bytes:
+    async def stage(self, round_: Round, weights: Mapping[str, float]) -> bytes:
         """Absorb the mean in `result_buffer` into staging. The live state is untouched.
+
+        Args:
+            round_: which made it.
+            weights: of its members, in their order.
 
         Returns:
             The digest that the shared state would have.
         """
         mean, live, index = self.result_buffer(), self.live, round_.fragment.index
         before = live.states[index]
-        if weight_sum > 0.0:
-            result = Result(value=mean, members=tuple(members), weight_sum=weight_sum)
+        given = {member: weight for member, weight in weights.items() if weight > 0.0}
+        if given:
+            result = Result(
+                value=mean, members=tuple(given), weight_sum=math.fsum(given.values()), weights=tuple(given.values())
+            )
             spare = self._spares[self._fragments[index].numel]
             absorbed = await in_thread(self._outer.absorb, round_, result, before, out=spare)
         else:
@@ -317,8 +324,7 @@ class OuterState:
         if entry.fragment != round_.fragment.index:
             raise RemoteProtocolError(f"a recorded result is of fragment {entry.fragment}, not {round_.fragment.index}")
         await in_thread(_decode_all, entry, self.result_buffer())
-        weights = dict(entry.weights)
-        digest = await self.stage(round_, tuple(weights), math.fsum(weights.values()))
+        digest = await self.stage(round_, dict(entry.weights))
         if digest != entry.digest:
             self.discard_staged()
             raise StateDiverged(entry.outer_step, expected=entry.digest, actual=digest)

@@ -98,15 +98,15 @@ class RoundRunner:
             record=lambda start_numel, _numel, wire: chunks.append(ResultChunk(start_numel, bytes(wire))),
         )
         self._on_exchanged(key, stats)
-        members = tuple(member.peer_id for member in view.members)
+        weights = tuple(zip((member.peer_id for member in view.members), stats.weights, strict=True))
         round_ = self._schedule.round_after(key.outer_step)
-        digest = await self._state.stage(round_, members, stats.weight_sum)
+        digest = await self._state.stage(round_, dict(weights))
         self._staged_entry = CommitEntry(
             outer_step=OuterStep(key.outer_step + 1),
             digest=digest,
             fragment=key.fragment,
             codec=self._codec,
-            weights=tuple(zip(members, stats.weights, strict=True)),
+            weights=weights,
             chunks=tuple(sorted(chunks, key=lambda chunk: chunk.start_numel)),
         )
         return digest

@@ -3,11 +3,13 @@
 Δ = 1/k Σ_i (θ^(t-1) - θ_i^(t));   θ^(t) ← OuterOpt(θ^(t-1), Δ)
 """
 
+import itertools
+
 import pytest
 import torch
 
 from optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, Round, State, Work, default_outer_lr
-from optim.diloco import MOMENTUM
+from optim.diloco import MOMENTUM, effective_number
 from optim.simulate import simulate
 from optim.workload import OneByOne
 
@@ -15,6 +17,7 @@ TABLE = FragmentTable.from_named_shapes([("a", (7, 3)), ("b", (11,))])
 NUMEL = TABLE.numel
 WORKERS = ("ash", "birch", "cedar")
 INITIAL = torch.linspace(-1.0, 1.0, NUMEL)
+ROUND = Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=500)
 
 
 def gradient(worker: str, inner_step: int, value: torch.Tensor) -> torch.Tensor:
@@ -232,3 +235,31 @@ def test_default_outer_lr_follows_the_scaling_laws(num_peers, lr):
 def test_no_peers_have_no_learning_rate():
     with pytest.raises(ValueError, match="at least 1"):
         default_outer_lr(0)
+
+
+def result_of(*weights):
+    members = WORKERS[: len(weights)]
+    return Result(value=torch.ones(NUMEL), members=members, weight_sum=sum(weights), weights=weights)
+
+
+@pytest.mark.parametrize("weights", [(8.0,), (8.0, 8.0), (8.0, 8.0, 8.0)])
+def test_without_a_rate_of_its_own_a_round_takes_the_best_one_for_those_who_gave_to_it(weights):
+    state = DiLoCo().init(TABLE.whole(), INITIAL)
+    stepped = DiLoCo(lr=None).absorb(ROUND, result_of(*weights), state).state.shared
+    best = DiLoCo(lr=default_outer_lr(len(weights))).absorb(ROUND, result_of(*weights), state).state.shared
+    assert torch.equal(stepped[ANCHOR], best[ANCHOR])
+    assert DiLoCo(lr=0.3).lr_of(result_of(*weights)) == 0.3, "whoever says a rate means it"
+
+
+def test_who_gave_little_to_a_round_counts_little_in_its_rate():
+    assert effective_number(result_of(5.0, 5.0, 5.0)) == 3.0
+    assert effective_number(result_of(5.0, 0.0, 5.0)) == 2.0
+    assert effective_number(result_of(4.0, 2.0)) == pytest.approx(36 / 20)
+    assert 1.0 <= effective_number(result_of(1e-30, 1e30)) < 1.0 + 1e-9, "and no square is too large or too small"
+    assert effective_number(Result(value=INITIAL, members=WORKERS, weight_sum=3.0)) == 3.0
+
+
+def test_the_rate_is_the_same_bits_whatever_the_order_of_the_members():
+    weights = (0.1, 1e-7, 3.3)
+    numbers = {effective_number(result_of(*order)) for order in itertools.permutations(weights)}
+    assert len(numbers) == 1

@@ -512,8 +512,8 @@ def test_neighbouring_layers_can_be_judged_together():
     ("settings", "message"),
     [
         ({"lr": 0.0}, "lr must be positive"),
-        ({"num_fragments": 0}, "num_fragments must be a whole number"),
-        ({"num_fragments": 2.0}, "num_fragments must be a whole number"),
+        ({"num_fragments": 0}, "num_fragments must be at least 1"),
+        ({"num_fragments": 2.0}, "'num_fragments' of outer optimizer 'edit' must be int"),
         ({"temperature": 0.0}, "temperature must be positive"),
         ({"z_limit": math.nan}, "z_limit must be positive"),
         ({"max_norm": -1.0}, "max_norm must be positive"),

@@ -181,7 +181,7 @@ def test_it_is_built_from_plain_values():
         ({"peak_lr": 0.0}, "peak_lr must be"),
         ({"total_steps": 0}, "total_steps must be"),
         ({"schedule": "linear"}, "schedule must be one of constant, cosine, wsd"),
-        ({"decay_steps": "20"}, "decay_steps must be"),
+        ({"decay_steps": "20"}, "'decay_steps' of outer optimizer '(qsr|autoloco)' must be int"),
         ({"decay_steps": 20}, "belongs to wsd"),
         ({"warmup_steps": 100}, "warmup_steps"),
         ({"min_ratio": 2.0}, "min_ratio"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import optim
-from optim import ANCHOR, DiLoCo, FragmentTable, build_outer, default_outer_lr, registry
+from optim import ANCHOR, DiLoCo, FragmentTable, build_outer, registry
 from optim.simulate import simulate
 from optim.workload import OneByOne
 
@@ -28,7 +28,7 @@ def code_blocks():
 def test_what_the_readme_says_of_choosing_runs():
     names = {}
     exec(code_blocks()[0], names)
-    assert names["outer"].lr == default_outer_lr(8)
+    assert names["outer"].lr is None
     assert names["advice"].pick.is_hidden
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from optim import DiLoCo, build_outer, default_outer_lr, outer_from_config, outer_types
+from optim import DiLoCo, build_outer, outer_from_config, outer_types
 from optim.registry import register
 
 
@@ -48,11 +48,11 @@ def test_a_setting_of_another_type_or_range_is_refused(settings, message):
 
 def test_a_section_names_the_method_and_what_it_leaves_out_depends_on_the_peers():
     for peers in (1, 4, 8):
-        assert outer_from_config({"type": "diloco"}, num_peers=peers) == DiLoCo(lr=default_outer_lr(peers))
-        assert outer_from_config({"type": "diloco", "lr": None}, num_peers=peers) == DiLoCo(lr=default_outer_lr(peers))
+        assert outer_from_config({"type": "diloco"}, num_peers=peers) == DiLoCo(lr=None), "by the members of a round"
+        assert outer_from_config({"type": "diloco", "lr": None}, num_peers=peers) == DiLoCo(lr=None)
         assert outer_from_config({"type": "diloco", "lr": 0.3}, num_peers=peers) == DiLoCo(lr=0.3)
         assert outer_from_config({"type": "async"}, num_peers=peers) == build_outer("async", buffer=peers)
-        streaming = build_outer("streaming", lr=default_outer_lr(peers), num_fragments=3)
+        streaming = build_outer("streaming", lr=None, num_fragments=3)
         assert outer_from_config({"type": "streaming", "num_fragments": 3}, num_peers=peers) == streaming
         assert outer_from_config({"type": "eager"}, num_peers=peers) == build_outer("eager"), "its evidence is its own"
 

@@ -257,7 +257,7 @@ class Rig:
         step = self.state.live.manifest.outer_step
         self.state.result_buffer().copy_(mean)
         round_ = self.schedule.round_after(step)
-        held = Held(OuterStep(step + 1), await self.state.stage(round_, (ME.peer_id,), 1.0))
+        held = Held(OuterStep(step + 1), await self.state.stage(round_, {ME.peer_id: 1.0}))
         self.runner.absorbed = self.state.install_staged(held)
         key = RoundKey(Epoch(self._epoch), OuterStep(step), round_.fragment.index)
         position = DataPosition(self.ledger.next_index)

@@ -76,7 +76,7 @@ async def test_what_was_offered_is_the_checkpoint_whatever_is_committed_meanwhil
         for step in range(3):
             state.result_buffer().copy_(numbers(step))
             held = state.live.held
-            staged = await state.stage(state._schedule.round_after(step), ("a",), 1.0)
+            staged = await state.stage(state._schedule.round_after(step), {"a": 1.0})
             state.install_staged(type(held)(step + 1, staged))
         store.may_go_on.set()
         await office.checkpointer.drain()

@@ -43,7 +43,7 @@ def round_after(state: OuterState) -> Round:
 
 async def stage(state: OuterState, mean: torch.Tensor, weight_sum: float = 2.0) -> Held:
     state.result_buffer().copy_(mean)
-    digest = await state.stage(round_after(state), MEMBERS, weight_sum)
+    digest = await state.stage(round_after(state), dict.fromkeys(MEMBERS, weight_sum / len(MEMBERS)))
     return Held(OuterStep(state.live.manifest.outer_step + 1), digest)
 
 

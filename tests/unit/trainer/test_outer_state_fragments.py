@@ -59,7 +59,7 @@ async def stage(state: OuterState, seed: int, weight_sum: float = 2.0) -> Held:
     step = state.live.manifest.outer_step
     mean = state.result_buffer()
     mean.copy_(numbers(seed, mean.numel()))
-    digest = await state.stage(RoundSchedule(OUTER).round_after(step), ("a", "b"), weight_sum)
+    digest = await state.stage(RoundSchedule(OUTER).round_after(step), dict.fromkeys("ab", weight_sum / 2))
     return Held(OuterStep(step + 1), digest)
 
 

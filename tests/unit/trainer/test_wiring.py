@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from elastic.core.messages import IndexRange
-from optim.diloco import DiLoCo, default_outer_lr
+from optim.diloco import DiLoCo
 from optim.streaming import Streaming
 from trainer.config import Config
 from trainer.config_sources import Override, load_config
@@ -32,20 +32,17 @@ def config(**keys: object) -> Config:
     return load_config(overrides=[Override(names[key], str(value), key) for key, value in tree.items()]).config
 
 
-def test_the_outer_method_takes_its_settings_and_the_number_of_peers_its_learning_rate() -> None:
+def test_the_outer_method_takes_its_settings_and_its_learning_rate_goes_by_the_members_of_a_round() -> None:
     given = outer_of(config(outer__lr=0.5, outer__momentum=0.8, outer__inner_steps=7))
     assert given == DiLoCo(lr=0.5, momentum=0.8, inner_steps=7)
-    for peers in (1, 2, 5, 8):
-        outer = outer_of(config(members__start_peers=peers))
-        assert isinstance(outer, DiLoCo)
-        assert outer.lr == default_outer_lr(peers)
+    assert outer_of(config(members__start_peers=5, outer__inner_steps=7)) == DiLoCo(lr=None, inner_steps=7)
 
 
 def test_streaming_takes_its_settings_and_its_fragments_are_the_model() -> None:
     keys = {"outer__type": "streaming", "outer__inner_steps": 12, "model__num_layers": 4}
     given = config(**keys, outer__num_fragments=3, outer__delay=2, outer__keep=0.25, outer__pattern="sequential")
     expected = {"inner_steps": 12, "num_fragments": 3, "delay": 2, "keep": 0.25, "pattern": "sequential"}
-    assert outer_of(given) == Streaming(lr=default_outer_lr(1), momentum=0.9, **expected)
+    assert outer_of(given) == Streaming(lr=None, momentum=0.9, **expected)
     fragments = fragments_of(given)
     assert [fragment.index for fragment in fragments] == [0, 1, 2]
     assert sum(fragment.numel for fragment in fragments) == fragment_table(given.model.decoder_config()).numel
