@@ -19,7 +19,7 @@ from collective.errors import RemoteProtocolError
 from collective.transport import Channel
 from collective.wire import FrameType
 from elastic.commit_log import CommitLog
-from elastic.replica import Pinned, Replica
+from elastic.replica import Pinned, PrivateState, Replica
 from elastic.state_wire import (
     MAX_STOCK,
     PIECE_NBYTES,
@@ -30,6 +30,7 @@ from elastic.state_wire import (
     CommitRequest,
     ManifestRequest,
     Pace,
+    PrivateRequest,
     Refusal,
     StateRequest,
     Stock,
@@ -56,6 +57,7 @@ class Donor:
         idle_timeout_s: how long a learner may ask nothing.
         upload: what this node may send; shared with its exchanges.
         exchanged: a number that grows with every byte that exchanges move here.
+        private: this peer's own state, for those that may have it.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class Donor:
         idle_timeout_s: float = 120.0,
         upload: TokenBucket | None = None,
         exchanged: Callable[[], int] = lambda: 0,
+        private: PrivateState | None = None,
     ) -> None:
         self._replica = replica
+        self._private = private
         self._commit_log = commit_log
         self._pace = pace or Pace()
         self._max_connections = max_connections
@@ -156,6 +160,8 @@ class _Session:
         match request:
             case ManifestRequest():
                 await self._describe()
+            case PrivateRequest():
+                await self._describe_private()
             case ChunkRequest(index=index):
                 await self._send_chunk(index)
             case CommitRequest(outer_step=outer_step):
@@ -170,9 +176,20 @@ class _Session:
         if self._donor._replica.held() is None:
             await self._refuse("this peer holds no state")
             return
-        self._pinned = self._donor._replica.pin()
-        self._chunks = ChunkMap(self._pinned.manifest)
-        await self._send(FrameType.STATE_HEADER, encode(self._pinned.manifest))
+        await self._offer(self._donor._replica.pin())
+
+    async def _describe_private(self) -> None:
+        self.release()
+        private = self._donor._private
+        lent = None if private is None else await private.lend()
+        if lent is None:
+            await self._refuse("this peer has no state of its own to give")
+        else:
+            await self._offer(lent)
+
+    async def _offer(self, pinned: Pinned) -> None:
+        self._pinned, self._chunks = pinned, ChunkMap(pinned.manifest)
+        await self._send(FrameType.STATE_HEADER, encode(pinned.manifest))
 
     async def _send_chunk(self, index: int) -> None:
         if self._pinned is None or self._chunks is None:

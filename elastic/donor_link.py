@@ -26,6 +26,7 @@ from elastic.state_wire import (
     CommitRequest,
     ManifestRequest,
     Pace,
+    PrivateRequest,
     StateRequest,
     StockRequest,
 )
@@ -56,6 +57,14 @@ class DonorLink:
             return manifest, ()
         frame = await self._answer(FrameType.STATE_HEADER, expected_nbytes=MAX_STOCK * 9)
         return manifest, decode(STOCKS, frame.payload).nbytes
+
+    async def private(self) -> StateManifest:
+        """Ask the donor for the state that is its own; returns its verified description."""
+        await self._ask(PrivateRequest())
+        frame = await self._answer(FrameType.STATE_HEADER, expected_nbytes=4 << 20)
+        manifest = decode(MANIFESTS, frame.payload)
+        manifest.verify()
+        return manifest
 
     async def commit(self, outer_step: int, *, max_nbytes: int) -> CommitEntry:
         """The commit that made `outer_step`; one larger than `max_nbytes` is refused before it is read."""

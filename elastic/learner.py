@@ -5,9 +5,9 @@ replaces a running one, which then stays silent. What cannot be cured by trying 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 
-from collective.core.types import Instant
+from collective.core.types import Instant, Member
 from elastic.core.events import CatchUp, CatchUpFailed, CaughtUp
 from elastic.core.messages import Held
 from elastic.errors import NoDonor, StateMismatch
@@ -27,6 +27,7 @@ class Learner:
         spoiled: takes the reason if this peer's model does not fit the run.
         observe: told of beginning and end.
         clock: monotonic seconds.
+        borrow: before this peer is told to have caught up, sees to what else it may want of these donors.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class Learner:
         spoiled: Callable[[str], None],
         observe: Observe,
         clock: Callable[[], Instant],
+        borrow: Callable[[Sequence[Member]], Awaitable[None]],
     ) -> None:
         self._sync = sync
+        self._borrow = borrow
         self._runner = runner
         self._tasks = tasks
         self._done = done
@@ -95,6 +98,8 @@ class Learner:
         except StateMismatch as error:
             self._spoiled(str(error))
             return
+        if held is not None:
+            await self._borrow(effect.donors)
         taken_s, nbytes = self._clock() - began, self.received_nbytes - nbytes
         self._observe(CatchUpEnded(held=held, cause=cause, nbytes=nbytes, seconds=taken_s))
         self._done(CaughtUp(held=held) if held is not None else CatchUpFailed(cause=cause))

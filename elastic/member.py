@@ -64,6 +64,7 @@ from elastic.dialler import Dial, Dialler, NobodyAnswers
 from elastic.digest import Hasher
 from elastic.errors import NotAMember, RoundMissed, RunFinished
 from elastic.learner import Learner
+from elastic.loan import borrow
 from elastic.observation import (
     BecameActive,
     BecameExcused,
@@ -78,7 +79,7 @@ from elastic.observation import (
     WorkCarriedOver,
     ignore,
 )
-from elastic.replica import Replica
+from elastic.replica import PrivateState, Replica
 from elastic.rounds import RoundRunner, Rounds
 from elastic.state_sync import StateSync
 from elastic.state_wire import Pace
@@ -114,6 +115,7 @@ class Membership:
         hasher: for what the replica's memory already contains.
         observe: told of everything that happens.
         pace: floors and windows of state transfers.
+        private: this peer's own state, which it may borrow before it trains; None: it begins fresh.
         first_contact_timeout_s: without any contact for so long the run is given up with exit code 4. Later outages
             are the machine's matter (`MemberConfig.coordinator_timeout_s`).
         clock: monotonic seconds.
@@ -131,12 +133,15 @@ class Membership:
         hasher: Hasher,
         observe: Observe = ignore,
         pace: Pace | None = None,
+        private: PrivateState | None = None,
         first_contact_timeout_s: float = 30.0,
         clock: Callable[[], Instant] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         self._machine = machine
         self._dial = dial
+        self._private = private
+        self._pace = pace or Pace()
         self._observe = observe
         self._clock = clock
         self._first_contact_timeout_s = first_contact_timeout_s
@@ -152,13 +157,16 @@ class Membership:
             clock=clock,
         )
         self._learner = Learner(
-            StateSync(replica, self._dial_donor, hasher=hasher, pace=pace, advanced=self._received, observe=observe),
+            StateSync(
+                replica, self._dial_donor, hasher=hasher, pace=self._pace, advanced=self._received, observe=observe
+            ),
             runner,
             self._tasks,
             done=self._feed,
             spoiled=lambda reason: self._end(REFUSED_EXIT_CODE, reason),
             observe=observe,
             clock=clock,
+            borrow=self._borrow,
         )
         self._desk = Desk()
         self._alarm = Alarm(clock)
@@ -335,6 +343,10 @@ class Membership:
             channel.close()
             raise PeerUnreachable(member.address, f"{channel.hello.peer_id} answers there, not {member.peer_id}")
         return channel
+
+    async def _borrow(self, donors: Sequence[Member]) -> None:
+        if self._private is not None and self._private.is_wanted:
+            await borrow(self._private, donors, self._dial_donor, self._pace)
 
     # -------------------------------------------------------------------------------- work
 

@@ -53,6 +53,38 @@ class Pinned(Protocol):
         ...
 
 
+class PrivateState(Protocol):
+    """What is this peer's own, such as its inner optimizer's: no commit knows it, and it is sent to whoever has none.
+
+    Called from the event loop's thread only.
+    """
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether this peer would begin with another's: it has none yet, and was told to ask."""
+        ...
+
+    async def lend(self) -> Pinned | None:
+        """An immutable copy of it, hashed; None if there is none worth having. Ends in bounded time."""
+        ...
+
+    def begin_borrowing(self, manifest: StateManifest) -> tuple[memoryview, ...]:
+        """Writable memory for every tensor, in the manifest's order (one-dimensional, format B).
+
+        Raises:
+            StateMismatch: names or sizes are not those of this peer's model.
+        """
+        ...
+
+    async def borrowed(self) -> None:
+        """All of it is there: begin with it.
+
+        Raises:
+            StateMismatch: it cannot be what it says it is.
+        """
+        ...
+
+
 class Replica(Protocol):
     """The shared state of this peer. Called from the event loop's thread only, one write at a time."""
 

@@ -33,6 +33,10 @@ class ManifestRequest(_Request, frozen=True):
     """Pin the state you hold and describe it. Answered by a StateManifest; replaces an earlier pin."""
 
 
+class PrivateRequest(_Request, frozen=True):
+    """Copy the state that is yours alone and describe it. Answered, pinned and read like the shared one."""
+
+
 class ChunkRequest(_Request, frozen=True):
     """Chunk number `index` of the pinned state, counted through all tensors. Answered by its bytes."""
 
@@ -51,7 +55,7 @@ class StockRequest(_Request, frozen=True):
     first: OuterStep
 
 
-StateRequest = ManifestRequest | ChunkRequest | CommitRequest | StockRequest
+StateRequest = ManifestRequest | PrivateRequest | ChunkRequest | CommitRequest | StockRequest
 
 
 class Stock(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 InnerType: TypeAlias = Literal["adamw", "sgd", "adopt", "muon"]
 
+Moment: TypeAlias = Literal["exp_avg", "exp_avg_sq"]
+"""A moment of AdamW's, as torch names it: the mean of the gradient and that of its square."""
+
 _NOT_HIDDEN: Final = frozenset({"embedding", "embed", "wte", "head", "lm_head"})
 """Parts of a name that tell a first or last layer, whose matrix is a table of vectors and not a map between them."""
 

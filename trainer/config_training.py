@@ -128,6 +128,9 @@ class AdamW(_Inner):
     type: Literal["adamw"] = "adamw"
     betas: tuple[Portion, Portion] = (0.9, 0.99)
     eps: Positive = 1e-8
+    moments: Literal["fresh", "donor"] = "fresh"
+    """What a peer that comes later begins with: none and a warm-up of its own, or a copy of a donor's, which is twice
+    the parameters to send, and for which the donor's workers stop after an inner step."""
 
 
 class Sgd(_Inner):

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from optim.fragments import FragmentTable
-from optim.inner import build_inner_optimizer, set_lr
+from optim.inner import Moment, build_inner_optimizer, set_lr
 from optim.schedule import build_schedule, warmup
 from trainer.corpus import TokenArray
 from trainer.data import SampleSource, validation_batches
@@ -72,9 +72,9 @@ class InnerLoop:
         self._model = _sharded_model(job, mesh, self._device)
         # Kept by hand: between a forward and a backward FSDP2 shows unsharded parameters under the same names.
         self._params = list(self._model.parameters())
-        self._shards = ShardMap.build(
-            self._model.named_parameters(), FragmentTable.from_named_shapes(named_shapes(job.model))
-        )
+        self._table = FragmentTable.from_named_shapes(named_shapes(job.model))
+        self._shards = ShardMap.build(self._model.named_parameters(), self._table)
+        self._names = [name for name, _ in self._model.named_parameters()]
         optimizer = job.optimizer
         self._optimizer = build_inner_optimizer(
             self._model.named_parameters(),
@@ -95,7 +95,8 @@ class InnerLoop:
             decay_steps=schedule.decay_steps,
         )
         self._warmup_steps = schedule.warmup_steps
-        self._own_steps = 0  # since the inner optimizer began anew
+        self.own_steps = 0
+        """Inner steps since the inner optimizer began."""
         self._has_weights = False
 
     @property
@@ -123,12 +124,33 @@ class InnerLoop:
         self._has_weights = True
         if reset_optimizer:
             self._optimizer.state.clear()
-            self._own_steps = 0
+            self.own_steps = 0
 
     def store(self, mailbox: Tensor, ranges: Sequence[range] = ()) -> None:
         """Write this worker's shards into the mailbox, [numel] fp32 CPU; empty `ranges`: all of them."""
         self._require_weights()
         self._shards.write(mailbox, ranges)
+
+    def load_moment(self, name: Moment, mailbox: Tensor, *, own_steps: int) -> None:
+        """Begin with a moment of AdamW's that another peer has made in so many steps; see `load`. Both are needed."""
+        self._moment(name).read(mailbox)
+        for param in self._params:
+            self._optimizer.state[param]["step"].fill_(own_steps)
+        self.own_steps = own_steps
+
+    def store_moment(self, name: Moment, mailbox: Tensor) -> None:
+        """Write this worker's shards of a moment of AdamW's into the mailbox, [numel] fp32 CPU."""
+        self._moment(name).write(mailbox)
+
+    def _moment(self, name: Moment) -> ShardMap:
+        """Where it lies. What is not there yet is made as torch makes it before the first step: zeros."""
+        for param in self._params:
+            state = self._optimizer.state[param]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+        moments = [self._optimizer.state[param][name] for param in self._params]
+        return ShardMap.build(zip(self._names, moments, strict=True), self._table)
 
     def step(self, indices: Sequence[int], inner_step: int) -> StepResult:
         """One inner step on the peer's batch. Who starts in the middle of a run warms up as the run did.
@@ -153,8 +175,8 @@ class InnerLoop:
                 cure="lower inner.lr or inner.grad_clip, and resume from a checkpoint",
             )
         # Who comes in the middle of a run has no moments yet: its first steps would be as long as they are arbitrary.
-        lr = self._peak_lr * min(self._schedule(inner_step - 1), warmup(self._own_steps, self._warmup_steps))
-        self._own_steps += 1
+        lr = self._peak_lr * min(self._schedule(inner_step - 1), warmup(self.own_steps, self._warmup_steps))
+        self.own_steps += 1
         set_lr(self._optimizer, lr)
         self._optimizer.step()
         self._optimizer.zero_grad()

@@ -30,6 +30,8 @@ _QUEUE_LENGTH = 64
 
 Natural = Annotated[int, Meta(ge=0)]
 Text = Annotated[str, Meta(max_length=8192)]
+Values = Literal["param", "exp_avg", "exp_avg_sq"]
+"""What is moved: parameters, or one of the inner optimizer's moments, by torch's names."""
 Span = tuple[Natural, Natural]
 """Half-open range of the flat vector of parameters: (start, stop)."""
 
@@ -43,8 +45,11 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
 
 
 class Load(_Message, frozen=True, kw_only=True):
-    """Take parameters from the mailbox: p <- keep * p + (1 - keep) * mailbox."""
+    """Take parameters from the mailbox: p <- keep * p + (1 - keep) * mailbox. Moments are taken whole, with keep 0."""
 
+    values: Values = "param"
+    own_steps: Natural = 0
+    """With moments: how many inner steps they are the outcome of."""
     spans: tuple[Span, ...] = ()
     """What to take; empty: everything."""
     keep: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
@@ -62,8 +67,9 @@ class Step(_Message, frozen=True, kw_only=True):
 
 
 class Store(_Message, frozen=True, kw_only=True):
-    """Write parameters into the mailbox."""
+    """Write parameters into the mailbox; moments are written whole."""
 
+    values: Values = "param"
     spans: tuple[Span, ...] = ()
     """What to write; empty: everything."""
 
@@ -109,6 +115,9 @@ class StepDone(_Message, frozen=True, kw_only=True):
 
 class Stored(_Message, frozen=True, kw_only=True):
     """The mailbox has been written."""
+
+    own_steps: Natural = 0
+    """Inner steps since the inner optimizer began."""
 
 
 class Evaluated(_Message, frozen=True, kw_only=True):

@@ -36,6 +36,7 @@ from trainer.config import Config
 from trainer.corpus import Corpus
 from trainer.errors import ExitCode
 from trainer.model import initial_parameters
+from trainer.moments import Moments
 from trainer.outer_state import OuterState
 from trainer.round_runner import RoundRunner
 from trainer.round_schedule import RoundSchedule
@@ -120,11 +121,19 @@ class Peer:
             options=bulk_options(config),
             security=plan.security,
         )
+        self._moments = Moments(
+            mailbox=self._mailbox.tensor,
+            hasher=self._hasher,
+            borrows=config.inner.type == "adamw" and config.inner.moments == "donor",
+            least_steps=config.warmup_steps,
+            has_trained=lambda: self._inner_steps > 0,
+        )
         self.donor = Donor(
             self._state,
             self._commit_log,
             upload=self.communicator.upload_cap,
             exchanged=self.communicator.progress,
+            private=self._moments,
         )
         self._runner = RoundRunner(
             communicator=self.communicator,
@@ -225,6 +234,7 @@ class Peer:
             replica=self._state,
             hasher=self._hasher,
             observe=self._observe,
+            private=self._moments,
         )
         feed = SampleFeed(membership, stock=samples_in_stock(plan.config))
         self._membership, self._feed, self._pool = membership, feed, pool
@@ -254,6 +264,7 @@ class Peer:
             payload=self._payload,
             outer=self._outer,
             fragments=self._fragments,
+            moments=self._moments,
         )
         return TrainingLoop(
             membership=membership,

@@ -16,7 +16,6 @@ from typing import Self
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn import Parameter
 
 from optim.fragments import FragmentTable, ParameterSpec
 
@@ -55,12 +54,13 @@ class ShardMap:
     """Elements of the whole flat vector."""
 
     @classmethod
-    def build(cls, named_params: Iterable[tuple[str, Parameter]], table: FragmentTable) -> Self:
+    def build(cls, named_params: Iterable[tuple[str, Tensor]], table: FragmentTable) -> Self:
         """Find the place of every shard.
 
         Args:
             named_params: `model.named_parameters()`, in any order: DTensors cut along dimension 0 over a mesh of one
-                dimension, as `fully_shard` makes them, or whole tensors of a worker that is alone.
+                dimension, as `fully_shard` makes them, or whole tensors of a worker that is alone. Or what an optimizer
+                keeps for each of them, in the same shape.
             table: the canonical layout of all parameters.
 
         Raises:
@@ -135,7 +135,7 @@ class ShardMap:
             torch.cuda.synchronize()
 
 
-def _locate(param: Parameter, spec: ParameterSpec) -> _Shard:
+def _locate(param: Tensor, spec: ParameterSpec) -> _Shard:
     if tuple(param.shape) != spec.shape:
         raise ValueError(f"{spec.name!r} has shape {tuple(param.shape)} in the model, {spec.shape} in the table")
     if not isinstance(param, DTensor):

@@ -131,11 +131,17 @@ def _answer(
     request: ipc.Load | ipc.Step | ipc.Store | ipc.Evaluate, inner_loop: InnerLoop, mailbox: SharedBuffer
 ) -> ipc.Reply:
     match request:
+        case ipc.Load(values="exp_avg" | "exp_avg_sq" as moment):
+            inner_loop.load_moment(moment, mailbox.tensor, own_steps=request.own_steps)
+            return ipc.Loaded(serial=request.serial)
         case ipc.Load():
             inner_loop.load(
                 mailbox.tensor, _ranges(request.spans), keep=request.keep, reset_optimizer=request.reset_optimizer
             )
             return ipc.Loaded(serial=request.serial)
+        case ipc.Store(values="exp_avg" | "exp_avg_sq" as moment):
+            inner_loop.store_moment(moment, mailbox.tensor)
+            return ipc.Stored(serial=request.serial, own_steps=inner_loop.own_steps)
         case ipc.Store():
             inner_loop.store(mailbox.tensor, _ranges(request.spans))
             return ipc.Stored(serial=request.serial)

@@ -29,6 +29,7 @@ from typing import Self
 
 import msgspec
 
+from optim.inner import Moment
 from trainer import ipc
 from trainer.corpus import Corpus
 from trainer.errors import EnvironmentFault
@@ -155,6 +156,28 @@ class WorkerPool:
         """
         request = ipc.Store(serial=self._link.next_serial(), spans=_spans(ranges))
         await self._link.ask(request, ipc.Stored, self._timeout_s(timeout_s))
+
+    async def load_moment(self, name: Moment, *, own_steps: int) -> None:
+        """Make the workers' inner optimizer take one of its moments from the mailbox.
+
+        Args:
+            name: by torch's name, of AdamW.
+            own_steps: how many inner steps it is the outcome of.
+
+        Raises:
+            WorkerDied, WorkerStalled: the pool is broken.
+        """
+        request = ipc.Load(serial=self._link.next_serial(), values=name, own_steps=own_steps)
+        await self._link.ask(request, ipc.Loaded, self._timeout_s(None))
+
+    async def store_moment(self, name: Moment) -> int:
+        """Make the workers write one of the moments into the mailbox; returns after how many inner steps it is.
+
+        Errors as for `load_moment`.
+        """
+        request = ipc.Store(serial=self._link.next_serial(), values=name)
+        replies = await self._link.ask(request, ipc.Stored, self._timeout_s(None))
+        return replies[0].own_steps
 
     async def evaluate(self, *, timeout_s: float | None = None) -> float:
         """Held-out loss of the present parameters, in nats per token. Errors as for `load`."""

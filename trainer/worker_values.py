@@ -20,6 +20,7 @@ from torch import Tensor
 from optim.fragments import Fragment
 from optim.outer import Absorbed, Outer, Round, State, Work
 from trainer.ipc import StepDone
+from trainer.moments import Moments
 from trainer.state_version import Version, gather_anchor
 from trainer.threads import in_thread
 from trainer.worker_pool import WorkerPool
@@ -34,16 +35,25 @@ class WorkerValues:
         payload: fp32, as long as the largest fragment, or the mailbox itself.
         outer: the method.
         fragments: by index.
+        moments: of the workers' optimizer, between peers.
     """
 
     def __init__(
-        self, *, pool: WorkerPool, mailbox: Tensor, payload: Tensor, outer: Outer, fragments: Sequence[Fragment]
+        self,
+        *,
+        pool: WorkerPool,
+        mailbox: Tensor,
+        payload: Tensor,
+        outer: Outer,
+        fragments: Sequence[Fragment],
+        moments: Moments,
     ) -> None:
         self._pool = pool
         self._mailbox = mailbox
         self._payload = payload
         self._outer = outer
         self._fragments = tuple(fragments)
+        self._moments = moments
         self._base: Version | None = None
         self._arrived: Version | None = None
         self._is_anchor = False
@@ -60,11 +70,14 @@ class WorkerValues:
         self._rebase(version)
         self._is_anchor = True
         await self._pool.load(keep=0.0)
+        await self._moments.begin(self._pool)
 
     async def step(self, indices: Sequence[int], *, inner_step: int) -> StepDone:
         """One inner step."""
         self._is_anchor = False
-        return await self._pool.step(indices, inner_step=inner_step)
+        done = await self._pool.step(indices, inner_step=inner_step)
+        await self._moments.after_step(self._pool)
+        return done
 
     # -------------------------------------------------------------------------------- a round of this peer
 

@@ -1,6 +1,7 @@
 """Several real peers train one model: their anchors stay equal, whoever dies, freezes or comes late."""
 
 import os
+import re
 import signal
 import statistics
 from itertools import pairwise
@@ -130,6 +131,23 @@ def test_a_late_joiner_enters_at_a_commit_boundary_with_the_members_state_and_no
         assert late.peer_id in audit.members_at(outer_step)
     tokens = {event["outer_step"]: event["tokens"] for event in late.events("trained")}
     assert tokens[entered_at + 2] == 3 * 2 * 32
+
+
+def test_a_late_joiner_may_begin_with_a_donors_moments_and_then_need_not_warm_up(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        flags = ("--peers", "2", "--outer-steps", str(OPEN_END), "--inner.schedule.warmup_steps", "4")
+        founder = run.found(*flags, "--inner.moments", "donor")
+        run.wait_for_ticket()
+        other = run.join()
+        run.until_step(4, founder, other)
+        late = run.join("--node.local_workers", "2")
+        run.until_step(1, late)
+        run.until_step(late.step + 3, founder, other, late)
+        run.leave_all()
+    assert_same_commits(founder, other, late)
+    said = late.console.with_suffix(".err").read_text()
+    assert re.search(r"moments_borrowed own_steps=([1-9]\d*)", said), said
+    assert min(late.commits()) > 4
 
 
 def _members(founder: Process) -> list[str]:

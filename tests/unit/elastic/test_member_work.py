@@ -177,7 +177,12 @@ class Sync:
 
 def _learner(sync, tasks, events):
     clock = asyncio.get_running_loop().time
-    return Learner(sync, Runner(), tasks, done=events.append, spoiled=events.append, observe=ignore, clock=clock)
+    told = {"done": events.append, "spoiled": events.append, "observe": ignore}
+    return Learner(sync, Runner(), tasks, **told, clock=clock, borrow=_borrow_nothing)
+
+
+async def _borrow_nothing(_donors):
+    """As a peer that has all it wants."""
 
 
 async def test_newer_catch_up_replaces_a_running_one_which_stays_silent():

@@ -30,6 +30,7 @@ from optim.diloco import DiLoCo
 from optim.fragments import FragmentTable
 from optim.outer import Absorbed
 from optim.streaming import Streaming
+from trainer.moments import Moments
 from trainer.outer_state import OuterState
 from trainer.round_schedule import RoundSchedule
 from trainer.sample_feed import SampleFeed
@@ -162,6 +163,13 @@ class Rig:
                 payload=self.payload,
                 outer=self.outer,
                 fragments=self.fragments,
+                moments=Moments(
+                    mailbox=self.mailbox,
+                    hasher=hasher,
+                    borrows=False,
+                    least_steps=0,
+                    has_trained=lambda: False,
+                ),
             ),
             feed=self.feed,
             batch_size=BATCH,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from optim.fragments import FragmentTable
-from optim.inner import InnerType, build_inner_optimizer
+from optim.inner import InnerType, Moment, build_inner_optimizer
 from trainer.data import SampleSource, validation_batches
 from trainer.errors import TrainingFault
 from trainer.evaluate import evaluate
@@ -120,6 +120,31 @@ def test_who_comes_in_the_middle_of_a_run_warms_up_as_the_run_did(mesh: DeviceMe
     assert all(own == usual for own, usual in rates[3:])
     settled.load(initial_parameters(MODEL, 0), reset_optimizer=True)
     assert settled.step([0], 14).lr == pytest.approx(0.0025)
+
+
+def test_who_begins_with_anothers_moments_goes_on_as_the_other_would(mesh: DeviceMesh) -> None:
+    donor = _loop(mesh)
+    for inner_step in range(1, 8):
+        donor.step(range(inner_step, inner_step + 3), inner_step)
+    newcomer = _loop(mesh, weights=_stored(donor))
+    for name in get_args(Moment):
+        mailbox = torch.full((TABLE.numel,), torch.nan)
+        donor.store_moment(name, mailbox)
+        assert mailbox.count_nonzero() > 0
+        newcomer.load_moment(name, mailbox, own_steps=donor.own_steps)
+    assert newcomer.own_steps == 7
+    assert newcomer.step(range(30, 33), 8).lr == donor.step(range(30, 33), 8).lr, "it need not warm up"
+    assert torch.equal(_stored(newcomer), _stored(donor))
+    fresh = _loop(mesh, weights=_stored(donor))
+    fresh.step(range(33, 36), 9)
+    donor.step(range(33, 36), 9)
+    assert not torch.equal(_stored(fresh), _stored(donor))
+
+
+def test_moments_before_the_first_step_are_zeros(mesh: DeviceMesh) -> None:
+    mailbox = torch.full((TABLE.numel,), torch.nan)
+    _loop(mesh).store_moment("exp_avg_sq", mailbox)
+    assert torch.equal(mailbox, torch.zeros(TABLE.numel))
 
 
 def test_the_gradient_is_clipped_and_its_norm_told_unclipped(mesh: DeviceMesh) -> None:

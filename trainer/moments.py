@@ -1,0 +1,162 @@
+"""The inner optimizer's moments between peers: a copy for who asks, and another's to begin with.
+
+    a donor      asked ─► after its next inner step the workers write their moments into the mailbox ─► copied, hashed
+    a newcomer   memory for them ─► filled from a donor ─► checked ─► after the first load of parameters: the workers'
+
+Rules: a donor's workers stand still for the copy and no longer; one copy serves all who ask while it is used. A copy is
+in nobody's commit, so a newcomer takes nothing on trust: what is no number, or no mean of squares, is refused.
+It must not know connections.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from elastic.digest import Hasher, StateManifest, chunk_of, describe_state
+from elastic.errors import StateMismatch
+from optim.inner import Moment
+from trainer.state_version import byte_view
+from trainer.threads import in_thread
+from trainer.worker_pool import WorkerPool
+
+log = logging.getLogger(__name__)
+
+MOMENTS: Final[tuple[Moment, ...]] = ("exp_avg", "exp_avg_sq")
+_STEPS: Final = "own_steps"
+_MAX_STEPS: Final = 1 << 24
+"""Exact in fp32."""
+_LEND_S: Final = 30.0
+"""What whoever asks waits for the next inner step; beyond it this peer is not training."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Copy:
+    """Moments after some inner step; `num_users` count who reads it."""
+
+    tensors: dict[str, Tensor]
+    manifest: StateManifest
+    num_users: int = 0
+
+    def chunk(self, tensor: int, chunk: int) -> memoryview:
+        """The bytes of one chunk, in manifest order."""
+        whole = byte_view(self.tensors[self.manifest.tensors[tensor].name])
+        return chunk_of(whole, chunk, self.manifest.chunk_nbytes)
+
+    def release(self) -> None:
+        """One user less."""
+        self.num_users -= 1
+
+
+class Moments:
+    """`elastic.replica.PrivateState` over the workers' AdamW.
+
+    Args:
+        mailbox: [numel] fp32, shared with the workers.
+        hasher: for what is lent.
+        borrows: whether this peer begins with a donor's moments.
+        least_steps: moments of fewer inner steps are not lent: they are as good as fresh ones.
+        has_trained: whether this peer has made an inner step.
+    """
+
+    def __init__(
+        self, *, mailbox: Tensor, hasher: Hasher, borrows: bool, least_steps: int, has_trained: Callable[[], bool]
+    ) -> None:
+        self._mailbox = mailbox
+        self._hasher = hasher
+        self._borrows = borrows
+        self._least_steps = least_steps
+        self._has_trained = has_trained
+        self._asked: asyncio.Future[dict[str, Tensor] | None] | None = None
+        self._lending = asyncio.Lock()
+        self._copy: _Copy | None = None
+        self._destinations: dict[str, Tensor] | None = None
+        self._borrowed: dict[str, Tensor] | None = None
+
+    # -------------------------------------------------------------------------------- to and from other peers
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether this peer would begin with another's."""
+        return self._borrows and self._borrowed is None and not self._has_trained()
+
+    async def lend(self) -> _Copy | None:
+        """A copy of the moments after the next inner step, or the one that is being read; None if there are none."""
+        async with self._lending:
+            if self._copy is None or not self._copy.num_users:
+                self._copy = None  # before there is another
+                self._copy = await self._make_copy()
+            if self._copy is not None:
+                self._copy.num_users += 1
+            return self._copy
+
+    async def _make_copy(self) -> _Copy | None:
+        if not self._has_trained():
+            return None
+        self._asked = asyncio.get_running_loop().create_future()
+        try:
+            tensors = await asyncio.wait_for(self._asked, _LEND_S)
+        except TimeoutError:
+            return None
+        finally:
+            self._asked = None
+        if tensors is None:
+            return None
+        parts = await self._hasher.describe_async([(name, byte_view(tensor)) for name, tensor in tensors.items()])
+        manifest = describe_state(0, parts, chunk_nbytes=self._hasher.chunk_nbytes)
+        return _Copy(tensors=tensors, manifest=manifest)
+
+    def begin_borrowing(self, manifest: StateManifest) -> tuple[memoryview, ...]:
+        """See PrivateState."""
+        sizes = {name: self._mailbox.numel() for name in MOMENTS} | {_STEPS: 1}
+        expected = sorted((name, 4 * numel) for name, numel in sizes.items())
+        if sorted((part.name, part.nbytes) for part in manifest.tensors) != expected:
+            raise StateMismatch("its inner optimizer's moments have other names or sizes")
+        self._destinations = {part.name: torch.empty(sizes[part.name]) for part in manifest.tensors}
+        return tuple(byte_view(tensor) for tensor in self._destinations.values())
+
+    async def borrowed(self) -> None:
+        """See PrivateState."""
+        moments, self._destinations = self._destinations, None
+        assert moments is not None, "nothing was borrowed"
+        if not await in_thread(_are_sound, moments):
+            raise StateMismatch("its inner optimizer's moments are no moments")
+        self._borrowed = moments
+
+    # -------------------------------------------------------------------------------- to and from the workers
+
+    async def after_step(self, pool: WorkerPool) -> None:
+        """An inner step is done and nothing is asked of the workers: copy the moments, if somebody wants them."""
+        asked = self._asked
+        if asked is None or asked.done():
+            return
+        tensors: dict[str, Tensor] = {}
+        own_steps = 0
+        for name in MOMENTS:
+            own_steps = await pool.store_moment(name)
+            tensors[name] = await in_thread(self._mailbox.clone)
+        tensors[_STEPS] = torch.tensor([float(own_steps)])
+        if not asked.done():
+            asked.set_result(tensors if own_steps >= self._least_steps else None)
+
+    async def begin(self, pool: WorkerPool) -> None:
+        """The workers have their first parameters: give them the moments that were borrowed."""
+        borrowed, self._borrowed = self._borrowed, None
+        if borrowed is None:
+            return
+        own_steps = int(borrowed[_STEPS].item())
+        for name in MOMENTS:
+            await in_thread(self._mailbox.copy_, borrowed[name])
+            await pool.load_moment(name, own_steps=own_steps)
+        log.info("moments_borrowed own_steps=%d", own_steps)
+
+
+def _are_sound(moments: dict[str, Tensor]) -> bool:
+    # A sum is finite only if all its terms are; no number below zero is a mean of squares.
+    is_finite = all(math.isfinite(moments[name].sum(dtype=torch.float64).item()) for name in MOMENTS)
+    return is_finite and moments["exp_avg_sq"].min().item() >= 0.0 and 1 <= moments[_STEPS].item() <= _MAX_STEPS
