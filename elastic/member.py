@@ -174,6 +174,7 @@ class Membership:
         self._work: asyncio.Queue[MemberEffect] = asyncio.Queue(_MAX_QUEUED_EFFECTS)
         self._round_began: Instant = 0.0
         self._progress = 0
+        self._borrowing_progress = 0
         self._blocked = False
 
     # -------------------------------------------------------------------------------- the trainer's side
@@ -297,8 +298,13 @@ class Membership:
         self._learner.received_nbytes += nbytes
         self._tell_progress()
 
+    def _borrowing(self, progress: int) -> None:
+        self._borrowing_progress += progress
+        self._tell_progress()
+
     def _tell_progress(self) -> None:
-        self._feed(Progressed(progress=self._progress + self._learner.received_nbytes, blocked=self._blocked))
+        progress = self._progress + self._learner.received_nbytes + self._borrowing_progress
+        self._feed(Progressed(progress=progress, blocked=self._blocked))
 
     # -------------------------------------------------------------------------------- line
 
@@ -346,7 +352,8 @@ class Membership:
 
     async def _borrow(self, donors: Sequence[Member]) -> None:
         if self._private is not None and self._private.is_wanted:
-            await borrow(self._private, donors, self._dial_donor, self._pace)
+            await borrow(self._private, donors, self._dial_donor, self._pace, advanced=self._borrowing)
+            self._private = None  # who has asked them all in vain begins fresh, rather than late
 
     # -------------------------------------------------------------------------------- work
 
