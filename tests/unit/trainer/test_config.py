@@ -443,6 +443,7 @@ def test_diff_names_each_field_with_both_values() -> None:
     assert manifest_diff(ours, theirs) == (
         ("inner.betas", None, [0.9, 0.99]),
         ("inner.eps", None, 1e-8),
+        ("inner.moments", None, "fresh"),
         ("inner.type", "sgd", "adamw"),
         ("run.seed", 1, 2),
     )
