@@ -41,6 +41,7 @@ class _Copy:
 
     tensors: dict[str, Tensor]
     manifest: StateManifest
+    when_idle: Callable[[], None]
     num_users: int = 0
 
     def chunk(self, tensor: int, chunk: int) -> memoryview:
@@ -49,8 +50,10 @@ class _Copy:
         return chunk_of(whole, chunk, self.manifest.chunk_nbytes)
 
     def release(self) -> None:
-        """One user less."""
+        """One user less. The last one gives the memory back."""
         self.num_users -= 1
+        if self.num_users == 0:
+            self.when_idle()
 
 
 class Moments:
@@ -88,8 +91,7 @@ class Moments:
     async def lend(self) -> _Copy | None:
         """A copy of the moments after the next inner step, or the one that is being read; None if there are none."""
         async with self._lending:
-            if self._copy is None or not self._copy.num_users:
-                self._copy = None  # before there is another
+            if self._copy is None:
                 self._copy = await self._make_copy()
             if self._copy is not None:
                 self._copy.num_users += 1
@@ -109,7 +111,10 @@ class Moments:
             return None
         parts = await self._hasher.describe_async([(name, byte_view(tensor)) for name, tensor in tensors.items()])
         manifest = describe_state(0, parts, chunk_nbytes=self._hasher.chunk_nbytes)
-        return _Copy(tensors=tensors, manifest=manifest)
+        return _Copy(tensors=tensors, manifest=manifest, when_idle=self._forget)
+
+    def _forget(self) -> None:
+        self._copy = None
 
     def begin_borrowing(self, manifest: StateManifest) -> tuple[memoryview, ...]:
         """See PrivateState."""

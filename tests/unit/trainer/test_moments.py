@@ -98,6 +98,7 @@ async def test_a_copy_serves_all_who_ask_while_it_is_used_and_the_next_is_new(ha
     assert await donor.lend() is first
     first.release()
     first.release()
+    assert donor._copy is None, "its memory is free"
     assert await lent(donor, pool) is not first
     assert pool.asked == [*MOMENTS, *MOMENTS]
 
