@@ -78,7 +78,7 @@ class Mesh:
         if bundle is None:
             self._make_room_for_stranger()
             bundle = self._new_bundle(hello.ref, hello.num_streams)
-        bundle.num_streams = hello.num_streams  # the dialler decides
+        bundle.keep_streams(hello.num_streams)  # the dialler decides
         bundle.attach(sock, hello.stream)
 
     def prepare(self, view: View) -> None:

@@ -239,6 +239,12 @@ class Bundle:
         """How long a chunk from this peer takes, on the slowest stream. 0.0 before the first."""
         return max((link.chunk_s for link in self._links.values()), default=0.0)
 
+    def keep_streams(self, num_streams: int) -> None:
+        """The dialler has so many, and knows of no others: they are of a time before its line was cut."""
+        self.num_streams = num_streams
+        for stream in [stream for stream in self._links if stream >= num_streams]:
+            self._links[stream].close(ConnectionLost("the dialler has fewer"))
+
     def attach(self, sock: socket.socket, stream: int) -> None:
         """Take a connection after its handshake. A stream that is there already is replaced."""
         if stream in self._links:
@@ -366,6 +372,8 @@ class Bundle:
         if isinstance(cause, RemoteProtocolError):
             log.warning("link_dropped peer_id=%s stream=%d cause=%s", self.peer_id, link.stream, cause)
         self._owner.on_broken(self, cause)
+        if self.is_whole:  # nobody makes it anew; what was in it is lost all the same
+            self._owner.on_renewed(self)
 
     # -------------------------------------------------------------------------------- dialling
 

@@ -21,11 +21,14 @@ NAMES = {b"n": "notice", b"c": "contribution", b"r": "result"}
 class Listening:
     """Owner of a bundle that nothing comes to."""
 
+    def __init__(self):
+        self.renewed = []
+
     def on_broken(self, _bundle, _cause):
         pass
 
-    def on_renewed(self, _bundle):
-        pass
+    def on_renewed(self, bundle):
+        self.renewed.append(bundle)
 
 
 def pace_of(sock):
@@ -173,6 +176,24 @@ async def test_near_paths_and_those_without_bbr_are_never_paced(round_trip_s, co
         assert [pace_of(sock) for sock in ours] == [NO_PACE] * 2
         bundle.contributions.extend(small(b"c") for _ in range(2))
         assert all(bundle.next_out(link) is not None for link in bundle._links.values())
+
+
+async def test_a_stream_that_broke_and_is_needed_no_more_is_told_as_renewed_and_one_that_is_made_anew_is_not():
+    async with bundle_of(3, round_trip_s=0.05) as (bundle, _, _):
+        bundle._links[2].close()
+        assert bundle._owner.renewed == [], "whoever attaches it anew will tell"
+        bundle.num_streams = 1
+        bundle._links[1].close()
+        assert bundle._owner.renewed == [bundle]
+
+
+async def test_streams_that_the_dialler_does_not_know_of_are_closed():
+    async with bundle_of(3, round_trip_s=0.05) as (bundle, _, _):
+        bundle.keep_streams(3)
+        assert len(bundle._links) == 3
+        bundle.keep_streams(1)
+        assert list(bundle._links) == [0]
+        assert bundle.num_streams == 1
 
 
 async def test_while_a_used_stream_is_missing_the_spare_ones_send(until):

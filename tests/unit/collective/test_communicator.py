@@ -615,3 +615,56 @@ async def test_a_peer_that_asks_without_listening_is_owed_a_bounded_number_of_an
         assert len(bundle.notices) <= 256
         assert asked.communicator.dropped["of an older view"] == 1000
         assert asker.communicator.dropped == {}
+
+
+def _vanish(site, other):
+    """The links of this dialler are gone, and no end of them ever arrives at the other: the line was cut."""
+    lost = site.communicator._mesh.bundles.pop(other.me)
+    for link in lost._links.values():
+        asyncio.get_running_loop().remove_reader(link._sock.fileno())
+    return lost
+
+
+async def test_what_was_lost_with_a_stream_that_is_not_made_anew_is_sent_again(sites_running, view_of, until):
+    """A dialler that has lost its links unheard begins anew with fewer; what goes into the old ones goes nowhere."""
+    async with sites_running(2, num_streams=3) as sites:
+        dialler, acceptor = sites
+        lost = _vanish(dialler, acceptor)
+        dialler.communicator._mesh._num_streams = 1
+        await asyncio.gather(*(site.communicator.install(view_of(sites, epoch=2)) for site in sites))
+        bundle = acceptor.communicator._mesh.bundles[dialler.me]
+        await until(lambda: 0 in bundle._links)
+        assert list(bundle._links) == [0]
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(site.mean(torch.ones(1000), out=torch.empty(1000), epoch=2) for site in sites))
+        lost.close()
+
+
+async def test_a_round_hears_that_a_stream_broke_which_nobody_makes_anew(sites_running, view_of, until):
+    async with sites_running(2, num_streams=2) as sites:
+        dialler, acceptor = sites
+        bundle = acceptor.communicator._mesh.bundles[dialler.me]
+        waiting = asyncio.ensure_future(acceptor.mean(torch.ones(1000), out=torch.empty(1000)))
+        await until(lambda: acceptor.communicator._engine.rounds)
+        renewed = []
+        bundle._owner = _Told(bundle._owner, renewed)
+        bundle.num_streams = 1  # the dialler needs no more
+        bundle._links[1].close()
+        assert renewed == [bundle]
+        async with asyncio.timeout(10):
+            await asyncio.gather(waiting, dialler.mean(torch.ones(1000), out=torch.empty(1000)))
+
+
+class _Told:
+    """An owner of a bundle that writes down what is renewed."""
+
+    def __init__(self, owner, renewed):
+        self._owner = owner
+        self._renewed = renewed
+
+    def on_renewed(self, bundle):
+        self._renewed.append(bundle)
+        self._owner.on_renewed(bundle)
+
+    def __getattr__(self, name):
+        return getattr(self._owner, name)
