@@ -146,9 +146,12 @@ class LinkMeter:
         try:
             await asyncio.sleep(first_news_s)
             self._begin(loop.time())
-            while loop.time() < ends_at:
+            while loop.time() < ends_at and unknown:
                 await asyncio.sleep(_WINDOW_S / 4)
                 self.sample(loop.time())
+                for bundle in [bundle for bundle in unknown if not self._is_far(bundle.peer)]:
+                    bundle.end_padding(ends_at)  # it only seemed far, while nothing had been sent
+                    unknown.remove(bundle)
         finally:
             for bundle in unknown:
                 bundle.end_padding(ends_at)

@@ -251,7 +251,8 @@ class Bundle:
             self._links[stream].close(ConnectionLost("replaced by a newer connection"))
         link = Link(sock, stream=stream, limits=self._limits, caps=self._caps, owner=self)
         self._links[stream] = link
-        self.round_trip_s = max(self.round_trip_s, round_trip_s(sock))
+        seen_s = round_trip_s(sock)
+        self.round_trip_s = min(self.round_trip_s or seen_s, seen_s or self.round_trip_s)
         self._control = congestion_control_of(sock)
         if self._chooses_streams and self.is_dialler:
             self.num_streams = max(self.num_streams, streams_for(self.round_trip_s, self._control))

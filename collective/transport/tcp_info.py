@@ -94,9 +94,14 @@ def parse_tcp_info(info: bytes) -> TcpInfo:
 
 
 def round_trip_s(sock: socket.socket) -> float:
-    """The kernel's smoothed round-trip time of this connection, 0.0 where it does not tell."""
+    """The shortest round trip of this connection lately, 0.0 where the kernel does not tell.
+
+    Not the smoothed one: between processes that share a busy machine the first ones take milliseconds, and a path that is
+    taken for a long one gets dozens of connections, and padding.
+    """
     info = read_tcp_info(sock)
-    return 0.0 if info is None or info.rtt_us is None else info.rtt_us * 1e-6
+    shortest_us = None if info is None else info.min_rtt_us or info.rtt_us
+    return 0.0 if shortest_us is None else shortest_us * 1e-6
 
 
 def window_nbytes(sock: socket.socket) -> int:

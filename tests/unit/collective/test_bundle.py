@@ -56,7 +56,8 @@ async def bundle_of(num_streams, *, round_trip_s, control="bbr"):
             theirs.append(server.accept()[0])
             ours[-1].setblocking(False)
             bundle.attach(ours[-1], stream)
-    bundle.round_trip_s, bundle._control = round_trip_s, control
+    if round_trip_s is not None:
+        bundle.round_trip_s, bundle._control = round_trip_s, control
     try:
         yield bundle, ours, theirs
     finally:
@@ -185,6 +186,13 @@ async def test_a_stream_that_broke_and_is_needed_no_more_is_told_as_renewed_and_
         bundle.num_streams = 1
         bundle._links[1].close()
         assert bundle._owner.renewed == [bundle]
+
+
+async def test_the_distance_is_that_of_the_quickest_stream(monkeypatch):
+    seen_s = iter([0.004, 0.0003, 0.0, 0.005])
+    monkeypatch.setattr("collective.transport.bundle.round_trip_s", lambda _sock: next(seen_s))
+    async with bundle_of(4, round_trip_s=None) as (bundle, _, _):
+        assert bundle.round_trip_s == 0.0003
 
 
 async def test_streams_that_the_dialler_does_not_know_of_are_closed():

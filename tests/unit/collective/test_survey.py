@@ -272,3 +272,13 @@ async def test_who_has_not_connected_is_not_awaited_for_ever(sites_running, view
         async with asyncio.timeout(10.0):
             await asyncio.wait([site.communicator._looking_ahead for site in (early, late)])
         assert early.communicator._meter.observation(view.members).sent_to[1] > 0.0
+
+
+async def test_a_path_that_only_seemed_far_before_anything_was_sent_is_padded_no_longer(sites_running, until):
+    async with far_pair(sites_running) as (early, late):
+        early.communicator.look_ahead(probe_s=600.0)
+        await until(lambda: padding_ends(early, late) > 0.0)
+        early.communicator._meter._is_far = lambda _ref: False
+        async with asyncio.timeout(5.0):
+            await asyncio.wait([early.communicator._looking_ahead])
+        assert padding_ends(early, late) == 0.0
