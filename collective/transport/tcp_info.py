@@ -96,8 +96,8 @@ def parse_tcp_info(info: bytes) -> TcpInfo:
 def round_trip_s(sock: socket.socket) -> float:
     """The shortest round trip of this connection lately, 0.0 where the kernel does not tell.
 
-    Not the smoothed one: between processes that share a busy machine the first ones take milliseconds, and a path that is
-    taken for a long one gets dozens of connections, and padding.
+    Not the smoothed one: between processes that share a busy machine the first ones take milliseconds, and a path that
+    is taken for a long one gets dozens of connections, and padding.
     """
     info = read_tcp_info(sock)
     shortest_us = None if info is None else info.min_rtt_us or info.rtt_us
