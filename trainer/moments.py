@@ -62,17 +62,17 @@ class Moments:
     Args:
         mailbox: [numel] fp32, shared with the workers.
         hasher: for what is lent.
-        borrows: whether this peer begins with a donor's moments.
+        are_shared: whether the run's newcomers begin with a donor's; if not, nobody has cause to ask, nor gets any.
         least_steps: moments of fewer inner steps are not lent: they are as good as fresh ones.
         has_trained: whether this peer has made an inner step.
     """
 
     def __init__(
-        self, *, mailbox: Tensor, hasher: Hasher, borrows: bool, least_steps: int, has_trained: Callable[[], bool]
+        self, *, mailbox: Tensor, hasher: Hasher, are_shared: bool, least_steps: int, has_trained: Callable[[], bool]
     ) -> None:
         self._mailbox = mailbox
         self._hasher = hasher
-        self._borrows = borrows
+        self._are_shared = are_shared
         self._least_steps = least_steps
         self._has_trained = has_trained
         self._asked: asyncio.Future[dict[str, Tensor] | None] | None = None
@@ -86,7 +86,7 @@ class Moments:
     @property
     def is_wanted(self) -> bool:
         """Whether this peer would begin with another's."""
-        return self._borrows and self._borrowed is None and not self._has_trained()
+        return self._are_shared and self._borrowed is None and not self._has_trained()
 
     async def lend(self) -> _Copy | None:
         """A copy of the moments after the next inner step, or the one that is being read; None if there are none."""
@@ -98,7 +98,7 @@ class Moments:
             return self._copy
 
     async def _make_copy(self) -> _Copy | None:
-        if not self._has_trained():
+        if not self._are_shared or not self._has_trained():
             return None
         self._asked = asyncio.get_running_loop().create_future()
         try:

@@ -124,7 +124,7 @@ class Peer:
         self._moments = Moments(
             mailbox=self._mailbox.tensor,
             hasher=self._hasher,
-            borrows=config.inner.type == "adamw" and config.inner.moments == "donor",
+            are_shared=config.inner.type == "adamw" and config.inner.moments == "donor",
             least_steps=config.warmup_steps,
             has_trained=lambda: self._inner_steps > 0,
         )

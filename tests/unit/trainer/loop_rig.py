@@ -166,7 +166,7 @@ class Rig:
                 moments=Moments(
                     mailbox=self.mailbox,
                     hasher=hasher,
-                    borrows=False,
+                    are_shared=False,
                     least_steps=0,
                     has_trained=lambda: False,
                 ),

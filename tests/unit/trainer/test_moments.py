@@ -42,9 +42,13 @@ def hasher() -> Iterator[Hasher]:
     threads.close()
 
 
-def make(hasher: Hasher, *, borrows: bool = False, has_trained: bool = True) -> Moments:
+def make(hasher: Hasher, *, are_shared: bool = True, has_trained: bool = True) -> Moments:
     return Moments(
-        mailbox=torch.zeros(NUMEL), hasher=hasher, borrows=borrows, least_steps=20, has_trained=lambda: has_trained
+        mailbox=torch.zeros(NUMEL),
+        hasher=hasher,
+        are_shared=are_shared,
+        least_steps=20,
+        has_trained=lambda: has_trained,
     )
 
 
@@ -71,7 +75,7 @@ def fill(moments: Moments, copy: Any) -> None:
 
 
 async def test_a_newcomer_begins_with_what_the_donor_had_after_its_step(hasher: Hasher) -> None:
-    donor, newcomer = make(hasher), make(hasher, borrows=True, has_trained=False)
+    donor, newcomer = make(hasher), make(hasher, has_trained=False)
     donors_pool, own_pool = pool_of(donor), pool_of(newcomer, own_steps=0)
     expected = {name: tensor.clone() for name, tensor in donors_pool.moments.items()}
     copy = await lent(donor, donors_pool)
@@ -112,6 +116,7 @@ async def test_nobody_who_asks_costs_a_step_nothing(hasher: Hasher) -> None:
 
 async def test_who_has_not_trained_or_is_young_has_nothing_to_lend(hasher: Hasher) -> None:
     assert await make(hasher, has_trained=False).lend() is None
+    assert await make(hasher, are_shared=False).lend() is None, "its workers may have none, with another optimizer"
     young = make(hasher)
     assert await lent(young, pool_of(young, own_steps=19)) is None
 
@@ -154,7 +159,7 @@ def _one_twice(manifest: StateManifest) -> StateManifest:
 
 @pytest.mark.parametrize("change", [_other_names, _other_sizes, _one_twice])
 async def test_moments_of_another_model_are_refused_before_any_memory_is_taken(hasher: Hasher, change: Any) -> None:
-    donor, newcomer = make(hasher), make(hasher, borrows=True, has_trained=False)
+    donor, newcomer = make(hasher), make(hasher, has_trained=False)
     manifest = (await lent(donor, pool_of(donor))).manifest
     with pytest.raises(StateMismatch, match="other names or sizes"):
         newcomer.begin_borrowing(change(manifest))
@@ -162,7 +167,7 @@ async def test_moments_of_another_model_are_refused_before_any_memory_is_taken(h
 
 @pytest.mark.parametrize(("name", "value"), [("exp_avg", torch.nan), ("exp_avg_sq", torch.inf), ("exp_avg_sq", -1e-9)])
 async def test_numbers_that_no_optimizer_makes_are_refused(hasher: Hasher, name: str, value: float) -> None:
-    donor, newcomer = make(hasher), make(hasher, borrows=True, has_trained=False)
+    donor, newcomer = make(hasher), make(hasher, has_trained=False)
     pool = pool_of(donor)
     pool.moments[name][500] = value
     fill(newcomer, await lent(donor, pool))
@@ -172,5 +177,5 @@ async def test_numbers_that_no_optimizer_makes_are_refused(hasher: Hasher, name:
 
 
 def test_a_peer_that_was_not_told_to_or_trains_already_wants_none(hasher: Hasher) -> None:
-    assert not make(hasher, borrows=False, has_trained=False).is_wanted
-    assert not make(hasher, borrows=True, has_trained=True).is_wanted
+    assert not make(hasher, are_shared=False, has_trained=False).is_wanted
+    assert not make(hasher).is_wanted
