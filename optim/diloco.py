@@ -155,7 +155,8 @@ def effective_number(result: Result) -> float:
         return float(len(result.members))
     heaviest = max(result.weights)
     shares = [weight / heaviest for weight in result.weights]
-    return max(1.0, math.fsum(shares) ** 2 / math.fsum(share * share for share in shares))
+    total = math.fsum(shares)  # times itself: a power's last bit is the library's
+    return max(1.0, total * total / math.fsum(share * share for share in shares))
 
 
 def default_outer_lr(num_peers: float) -> float:

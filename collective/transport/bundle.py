@@ -251,8 +251,8 @@ class Bundle:
             self._links[stream].close(ConnectionLost("replaced by a newer connection"))
         link = Link(sock, stream=stream, limits=self._limits, caps=self._caps, owner=self)
         self._links[stream] = link
-        seen_s = round_trip_s(sock)
-        self.round_trip_s = min(self.round_trip_s or seen_s, seen_s or self.round_trip_s)
+        known_s = [seconds for seconds in (self.round_trip_s, round_trip_s(sock)) if seconds > 0.0]
+        self.round_trip_s = min(known_s, default=0.0)
         self._control = congestion_control_of(sock)
         if self._chooses_streams and self.is_dialler:
             self.num_streams = max(self.num_streams, streams_for(self.round_trip_s, self._control))
