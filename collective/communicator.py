@@ -141,21 +141,22 @@ class Communicator:
         log.info("view_installed epoch=%d world_size=%d", view.epoch, view.world_size)
         await self._mesh.connect(self._options.install_grace_s)
 
-    def look_ahead(self, *, probe_s: float = 1.2) -> None:
+    def look_ahead(self, *, turn_s: float | None = None) -> None:
         """Begin to measure the links to members that are new, so that `survey` need not when it is waited for.
 
         Call it on all members when a view is installed and the links are idle for a while. Runs in the background until
         they are measured, a survey begins, or the next view is installed.
 
         Args:
-            probe_s: how long padding is sent. On a path of 20 ms that two peers begin to fill at the same time, 0.4 s
-                show half of what it carries, 1.2 s all of it.
+            turn_s: how long each member sends padding, one after another, five turns at most; None: as long as it takes
+                to find the speed of the path, from 0.4 to 1.2 s.
         """
         self._end_looking_ahead()
-        if self.view is not None:
+        rank = None if self.view is None else self.view.rank_of(self.me.peer_id)
+        if self.view is not None and rank is not None:
             others = [member for member in self.view.members if member.ref != self.me]
             connect_s = self._options.patience.first_contact_s
-            looking = self._meter.look_ahead(others, probe_s, connect_s=connect_s)
+            looking = self._meter.look_ahead(others, rank, turn_s, connect_s=connect_s)
             self._looking_ahead = asyncio.get_running_loop().create_task(looking)
 
     def _end_looking_ahead(self) -> None:

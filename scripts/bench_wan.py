@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """The exchange over emulated wide-area networks, against the best time that their links allow. Needs root.
 
-Peers have the settings that a user gets by default, but where a row's name says otherwise. A row is the median over
+Peers have the settings that a user gets by default, but where a row's name says otherwise. Between the view and the
+first operation they look ahead for some seconds, as a daemon does whose workers train. A row is the median over
 repetitions, after one operation to warm up and a survey of the links; a repetition takes as long as its slowest peer.
 Rows of a case are measured in turn, one repetition each, so that all meet the same weather on this machine. Every
 result is checked, and is the same bits on all peers.

@@ -37,6 +37,7 @@ from collective.transport.sockets import SocketOptions
 SECRET = bytes(range(32))  # of a network that lives for some minutes on one machine
 TOLERANCE = 1e-5
 LATE_S = 0.1
+IDLE_S = 8.0
 
 
 class Peer:
@@ -70,9 +71,11 @@ class Peer:
                 raise ValueError(f"no such order: {do}")
 
     async def connect(self) -> dict[str, Any]:
-        """Install the view of all peers, and wait until everybody has."""
+        """Install the view of all peers as a daemon does, and leave the links idle as while its workers train."""
         await self._communicator.install(view_of(0, self._addresses))
         await self._communicator.barrier(self._key())
+        self._communicator.look_ahead()
+        await asyncio.sleep(IDLE_S)
         return {}
 
     def prepare(self, nbytes: int) -> dict[str, Any]:

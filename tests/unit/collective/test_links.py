@@ -1,8 +1,10 @@
-"""What a peer learns from its own transfers: when paces are all that holds it back. Bundles are mere counters."""
+"""What a peer learns from its own transfers: rates, limits, whose turn it is. Bundles are mere counters."""
+
+import asyncio
 
 import pytest
 
-from collective.core.types import Incarnation, PeerId, PeerRef
+from collective.core.types import Incarnation, Member, PeerId
 from collective.links import LinkMeter
 
 WINDOW_S = 0.25
@@ -12,6 +14,8 @@ PACE = 1000.0
 class Path:
     """As much of a bundle as is looked at."""
 
+    is_whole = True
+
     def __init__(self, rate=PACE, *, pace_now=PACE, is_waiting=True):
         self.rate, self.pace_now, self.is_waiting = rate, pace_now, is_waiting
         self.delivered, self.bytes_received = 0.0, 0
@@ -20,13 +24,24 @@ class Path:
     def bytes_delivered(self):
         return self.delivered
 
+    def shortest_round_trip_s(self):
+        return 0.02
+
     def raise_pace(self):
         self.num_raised += 1
 
 
+def members_of(world_size):
+    return [Member(PeerId(f"{rank:016x}"), Incarnation(1), "") for rank in range(world_size)]
+
+
+def meter_of(*paths):
+    return LinkMeter({member.ref: path for member, path in zip(members_of(len(paths)), paths, strict=True)})
+
+
 def raised_after(num_windows, *paths, meanwhile=lambda _window: None, window_s=WINDOW_S):
     """How often each path's pace was raised."""
-    meter = LinkMeter({PeerRef(PeerId(f"{n:016x}"), Incarnation(1)): path for n, path in enumerate(paths)})
+    meter = meter_of(*paths)
     for window in range(num_windows + 1):  # the first look begins a window
         meanwhile(window)
         meter.sample(window * window_s)
@@ -47,7 +62,7 @@ def test_the_path_whose_receiver_is_full_keeps_its_pace_while_the_others_are_rai
 
 def test_windows_under_other_paces_do_not_count():
     path = Path()
-    meter = LinkMeter({PeerRef(PeerId("0" * 16), Incarnation(1)): path})
+    meter = meter_of(path)
     for window in range(6):
         if window == 2:
             meter.paced_anew()
@@ -83,3 +98,68 @@ def test_windows_count_only_in_a_row():
 
 def test_a_window_with_a_pause_in_it_shows_nothing():
     assert raised_after(9, Path(), window_s=1.0) == [0]
+
+
+def seen_of(*windows):
+    """What is told after windows in which each path carried so many bytes, the same both ways."""
+    paths = [Path() for _ in windows[0]]
+    meter = meter_of(*paths)
+    meter.sample(0.0)
+    for number, moved in enumerate(windows, 1):
+        for path, nbytes in zip(paths, moved, strict=True):
+            path.delivered += nbytes
+            path.bytes_received += nbytes
+        meter.sample(number * WINDOW_S)
+    return meter.observation(members_of(len(paths)))
+
+
+def test_a_rate_is_what_was_held_over_two_windows_not_the_burst_after_a_gap():
+    seen = seen_of((50, 50), (0, 0), (200, 200), (100, 100))
+    assert seen.sent == seen.received == pytest.approx((400 + 200) / (2 * WINDOW_S))
+
+
+def test_what_is_received_while_only_some_send_is_no_limit():
+    assert seen_of((100, 0, 0), (100, 2, 0), (0, 0, 100), (0, 100, 0)).received == 0.0
+    assert seen_of((100, 90, 80), (100, 5, 80)).received == 0.0, "once may be a chance"
+    assert seen_of((100, 90, 80), (100, 15, 80)).received == pytest.approx((270 + 195) / (2 * WINDOW_S))
+
+
+def test_who_sees_nobody_has_seen_nothing():
+    meter = meter_of()
+    for instant in (0.0, 0.25, 0.5):
+        meter.sample(instant)
+    assert meter.observation([]).received == 0.0
+
+
+class Turns(LinkMeter):
+    """Tells when it would have sent padding."""
+
+    began = 0.0
+
+    async def probe(self, _members, _seconds):
+        self.began = asyncio.get_running_loop().time()
+
+
+async def order_of(world_size, *, stayers=()):
+    """The ranks in the order in which they begin."""
+    members = members_of(world_size)
+    async with asyncio.TaskGroup() as tasks:
+        meters = []
+        for rank in range(world_size):
+            others = [member for member in members if member is not members[rank]]
+            meters.append(Turns({member.ref: Path() for member in others}))
+            if rank in stayers:
+                for window in range(3):
+                    meters[rank].sample(window * WINDOW_S)
+                    meters[rank]._bundles[others[-1].ref].delivered += 1
+            tasks.create_task(meters[rank].look_ahead(others, rank, 0.01, connect_s=1.0))
+    return sorted(range(world_size), key=lambda rank: meters[rank].began)
+
+
+async def test_members_that_are_all_new_send_padding_one_after_another():
+    assert await order_of(4) == [0, 1, 2, 3]
+
+
+async def test_those_who_know_a_way_begin_and_the_newcomer_follows():
+    order = await order_of(3, stayers=(1, 2))
+    assert order[-1] == 0

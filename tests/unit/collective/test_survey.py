@@ -177,6 +177,7 @@ async def far_pair(sites_running):
     async with sites_running(2, options=BulkOptions(patience=SHORT, install_grace_s=0.5)) as sites:
         for site in sites:
             site.communicator._meter._is_far = lambda ref, me=site.me: ref != me
+            site.communicator._meter._turn = lambda _rank: 0
         yield sites
 
 
@@ -193,7 +194,7 @@ async def survey_all(sites, step):
 async def test_links_that_were_measured_ahead_are_not_measured_by_the_survey(sites_running):
     async with far_pair(sites_running) as sites:
         for site in sites:
-            site.communicator.look_ahead(probe_s=0.5)
+            site.communicator.look_ahead(turn_s=0.5)
         await asyncio.wait([site.communicator._looking_ahead for site in sites])
         moved = [site.communicator.bytes_sent for site in sites]
         table = await survey_all(sites, 0)
@@ -205,7 +206,7 @@ async def test_links_that_were_measured_ahead_are_not_measured_by_the_survey(sit
 async def test_a_survey_does_not_wait_for_a_look_ahead_that_takes_long(sites_running):
     async with far_pair(sites_running) as sites:
         for site in sites:
-            site.communicator.look_ahead(probe_s=600.0)
+            site.communicator.look_ahead(turn_s=600.0)
         async with asyncio.timeout(10.0):
             table = await survey_all(sites, 0)
         assert all(0 < rate < inf for rate in table.upload)
@@ -217,7 +218,7 @@ async def test_a_survey_measures_what_a_look_ahead_has_no_news_of_yet(sites_runn
         for site in sites:
             path = next(iter(site.communicator._mesh.bundles.values()))
             path.shortest_round_trip_s = lambda: 0.5
-            site.communicator.look_ahead(probe_s=600.0)
+            site.communicator.look_ahead(turn_s=600.0)
             await asyncio.sleep(0)
             path.shortest_round_trip_s = lambda: 0.0
         table = await survey_all(sites, 0)
@@ -226,13 +227,13 @@ async def test_a_survey_measures_what_a_look_ahead_has_no_news_of_yet(sites_runn
 
 async def test_the_survey_of_a_former_view_leaves_the_next_look_ahead_alone(sites_running, view_of):
     async with far_pair(sites_running) as (dialler, waiter):
-        waiter.communicator.look_ahead(probe_s=600.0)
+        waiter.communicator.look_ahead(turn_s=600.0)
         survey = asyncio.ensure_future(waiter.communicator.survey(waiter.communicator.key(0)))
         await asyncio.sleep(0)
         await waiter.communicator.install(
             view_of([dialler, waiter], epoch=2)
         )  # it has nothing to dial, nor to wait for
-        waiter.communicator.look_ahead(probe_s=600.0)
+        waiter.communicator.look_ahead(turn_s=600.0)
         with pytest.raises(OperationAborted, match="view 2 was installed"):
             await survey
         assert padding_ends(waiter, dialler) > 0.0
@@ -242,7 +243,7 @@ async def test_the_survey_of_a_former_view_leaves_the_next_look_ahead_alone(site
 @pytest.mark.parametrize("end", ["install", "close"])
 async def test_padding_ends_with_the_view_and_with_the_communicator(sites_running, view_of, until, end):
     async with far_pair(sites_running) as (early, late):
-        early.communicator.look_ahead(probe_s=600.0)
+        early.communicator.look_ahead(turn_s=600.0)
         await until(lambda: padding_ends(early, late) > 0.0)
         bundle = early.communicator._mesh.bundles[late.me]
         if end == "install":
@@ -255,7 +256,7 @@ async def test_padding_ends_with_the_view_and_with_the_communicator(sites_runnin
 async def test_near_members_are_not_padded(sites_running):
     async with sites_running(2) as sites:
         moved = sites[0].communicator.bytes_sent
-        sites[0].communicator.look_ahead(probe_s=600.0)
+        sites[0].communicator.look_ahead(turn_s=0.05)
         await asyncio.wait([sites[0].communicator._looking_ahead], timeout=5.0)
         assert sites[0].communicator._looking_ahead.done()
         assert sites[0].communicator.bytes_sent == moved
@@ -268,7 +269,7 @@ async def test_who_has_not_connected_is_not_awaited_for_ever(sites_running, view
         view = View(here.epoch, here.outer_step, here.digest, (*here.members, absent))
         await asyncio.gather(*(site.communicator.install(view) for site in (early, late)))
         for site in (early, late):
-            site.communicator.look_ahead(probe_s=0.3)
+            site.communicator.look_ahead(turn_s=0.3)
         async with asyncio.timeout(10.0):
             await asyncio.wait([site.communicator._looking_ahead for site in (early, late)])
         assert early.communicator._meter.observation(view.members).sent_to[1] > 0.0
@@ -276,7 +277,7 @@ async def test_who_has_not_connected_is_not_awaited_for_ever(sites_running, view
 
 async def test_a_path_that_only_seemed_far_before_anything_was_sent_is_padded_no_longer(sites_running, until):
     async with far_pair(sites_running) as (early, late):
-        early.communicator.look_ahead(probe_s=600.0)
+        early.communicator.look_ahead(turn_s=600.0)
         await until(lambda: padding_ends(early, late) > 0.0)
         early.communicator._meter._is_far = lambda _ref: False
         async with asyncio.timeout(5.0):
