@@ -331,12 +331,12 @@ class Communicator:
 
         async def probe() -> None:
             seconds = min(probe_s, self._options.patience.stall.floor_s / 4)
-            if (ahead := self._looking_ahead) is not None:
+            if (ahead := self._looking_ahead) is not None and not self._meter.awaits_turn:
                 # As long as a probe from here would take, which has its first news after a round trip.
                 await asyncio.wait([ahead], timeout=seconds + 2 * max(seen.one_way_s))
                 if self._looking_ahead is not ahead:
                     return  # the view has changed meanwhile, and this survey is over
-                self._end_looking_ahead()
+            self._end_looking_ahead()
             await self._meter.probe(members, seconds)
             row.copy_(torch.tensor(self._meter.observation(members).to_numbers(), dtype=torch.float64))
 

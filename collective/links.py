@@ -33,6 +33,9 @@ _TRIPS_TO_FULL_SPEED = 6
 _LONGEST_TURN_S = 1.2
 _PART_OF_ALL = 0.1
 """A member that sends less than this part of an equal share does not send."""
+_OWN_LIMIT = 0.35
+"""Paths that are padded together take the line from each other, and some get half of an equal share; only what gets
+less than this part of one is taken to be slow itself. Transfers have paces: what they show of a path counts as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,7 @@ class _Seen:
     received: int = 0
     was_waiting: bool = False
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOWS_KEPT))
+    is_only_padded: bool = True
 
 
 class LinkMeter:
@@ -72,6 +76,8 @@ class LinkMeter:
         self._sent: deque[float] = deque(maxlen=_WINDOWS_KEPT)
         self._received: deque[float] = deque(maxlen=_WINDOWS_KEPT)
         self._brake = Brake()
+        self.awaits_turn = False
+        """Whether a look ahead has not begun to measure, since others do."""
 
     def _begin(self, now: float) -> None:
         """Nothing moved before this."""
@@ -81,7 +87,7 @@ class LinkMeter:
             seen.sent, seen.received = bundle.bytes_delivered(), bundle.bytes_received
             seen.was_waiting = bundle.is_waiting
 
-    def sample(self, now: float) -> None:
+    def sample(self, now: float, *, is_padding: bool = False) -> None:
         """End a window, if it is long enough, and begin the next. One with a pause in it shows nothing."""
         seconds = now - self._sampled_at
         if seconds < _WINDOW_S:
@@ -100,6 +106,7 @@ class LinkMeter:
             if seen.was_waiting and bundle.is_waiting and moved > 0:
                 waited[bundle] = moved / seconds
                 seen.rates.append(moved / seconds)
+                seen.is_only_padded &= is_padding
         self._ease(waited, seconds)
         if waited:
             self._sent.append(sent / seconds)
@@ -147,10 +154,20 @@ class LinkMeter:
             if loop.time() >= give_up_at:
                 break
             await asyncio.sleep(_WINDOW_S / 4)
+        # A frame each way shows which paths are short: the first round trips on a busy machine take milliseconds.
+        for bundle in self._unknown(members):
+            bundle.pad_once()
+        await asyncio.sleep(_WINDOW_S / 4)
+        if not self._unknown(members):
+            return
         if turn_s is None:
             longest_s = max((self._round_trip_s(member.ref) for member in members), default=0.0)
             turn_s = min(_LONGEST_TURN_S, _TRIPS_TO_FULL_SPEED * longest_s + 2 * _WINDOW_S)
-        await asyncio.sleep(self._turn(rank) * (turn_s + _WINDOW_S))
+        self.awaits_turn = True
+        try:
+            await asyncio.sleep(self._turn(rank) * (turn_s + _WINDOW_S))
+        finally:
+            self.awaits_turn = False
         await self.probe(members, turn_s)
 
     def _turn(self, rank: int) -> int:
@@ -160,11 +177,7 @@ class LinkMeter:
 
     async def probe(self, members: Sequence[Member], seconds: float) -> None:
         """Send padding to the members to which no transfer has shown a rate yet, all at once."""
-        unknown = [
-            self._bundles[member.ref]
-            for member in members
-            if self._is_far(member.ref) and not self._seen.get(member.ref, _Seen()).rates
-        ]
+        unknown = self._unknown(members)
         if not unknown or seconds <= 0.0:
             return
         loop = asyncio.get_running_loop()
@@ -178,7 +191,7 @@ class LinkMeter:
             self._begin(loop.time())
             while loop.time() < ends_at and unknown:
                 await asyncio.sleep(_WINDOW_S / 4)
-                self.sample(loop.time())
+                self.sample(loop.time(), is_padding=True)
                 for bundle in [bundle for bundle in unknown if not self._is_far(bundle.peer)]:
                     bundle.end_padding(ends_at)  # it only seemed far, while nothing had been sent
                     unknown.remove(bundle)
@@ -186,15 +199,30 @@ class LinkMeter:
             for bundle in unknown:
                 bundle.end_padding(ends_at)
 
+    def _unknown(self, members: Sequence[Member]) -> list[Bundle]:
+        """Long paths of which no transfer has shown a rate."""
+        return [
+            self._bundles[member.ref]
+            for member in members
+            if self._is_far(member.ref) and not self._seen.get(member.ref, _Seen()).rates
+        ]
+
     def observation(self, members: Sequence[Member]) -> Observation:
         """What we saw of the way to these members, in their order."""
-        seen = [self._seen.get(member.ref) for member in members]
+        sent = _sustained(self._sent)
+        share = sent / max(1, len(members) - 1)
         return Observation(
-            sent=_sustained(self._sent),
+            sent=sent,
             received=_sustained(self._received) if len(self._received) > 1 else 0.0,
             one_way_s=tuple(self._round_trip_s(member.ref) / 2 for member in members),
-            sent_to=tuple(max(one.rates, default=0.0) if one else 0.0 for one in seen),
+            sent_to=tuple(self._rate_to(member.ref, share) for member in members),
         )
+
+    def _rate_to(self, ref: PeerRef, share: float) -> float:
+        """Most bytes/s to this member; `share` is an equal part of what went to all. 0.0 is unknown."""
+        seen = self._seen.get(ref, _Seen())
+        most = max(seen.rates, default=0.0)
+        return max(most, share) if seen.is_only_padded and most > _OWN_LIMIT * share else most
 
     def reports(self, members: Sequence[Member]) -> list[LinkReport]:
         """For people: what is known of the links to these members."""

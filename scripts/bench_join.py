@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
 """A peer joins a running run of three, is frozen, and comes back: what does it cost it, and what the members?
 
-Four processes of scripts/join_peer.py: all of a peer but its workers, over a synthetic model (25 M parameters: 100 MB,
+Processes of scripts/join_peer.py: all of a peer but its workers, over a synthetic model (25 M parameters: 100 MB,
 a shared state of 200 MB), on loopback and, with --mbit RATE, on an emulated network of that rate (needs root).
 
 Measured: start-up (from the start of the process to its first word), time until it is a member, and the transfer (the
 first catch-up): its share of the link, of all the time and of the time between rounds, as state waits while an exchange
-moves. The stall is how much longer than a calm outer step the longest one took; an outer step lasts from one commit, at
-the last member, to the next. Steps from the start of the joiner to its admission are compared with those before, of
-three members; the step of its first contribution with those after, of four.
-Then the joiner is stopped (SIGSTOP) until the others have made N more steps, and continued: bytes that it verified
+moves. The stall is how much longer than a calm outer step one took; an outer step lasts from one commit, at the last
+member, to the next. Steps from the start of the joiner to its admission are compared with those before, of three
+members; the step of its first contribution with those after, of four. One step differs from the next by more than what
+is asked for, so with --joins N newcomers come and are killed one after another, and medians count.
+Then the last one is stopped (SIGSTOP) until the others have made N more steps, and continued: bytes that it verified
 until it is a member again, over those of the state. Checked: one digest a step, and every weight in every result.
 """
 
 import argparse
 import asyncio
-import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -23,9 +24,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -33,94 +33,10 @@ from collective.standalone import peer_id_of
 from elastic.core.records import CommitRecord
 from elastic.journal import Journal
 from scripts.join_peer import RUN_ID
-from scripts.wanlink.scenario import Scenario, Step
+from scripts.join_run import Process, Row, Run, network
 from scripts.wanlink.wan import Wan
 
-PEER = Path(__file__).resolve().parent / "join_peer.py"
-MEMBERS, JOINER = 3, 3
-MAX_STALL_S = 0.05
-MIN_LINK_SHARE = 0.7
-MAX_RETURN_SHARE = 0.2
-QUEUE_MS = 64.0
-Row = dict[str, Any]
-
-
-class Process:
-    """One peer, and what it has said."""
-
-    def __init__(self, number: int, process: asyncio.subprocess.Process, changed: asyncio.Condition) -> None:
-        self.number = number
-        self.started = time.monotonic()
-        self.process = process
-        self.said: list[Row] = []
-        self._changed = changed
-
-    async def listen(self) -> None:
-        """Take its words until it ends; it must not end by itself."""
-        assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
-            self.said.append(json.loads(line))
-            async with self._changed:
-                self._changed.notify_all()
-        raise RuntimeError(f"peer {self.number} has ended with {await self.process.wait()}")
-
-    def of(self, event: str) -> list[Row]:
-        return [row for row in self.said if row["event"] == event]
-
-    @property
-    def step(self) -> int:
-        return max((row["outer_step"] for row in self.of("committed")), default=0)
-
-
-class Run:
-    """The processes of one measurement."""
-
-    def __init__(self, options: argparse.Namespace, wan: Wan | None, folder: Path) -> None:
-        self.options, self.wan, self.folder = options, wan, folder
-        self.processes: list[Process] = []
-        self._changed = asyncio.Condition()
-        self._listening: list[asyncio.Task[None]] = []
-
-    async def start(self, tasks: asyncio.TaskGroup) -> Process:
-        """The next peer."""
-        number = len(self.processes)
-        config = {
-            "number": number,
-            "host": "127.0.0.1" if self.wan is None else self.wan.address(number),
-            "coordinator": self.processes[0].of("listening")[0]["address"] if number else None,
-            "numel": self.options.parameters,
-            "fragments": self.options.fragments,
-            "codec": self.options.codec,
-            "inner_s": self.options.inner_s,
-            "journal": str(self.folder / "journal.sqlite"),
-            "heartbeat_timeout_s": 2.0,
-        }
-        argv = [sys.executable, str(PEER), json.dumps(config)]
-        if self.wan is not None:
-            argv = self.wan.command(number, argv)
-        process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE, start_new_session=True)
-        self.processes.append(Process(number, process, self._changed))
-        self._listening.append(tasks.create_task(self.processes[-1].listen()))
-        return self.processes[-1]
-
-    async def until(self, what: str, condition: Callable[[], bool]) -> None:
-        try:
-            async with asyncio.timeout(self.options.deadline_s), self._changed:
-                await self._changed.wait_for(condition)
-        except TimeoutError:
-            said = "\n".join(f"peer {process.number}: {process.said[-5:]}" for process in self.processes)
-            raise RuntimeError(f"no {what} within {self.options.deadline_s:.0f} s\n{said}") from None
-
-    async def until_step(self, step: int, processes: Sequence[Process]) -> None:
-        await self.until(f"outer step {step}", lambda: all(process.step >= step for process in processes))
-
-    async def end(self) -> None:
-        for task in self._listening:
-            task.cancel()
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.process.kill()
-            await process.process.wait()
+MEMBERS = 3
 
 
 # ------------------------------------------------------------------------------------------ what is measured
@@ -128,52 +44,86 @@ class Run:
 
 async def measure(options: argparse.Namespace, wan: Wan | None) -> Row:
     with tempfile.TemporaryDirectory(prefix="bench-join-") as folder:
-        run = Run(options, wan, Path(folder))
+        settings = {
+            "numel": options.parameters,
+            "fragments": options.fragments,
+            "codec": options.codec,
+            "inner_s": options.inner_s,
+        }
+        run = Run(settings, wan, Path(folder), deadline_s=options.deadline_s)
         try:
             async with asyncio.TaskGroup() as tasks:
-                row = await story(run, tasks)
+                row = await story(run, tasks, options)
                 await run.end()
         finally:
             await run.end()
         return row | {"contributions": check(run, Path(folder) / "journal.sqlite")}
 
 
-async def story(run: Run, tasks: asyncio.TaskGroup) -> Row:
-    options = run.options
+async def story(run: Run, tasks: asyncio.TaskGroup, options: argparse.Namespace) -> Row:
     for _ in range(MEMBERS):
         process = await run.start(tasks)
         await run.until("address", lambda process=process: bool(process.of("listening")))
     members = run.processes[:MEMBERS]
     await run.until_step(1, members)
-    warm = max(process.step for process in members) + 2
-    await run.until_step(warm + options.calm, members)
-    joiner = await run.start(tasks)
-    await run.until("first contribution", lambda: len(joiner.of("committed")) >= 2)
-    first = joiner.of("committed")[0]
-    calm = spans(members, range(warm + 1, warm + options.calm + 1))
-    during = [step for step in steps(members) if last(members, step) > joiner.started and step <= first["outer_step"]]
+    calm: list[int] = []
+    joins = []
+    for number in range(options.joins):
+        if number:
+            run.processes[-1].kill()
+        calm += await calm_steps(run, members, options.calm)
+        joins.append(await join(run, tasks, members, options.calm))
     row: Row = {"mbit": options.mbit if run.wan is not None else None, "codec": options.codec, "members": MEMBERS}
-    row["fragments"] = options.fragments
-    row |= join_of(members, joiner, first, options, run.wan is not None)
-    everybody = [*members, joiner]
-    await run.until_step(first["outer_step"] + 1 + options.calm, everybody)
-    after = spans(members, range(first["outer_step"] + 2, first["outer_step"] + 2 + options.calm))
-    row |= stall_of(calm, spans(members, during), after, options.inner_s)
-    row["returns"] = [await freeze(run, members, joiner, missed) for missed in options.missed]
+    row |= {
+        "fragments": options.fragments,
+        "joins": [join_of(members, one, options, run.wan is not None) for one in joins],
+    }
+    row |= stall_of(members, calm, joins, options.inner_s)
+    row["returns"] = [
+        await freeze(run, members, joins[-1].joiner, missed, 8 * options.parameters) for missed in options.missed
+    ]
     return row
 
 
-def join_of(
-    members: Sequence[Process], joiner: Process, first: Row, options: argparse.Namespace, has_link: bool
-) -> Row:
-    state_nbytes = 8 * options.parameters
+async def calm_steps(run: Run, members: Sequence[Process], count: int) -> list[int]:
+    """Outer steps of the members alone, after two that whoever came or went may have disturbed."""
+    warm = max(process.step for process in members) + 2
+    await run.until_step(warm + count, members)
+    return list(range(warm + 1, warm + count + 1))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """A newcomer, and which outer steps it can have disturbed."""
+
+    joiner: Process
+    first: Row
+    fetching: list[int]
+    """From its start to its admission."""
+    after: list[int]
+    """Calm ones with it, after its first contribution."""
+
+
+async def join(run: Run, tasks: asyncio.TaskGroup, members: Sequence[Process], count: int) -> Join:
+    """One more peer, until it has taken part for some steps."""
+    joiner = await run.start(tasks)
+    await run.until("first contribution", lambda: len(joiner.of("committed")) >= 2)
+    first = joiner.of("committed")[0]
+    fetching = [step for step in steps(members) if last(members, step) > joiner.started and step < first["outer_step"]]
+    after = list(range(first["outer_step"] + 2, first["outer_step"] + 2 + count))
+    await run.until_step(after[-1], [*members, joiner])
+    return Join(joiner=joiner, first=first, fetching=fetching, after=after)
+
+
+def join_of(members: Sequence[Process], join: Join, options: argparse.Namespace, has_link: bool) -> Row:
+    joiner = join.joiner
     snapshot = joiner.of("caught_up")[0]
     rate = snapshot["nbytes"] / snapshot["seconds"]
     begin, end = snapshot["t"] - snapshot["seconds"], snapshot["t"]
     rounds_s = sum(max(0.0, min(end, stop) - max(begin, start)) for start, stop in rounds_of(members))
     link_share = rate * 8 / (options.mbit * 1e6) if has_link else None
     return {
-        "state_nbytes": state_nbytes,
+        "state_nbytes": 8 * options.parameters,
         "start_s": joiner.of("listening")[0]["t"] - joiner.started,
         "transfer_s": snapshot["seconds"],
         "transfer_nbytes": snapshot["nbytes"],
@@ -182,26 +132,25 @@ def join_of(
         "link_share": link_share,
         "free_link_share": None if link_share is None else link_share / (1 - rounds_s / snapshot["seconds"]),
         "active_s": joiner.of("active")[0]["t"] - joiner.started,
-        "contributed_s": first["t"] - joiner.started,
+        "contributed_s": join.first["t"] - joiner.started,
     }
 
 
-def stall_of(calm: Sequence[float], during: Sequence[float], after: Sequence[float], inner_s: float) -> Row:
-    *fetching, admission = during
-    before, of_four = statistics.median(calm), statistics.median(after)
+def stall_of(members: Sequence[Process], calm: Sequence[int], joins: Sequence[Join], inner_s: float) -> Row:
+    calm_s = spans(members, calm)
+    after_s = spans(members, [step for join in joins for step in join.after])
+    before, of_four = statistics.median(calm_s), statistics.median(after_s)
     return {
         "calm_round_s": before - inner_s,
-        "calm_spread_s": [min(calm) - before, max(calm) - before],
+        "calm_spread_s": sorted(span - before for span in calm_s),
         "after_round_s": of_four - inner_s,
-        "after_spread_s": [min(after) - of_four, max(after) - of_four],
-        "steps_during_fetch": len(fetching),
-        "fetch_stall_s": max(fetching, default=before) - before,
-        "fetch_stalls_s": [span - before for span in fetching],
-        "admission_stall_s": admission - of_four,
+        "after_spread_s": sorted(span - of_four for span in after_s),
+        "fetch_stalls_s": [span - before for join in joins for span in spans(members, join.fetching)],
+        "admission_stalls_s": [spans(members, [join.first["outer_step"]])[0] - of_four for join in joins],
     }
 
 
-async def freeze(run: Run, members: Sequence[Process], joiner: Process, missed: int) -> Row:
+async def freeze(run: Run, members: Sequence[Process], joiner: Process, missed: int, state_nbytes: int) -> Row:
     """Stop the joiner for so many steps of the others; what does it fetch when it is back?"""
     await run.until_step(max(process.step for process in members) + 1, [*members, joiner])
     num_actives, num_catch_ups, held = len(joiner.of("active")), len(joiner.of("caught_up")), joiner.step
@@ -217,7 +166,7 @@ async def freeze(run: Run, members: Sequence[Process], joiner: Process, missed: 
         "missed": behind,
         "replayed_to": active["outer_step"] - held,
         "nbytes": nbytes,
-        "share": nbytes / (8 * run.options.parameters),
+        "share": nbytes / state_nbytes,
         "seconds": active["t"] - continued,
     }
 
@@ -264,8 +213,8 @@ def check(run: Run, path: Path) -> int:
             recorded = {item.ref.peer_id: item.weight for item in commit.contributions}
             if recorded != row["weights"] or any(weight_of[peer] != weight for peer, weight in recorded.items()):
                 raise RuntimeError(f"outer step {row['outer_step']} was made with {row['weights']}, not {recorded}")
-    joiner = peer_id_of(JOINER)
-    return sum(item.ref.peer_id == joiner for commit in commits for item in commit.contributions)
+    joiners = {peer_id_of(process.number) for process in run.processes[MEMBERS:]}
+    return sum(item.ref.peer_id in joiners for commit in commits for item in commit.contributions)
 
 
 # ------------------------------------------------------------------------------------------ telling
@@ -273,19 +222,25 @@ def check(run: Run, path: Path) -> int:
 
 def lines(row: Row) -> list[str]:
     where = "loopback" if row["mbit"] is None else f"{row['mbit']:g} Mbit/s"
-    share = ""
-    if row["link_share"] is not None:
-        share = f", {100 * row['link_share']:.0f} % of the link, {100 * row['free_link_share']:.0f} % between rounds"
     fragments = f", {row['fragments']} fragments in turn" if row["fragments"] > 1 else ""
-    result = [
-        f"{where}, {row['codec']}, state of {row['state_nbytes'] / 1e6:.0f} MB{fragments}, {row['members']} members",
-        f"  start-up {row['start_s']:.2f} s, transfer {row['transfer_s']:.2f} s "
-        f"({row['transfer_bytes_per_s'] / 1e6:.0f} MB/s{share}), member after {row['active_s']:.2f} s",
-        f"  calm round {row['calm_round_s']:.3f} s ({_spread(row['calm_spread_s'])}); longest of "
-        f"{row['steps_during_fetch']} steps during the join {row['fetch_stall_s']:+.3f} s",
+    state_nbytes = row["joins"][0]["state_nbytes"]
+    result = [f"{where}, {row['codec']}, state of {state_nbytes / 1e6:.0f} MB{fragments}, {row['members']} members"]
+    for join in row["joins"]:
+        share = ""
+        if join["link_share"] is not None:
+            share = (
+                f", {100 * join['link_share']:.0f} % of the link, {100 * join['free_link_share']:.0f} % between rounds"
+            )
+        result.append(
+            f"  start-up {join['start_s']:.2f} s, transfer {join['transfer_s']:.2f} s "
+            f"({join['transfer_bytes_per_s'] / 1e6:.0f} MB/s{share}), member after {join['active_s']:.2f} s"
+        )
+    result += [
+        f"  calm round {row['calm_round_s']:.3f} s ({_spread(row['calm_spread_s'])}); steps during the join "
+        f"{_median(row['fetch_stalls_s'])}",
         f"  calm round of four {row['after_round_s']:.3f} s ({_spread(row['after_spread_s'])}); the first one "
-        f"{row['admission_stall_s']:+.3f} s",
-        f"  {row['contributions']} contributions of the joiner, all weights right",
+        f"{_median(row['admission_stalls_s'])}",
+        f"  {row['contributions']} contributions of joiners, all weights right",
     ]
     returns = [
         f"  back after {back['missed']} steps: {back['nbytes'] / 1e6:.1f} MB, {100 * back['share']:.1f} % of the "
@@ -295,19 +250,14 @@ def lines(row: Row) -> list[str]:
     return [*result, *returns]
 
 
-def _spread(spread: Sequence[float]) -> str:
-    return f"{spread[0]:+.3f} to {spread[1]:+.3f}"
+def _spread(differences: Sequence[float]) -> str:
+    return f"{min(differences):+.3f} to {max(differences):+.3f} in {len(differences)}"
 
 
-@contextlib.asynccontextmanager
-async def network(mbit: float | None, delay_ms: float) -> AsyncIterator[Wan | None]:
-    if mbit is None:
-        yield None
-        return
-    port = {"up_mbit": mbit, "down_mbit": mbit, "queue_ms": QUEUE_MS}
-    start = Step(links={"*": {"delay_ms": delay_ms}}, ports={"*": port})
-    with Wan(scenario=Scenario(peers=MEMBERS + 1, seed=1, start=start)) as wan:
-        yield wan
+def _median(stalls: Sequence[float]) -> str:
+    if not stalls:
+        return "none"
+    return f"{statistics.median(stalls):+.3f} s (of {', '.join(f'{stall:+.3f}' for stall in stalls)})"
 
 
 async def run_all(options: argparse.Namespace) -> list[Row]:
@@ -318,7 +268,7 @@ async def run_all(options: argparse.Namespace) -> list[Row]:
     elif options.mbit:
         print("no emulated link: it needs root")
     for rate in rates:
-        async with network(rate, options.delay_ms) as wan:
+        async with network(rate, options.delay_ms, MEMBERS + options.joins) as wan:
             rows.append(await measure(options, wan))
         print(*lines(rows[-1]), sep="\n", flush=True)
     return rows
@@ -338,7 +288,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--fragments", type=int, default=1, help="that take turns, as in Streaming DiLoCo; 1")
     parser.add_argument("--codec", default="int8", help="of the exchange; int8")
     parser.add_argument("--inner-s", type=float, default=2.0, help="between two rounds; 2")
-    parser.add_argument("--calm", type=int, default=8, help="outer steps before the join that it is compared with; 8")
+    parser.add_argument(
+        "--calm", type=int, default=8, help="outer steps before a join, and after it, that it is compared with; 8"
+    )
+    parser.add_argument("--joins", type=int, default=1, help="newcomers, one after another; 1")
     parser.add_argument("--missed", type=_numbers, default=[1, 4, 8], metavar="A,B", help="steps of an absence; 1,4,8")
     parser.add_argument("--mbit", type=float, default=0.0, help="also over emulated links of this rate, 10^6 bit/s")
     parser.add_argument("--delay-ms", type=float, default=10.0, help="of those, one way; 10")
@@ -346,6 +299,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--deadline-s", type=float, default=180.0, help="for anything that is waited for; 180")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     options = parser.parse_args()
+    if options.joins < 1:
+        parser.error("--joins must be at least 1")
     if options.fragments < 1 or options.parameters % options.fragments:
         parser.error("--parameters must be a multiple of --fragments")
     return options

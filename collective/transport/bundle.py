@@ -213,6 +213,11 @@ class Bundle:
         self._pads_until = instant
         self.wake()
 
+    def pad_once(self) -> None:
+        """Send one frame without meaning."""
+        self.notices.append(_PADDING)
+        self.wake()
+
     def end_padding(self, instant: float) -> None:
         """Send no more of what was asked for until then; somebody may have asked for more since."""
         if self._pads_until == instant:

@@ -7,6 +7,7 @@ mount is left. Without root there is one loopback for all and one disk, and neit
 
 import contextlib
 import ctypes
+import errno
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from scripts.wanlink.wan import Wan, WanError
 DISK_NBYTES = 48 << 20
 _CLONE_NEWNS = 0x20000
 _BALLAST = "ballast"
+_LOOKS = 20
 
 
 class HostError(Exception):
@@ -115,9 +117,17 @@ def unmount_disk(folder: Path) -> None:
 
 def fill_disk(folder: Path, *, room_nbytes: int) -> None:
     """Take all space but this."""
-    space = os.statvfs(folder)
     with (folder / _BALLAST).open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, max(1, space.f_bavail * space.f_frsize - room_nbytes))
+        for _ in range(_LOOKS):
+            space = os.statvfs(folder)
+            try:
+                os.posix_fallocate(file.fileno(), 0, max(1, space.f_bavail * space.f_frsize - room_nbytes))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:  # else somebody has written meanwhile
+                    raise
+            else:
+                return
+    raise HostError(f"{folder} is written to faster than it can be filled")
 
 
 def free_disk(folder: Path) -> None:

@@ -15,6 +15,7 @@ class Path:
     """As much of a bundle as is looked at."""
 
     is_whole = True
+    round_trip_s = real_round_trip_s = 0.02
 
     def __init__(self, rate=PACE, *, pace_now=PACE, is_waiting=True):
         self.rate, self.pace_now, self.is_waiting = rate, pace_now, is_waiting
@@ -25,7 +26,10 @@ class Path:
         return self.delivered
 
     def shortest_round_trip_s(self):
-        return 0.02
+        return self.round_trip_s
+
+    def pad_once(self):
+        self.round_trip_s = self.real_round_trip_s
 
     def raise_pace(self):
         self.num_raised += 1
@@ -100,7 +104,10 @@ def test_a_window_with_a_pause_in_it_shows_nothing():
     assert raised_after(9, Path(), window_s=1.0) == [0]
 
 
-def seen_of(*windows):
+US = Member(PeerId("f" * 16), Incarnation(1), "")
+
+
+def seen_of(*windows, is_padding=False):
     """What is told after windows in which each path carried so many bytes, the same both ways."""
     paths = [Path() for _ in windows[0]]
     meter = meter_of(*paths)
@@ -109,8 +116,8 @@ def seen_of(*windows):
         for path, nbytes in zip(paths, moved, strict=True):
             path.delivered += nbytes
             path.bytes_received += nbytes
-        meter.sample(number * WINDOW_S)
-    return meter.observation(members_of(len(paths)))
+        meter.sample(number * WINDOW_S, is_padding=is_padding)
+    return meter.observation([*members_of(len(paths)), US])
 
 
 def test_a_rate_is_what_was_held_over_two_windows_not_the_burst_after_a_gap():
@@ -129,6 +136,14 @@ def test_who_sees_nobody_has_seen_nothing():
     for instant in (0.0, 0.25, 0.5):
         meter.sample(instant)
     assert meter.observation([]).received == 0.0
+
+
+def test_a_path_that_others_pushed_aside_under_padding_is_not_taken_for_slow():
+    padded = seen_of((150, 100, 50), (150, 100, 50), is_padding=True)
+    assert padded.sent_to == pytest.approx((600.0, 400.0, 400.0, 0.0))
+    assert seen_of((150, 100, 50), (150, 100, 50)).sent_to == pytest.approx((600.0, 400.0, 200.0, 0.0))
+    slow = seen_of((150, 120, 30), (150, 120, 30), is_padding=True)
+    assert slow.sent_to == pytest.approx((600.0, 480.0, 120.0, 0.0))
 
 
 class Turns(LinkMeter):
@@ -163,3 +178,12 @@ async def test_members_that_are_all_new_send_padding_one_after_another():
 async def test_those_who_know_a_way_begin_and_the_newcomer_follows():
     order = await order_of(3, stayers=(1, 2))
     assert order[-1] == 0
+
+
+async def test_paths_that_a_frame_shows_to_be_short_are_not_waited_for():
+    path = Path()
+    path.real_round_trip_s = 1e-4
+    meter = Turns(dict.fromkeys([members_of(1)[0].ref], path))
+    async with asyncio.timeout(5.0):
+        await meter.look_ahead(members_of(1), 3, 600.0, connect_s=1.0)
+    assert meter.began == 0.0

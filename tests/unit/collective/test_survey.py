@@ -213,6 +213,17 @@ async def test_a_survey_does_not_wait_for_a_look_ahead_that_takes_long(sites_run
         assert padding_ends(sites[0], sites[1]) == padding_ends(sites[1], sites[0]) == 0.0
 
 
+async def test_a_survey_measures_for_those_whose_turn_has_not_come(sites_running, until):
+    async with far_pair(sites_running) as sites:
+        for site in sites:
+            site.communicator._meter._turn = lambda _rank: 1000
+            site.communicator.look_ahead(turn_s=600.0)
+        await until(lambda: all(site.communicator._meter.awaits_turn for site in sites))
+        table = await survey_all(sites, 0)
+        assert all(0 < rate < inf for rate in table.upload)
+        assert not any(site.communicator._meter.awaits_turn for site in sites)
+
+
 async def test_a_survey_measures_what_a_look_ahead_has_no_news_of_yet(sites_running):
     async with far_pair(sites_running) as sites:
         for site in sites:
@@ -225,7 +236,7 @@ async def test_a_survey_measures_what_a_look_ahead_has_no_news_of_yet(sites_runn
         assert all(0 < rate < inf for rate in table.upload)
 
 
-async def test_the_survey_of_a_former_view_leaves_the_next_look_ahead_alone(sites_running, view_of):
+async def test_the_survey_of_a_former_view_leaves_the_next_look_ahead_alone(sites_running, view_of, until):
     async with far_pair(sites_running) as (dialler, waiter):
         waiter.communicator.look_ahead(turn_s=600.0)
         survey = asyncio.ensure_future(waiter.communicator.survey(waiter.communicator.key(0)))
@@ -236,7 +247,7 @@ async def test_the_survey_of_a_former_view_leaves_the_next_look_ahead_alone(site
         waiter.communicator.look_ahead(turn_s=600.0)
         with pytest.raises(OperationAborted, match="view 2 was installed"):
             await survey
-        assert padding_ends(waiter, dialler) > 0.0
+        await until(lambda: padding_ends(waiter, dialler) > 0.0)
         assert not waiter.communicator._looking_ahead.done()
 
 
