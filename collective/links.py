@@ -35,7 +35,7 @@ _PART_OF_ALL = 0.1
 """A member that sends less than this part of an equal share does not send."""
 _OWN_LIMIT = 0.35
 """Paths that are padded together take the line from each other, and some get half of an equal share; only what gets
-less than this part of one is taken to be slow itself. Transfers have paces: what they show of a path counts as it is."""
+less than this part of one is taken to be slow itself. Transfers have paces: what they show of a path is its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
