@@ -65,13 +65,20 @@ def counts(evidence: Evidence) -> dict[str, int]:
 
 
 def waits(evidence: Evidence) -> dict[str, dict[str, float]]:
-    """What was waited for from outside: how often, the longest, and what it may take."""
+    """What was waited for from outside: how often, the longest with its place and time, and what it may take."""
     by_what: dict[str, list[Wait]] = {}
     for wait in evidence.waits:
         by_what.setdefault(wait.what, []).append(wait)
+    longest = {what: max(all_, key=lambda wait: wait.seconds) for what, all_ in sorted(by_what.items())}
     return {
-        what: {"count": len(all_), "max_s": round(max(one.seconds for one in all_), 3), "limit_s": all_[0].limit_s}
-        for what, all_ in sorted(by_what.items())
+        what: {
+            "count": len(by_what[what]),
+            "max_s": round(one.seconds, 3),
+            "limit_s": one.limit_s,
+            "site": one.site,
+            "at_s": round(one.at_s - evidence.began_s, 3),
+        }
+        for what, one in longest.items()
     }
 
 
