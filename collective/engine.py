@@ -20,6 +20,7 @@ from collective.core.types import Epoch, PeerRef, RoundKey, View
 from collective.errors import CollectiveError, OperationAborted, RemoteProtocolError, RoundRefused
 from collective.memory import fresh_memory
 from collective.notices import abort_payload, abort_payload_of
+from collective.plan import FAR_CHUNK_NBYTES
 from collective.round import Round
 from collective.transport.bundle import Bundle, Notice
 from collective.transport.link import Link, Sink
@@ -93,7 +94,8 @@ class Engine:
 
     Args:
         chunk_nbytes: longest payload.
-        eager_chunks: contributions that a peer may send before we post a round.
+        eager_chunks: contributions that a peer may send before we post a round, if they are of the longest; of shorter
+            ones as many as make the same bytes, so that a long path has something to carry until it has heard of us.
         max_rounds_ahead: for how many rounds it may do so.
     """
 
@@ -106,10 +108,11 @@ class Engine:
         self._closed_keys: OrderedDict[RoundKey, tuple[int, bytes]] = OrderedDict()  # our rank, what ended it
         self._stashes: dict[PeerRef, Stash] = {}
         self._num_spent = 0
-        self._eager_chunks = eager_chunks
+        self._eager_nbytes = eager_chunks * chunk_nbytes
+        self._least_nbytes = min(chunk_nbytes, FAR_CHUNK_NBYTES)  # that a chunk counts for
         self._max_rounds_ahead = max_rounds_ahead
-        self._max_frames = max_rounds_ahead * eager_chunks + 2 * _MAX_ROUNDS
-        self._max_nbytes = max_rounds_ahead * eager_chunks * chunk_nbytes + _MAX_ROUNDS * (4 << 10)
+        self._max_frames = max_rounds_ahead * (self._eager_nbytes // self._least_nbytes) + 2 * _MAX_ROUNDS
+        self._max_nbytes = max_rounds_ahead * self._eager_nbytes + _MAX_ROUNDS * (4 << 10)
 
     def install(self, view: View, bundles: Mapping[PeerRef, Bundle]) -> None:
         """From now on this view is current. Rounds of older ones end."""
@@ -142,13 +145,18 @@ class Engine:
         """Rounds that are posted or announced."""
         return [*self.rounds.values(), *self._announced.values()]
 
-    def credit(self) -> int:
+    def credit(self, chunk_nbytes: int) -> int:
         """How many chunks a round that is posted now may send to members that have not opened it.
 
         Of the rounds that somebody has not opened only so many may send chunks ahead, whatever is in flight.
+
+        Args:
+            chunk_nbytes: longest chunk of the round.
         """
         num_ahead = self._num_spent + sum(map(_spends_credit, self.under_way()))
-        return self._eager_chunks if num_ahead < self._max_rounds_ahead else 0
+        if num_ahead >= self._max_rounds_ahead:
+            return 0
+        return self._eager_nbytes // max(chunk_nbytes, self._least_nbytes)
 
     def is_awaited(self) -> bool:
         """Whether frames of a round of this view wait for it to be posted here."""

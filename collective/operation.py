@@ -101,6 +101,11 @@ class Operation:
         self._taken.clear()
         self._buffers = None
 
+    @property
+    def longest_chunk_nbytes(self) -> int:
+        """As it lies in memory."""
+        return self.plan.longest * self._source.element_size()
+
     def buffers_kept(self, held: int) -> int:
         """See RoundBuffers.keepable."""
         return 0 if self._buffers is None else self._buffers.keepable(held)

@@ -28,7 +28,7 @@ class BulkOptions:
     """How one peer moves bulk bytes. Local: peers may differ."""
 
     eager_chunks: int = 4
-    """Chunks sent to a peer that has not posted the round yet."""
+    """Chunks sent to a peer that has not posted the round yet; of short ones as many as make the same bytes."""
     max_rounds_ahead: int = 4
     """Rounds of which a peer may send us chunks before we post them."""
     install_grace_s: float = 1.0

@@ -21,7 +21,9 @@ from collective.core.types import PeerRef
 
 _MIN_CHUNK_NBYTES = 1 << 20
 """Do not cut finer: a frame costs 0.1 ms, its code has left the cache by then. Once a survey has found a long path,
-chunks are shorter (workplace.py)."""
+chunks are shorter."""
+FAR_CHUNK_NBYTES = 256 << 10
+"""On a long path several streams share a slice: short chunks keep them all busy until the end."""
 _CHUNKS_WANTED = 8
 """A slice of several chunks lets sending, adding and receiving overlap."""
 
@@ -60,11 +62,15 @@ class RoundPlan:
     starts: tuple[int, ...]
     digest: str = field(init=False, repr=False, compare=False)
     """Names the plan: equal for equal plans only."""
+    longest: int = field(init=False, repr=False, compare=False)
+    """Elements of the longest chunk, 0 if there is none."""
 
     def __post_init__(self) -> None:
         trees = [(route.root, route.up, route.down) for route in self.slices.routes]
         packed = msgspec.msgpack.encode((self.slices.bounds, self.starts, trees))
         object.__setattr__(self, "digest", xxhash.xxh3_64_hexdigest(packed))
+        longest = max((end - start for start, end in pairwise(self.starts)), default=0)
+        object.__setattr__(self, "longest", longest)
 
     @property
     def numel(self) -> int:

@@ -108,7 +108,7 @@ class Runner:
                 buffers=operation.buffers(rank),
                 weight=operation.weight,
                 bundles=self._bundles_to(members),
-                eager_chunks=self._engine.credit(),
+                eager_chunks=self._engine.credit(operation.longest_chunk_nbytes),
                 held=operation.held,
             )
             _pace(round_.bundles, None if operation.paces is None else operation.paces[rank])

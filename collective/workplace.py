@@ -15,12 +15,11 @@ from collective.core.link_table import LinkTable
 from collective.core.planner import PLANS, Choice, choose
 from collective.core.slices import Route, gather
 from collective.memory import BufferPool
-from collective.plan import RoundPlan, cut, share_out
+from collective.plan import FAR_CHUNK_NBYTES, RoundPlan, cut, share_out
 
 _SWAP_NBYTES = 4 << 20
 """Above that the second pass over the tensor costs more than the second trip."""
 _FAR_ONE_WAY_S = 0.001
-_FAR_CHUNK_NBYTES = 256 << 10
 _PLANS_KEPT = 64
 
 
@@ -45,8 +44,7 @@ class Workplace:
         self._table = table
         self._plans.clear()
         is_far = table is not None and max(max(row) for row in table.latency_s) > _FAR_ONE_WAY_S
-        # On a long path several streams share a slice: small chunks keep them all busy until the end.
-        self.chunk_nbytes = min(self._max_chunk_nbytes, _FAR_CHUNK_NBYTES) if is_far else self._max_chunk_nbytes
+        self.chunk_nbytes = min(self._max_chunk_nbytes, FAR_CHUNK_NBYTES) if is_far else self._max_chunk_nbytes
 
     def cut(self, numels: Sequence[int], routes: tuple[Route, ...], item_nbytes: int) -> RoundPlan:
         """See plan.cut."""

@@ -536,6 +536,27 @@ async def test_a_connection_in_the_wrong_direction_is_closed_and_counted(sites_r
         assert sites[0].communicator.dropped == {"connection in the wrong direction": 1}
 
 
+async def test_of_short_chunks_as_many_bytes_go_ahead_as_of_long_ones_and_are_kept_for_who_posts_late(
+    sites_running, until
+):
+    tensors = [torch.rand(3 << 20), torch.rand(3 << 20)]  # 12 MiB: 6 MiB for each
+    async with sites_running(2) as sites:
+        for site in sites:
+            site.communicator._workplace.chunk_nbytes = 256 << 10  # as after a survey of a long path
+        early, late = sites
+        held = late.communicator._engine._stashes
+        outs = [[torch.empty_like(tensor) for _ in range(5)] for tensor in tensors]
+        waiting = [
+            asyncio.ensure_future(early.mean(tensors[0], step=step, out=out)) for step, out in enumerate(outs[0])
+        ]
+        await until(lambda: sum(stash._nbytes for stash in held.values()) >= 4 * (4 << 20))
+        assert sum(len(stash._frames) for stash in held.values()) == 5 + 4 * 16, "an OPEN each, and four rounds' credit"
+        await asyncio.gather(*waiting, *(late.mean(tensors[1], step=step, out=out) for step, out in enumerate(outs[1])))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(*outs, strict=True))
+        assert torch.allclose(outs[0][4], (tensors[0] + tensors[1]) / 2)
+        assert not late.communicator.dropped
+
+
 async def test_what_rounds_were_lent_that_another_member_gave_up_is_not_lent_again_in_their_view(
     sites_running, outcomes, view_of
 ):
@@ -545,16 +566,16 @@ async def test_what_rounds_were_lent_that_another_member_gave_up_is_not_lent_aga
         ahead, quitter, late = sites
         engine = ahead.communicator._engine
         for step in range(4):
-            assert engine.credit() > 0
+            assert engine.credit(1 << 20) > 0
             waiting = ahead.mean(tensor, step=step, out=torch.empty_like(tensor))
             giving_up = quitter.mean(tensor, step=step, out=torch.empty_like(tensor), deadline_s=0.01)
             assert all(isinstance(error, OperationAborted) for error in await outcomes([waiting, giving_up]))
-        assert engine.credit() == 0
+        assert engine.credit(1 << 20) == 0
         outs, _ = await mean_of_all(sites, [tensor, tensor + 3, tensor + 6], step=4)
         assert all(torch.equal(out, tensor + 3) for out in outs)
         assert not late.communicator.dropped.get("too far ahead")
         await asyncio.gather(*(site.communicator.install(view_of(sites, epoch=2)) for site in sites))
-        assert engine.credit() > 0
+        assert engine.credit(1 << 20) > 0
 
 
 @pytest.mark.parametrize(("epoch", "is_anew"), [(2, False), (3, True)])

@@ -26,7 +26,7 @@ def test_fewer_blocks_than_members_leaves_empty_slices():
 
 def test_an_empty_buffer_has_no_chunks():
     plan = cut_evenly(0, 4)
-    assert (plan.numel, plan.slices.num_chunks) == (0, 0)
+    assert (plan.numel, plan.slices.num_chunks, plan.longest) == (0, 0, 0)
     assert [plan.slice_span(slice_) for slice_ in range(4)] == [(0, 0)] * 4
 
 
@@ -63,6 +63,7 @@ def test_chunks_are_even_whole_blocks_and_never_longer_than_allowed(item_nbytes,
     for numels in ([1_000_001, 0, 300], [7, 70_000, 256], [0, 0, 0]):
         plan = cut(numels, gather(3), item_nbytes=item_nbytes, chunk_nbytes=chunk_nbytes)
         assert plan.starts[0] == 0
+        assert plan.longest == max(map(plan.numel_of, range(plan.slices.num_chunks)), default=0)
         assert [end - start for start, end in map(plan.slice_span, range(3))] == numels
         for slice_ in range(3):
             chunks = plan.slices.chunks_of(slice_)
