@@ -151,7 +151,6 @@ class Link:
         self.closed = False
         self.bytes_sent = 0
         self.bytes_received = 0
-        self.chunk_s = 0.0  # moving average, from a payload's first byte to its last
         self.staging = Scratch()  # where the owner may place what it does not keep
         self._encoding = Scratch()
         self._caps = caps
@@ -160,7 +159,8 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(limits=limits, place=self._place, read_ahead=True)
         self._sink: Sink | None = None
-        self._receiving_since = 0.0
+        self._receiving_since = self._received_at = 0.0
+        self._whole_chunk_s = 0.0  # moving average
         self._outgoing: Outgoing | None = None
         self._outgoing_nbytes = 0
         self._unsent: list[memoryview] = []
@@ -177,6 +177,15 @@ class Link:
         is_paused = self._on_writable in self._timers
         if not self._is_writer_set and not self._is_writing and not self.closed and not is_paused:
             self._on_writable()
+
+    @property
+    def chunk_s(self) -> float:
+        """How long a chunk takes, from first byte to last: on average, or the present one so far if that is more.
+
+        So far is until its latest byte: a peer that falls silent in a chunk does not gain time by its silence.
+        """
+        so_far_s = 0.0 if self._reader.current is None else self._received_at - self._receiving_since
+        return max(self._whole_chunk_s, so_far_s)
 
     def moved(self) -> int:
         """A number that changes while bytes get through in either direction."""
@@ -271,11 +280,12 @@ class Link:
         if cap is not None:
             cap.take(self._loop.time(), nbytes)
         self.bytes_received += nbytes
+        self._received_at = self._loop.time()
         # Of the frame that may be whole now; the next one may begin as well.
         since, sink = self._receiving_since, None if self._reader.current is None else self._sink
         for frame in self._reader.received(nbytes):
             if sink is not None:
-                self.chunk_s += _AVERAGING * (self._loop.time() - since - self.chunk_s)
+                self._whole_chunk_s += _AVERAGING * (self._received_at - since - self._whole_chunk_s)
                 sink.take(self, frame)
                 sink = None
             else:

@@ -16,8 +16,9 @@ from collective.transport.link import Link
 
 P = TypeVar("P", bound=Hashable)
 
-_FLIGHT_NBYTES = 3 << 19
-"""What one stream keeps on its way: Linux allows 2 MiB by default (half of tcp_wmem), some of it for what was lost."""
+_FLIGHT_NBYTES = 1 << 20
+"""What one stream keeps on its way: Linux lets 2.8 MB be unacknowledged by default (tcp_wmem), and a
+lost packet holds up what is sent in two round trips."""
 _AT_PACE = 0.95
 """Paces are above what the links should carry: who comes this near to them is held back by nothing else."""
 _WINDOWS = 3

@@ -24,6 +24,9 @@ FAR_S = 0.002
 _STREAMS_BBR = 8
 _STREAMS_OTHERS = 48
 _FAR_UNSENT_NBYTES = 256 << 10
+_MOST_UNSENT_NBYTES = 1 << 20
+_RESERVE_S = 0.03
+"""What a paced stream has in the kernel to go on with while other streams, or other programs, keep us busy."""
 _SO_MAX_PACING_RATE = 47  # of Linux; Python has no name for it
 _NO_PACE = 2**64 - 1
 _NEAR_BUFFER_NBYTES = 2 << 20
@@ -134,8 +137,11 @@ def pace(sock: socket.socket, bytes_per_s: float | None) -> None:
     """Let the kernel send no faster than this, evenly; None lets go. Without effect where there is no such thing."""
     if sys.platform == "linux":
         rate = _NO_PACE if bytes_per_s is None else max(1, int(bytes_per_s))
+        reserve = 0 if bytes_per_s is None else int(_RESERVE_S * bytes_per_s)
+        unsent = min(max(_FAR_UNSENT_NBYTES, reserve), _MOST_UNSENT_NBYTES)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=Q", rate))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent)
 
 
 def congestion_control_of(sock: socket.socket) -> str:

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 TLS_HANDSHAKE_RECORD = b"\x16"
 """The first byte that anybody sends who wants TLS. No frame of ours begins with it."""
 
-_RECORD_NBYTES = 16 << 10
 _SEAL_NBYTES = 128 << 10  # encrypted before the kernel is asked to take it
 _FILL_NBYTES = 256 << 10  # asked of the kernel at once
 _MAX_REPLIES_NBYTES = 64 << 10
@@ -216,7 +215,7 @@ class TlsSocket(socket.socket):
                     taken, self._num_held = 1, 0
                     view = view[1:]
                 while len(view):
-                    nbytes = self._tls.write(view[:_RECORD_NBYTES])
+                    nbytes = self._tls.write(view[:_SEAL_NBYTES])
                     taken += nbytes
                     view = view[nbytes:]
                     if self._outgoing.pending >= _SEAL_NBYTES:

@@ -19,10 +19,17 @@ NAMES = {b"n": "notice", b"c": "contribution", b"r": "result"}
 
 
 class Listening:
-    """Owner of a bundle that nothing comes to."""
+    """Owner of a bundle that keeps what it hears."""
 
     def __init__(self):
         self.renewed = []
+        self.taken = []
+
+    def place(self, _bundle, link, header):
+        return link.staging.room(header.payload_nbytes), self
+
+    def take(self, _link, frame):
+        self.taken.append(frame)
 
     def on_broken(self, _bundle, _cause):
         pass
@@ -73,13 +80,23 @@ def small(payload):
 @pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="pacing is Linux's")
 async def test_a_paced_path_uses_as_few_streams_as_carry_it_and_shares_the_pace_out_to_them():
     async with bundle_of(8, round_trip_s=0.05) as (bundle, ours, _):
-        bundle.pace(100e6)  # 5 MB on their way, 1.5 MiB a stream
-        assert [pace_of(sock) for sock in ours] == [25_000_000] * 8
+        bundle.pace(100e6)  # 5 MB on their way, 1 MiB a stream
+        assert [pace_of(sock) for sock in ours] == [20_000_000] * 8
         taken = [bundle.next_out(link) for link in bundle._links.values()]
         assert taken == [None] * 8
         bundle.contributions.extend(small(b"c") for _ in range(8))
         taken = [bundle.next_out(link) is not None for link in bundle._links.values()]
-        assert taken == [True] * 4 + [False] * 4
+        assert taken == [True] * 5 + [False] * 3
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_NOTSENT_LOWAT"), reason="Linux's")
+@pytest.mark.parametrize(("pace", "unsent"), [(20e6, 600_000), (1e6, 256 << 10), (1e9, 1 << 20)])
+async def test_a_paced_stream_has_something_to_go_on_with_while_we_are_busy(pace, unsent):
+    async with bundle_of(1, round_trip_s=0.01) as (bundle, ours, _):
+        bundle.pace(pace)
+        assert ours[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == unsent
+        bundle.pace(None)
+        assert ours[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == 256 << 10
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="pacing is Linux's")
@@ -87,10 +104,10 @@ async def test_fewer_streams_that_carry_what_more_of_them_did_find_their_speed_a
     anew = []
     monkeypatch.setattr("collective.transport.link.find_speed_anew", anew.append)
     async with bundle_of(8, round_trip_s=0.05) as (bundle, ours, _):
-        bundle.pace(100e6)  # four of eight streams are used
+        bundle.pace(100e6)  # five of eight streams are used
         assert anew == ours
         bundle.pace(100e6)
-        bundle.raise_pace()  # five
+        bundle.raise_pace()  # eight
         bundle.pace(None)  # all
         assert anew == ours
         bundle.pace(12e6)  # one
@@ -147,11 +164,11 @@ async def test_without_a_pace_all_streams_send_as_fast_as_they_can():
 @pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="pacing is Linux's")
 async def test_a_pace_that_is_raised_takes_more_streams_where_it_needs_them():
     async with bundle_of(8, round_trip_s=0.05) as (bundle, ours, _):
-        bundle.pace(25e6)
-        assert [pace_of(sock) for sock in ours] == [25_000_000] * 8  # one stream is used
+        bundle.pace(20e6)
+        assert [pace_of(sock) for sock in ours] == [20_000_000] * 8  # one stream is used
         bundle.raise_pace()
-        assert bundle.pace_now == 37.5e6
-        assert [pace_of(sock) for sock in ours] == [18_750_000] * 8
+        assert bundle.pace_now == 30e6
+        assert [pace_of(sock) for sock in ours] == [15_000_000] * 8
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="pacing is Linux's")
@@ -193,6 +210,40 @@ async def test_the_distance_is_that_of_the_quickest_stream(monkeypatch):
     monkeypatch.setattr("collective.transport.bundle.round_trip_s", lambda _sock: next(seen_s))
     async with bundle_of(4, round_trip_s=None) as (bundle, _, _):
         assert bundle.round_trip_s == 0.0003
+
+
+class SetClock:
+    """The loop, but for its time."""
+
+    def __init__(self, loop):
+        self._loop = loop
+        self.now = 100.0
+
+    def time(self):
+        return self.now
+
+    def __getattr__(self, name):
+        return getattr(self._loop, name)
+
+
+async def test_a_chunk_takes_at_least_what_the_present_one_has_taken_until_its_latest_byte(until):
+    payload = bytes(40_000)
+    frame = pack(Header(type=FrameType.CONTRIBUTION, payload_nbytes=len(payload)), payload) + payload
+    async with bundle_of(2, round_trip_s=0.05) as (bundle, _, theirs):
+        link = bundle._links[0]
+        clock = link._loop = SetClock(link._loop)
+        assert bundle.chunk_s == 0.0
+        theirs[0].send(frame[:10_000])
+        await until(lambda: link.bytes_received == 10_000)
+        clock.now += 3.0
+        theirs[0].send(frame[10_000:20_000])
+        await until(lambda: link.bytes_received == 20_000)
+        clock.now += 50.0  # silence
+        assert bundle.chunk_s == 3.0
+        clock.now -= 48.0
+        theirs[0].send(frame[20_000:])
+        await until(lambda: bundle._owner.taken)
+        assert bundle.chunk_s == pytest.approx(1.0), "a fifth of five seconds: a moving average"
 
 
 async def test_streams_that_the_dialler_does_not_know_of_are_closed():
