@@ -17,8 +17,8 @@ from collective.transport.link import Link
 P = TypeVar("P", bound=Hashable)
 
 _FLIGHT_NBYTES = 1 << 20
-"""What one stream keeps on its way: Linux lets 2.8 MB be unacknowledged by default (tcp_wmem), and a
-lost packet holds up what is sent in two round trips."""
+"""What one stream keeps on its way. Linux lets some 2.8 MB be unacknowledged by default (tcp_wmem), and a lost packet
+holds up what is sent in two round trips."""
 _AT_PACE = 0.95
 """Paces are above what the links should carry: who comes this near to them is held back by nothing else."""
 _WINDOWS = 3
