@@ -117,9 +117,10 @@ def _suspect_the_stalled(
     stalled = []
     for rank, (bundle, watch) in watches.items():
         watch.forgive(late_s)
-        watch.observe(heard=bundle.heard(), moved=bundle.moved(), chunk_s=bundle.chunk_s, now=now)
-        owes = round_.concerns(rank) and round_.machine.has_opened(rank)
-        if watch.is_stalled(now, owes=owes, owes_now=round_.owes_now(rank)):
+        watch.observe(
+            heard=bundle.heard(), moved=bundle.moved(), chunk_s=bundle.chunk_s, owes_now=round_.owes_now(rank), now=now
+        )
+        if watch.is_stalled(now, owes=round_.concerns(rank) and round_.machine.has_opened(rank)):
             stalled.append(rank)
     if stalled:
         round_.suspect(stalled, "no byte moved for too long")
