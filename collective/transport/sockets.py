@@ -134,7 +134,10 @@ def streams_for(round_trip: float, congestion_control: str) -> int:
 
 
 def pace(sock: socket.socket, bytes_per_s: float | None) -> None:
-    """Let the kernel send no faster than this, evenly; None lets go. Without effect where there is no such thing."""
+    """Let the kernel send no faster than this over a long path, evenly, and keep some of it waiting; None lets go.
+
+    Without effect where there is no such thing.
+    """
     if sys.platform == "linux":
         rate = _NO_PACE if bytes_per_s is None else max(1, int(bytes_per_s))
         reserve = 0 if bytes_per_s is None else int(_RESERVE_S * bytes_per_s)
