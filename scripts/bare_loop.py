@@ -64,7 +64,7 @@ class BareLoop:
     def all_reduce(self, tensor: Tensor, out: Tensor) -> None:
         """`out` becomes the mean of all tensors, whose number of elements is a multiple of 256 KiB times the world."""
         self._tensor, self._out = tensor, out
-        self._in_bytes, self._out_bytes = (memoryview(part.numpy()).cast("B") for part in (tensor, out))
+        self._in_bytes, self._out_bytes = (part.numpy().data.cast("B") for part in (tensor, out))
         self._slice = tensor.numel() // self._world
         self._chunk = min(_CHUNK_NBYTES // 4, self._slice)
         count = self._slice // self._chunk
@@ -135,7 +135,7 @@ class BareLoop:
             link.payload = self._out_bytes[self._span(other, chunk)]
         else:
             link.stage = link.free.pop() if link.free else torch.empty(_CHUNK_NBYTES // 4)
-            link.payload = memoryview(link.stage.numpy()).cast("B")[: self._chunk * 4]
+            link.payload = link.stage.numpy().data.cast("B")[: self._chunk * 4]
         link.rest = link.payload
 
     def _take(self, link: _Link) -> None:

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -63,7 +64,7 @@ async def measure(options: argparse.Namespace, wan: Wan | None) -> Row:
 async def story(run: Run, tasks: asyncio.TaskGroup, options: argparse.Namespace) -> Row:
     for _ in range(MEMBERS):
         process = await run.start(tasks)
-        await run.until("address", lambda process=process: bool(process.of("listening")))
+        await run.until("address", partial(process.has_said, "listening"))
     members = run.processes[:MEMBERS]
     await run.until_step(1, members)
     calm: list[int] = []
@@ -177,7 +178,7 @@ def steps(members: Sequence[Process]) -> list[int]:
 
 def last(members: Sequence[Process], step: int) -> float:
     """When the last member had this commit."""
-    return max(row["t"] for process in members for row in process.of("committed") if row["outer_step"] == step)
+    return max(float(row["t"]) for process in members for row in process.of("committed") if row["outer_step"] == step)
 
 
 def rounds_of(members: Sequence[Process]) -> list[tuple[float, float]]:

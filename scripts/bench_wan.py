@@ -317,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer repetitions: two minutes")
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args(argv)
-    report = {
+    report: dict[str, Any] = {
         "machine": {"kernel": platform.release(), "cores": os.cpu_count(), "python": platform.python_version()},
         "formula": FORMULA,
         "cases": [],

@@ -50,6 +50,9 @@ class Process:
     def of(self, event: str) -> list[Row]:
         return [row for row in self.said if row["event"] == event]
 
+    def has_said(self, event: str) -> bool:
+        return bool(self.of(event))
+
     @property
     def step(self) -> int:
         return max((row["outer_step"] for row in self.of("committed")), default=0)

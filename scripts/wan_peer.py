@@ -60,7 +60,8 @@ class Peer:
             case "connect":
                 return await self.connect()
             case "survey":
-                return _without_inf(dataclasses.asdict(await self._communicator.survey(self._key())))
+                table = await self._communicator.survey(self._key())
+                return {name: _without_inf(one) for name, one in dataclasses.asdict(table).items()}
             case "prepare":
                 return self.prepare(**order)
             case "reduce":
@@ -99,7 +100,7 @@ class Peer:
         error = float((self._out - self._shared).sub_((len(self._addresses) - 1) / 2).abs_().max())
         if not error < TOLERANCE:
             raise RuntimeError(f"the mean is wrong by {error}")
-        digest = xxhash.xxh3_64_hexdigest(self._out.numpy())
+        digest = xxhash.xxh3_64_hexdigest(self._out.numpy().data)
         return {
             "seconds": seconds,
             "cpu_s": cpu_s,

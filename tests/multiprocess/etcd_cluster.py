@@ -5,6 +5,7 @@ they are killed. Needs the program `etcd` (on Debian and Ubuntu: apt-get install
 """
 
 import contextlib
+import random
 import shutil
 import socket
 import subprocess
@@ -148,8 +149,12 @@ def etcd_nodes(folder: Path, size: int, *, flags: Sequence[str] = (), **files: P
 
 
 def free_ports(count: int) -> list[int]:
+    """Ports on which nobody listens, below those that Linux gives to connections: one of them took a port meanwhile."""
+    ports: list[int] = []
     with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in socks:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in socks]
+        while len(ports) < count:
+            sock = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                sock.bind(("127.0.0.1", random.randrange(16384, 32768)))
+                ports.append(sock.getsockname()[1])
+    return ports

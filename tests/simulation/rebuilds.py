@@ -6,7 +6,7 @@ testified has heard of; what was committed after it is given up, and nothing els
 
 from typing import TYPE_CHECKING
 
-from collective.core.types import PeerRef, RoundKey
+from collective.core.types import OuterStep, PeerRef, RoundKey
 from elastic.core.certificate import Certificate, encode_certificate, genesis_link
 from elastic.core.messages import (
     Commit,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def forge(certificate: Certificate) -> Certificate:
     """A liar's: it names a commit that never was, under the seal of another."""
-    key = RoundKey(certificate.key.epoch, certificate.key.outer_step + 7, certificate.key.fragment)
+    key = RoundKey(certificate.key.epoch, OuterStep(certificate.key.outer_step + 7), certificate.key.fragment)
     return Certificate(
         key=key,
         previous=certificate.digest,

@@ -20,7 +20,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from elastic.core.events import CoordinatorEffect, LeaveRequested, Persist, SendToPeer
+from elastic.core.events import CoordinatorEffect, LeaveRequested, Persist, Resign, SendToPeer
 from elastic.core.records import CommitRecord, Genesis, Record, ViewRecord
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.network import COORDINATOR
@@ -184,6 +184,8 @@ def _dies_after(stage: Stage, words: list[str]) -> None:
         match effect:
             case Persist(record=content) | SendToPeer(message=content):
                 number -= type(content).__name__ == kind
+            case Resign():
+                pass
         return number == 0
 
     stage.sim.coordinator.dies_after = is_it

@@ -17,9 +17,8 @@ def commit_told_to(stage: Stage, index: int) -> bool:
 
     def dies(effect: CoordinatorEffect) -> bool:
         nonlocal lost
-        match effect:
-            case SendToPeer(to=to, message=Commit()):
-                lost = to == ref
+        if isinstance(effect, SendToPeer) and isinstance(effect.message, Commit):
+            lost = effect.to == ref
         return lost
 
     stage.sim.coordinator.dies_after = dies

@@ -19,7 +19,7 @@ from collective.core.round_words import (
     SendOpen,
     SendResult,
 )
-from collective.core.types import Epoch, PeerRef, RoundKey
+from collective.core.types import Epoch, Instant, PeerRef, RoundKey
 from tests.simulation.rounds.bundle import Bundle
 from tests.simulation.rounds.operation import Operation
 from tests.simulation.rounds.parts import RoundParts
@@ -124,8 +124,19 @@ class SumsGoOn(Operation):
         super().start()
 
 
-def forgive_nothing(watch: ProgressWatch, seconds: float) -> None:
+class ForgivesNothing(ProgressWatch):
     """Time in which we were stopped counts against the others."""
+
+    def forgive(self, seconds: float) -> None:
+        pass
+
+
+class CountsIdleTime(ProgressWatch):
+    """Time in which nothing was owed counts as standing still."""
+
+    def observe(self, *, heard: int, moved: int, chunk_s: float, owes_now: bool, now: Instant) -> None:
+        self._owes_now = True
+        super().observe(heard=heard, moved=moved, chunk_s=chunk_s, owes_now=owes_now, now=now)
 
 
 def say_nothing(bundle: Bundle) -> None:
@@ -173,9 +184,9 @@ ROUND_MUTANTS = {
         "a round ends although somebody may lack an old result", RETRIES, machine=EndsWhenItHasEverything
     ),
     "sums_go_on": _mutant("a retry adds to the sum that the last attempt has left", RETRIES, operation=SumsGoOn),
-    "forgives_nothing": _mutant("time in which a peer was stopped counts against others", forgive=forgive_nothing),
+    "forgives_nothing": _mutant("time in which a peer was stopped counts against others", watch=ForgivesNothing),
     "counts_idle_time": _mutant(
-        "a member that had nothing to send for long is blamed as soon as it has", FAR, counts_idle_time=True
+        "a member that had nothing to send for long is blamed as soon as it has", FAR, watch=CountsIdleTime
     ),
     "silent_about_ended": _mutant(
         "who has ended a round does not say so when a connection is made anew", LOSSES, tells_ended=False

@@ -8,7 +8,7 @@ encoded when a stream takes it, not when it is ordered.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, assert_never
 
-from collective.core.progress import ProgressWatch, StallLimits
+from collective.core.progress import StallLimits
 from collective.core.round_words import (
     Accumulate,
     ChunkRefused,
@@ -69,10 +69,9 @@ class Operation:
         self._arrived: Value = ()
         self.summed: set[int] = set()
         """Chunks whose place holds a sum of this attempt, or what was made of it."""
-        self._watches = {other: ProgressWatch(LIMITS, now) for other in range(view.world_size) if other != rank}
+        self._watches = {other: peer.parts.watch(LIMITS, now) for other in range(view.world_size) if other != rank}
         self._broken_since: dict[int, float] = {}
         self._untold = set(self._watches)
-        self._num_idle = [0] * view.world_size
 
     def start(self) -> None:
         self._run(self.machine.start())
@@ -164,13 +163,11 @@ class Operation:
                 if (bundle.is_refused and bundle.was_connected) or now - since > grace_s:
                     lost.append(rank)
                 bundle.repair()
-            self.peer.parts.forgive(watch, late_s)
+            watch.forgive(late_s)
             owes = self.concerns(rank) and self.machine.has_opened(rank)
             owes_now = self.owes_now(rank)
-            # Standing still counts from when something has to move: until then the counter is made to grow.
-            self._num_idle[rank] += not owes_now and not self.peer.parts.counts_idle_time
-            watch.observe(heard=bundle.heard, moved=bundle.moved + self._num_idle[rank], chunk_s=0.0, now=now)
-            if watch.is_stalled(now, owes=owes, owes_now=owes_now):
+            watch.observe(heard=bundle.heard, moved=bundle.moved, chunk_s=0.0, owes_now=owes_now, now=now)
+            if watch.is_stalled(now, owes=owes):
                 stalled.append(rank)
         self._broken_since = broken_since
         if lost:

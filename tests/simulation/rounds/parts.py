@@ -22,11 +22,6 @@ def find_round(rounds: Mapping[RoundKey, Operation], key: RoundKey) -> Operation
     return rounds.get(key)
 
 
-def forgive(watch: ProgressWatch, seconds: float) -> None:
-    """By the real watch."""
-    watch.forgive(seconds)
-
-
 def sign(bundle: Bundle) -> None:
     """Say that we are there."""
     bundle.give_sign()
@@ -49,11 +44,10 @@ class RoundParts:
     operation: type[Operation] = Operation
     judge: Callable[[Fence, PeerRef, Epoch], Standing] = judge
     find_round: Callable[[Mapping[RoundKey, Operation], RoundKey], Operation | None] = find_round
-    forgive: Callable[[ProgressWatch, float], None] = forgive
+    watch: type[ProgressWatch] = ProgressWatch
     sign: Callable[[Bundle], None] = sign
     holdable: Callable[[SlicePlan], int] = holdable
     checks_sums: bool = True
     tells_ended: bool = True
-    counts_idle_time: bool = False
     keeps_spent_credit: bool = True
     drops_older_epochs: bool = True

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from collective.core.round import RoundMachine
-from collective.core.round_words import PeerOpened, ResultArrived, SendContribution
+from collective.core.round_words import PeerOpened, ResultArrived, RoundEffect, SendContribution
 from collective.core.slices import SlicePlan, butterfly, ring
 from collective.core.types import Epoch, OuterStep, RoundKey
 from tests.simulation.rounds.checker import CUT_IS_FOUND_S, MARGIN_S
@@ -205,7 +205,7 @@ def test_old_results_do_not_count_where_members_add_up_on_the_way() -> None:
     key = RoundKey(Epoch(1), OuterStep(0), 0)
     machines = [RoundMachine(key=key, rank=rank, slices=slices, eager_chunks=0, held=0b1) for rank in range(3)]
     assert [machine.held for machine in machines] == [0] * 3
-    sent = []
+    sent: list[RoundEffect] = []
     for machine in machines:
         machine.start()
         for other in set(range(3)) - {machine.rank}:
