@@ -315,6 +315,7 @@ class Round:
             self._run(effects)
         except NotFinite as error:
             self.suspect([rank], f"a {header.type.name} is not finite: {error}")
+        self._arrived = None  # the memory is the link's
 
     def _take_weight(self, rank: int, weight: float) -> None:
         known = self.weights[rank]

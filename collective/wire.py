@@ -209,6 +209,11 @@ class FrameReader:
         """Header of the frame whose payload is arriving, if any."""
         return self._current
 
+    @property
+    def arriving(self) -> Header | None:
+        """Header of the frame whose payload comes next, if no byte of that has been read yet."""
+        return None if self._payload_filled or self._diverted else self._current
+
     def next_buffers(self) -> list[memoryview]:
         """Where the next bytes belong, in order; never empty."""
         if self._current is None:
@@ -237,6 +242,12 @@ class FrameReader:
                 self._begin_payload()
                 self._finish_payload(frames)
         return frames
+
+    def lend(self, payload: memoryview) -> None:
+        """Let the payload be these bytes, which lie elsewhere already; `received` is still to be told of them."""
+        assert self.arriving is not None
+        assert len(payload) == self.arriving.payload_nbytes
+        self._payload = payload
 
     def divert(self, room: Callable[[int], memoryview]) -> None:
         """Let the rest of the arriving payload go to `room(nbytes)` and forget that frame: its destination is gone."""

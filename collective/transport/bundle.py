@@ -163,7 +163,7 @@ class Bundle:
 
     def bytes_delivered(self) -> int:
         """Bytes that have arrived at the peer, about, over the streams that are up."""
-        return sum(info.bytes_delivered or 0 for info in self._tcp_infos())
+        return sum(link.bytes_delivered() for link in self._links.values())
 
     def bytes_sent_again(self) -> int:
         """Bytes that were lost on the way, over the streams that are up."""

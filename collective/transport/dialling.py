@@ -6,11 +6,14 @@ Rules: one deadline for everything. Nothing is left open after an error. Does no
 import asyncio
 import socket
 
+import msgspec
+
 from collective.core.types import PeerId
 from collective.errors import ConnectionLost, PeerUnreachable, SecurityRefused
-from collective.transport.hello import Hello, HelloReply, introduce
+from collective.transport.hello import Hello, HelloReply, Purpose, introduce
 from collective.transport.security import DialSecurity, name_mismatch
-from collective.transport.sockets import EncryptionFailed, SocketOptions, dial, lost
+from collective.transport.shared_memory import SharedSocket, make_offering
+from collective.transport.sockets import EncryptionFailed, SocketOptions, dial, is_loopback, lost
 
 
 async def open_connection(
@@ -33,8 +36,8 @@ async def open_connection(
         expect: who must answer; None for anybody.
 
     Returns:
-        The socket and what the other side said. An encrypted socket may hold bytes that epoll does not tell of: see
-        `TlsSocket.pending`.
+        The socket and what the other side said. An encrypted socket, or one that shares memory, may hold bytes that
+        epoll does not tell of: see `TlsSocket.pending`.
 
     Raises:
         PeerUnreachable: nobody there, or not the expected peer.
@@ -44,11 +47,17 @@ async def open_connection(
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
-    sock = await dial(address, options or SocketOptions(), timeout_s=timeout_s)
+    options = options or SocketOptions()
+    sock = await dial(address, options, timeout_s=timeout_s)
     try:
-        if security is not None and security.wanted_for(_host_of(sock)):
+        host = _host_of(sock)
+        if security is not None and security.wanted_for(host):
             sock = await security.secure_dialled(sock, expect=expect, timeout_s=deadline - loop.time())
-        reply = await _introduce(sock, hello, timeout_s=deadline - loop.time())
+            reply = await _introduce(sock, hello, timeout_s=deadline - loop.time())
+        elif hello.purpose is Purpose.BULK and options.shares_memory and is_loopback(host):
+            sock, reply = await _introduce_offering(sock, hello, timeout_s=deadline - loop.time())
+        else:
+            reply = await _introduce(sock, hello, timeout_s=deadline - loop.time())
         mismatch = name_mismatch(sock, reply.peer_id, may_be_stranger=False)
         if mismatch is not None:
             raise SecurityRefused(mismatch)
@@ -65,6 +74,24 @@ def _host_of(sock: socket.socket) -> str:
         return str(sock.getpeername()[0])
     except OSError as error:  # gone already
         raise lost(error) from error
+
+
+async def _introduce_offering(
+    sock: socket.socket, hello: Hello, *, timeout_s: float
+) -> tuple[socket.socket, HelloReply]:
+    """The same with memory on offer, which the other side may take."""
+    offering = make_offering()
+    if offering is None:
+        return sock, await _introduce(sock, hello, timeout_s=timeout_s)
+    is_taken = False
+    try:
+        reply = await _introduce(sock, msgspec.structs.replace(hello, memory=offering.offer), timeout_s=timeout_s)
+        is_taken = reply.shares_memory
+    finally:
+        offering.close()
+        if not is_taken:
+            offering.memory.close()
+    return SharedSocket(sock, offering.memory, is_dialler=True) if is_taken else sock, reply
 
 
 async def _introduce(sock: socket.socket, hello: Hello, *, timeout_s: float) -> HelloReply:

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from collective.core.types import PEER_ID_PATTERN, Incarnation, PeerId, PeerRef
 from collective.errors import ConnectionLost, DeadlineExceeded, HandshakeRefused, RemoteProtocolError
+from collective.transport.shared_memory import Offer
 from collective.transport.sockets import lost
 from collective.wire import BEFORE_HELLO, BEFORE_REPLY, Frame, FrameReader, FrameType, Header, Limits, pack
 
@@ -43,6 +44,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     credential: Annotated[bytes, Meta(max_length=128)] = b""
     stream: Annotated[int, Meta(ge=0, lt=MAX_STREAMS)] = 0
     num_streams: Annotated[int, Meta(ge=1, le=MAX_STREAMS)] = 1
+    memory: Offer | None = None
+    """Through which bytes may go instead, if it is within reach."""
 
     @property
     def ref(self) -> PeerRef:
@@ -61,6 +64,8 @@ class HelloReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     reason: Annotated[str, Meta(max_length=512)] = ""
     peer_id: Annotated[PeerId, Meta(pattern=PEER_ID_PATTERN)]
     incarnation: Annotated[Incarnation, Meta(ge=0, le=2**53)]
+    shares_memory: bool = False
+    """From here on bytes go through the memory that was offered."""
 
     @property
     def ref(self) -> PeerRef:

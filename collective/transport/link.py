@@ -22,6 +22,7 @@ from torch import Tensor
 from collective.core.bucket import TokenBucket
 from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
 from collective.memory import fresh_memory
+from collective.transport.shared_memory import SharedSocket
 from collective.transport.sockets import find_speed_anew, lost, pace, unacknowledged_nbytes
 from collective.transport.tcp_info import TcpInfo, read_tcp_info, window_nbytes
 from collective.transport.tls import TlsSocket
@@ -47,8 +48,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def has_pending(sock: socket.socket) -> bool:
-    """Whether bytes wait inside the encryption, of which the loop will not hear."""
-    return isinstance(sock, TlsSocket) and sock.pending() > 0
+    """Whether bytes wait inside the encryption, or in shared memory, of which the loop will not hear."""
+    return isinstance(sock, TlsSocket | SharedSocket) and sock.pending() > 0
 
 
 class Scratch:
@@ -159,6 +160,7 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(limits=limits, place=self._place, read_ahead=True)
         self._sink: Sink | None = None
+        self._is_staged = False  # what arrives is used before the next frame, and not kept
         self._receiving_since = self._received_at = 0.0
         self._whole_chunk_s = 0.0  # moving average
         self._outgoing: Outgoing | None = None
@@ -167,7 +169,7 @@ class Link:
         self._unsent_nbytes = 0
         self._is_writer_set = False
         self._is_writing = False
-        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        self._timers: dict[Callable[[], None], asyncio.Handle] = {}
         self._loop.add_reader(sock.fileno(), self._on_readable)
         if has_pending(sock):  # frames that came together with the answer to our hello
             self._loop.call_soon(self._on_readable)
@@ -191,7 +193,14 @@ class Link:
         """A number that changes while bytes get through in either direction."""
         if self.closed:
             return 0
-        return self.bytes_received + self.bytes_sent - unacknowledged_nbytes(self._sock)
+        return self.bytes_received + self.bytes_sent - self._untaken_nbytes()
+
+    def bytes_delivered(self) -> int:
+        """Bytes that have arrived at the other side, about; 0 where the kernel does not tell."""
+        if isinstance(self._sock, SharedSocket):
+            return self.bytes_sent - self._sock.untaken()
+        info = self.tcp_info()
+        return 0 if info is None else info.bytes_delivered or 0
 
     @property
     def is_sending(self) -> bool:
@@ -246,10 +255,16 @@ class Link:
 
     def _place(self, header: Header) -> memoryview:
         destination, self._sink = self._owner.place(self, header)
+        self._is_staged = destination.obj is self.staging.bytes.obj
         self._receiving_since = self._loop.time()
         return destination
 
     def _on_readable(self) -> None:
+        self._read_some()
+        if isinstance(self._sock, SharedSocket) and self._is_writer_set and self._on_writable not in self._timers:
+            self._on_writable()  # what came may have been news of room
+
+    def _read_some(self) -> None:
         try:
             for _ in range(_CALLS_PER_WAKE):
                 if self.closed or not self._read_once():
@@ -266,6 +281,8 @@ class Link:
 
     def _read_once(self) -> bool:
         """Whether there may be more to read now."""
+        if isinstance(self._sock, SharedSocket) and self._is_staged and self._use_in_place(self._sock):
+            return has_pending(self._sock)
         buffers = self._reader.next_buffers()
         cap = self._caps.download
         if cap is not None:
@@ -279,6 +296,24 @@ class Link:
             return False
         if cap is not None:
             cap.take(self._loop.time(), nbytes)
+        self._account(nbytes)
+        # Less than there was room for: the kernel has no more, so it need not be asked.
+        return not self.closed and (nbytes == sum(map(len, buffers)) or has_pending(self._sock))
+
+    def _use_in_place(self, sock: SharedSocket) -> bool:
+        """Whether a payload that nobody keeps was there whole, and has gone to its round from where it lies."""
+        arriving = self._reader.arriving
+        lent = None if arriving is None or self._caps.download is not None else sock.peek(arriving.payload_nbytes)
+        if lent is None:
+            return False
+        self._reader.lend(lent)
+        self._account(len(lent))
+        if not self.closed:
+            sock.skip(len(lent))
+        return True
+
+    def _account(self, nbytes: int) -> None:
+        """Bytes are where they belong: hand on the frames that are whole."""
         self.bytes_received += nbytes
         self._received_at = self._loop.time()
         # Of the frame that may be whole now; the next one may begin as well.
@@ -291,9 +326,7 @@ class Link:
             else:
                 self._owner.on_frame(self, frame)
             if self.closed:
-                return False
-        # Less than there was room for: the kernel has no more, so it need not be asked.
-        return nbytes == sum(map(len, buffers)) or has_pending(self._sock)
+                return
 
     def _resume_reading(self) -> None:
         self._timers.pop(self._resume_reading, None)
@@ -387,6 +420,10 @@ class Link:
         if outgoing is not None:
             outgoing.sent(self._outgoing_nbytes)
 
+    def _untaken_nbytes(self) -> int:
+        sock = self._sock
+        return sock.untaken() if isinstance(sock, SharedSocket) else unacknowledged_nbytes(sock)
+
     def _keep_unsent(self) -> None:
         payload = self._unsent[-1]
         if payload.obj is not self._encoding.bytes.obj:
@@ -396,7 +433,14 @@ class Link:
         self._outgoing = None
 
     def _want_writable(self, wanted: bool) -> None:
-        if wanted == self._is_writer_set or self.closed:
+        if self.closed:
+            return
+        if isinstance(self._sock, SharedSocket):
+            self._is_writer_set = wanted
+            if wanted and self._sock.has_room():  # the turn is over, not the room
+                self._timers[self._on_writable] = self._loop.call_soon(self._on_writable)
+            return
+        if wanted == self._is_writer_set:
             return
         self._is_writer_set = wanted
         if wanted:

@@ -16,13 +16,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from collective.errors import AddressInUse, CollectiveError, ConnectionLost, RemoteProtocolError, SecurityRefused
 from collective.transport.accept_limit import AcceptLimiter, Attempt
 from collective.transport.channel import Channel
 from collective.transport.hello import REFUSED_EXIT_CODE, Hello, HelloReply, Purpose, read_hello, send_reply
 from collective.transport.security import Security, name_mismatch
-from collective.transport.sockets import SocketOptions, bind, fit_to_path, join_address, lost, tune
-from collective.transport.tls import TLS_HANDSHAKE_RECORD
+from collective.transport.shared_memory import SharedSocket, take_offer
+from collective.transport.sockets import SocketOptions, bind, fit_to_path, is_loopback, join_address, lost, tune
+from collective.transport.tls import TLS_HANDSHAKE_RECORD, TlsSocket
 from collective.wire import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
@@ -218,7 +221,7 @@ class Listener:
                 await self._secure(caller)
                 hello = await read_hello(caller.sock)
                 reply, counted_as = self._decide(caller.sock, hello)
-                await send_reply(caller.sock, reply)
+                await self._answer(caller, hello, reply)
         except TimeoutError:
             self.counters["no hello in time"] += 1
         except ConnectionLost:
@@ -236,6 +239,22 @@ class Listener:
             self.counters[counted_as] += 1
             log.warning("hello_refused peer_id=%s purpose=%s reason=%s", hello.peer_id, hello.purpose, reply.reason)
         return None
+
+    async def _answer(self, caller: _Caller, hello: Hello, reply: HelloReply) -> None:
+        """Send the reply, and take the memory that is offered for a plain bulk connection within this machine."""
+        memory = None
+        is_near = is_loopback(caller.host) and not isinstance(caller.sock, TlsSocket)
+        if reply.accepted and hello.purpose is Purpose.BULK and is_near and self._options.shares_memory:
+            memory = None if hello.memory is None else take_offer(hello.memory)
+        if memory is None:
+            await send_reply(caller.sock, reply)
+            return
+        try:
+            await send_reply(caller.sock, msgspec.structs.replace(reply, shares_memory=True))
+            caller.sock = SharedSocket(caller.sock, memory, is_dialler=False)
+        except BaseException:
+            memory.close()
+            raise
 
     async def _secure(self, caller: _Caller) -> None:
         first = await _first_byte(caller.sock)

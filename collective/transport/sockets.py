@@ -46,6 +46,8 @@ class SocketOptions:
     keepalive_idle_s: int = 2
     keepalive_interval_s: int = 1
     keepalive_probes: int = 4
+    shares_memory: bool = True
+    """Bulk bytes between processes of one machine go through memory of both, where a connection is not encrypted."""
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -22,13 +22,14 @@ from collective import (
 )
 from collective.core.progress import StallLimits
 from collective.supervision import Patience
-from collective.transport import Hello, HelloReply, Listener, Purpose
+from collective.transport import Hello, HelloReply, Listener, Purpose, SocketOptions
 from collective.wire import PROTOCOL_VERSION
 
 # The floor is above the pause between two signs of life, else a member that waits for a third one would be a suspect.
 QUICK = BulkOptions(
     patience=Patience(stall=StallLimits(floor_s=1.5), redial_s=0.2, first_contact_s=0.5, round_s=20.0),
     install_grace_s=5.0,
+    sockets=SocketOptions(shares_memory=False),  # bytes go as between machines; test_shared_memory.py has the other way
 )
 
 

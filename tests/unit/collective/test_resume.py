@@ -12,7 +12,7 @@ CHUNK = 64 << 10
 
 
 async def aborted_half_way(sites, tensors, outs, view_of, until, codec, first_records):
-    """Run until a third of the results are in place everywhere, then install the next view."""
+    """Run until a quarter of the results is in place everywhere, then install the next view."""
 
     def record_into(rank):
         return lambda start, numel, wire: first_records[rank].append((start, numel, bytes(wire)))
@@ -23,7 +23,7 @@ async def aborted_half_way(sites, tensors, outs, view_of, until, codec, first_re
         )
         for rank, (site, x, out) in enumerate(zip(sites, tensors, outs, strict=True))
     ]
-    await until(lambda: all(len(records) >= 10 for records in first_records))
+    await until(lambda: all(len(records) >= NUMEL * 4 // CHUNK // 4 for records in first_records))
     for site in sites:
         await site.communicator.install(view_of(sites, epoch=2))
     results = await asyncio.gather(*works, return_exceptions=True)

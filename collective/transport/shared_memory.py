@@ -1,0 +1,326 @@
+"""A connection between two processes of one machine: its bytes lie in memory that both have mapped, TCP only rings.
+
+Half of the processor time of an exchange over loopback is the kernel's. Here a byte is copied once in and once out,
+while it is in the cache. It can be used wherever a plain non-blocking socket can: by a link.
+
+How: one anonymous file with slots for either direction. The dialler of a plain connection to loopback makes it and
+names it in its hello; the acceptor opens it as /proc/PID/fd/N and says whether it could. It can only if both are of one
+user and see the same processes; if not, the connection is a plain one. A sender fills slots that are free, latest used
+first: those are in the cache, and the others need never become memory. A bell is 8 bytes over TCP: a slot, and how many
+bytes lie in it, or that it is free again. So nothing depends on the order of memory accesses, and life, death and the
+end of the stream are TCP's.
+
+Two things differ from a plain socket:
+
+* `pending()` bytes have their bell behind them, so epoll does not wake anybody for them, as with TlsSocket.
+* Nor does it for room: what makes room is a bell, which makes the socket readable. Whoever waits to write tries again
+  after each read.
+
+Rules: sizes are fixed here and follow no number that a peer sends. The file cannot shrink, or touching it could end us;
+an acceptor looks whether that is sealed. What lies in a slot can change while it is read: it is copied out first, then
+checked. Bells that cannot be are a RemoteProtocolError.
+"""
+
+import contextlib
+import errno
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from collective.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+NUM_SLOTS = 3
+"""Of one direction: one is filled, one waits, one is read. With 8 it is no faster, and four peers need 50 MiB."""
+SLOT_NBYTES = (2 << 20) + (64 << 10)
+"""The longest chunk that is usual, its header, and some notices before it: then it lies in one piece."""
+_SIDE_NBYTES = NUM_SLOTS * SLOT_NBYTES
+_FILE_NBYTES = 2 * _SIDE_NBYTES
+_LONG_NBYTES = 64 << 10
+_BELL = struct.Struct("!II")  # slot; bytes in it, 0 if it is free again
+_HEARD_NBYTES = 4 * NUM_SLOTS * _BELL.size  # bells taken from the kernel at once
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the dialler's file is found: process, descriptor, and the name that it must have there."""
+
+    pid: Annotated[int, Meta(ge=1, le=2**31)]
+    descriptor: Annotated[int, Meta(ge=0, le=2**31)]
+    name: Annotated[str, Meta(pattern=r"^isthmus-[0-9a-f]{32}\Z")]
+
+
+class SharedMemory:
+    """The file of one connection, mapped.
+
+    Args:
+        descriptor: of the file, `_FILE_NBYTES` long. It may be closed afterwards.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        whole = memoryview(mmap.mmap(descriptor, _FILE_NBYTES))
+        slots = [whole[at : at + SLOT_NBYTES] for at in range(0, _FILE_NBYTES, SLOT_NBYTES)]
+        self.sides = (slots[:NUM_SLOTS], slots[NUM_SLOTS:])
+        """Slots that the dialler fills, and those that the acceptor does."""
+
+    def close(self) -> None:
+        """Unmap it, as soon as nobody looks at it any more. Idempotent."""
+        self.sides = ([], [])
+
+
+class Offering:
+    """The dialler's half: a new file, and its offer. `close` closes the descriptor, not the memory."""
+
+    def __init__(self) -> None:
+        name = f"isthmus-{secrets.token_hex(16)}"
+        self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            import fcntl
+
+            os.ftruncate(self._descriptor, _FILE_NBYTES)
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self.memory = SharedMemory(self._descriptor)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self.offer = Offer(pid=os.getpid(), descriptor=self._descriptor, name=name)
+
+    def close(self) -> None:
+        """The other side has it, or never will."""
+        os.close(self._descriptor)
+
+
+def make_offering() -> Offering | None:
+    """Something to offer; None where this system has no such files, or has no room for one more."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    with contextlib.suppress(OSError):
+        return Offering()
+    return None
+
+
+def take_offer(offer: Offer) -> SharedMemory | None:
+    """The acceptor's half: the file, mapped. None if it cannot be reached, or is not what it is said to be."""
+    path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
+    with contextlib.suppress(OSError, ImportError, ValueError):
+        import fcntl
+
+        # Its name first: to open anything else might have effects.
+        if os.readlink(path) != f"/memfd:{offer.name} (deleted)":
+            return None
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            cannot_shrink = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            status = os.fstat(descriptor)
+            if cannot_shrink and status.st_size == _FILE_NBYTES and status.st_uid == os.geteuid():
+                return SharedMemory(descriptor)
+        finally:
+            os.close(descriptor)
+    return None
+
+
+class SharedSocket(socket.socket):
+    """See the module.
+
+    Args:
+        sock: plain, non-blocking, its handshake done; its descriptor moves here and `sock` is closed then.
+        memory: of both sides; closed with the socket.
+        is_dialler: which of the slots are ours to fill.
+    """
+
+    def __init__(self, sock: socket.socket, memory: SharedMemory, *, is_dialler: bool) -> None:
+        super().__init__(sock.family, sock.type, sock.proto, fileno=sock.detach())
+        self.setblocking(False)
+        self._memory = memory
+        self._ours, self._theirs = memory.sides if is_dialler else memory.sides[::-1]
+        self._free = list(reversed(range(NUM_SLOTS)))  # of ours; the last is taken next
+        self._filled: dict[int, int] = {}  # of ours, and with how many bytes
+        self._arrived: deque[tuple[int, memoryview]] = deque()  # of theirs, and what was not read yet
+        self._num_pending = 0
+        self._end: OSError | None = None  # of the stream; errno 0 is an orderly one
+        self._heard = memoryview(bytearray(_HEARD_NBYTES))
+        self._num_heard = 0  # bytes of a bell that is not whole
+
+    def pending(self) -> int:
+        """Bytes that have come and were not asked for yet."""
+        return self._num_pending
+
+    def has_room(self) -> bool:
+        """Whether anything can be sent now."""
+        return bool(self._free)
+
+    def untaken(self) -> int:
+        """Bytes that were sent and that the other side has not said to have taken."""
+        return sum(self._filled.values())
+
+    def close(self) -> None:
+        """Close the connection and unmap its memory."""
+        super().close()
+        self._arrived.clear()
+        self._ours = self._theirs = []
+        self._memory.close()
+
+    # -------------------------------------------------------------------------------- reading
+
+    def recv_into(self, buffer: "WriteableBuffer", nbytes: int = 0, flags: int = 0) -> int:
+        """As of a plain socket."""
+        view = memoryview(buffer).cast("B")
+        return self.recvmsg_into([view[:nbytes] if nbytes else view], 0, flags)[0]
+
+    def recvmsg_into(
+        self, buffers: Iterable["WriteableBuffer"], ancbufsize: int = 0, flags: int = 0, /
+    ) -> tuple[int, list[Any], int, Any]:
+        """As of a plain socket: (number of bytes, nothing, 0, None). At most a slot at once, so that it stays warm."""
+        _refuse_extras(ancbufsize, flags)
+        if self._end is None and not (self._arrived and self._free):
+            self._hear()
+        if not self._arrived:
+            return self._nothing(), [], 0, None
+        slot, rest = self._arrived[0]
+        got = 0
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            nbytes = min(len(view), len(rest))
+            _copy(rest[:nbytes], view[:nbytes])
+            rest = rest[nbytes:]
+            got += nbytes
+        self._num_pending -= got
+        if rest:
+            self._arrived[0] = slot, rest
+        else:
+            self._give_back()
+        return got, [], 0, None
+
+    def peek(self, nbytes: int) -> memoryview | None:
+        """The next bytes where they lie, if they lie in one piece. `skip` them before anything else is read."""
+        if not self._arrived or len(self._arrived[0][1]) < nbytes:
+            return None
+        return self._arrived[0][1][:nbytes]
+
+    def skip(self, nbytes: int) -> None:
+        """The bytes that `peek` gave were read."""
+        slot, rest = self._arrived[0]
+        self._num_pending -= nbytes
+        if len(rest) > nbytes:
+            self._arrived[0] = slot, rest[nbytes:]
+        else:
+            self._give_back()
+
+    def _nothing(self) -> int:
+        """As a plain socket without bytes: 0 at the end of the stream, or an error."""
+        if self._end is None:
+            raise BlockingIOError(errno.EAGAIN, "no bell has rung")
+        if self._end.errno:
+            raise self._end
+        return 0
+
+    def _give_back(self) -> None:
+        """The slot that came first is read."""
+        slot, _ = self._arrived.popleft()
+        if self._end is None:
+            try:
+                self._ring(slot, 0)
+            except OSError as error:  # what has come is read before
+                self._end = error.with_traceback(None)
+
+    def _hear(self) -> None:
+        """Take the bells that have come. What was sent before the end is read before it."""
+        try:
+            nbytes = super().recv_into(self._heard[self._num_heard :])
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._end = error.with_traceback(None)
+            return
+        if not nbytes:
+            self._end = OSError(0, "")
+            return
+        self._num_heard += nbytes
+        rest = self._num_heard % _BELL.size
+        for slot, count in _BELL.iter_unpack(self._heard[: self._num_heard - rest]):
+            self._on_bell(slot, count)
+        self._heard[:rest] = self._heard[self._num_heard - rest : self._num_heard]
+        self._num_heard = rest
+
+    def _on_bell(self, slot: int, count: int) -> None:
+        if slot >= NUM_SLOTS or count > SLOT_NBYTES:
+            raise RemoteProtocolError("shared memory: no such slot")
+        if count == 0:
+            if self._filled.pop(slot, None) is None:
+                raise RemoteProtocolError("shared memory: a slot is free that was not filled")
+            self._free.append(slot)
+        else:
+            if any(slot == other for other, _ in self._arrived):
+                raise RemoteProtocolError("shared memory: a slot is filled that was not free")
+            self._arrived.append((slot, self._theirs[slot][:count]))
+            self._num_pending += count
+
+    # -------------------------------------------------------------------------------- writing
+
+    def send(self, data: "ReadableBuffer", flags: int = 0, /) -> int:
+        """As of a plain socket."""
+        return self.sendmsg((data,), (), flags)
+
+    def sendmsg(
+        self,
+        buffers: Iterable["ReadableBuffer"],
+        ancdata: Iterable[Any] = (),
+        flags: int = 0,
+        address: Any = None,  # noqa: ANN401 - the base class has it
+        /,
+    ) -> int:
+        """As of a plain socket: as many bytes as there is room for."""
+        _refuse_extras(ancdata, flags, address)
+        if not self._free:
+            raise BlockingIOError(errno.EAGAIN, "no slot is free")
+        sent = used = 0
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            while len(view) and self._free:
+                nbytes = min(len(view), SLOT_NBYTES - used)
+                _copy(view[:nbytes], self._ours[self._free[-1]][used : used + nbytes])
+                view = view[nbytes:]
+                used += nbytes
+                sent += nbytes
+                if used == SLOT_NBYTES:
+                    self._hand_over(used)
+                    used = 0
+        if used:
+            self._hand_over(used)
+        return sent
+
+    def _hand_over(self, nbytes: int) -> None:
+        slot = self._free.pop()
+        self._filled[slot] = nbytes
+        self._ring(slot, nbytes)
+
+    def _ring(self, slot: int, nbytes: int) -> None:
+        try:
+            num_sent = super().send(_BELL.pack(slot, nbytes))
+        except BlockingIOError:
+            num_sent = 0
+        if num_sent != _BELL.size:  # more bells lie there than it has slots: it does not listen
+            raise ConnectionResetError(errno.ECONNRESET, "nobody hears the bell")
+
+
+def _copy(source: memoryview, into: memoryview) -> None:
+    """As memmove, whose string instructions are slow on lines that lie in another core's cache."""
+    if len(source) >= _LONG_NBYTES and not source.readonly:
+        torch.frombuffer(into, dtype=torch.uint8).copy_(torch.frombuffer(source, dtype=torch.uint8))
+    else:
+        into[:] = source
+
+
+def _refuse_extras(*extras: object) -> None:
+    if any(extras):
+        raise ValueError("shared memory has no flags, ancillary data or addresses")

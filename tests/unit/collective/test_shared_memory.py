@@ -1,0 +1,438 @@
+"""Connections within one machine: bytes through memory of both, bells over TCP."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import random
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from collective.core.types import Incarnation, PeerId
+from collective.errors import HandshakeRefused, OperationAborted, RemoteProtocolError
+from collective.options import BulkOptions
+from collective.transport import Hello, HelloReply, Listener, Purpose
+from collective.transport.dialling import open_connection
+from collective.transport.shared_memory import (
+    NUM_SLOTS,
+    SLOT_NBYTES,
+    Offer,
+    SharedSocket,
+    make_offering,
+    take_offer,
+)
+from collective.transport.sockets import SocketOptions
+from collective.wire import PROTOCOL_VERSION
+from tests.unit.collective.conftest import QUICK
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="anonymous files are Linux's")
+
+BELL = struct.Struct("!II")
+PLAIN = SocketOptions(shares_memory=False)
+
+
+def pair_of_tcp():
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        here = socket.create_connection(door.getsockname())
+        there, _ = door.accept()
+    for sock in (here, there):
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return here, there
+
+
+@pytest.fixture
+def pair():
+    """Both ends of one connection, in one process."""
+    offering = make_offering()
+    theirs = take_offer(offering.offer)
+    offering.close()
+    here, there = pair_of_tcp()
+    with (
+        contextlib.closing(SharedSocket(here, offering.memory, is_dialler=True)) as dialler,
+        contextlib.closing(SharedSocket(there, theirs, is_dialler=False)) as acceptor,
+    ):
+        yield dialler, acceptor
+
+
+@pytest.fixture
+def ringer():
+    """A connection whose other side is a plain socket, which rings what it likes."""
+    offering = make_offering()
+    offering.close()
+    here, there = pair_of_tcp()
+    with contextlib.closing(SharedSocket(here, offering.memory, is_dialler=True)) as sock, there:
+        yield sock, there
+
+
+def receive(sock, nbytes):
+    buffer = bytearray(nbytes)
+    return bytes(buffer[: sock.recv_into(buffer)])
+
+
+def random_bytes(seed, nbytes):
+    return random.Random(seed).randbytes(nbytes)
+
+
+def num_mapped():
+    """How many such files this process has mapped."""
+    return sum("memfd:isthmus-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def num_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+# ------------------------------------------------------------------------ a socket
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bytes_come_in_order_both_ways_however_they_are_cut(pair, seed):
+    chance = random.Random(seed)
+    sent = [random_bytes(2 * seed + end, chance.randrange(1, 20 << 20)) for end in (0, 1)]
+    cuts, arrived = [0, 0], [bytearray(), bytearray()]
+    while any(len(arrived[end]) < len(sent[1 - end]) for end in (0, 1)):
+        end = chance.randrange(2)
+        with contextlib.suppress(BlockingIOError):
+            if chance.random() < 0.5:
+                middle, last = (cuts[end] + chance.randrange(1 << chance.randrange(1, 23)) for _ in range(2))
+                pieces = [sent[end][cuts[end] : middle], sent[end][middle : max(middle, last)]]
+                cuts[end] += pair[end].sendmsg(pieces)
+            else:
+                first, second = (bytearray(chance.randrange(1, 1 << 21)) for _ in range(2))
+                nbytes = pair[end].recvmsg_into([first, second])[0]
+                arrived[end] += (first + second)[:nbytes]
+    assert [bytes(bytes_) for bytes_ in arrived] == sent[::-1]
+    assert [sock.pending() for sock in pair] == [0, 0]
+
+
+def test_a_full_sender_is_blocked_until_the_other_side_has_read_a_slot(pair):
+    here, there = pair
+    payload = random_bytes(1, NUM_SLOTS * SLOT_NBYTES + 1)
+    assert here.send(payload) == NUM_SLOTS * SLOT_NBYTES
+    assert not here.has_room()
+    with pytest.raises(BlockingIOError):
+        here.send(payload)
+    assert receive(there, SLOT_NBYTES - 1) == payload[: SLOT_NBYTES - 1]
+    with pytest.raises(BlockingIOError):
+        receive(here, 1)  # nothing was sent to it, and no bell has rung
+    assert not here.has_room()
+    receive(there, 1)
+    with pytest.raises(BlockingIOError):
+        receive(here, 1)  # but it has heard of room
+    assert here.has_room()
+    assert here.untaken() == (NUM_SLOTS - 1) * SLOT_NBYTES
+
+
+def test_a_slot_that_is_free_again_is_the_next_to_be_filled(pair):
+    here, there = pair
+    for _ in range(10):
+        here.send(b"x" * 100_000)
+        receive(there, 100_000)
+        with pytest.raises(BlockingIOError):
+            receive(here, 1)
+    touched = [any(slot) for slot in here._ours]
+    assert touched.count(True) == 1  # the others have never become memory
+
+
+def test_bytes_can_be_used_where_they_lie(pair):
+    here, there = pair
+    here.sendmsg([b"header", bytes(1000), b"next"])
+    assert receive(there, 6) == b"header"
+    assert bytes(there.peek(1000)) == bytes(1000)
+    assert there.peek(1005) is None
+    there.skip(1000)
+    assert receive(there, 10) == b"next"
+    assert there.peek(1) is None
+
+
+def test_what_was_sent_before_the_end_is_read_before_it(pair):
+    here, there = pair
+    here.send(b"x" * 3_000_000)
+    here.close()
+    assert len(receive(there, SLOT_NBYTES)) == SLOT_NBYTES
+    assert len(receive(there, SLOT_NBYTES)) == 3_000_000 - SLOT_NBYTES
+    with contextlib.suppress(ConnectionError):  # the bell that a slot is free met a closed door
+        assert receive(there, 1) == b""
+
+
+def test_a_connection_that_is_reset_fails_after_what_has_come(ringer):
+    sock, there = ringer
+    there.send(BELL.pack(0, 10))
+    assert receive(sock, 4) == bytes(4)
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    there.close()  # now its end is a reset
+    assert receive(sock, 4) == bytes(4)
+    assert receive(sock, 4) == bytes(2)
+    with pytest.raises(ConnectionError):
+        receive(sock, 4)
+
+
+def test_a_peer_that_hears_no_bell_is_a_broken_connection(ringer):
+    sock, there = ringer
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+    def ring_for_ever():  # it says that slots are free, and does not read
+        while True:
+            slot = sock._free[-1]
+            sock.send(b"x")
+            sock._on_bell(slot, 0)
+
+    with pytest.raises(ConnectionResetError):
+        ring_for_ever()
+
+
+@pytest.mark.parametrize(
+    "bells",
+    [
+        [(NUM_SLOTS, 1)],
+        [(2**32 - 1, 0)],
+        [(0, SLOT_NBYTES + 1)],
+        [(0, 0)],  # free, but we have not filled it
+        [(0, 1), (0, 1)],
+        [(1, 5), (2, 7), (1, 5)],
+    ],
+)
+def test_a_bell_that_cannot_be_is_a_protocol_error(ringer, bells):
+    sock, there = ringer
+    there.send(b"".join(BELL.pack(*bell) for bell in bells))
+    with pytest.raises(RemoteProtocolError, match="shared memory"):
+        receive(sock, 1 << 20)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_bells_raise_nothing_but_protocol_errors(ringer, seed):
+    sock, there = ringer
+    chance = random.Random(seed)
+    with contextlib.suppress(RemoteProtocolError):
+        for _ in range(200):
+            if chance.random() < 0.9:
+                there.send(BELL.pack(chance.randrange(NUM_SLOTS + (chance.random() < 0.02)), chance.randrange(100)))
+            else:
+                there.send(chance.randbytes(chance.randrange(1, 20)))
+            with contextlib.suppress(BlockingIOError):
+                receive(sock, chance.randrange(1, 200))
+            with contextlib.suppress(BlockingIOError):
+                sock.send(bytes(chance.randrange(1, 100)))
+
+
+def test_bells_may_come_in_pieces(ringer):
+    sock, there = ringer
+    for byte in BELL.pack(0, 3) + BELL.pack(1, 2):
+        there.send(bytes([byte]))
+        with contextlib.suppress(BlockingIOError):
+            assert len(receive(sock, 3)) in (2, 3)
+    assert sock.pending() == 0
+
+
+def test_flags_and_addresses_are_refused(pair):
+    with pytest.raises(ValueError, match="no flags"):
+        pair[0].recvmsg_into([bytearray(1)], 0, socket.MSG_PEEK)
+    with pytest.raises(ValueError, match="no flags"):
+        pair[0].sendmsg([b"x"], [(1, 2, b"")])
+
+
+# ------------------------------------------------------------------------ an offer
+
+
+def test_memory_and_descriptors_are_gone_with_the_connection(pair):
+    assert num_mapped() == 2
+    before = num_descriptors()
+    for sock in pair:
+        sock.close()
+        sock.close()  # idempotent
+    assert num_mapped() == 0
+    assert num_descriptors() == before - 4  # two connections, and two that the mappings held
+
+
+def test_an_offer_that_is_not_what_it_says_is_not_taken(tmp_path):
+    import fcntl
+
+    offering = make_offering()
+    offer = offering.offer
+    before = num_descriptors()
+
+    def but(**more):
+        return Offer(**({"pid": offer.pid, "descriptor": offer.descriptor, "name": offer.name} | more))
+
+    assert take_offer(but(name="isthmus-" + "0" * 32)) is None
+    assert take_offer(but(pid=2**31 - 1)) is None
+    assert take_offer(but(descriptor=99_999)) is None
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(NUM_SLOTS * SLOT_NBYTES * 2)
+        assert take_offer(but(descriptor=file.fileno())) is None
+    for nbytes, seals in ((NUM_SLOTS * SLOT_NBYTES * 2, 0), (4096, fcntl.F_SEAL_SHRINK)):
+        descriptor = os.memfd_create(offer.name, os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        assert take_offer(but(descriptor=descriptor)) is None
+        os.close(descriptor)
+    assert num_descriptors() == before
+    taken = take_offer(offer)
+    assert taken is not None
+    for memory in (taken, offering.memory):
+        memory.close()
+    offering.close()
+    assert num_mapped() == 0
+
+
+def test_a_system_without_such_files_offers_nothing(monkeypatch):
+    def refuses(*_):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuses)
+    assert make_offering() is None
+
+
+# ------------------------------------------------------------------------ a door
+
+
+def hello(purpose=Purpose.BULK):
+    return Hello(
+        protocol_version=PROTOCOL_VERSION,
+        run_id="run",
+        purpose=purpose,
+        peer_id=PeerId("c" * 16),
+        incarnation=Incarnation(7),
+    )
+
+
+@contextlib.asynccontextmanager
+async def door(*, accepted=True, options=None):
+    """A listener, and the bulk connections that came in."""
+    came = []
+
+    async def keep(channel):
+        came.append(channel)
+        await asyncio.sleep(3600)
+
+    answer = HelloReply(accepted=accepted, code=5, reason="no", peer_id=PeerId("5" * 16), incarnation=Incarnation(3))
+    async with Listener(
+        "127.0.0.1:0",
+        accept=lambda _: answer,
+        routes={Purpose.CONTROL: keep},
+        bulk=lambda sock, _: came.append(sock),
+        options=options,
+    ) as listener:
+        yield listener.address, came
+    for sock in came:
+        sock.close()
+
+
+async def dialled(address, came, until, *, options=None, purpose=Purpose.BULK):
+    sock, reply = await open_connection(address, hello(purpose), timeout_s=5, options=options)
+    await until(lambda: came)
+    return sock, reply
+
+
+async def test_bulk_connections_within_the_machine_share_memory(until):
+    async with door() as (address, came):
+        sock, reply = await dialled(address, came, until)
+        assert reply.shares_memory
+        assert isinstance(sock, SharedSocket)
+        assert isinstance(came[0], SharedSocket)
+        sock.send(b"hello")
+        await asyncio.get_running_loop().sock_recv_into(came[0], buffer := bytearray(5))
+        assert buffer == b"hello"
+        sock.close()
+    assert num_mapped() == 0
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(PLAIN, None), (None, PLAIN)])
+async def test_either_side_can_keep_to_tcp(until, ours, theirs):
+    async with door(options=theirs) as (address, came):
+        sock, reply = await dialled(address, came, until, options=ours)
+        assert not reply.shares_memory
+        assert (type(sock), type(came[0])) == (socket.socket, socket.socket)
+        sock.close()
+    assert num_mapped() == 0
+
+
+async def test_other_connections_stay_with_tcp(until):
+    async with door() as (address, came):
+        sock, _ = await dialled(address, came, until, purpose=Purpose.CONTROL)
+        assert type(sock) is socket.socket
+        sock.close()
+
+
+async def test_who_is_refused_leaves_no_memory_behind():
+    before = num_descriptors()
+    async with door(accepted=False) as (address, _):
+        with pytest.raises(HandshakeRefused):
+            await open_connection(address, hello(), timeout_s=5)
+    assert num_mapped() == 0
+    assert num_descriptors() == before
+
+
+# ------------------------------------------------------------------------ rounds
+
+
+SHARING = {"options": BulkOptions(patience=QUICK.patience, install_grace_s=5.0), "chunk_nbytes": 1 << 20}
+
+
+def parts(count, numel=3_000_000):
+    return [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(count)]
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "topk:64"])
+@pytest.mark.parametrize(
+    ("count", "plan", "numel"),
+    [(2, "butterfly", 3_000_000), (2, "auto", 50_000), (3, "butterfly", 3_000_000), (4, "ring", 3_000_000)],
+)
+async def test_operations_have_the_same_bits_as_over_tcp(sites_running, count, plan, numel, codec):
+    outs = []
+    for more in (SHARING, {"options": QUICK}):
+        async with sites_running(count, **more) as sites:
+            links = [
+                link for site in sites for b in site.communicator._mesh.bundles.values() for link in b._links.values()
+            ]
+            assert {isinstance(link._sock, SharedSocket) for link in links} == {more is SHARING}
+            ours = [torch.empty(numel) for _ in sites]
+            await asyncio.gather(
+                *(
+                    site.mean(part, out=out, codec=codec, plan=plan)
+                    for site, part, out in zip(sites, parts(count, numel), ours, strict=True)
+                )
+            )
+            moved = [link.moved() for link in links]
+            assert all(nbytes > 0 for nbytes in moved)
+            assert sum(link.bytes_delivered() for link in links) > 0
+        assert all(torch.equal(out, ours[0]) for out in ours)
+        outs.append(ours[0])
+    if count == 2:  # with more of them the order of a sum may differ
+        assert torch.equal(*outs)
+    else:
+        assert torch.allclose(*outs, atol=1e-5 if codec == "raw" else 0.2)
+    assert num_mapped() == 0
+
+
+async def test_many_operations_at_once_and_caps_end_well(sites_running):
+    options = BulkOptions(patience=QUICK.patience, max_upload=40e6, max_download=40e6)
+    for more in (SHARING, SHARING | {"options": options}):
+        async with sites_running(3, **more) as sites:
+            tensors = parts(3, 300_000)
+            works = [
+                site.mean(tensor, out=torch.empty(300_000), step=step)
+                for step in range(12)
+                for site, tensor in zip(sites, tensors, strict=True)
+            ]
+            async with asyncio.timeout(15):
+                stats = await asyncio.gather(*works)
+        assert len(stats) == 36
+
+
+async def test_a_peer_that_vanishes_in_mid_operation_ends_it_and_leaves_no_memory(sites_running, outcome, until):
+    async with sites_running(3, **SHARING) as sites:
+        tensors = parts(3)
+        works = [asyncio.ensure_future(outcome(site.mean(tensor))) for site, tensor in zip(sites, tensors, strict=True)]
+        await until(lambda: any(site.communicator._mesh.bytes_received > 1 << 20 for site in sites))
+        await sites[2].close()
+        ends = await asyncio.gather(*works)
+    assert all(isinstance(end, OperationAborted) for end in ends[:2])
+    assert all(torch.equal(*both) for both in zip(tensors[:2], parts(3)[:2], strict=True))
+    assert num_mapped() == 0
