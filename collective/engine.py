@@ -1,8 +1,8 @@
 """Where bulk frames and rounds meet: every frame is judged by the fence, then goes to its round, waits, or is dropped.
 
 Rules:
-* A frame of an older view, or of a round that has ended, is read into scratch, dropped and counted; who opens such a
-  round is told.
+* A frame of an older view, or of a round that has ended, is read into scratch, dropped and counted. Who opens such a
+  round is told, unless it has ended well and no connection has broken: then nothing can be missing.
 * A frame of a round that is not posted here yet, or of a newer view, is held back (`Stash`). The credit of
   core/round.py bounds what an honest peer can send so early; more is its protocol error.
 * A round that is announced has said to the others that we have come; what they send for it is held back as well.
@@ -19,7 +19,7 @@ from collective.core.fence import Fence, Standing
 from collective.core.types import Epoch, PeerRef, RoundKey, View
 from collective.errors import CollectiveError, OperationAborted, RemoteProtocolError, RoundRefused
 from collective.memory import fresh_memory
-from collective.notices import abort_payload, abort_payload_of
+from collective.notices import HAS_RESULT, abort_payload, abort_payload_of
 from collective.plan import FAR_CHUNK_NBYTES
 from collective.round import Round
 from collective.transport.bundle import Bundle, Notice
@@ -265,6 +265,8 @@ class Engine:
         if len(bundle.notices) >= _MAX_ROUNDS:
             return  # it asks and does not listen; an honest peer has fewer rounds
         rank, payload = self._closed_keys.get(opening.key, (_NO_RANK, _VIEW_OVER))
+        if payload == HAS_RESULT and not bundle.has_lost:
+            return  # what it still lacks is on its way; other streams may be slower than the one that brought this
         header = Header(
             type=FrameType.ABORT,
             payload_nbytes=len(payload),

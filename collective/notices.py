@@ -41,14 +41,15 @@ def abort_payload(cause: str, suspects: Sequence[PeerId], mismatch: Mismatch | N
     return msgspec.msgpack.encode(AbortNotice(cause[:_MAX_TEXT], tuple(suspects), mismatch))
 
 
-_HAS_RESULT = abort_payload("the round has ended there", ())
+HAS_RESULT = abort_payload("the round has ended there", ())
+"""Of a member that has its result, to one that may have lost what it needs of it."""
 
 
 def abort_payload_of(error: Exception | None, peer_id: PeerId) -> bytes:
     """Payload of ABORT that tells the others what ended the round at `peer_id`; None: it has its result."""
     match error:
         case None:
-            return _HAS_RESULT
+            return HAS_RESULT
         case OperationAborted():
             return abort_payload(error.cause, error.suspects)
         case NonFiniteInput():

@@ -2,12 +2,14 @@
 
 Every repetition runs each contender once, after a barrier; a contender's time is that of its slowest peer. Gloo
 computes the sum and divides, as its users do. "bare" is the floor: bare_loop.py, the same exchange with nothing but
-its bytes and checksums. Gloo's sockets take the kernel's default congestion control; where that
+its bytes and checksums, over TCP. Ours shares memory between processes of one machine; "tcp" is raw without that, as
+between machines. Gloo's sockets take the kernel's default congestion control; where that
 is not cubic and we are root, everything is run again in a network namespace whose default is cubic.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -31,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collective import BulkOptions, Communicator
 from collective.standalone import open_communicator, view_of
+from collective.transport import SocketOptions
 from scripts.bare_loop import BareLoop, near_socket
 
 Row = dict[str, Any]
@@ -61,8 +64,9 @@ def settled_group(rank: int, world: int, port: int) -> Store:
 class Contenders:
     """What is compared, each as `await run(name, tensor, out)`."""
 
-    def __init__(self, communicator: Communicator, bare: BareLoop, world: int) -> None:
+    def __init__(self, communicator: Communicator, over_tcp: Communicator, bare: BareLoop, world: int) -> None:
         self.communicator = communicator
+        self.over_tcp = over_tcp
         self.bare = bare
         self.world = world
         self.step = 0
@@ -89,8 +93,9 @@ class Contenders:
     async def barely(self, tensor: Tensor, out: Tensor) -> None:
         self.bare.all_reduce(tensor, out)
 
-    async def ours(self, codec: str, tensor: Tensor, out: Tensor) -> None:
-        await self.communicator.all_reduce(self.communicator.key(self.step), tensor, out=out, codec=codec)
+    async def ours(self, name: str, tensor: Tensor, out: Tensor) -> None:
+        communicator, codec = (self.over_tcp, "raw") if name == "tcp" else (self.communicator, name)
+        await communicator.all_reduce(communicator.key(self.step), tensor, out=out, codec=codec)
 
 
 def bare_loop(rank: int, world: int, store: Store) -> BareLoop:
@@ -115,13 +120,23 @@ async def peer(options: argparse.Namespace) -> None:
     rank, world = options.rank, options.world_size
     torch.set_num_threads(1)
     store = settled_group(rank, world, options.port)
-    async with open_communicator(
-        rank, chunk_nbytes=options.chunk_kib << 10, num_streams=options.streams, options=BulkOptions()
-    ) as communicator:
-        store.set(f"address{rank}", str(communicator.address))
-        addresses = [store.get(f"address{other}").decode() for other in range(world)]
-        await communicator.install(view_of(0, addresses))
-        contenders = Contenders(communicator, bare_loop(rank, world, store), world)
+    async with contextlib.AsyncExitStack() as stack:
+        communicators = []
+        for shares_memory in (True, False):
+            communicator = await stack.enter_async_context(
+                open_communicator(
+                    rank,
+                    chunk_nbytes=options.chunk_kib << 10,
+                    num_streams=options.streams,
+                    options=BulkOptions(sockets=SocketOptions(shares_memory=shares_memory)),
+                )
+            )
+            store.set(f"address{rank}/{shares_memory}", str(communicator.address))
+            addresses = [store.get(f"address{other}/{shares_memory}").decode() for other in range(world)]
+            await communicator.install(view_of(0, addresses))
+            communicators.append(communicator)
+        sharing, over_tcp = communicators
+        contenders = Contenders(sharing, over_tcp, bare_loop(rank, world, store), world)
         answers = [await measure(contenders, rank, world, mib, options) for mib in options.mib]
         (options.into / f"{rank}.json").write_text(json.dumps(answers))
     dist.barrier()
@@ -134,7 +149,7 @@ async def measure(contenders: Contenders, rank: int, world: int, mib: int, optio
     out = torch.zeros(numel)
     mean: Tensor | None = None
     repeats = options.repeats if mib >= 16 else 4 * options.repeats
-    names = (["gloo", "bare"] if options.gloo else []) + options.codecs
+    names = (["gloo", "bare"] if options.gloo else []) + ["tcp", *options.codecs]
     rows: dict[str, Row] = {name: {"seconds": [], "cpu": [], "extra_kib": 0} for name in names}
     for repeat in range(-options.warmups, repeats):
         for name in names:

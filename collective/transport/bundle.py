@@ -106,6 +106,8 @@ class Bundle:
         self.address: str | None = None  # known once a view names the peer
         self.is_refused = False
         self.closed = False
+        self.has_lost = False
+        """Whether a stream ever broke: what was on it may be lost."""
         self.round_trip_s = 0.0
         self.notices: deque[Outgoing] = deque()
         self.results: deque[Outgoing] = deque()
@@ -375,6 +377,7 @@ class Bundle:
             del self._links[link.stream]
         if self.closed:
             return
+        self.has_lost = True
         if isinstance(cause, RemoteProtocolError):
             log.warning("link_dropped peer_id=%s stream=%d cause=%s", self.peer_id, link.stream, cause)
         self._owner.on_broken(self, cause)

@@ -689,3 +689,20 @@ class _Told:
 
     def __getattr__(self, name):
         return getattr(self._owner, name)
+
+
+async def test_an_opening_that_comes_after_the_end_is_answered_only_if_something_may_be_lost(sites_running, until):
+    """With several streams an opening may be overtaken by the chunks that follow it, or their answers."""
+    async with sites_running(2, num_streams=2) as sites:
+        await asyncio.gather(*(site.mean(torch.ones(2000), out=torch.empty(2000)) for site in sites))
+        engine = sites[0].communicator._engine
+        (bundle,) = sites[0].communicator._mesh.bundles.values()
+        bundle.wake = lambda: None  # what it would say stays where it can be seen
+        opening = Frame(Header(type=FrameType.OPEN, payload_nbytes=0, epoch=1, outer_step=0, rank=1), memoryview(b""))
+        engine.on_frame(bundle, opening)
+        assert not bundle.notices
+        bundle._links[1].close()
+        await until(lambda: bundle.has_lost)
+        engine.on_frame(bundle, opening)
+        (answer,) = bundle.notices
+        assert b"the round has ended there" in bytes(answer.pieces(None)[1])
