@@ -16,8 +16,8 @@ from torch import Tensor
 
 from collective.codec.base import NotFinite, first_non_finite, weighted_sum
 from collective.errors import NonFiniteInput
+from collective.memory import Scratch, bytes_of
 from collective.plan import RoundPlan
-from collective.transport.link import Scratch, bytes_of
 
 Record = Callable[[int, int, memoryview], None]
 """Receives (start_numel, numel, wire form) of every result chunk; the memory is valid during the call only."""

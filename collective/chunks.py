@@ -5,7 +5,8 @@ Rules: references only; whose memory the bytes are is the round's business.
 
 from typing import Protocol
 
-from collective.transport.link import Link, Scratch
+from collective.memory import Scratch
+from collective.transport.link import Link
 from collective.wire import Frame, FrameType
 
 

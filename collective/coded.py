@@ -16,7 +16,7 @@ from torch import Tensor
 from collective.buffers import RoundBuffers, divide
 from collective.codec.base import Codec, first_non_finite
 from collective.errors import NonFiniteInput
-from collective.transport.link import Scratch, bytes_of
+from collective.memory import Scratch, bytes_of
 
 
 class CodedBuffers(RoundBuffers):

@@ -14,6 +14,13 @@ from torch import Tensor
 _LARGE_NBYTES = 64 << 10
 
 
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, without a copy."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type] # numpy's stub lacks the buffer
+
+
 def fresh_memory(nbytes: int) -> memoryview:
     """Zeros that nobody else uses, and that go back to the system with their last user."""
     return memoryview(mmap.mmap(-1, nbytes) if nbytes >= _LARGE_NBYTES else bytearray(nbytes))
@@ -23,6 +30,32 @@ def give_back_to_system() -> None:
     """Let malloc return what is free, also between blocks in use. Milliseconds; without effect where it cannot."""
     with contextlib.suppress(AttributeError, OSError):  # of glibc only
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class Scratch:
+    """Memory of one link for one chunk: as a tensor for codecs and as bytes for sockets. Grows to the longest one."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.bytes = memoryview(b"")
+
+    def room(self, nbytes: int) -> memoryview:
+        """Its first bytes. The caller has checked that so many are allowed."""
+        if nbytes > len(self.bytes):
+            self.bytes = fresh_memory(nbytes)
+            self.tensor = torch.frombuffer(self.bytes, dtype=torch.uint8)
+        return self.bytes[:nbytes]
+
+    def room_tensor(self, nbytes: int) -> Tensor:
+        """The same as a uint8 tensor."""
+        self.room(nbytes)
+        return self.tensor[:nbytes]
+
+    def tensor_of(self, payload: memoryview) -> Tensor:
+        """What was placed here, as a uint8 tensor. It may have grown since: then that lies in its former memory."""
+        if payload.obj is self.bytes.obj:
+            return self.tensor[: len(payload)]
+        return torch.frombuffer(payload, dtype=torch.uint8)
 
 
 class BufferPool:

@@ -15,10 +15,10 @@ from collective.codec.base import NotFinite
 from collective.core.round import RoundMachine
 from collective.core.types import RoundKey
 from collective.errors import NonFiniteInput
+from collective.memory import Scratch
 from collective.notices import Opening
 from collective.plan import Terms
 from collective.transport.bundle import Bundle, Notice
-from collective.transport.link import Scratch
 from collective.wire import FrameType, Header, pack
 
 

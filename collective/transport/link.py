@@ -16,12 +16,9 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from collective.core.bucket import TokenBucket
 from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
-from collective.memory import fresh_memory
+from collective.memory import Scratch
 from collective.transport.shared_memory import SharedSocket
 from collective.transport.sockets import find_speed_anew, lost, pace, unacknowledged_nbytes
 from collective.transport.tcp_info import TcpInfo, read_tcp_info, window_nbytes
@@ -40,42 +37,9 @@ _BURST_S = 0.02
 """Under a cap: what may be moved at once after a pause."""
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, without a copy."""
-    if not tensor.numel():
-        return memoryview(b"")
-    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type] # numpy's stub lacks the buffer
-
-
 def has_pending(sock: socket.socket) -> bool:
     """Whether bytes wait inside the encryption, or in shared memory, of which the loop will not hear."""
     return isinstance(sock, TlsSocket | SharedSocket) and sock.pending() > 0
-
-
-class Scratch:
-    """Memory of one link for one chunk: as a tensor for codecs and as bytes for sockets. Grows to the longest one."""
-
-    def __init__(self) -> None:
-        self.tensor = torch.empty(0, dtype=torch.uint8)
-        self.bytes = memoryview(b"")
-
-    def room(self, nbytes: int) -> memoryview:
-        """Its first bytes. The caller has checked that so many are allowed."""
-        if nbytes > len(self.bytes):
-            self.bytes = fresh_memory(nbytes)
-            self.tensor = torch.frombuffer(self.bytes, dtype=torch.uint8)
-        return self.bytes[:nbytes]
-
-    def room_tensor(self, nbytes: int) -> Tensor:
-        """The same as a uint8 tensor."""
-        self.room(nbytes)
-        return self.tensor[:nbytes]
-
-    def tensor_of(self, payload: memoryview) -> Tensor:
-        """What was placed here, as a uint8 tensor. It may have grown since: then that lies in its former memory."""
-        if payload.obj is self.bytes.obj:
-            return self.tensor[: len(payload)]
-        return torch.frombuffer(payload, dtype=torch.uint8)
 
 
 class Caps:
