@@ -17,8 +17,8 @@ Two things differ from a plain socket:
   after each read.
 
 Rules: sizes are fixed here and follow no number that a peer sends. The file cannot shrink, or touching it could end us;
-an acceptor looks whether that is sealed. What lies in a slot can change while it is read: it is copied out first, then
-checked. Bells that cannot be are a RemoteProtocolError.
+an acceptor looks whether that is sealed. What lies in a slot could change after it was checked, but only by a process of
+our own user, which could as well write into our memory. Bells that cannot be are a RemoteProtocolError.
 """
 
 import contextlib
@@ -115,7 +115,7 @@ def take_offer(offer: Offer) -> SharedMemory | None:
     with contextlib.suppress(OSError, ImportError, ValueError):
         import fcntl
 
-        # Its name first: to open anything else might have effects.
+        # Its name first: to open anything else might have effects. And of our own user: see the rules.
         if os.readlink(path) != f"/memfd:{offer.name} (deleted)":
             return None
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
