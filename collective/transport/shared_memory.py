@@ -17,8 +17,8 @@ Two things differ from a plain socket:
   after each read.
 
 Rules: sizes are fixed here and follow no number that a peer sends. The file cannot shrink, or touching it could end us;
-an acceptor looks whether that is sealed. What lies in a slot could change after it was checked, but only by a process of
-our own user, which could as well write into our memory. Bells that cannot be are a RemoteProtocolError.
+an acceptor looks whether that is sealed. What lies in a slot could change after it was checked, but only through a
+process of our own user, which could as well write into our memory. Bells that cannot be are a RemoteProtocolError.
 """
 
 import contextlib
