@@ -217,11 +217,12 @@ class Engine:
         """Destination of a payload: a round's memory, or the link's scratch for all that is copied or dropped."""
         if header.type in (FrameType.OPEN, FrameType.ABORT):
             return memoryview(bytearray(header.payload_nbytes)), None
-        round_ = self._round_of(bundle, header)
-        rank = None if round_ is None else round_.rank_of(bundle)
-        if round_ is None or rank is None:
-            return link.staging.room(header.payload_nbytes), None
-        return round_.place(link, rank, header)
+        if self.fence.judge(bundle.peer, Epoch(header.epoch)) is Standing.CURRENT:
+            round_ = self.rounds.get(header.key)
+            rank = None if round_ is None else round_.rank_of(bundle)
+            if round_ is not None and rank is not None:
+                return round_.place(link, rank, header)
+        return link.staging.room(header.payload_nbytes), None
 
     def on_frame(self, bundle: Bundle, frame: Frame) -> None:
         """A frame is whole that no round takes by itself."""
@@ -277,11 +278,6 @@ class Engine:
         )
         bundle.notices.append(Notice(pack(header, payload), payload))
         bundle.wake()
-
-    def _round_of(self, bundle: Bundle, header: Header) -> Round | None:
-        if self.fence.judge(bundle.peer, Epoch(header.epoch)) is not Standing.CURRENT:
-            return None
-        return self.rounds.get(header.key)
 
     def _rounds_with(self, bundle: Bundle) -> list[tuple[Round, int]]:
         found = [(round_, round_.rank_of(bundle)) for round_ in self.rounds.values() if not round_.is_done]

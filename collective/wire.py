@@ -141,7 +141,21 @@ def unpack(prefix: bytes | memoryview, limits: Limits) -> Header:
     Raises:
         RemoteProtocolError: not our protocol or version, or a type or length that `limits` does not allow.
     """
-    magic, version, type_code, payload_nbytes, *rest = _FIELDS.unpack_from(prefix)
+    (
+        magic,
+        version,
+        type_code,
+        payload_nbytes,
+        epoch,
+        outer_step,
+        fragment,
+        rank,
+        slice_,
+        flags,
+        chunk,
+        weight,
+        plan_hash,
+    ) = _FIELDS.unpack_from(prefix)
     if magic != MAGIC:
         raise RemoteProtocolError("wrong magic")
     if version != PROTOCOL_VERSION:
@@ -154,7 +168,6 @@ def unpack(prefix: bytes | memoryview, limits: Limits) -> Header:
         raise RemoteProtocolError("frame type not allowed here")
     if payload_nbytes > longest:
         raise RemoteProtocolError("payload too long")
-    epoch, outer_step, fragment, rank, slice_, flags, chunk, weight, plan_hash = rest
     if not 0 <= weight <= MAX_WEIGHT:  # NaN is neither
         raise RemoteProtocolError("weight is not from 0 to 2**64")
     return Header(
@@ -170,6 +183,25 @@ def unpack(prefix: bytes | memoryview, limits: Limits) -> Header:
         weight=weight,
         plan_hash=plan_hash,
     )
+
+
+def whole_frame(front: memoryview, limits: Limits) -> Frame | None:
+    """The frame that these bytes begin with, its payload where it lies. None if it is not whole.
+
+    Raises:
+        RemoteProtocolError: see unpack; PayloadCorrupted, its check does not fit.
+    """
+    if len(front) < HEADER_NBYTES:
+        return None
+    header = unpack(front, limits)
+    payload = front[HEADER_NBYTES : HEADER_NBYTES + header.payload_nbytes]
+    if len(payload) < header.payload_nbytes:
+        return None
+    check = xxhash.xxh3_64(front[:_PREFIX_NBYTES])
+    check.update(payload)
+    if check.intdigest() != _CHECK.unpack_from(front, _PREFIX_NBYTES)[0]:
+        raise PayloadCorrupted("checksum does not fit")
+    return Frame(header, payload)
 
 
 class FrameReader:
@@ -209,11 +241,6 @@ class FrameReader:
         """Header of the frame whose payload is arriving, if any."""
         return self._current
 
-    @property
-    def arriving(self) -> Header | None:
-        """Header of the frame whose payload comes next, if no byte of that has been read yet."""
-        return None if self._payload_filled or self._diverted else self._current
-
     def next_buffers(self) -> list[memoryview]:
         """Where the next bytes belong, in order; never empty."""
         if self._current is None:
@@ -242,12 +269,6 @@ class FrameReader:
                 self._begin_payload()
                 self._finish_payload(frames)
         return frames
-
-    def lend(self, payload: memoryview) -> None:
-        """Let the payload be these bytes, which lie elsewhere already; `received` is still to be told of them."""
-        assert self.arriving is not None
-        assert len(payload) == self.arriving.payload_nbytes
-        self._payload = payload
 
     def divert(self, room: Callable[[int], memoryview]) -> None:
         """Let the rest of the arriving payload go to `room(nbytes)` and forget that frame: its destination is gone."""

@@ -2,9 +2,9 @@
 """Mutated frames against everything that reads frames: `scripts/fuzz_frames.py --frames 1000000`.
 
 Half of them go through a FrameReader with the limits of each kind of connection, and what comes out is decoded as its
-type says. The other half go over TCP into a communicator that is in the middle of an all-reduce with the attacker, so
-through Link, Bundle, Engine and Round as in life. Every 2,000 frames that communicator must exchange a tensor with an
-honest peer, and get the exact mean.
+type says. The other half go into a communicator that is in the middle of an all-reduce with the attacker, over TCP or
+through shared memory, so through Link, Bundle, Engine and Round as in life. Every 2,000 frames that communicator must
+exchange a tensor with an honest peer, and get the exact mean.
 
 Fails on any error but RemoteProtocolError in a reader, on any exception that reaches the event loop, on an operation
 that ends in another way than a result, OperationAborted or PlanMismatch, and if memory grows by more than 64 MiB.
@@ -32,6 +32,7 @@ from collective.notices import AbortNotice, Opening
 from collective.standalone import open_communicator, peer_id_of, view_of
 from collective.supervision import Patience
 from collective.transport.hello import Hello, HelloReply, Purpose, decode
+from collective.transport.shared_memory import SharedSocket, make_offering, take_offer
 from collective.wire import (
     BEFORE_HELLO,
     BEFORE_REPLY,
@@ -43,6 +44,7 @@ from collective.wire import (
     FrameType,
     Header,
     on_bulk,
+    whole_frame,
 )
 from scripts.faults.hostile import Hostile
 
@@ -89,6 +91,8 @@ def _read(stream: bytes, rng: random.Random) -> None:
             raise FuzzError(f"{header.payload_nbytes} bytes are to be placed, more than {limits[header.type]}")
         return memoryview(bytearray(header.payload_nbytes))
 
+    with contextlib.suppress(RemoteProtocolError):
+        whole_frame(memoryview(stream), limits)
     reader = FrameReader(limits=limits, place=place, read_ahead=rng.random() < 0.5)
     piece = rng.choice((1 << 16, 1000, 47))
     position = 0
@@ -194,6 +198,12 @@ class Attack:
         self._reader = _reader()
         for sock in (ours, theirs):
             sock.setblocking(False)
+        offering = make_offering() if self._rng.random() < 0.5 else None
+        memory = None if offering is None else take_offer(offering.offer)
+        if offering is not None and memory is not None:
+            ours = SharedSocket(ours, offering.memory, is_dialler=True)
+            theirs = SharedSocket(theirs, memory, is_dialler=False)
+            offering.close()
         hello = Hello(
             protocol_version=PROTOCOL_VERSION,
             run_id="",

@@ -19,11 +19,11 @@ from typing import Protocol
 from collective.core.bucket import TokenBucket
 from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
 from collective.memory import Scratch
-from collective.transport.shared_memory import SharedSocket
+from collective.transport.shared_memory import SharedSocket, copy_bytes
 from collective.transport.sockets import find_speed_anew, lost, pace, unacknowledged_nbytes
 from collective.transport.tcp_info import TcpInfo, read_tcp_info, window_nbytes
 from collective.transport.tls import TlsSocket
-from collective.wire import Frame, FrameReader, Header, Limits
+from collective.wire import HEADER_NBYTES, Frame, FrameReader, Header, Limits, whole_frame
 
 _CALLS_PER_WAKE = 8
 """System calls per direction before the other sockets get their turn: some MiB, as much as their buffers hold."""
@@ -40,6 +40,11 @@ _BURST_S = 0.02
 def has_pending(sock: socket.socket) -> bool:
     """Whether bytes wait inside the encryption, or in shared memory, of which the loop will not hear."""
     return isinstance(sock, TlsSocket | SharedSocket) and sock.pending() > 0
+
+
+def descriptors_of(sock: socket.socket) -> tuple[int, ...]:
+    """What becomes readable when the socket does."""
+    return sock.descriptors if isinstance(sock, SharedSocket) else (sock.fileno(),)
 
 
 class Caps:
@@ -119,12 +124,12 @@ class Link:
         self.staging = Scratch()  # where the owner may place what it does not keep
         self._encoding = Scratch()
         self._caps = caps
+        self._limits = limits
         self._owner = owner
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(limits=limits, place=self._place, read_ahead=True)
         self._sink: Sink | None = None
-        self._is_staged = False  # what arrives is used before the next frame, and not kept
         self._receiving_since = self._received_at = 0.0
         self._whole_chunk_s = 0.0  # moving average
         self._outgoing: Outgoing | None = None
@@ -134,7 +139,7 @@ class Link:
         self._is_writer_set = False
         self._is_writing = False
         self._timers: dict[Callable[[], None], asyncio.Handle] = {}
-        self._loop.add_reader(sock.fileno(), self._on_readable)
+        self._read_when_readable()
         if has_pending(sock):  # frames that came together with the answer to our hello
             self._loop.call_soon(self._on_readable)
 
@@ -205,7 +210,7 @@ class Link:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        self._loop.remove_reader(self._sock.fileno())
+        self._stop_reading()
         self._loop.remove_writer(self._sock.fileno())
         with contextlib.suppress(OSError):  # it may be broken already
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -219,7 +224,6 @@ class Link:
 
     def _place(self, header: Header) -> memoryview:
         destination, self._sink = self._owner.place(self, header)
-        self._is_staged = destination.obj is self.staging.bytes.obj
         self._receiving_since = self._loop.time()
         return destination
 
@@ -245,14 +249,14 @@ class Link:
 
     def _read_once(self) -> bool:
         """Whether there may be more to read now."""
-        if isinstance(self._sock, SharedSocket) and self._is_staged and self._use_in_place(self._sock):
-            return has_pending(self._sock)
+        if isinstance(self._sock, SharedSocket) and self._read_in_place(self._sock):
+            return self._sock.pending() > 0
         buffers = self._reader.next_buffers()
         cap = self._caps.download
         if cap is not None:
             buffers = self._within(cap, buffers, self._resume_reading)
             if not buffers:
-                self._loop.remove_reader(self._sock.fileno())
+                self._stop_reading()
                 return False
         nbytes = self._sock.recvmsg_into(buffers)[0]
         if nbytes == 0:
@@ -264,16 +268,28 @@ class Link:
         # Less than there was room for: the kernel has no more, so it need not be asked.
         return not self.closed and (nbytes == sum(map(len, buffers)) or has_pending(self._sock))
 
-    def _use_in_place(self, sock: SharedSocket) -> bool:
-        """Whether a payload that nobody keeps was there whole, and has gone to its round from where it lies."""
-        arriving = self._reader.arriving
-        lent = None if arriving is None or self._caps.download is not None else sock.peek(arriving.payload_nbytes)
-        if lent is None:
+    def _read_in_place(self, sock: SharedSocket) -> bool:
+        """Whether a frame lay there whole. What nobody keeps goes to its round from where it lies."""
+        if self._reader.in_frame or self._caps.download is not None:
             return False
-        self._reader.lend(lent)
-        self._account(len(lent))
+        frame = whole_frame(sock.front(), self._limits)
+        if frame is None:
+            return False
+        header, payload = frame.header, frame.payload
+        nbytes = HEADER_NBYTES + len(payload)
+        self.bytes_received += nbytes
+        sink = None
+        if payload:
+            destination, sink = self._owner.place(self, header)
+            if destination.obj is not self.staging.bytes.obj:
+                copy_bytes(payload, destination)
+                frame = Frame(header, destination)
+        if sink is not None:
+            sink.take(self, frame)
+        else:
+            self._owner.on_frame(self, frame)
         if not self.closed:
-            sock.skip(len(lent))
+            sock.skip(nbytes)
         return True
 
     def _account(self, nbytes: int) -> None:
@@ -295,8 +311,16 @@ class Link:
     def _resume_reading(self) -> None:
         self._timers.pop(self._resume_reading, None)
         if not self.closed:
-            self._loop.add_reader(self._sock.fileno(), self._on_readable)
+            self._read_when_readable()
             self._on_readable()
+
+    def _read_when_readable(self) -> None:
+        for descriptor in descriptors_of(self._sock):
+            self._loop.add_reader(descriptor, self._on_readable)
+
+    def _stop_reading(self) -> None:
+        for descriptor in descriptors_of(self._sock):
+            self._loop.remove_reader(descriptor)
 
     # -------------------------------------------------------------------------------- writing
 

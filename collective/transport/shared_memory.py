@@ -1,20 +1,22 @@
-"""A connection between two processes of one machine: its bytes lie in memory that both have mapped, TCP only rings.
+"""A connection between two processes of one machine: its bytes lie in memory that both have mapped, pipes ring.
 
 Half of the processor time of an exchange over loopback is the kernel's. Here a byte is copied once in and once out,
 while it is in the cache. It can be used wherever a plain non-blocking socket can: by a link.
 
-How: one anonymous file with slots for either direction. The dialler of a plain connection to loopback makes it and
-names it in its hello; the acceptor opens it as /proc/PID/fd/N and says whether it could. It can only if both are of one
-user and see the same processes; if not, the connection is a plain one. A sender fills slots that are free, latest used
-first: those are in the cache, and the others need never become memory. A bell is 8 bytes over TCP: a slot, and how many
-bytes lie in it, or that it is free again. So nothing depends on the order of memory accesses, and life, death and the
-end of the stream are TCP's.
+How: one anonymous file with slots for either direction, and a pipe each way. The dialler of a plain connection to
+loopback makes them and names them in its hello; the acceptor opens them as /proc/PID/fd/N and says whether it could. It
+can only if both are of one user and see the same processes; if not, the connection is a plain one. A sender fills slots
+that are free, latest used first: those are in the cache, and the others need never become memory. A bell is 8 bytes
+through a pipe, which costs half of what it costs over TCP: a slot, and how many bytes lie in it, or that it is free
+again. So nothing depends on the order of memory accesses. TCP is silent from the hello on: it says when the other side
+is gone.
 
-Two things differ from a plain socket:
+Three things differ from a plain socket:
 
 * `pending()` bytes have their bell behind them, so epoll does not wake anybody for them, as with TlsSocket.
 * Nor does it for room: what makes room is a bell, which makes the socket readable. Whoever waits to write tries again
   after each read.
+* It is readable when any of `descriptors` is.
 
 Rules: sizes are fixed here and follow no number that a peer sends. The file cannot shrink, or touching it could end us;
 an acceptor looks whether that is sealed. What lies in a slot could change after it was checked, but only through a
@@ -27,6 +29,7 @@ import mmap
 import os
 import secrets
 import socket
+import stat
 import struct
 from collections import deque
 from collections.abc import Iterable
@@ -51,53 +54,73 @@ _LONG_NBYTES = 64 << 10
 _BELL = struct.Struct("!II")  # slot; bytes in it, 0 if it is free again
 _HEARD_NBYTES = 4 * NUM_SLOTS * _BELL.size  # bells taken from the kernel at once
 
+_Descriptor = Annotated[int, Meta(ge=0, le=2**31)]
+_PipeName = Annotated[str, Meta(pattern=r"^pipe:\[[0-9]{1,20}\]\Z")]
+
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the dialler's file is found: process, descriptor, and the name that it must have there."""
+    """Where the dialler's file and pipes are found: process, descriptors, and the names that they must have there."""
 
     pid: Annotated[int, Meta(ge=1, le=2**31)]
-    descriptor: Annotated[int, Meta(ge=0, le=2**31)]
-    name: Annotated[str, Meta(pattern=r"^isthmus-[0-9a-f]{32}\Z")]
+    file: tuple[_Descriptor, Annotated[str, Meta(pattern=r"^/memfd:isthmus-[0-9a-f]{32} \(deleted\)\Z")]]
+    hears: tuple[_Descriptor, _PipeName]
+    """What the acceptor reads."""
+    rings: tuple[_Descriptor, _PipeName]
+    """What it writes."""
 
 
 class SharedMemory:
-    """The file of one connection, mapped.
+    """The file of one connection, mapped, and our ends of its two pipes.
 
     Args:
-        descriptor: of the file, `_FILE_NBYTES` long. It may be closed afterwards.
+        file: descriptor of the file, `_FILE_NBYTES` long. It may be closed afterwards.
+        hears: descriptor that is read, non-blocking; closed by `close`.
+        rings: likewise, that is written.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        whole = memoryview(mmap.mmap(descriptor, _FILE_NBYTES))
+    def __init__(self, file: int, hears: int, rings: int) -> None:
+        whole = memoryview(mmap.mmap(file, _FILE_NBYTES))
         slots = [whole[at : at + SLOT_NBYTES] for at in range(0, _FILE_NBYTES, SLOT_NBYTES)]
         self.sides = (slots[:NUM_SLOTS], slots[NUM_SLOTS:])
         """Slots that the dialler fills, and those that the acceptor does."""
+        self.hears, self.rings = hears, rings
 
     def close(self) -> None:
-        """Unmap it, as soon as nobody looks at it any more. Idempotent."""
+        """Unmap it, as soon as nobody looks at it any more, and close the pipes. Idempotent."""
         self.sides = ([], [])
+        for pipe in (self.hears, self.rings):
+            if pipe >= 0:
+                os.close(pipe)
+        self.hears = self.rings = -1
 
 
 class Offering:
-    """The dialler's half: a new file, and its offer. `close` closes the descriptor, not the memory."""
+    """The dialler's half: a new file and two pipes, and their offer. `close` closes what is the acceptor's."""
 
     def __init__(self) -> None:
-        name = f"isthmus-{secrets.token_hex(16)}"
-        self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            import fcntl
+        import fcntl
 
-            os.ftruncate(self._descriptor, _FILE_NBYTES)
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self.memory = SharedMemory(self._descriptor)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-        self.offer = Offer(pid=os.getpid(), descriptor=self._descriptor, name=name)
+        with contextlib.ExitStack() as stack:
+            file = os.memfd_create(f"isthmus-{secrets.token_hex(16)}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            stack.callback(os.close, file)
+            os.ftruncate(file, _FILE_NBYTES)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            pipes = []
+            for _ in range(2):
+                pipes.append(os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))
+                for end in pipes[-1]:
+                    stack.callback(os.close, end)
+            (hears, they_ring), (they_hear, rings) = pipes
+            self.memory = SharedMemory(file, hears, rings)
+            stack.pop_all()
+        self._lent = (file, they_hear, they_ring)
+        file_at, hears_at, rings_at = ((end, os.readlink(f"/proc/self/fd/{end}")) for end in self._lent)
+        self.offer = Offer(pid=os.getpid(), file=file_at, hears=hears_at, rings=rings_at)
 
     def close(self) -> None:
         """The other side has it, or never will."""
-        os.close(self._descriptor)
+        for descriptor in self._lent:
+            os.close(descriptor)
 
 
 def make_offering() -> Offering | None:
@@ -110,23 +133,34 @@ def make_offering() -> Offering | None:
 
 
 def take_offer(offer: Offer) -> SharedMemory | None:
-    """The acceptor's half: the file, mapped. None if it cannot be reached, or is not what it is said to be."""
-    path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
-    with contextlib.suppress(OSError, ImportError, ValueError):
+    """The acceptor's half: the file, mapped, and the pipes. None if it cannot be reached, or is not what is said."""
+    with contextlib.suppress(OSError, ImportError, ValueError), contextlib.ExitStack() as stack:
         import fcntl
 
-        # Its name first: to open anything else might have effects. And of our own user: see the rules.
-        if os.readlink(path) != f"/memfd:{offer.name} (deleted)":
-            return None
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            cannot_shrink = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-            status = os.fstat(descriptor)
-            if cannot_shrink and status.st_size == _FILE_NBYTES and status.st_uid == os.geteuid():
-                return SharedMemory(descriptor)
-        finally:
-            os.close(descriptor)
+        file, hears, rings = (
+            _open(offer.pid, *end, flags, stack)
+            for end, flags in ((offer.file, os.O_RDWR), (offer.hears, os.O_RDONLY), (offer.rings, os.O_WRONLY))
+        )
+        cannot_shrink = fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        status = os.fstat(file)
+        is_ours = status.st_uid == os.geteuid()  # see the rules
+        are_pipes = all(stat.S_ISFIFO(os.fstat(end).st_mode) for end in (hears, rings))
+        if cannot_shrink and status.st_size == _FILE_NBYTES and is_ours and are_pipes:
+            memory = SharedMemory(file, hears, rings)
+            stack.pop_all()
+            os.close(file)
+            return memory
     return None
+
+
+def _open(pid: int, descriptor: int, name: str, flags: int, stack: contextlib.ExitStack) -> int:
+    """What another process has under this descriptor, if it is called so: to open anything else might have effects."""
+    path = f"/proc/{pid}/fd/{descriptor}"
+    if os.readlink(path) != name:
+        raise ValueError(path)
+    opened = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    stack.callback(os.close, opened)
+    return opened
 
 
 class SharedSocket(socket.socket):
@@ -148,8 +182,11 @@ class SharedSocket(socket.socket):
         self._arrived: deque[tuple[int, memoryview]] = deque()  # of theirs, and what was not read yet
         self._num_pending = 0
         self._end: OSError | None = None  # of the stream; errno 0 is an orderly one
-        self._heard = memoryview(bytearray(_HEARD_NBYTES))
-        self._num_heard = 0  # bytes of a bell that is not whole
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What becomes readable when there is something to read, or room, or the end."""
+        return self.fileno(), self._memory.hears
 
     def pending(self) -> int:
         """Bytes that have come and were not asked for yet."""
@@ -191,7 +228,7 @@ class SharedSocket(socket.socket):
         for buffer in buffers:
             view = memoryview(buffer).cast("B")
             nbytes = min(len(view), len(rest))
-            _copy(rest[:nbytes], view[:nbytes])
+            copy_bytes(rest[:nbytes], view[:nbytes])
             rest = rest[nbytes:]
             got += nbytes
         self._num_pending -= got
@@ -201,14 +238,22 @@ class SharedSocket(socket.socket):
             self._give_back()
         return got, [], 0, None
 
-    def peek(self, nbytes: int) -> memoryview | None:
-        """The next bytes where they lie, if they lie in one piece. `skip` them before anything else is read."""
-        if not self._arrived or len(self._arrived[0][1]) < nbytes:
-            return None
-        return self._arrived[0][1][:nbytes]
+    def front(self) -> memoryview:
+        """The next bytes where they lie; none at the end. `skip` what is used before anything else is read.
+
+        Raises:
+            BlockingIOError: none have come.
+            OSError: the connection broke.
+        """
+        if self._end is None and not (self._arrived and self._free):
+            self._hear()
+        if not self._arrived:
+            self._nothing()
+            return memoryview(b"")
+        return self._arrived[0][1]
 
     def skip(self, nbytes: int) -> None:
-        """The bytes that `peek` gave were read."""
+        """So many bytes of `front` were read."""
         slot, rest = self._arrived[0]
         self._num_pending -= nbytes
         if len(rest) > nbytes:
@@ -235,22 +280,38 @@ class SharedSocket(socket.socket):
 
     def _hear(self) -> None:
         """Take the bells that have come. What was sent before the end is read before it."""
+        if self._take_bells() or self._end is not None:
+            return
         try:
-            nbytes = super().recv_into(self._heard[self._num_heard :])
+            beside = super().recv(1)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
+            end = error.with_traceback(None)
+        else:
+            if beside:
+                raise RemoteProtocolError("shared memory: bytes came beside it")
+            end = OSError(0, "")
+        self._take_bells()  # those that were rung before it
+        self._end = self._end or end
+
+    def _take_bells(self) -> bool:
+        """Whether any came. A pipe brings them whole, as they were written."""
+        try:
+            heard = os.read(self._memory.hears, _HEARD_NBYTES)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
             self._end = error.with_traceback(None)
-            return
-        if not nbytes:
+            return False
+        if not heard:
             self._end = OSError(0, "")
-            return
-        self._num_heard += nbytes
-        rest = self._num_heard % _BELL.size
-        for slot, count in _BELL.iter_unpack(self._heard[: self._num_heard - rest]):
+            return False
+        if len(heard) % _BELL.size:
+            raise RemoteProtocolError("shared memory: part of a bell")
+        for slot, count in _BELL.iter_unpack(heard):
             self._on_bell(slot, count)
-        self._heard[:rest] = self._heard[self._num_heard - rest : self._num_heard]
-        self._num_heard = rest
+        return True
 
     def _on_bell(self, slot: int, count: int) -> None:
         if slot >= NUM_SLOTS or count > SLOT_NBYTES:
@@ -284,20 +345,22 @@ class SharedSocket(socket.socket):
         if not self._free:
             raise BlockingIOError(errno.EAGAIN, "no slot is free")
         sent = used = 0
+        slot = self._ours[self._free[-1]]
         for buffer in buffers:
             view = memoryview(buffer).cast("B")
-            while len(view) and self._free:
-                nbytes = min(len(view), SLOT_NBYTES - used)
-                _copy(view[:nbytes], self._ours[self._free[-1]][used : used + nbytes])
+            while (nbytes := min(len(view), SLOT_NBYTES - used)) > 0:
+                copy_bytes(view[:nbytes], slot[used : used + nbytes])
                 view = view[nbytes:]
                 used += nbytes
-                sent += nbytes
                 if used == SLOT_NBYTES:
                     self._hand_over(used)
-                    used = 0
+                    sent += used
+                    if not self._free:
+                        return sent
+                    slot, used = self._ours[self._free[-1]], 0
         if used:
             self._hand_over(used)
-        return sent
+        return sent + used
 
     def _hand_over(self, nbytes: int) -> None:
         slot = self._free.pop()
@@ -306,14 +369,12 @@ class SharedSocket(socket.socket):
 
     def _ring(self, slot: int, nbytes: int) -> None:
         try:
-            num_sent = super().send(_BELL.pack(slot, nbytes))
-        except BlockingIOError:
-            num_sent = 0
-        if num_sent != _BELL.size:  # more bells lie there than it has slots: it does not listen
-            raise ConnectionResetError(errno.ECONNRESET, "nobody hears the bell")
+            os.write(self._memory.rings, _BELL.pack(slot, nbytes))  # whole or not at all, as it is so short
+        except BlockingIOError as error:  # far more bells lie there than it has slots: it does not listen
+            raise ConnectionResetError(errno.ECONNRESET, "nobody hears the bell") from error
 
 
-def _copy(source: memoryview, into: memoryview) -> None:
+def copy_bytes(source: memoryview, into: memoryview) -> None:
     """As memmove, whose string instructions are slow on lines that lie in another core's cache."""
     if len(source) >= _LONG_NBYTES and not source.readonly:
         torch.frombuffer(into, dtype=torch.uint8).copy_(torch.frombuffer(source, dtype=torch.uint8))

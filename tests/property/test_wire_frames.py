@@ -5,7 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collective.errors import PayloadCorrupted, RemoteProtocolError
-from collective.wire import HEADER_NBYTES, ON_CONTROL, FrameReader, FrameType, Header, on_bulk, pack, unpack
+from collective.wire import (
+    HEADER_NBYTES,
+    ON_CONTROL,
+    FrameReader,
+    FrameType,
+    Header,
+    on_bulk,
+    pack,
+    unpack,
+    whole_frame,
+)
 
 LIMITS = dict.fromkeys(FrameType, 1 << 12)
 U16, U32 = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1)
@@ -98,9 +108,32 @@ def test_mutated_frames_never_raise_anything_else(frame, data):
 @given(frames(), st.integers(1, 347))
 def test_a_truncated_frame_is_no_frame(frame, missing):
     header, payload = frame
-    stream = pack(header, payload) + payload
-    whole, _ = read(stream[: max(0, len(stream) - missing)], [])
+    stream = (pack(header, payload) + payload)[:-missing]
+    whole, _ = read(stream, [])
     assert whole == []
+    assert whole_frame(memoryview(stream), LIMITS) is None
+
+
+def outcome(reads):
+    try:
+        return reads()
+    except RemoteProtocolError as error:
+        return error.reason
+
+
+@given(frames(), st.binary(max_size=HEADER_NBYTES - 1), st.data())
+def test_a_frame_in_one_piece_is_read_as_from_a_stream(frame, behind, data):
+    header, payload = frame
+    stream = bytearray(pack(header, payload) + payload)
+    for _ in range(data.draw(st.integers(0, 2))):
+        stream[data.draw(st.integers(0, len(stream) - 1))] = data.draw(st.integers(0, 255))
+
+    def in_one_piece():
+        found = whole_frame(memoryview(stream + behind), LIMITS)
+        return [] if found is None else [(found.header, bytes(found.payload))]
+
+    # A length that was changed can take in bytes behind the frame: then neither finds one before all of them are read.
+    assert outcome(in_one_piece) == outcome(lambda: read(bytes(stream + behind), [])[0][:1])
 
 
 @pytest.mark.parametrize(

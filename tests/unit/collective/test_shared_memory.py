@@ -1,4 +1,4 @@
-"""Connections within one machine: bytes through memory of both, bells over TCP."""
+"""Connections within one machine: bytes through memory of both, bells through pipes."""
 
 import asyncio
 import contextlib
@@ -9,6 +9,7 @@ import socket
 import struct
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -59,14 +60,32 @@ def pair():
         yield dialler, acceptor
 
 
+class Ringer:
+    """The other side of a connection, which rings what it likes."""
+
+    def __init__(self, memory, sock):
+        self.memory, self.sock = memory, sock
+
+    def ring(self, bells):
+        os.write(self.memory.rings, bells)
+
+    def close(self):
+        self.memory.close()
+        self.sock.close()
+
+
 @pytest.fixture
 def ringer():
-    """A connection whose other side is a plain socket, which rings what it likes."""
+    """One end of a connection, and a ringer."""
     offering = make_offering()
+    theirs = take_offer(offering.offer)
     offering.close()
     here, there = pair_of_tcp()
-    with contextlib.closing(SharedSocket(here, offering.memory, is_dialler=True)) as sock, there:
-        yield sock, there
+    with (
+        contextlib.closing(SharedSocket(here, offering.memory, is_dialler=True)) as sock,
+        contextlib.closing(Ringer(theirs, there)) as ringer,
+    ):
+        yield sock, ringer
 
 
 def receive(sock, nbytes):
@@ -143,11 +162,13 @@ def test_bytes_can_be_used_where_they_lie(pair):
     here, there = pair
     here.sendmsg([b"header", bytes(1000), b"next"])
     assert receive(there, 6) == b"header"
-    assert bytes(there.peek(1000)) == bytes(1000)
-    assert there.peek(1005) is None
+    assert bytes(there.front()) == bytes(1000) + b"next"
     there.skip(1000)
     assert receive(there, 10) == b"next"
-    assert there.peek(1) is None
+    with pytest.raises(BlockingIOError):
+        there.front()
+    here.close()
+    assert there.front() == b""
 
 
 def test_what_was_sent_before_the_end_is_read_before_it(pair):
@@ -162,20 +183,54 @@ def test_what_was_sent_before_the_end_is_read_before_it(pair):
 
 def test_a_connection_that_is_reset_fails_after_what_has_come(ringer):
     sock, there = ringer
-    there.send(BELL.pack(0, 10))
+    there.ring(BELL.pack(0, 10))
+    there.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    there.sock.close()  # now its end is a reset
     assert receive(sock, 4) == bytes(4)
-    there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    there.close()  # now its end is a reset
     assert receive(sock, 4) == bytes(4)
     assert receive(sock, 4) == bytes(2)
     with pytest.raises(ConnectionError):
         receive(sock, 4)
 
 
-def test_a_peer_that_hears_no_bell_is_a_broken_connection(ringer):
+@pytest.mark.parametrize("is_pipe", [True, False])
+def test_either_end_is_the_end_once_the_bells_before_it_were_heard(ringer, is_pipe):
     sock, there = ringer
-    there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    there.ring(BELL.pack(0, 3) + BELL.pack(1, 2))
+    (there.memory if is_pipe else there.sock).close()
+    assert len(receive(sock, 9)) == 3
+    assert len(receive(sock, 9)) == 2
+    with contextlib.suppress(ConnectionError):  # the bell that a slot is free met a closed door
+        assert receive(sock, 9) == b""
+
+
+def test_a_bell_that_rings_while_the_end_is_heard_is_not_lost(ringer, monkeypatch):
+    sock, there = ringer
+    read = os.read
+    late = [BELL.pack(0, 3)]
+
+    def rings_after(descriptor, nbytes):
+        try:
+            return read(descriptor, nbytes)
+        finally:
+            if late:  # the pipe was found empty, and now both come
+                there.ring(late.pop())
+                there.sock.close()
+
+    monkeypatch.setattr(os, "read", rings_after)
+    assert len(receive(sock, 9)) == 3
+    assert receive(sock, 9) == b""
+
+
+def test_bytes_over_tcp_are_a_protocol_error(ringer):
+    sock, there = ringer
+    there.sock.send(b"x")
+    with pytest.raises(RemoteProtocolError, match="beside"):
+        receive(sock, 1)
+
+
+def test_a_peer_that_hears_no_bell_is_a_broken_connection(ringer):
+    sock, _ = ringer
 
     def ring_for_ever():  # it says that slots are free, and does not read
         while True:
@@ -185,6 +240,13 @@ def test_a_peer_that_hears_no_bell_is_a_broken_connection(ringer):
 
     with pytest.raises(ConnectionResetError):
         ring_for_ever()
+
+
+def test_a_bell_behind_a_closed_door_is_a_broken_connection(ringer):
+    sock, there = ringer
+    there.close()
+    with pytest.raises(BrokenPipeError):
+        sock.send(b"x")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +262,7 @@ def test_a_peer_that_hears_no_bell_is_a_broken_connection(ringer):
 )
 def test_a_bell_that_cannot_be_is_a_protocol_error(ringer, bells):
     sock, there = ringer
-    there.send(b"".join(BELL.pack(*bell) for bell in bells))
+    there.ring(b"".join(BELL.pack(*bell) for bell in bells))
     with pytest.raises(RemoteProtocolError, match="shared memory"):
         receive(sock, 1 << 20)
 
@@ -212,22 +274,20 @@ def test_random_bells_raise_nothing_but_protocol_errors(ringer, seed):
     with contextlib.suppress(RemoteProtocolError):
         for _ in range(200):
             if chance.random() < 0.9:
-                there.send(BELL.pack(chance.randrange(NUM_SLOTS + (chance.random() < 0.02)), chance.randrange(100)))
+                there.ring(BELL.pack(chance.randrange(NUM_SLOTS + (chance.random() < 0.02)), chance.randrange(100)))
             else:
-                there.send(chance.randbytes(chance.randrange(1, 20)))
+                there.ring(chance.randbytes(chance.randrange(1, 20)))
             with contextlib.suppress(BlockingIOError):
                 receive(sock, chance.randrange(1, 200))
             with contextlib.suppress(BlockingIOError):
                 sock.send(bytes(chance.randrange(1, 100)))
 
 
-def test_bells_may_come_in_pieces(ringer):
+def test_a_part_of_a_bell_is_a_protocol_error(ringer):
     sock, there = ringer
-    for byte in BELL.pack(0, 3) + BELL.pack(1, 2):
-        there.send(bytes([byte]))
-        with contextlib.suppress(BlockingIOError):
-            assert len(receive(sock, 3)) in (2, 3)
-    assert sock.pending() == 0
+    there.ring(BELL.pack(0, 3)[:5])
+    with pytest.raises(RemoteProtocolError, match="part of a bell"):
+        receive(sock, 1)
 
 
 def test_flags_and_addresses_are_refused(pair):
@@ -247,7 +307,7 @@ def test_memory_and_descriptors_are_gone_with_the_connection(pair):
         sock.close()
         sock.close()  # idempotent
     assert num_mapped() == 0
-    assert num_descriptors() == before - 4  # two connections, and two that the mappings held
+    assert num_descriptors() == before - 8  # two connections, two that the mappings held, four ends of pipes
 
 
 def test_an_offer_that_is_not_what_it_says_is_not_taken(tmp_path):
@@ -256,21 +316,26 @@ def test_an_offer_that_is_not_what_it_says_is_not_taken(tmp_path):
     offering = make_offering()
     offer = offering.offer
     before = num_descriptors()
+    file, name = offer.file
 
-    def but(**more):
-        return Offer(**({"pid": offer.pid, "descriptor": offer.descriptor, "name": offer.name} | more))
+    def is_taken(**more):
+        return take_offer(msgspec.structs.replace(offer, **more)) is not None
 
-    assert take_offer(but(name="isthmus-" + "0" * 32)) is None
-    assert take_offer(but(pid=2**31 - 1)) is None
-    assert take_offer(but(descriptor=99_999)) is None
-    with (tmp_path / "file").open("w+b") as file:
-        file.truncate(NUM_SLOTS * SLOT_NBYTES * 2)
-        assert take_offer(but(descriptor=file.fileno())) is None
+    assert not is_taken(file=(file, "/memfd:isthmus-" + "0" * 32 + " (deleted)"))
+    assert not is_taken(pid=2**31 - 1)
+    assert not is_taken(file=(99_999, name))
+    assert not is_taken(hears=(offer.hears[0], "pipe:[1]"))
+    assert not is_taken(rings=(99_999, offer.rings[1]))
+    assert not is_taken(rings=offer.file)
+    with (tmp_path / "file").open("w+b") as other:
+        other.truncate(NUM_SLOTS * SLOT_NBYTES * 2)
+        assert not is_taken(file=(other.fileno(), name))
+        assert not is_taken(file=(other.fileno(), other.name))
     for nbytes, seals in ((NUM_SLOTS * SLOT_NBYTES * 2, 0), (4096, fcntl.F_SEAL_SHRINK)):
-        descriptor = os.memfd_create(offer.name, os.MFD_ALLOW_SEALING)
+        descriptor = os.memfd_create(name[len("/memfd:") : -len(" (deleted)")], os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, nbytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        assert take_offer(but(descriptor=descriptor)) is None
+        assert not is_taken(file=(descriptor, name))
         os.close(descriptor)
     assert num_descriptors() == before
     taken = take_offer(offer)
@@ -279,6 +344,34 @@ def test_an_offer_that_is_not_what_it_says_is_not_taken(tmp_path):
         memory.close()
     offering.close()
     assert num_mapped() == 0
+    assert num_descriptors() == before - 6  # the file, its mapping, four ends of pipes
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"file": (3, "/etc/passwd")},
+        {"file": (3, "/memfd:isthmus-0 (deleted)")},
+        {"hears": (3, "socket:[17]")},
+        {"rings": (-1, "pipe:[17]")},
+    ],
+)
+def test_an_offer_of_anything_else_is_no_valid_hello(words):
+    offer = {"pid": 7, "file": (3, f"/memfd:isthmus-{'a' * 32} (deleted)"), "hears": (4, "pipe:[1]")}
+    offer |= {"rings": (5, "pipe:[2]")}
+    msgspec.convert(offer, Offer)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(offer | words, Offer)
+
+
+def test_an_offering_that_fails_half_way_leaves_nothing_open(monkeypatch):
+    def refuses(*_):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    before = num_descriptors()
+    monkeypatch.setattr(os, "pipe2", refuses)
+    assert make_offering() is None
+    assert num_descriptors() == before
 
 
 def test_a_system_without_such_files_offers_nothing(monkeypatch):
@@ -337,8 +430,7 @@ async def test_bulk_connections_within_the_machine_share_memory(until):
         assert isinstance(sock, SharedSocket)
         assert isinstance(came[0], SharedSocket)
         sock.send(b"hello")
-        await asyncio.get_running_loop().sock_recv_into(came[0], buffer := bytearray(5))
-        assert buffer == b"hello"
+        assert receive(came[0], 5) == b"hello"
         sock.close()
     assert num_mapped() == 0
 
