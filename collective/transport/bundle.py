@@ -15,21 +15,19 @@ from collections.abc import Callable
 from typing import Protocol
 
 from collective.core.types import PeerId, PeerRef
-from collective.errors import CollectiveError, ConnectionLost, PeerUnreachable, RemoteProtocolError
-from collective.transport.dialling import open_connection
+from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
 from collective.transport.hello import MAX_STREAMS, Hello
 from collective.transport.link import Caps, Link, Outgoing, Sink
 from collective.transport.pacing import RAISE, is_used, next_pace, streams_needed
+from collective.transport.redial import Redial
 from collective.transport.security import Security
-from collective.transport.sockets import FAR_S, SocketOptions, congestion_control_of, dial, round_trip_s, streams_for
+from collective.transport.shared_link import link_over
+from collective.transport.sockets import FAR_S, SocketOptions, congestion_control_of, round_trip_s, streams_for
 from collective.transport.tcp_info import TcpInfo
 from collective.wire import HEADER_NBYTES, PADDING_NBYTES, Frame, FrameType, Header, on_bulk, pack
 
 log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S = 0.02
-_LONGEST_PAUSE_S = 1.0
-_DIAL_TIMEOUT_S = 5.0
 _SIGN = pack(Header(type=FrameType.SIGN))
 _NOTHING = bytes(PADDING_NBYTES)
 
@@ -104,7 +102,6 @@ class Bundle:
         self.peer = peer
         self.is_dialler = is_dialler
         self.address: str | None = None  # known once a view names the peer
-        self.is_refused = False
         self.closed = False
         self.has_lost = False
         """Whether a stream ever broke: what was on it may be lost."""
@@ -118,14 +115,10 @@ class Bundle:
         self._chooses_streams = num_streams is None
         self._chunk_nbytes = chunk_nbytes
         self._limits = on_bulk(chunk_nbytes)
-        self._hello = hello
         self._owner = owner
-        self._options = options
-        self._security = security
         self._caps = caps
         self._control = ""
-        self._is_repairing = False
-        self._has_looked = False
+        self._redial = Redial(self, hello=hello, options=options, security=security)
         self._bytes_of_old_links = [0, 0]
         self._num_signs = 0
         self._pads_until = 0.0
@@ -141,6 +134,16 @@ class Bundle:
     def is_whole(self) -> bool:
         """Whether every stream is up."""
         return len(self._links) >= self.num_streams
+
+    @property
+    def missing_streams(self) -> list[int]:
+        """Which streams are not up."""
+        return [stream for stream in range(self.num_streams) if stream not in self._links]
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the peer's host says that nobody listens there."""
+        return self._redial.is_refused
 
     @property
     def was_connected(self) -> bool:
@@ -256,7 +259,7 @@ class Bundle:
         """Take a connection after its handshake. A stream that is there already is replaced."""
         if stream in self._links:
             self._links[stream].close(ConnectionLost("replaced by a newer connection"))
-        link = Link(sock, stream=stream, limits=self._limits, caps=self._caps, owner=self)
+        link = link_over(sock, stream=stream, limits=self._limits, caps=self._caps, owner=self)
         self._links[stream] = link
         known_s = [seconds for seconds in (self.round_trip_s, round_trip_s(sock)) if seconds > 0.0]
         self.round_trip_s = min(known_s, default=0.0)
@@ -265,7 +268,7 @@ class Bundle:
             self.num_streams = max(self.num_streams, streams_for(self.round_trip_s, self._control))
         if self._pace is not None:
             link.pace(self._pace / self._num_used)
-        self.is_refused = self._has_looked = False
+        self._redial.found()
         if stream in self._seen_streams:
             self._owner.on_renewed(self)
         self._seen_streams.add(stream)
@@ -302,30 +305,7 @@ class Bundle:
 
         The caller bounds it by cancelling. Returns at once if somebody is at it already, or nothing can be done.
         """
-        if self._is_repairing or self.closed or self.address is None or self._has_looked:
-            return
-        self._is_repairing = True
-        self.is_refused = False
-        pause_s = _FIRST_PAUSE_S
-        try:
-            while not self.closed and not self.is_whole:
-                try:
-                    if not self.is_dialler:
-                        await self._look(self.address)
-                        return
-                    await self._dial_missing(self.address)
-                except PeerUnreachable as error:
-                    self.is_refused = error.cause == "refused"
-                    if self.is_refused and self.was_connected:
-                        return
-                    log.debug("dial_failed peer_id=%s cause=%s", self.peer_id, error.cause)
-                except CollectiveError as error:
-                    log.info("handshake_failed peer_id=%s cause=%s", self.peer_id, error)
-                if not self.is_whole:
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        finally:
-            self._is_repairing = False
+        await self._redial.repair()
 
     def _tcp_infos(self) -> list[TcpInfo]:
         return [info for link in self._links.values() if (info := link.tcp_info()) is not None]
@@ -383,45 +363,3 @@ class Bundle:
         self._owner.on_broken(self, cause)
         if self.is_whole:  # nobody makes it anew; what was in it is lost all the same
             self._owner.on_renewed(self)
-
-    # -------------------------------------------------------------------------------- dialling
-
-    async def _dial_missing(self, address: str) -> None:
-        missing = [stream for stream in range(self.num_streams) if stream not in self._links]
-        async with asyncio.TaskGroup() as group:
-            dials = [group.create_task(self._try_dial(address, stream)) for stream in missing]
-        for finished in dials:
-            error = finished.result()
-            if error is not None:
-                raise error
-
-    async def _try_dial(self, address: str, stream: int) -> CollectiveError | None:
-        """Dial one stream. An error is returned, so that it does not take the other dials with it."""
-        try:
-            await self._dial(address, stream)
-        except CollectiveError as error:
-            return error
-        return None
-
-    async def _dial(self, address: str, stream: int) -> None:
-        sock, reply = await open_connection(
-            address,
-            self._hello(self.peer, stream, self.num_streams),
-            timeout_s=_DIAL_TIMEOUT_S,
-            options=self._options,
-            security=self._security,
-            expect=self.peer.peer_id,
-        )
-        if reply.ref != self.peer:
-            sock.close()
-            raise PeerUnreachable(address, "another start of the peer answers there")
-        if self.closed:
-            sock.close()
-        else:
-            self.attach(sock, stream)
-
-    async def _look(self, address: str) -> None:
-        """As the side that waits: find out at once if nobody listens there any more."""
-        sock = await dial(address, self._options, timeout_s=_DIAL_TIMEOUT_S)
-        sock.close()
-        self._has_looked = True

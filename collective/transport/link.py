@@ -19,11 +19,10 @@ from typing import Protocol
 from collective.core.bucket import TokenBucket
 from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
 from collective.memory import Scratch
-from collective.transport.shared_memory import SharedSocket, copy_bytes
 from collective.transport.sockets import find_speed_anew, lost, pace, unacknowledged_nbytes
 from collective.transport.tcp_info import TcpInfo, read_tcp_info, window_nbytes
 from collective.transport.tls import TlsSocket
-from collective.wire import HEADER_NBYTES, Frame, FrameReader, Header, Limits, whole_frame
+from collective.wire import Frame, FrameReader, Header, Limits
 
 _CALLS_PER_WAKE = 8
 """System calls per direction before the other sockets get their turn: some MiB, as much as their buffers hold."""
@@ -35,16 +34,6 @@ _PIECE_NBYTES = 16 << 10
 """Under a cap: not worth a system call if less may be moved."""
 _BURST_S = 0.02
 """Under a cap: what may be moved at once after a pause."""
-
-
-def has_pending(sock: socket.socket) -> bool:
-    """Whether bytes wait inside the encryption, or in shared memory, of which the loop will not hear."""
-    return isinstance(sock, TlsSocket | SharedSocket) and sock.pending() > 0
-
-
-def descriptors_of(sock: socket.socket) -> tuple[int, ...]:
-    """What becomes readable when the socket does."""
-    return sock.descriptors if isinstance(sock, SharedSocket) else (sock.fileno(),)
 
 
 class Caps:
@@ -124,7 +113,6 @@ class Link:
         self.staging = Scratch()  # where the owner may place what it does not keep
         self._encoding = Scratch()
         self._caps = caps
-        self._limits = limits
         self._owner = owner
         self._sock = sock
         self._loop = asyncio.get_running_loop()
@@ -140,7 +128,7 @@ class Link:
         self._is_writing = False
         self._timers: dict[Callable[[], None], asyncio.Handle] = {}
         self._read_when_readable()
-        if has_pending(sock):  # frames that came together with the answer to our hello
+        if self._has_pending():  # frames that came together with the answer to our hello
             self._loop.call_soon(self._on_readable)
 
     def wake(self) -> None:
@@ -166,8 +154,6 @@ class Link:
 
     def bytes_delivered(self) -> int:
         """Bytes that have arrived at the other side, about; 0 where the kernel does not tell."""
-        if isinstance(self._sock, SharedSocket):
-            return self.bytes_sent - self._sock.untaken()
         info = self.tcp_info()
         return 0 if info is None else info.bytes_delivered or 0
 
@@ -228,11 +214,6 @@ class Link:
         return destination
 
     def _on_readable(self) -> None:
-        self._read_some()
-        if isinstance(self._sock, SharedSocket) and self._is_writer_set and self._on_writable not in self._timers:
-            self._on_writable()  # what came may have been news of room
-
-    def _read_some(self) -> None:
         try:
             for _ in range(_CALLS_PER_WAKE):
                 if self.closed or not self._read_once():
@@ -244,13 +225,11 @@ class Link:
         except RemoteProtocolError as error:
             self.close(error)
         else:
-            if not self.closed and has_pending(self._sock):  # no readiness will tell of these
+            if not self.closed and self._has_pending():  # no readiness will tell of these
                 self._loop.call_soon(self._on_readable)
 
     def _read_once(self) -> bool:
         """Whether there may be more to read now."""
-        if isinstance(self._sock, SharedSocket) and self._read_in_place(self._sock):
-            return self._sock.pending() > 0
         buffers = self._reader.next_buffers()
         cap = self._caps.download
         if cap is not None:
@@ -266,31 +245,7 @@ class Link:
             cap.take(self._loop.time(), nbytes)
         self._account(nbytes)
         # Less than there was room for: the kernel has no more, so it need not be asked.
-        return not self.closed and (nbytes == sum(map(len, buffers)) or has_pending(self._sock))
-
-    def _read_in_place(self, sock: SharedSocket) -> bool:
-        """Whether a frame lay there whole. What nobody keeps goes to its round from where it lies."""
-        if self._reader.in_frame or self._caps.download is not None:
-            return False
-        frame = whole_frame(sock.front(), self._limits)
-        if frame is None:
-            return False
-        header, payload = frame.header, frame.payload
-        nbytes = HEADER_NBYTES + len(payload)
-        self.bytes_received += nbytes
-        sink = None
-        if payload:
-            destination, sink = self._owner.place(self, header)
-            if destination.obj is not self.staging.bytes.obj:
-                copy_bytes(payload, destination)
-                frame = Frame(header, destination)
-        if sink is not None:
-            sink.take(self, frame)
-        else:
-            self._owner.on_frame(self, frame)
-        if not self.closed:
-            sock.skip(nbytes)
-        return True
+        return not self.closed and (nbytes == sum(map(len, buffers)) or self._has_pending())
 
     def _account(self, nbytes: int) -> None:
         """Bytes are where they belong: hand on the frames that are whole."""
@@ -314,13 +269,15 @@ class Link:
             self._read_when_readable()
             self._on_readable()
 
+    def _has_pending(self) -> bool:
+        """Whether bytes wait inside the encryption, of which the loop will not hear."""
+        return isinstance(self._sock, TlsSocket) and self._sock.pending() > 0
+
     def _read_when_readable(self) -> None:
-        for descriptor in descriptors_of(self._sock):
-            self._loop.add_reader(descriptor, self._on_readable)
+        self._loop.add_reader(self._sock.fileno(), self._on_readable)
 
     def _stop_reading(self) -> None:
-        for descriptor in descriptors_of(self._sock):
-            self._loop.remove_reader(descriptor)
+        self._loop.remove_reader(self._sock.fileno())
 
     # -------------------------------------------------------------------------------- writing
 
@@ -409,8 +366,7 @@ class Link:
             outgoing.sent(self._outgoing_nbytes)
 
     def _untaken_nbytes(self) -> int:
-        sock = self._sock
-        return sock.untaken() if isinstance(sock, SharedSocket) else unacknowledged_nbytes(sock)
+        return unacknowledged_nbytes(self._sock)
 
     def _keep_unsent(self) -> None:
         payload = self._unsent[-1]
@@ -421,14 +377,7 @@ class Link:
         self._outgoing = None
 
     def _want_writable(self, wanted: bool) -> None:
-        if self.closed:
-            return
-        if isinstance(self._sock, SharedSocket):
-            self._is_writer_set = wanted
-            if wanted and self._sock.has_room():  # the turn is over, not the room
-                self._timers[self._on_writable] = self._loop.call_soon(self._on_writable)
-            return
-        if wanted == self._is_writer_set:
+        if self.closed or wanted == self._is_writer_set:
             return
         self._is_writer_set = wanted
         if wanted:

@@ -1,0 +1,125 @@
+"""Making the missing streams of one bundle anew: by its dialler; the other side may only look who is there.
+
+Rules: a repair is somebody's task and ends with it. One at a time; there is none in the background.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from collective.core.types import PeerRef
+from collective.errors import CollectiveError, PeerUnreachable
+from collective.transport.dialling import open_connection
+from collective.transport.hello import Hello
+from collective.transport.security import Security
+from collective.transport.sockets import SocketOptions, dial
+
+if TYPE_CHECKING:
+    from collective.transport.bundle import Bundle
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 1.0
+_DIAL_TIMEOUT_S = 5.0
+
+
+class Redial:
+    """See the module.
+
+    Args:
+        bundle: whose streams; it takes them by `attach`.
+        hello: see Bundle.
+        options: see Bundle.
+        security: see Bundle.
+    """
+
+    def __init__(
+        self,
+        bundle: "Bundle",
+        *,
+        hello: Callable[[PeerRef, int, int], Hello],
+        options: SocketOptions,
+        security: Security | None,
+    ) -> None:
+        self.is_refused = False
+        """Whether the peer's host says that nobody listens there."""
+        self._bundle = bundle
+        self._hello = hello
+        self._options = options
+        self._security = security
+        self._is_repairing = False
+        self._has_looked = False
+
+    def found(self) -> None:
+        """A stream is up: the peer is there."""
+        self.is_refused = self._has_looked = False
+
+    async def repair(self) -> None:
+        """See Bundle.repair."""
+        bundle = self._bundle
+        if self._is_repairing or bundle.closed or bundle.address is None or self._has_looked:
+            return
+        self._is_repairing = True
+        self.is_refused = False
+        pause_s = _FIRST_PAUSE_S
+        try:
+            while not bundle.closed and not bundle.is_whole:
+                try:
+                    if not bundle.is_dialler:
+                        await self._look(bundle.address)
+                        return
+                    await self._dial_missing(bundle.address)
+                except PeerUnreachable as error:
+                    self.is_refused = error.cause == "refused"
+                    if self.is_refused and bundle.was_connected:
+                        return
+                    log.debug("dial_failed peer_id=%s cause=%s", bundle.peer_id, error.cause)
+                except CollectiveError as error:
+                    log.info("handshake_failed peer_id=%s cause=%s", bundle.peer_id, error)
+                if not bundle.is_whole:
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        finally:
+            self._is_repairing = False
+
+    async def _dial_missing(self, address: str) -> None:
+        async with asyncio.TaskGroup() as group:
+            dials = [group.create_task(self._try_dial(address, stream)) for stream in self._bundle.missing_streams]
+        for finished in dials:
+            error = finished.result()
+            if error is not None:
+                raise error
+
+    async def _try_dial(self, address: str, stream: int) -> CollectiveError | None:
+        """Dial one stream. An error is returned, so that it does not take the other dials with it."""
+        try:
+            await self._dial(address, stream)
+        except CollectiveError as error:
+            return error
+        return None
+
+    async def _dial(self, address: str, stream: int) -> None:
+        bundle = self._bundle
+        sock, reply = await open_connection(
+            address,
+            self._hello(bundle.peer, stream, bundle.num_streams),
+            timeout_s=_DIAL_TIMEOUT_S,
+            options=self._options,
+            security=self._security,
+            expect=bundle.peer.peer_id,
+        )
+        if reply.ref != bundle.peer:
+            sock.close()
+            raise PeerUnreachable(address, "another start of the peer answers there")
+        if bundle.closed:
+            sock.close()
+        else:
+            bundle.attach(sock, stream)
+
+    async def _look(self, address: str) -> None:
+        """As the side that waits: find out at once if nobody listens there any more."""
+        sock = await dial(address, self._options, timeout_s=_DIAL_TIMEOUT_S)
+        sock.close()
+        self._has_looked = True
