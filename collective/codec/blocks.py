@@ -51,6 +51,19 @@ class BlockKernel(Protocol):
         ...
 
 
+def largest_magnitudes(blocks: Tensor, largest: Tensor) -> None:
+    """The largest |x| of each row; NaN where a row has one. To look twice is cheaper than to write all magnitudes.
+
+    `aminmax` of rows is eight times slower than `amin` and `amax`.
+
+    Args:
+        blocks: [B, 256] fp32.
+        largest: [B] fp32, written.
+    """
+    torch.amax(blocks, 1, out=largest)
+    torch.maximum(largest, torch.amin(blocks, 1).neg_(), out=largest)
+
+
 def settle_scales(scales: Tensor, numerator: Tensor, highest: float) -> Tensor:
     """Set scales up to TINY to +0.0 and those above `highest` to that. Few operations: each costs microseconds.
 

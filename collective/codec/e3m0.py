@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from collective.codec.base import BLOCK_NUMEL, Scratch
-from collective.codec.blocks import settle_scales
+from collective.codec.blocks import largest_magnitudes, settle_scales
 
 
 def _int16(value: int) -> Tensor:
@@ -65,8 +65,7 @@ class E3M0Kernel:
 
     def encode(self, source: Tensor, scales: Tensor, codes: Tensor, work: Tensor, block_numel: int) -> None:  # noqa: ARG002
         """To fp16, to sign and level in a byte, two of those to one byte."""
-        torch.abs(source, out=work)
-        torch.amax(work, 1, out=scales)
+        largest_magnitudes(source, scales)
         inverse = settle_scales(scales, _TOP, self.highest_scale)
         torch.mul(source, inverse, out=work)
         # From here on the elements are 2 bytes, then 1, and each step costs a fraction of those above.
