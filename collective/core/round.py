@@ -23,6 +23,7 @@ Rules:
 from collections.abc import Sequence
 from typing import assert_never
 
+from collective.core.member_part import part_of
 from collective.core.round_words import (
     Accumulate,
     ChunkRefused,
@@ -40,7 +41,7 @@ from collective.core.round_words import (
     SendOpen,
     SendResult,
 )
-from collective.core.slices import NOBODY, Route, SlicePlan
+from collective.core.slices import NOBODY, SlicePlan
 from collective.core.types import RoundKey
 
 
@@ -88,32 +89,16 @@ class RoundMachine:
         self._peer_held = [0] * world_size
         self._sent_early = [0] * world_size
         self._waiting: list[list[SendContribution | SendResult]] = [[] for _ in range(world_size)]
-        num_chunks = slices.num_chunks
-        self._slice_of: list[int] = []
-        self._route_of: list[Route] = []
-        self._missing: list[int] = []  # bit r: the part of rank r is not in the sum yet
-        self._is_handed_up = bytearray(num_chunks)
-        self._is_done = bytearray(num_chunks)  # the result is in place here
-        self._missing_parts = [0] * world_size
-        self._missing_results = [0] * world_size  # ours: chunks that we finish
-        self._children_up: list[tuple[int, ...]] = []
-        self._children_down: list[tuple[int, ...]] = []
-        self._read_plan()
-
-    def _read_plan(self) -> None:
-        for slice_, route in enumerate(self.slices.routes):
-            children = tuple(other for other, parent in enumerate(route.up) if parent == self.rank)
-            self._children_up.append(children)
-            self._children_down.append(tuple(other for other, parent in enumerate(route.down) if parent == self.rank))
-            num_chunks = len(self.slices.chunks_of(slice_))
-            self._slice_of += [slice_] * num_chunks
-            self._route_of += [route] * num_chunks
-            self._missing += [sum(1 << child for child in children)] * num_chunks
-            for child in children:
-                self._missing_parts[child] += num_chunks
-            giver = self.rank if route.root == self.rank else route.down[self.rank]
-            if giver != NOBODY:
-                self._missing_results[giver] += num_chunks
+        self._is_handed_up = bytearray(slices.num_chunks)
+        self._is_done = bytearray(slices.num_chunks)  # the result is in place here
+        part = part_of(slices, rank)
+        self._slice_of = part.slice_of
+        self._route_of = part.route_of
+        self._children_up = part.children_up
+        self._children_down = part.children_down
+        self._missing = list(part.missing)
+        self._missing_parts = list(part.missing_parts)
+        self._missing_results = list(part.missing_results)
 
     # -------------------------------------------------------------------------------- in and out
 
