@@ -79,12 +79,7 @@ class RoundBuffers:
         self._out_bytes = bytes_of(out)
         self._is_begun = bytearray(plan.slices.num_chunks)  # our own part is in the sum
         self._looks_at_numbers = source.is_floating_point() and op in ("mean", "sum")
-        self._own = [
-            chunk
-            for slice_, route in enumerate(plan.slices.routes)
-            if route.root == rank
-            for chunk in plan.slices.chunks_of(slice_)
-        ]
+        self._own = plan.slices.rooted_at(rank)
         self._is_own = frozenset(self._own)
         self._wide: dict[int, Tensor] = {}
         if source.dtype in HALF and self._looks_at_numbers:
