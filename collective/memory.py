@@ -58,6 +58,10 @@ class Scratch:
         return torch.frombuffer(payload, dtype=torch.uint8)
 
 
+_MOST_TIMES_LONGER = 8
+"""So much longer a buffer may be than what was asked for: fragments of several lengths take turns."""
+
+
 class BufferPool:
     """Byte buffers by size."""
 
@@ -69,20 +73,22 @@ class BufferPool:
 
     def take(self, nbytes: int) -> Tensor:
         """A uint8 tensor of this length with any content."""
-        fitting = [index for index, buffer in enumerate(self._free) if nbytes <= buffer.numel() <= 2 * nbytes]
+        fitting = [
+            index for index, buffer in enumerate(self._free) if nbytes <= buffer.numel() <= _MOST_TIMES_LONGER * nbytes
+        ]
         if fitting:
             whole = self._free.pop(min(fitting, key=lambda index: self._free[index].numel()))
             self._nbytes_kept -= whole.numel()
         else:
             whole = torch.frombuffer(fresh_memory(max(1, nbytes)), dtype=torch.uint8)
-        self._nbytes_out += whole.numel()
+        self._nbytes_out += nbytes
         self._most_out = max(self._most_out, self._nbytes_out)
         return whole[:nbytes]
 
     def give_back(self, buffer: Tensor) -> None:
         """Nobody uses it any more."""
         whole = buffer if buffer._base is None else buffer._base
-        self._nbytes_out -= whole.numel()
+        self._nbytes_out -= buffer.nbytes
         self._free.append(whole)
         self._nbytes_kept += whole.numel()
         while self._nbytes_kept > self._most_out:

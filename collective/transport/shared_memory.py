@@ -92,6 +92,14 @@ class SharedMemory:
         self.hears = self.rings = -1
 
 
+def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
+    """The end that hears and the one that rings, closed by `stack`."""
+    ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    for end in ends:
+        stack.callback(os.close, end)
+    return ends
+
+
 class Offering:
     """The dialler's half: a new file and two pipes, and their offer. `close` closes what is the acceptor's."""
 
@@ -103,17 +111,13 @@ class Offering:
             stack.callback(os.close, file)
             os.ftruncate(file, _FILE_NBYTES)
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            pipes = []
-            for _ in range(2):
-                pipes.append(os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))
-                for end in pipes[-1]:
-                    stack.callback(os.close, end)
-            (hears, they_ring), (they_hear, rings) = pipes
+            hears, they_ring = _pipe(stack)
+            they_hear, rings = _pipe(stack)
+            self._lent = (file, they_hear, they_ring)
+            names = [(end, os.readlink(f"/proc/self/fd/{end}")) for end in self._lent]
+            self.offer = Offer(pid=os.getpid(), file=names[0], hears=names[1], rings=names[2])
             self.memory = SharedMemory(file, hears, rings)
             stack.pop_all()
-        self._lent = (file, they_hear, they_ring)
-        file_at, hears_at, rings_at = ((end, os.readlink(f"/proc/self/fd/{end}")) for end in self._lent)
-        self.offer = Offer(pid=os.getpid(), file=file_at, hears=hears_at, rings=rings_at)
 
     def close(self) -> None:
         """The other side has it, or never will."""
@@ -217,23 +221,15 @@ class SharedSocket(socket.socket):
     ) -> tuple[int, list[Any], int, Any]:
         """As of a plain socket: (number of bytes, nothing, 0, None). At most a slot at once, so that it stays warm."""
         _refuse_extras(ancbufsize, flags)
-        if self._end is None and not (self._arrived and self._free):
-            self._hear()
-        if not self._arrived:
-            return self._nothing(), [], 0, None
-        slot, rest = self._arrived[0]
+        rest = self.front()
         got = 0
         for buffer in buffers:
             view = memoryview(buffer).cast("B")
-            nbytes = min(len(view), len(rest))
-            view[:nbytes] = rest[:nbytes]
-            rest = rest[nbytes:]
+            nbytes = min(len(view), len(rest) - got)
+            view[:nbytes] = rest[got : got + nbytes]
             got += nbytes
-        self._num_pending -= got
-        if rest:
-            self._arrived[0] = slot, rest
-        else:
-            self._give_back()
+        if got:
+            self.skip(got)
         return got, [], 0, None
 
     def front(self) -> memoryview:
@@ -245,10 +241,13 @@ class SharedSocket(socket.socket):
         """
         if self._end is None and not (self._arrived and self._free):
             self._hear()
-        if not self._arrived:
-            self._nothing()
-            return memoryview(b"")
-        return self._arrived[0][1]
+        if self._arrived:
+            return self._arrived[0][1]
+        if self._end is None:
+            raise BlockingIOError(errno.EAGAIN, "no bell has rung")
+        if self._end.errno:
+            raise self._end
+        return memoryview(b"")
 
     def skip(self, nbytes: int) -> None:
         """So many bytes of `front` were read."""
@@ -258,14 +257,6 @@ class SharedSocket(socket.socket):
             self._arrived[0] = slot, rest[nbytes:]
         else:
             self._give_back()
-
-    def _nothing(self) -> int:
-        """As a plain socket without bytes: 0 at the end of the stream, or an error."""
-        if self._end is None:
-            raise BlockingIOError(errno.EAGAIN, "no bell has rung")
-        if self._end.errno:
-            raise self._end
-        return 0
 
     def _give_back(self) -> None:
         """The slot that came first is read."""
