@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 from collective.transport.link import Link
-from collective.transport.shared_memory import SharedSocket
+from collective.transport.shared_memory import SharedSocket, copy_bytes
 from collective.wire import HEADER_NBYTES, Frame, Limits, whole_frame
 
 
@@ -55,7 +55,7 @@ class SharedLink(Link):
         if payload:
             destination, sink = self._owner.place(self, header)
             if destination.obj is not self.staging.bytes.obj:
-                destination[:] = payload
+                copy_bytes(payload, destination)
                 frame = Frame(header, destination)
         if sink is not None:
             sink.take(self, frame)
