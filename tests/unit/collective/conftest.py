@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+from pathlib import Path
 
 import pytest
 
@@ -143,3 +145,12 @@ def view_of():
 @pytest.fixture
 def bulk_hello():
     return make_bulk_hello
+
+
+def num_mapped():
+    """How many such files this process has mapped."""
+    return sum("memfd:isthmus-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def num_descriptors():
+    return len(os.listdir("/proc/self/fd"))
