@@ -31,7 +31,7 @@ from collective.wire import PROTOCOL_VERSION
 QUICK = BulkOptions(
     patience=Patience(stall=StallLimits(floor_s=1.5), redial_s=0.2, first_contact_s=0.5, round_s=20.0),
     install_grace_s=5.0,
-    sockets=SocketOptions(shares_memory=False),  # bytes go as between machines; test_shared_memory.py has the other way
+    sockets=SocketOptions(shares_memory=False),  # bytes go as between machines; test_shared_link.py has the other way
 )
 
 
