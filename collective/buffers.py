@@ -10,6 +10,7 @@ they are added: the sum of finite numbers is finite unless it overflows, so one 
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -212,7 +213,7 @@ class RoundBuffers:
             case _:
                 torch.add(total if own is None else own, part, out=total)
 
-    def _blame(self, chunk: int, part: Tensor | None, *, is_first: bool) -> None:
+    def _blame(self, chunk: int, part: Tensor | None, *, is_first: bool) -> NoReturn:
         index = first_non_finite(self._own_part(chunk)) if is_first else None
         if index is not None:
             raise NonFiniteInput(self._starts[chunk] - self._source_base + index)

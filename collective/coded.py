@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from collective.buffers import RoundBuffers, divide
-from collective.codec.base import Codec, first_non_finite
-from collective.errors import NonFiniteInput
+from collective.codec.base import Codec, NotFinite, first_non_finite
 from collective.memory import Scratch, bytes_of
 
 
@@ -52,8 +51,9 @@ class CodedBuffers(RoundBuffers):
         if not is_into_root:
             return super().part(chunk, scratch, is_sum=is_sum, is_into_root=False)
         values = self._out_part(chunk) if is_sum else self._own_part(chunk)
-        wire = scratch.room_tensor(self._codec.wire_nbytes(values.numel()))
-        return bytes_of(self._codec.encode(values, wire))
+        room = scratch.room(self._codec.wire_nbytes(values.numel()))
+        self._codec.encode(values, scratch.tensor_of(room))
+        return room
 
     def result(self, chunk: int) -> memoryview:
         """The bytes that everybody decodes."""
@@ -82,27 +82,31 @@ class CodedBuffers(RoundBuffers):
         else:
             own = self._own_part(chunk)
             self._codec.accumulate(wire, weight, own, self._weight, total)
-        is_first, self._is_begun[chunk] = not self._is_begun[chunk], 1
-        if first_non_finite(total) is not None:
-            index = first_non_finite(self._own_part(chunk)) if is_first else None
-            if index is not None:
-                raise NonFiniteInput(self._starts[chunk] + index)
-            raise OverflowError("the sum overflows its dtype")
+        self._is_begun[chunk] = 1  # `finish` looks at the sum, since it encodes it
 
     def finish(self, chunk: int, weight_sum: float) -> None:
-        """Divide, encode once, keep what that decodes to."""
+        """Divide, encode once, keep what that decodes to.
+
+        Raises:
+            NonFiniteInput: our part is not finite; those of others were looked at as they came.
+            OverflowError: the sum is too large for the dtype.
+        """
         total = self._out_part(chunk)
         if not self._is_begun[chunk]:  # we are alone
             torch.mul(self._own_part(chunk), self._weight, out=total)
-            if first_non_finite(total) is not None:
-                self._blame(chunk, None, is_first=True)
-        if self.op == "mean":
-            divide(total, weight_sum)
-        if weight_sum < 1.0 and first_non_finite(total) is not None:
-            raise OverflowError("the result overflows its dtype")
-        wire = self._codec.encode(total, self._results[chunk])
+        try:
+            wire = self._codec.encode(self._divided(total, weight_sum), self._results[chunk])
+        except NotFinite:
+            self._blame(chunk, None, is_first=True)
         self._codec.decode(wire, total)
         self._tell_record(chunk, bytes_of(wire))
+
+    def _divided(self, total: Tensor, weight_sum: float) -> Tensor:
+        if self.op == "mean":
+            if weight_sum <= 0.0 and first_non_finite(total) is not None:
+                raise NotFinite("zeros would hide it")
+            divide(total, weight_sum)
+        return total
 
     def install(self, chunk: int, wire: Tensor, weights: Sequence[float | None]) -> None:  # noqa: ARG002
         """Decode a result. Raises NotFinite if it holds NaN or infinity."""

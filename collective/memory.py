@@ -46,11 +46,6 @@ class Scratch:
             self.tensor = torch.frombuffer(self.bytes, dtype=torch.uint8)
         return self.bytes[:nbytes]
 
-    def room_tensor(self, nbytes: int) -> Tensor:
-        """The same as a uint8 tensor."""
-        self.room(nbytes)
-        return self.tensor[:nbytes]
-
     def tensor_of(self, payload: memoryview) -> Tensor:
         """What was placed here, as a uint8 tensor. It may have grown since: then that lies in its former memory."""
         if payload.obj is self.bytes.obj:

@@ -334,7 +334,7 @@ class Link:
     def _take_next(self) -> bool:
         """Gather notices and at most one chunk: small frames share a system call, and the receiver's wake-up."""
         while (outgoing := self._owner.next_out(self)) is not None and not self.closed:
-            pieces = outgoing.pieces(self._encoding)
+            pieces = outgoing.pieces(self._room_to_encode())
             if pieces is None:
                 continue
             header, payload = pieces
@@ -350,6 +350,9 @@ class Link:
             if self._unsent_nbytes >= _GATHERED_NBYTES:
                 break
         return bool(self._unsent)
+
+    def _room_to_encode(self) -> Scratch:
+        return self._encoding
 
     def _advance(self, nbytes: int) -> None:
         self.bytes_sent += nbytes

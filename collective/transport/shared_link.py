@@ -4,12 +4,39 @@ A frame that lies whole in one slot is used there, or copied straight to where i
 any link: under a cap, or of chunks that are longer than a slot.
 """
 
+import errno
 import socket
 from typing import Any
 
+from torch import Tensor
+
+from collective.memory import Scratch
 from collective.transport.link import Link
 from collective.transport.shared_memory import SharedSocket, copy_bytes
 from collective.wire import HEADER_NBYTES, Frame, Limits, whole_frame
+
+
+class _SlotScratch(Scratch):
+    """A chunk is encoded where it is sent from, if it fits there.
+
+    Args:
+        sock: has the slots.
+        offset: bytes that go before the chunk.
+        spare: for chunks that do not fit.
+    """
+
+    def __init__(self, sock: SharedSocket, offset: int, spare: Scratch) -> None:
+        self._sock = sock
+        self._offset = offset
+        self._spare = spare
+
+    def room(self, nbytes: int) -> memoryview:
+        """See Scratch."""
+        return self._sock.room_to_send(self._offset, nbytes) or self._spare.room(nbytes)
+
+    def tensor_of(self, payload: memoryview) -> Tensor:
+        """See Scratch."""
+        return self._spare.tensor_of(payload)
 
 
 def link_over(sock: socket.socket, **more: Any) -> Link:  # noqa: ANN401
@@ -80,6 +107,16 @@ class SharedLink(Link):
 
     def _untaken_nbytes(self) -> int:
         return self._shared.untaken()
+
+    def _take_next(self) -> bool:
+        if not self._shared.has_room():
+            raise BlockingIOError(errno.EAGAIN, "no slot is free")  # what is encoded now would have to be copied later
+        return super()._take_next()
+
+    def _room_to_encode(self) -> Scratch:
+        if self._caps.upload is not None:  # a frame may go in pieces
+            return self._encoding
+        return _SlotScratch(self._shared, self._unsent_nbytes + HEADER_NBYTES, self._encoding)
 
     def _want_writable(self, wanted: bool) -> None:
         self._is_writer_set = wanted

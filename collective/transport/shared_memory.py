@@ -185,6 +185,7 @@ class SharedSocket(socket.socket):
         self._filled: dict[int, int] = {}  # of ours, and with how many bytes
         self._arrived: deque[tuple[int, memoryview]] = deque()  # of theirs, and what was not read yet
         self._num_pending = 0
+        self._written = (-1, 0)  # slot and offset, see room_to_send
         self._end: OSError | None = None  # of the stream; errno 0 is an orderly one
 
     @property
@@ -199,6 +200,13 @@ class SharedSocket(socket.socket):
     def has_room(self) -> bool:
         """Whether anything can be sent now."""
         return bool(self._free)
+
+    def room_to_send(self, offset: int, nbytes: int) -> memoryview | None:
+        """Memory that `sendmsg` need not copy, if so many bytes go before it. None if they do not all fit in a slot."""
+        if not self._free or offset + nbytes > SLOT_NBYTES:
+            return None
+        self._written = self._free[-1], offset
+        return self._ours[self._free[-1]][offset : offset + nbytes]
 
     def untaken(self) -> int:
         """Bytes that were sent and that the other side has not said to have taken."""
@@ -339,6 +347,10 @@ class SharedSocket(socket.socket):
         slot = self._ours[self._free[-1]]
         for buffer in buffers:
             view = memoryview(buffer).cast("B")
+            if view.obj is slot.obj:
+                assert self._written == (self._free[-1], used), "it was not written where it is sent from"
+                used += len(view)
+                continue
             while (nbytes := min(len(view), SLOT_NBYTES - used)) > 0:
                 copy_bytes(view[:nbytes], slot[used : used + nbytes])
                 view = view[nbytes:]
