@@ -10,6 +10,7 @@ they are added: the sum of finite numbers is finite unless it overflows, so one 
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import NoReturn
 
 import torch
@@ -76,17 +77,15 @@ class RoundBuffers:
         self._weight = weight
         self.record = record
         self._item_nbytes = source.element_size()
-        self._source_bytes = bytes_of(source)  # cut as memoryviews: ten times cheaper than cutting tensors
-        self._out_bytes = bytes_of(out)
         self._is_begun = bytearray(plan.slices.num_chunks)  # our own part is in the sum
         self._looks_at_numbers = source.is_floating_point() and op in ("mean", "sum")
-        self._own = plan.slices.rooted_at(rank)
-        self._is_own = frozenset(self._own)
+        self._rank = rank
         self._wide: dict[int, Tensor] = {}
         if source.dtype in HALF and self._looks_at_numbers:
-            total = sum(map(plan.numel_of, self._own))
-            parts = torch.split(torch.empty(total), [plan.numel_of(chunk) for chunk in self._own])
-            self._wide = dict(zip(self._own, parts, strict=True))
+            own = plan.slices.rooted_at(rank)
+            total = sum(map(plan.numel_of, own))
+            parts = torch.split(torch.empty(total), [plan.numel_of(chunk) for chunk in own])
+            self._wide = dict(zip(own, parts, strict=True))
 
     # -------------------------------------------------------------------------------- to the sockets
 
@@ -104,7 +103,7 @@ class RoundBuffers:
 
     def result(self, chunk: int) -> memoryview:
         """Wire form of a chunk that is done here."""
-        if self.op == "copy" and self._is_source(chunk):
+        if self.op == "copy" and self._plan.slices.is_rooted_at(self._rank, chunk):
             return self._source_bytes[self._in_source(chunk)]
         return self._out_bytes[self._in_out(chunk)]
 
@@ -189,12 +188,20 @@ class RoundBuffers:
         """Bring what we gave to others into the output, if it has a place there."""
         if self.op != "copy":
             return
-        for chunk in self._own:
+        for chunk in self._plan.slices.rooted_at(self._rank):
             span = self._in_out(chunk)
             if span.start >= 0 and span.stop <= len(self._out_bytes):
                 self._out_bytes[span] = self._source_bytes[self._in_source(chunk)]
 
     # -------------------------------------------------------------------------------- inside
+
+    @cached_property
+    def _source_bytes(self) -> memoryview:  # cut as memoryviews: ten times cheaper than cutting tensors
+        return bytes_of(self._source)
+
+    @cached_property
+    def _out_bytes(self) -> memoryview:
+        return bytes_of(self._out)
 
     def _values_of(self, wire: Tensor, *, is_into_root: bool) -> Tensor:  # noqa: ARG002 - codecs ask for it
         return wire.view(self._source.dtype)
@@ -236,9 +243,6 @@ class RoundBuffers:
     def _in_out(self, chunk: int) -> slice:
         base, item = self._out_base, self._item_nbytes
         return slice((self._starts[chunk] - base) * item, (self._starts[chunk + 1] - base) * item)
-
-    def _is_source(self, chunk: int) -> bool:
-        return chunk in self._is_own
 
     def _tell_record(self, chunk: int, payload: memoryview) -> None:
         if self.record is not None:

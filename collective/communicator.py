@@ -384,6 +384,6 @@ class Communicator:
         if key.fragment >= FIRST_PHASE:
             raise RoundRefused(key, f"fragments from {FIRST_PHASE} up are used inside")
         rank = view.rank_of(self.me.peer_id)
-        if rank is None or not view.holds(self.me):
+        if rank is None or view.members[rank].incarnation != self.me.incarnation:
             raise RoundRefused(key, "this peer is no member of the view")
         return view.members, rank

@@ -1,6 +1,7 @@
 """The small frames of a round, as they travel: who opens it with which terms, and who gives it up."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -17,6 +18,12 @@ class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     terms: Terms
     held: bytes = b""
+
+
+@lru_cache(maxsize=64)  # training posts the same operations again and again
+def opening_payload(terms: Terms, held: int) -> bytes:
+    """Payload of OPEN."""
+    return msgspec.msgpack.encode(Opening(terms, held.to_bytes(-(-held.bit_length() // 8), "little")))
 
 
 class Mismatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -136,7 +136,7 @@ class Operation:
             numel=self.plan.numel // 2 if self.plan_name == "swap" else self.plan.numel,
             codec=self._codec,
             chunk_nbytes=self._workplace.chunk_nbytes,
-            members=[member.ref for member in members],
+            members=tuple(member.ref for member in members),
             plan_name=self.plan_name,
         )
 

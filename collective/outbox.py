@@ -7,8 +7,6 @@ Nothing is decided here: what is sent to whom is the machine's business (core/ro
 import functools
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from collective.buffers import RoundBuffers
 from collective.chunks import ChunkSend
 from collective.codec.base import NotFinite
@@ -16,7 +14,7 @@ from collective.core.round import RoundMachine
 from collective.core.types import RoundKey
 from collective.errors import NonFiniteInput
 from collective.memory import Scratch
-from collective.notices import Opening
+from collective.notices import opening_payload
 from collective.plan import Terms
 from collective.transport.bundle import Bundle, Notice
 from collective.wire import FrameType, Header, pack
@@ -85,7 +83,7 @@ class Outbox:
 
     def refuse(self, bundle: Bundle) -> None:
         """Tell an outsider our terms; it holds others."""
-        self._notify(bundle, FrameType.OPEN, msgspec.msgpack.encode(Opening(self._terms)))
+        self._notify(bundle, FrameType.OPEN, opening_payload(self._terms, 0))
 
     def abort(self, payload: bytes) -> None:
         """Tell all that we have given the round up."""
@@ -108,6 +106,12 @@ class Outbox:
         bundle = self._bundles[rank]
         assert bundle is not None
         return bundle
+
+    def let_go(self) -> None:
+        """Nothing more will be sent or asked: who made us is free now, not when cycles are looked for."""
+        self._on_bad_input = self._on_drained = _nobody
+        for unsent in self._unsent:
+            unsent.clear()
 
     # -------------------------------------------------------------------------------- from the links
 
@@ -149,8 +153,7 @@ class Outbox:
     @functools.cached_property
     def _opening(self) -> tuple[bytes, bytes]:
         """Header and payload of our OPEN, the same for all."""
-        held = self._machine.held
-        payload = msgspec.msgpack.encode(Opening(self._terms, held.to_bytes(-(-held.bit_length() // 8), "little")))
+        payload = opening_payload(self._terms, self._machine.held)
         return pack(self._header(FrameType.OPEN, len(payload)), payload), payload
 
     def _header(self, frame_type: FrameType, payload_nbytes: int, chunk: int = 0) -> Header:
@@ -165,3 +168,7 @@ class Outbox:
             weight=self._weight,
             plan_hash=self._plan_hash,
         )
+
+
+def _nobody(*_: object) -> None:
+    """Who is told when the round is over."""

@@ -28,7 +28,7 @@ _CHUNKS_WANTED = 8
 """A slice of several chunks lets sending, adding and receiving overlap."""
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Terms(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True, forbid_unknown_fields=True):
     """What every member must have posted alike. OPEN carries it; the weight is each member's own."""
 
     op: str
@@ -43,7 +43,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def hash32(self) -> int:
         """Short name of these terms, for every frame."""
-        return xxhash.xxh32_intdigest(msgspec.msgpack.encode(self))
+        return _hash32(self)
 
     def first_difference(self, theirs: "Terms") -> tuple[str, object, object] | None:
         """(field, ours, theirs) of the first field that differs."""
@@ -52,6 +52,11 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             if mine != other:
                 return name, mine, other
         return None
+
+
+@lru_cache(maxsize=64)
+def _hash32(terms: Terms) -> int:
+    return xxhash.xxh32_intdigest(msgspec.msgpack.encode(terms))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,9 @@ class RoundPlan:
         object.__setattr__(self, "digest", xxhash.xxh3_64_hexdigest(packed))
         longest = max((end - start for start, end in pairwise(self.starts)), default=0)
         object.__setattr__(self, "longest", longest)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     @property
     def numel(self) -> int:
@@ -141,6 +149,7 @@ def _cut(numels: tuple[int, ...], routes: tuple[Route, ...], item_nbytes: int, c
     return RoundPlan(slices=SlicePlan(bounds=tuple(bounds), routes=routes), starts=tuple(starts))
 
 
+@lru_cache(maxsize=64)
 def terms_of(
     plan: RoundPlan,
     *,
@@ -149,7 +158,7 @@ def terms_of(
     numel: int,
     codec: str,
     chunk_nbytes: int,
-    members: Sequence[PeerRef],
+    members: tuple[PeerRef, ...],
     plan_name: str,
 ) -> Terms:
     """Name what all members of a round must share. `numel` is the caller's, for people."""
@@ -159,7 +168,7 @@ def terms_of(
         numel=numel,
         codec=codec,
         chunk_nbytes=chunk_nbytes,
-        members=xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(list(members))),
+        members=xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(members)),
         plan=plan_name,
         slices=plan.digest,
     )

@@ -37,7 +37,7 @@ from collective.core.round_words import (
 )
 from collective.core.types import Member, RoundKey
 from collective.errors import CollectiveError, NonFiniteInput, OperationAborted, PlanMismatch, RemoteProtocolError
-from collective.notices import AbortNotice, Opening, abort_payload_of, mismatch_heard
+from collective.notices import AbortNotice, Opening, abort_payload_of, mismatch_heard, opening_payload
 from collective.outbox import Outbox
 from collective.plan import RoundPlan, Terms
 from collective.transport.bundle import Bundle
@@ -279,14 +279,17 @@ class Round:
             raise RemoteProtocolError("chunk has another length than planned")
 
     def _on_open(self, rank: int, header: Header, payload: memoryview) -> None:
-        opening = decode(payload, Opening)
-        difference = self._terms.first_difference(opening.terms)
-        if difference is not None:
-            # A third member may hear of it from us before it hears the terms that differ.
-            self.give_up(PlanMismatch(*difference, self.members[rank].peer_id))
-            return
+        held = 0
+        if payload != opening_payload(self._terms, 0):  # as nearly always
+            opening = decode(payload, Opening)
+            difference = self._terms.first_difference(opening.terms)
+            if difference is not None:
+                # A third member may hear of it from us before it hears the terms that differ.
+                self.give_up(PlanMismatch(*difference, self.members[rank].peer_id))
+                return
+            held = int.from_bytes(opening.held, "little")
         self._take_weight(rank, header.weight)
-        self._run(self.machine.handle(PeerOpened(rank, int.from_bytes(opening.held, "little"))))
+        self._run(self.machine.handle(PeerOpened(rank, held)))
         if self._on_opened is not None:
             self._on_opened(rank)
 
@@ -392,4 +395,6 @@ class Round:
             if bundle is not None:
                 bundle.release(self._outbox)
                 bundle.release(self)
+        self._outbox.let_go()
+        self._inboxes.clear()
         self.changed.set()

@@ -25,7 +25,6 @@ class SwapBuffers(RoundBuffers):
 
     def __init__(self, *, rank: int, **more: Any) -> None:  # noqa: ANN401
         super().__init__(rank=rank, **more)
-        self._rank = rank
         self._wide = {}
 
     def result(self, chunk: int) -> memoryview:

@@ -44,7 +44,9 @@ def flat(name: str, value: Array) -> Tensor:
         raise ValueError(f"{name} is on {value.device.type}; pass {name}.cpu()")
     if not value.numel():
         return value.new_empty(0)  # there may be no stride either, which would make it a special case everywhere
-    return value.detach() if value.dim() == 1 else value.detach().view(-1)
+    if value.requires_grad:
+        value = value.detach()
+    return value if value.dim() == 1 else value.view(-1)
 
 
 def names() -> str:

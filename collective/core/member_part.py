@@ -13,6 +13,9 @@ from collective.core.slices import NOBODY, Route, SlicePlan
 class MemberPart:
     """See the module."""
 
+    may_hold: bool
+    """Whether results of an earlier attempt may count: where members add up on the way, an old one would leave those
+    between waiting for parts that nobody sends."""
     slice_of: tuple[int, ...]
     """Of each chunk."""
     route_of: tuple[Route, ...]
@@ -45,6 +48,7 @@ def part_of(slices: SlicePlan, rank: int) -> MemberPart:
         if giver != NOBODY:
             missing_results[giver] += num_chunks
     return MemberPart(
+        may_hold=all(route.is_star for route in slices.routes),
         slice_of=tuple(slice_of),
         route_of=tuple(slices.routes[slice_] for slice_ in slice_of),
         missing=tuple(missing),

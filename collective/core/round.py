@@ -76,8 +76,8 @@ class RoundMachine:
         self.slices = slices
         self.duplicates = 0
         self.finished = False
-        # Where members add up on the way, an old result would leave those between waiting for parts nobody sends.
-        self._may_hold = all(route.is_star for route in slices.routes)
+        part = part_of(slices, rank)
+        self._may_hold = part.may_hold
         self.held = held if self._may_hold else 0
         self._eager_chunks = eager_chunks
         self._needs_all = needs_all
@@ -91,7 +91,6 @@ class RoundMachine:
         self._waiting: list[list[SendContribution | SendResult]] = [[] for _ in range(world_size)]
         self._is_handed_up = bytearray(slices.num_chunks)
         self._is_done = bytearray(slices.num_chunks)  # the result is in place here
-        part = part_of(slices, rank)
         self._slice_of = part.slice_of
         self._route_of = part.route_of
         self._children_up = part.children_up

@@ -64,6 +64,7 @@ class SlicePlan:
 
     bounds: tuple[int, ...]
     routes: tuple[Route, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.bounds[0] != 0 or list(self.bounds) != sorted(self.bounds):
@@ -72,6 +73,10 @@ class SlicePlan:
             raise ValueError(f"{len(self.bounds) - 1} slices and {len(self.routes)} routes")
         if any(len(route.up) != self.world_size for route in self.routes):
             raise ValueError("all routes must speak of the same members")
+        object.__setattr__(self, "_hash", hash((self.bounds, self.routes)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def world_size(self) -> int:
@@ -90,6 +95,10 @@ class SlicePlan:
     def slice_of(self, chunk: int) -> int:
         """The slice that holds this chunk."""
         return bisect_right(self.bounds, chunk) - 1
+
+    def is_rooted_at(self, rank: int, chunk: int) -> bool:
+        """Whether the result of this chunk is made by this rank."""
+        return self.routes[self.slice_of(chunk)].root == rank
 
     def rooted_at(self, rank: int) -> list[int]:
         """The chunks whose result is made by this rank, rising."""

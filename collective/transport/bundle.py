@@ -288,9 +288,10 @@ class Bundle:
     def forget_queued(self, owner: object) -> None:
         """Take back what this owner has queued but no link has begun to send."""
         for queue in (self.results, self.contributions):
-            kept = [outgoing for outgoing in queue if outgoing.owner is not owner]
-            queue.clear()
-            queue.extend(kept)
+            if queue:
+                kept = [outgoing for outgoing in queue if outgoing.owner is not owner]
+                queue.clear()
+                queue.extend(kept)
 
     def close(self) -> None:
         """End all links."""

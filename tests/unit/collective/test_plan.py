@@ -7,7 +7,7 @@ from collective.core.slices import butterfly, gather
 from collective.core.types import Incarnation, PeerId, PeerRef
 from collective.plan import Terms, cut, share_out, terms_of
 
-MEMBERS = [PeerRef(PeerId(f"{number:016x}"), Incarnation(1)) for number in range(3)]
+MEMBERS = tuple(PeerRef(PeerId(f"{number:016x}"), Incarnation(1)) for number in range(3))
 TERMS = {"op": "mean", "dtype": "float32", "codec": "raw", "chunk_nbytes": 1 << 20, "plan_name": "butterfly"}
 NUMEL = 100_000
 
