@@ -241,6 +241,11 @@ class FrameReader:
         """Header of the frame whose payload is arriving, if any."""
         return self._current
 
+    @property
+    def missing_nbytes(self) -> int:
+        """What is still to come of the payload that is arriving; 0 between frames."""
+        return 0 if self._current is None else len(self._payload) - self._payload_filled
+
     def next_buffers(self) -> list[memoryview]:
         """Where the next bytes belong, in order; never empty."""
         if self._current is None:

@@ -229,8 +229,8 @@ class Bundle:
             self._pads_until = 0.0
 
     def heard(self) -> int:
-        """A number that grows with every byte from this peer."""
-        return self.bytes_received
+        """A number that changes with every byte from this peer."""
+        return self._bytes_of_old_links[1] + sum(link.heard() for link in self._links.values())
 
     def moved(self) -> int:
         """A number that changes while bytes get through in either direction, signs of life apart."""

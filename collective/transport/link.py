@@ -19,7 +19,8 @@ from typing import Protocol
 from collective.core.bucket import TokenBucket
 from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
 from collective.memory import Scratch
-from collective.transport.sockets import find_speed_anew, lost, pace, unacknowledged_nbytes
+from collective.transport.low_water import LowWater
+from collective.transport.sockets import find_speed_anew, lost, pace, unacknowledged_nbytes, unread_nbytes
 from collective.transport.tcp_info import TcpInfo, read_tcp_info, window_nbytes
 from collective.transport.tls import TlsSocket
 from collective.wire import Frame, FrameReader, Header, Limits
@@ -126,6 +127,7 @@ class Link:
         self._unsent_nbytes = 0
         self._is_writer_set = False
         self._is_writing = False
+        self._low_water = LowWater(sock)
         self._timers: dict[Callable[[], None], asyncio.Handle] = {}
         self._read_when_readable()
         if self._has_pending():  # frames that came together with the answer to our hello
@@ -150,7 +152,11 @@ class Link:
         """A number that changes while bytes get through in either direction."""
         if self.closed:
             return 0
-        return self.bytes_received + self.bytes_sent - self._untaken_nbytes()
+        return self.heard() + self.bytes_sent - self._untaken_nbytes()
+
+    def heard(self) -> int:
+        """Bytes that have come, those that nobody has read yet too."""
+        return self.bytes_received + (0 if self.closed else unread_nbytes(self._sock))
 
     def bytes_delivered(self) -> int:
         """Bytes that have arrived at the other side, about; 0 where the kernel does not tell."""
@@ -217,16 +223,18 @@ class Link:
         try:
             for _ in range(_CALLS_PER_WAKE):
                 if self.closed or not self._read_once():
-                    return
+                    break
+            else:
+                if not self.closed and self._has_pending():  # no readiness will tell of these
+                    self._loop.call_soon(self._on_readable)
         except (BlockingIOError, InterruptedError):
-            return
+            pass
         except OSError as error:
             self.close(lost(error))
         except RemoteProtocolError as error:
             self.close(error)
-        else:
-            if not self.closed and self._has_pending():  # no readiness will tell of these
-                self._loop.call_soon(self._on_readable)
+        if not self.closed and self._caps.download is None:
+            self._low_water.await_more(self._reader, self._whole_chunk_s)
 
     def _read_once(self) -> bool:
         """Whether there may be more to read now."""

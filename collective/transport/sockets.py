@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from collective.errors import AddressInUse, ConnectionLost, PeerUnreachable
 from collective.transport.tcp_info import round_trip_s as round_trip_s
 from collective.transport.tcp_info import unacknowledged_nbytes as unacknowledged_nbytes
+from collective.transport.tcp_info import unread_nbytes as unread_nbytes
 
 FAR_S = 0.002
 """A round trip from which on a path counts as long."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 _MAX_NBYTES = 256
 _SIOCOUTQ = 0x5411
+_SIOCINQ = 0x541B
 _UNKNOWN_RTT_US = 0xFFFFFFFF
 
 # Offsets in struct tcp_info of linux/tcp.h: eight bytes of small fields, 24 u32, then u64 and u32 mixed.
@@ -115,12 +116,21 @@ def window_nbytes(sock: socket.socket) -> int:
 
 def unacknowledged_nbytes(sock: socket.socket) -> int:
     """Bytes that were written but not acknowledged yet, 0 where the system does not tell."""
+    return _queued_nbytes(sock, _SIOCOUTQ)
+
+
+def unread_nbytes(sock: socket.socket) -> int:
+    """Bytes that have come and that nobody has read, 0 where the system does not tell."""
+    return _queued_nbytes(sock, _SIOCINQ)
+
+
+def _queued_nbytes(sock: socket.socket, request: int) -> int:
     try:
         import fcntl
     except ImportError:
         return 0
     try:
-        answer = fcntl.ioctl(sock.fileno(), _SIOCOUTQ, b"\0\0\0\0")
+        answer = fcntl.ioctl(sock.fileno(), request, b"\0\0\0\0")
     except (OSError, ValueError):  # ValueError: closed, so the descriptor is -1
         return 0
     return int(struct.unpack("=i", answer)[0])

@@ -23,7 +23,7 @@ import errno
 import socket
 import ssl
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from collective.core.types import PeerId
@@ -126,7 +126,6 @@ class TlsSocket(socket.socket):
         self._incoming = session.incoming
         self._outgoing = session.outgoing
         self._sealed = memoryview(b"")  # encrypted, and not yet the kernel's
-        self._fills_left = 0
         self._num_held = 0  # 1 if the first byte of the next send is encrypted already
 
     def pending(self) -> int:
@@ -150,17 +149,9 @@ class TlsSocket(socket.socket):
 
     def _receive(self, views: list[memoryview]) -> int:
         got = 0
-        # Of a peer that sends tiny records, one call would otherwise decrypt for a long time.
-        self._fills_left = sum(map(len, views)) // _FILL_NBYTES + 2
         try:
-            for view in views:
-                filled = 0
-                while filled < len(view):
-                    nbytes = self._read(view[filled:])
-                    if nbytes == 0:
-                        return got
-                    filled += nbytes
-                    got += nbytes
+            for nbytes in self._records_into(views):
+                got += nbytes
         except EncryptionFailed:
             raise
         except OSError:  # as with a plain socket, first comes what arrived before it
@@ -168,18 +159,34 @@ class TlsSocket(socket.socket):
                 raise
         return got
 
-    def _read(self, view: memoryview) -> int:
-        """At least a byte, or 0 at the end of the stream."""
-        while True:
-            try:
-                return self._tls.read(len(view), view)  # type: ignore[return-value] # a count, with a buffer
-            except ssl.SSLWantReadError:
-                if self._fills_left == 0:
-                    _would_block()
-                if not self._fill():
-                    return 0
-            except ssl.SSLError as error:
-                raise EncryptionFailed(reason_of(error)) from error
+    def _records_into(self, views: list[memoryview]) -> Iterator[int]:
+        """Decrypt into the buffers, until they are full or the stream is over; the bytes of each record."""
+        # Of a peer that sends tiny records, one call would otherwise decrypt for a long time.
+        fills_left = sum(map(len, views)) // _FILL_NBYTES + 2
+        read, has_some = self._tls.read, self.pending() > 0
+        for view in views:
+            rest = view
+            while rest:
+                if not has_some:
+                    if fills_left == 0:
+                        _would_block()
+                    nbytes = self._fill()
+                    if not nbytes:
+                        return
+                    # Less than there was room for: the kernel has no more, so it need not be asked.
+                    fills_left = fills_left - 1 if nbytes == _FILL_NBYTES else 0
+                    has_some = True
+                try:
+                    nbytes = read(len(rest), rest)  # type: ignore[assignment] # a count, with a buffer
+                except ssl.SSLWantReadError:
+                    has_some = False
+                    continue
+                except ssl.SSLError as error:
+                    raise EncryptionFailed(reason_of(error)) from error
+                if not nbytes:
+                    return
+                rest = rest[nbytes:]
+                yield nbytes
 
     def _fill(self) -> int:
         """Take from the kernel what it has. 0 at the end of the stream."""
@@ -187,7 +194,6 @@ class TlsSocket(socket.socket):
             raise EncryptionFailed("TLS: too many requests for new keys")
         nbytes = super().recv_into(_scratch.bytes)
         self._incoming.write(_scratch.bytes[:nbytes])
-        self._fills_left -= 1
         return nbytes
 
     # -------------------------------------------------------------------------------- writing
