@@ -183,10 +183,13 @@ async def test_numbers_that_are_not_finite_are_their_owners_error_and_name_it_to
             assert torch.equal(bits(tensors[0]), bits(before))
 
 
-async def test_no_weight_does_not_hide_numbers_that_are_not_finite(sites_running, outcomes):
+@pytest.mark.parametrize("others_weight", [0.0, 1.0])
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+async def test_no_weight_does_not_hide_numbers_that_are_not_finite(sites_running, outcomes, codec, others_weight):
     async with sites_running(3) as sites:
-        works = [site.mean(torch.ones(1000)) for site in sites[1:]]
-        ours, *theirs = await outcomes([sites[0].mean(torch.full((1000,), math.nan), weight=0.0), *works])
+        bad = torch.full((1000,), math.nan)
+        works = [site.mean(torch.ones(1000), codec=codec, weight=others_weight) for site in sites[1:]]
+        ours, *theirs = await outcomes([sites[0].mean(bad, codec=codec, weight=0.0), *works])
     assert isinstance(ours, NonFiniteInput)
     assert all(isinstance(other, OperationAborted) and other.suspects == (sites[0].peer_id,) for other in theirs)
 

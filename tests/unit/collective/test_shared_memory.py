@@ -154,6 +154,39 @@ def test_bytes_can_be_used_where_they_lie(pair):
     assert there.front() == b""
 
 
+def test_bytes_can_be_written_where_they_are_sent_from(pair):
+    here, there = pair
+    data, head = random_bytes(7, 500_000), b"header"
+    for _ in range(5):
+        room = here.room_to_send(len(head), len(data))
+        room[:] = data
+        assert here.sendmsg([head, room]) == len(head) + len(data)
+        assert bytes(there.front()) == head + data
+        there.skip(len(head) + len(data))
+        with contextlib.suppress(BlockingIOError):
+            here.front()  # hear that the slot is free
+
+
+def test_there_is_no_room_for_what_does_not_fit_into_a_slot_or_while_all_are_filled(pair):
+    here, there = pair
+    assert here.room_to_send(48, SLOT_NBYTES - 48) is not None
+    assert here.room_to_send(49, SLOT_NBYTES - 48) is None
+    while here.has_room():
+        here.send(b"x")
+    assert here.room_to_send(0, 1) is None
+    assert receive(there, 1) == b"x"
+
+
+def test_what_was_written_elsewhere_than_it_is_sent_from_is_never_sent_for_it(pair):
+    here, _ = pair
+    room = here.room_to_send(48, 1000)
+    with pytest.raises(AssertionError):
+        here.sendmsg([b"only a few bytes", room])
+    here.send(b"takes the slot")
+    with pytest.raises(AssertionError):
+        here.sendmsg([bytes(48), room])
+
+
 def test_what_was_sent_before_the_end_is_read_before_it(pair):
     here, there = pair
     here.send(b"x" * 3_000_000)
