@@ -4,6 +4,7 @@
 Peers have the settings that a user gets by default, but where a row's name says otherwise. Between the view and the
 first operation they look ahead for some seconds, as a daemon does whose workers train. A row is the median over
 repetitions, after one operation to warm up and a survey of the links; a repetition takes as long as its slowest peer.
+Peers and emulator run in a real-time class, as far as that is allowed (wanlink/processor.py).
 Rows of a case are measured in turn, one repetition each, so that all meet the same weather on this machine. Every
 result is checked, and is the same bits on all peers.
 """

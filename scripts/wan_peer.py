@@ -33,6 +33,7 @@ from collective.core.types import RoundKey
 from collective.standalone import open_communicator, peer_id_of, view_of
 from collective.transport.security import Mode, Security
 from collective.transport.sockets import SocketOptions
+from scripts.wanlink import processor
 
 SECRET = bytes(range(32))  # of a network that lives for some minutes on one machine
 TOLERANCE = 1e-5
@@ -132,6 +133,7 @@ async def main(config: dict[str, Any]) -> None:
         config: number, addresses, tls; num_streams, chunk_nbytes and control where they are not the default.
     """
     torch.set_num_threads(1)
+    processor.claim(processor.PEER)
     number, addresses = config["number"], config["addresses"]
     chosen = {name: config[name] for name in ("num_streams", "chunk_nbytes") if config.get(name) is not None}
     orders = asyncio.StreamReader()

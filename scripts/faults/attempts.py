@@ -141,10 +141,12 @@ class Attempt:
         return all((site, fragment) in self.reports for site in stay for fragment in self.todo)
 
     def laggards(self) -> list[Site]:
-        """Who has not reported, if all others have finished; else nobody."""
+        """Who has not reported, if all others have finished; else nobody.
+
+        If two have not, one that has finished may have been cut off with what they lack on its way: they find that out.
+        """
         unfinished = [site for site in self.sites if site.is_alive and not self.is_finished_by(site)]
-        is_waiting = len(unfinished) < len(self.sites) and not self.aborts()
-        return unfinished if is_waiting else []
+        return unfinished if len(unfinished) == 1 < len(self.sites) and not self.aborts() else []
 
 
 @dataclass(slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.wanlink import namespaces, packets
+from scripts.wanlink import namespaces, packets, processor
 from scripts.wanlink.scenario import JSON_MAX_NBYTES, Scenario, ScenarioError, Step, step_from
 from scripts.wanlink.switch import Switch
 
@@ -201,8 +201,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # through the `finally` above
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # ns; else every wait takes 50 us more
-    # A network does not wait until its peers leave it a core. Where the kernel groups processes by session, a priority
-    # counts within a group only, and the group has one of its own.
+    processor.claim(processor.NETWORK)
+    # Where that is not allowed. Where the kernel groups processes by session, a priority counts within a group only,
+    # and the group has one of its own.
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
         Path("/proc/self/autogroup").write_text(str(PRIORITY))

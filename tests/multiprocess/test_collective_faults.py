@@ -139,6 +139,14 @@ def test_the_end_of_a_process_decides_only_where_it_was_felt_or_ends_are_trusted
     assert attempt(sites, report("finished"), report("finished")).is_decided(trusts_ends=False)
 
 
+def test_the_last_one_is_a_laggard_and_those_whom_a_lone_one_has_outrun_are_not():
+    """A peer may have finished and be cut off with what the others lack on its way: it is they who find that out."""
+    sites = [site(number) for number in range(3)]
+    assert attempt(sites, report("finished")).laggards() == []
+    assert attempt(sites, report("finished"), report("finished")).laggards() == sites[2:]
+    assert attempt(sites, report("finished"), report("aborted", 2)).laggards() == []
+
+
 def living(pids):
     return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
