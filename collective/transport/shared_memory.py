@@ -199,7 +199,7 @@ class SharedSocket(socket.socket):
 
     def has_room(self) -> bool:
         """Whether anything can be sent now."""
-        return bool(self._free)
+        return bool(self._free) and self._end is None
 
     def room_to_send(self, offset: int, nbytes: int) -> memoryview | None:
         """Memory that `sendmsg` need not copy, if so many bytes go before it. None if they do not all fit in a slot."""
@@ -272,10 +272,7 @@ class SharedSocket(socket.socket):
         """The slot that came first is read."""
         slot, _ = self._arrived.popleft()
         if self._end is None:
-            try:
-                self._ring(slot, 0)
-            except OSError as error:  # what has come is read before
-                self._end = error.with_traceback(None)
+            self._ring(slot, 0)
 
     def _hear(self) -> None:
         """Take the bells that have come. What was sent before the end is read before it."""
@@ -341,6 +338,7 @@ class SharedSocket(socket.socket):
     ) -> int:
         """As of a plain socket: as many bytes as there is room for."""
         _refuse_extras(ancdata, flags, address)
+        self._check_open()
         if not self._free:
             raise BlockingIOError(errno.EAGAIN, "no slot is free")
         sent = used = 0
@@ -369,12 +367,24 @@ class SharedSocket(socket.socket):
         slot = self._free.pop()
         self._filled[slot] = nbytes
         self._ring(slot, nbytes)
+        self._check_open()
 
     def _ring(self, slot: int, nbytes: int) -> None:
+        """Whoever cannot be told is gone, and what it had sent by then is read before that shows."""
         try:
             os.write(self._memory.rings, _BELL.pack(slot, nbytes))  # whole or not at all, as it is so short
-        except BlockingIOError as error:  # far more bells lie there than it has slots: it does not listen
-            raise ConnectionResetError(errno.ECONNRESET, "nobody hears the bell") from error
+        except BlockingIOError:  # far more bells lie there than it has slots: it does not listen
+            self._end = ConnectionResetError(errno.ECONNRESET, "nobody hears the bell")
+        except OSError as error:
+            self._take_bells()
+            self._end = error.with_traceback(None)
+
+    def _check_open(self) -> None:
+        """Nothing is sent after the end. A link that hears of it closes, so not before all is read."""
+        if self._arrived and self._end is not None:
+            raise BlockingIOError(errno.EAGAIN, "the end, and what came before it is not read")
+        if self._end is not None:
+            raise self._end if self._end.errno else BrokenPipeError(errno.EPIPE, "the other side has closed")
 
 
 def copy_bytes(source: memoryview, into: memoryview) -> None:

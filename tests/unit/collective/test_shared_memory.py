@@ -238,6 +238,31 @@ def test_a_bell_that_rings_while_the_end_is_heard_is_not_lost(ringer, monkeypatc
     assert receive(sock, 9) == b""
 
 
+def test_a_bell_that_rang_before_the_door_closed_is_heard_by_who_finds_it_closed(ringer):
+    sock, there = ringer
+    there.ring(BELL.pack(0, 3))
+    assert len(sock.front()) == 3
+    there.ring(BELL.pack(1, 2))
+    there.close()
+    sock.skip(3)  # the bell that the slot is free meets a closed door
+    assert len(receive(sock, 9)) == 2
+    with contextlib.suppress(ConnectionError):
+        assert receive(sock, 9) == b""
+
+
+def test_who_cannot_send_any_more_reads_what_has_come_first(ringer):
+    sock, there = ringer
+    there.ring(BELL.pack(0, 3))
+    there.close()
+    for _ in range(2):
+        with pytest.raises(BlockingIOError):
+            sock.send(b"x")
+        assert not sock.has_room()
+    assert len(receive(sock, 9)) == 3
+    with pytest.raises(ConnectionError):
+        sock.send(b"x")
+
+
 def test_bytes_over_tcp_are_a_protocol_error(ringer):
     sock, there = ringer
     there.sock.send(b"x")
