@@ -16,6 +16,7 @@ group leaves it the time for that.
 import contextlib
 import ctypes
 import gc
+import itertools
 import json
 import os
 import resource
@@ -24,7 +25,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,14 @@ _PR_SET_TIMERSLACK = 29
 class Emulator:
     """Devices, switch and timeline of one network."""
 
-    def __init__(self, scenario: Scenario, mtu: int, offload: bool) -> None:
+    def __init__(self, scenario: Scenario, mtu: int, offload: bool, receiving_cores: int) -> None:
         self.switch = Switch(scenario.peers, scenario.seed)
         self.switch.apply(scenario.start, time.monotonic())
         self.namespaces = [namespaces.make_namespace() for _ in range(scenario.peers)]
         self.devices = [
-            namespaces.furnish(namespace, peer, mtu=mtu, offload=offload, sysctls=scenario.sysctls)
+            namespaces.furnish(
+                namespace, peer, mtu=mtu, offload=offload, receiving_cores=receiving_cores, sysctls=scenario.sysctls
+            )
             for peer, namespace in enumerate(self.namespaces)
         ]
         self.unwritten = 0
@@ -69,7 +72,8 @@ class Emulator:
         monotonic = time.monotonic
         peer_of = {device: peer for peer, device in enumerate(self.devices)}
         descriptors = [*peer_of, *wakers]
-        last_traffic, is_behind = 0.0, False
+        last_traffic = looked_at = 0.0
+        is_behind = False
         while True:
             now = monotonic()
             while self._steps and self._steps[-1][0] <= now:
@@ -82,10 +86,13 @@ class Emulator:
                 time.sleep(PAUSE_S)
             readable, _, _ = select.select(descriptors, (), (), patience)
             is_behind = False
+            since, looked_at = looked_at, monotonic()
+            if patience != 0.0:
+                since = looked_at  # nothing had come while it waited
             for descriptor in readable:
                 if descriptor in peer_of:
-                    last_traffic = monotonic()
-                    is_behind |= self._read(peer_of[descriptor], descriptor, last_traffic)
+                    last_traffic = looked_at
+                    is_behind |= self._read(peer_of[descriptor], descriptor, since, looked_at)
                 elif not wakers[descriptor]():
                     return
 
@@ -121,15 +128,19 @@ class Emulator:
             due = min(due, self._steps[-1][0]) if due is not None else self._steps[-1][0]
         return None if due is None else max(0.0, due - EARLY_S - now)
 
-    def _read(self, peer: int, device: int, now: float) -> bool:
-        """Take what the device has; returns whether it may have more."""
+    def _read(self, peer: int, device: int, since: float, until: float) -> bool:
+        """Take what the device has, which came between these instants; returns whether it may have more.
+
+        When each frame came nobody knows: evenly, then. If all came at once whenever this process has to wait for its
+        turn, queues would drop what no real one drops.
+        """
+        frames = list(itertools.islice(_waiting(device), READS_PER_TURN))
         enter = self.switch.enter
-        try:
-            for _ in range(READS_PER_TURN):
-                enter(peer, os.read(device, FRAME_MAX_NBYTES), now)
-        except BlockingIOError:
-            return False
-        return True
+        each_s = (until - since) / max(1, len(frames))
+        for frame in frames:
+            since += each_s
+            enter(peer, frame, since)
+        return len(frames) == READS_PER_TURN
 
     def _write(self, peer: int, pieces: packets.Pieces) -> None:
         try:
@@ -138,7 +149,13 @@ class Emulator:
             self.unwritten += 1  # somebody has set the device down
 
 
-def _make(message: dict[str, Any]) -> Emulator:
+def _waiting(device: int) -> Iterator[bytes]:
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            yield os.read(device, FRAME_MAX_NBYTES)
+
+
+def _make(message: dict[str, Any], receiving_cores: int) -> Emulator:
     made = message["scenario"]
     scenario = Scenario(
         peers=made["peers"],
@@ -147,7 +164,7 @@ def _make(message: dict[str, Any]) -> Emulator:
         start=step_from(made["start"]),
         timeline=tuple(step_from(step) for step in made["timeline"]),
     )
-    return Emulator(scenario, message["mtu"], message["offload"])
+    return Emulator(scenario, message["mtu"], message["offload"], receiving_cores)
 
 
 def _answer(emulator: Emulator, message: dict[str, Any]) -> dict[str, Any]:
@@ -163,13 +180,16 @@ def _answer(emulator: Emulator, message: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def serve(control: socket.socket, parent: int) -> None:
-    """Be the network until the other end of `control` closes or the process behind the pidfd `parent` ends."""
+def serve(control: socket.socket, parent: int, receiving_cores: int) -> None:
+    """Be the network until the other end of `control` closes or the process behind the pidfd `parent` ends.
+
+    The peers' kernels receive on the cores of this mask; 0 leaves it to the kernel.
+    """
     request = control.recv(JSON_MAX_NBYTES)
     if not request:
         return
     try:
-        emulator = _make(json.loads(request))
+        emulator = _make(json.loads(request), receiving_cores)
     except (namespaces.KernelRefuses, ScenarioError, OSError) as error:
         control.send(json.dumps({"error": str(error)}).encode())
         return
@@ -202,13 +222,14 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # through the `finally` above
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # ns; else every wait takes 50 us more
     processor.claim(processor.NETWORK)
+    receiving_cores = processor.settle()
     # Where that is not allowed. Where the kernel groups processes by session, a priority counts within a group only,
     # and the group has one of its own.
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
         Path("/proc/self/autogroup").write_text(str(PRIORITY))
     with socket.socket(fileno=int(sys.argv[1])) as control:
-        serve(control, int(sys.argv[2]))
+        serve(control, int(sys.argv[2]), receiving_cores)
 
 
 if __name__ == "__main__":

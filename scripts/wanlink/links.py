@@ -50,6 +50,15 @@ class Rare:
         self._gap = index - count
         return hit
 
+    @property
+    def quiet(self) -> int:
+        """How many segments come before the next that is hit."""
+        return self._gap
+
+    def spare(self, count: int) -> None:
+        """So many of those have come."""
+        self._gap -= count
+
 
 class Bursts:
     """Losses that come together: Gilbert's two states, with Elliott's loss within the bad one.
@@ -91,6 +100,15 @@ class Bursts:
                 self._left = gap(self._leave if self._is_bad else self._enter, self._rng) + 1
         return hit
 
+    @property
+    def quiet(self) -> int:
+        """How many segments come before the next that may be hit."""
+        return 0 if self._is_bad else self._left - 1
+
+    def spare(self, count: int) -> None:
+        """So many of those have come."""
+        self._left -= count
+
 
 class Link:
     """A path from one peer to another.
@@ -103,11 +121,14 @@ class Link:
     """
 
     __slots__ = (
+        "_accidents",
         "_burst_losses",
         "_delay_s",
+        "_foreseen",
         "_jitter_s",
         "_latest",
         "_losses",
+        "_quiet",
         "_reorder",
         "carried_nbytes",
         "corrupt",
@@ -129,6 +150,7 @@ class Link:
         self.segments = self.lost = self.refused = self.carried_nbytes = 0
         self.reordered = self.duplicated = self.corrupted = 0
         self._latest = 0.0
+        self._foreseen = self._quiet = 0
         self.set(LinkSettings())
 
     def set(self, settings: LinkSettings) -> None:
@@ -147,9 +169,34 @@ class Link:
         self._reorder = Rare(settings.reorder_percent / 100, self.rng)
         self.duplicate = Rare(settings.duplicate_percent / 100, self.rng)
         self.corrupt = Rare(settings.corrupt_percent / 100, self.rng)
+        self._accidents = (self._losses, self._burst_losses, self._reorder, self.duplicate, self.corrupt)
+        self._foreseen = self._quiet = 0
+
+    def passes(self, count: int) -> bool:
+        """Whether none of the next `count` segments meets any accident; counts them if so.
+
+        Most do not, so it is looked up once for how many that holds.
+        """
+        if count > self._quiet:
+            self._catch_up()
+            foreseen = min(accident.quiet for accident in self._accidents)
+            if count > foreseen:
+                return False
+            self._foreseen = self._quiet = foreseen
+        self._quiet -= count
+        self.segments += count
+        return True
+
+    def _catch_up(self) -> None:
+        """Let all accidents know what has passed."""
+        passed = self._foreseen - self._quiet
+        for accident in self._accidents:
+            accident.spare(passed)
+        self._foreseen = self._quiet = 0
 
     def lose(self, count: int) -> Sequence[int]:
         """Which of the next `count` segments are lost, ascending; counts them."""
+        self._catch_up()
         self.segments += count
         lost, together = self._losses.hits(count), self._burst_losses.hits(count)
         if together:
@@ -157,17 +204,20 @@ class Link:
         self.lost += len(lost)
         return lost
 
-    def arrival(self, sent: float, count: int) -> float:
-        """When a run of `count` segments that leaves at `sent` comes out at the other end."""
+    def arrival(self, sent: float) -> float:
+        """When a run that leaves at `sent` comes out at the other end; never before an earlier one."""
         due = sent + self._delay_s
         if self._jitter_s:
             due += self._jitter_s * (2.0 * self.rng.random() - 1.0)
-        due = max(due, self._latest)  # jitter alone lets nothing overtake
-        if self._reorder.hits(count):
-            self.reordered += 1
-            return due + max(REORDER_MIN_S, self._delay_s / 4)  # it is late, and those behind it pass
-        self._latest = due
+        due = self._latest = max(due, self._latest)
         return due
+
+    def holds_back(self, count: int) -> float:
+        """By how many seconds a run of `count` segments comes later still, so that others pass it; mostly 0."""
+        if not self._reorder.hits(count):
+            return 0.0
+        self.reordered += 1
+        return max(REORDER_MIN_S, self._delay_s / 4)
 
 
 class Queue:

@@ -27,6 +27,7 @@ TUN_PATH = "/dev/net/tun"
 TX_QUEUE_FRAMES = 20_000
 SWEEP_S = 5.0
 
+_RECEIVING_CORES = Path("/proc/sys/net/core/rps_default_mask")  # of devices that are made from now on
 _CLONE_NEWNET = 0x40000000
 # linux/if_tun.h
 _TUNSETIFF, _TUNSETOFFLOAD, _TUNSETVNETHDRSZ = 0x400454CA, 0x400454D0, 0x400454D8
@@ -55,7 +56,9 @@ def make_namespace() -> int:
         return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def furnish(namespace: int, peer: int, *, mtu: int, offload: bool, sysctls: Mapping[str, str]) -> int:
+def furnish(
+    namespace: int, peer: int, *, mtu: int, offload: bool, receiving_cores: int, sysctls: Mapping[str, str]
+) -> int:
     """Give peer its device, address and settings in its namespace; returns the device's descriptor.
 
     Raises:
@@ -68,6 +71,8 @@ def furnish(namespace: int, peer: int, *, mtu: int, offload: bool, sysctls: Mapp
                 path.write_text(value)
             except OSError as error:
                 raise KernelRefuses(f"sysctl {name} = {value}: {error.strerror}; leave it out") from error
+        with suppress(OSError):  # before Linux 6.3: the core that writes into the device receives as well
+            _RECEIVING_CORES.write_text(f"{receiving_cores:x}")
         tun = _open_tun(offload)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             _configure(any_socket.fileno(), peer, mtu)

@@ -5,11 +5,13 @@
 A super-packet is first cut into runs that take at most RUN_S at the slower of the two rates: queues then see small
 units, as they would on a wire, and at high rates a run still spares most of the work per segment.
 
-Rules: pure; time comes in, what leaves goes to a function of the caller. One heap holds all that is under way. The hot
-path is `enter` and `deliver`: about twenty thousand calls a second at 1 Gbit/s.
+Rules: pure; time comes in, what leaves goes to a function of the caller. What is under way lies in one queue for each
+path and each downlink, in order; only what others overtake lies in a heap. The hot path is `enter` and `deliver`: some
+tens of thousands of calls a second.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from random import Random
 from typing import TypeAlias
@@ -18,13 +20,15 @@ from scripts.wanlink import packets
 from scripts.wanlink.links import Link, Port
 from scripts.wanlink.scenario import Step, after, paths
 
-RUN_S = 0.0004
+RUN_S = 0.001
 MTU_WIRE_NBYTES = 1514
 QUEUE_SHARE = 4  # a run takes at most this part of a queue, so that a queue fills and drops by small units
 HELD_MAX_NBYTES = 512 << 20  # under way at once, in all; beyond it, frames are dropped and counted
 LATE_S = 0.001
 
 Deliver: TypeAlias = Callable[[int, packets.Pieces], None]
+# (due, order, to, bytes on the wire, segments, pieces)
+Run: TypeAlias = tuple[float, int, int, int, int, packets.Pieces]
 
 
 class Switch:
@@ -47,8 +51,10 @@ class Switch:
         self.late_max_s = 0.0
         self._peers = peers
         self._run_max = [[1 << 16] * peers for _ in range(peers)]
-        # (due, order, to, bytes on the wire, segments, is it through the downlink, pieces)
-        self._heap: list[tuple[float, int, int, int, int, bool, packets.Pieces]] = []
+        self._paths: list[list[deque[Run]]] = [[deque() for _ in range(peers)] for _ in range(peers)]
+        self._lines: list[deque[Run]] = [deque() for _ in range(peers)]  # through the downlink's queue
+        self._queues = [*self._lines, *(path for row in self._paths for path in row)]
+        self._overtaken: list[Run] = []  # a heap
         self._order = 0
         self._held_nbytes = 0
 
@@ -83,7 +89,7 @@ class Switch:
     # ------------------------------------------------------------------------------------- packets
 
     def enter(self, source: int, frame: bytes, now: float) -> None:
-        """Take a frame that a peer sends."""
+        """Take a frame that a peer sends. Not earlier than the one before of the same peer."""
         target = packets.destination(frame)
         link = self.links[source][target] if 0 <= target < self._peers else None
         if link is None:
@@ -96,67 +102,82 @@ class Switch:
         if self._held_nbytes > HELD_MAX_NBYTES:
             self.overflowed += segments
             return
-        run_max = self._run_max[source][target]
+        path, run_max = self._paths[source][target], self._run_max[source][target]
         uplink = self.ports[source].up
         for first in range(0, segments, run_max):
             last = min(first + run_max, segments)
             count = last - first
             payload = min(count * mss, len(frame) - header - first * mss)
-            sent = uplink.departure(now, packets.wire_nbytes(payload, header, count), count)
+            nbytes = packets.wire_nbytes(payload, header, count)
+            sent = uplink.departure(now, nbytes, count)
             if sent is None:
                 continue
-            lost = link.lose(count)
-            if not lost and count == segments:
-                self._send(link, target, sent, count, payload, header, (frame,))
+            if link.passes(count):
+                pieces = (frame,) if count == segments else packets.cut_out(frame, header, mss, first, last)
+                link.carried_nbytes += nbytes
+                self._held_nbytes += nbytes
+                self._order += 1
+                path.append((link.arrival(sent), self._order, target, nbytes, count, pieces))
                 continue
-            for start, stop in packets.runs(first, last, lost):
+            for start, stop in packets.runs(first, last, link.lose(count)):
                 pieces = (frame,) if segments == 1 else packets.cut_out(frame, header, mss, start, stop)
                 payload = min((stop - start) * mss, len(frame) - header - start * mss)
-                self._send(link, target, sent, stop - start, payload, header, pieces)
+                nbytes = packets.wire_nbytes(payload, header, stop - start)
+                self._send(link, path, (link.arrival(sent), 0, target, nbytes, stop - start, pieces), header)
 
-    def _send(
-        self, link: Link, target: int, sent: float, count: int, payload: int, header: int, pieces: packets.Pieces
-    ) -> None:
-        """Put a run on its path."""
-        nbytes = packets.wire_nbytes(payload, header, count)
+    def _send(self, link: Link, path: deque[Run], run: Run, header: int) -> None:
+        """Put a run on its path that may meet an accident."""
+        due, _, target, nbytes, count, pieces = run
         link.carried_nbytes += nbytes
-        due = link.arrival(sent, count)
         if link.corrupt.hits(count):
             link.corrupted += 1
             pieces = packets.flip_bit(pieces, header, link.rng)
-        self._push(due, target, nbytes, count, False, pieces)
-        if link.duplicate.hits(count):
-            link.duplicated += 1
-            self._push(due, target, nbytes, count, False, pieces)
-
-    def _push(self, due: float, target: int, nbytes: int, count: int, is_through: bool, pieces: packets.Pieces) -> None:
-        self._order += 1
-        self._held_nbytes += nbytes
-        heapq.heappush(self._heap, (due, self._order, target, nbytes, count, is_through, pieces))
+        is_twice = bool(link.duplicate.hits(count))
+        link.duplicated += is_twice
+        held_back_s = link.holds_back(count)
+        for _ in range(1 + is_twice):
+            self._order += 1
+            self._held_nbytes += nbytes
+            if held_back_s:
+                heapq.heappush(self._overtaken, (due + held_back_s, self._order, target, nbytes, count, pieces))
+            else:
+                path.append((due, self._order, target, nbytes, count, pieces))
 
     def next_due(self) -> float | None:
         """When `deliver` has something to do; None if nothing is under way."""
-        return self._heap[0][0] if self._heap else None
+        firsts = [queue[0][0] for queue in self._queues if queue]
+        if self._overtaken:
+            firsts.append(self._overtaken[0][0])
+        return min(firsts, default=None)
 
     def deliver(self, now: float, hand_over: Deliver) -> None:
-        """Hand over all that has arrived by now, in order of arrival."""
-        heap = self._heap
-        if heap and now - heap[0][0] > self.late_max_s:
-            self.late_max_s = now - heap[0][0]
-        while heap and heap[0][0] <= now:
-            due, _, target, nbytes, count, is_through, pieces = heapq.heappop(heap)
-            self._held_nbytes -= nbytes
-            if not is_through:
-                received = self.ports[target].down.departure(due, nbytes, count)
-                if received is None:
-                    continue
-                if received > now:
-                    self._push(received, target, nbytes, count, True, pieces)
-                    continue
-            self.delivered += 1
-            if now - due > LATE_S:
-                self.late += 1
-            hand_over(target, pieces)
+        """Hand over all that has arrived by now, in order of arrival at each port."""
+        for line in self._lines:
+            while line and line[0][0] <= now:
+                due, _, target, nbytes, _, pieces = line.popleft()
+                self._hand_over(target, nbytes, pieces, now - due, hand_over)
+        arrived: list[Run] = []
+        for path in self._queues[self._peers :]:
+            while path and path[0][0] <= now:
+                arrived.append(path.popleft())
+        while self._overtaken and self._overtaken[0][0] <= now:
+            arrived.append(heapq.heappop(self._overtaken))
+        for due, order, target, nbytes, count, pieces in sorted(arrived):
+            received = self.ports[target].down.departure(due, nbytes, count)
+            if received is None:
+                self._held_nbytes -= nbytes
+            elif received > now:
+                self._lines[target].append((received, order, target, nbytes, count, pieces))
+            else:
+                self._hand_over(target, nbytes, pieces, now - received, hand_over)
+
+    def _hand_over(self, target: int, nbytes: int, pieces: packets.Pieces, late_s: float, hand_over: Deliver) -> None:
+        self._held_nbytes -= nbytes
+        self.delivered += 1
+        if late_s > LATE_S:
+            self.late += 1
+            self.late_max_s = max(self.late_max_s, late_s)
+        hand_over(target, pieces)
 
 
 def _run_max(source: Port, target: Port) -> int:

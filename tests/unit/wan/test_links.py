@@ -66,27 +66,48 @@ def test_path_adds_independent_and_bursty_losses_and_counts_them() -> None:
 def test_delay_is_exact_without_jitter() -> None:
     link = Link(Random(3))
     link.set(LinkSettings(delay_ms=25))
-    assert link.arrival(2.0, 3) == 2.025
+    assert link.arrival(2.0) == 2.025
 
 
 def test_jitter_stays_within_its_bounds_and_lets_nothing_overtake() -> None:
     link = Link(Random(3))
     link.set(LinkSettings(delay_ms=20, jitter_ms=5))
-    far_apart = [link.arrival(float(i), 1) - i for i in range(2000)]
+    far_apart = [link.arrival(float(i)) - i for i in range(2000)]
     assert 0.015 <= min(far_apart) < 0.0155
     assert 0.0245 < max(far_apart) <= 0.025 + 1e-9
-    close = [link.arrival(5000 + i * 1e-4, 1) for i in range(2000)]
+    close = [link.arrival(5000 + i * 1e-4) for i in range(2000)]
     assert close == sorted(close)
 
 
 def test_reordered_segments_are_late_and_others_pass_them() -> None:
     link = Link(Random(3))
     link.set(LinkSettings(delay_ms=20, reorder_percent=10))
-    arrivals = [link.arrival(i * 1e-4, 1) - i * 1e-4 for i in range(1000)]
-    late = [a for a in arrivals if a > 0.0201]
-    assert all(a == pytest.approx(0.025) for a in late)
+    late = [seconds for seconds in (link.holds_back(1) for _ in range(1000)) if seconds]
+    assert set(late) == {0.005}
     assert len(late) == link.reordered == pytest.approx(100, abs=35)
-    assert all(a == pytest.approx(0.020) for a in arrivals if a not in late)
+
+
+def test_accidents_hit_the_same_segments_whether_or_not_those_between_them_are_passed_over() -> None:
+    settings = LinkSettings(loss_percent=1, burst_enter_percent=0.2, burst_leave_percent=30, reorder_percent=1)
+    one_by_one, passed_over = Link(Random(4)), Link(Random(4))
+    for link in (one_by_one, passed_over):
+        link.set(settings)
+    expected = [(len(one_by_one.lose(3)), one_by_one.holds_back(3)) for _ in range(4000)]
+    found = [
+        (0, 0.0) if passed_over.passes(3) else (len(passed_over.lose(3)), passed_over.holds_back(3))
+        for _ in range(4000)
+    ]
+    assert found == expected
+    assert passed_over.lost == one_by_one.lost > 100
+    assert passed_over.segments == one_by_one.segments
+    assert passed_over.reordered == one_by_one.reordered > 50
+
+
+def test_most_segments_are_passed_over() -> None:
+    link = Link(Random(5))
+    link.set(LinkSettings(loss_percent=0.1))
+    assert sum(link.passes(5) or bool(link.lose(5)) for _ in range(2000)) == 2000
+    assert 0 < link.lost < 30
 
 
 def test_change_of_settings_leaves_the_cut_and_the_counters() -> None:
