@@ -18,7 +18,7 @@ from collective.core.types import PeerId, PeerRef
 from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
 from collective.transport.hello import MAX_STREAMS, Hello
 from collective.transport.link import Caps, Link, Outgoing, Sink
-from collective.transport.pacing import RAISE, is_used, next_pace, streams_needed
+from collective.transport.pacing import FADING, RAISE, is_used, streams_needed
 from collective.transport.redial import Redial
 from collective.transport.security import Security
 from collective.transport.shared_link import link_over
@@ -123,6 +123,7 @@ class Bundle:
         self._num_signs = 0
         self._pads_until = 0.0
         self._pace: float | None = None
+        self._raised = 1.0  # times what was planned
         self._num_used = MAX_STREAMS
 
     @property
@@ -193,11 +194,13 @@ class Bundle:
 
         Only with bbr: loss-based control needs many streams, and keeps itself far below what a lossy path allows.
         """
-        self._set_pace(next_pace(bytes_per_s, self._pace))
+        self._raised = 1.0 if bytes_per_s is None else max(1.0, FADING * self._raised)
+        self._set_pace(None if bytes_per_s is None else self._raised * bytes_per_s)
 
     def raise_pace(self) -> None:
         """Nothing else holds the path back."""
         if self._pace is not None:
+            self._raised *= RAISE
             self._set_pace(RAISE * self._pace)
 
     def _set_pace(self, bytes_per_s: float | None) -> None:

@@ -25,18 +25,10 @@ _WINDOWS = 3
 """In one window bytes may arrive that were sent in another."""
 RAISE = 1.5
 """By what factor a pace that alone holds a path back is raised, about once a second."""
-_FADING = 0.7
-"""What is left of a pace that was raised in the operation that follows."""
+FADING = 0.7
+"""What is left of that factor in the operation that follows: it may have had the line for itself."""
 _ENOUGH_NBYTES = 64 << 10
 """A window that has not collapsed: larger ones differ by what there was to send."""
-
-
-def next_pace(planned: float | None, now: float | None) -> float | None:
-    """The pace of an operation, bytes/s; None is none.
-
-    What an earlier one has found beyond its plan fades: it may have had the line for itself.
-    """
-    return planned if planned is None or now is None else max(planned, _FADING * now)
 
 
 class Brake:

@@ -37,7 +37,7 @@ FRAME_MAX_NBYTES = packets.VNET_NBYTES + (1 << 16)
 READS_PER_TURN = 32  # of one device, so that none starves another, nor what is due
 # Until BUSY_S after the last frame, the time between two looks at devices and heap: one wake-up then serves several
 # frames. That halves the processor time at 1 Gbit/s.
-PAUSE_S = 0.0002
+PAUSE_S = 0.0004
 BUSY_S = 0.001
 # What it takes to wake up and to read, on the way in and out; delivering as much too early makes delays right.
 EARLY_S = 0.00015

@@ -186,6 +186,17 @@ async def test_what_was_found_beyond_a_pace_fades_with_the_operations_that_follo
         assert bundle.pace_now is None
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="pacing is Linux's")
+async def test_what_was_found_beyond_the_pace_of_one_plan_is_a_factor_for_that_of_another():
+    async with bundle_of(8, round_trip_s=0.05) as (bundle, _, _):
+        bundle.pace(30e6)  # of a ring: the whole line is this neighbour's
+        bundle.pace(10e6)  # of a butterfly: three share it
+        assert bundle.pace_now == 10e6
+        bundle.raise_pace()
+        bundle.pace(30e6)
+        assert 30e6 < bundle.pace_now < 45e6
+
+
 @pytest.mark.parametrize(("round_trip_s", "control"), [(0.0001, "bbr"), (0.05, "cubic")])
 async def test_near_paths_and_those_without_bbr_are_never_paced(round_trip_s, control):
     async with bundle_of(2, round_trip_s=round_trip_s, control=control) as (bundle, ours, _):

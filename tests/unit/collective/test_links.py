@@ -125,6 +125,12 @@ def test_a_rate_is_what_was_held_over_two_windows_not_the_burst_after_a_gap():
     assert seen.sent == seen.received == pytest.approx((400 + 200) / (2 * WINDOW_S))
 
 
+def test_transfers_show_what_was_held_over_five_windows_and_padding_over_two():
+    windows = [(moved,) for moved in (100, 60, 100, 140, 90, 110)]
+    assert seen_of(*windows).sent == pytest.approx((60 + 100 + 140 + 90 + 110) / (5 * WINDOW_S))
+    assert seen_of(*windows, is_padding=True).sent == pytest.approx((100 + 140) / (2 * WINDOW_S))
+
+
 def test_what_is_received_while_only_some_send_is_no_limit():
     assert seen_of((100, 0, 0), (100, 2, 0), (0, 0, 100), (0, 100, 0)).received == 0.0
     assert seen_of((100, 90, 80), (100, 5, 80)).received == 0.0, "once may be a chance"
