@@ -26,10 +26,13 @@ from collective.transport.sockets import FAR_S
 _WINDOW_S = 0.2
 _LONGEST_WINDOW_S = 0.8
 _WINDOWS_KEPT = 64
-_WINDOWS_PADDED = 2
-_WINDOWS_TRANSFERRED = 5
-"""In a row, over which a rate must hold. While all send, acknowledgements wait in the queues of what goes the other
-way, and windows of one steady line differ by 30 %: of 24 MB/s the best two showed 25 to 27, the best five 23 to 24."""
+_BURST = 2
+_STRETCH = 5
+"""Windows in a row over which a rate must hold."""
+_BURST_SHARE = 0.87
+"""Of what two windows of a transfer show. While all send, acknowledgements wait in the queues of what goes the other
+way, and windows of one steady line differ by 30 %: of 24 MB/s the best two showed 25 to 27, the best five 23 to 24. But
+not every transfer has five. Padding is sent in turns, and its windows are steady."""
 _TURNS = 4
 """Of members that are all new; with more of them, several share one."""
 _TRIPS_TO_FULL_SPEED = 6
@@ -76,9 +79,8 @@ class LinkMeter:
         self._bundles = bundles
         self._seen: dict[PeerRef, _Seen] = {}
         self._sampled_at = -math.inf
-        self._padded: deque[float] = deque(maxlen=_WINDOWS_KEPT)
-        self._sent: deque[float] = deque(maxlen=_WINDOWS_KEPT)
-        self._received: deque[float] = deque(maxlen=_WINDOWS_KEPT)
+        self._sent: deque[tuple[float, bool]] = deque(maxlen=_WINDOWS_KEPT)  # and whether it was padding
+        self._received: deque[tuple[float, bool]] = deque(maxlen=_WINDOWS_KEPT)
         self._brake = Brake()
         self.awaits_turn = False
         """Whether a look ahead has not begun to measure, since others do."""
@@ -113,9 +115,10 @@ class LinkMeter:
                 seen.is_only_padded &= is_padding
         self._ease(waited, seconds)
         if waited:
-            (self._padded if is_padding else self._sent).append(sent / seconds)
+            self._sent.append((sent / seconds, is_padding))
         if received and min(received) > _PART_OF_ALL * sum(received) / len(received):
-            self._received.append(sum(received) / seconds)  # what only some of them send is no limit of ours
+            # What only some of them send is no limit of ours.
+            self._received.append((sum(received) / seconds, is_padding))
         for ref in [ref for ref in self._seen if ref not in self._bundles]:
             del self._seen[ref]
         self._begin(now)
@@ -213,11 +216,11 @@ class LinkMeter:
 
     def observation(self, members: Sequence[Member]) -> Observation:
         """What we saw of the way to these members, in their order."""
-        sent = max(_sustained(self._padded, _WINDOWS_PADDED), _sustained(self._sent, _WINDOWS_TRANSFERRED))
+        sent = _sustained(self._sent)
         share = sent / max(1, len(members) - 1)
         return Observation(
             sent=sent,
-            received=_sustained(self._received, _WINDOWS_TRANSFERRED) if len(self._received) > 1 else 0.0,
+            received=_sustained(self._received) if len(self._received) > 1 else 0.0,
             one_way_s=tuple(self._round_trip_s(member.ref) / 2 for member in members),
             sent_to=tuple(self._rate_to(member.ref, share) for member in members),
         )
@@ -259,10 +262,16 @@ class LinkMeter:
         return 0.0 if bundle is None else bundle.shortest_round_trip_s()
 
 
-def _sustained(rates: Sequence[float], num_windows: int) -> float:
-    """The most over so many windows in a row, over two of fewer: what is held up in one of them comes in the next."""
-    if len(rates) < num_windows:
-        num_windows = min(_WINDOWS_PADDED, len(rates))
-    kept = list(rates)
-    runs = [kept[first : first + num_windows] for first in range(len(kept) - num_windows + 1) if num_windows]
+def _sustained(windows: Sequence[tuple[float, bool]]) -> float:
+    """What held over several windows: what is held up in one of them comes in the next. Padding counts for itself."""
+    padded = [rate for rate, is_padding in windows if is_padding]
+    transferred = [rate for rate, is_padding in windows if not is_padding]
+    in_bursts = max(_most(padded, _BURST), _BURST_SHARE * _most(transferred, _BURST))
+    return in_bursts if len(transferred) < _STRETCH else max(in_bursts, _most(transferred, _STRETCH))
+
+
+def _most(rates: Sequence[float], num_windows: int) -> float:
+    """The largest mean of so many in a row, of all if there are fewer; 0 of none."""
+    num_windows = max(1, min(num_windows, len(rates)))
+    runs = [rates[first : first + num_windows] for first in range(len(rates) - num_windows + 1)]
     return max((sum(run) / num_windows for run in runs), default=0.0)
