@@ -26,13 +26,11 @@ from collective.transport.sockets import FAR_S
 _WINDOW_S = 0.2
 _LONGEST_WINDOW_S = 0.8
 _WINDOWS_KEPT = 64
-_BURST = 2
-_STRETCH = 5
-"""Windows in a row over which a rate must hold."""
-_BURST_SHARE = 0.87
-"""Of what two windows of a transfer show. While all send, acknowledgements wait in the queues of what goes the other
-way, and windows of one steady line differ by 30 %: of 24 MB/s the best two showed 25 to 27, the best five 23 to 24. But
-not every transfer has five. Padding is sent in turns, and its windows are steady."""
+_WINDOWS_PADDED = 2
+_WINDOWS_TRANSFERRED = 3
+"""In a row, over which a rate must hold. While all send, acknowledgements wait in the queues of what goes the other
+way, and windows of one steady line differ by 30 %: of 24 MB/s the best two of a transfer showed 25 to 27, the best
+three 24 to 25. Padding is sent in turns, and its windows are steady."""
 _TURNS = 4
 """Of members that are all new; with more of them, several share one."""
 _TRIPS_TO_FULL_SPEED = 6
@@ -266,8 +264,7 @@ def _sustained(windows: Sequence[tuple[float, bool]]) -> float:
     """What held over several windows: what is held up in one of them comes in the next. Padding counts for itself."""
     padded = [rate for rate, is_padding in windows if is_padding]
     transferred = [rate for rate, is_padding in windows if not is_padding]
-    in_bursts = max(_most(padded, _BURST), _BURST_SHARE * _most(transferred, _BURST))
-    return in_bursts if len(transferred) < _STRETCH else max(in_bursts, _most(transferred, _STRETCH))
+    return max(_most(padded, _WINDOWS_PADDED), _most(transferred, _WINDOWS_TRANSFERRED))
 
 
 def _most(rates: Sequence[float], num_windows: int) -> float:

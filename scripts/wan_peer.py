@@ -37,7 +37,6 @@ from scripts.wanlink import processor
 
 SECRET = bytes(range(32))  # of a network that lives for some minutes on one machine
 TOLERANCE = 1e-5
-LATE_S = 0.1
 IDLE_S = 8.0
 
 
@@ -94,8 +93,6 @@ class Peer:
         key, ordered_cpu_s = self._key(), time.process_time()
         await asyncio.sleep(at - time.monotonic())
         late_s, cpu_s = time.monotonic() - at, time.process_time()
-        if late_s > LATE_S:
-            raise RuntimeError(f"began {late_s:.2f} s too late: this machine is too busy to measure on")
         stats = await self._communicator.all_reduce(key, self._tensor, out=self._out, plan=plan)
         seconds, cpu_s = time.monotonic() - at, time.process_time() - cpu_s
         error = float((self._out - self._shared).sub_((len(self._addresses) - 1) / 2).abs_().max())
@@ -103,6 +100,7 @@ class Peer:
             raise RuntimeError(f"the mean is wrong by {error}")
         digest = xxhash.xxh3_64_hexdigest(self._out.numpy().data)
         return {
+            "late_s": late_s,
             "seconds": seconds,
             "cpu_s": cpu_s,
             "order_cpu_s": time.process_time() - ordered_cpu_s,
