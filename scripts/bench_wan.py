@@ -205,7 +205,9 @@ class World:
             run = self._reduce_once(plan, nbytes)
             if run["late_s"] <= LATE_S:
                 return run
-        raise WanError(f"a peer began {run['late_s']:.2f} s too late: this machine is too busy to measure on")
+        raise WanError(
+            f"a peer began more than {LATE_S} s late {ATTEMPTS} times: this machine is too busy to measure on"
+        )
 
     def _reduce_once(self, plan: str, nbytes: int | None) -> dict[str, Any]:
         self._fleet.ask({"do": "prepare", "nbytes": nbytes or self.case.nbytes}, timeout=self._patience_s)
