@@ -61,18 +61,26 @@ def furnish(
 ) -> int:
     """Give peer its device, address and settings in its namespace; returns the device's descriptor.
 
+    Args:
+        namespace: a descriptor of it.
+        peer: its index.
+        mtu: of the device, bytes.
+        offload: whether the device gives and takes super-packets.
+        receiving_cores: a mask of those on which its kernel receives; 0 leaves it to the kernel.
+        sysctls: written last.
+
     Raises:
         KernelRefuses: no TUN device to be had, or no such sysctl.
     """
     with _inside(namespace):
+        with suppress(OSError):  # before Linux 6.3: the core that writes into the device receives as well
+            _RECEIVING_CORES.write_text(f"{receiving_cores:x}")
         for name, value in sysctls.items():
             path = Path("/proc/sys") / name.replace(".", "/")
             try:
                 path.write_text(value)
             except OSError as error:
                 raise KernelRefuses(f"sysctl {name} = {value}: {error.strerror}; leave it out") from error
-        with suppress(OSError):  # before Linux 6.3: the core that writes into the device receives as well
-            _RECEIVING_CORES.write_text(f"{receiving_cores:x}")
         tun = _open_tun(offload)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             _configure(any_socket.fileno(), peer, mtu)

@@ -13,6 +13,7 @@ tens of thousands of calls a second.
 import heapq
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import TypeAlias
 
@@ -115,33 +116,45 @@ class Switch:
             if link.passes(count):
                 pieces = (frame,) if count == segments else packets.cut_out(frame, header, mss, first, last)
                 link.carried_nbytes += nbytes
-                self._held_nbytes += nbytes
-                self._order += 1
-                path.append((link.arrival(sent), self._order, target, nbytes, count, pieces))
+                self._put(path.append, link.arrival(sent), target, nbytes, count, pieces)
                 continue
             for start, stop in packets.runs(first, last, link.lose(count)):
                 pieces = (frame,) if segments == 1 else packets.cut_out(frame, header, mss, start, stop)
                 payload = min((stop - start) * mss, len(frame) - header - start * mss)
                 nbytes = packets.wire_nbytes(payload, header, stop - start)
-                self._send(link, path, (link.arrival(sent), 0, target, nbytes, stop - start, pieces), header)
+                link.carried_nbytes += nbytes
+                self._risk(link, path, link.arrival(sent), target, nbytes, stop - start, header, pieces)
 
-    def _send(self, link: Link, path: deque[Run], run: Run, header: int) -> None:
-        """Put a run on its path that may meet an accident."""
-        due, _, target, nbytes, count, pieces = run
-        link.carried_nbytes += nbytes
+    def _risk(
+        self,
+        link: Link,
+        path: deque[Run],
+        due: float,
+        target: int,
+        nbytes: int,
+        count: int,
+        header: int,
+        pieces: packets.Pieces,
+    ) -> None:
+        """Put a run on its path that was not lost, but may meet another accident."""
         if link.corrupt.hits(count):
             link.corrupted += 1
             pieces = packets.flip_bit(pieces, header, link.rng)
         is_twice = bool(link.duplicate.hits(count))
         link.duplicated += is_twice
-        held_back_s = link.holds_back(count)
+        add: Callable[[Run], None] = path.append
+        if held_back_s := link.holds_back(count):
+            due += held_back_s
+            add = partial(heapq.heappush, self._overtaken)
         for _ in range(1 + is_twice):
-            self._order += 1
-            self._held_nbytes += nbytes
-            if held_back_s:
-                heapq.heappush(self._overtaken, (due + held_back_s, self._order, target, nbytes, count, pieces))
-            else:
-                path.append((due, self._order, target, nbytes, count, pieces))
+            self._put(add, due, target, nbytes, count, pieces)
+
+    def _put(
+        self, add: Callable[[Run], None], due: float, target: int, nbytes: int, count: int, pieces: packets.Pieces
+    ) -> None:
+        self._order += 1
+        self._held_nbytes += nbytes
+        add((due, self._order, target, nbytes, count, pieces))
 
     def next_due(self) -> float | None:
         """When `deliver` has something to do; None if nothing is under way."""

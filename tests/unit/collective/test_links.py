@@ -134,7 +134,8 @@ def test_of_a_short_transfer_all_there_is_counts():
 
 
 def test_what_padding_showed_long_ago_is_forgotten():
-    meter, path = meter_of(fast := Path()), fast
+    path = Path()
+    meter = meter_of(path)
     meter.sample(0.0)
     for window in range(1, 80):
         path.delivered += 1000 if window < 10 else 100

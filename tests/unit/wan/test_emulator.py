@@ -10,12 +10,14 @@ import pytest
 from scripts.wanlink import emulator as emulator_module
 from scripts.wanlink import processor
 from scripts.wanlink.emulator import Emulator
+from scripts.wanlink.switch import Switch
 
 
-class Entered:
-    """A switch that only notes what enters it."""
+class Entered(Switch):
+    """Only notes what enters it."""
 
     def __init__(self) -> None:
+        super().__init__(2, seed=1)
         self.frames: list[tuple[int, bytes, float]] = []
 
     def enter(self, source: int, frame: bytes, now: float) -> None:
@@ -34,7 +36,7 @@ def device() -> Iterator[tuple[socket.socket, int]]:
 def emulator_with(switch: Entered) -> Emulator:
     """One without namespaces and devices, which need root."""
     emulator = Emulator.__new__(Emulator)
-    emulator.switch = switch  # type: ignore[assignment]
+    emulator.switch = switch
     return emulator
 
 

@@ -91,6 +91,20 @@ def test_same_seed_loses_the_same_segments_whatever_else_is_drawn() -> None:
     assert lost({}) == lost({"delay_ms": 10, "jitter_ms": 10, "duplicate_percent": 3, "corrupt_percent": 3})
 
 
+def test_segments_that_are_held_back_are_overtaken_by_those_behind_them() -> None:
+    network = Network(links={"*": {"delay_ms": 20, "reorder_percent": 20}})
+    for i in range(200):
+        network.switch.enter(0, frames.tcp(b"x", sequence=i), i * 1e-4)
+    network.run_until(1.0)
+    held_back = {i: at for (at, _, _), i in zip(network.got, network.sequences(), strict=True) if at > i * 1e-4 + 0.021}
+    assert len(network.got) == 200
+    assert len(held_back) == network.switch.link(0, 1).reordered > 20
+    assert all(at == pytest.approx(i * 1e-4 + 0.025) for i, at in held_back.items())
+    assert [at for at, _, _ in network.got] == sorted(at for at, _, _ in network.got)
+    punctual = [i for i in network.sequences() if i not in held_back]
+    assert punctual == sorted(punctual)
+
+
 def test_uplink_is_shared_by_all_paths_of_a_peer_and_runs_are_short() -> None:
     network = Network(ports={"0": {"up_mbit": 100, "queue_ms": 1000}})
     network.switch.enter(0, frames.tcp(SUPER, target=1), 0.0)
