@@ -24,7 +24,7 @@ class Patience:
     redial_s: float = 0.3
     """For a connection that broke. Eight round trips are added, so that far peers get their chance."""
     first_contact_s: float = 5.0
-    """For a connection that was never up, as in the first moments of a run."""
+    """For a connection that was never used, as in the first moments of a run."""
     round_s: float = 1800.0
     """For the whole round, members that are still computing included."""
 
@@ -104,7 +104,7 @@ def _suspect_the_lost(
     for rank, (bundle, since) in broken_since.items():
         if bundle.is_whole or not round_.concerns(rank):
             continue
-        grace_s = patience.redial_s + 8 * bundle.round_trip_s if bundle.was_connected else patience.first_contact_s
+        grace_s = patience.redial_s + 8 * bundle.round_trip_s if bundle.was_met else patience.first_contact_s
         if (bundle.is_refused and bundle.was_connected) or now - since > grace_s:
             lost.append(rank)
     if lost:

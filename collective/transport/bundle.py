@@ -152,6 +152,11 @@ class Bundle:
         return bool(self._seen_streams)
 
     @property
+    def was_met(self) -> bool:
+        """Whether the peer knows that too: a dialler may have given up, while we were busy, what we took later."""
+        return self.was_connected and (self.is_dialler or self.heard() > 0)
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes given to the kernel for this peer, headers included."""
         return self._bytes_of_old_links[0] + sum(link.bytes_sent for link in self._links.values())
