@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from collective.buffers import RoundBuffers, divide
-from collective.codec.base import Codec, NotFinite, first_non_finite
+from collective.codec.base import TINY, Codec, NotFinite, first_non_finite
 from collective.memory import Scratch, bytes_of
 
 
@@ -94,19 +94,24 @@ class CodedBuffers(RoundBuffers):
         total = self._out_part(chunk)
         if not self._is_begun[chunk]:  # we are alone
             torch.mul(self._own_part(chunk), self._weight, out=total)
+        wire = self._results[chunk]
+        divisor = weight_sum if self.op == "mean" else 1.0
+        scales = self._codec.scales(wire, total.numel()) if divisor >= 1.0 else None  # a larger one may be too large
         try:
-            wire = self._codec.encode(self._divided(total, weight_sum), self._results[chunk])
+            if scales is None:
+                self._divide(total, divisor)
+            self._codec.encode(total, wire)
         except NotFinite:
             self._blame(chunk, None, is_first=True)
+        if scales is not None and divisor != 1.0:
+            torch.threshold_(scales.div_(divisor), TINY, 0.0)  # the mean of all, without a pass over all
         self._codec.decode(wire, total)
         self._tell_record(chunk, bytes_of(wire))
 
-    def _divided(self, total: Tensor, weight_sum: float) -> Tensor:
-        if self.op == "mean":
-            if weight_sum <= 0.0 and first_non_finite(total) is not None:
-                raise NotFinite("zeros would hide it")
-            divide(total, weight_sum)
-        return total
+    def _divide(self, total: Tensor, divisor: float) -> None:
+        if divisor <= 0.0 and first_non_finite(total) is not None:
+            raise NotFinite("zeros would hide it")
+        divide(total, divisor)
 
     def install(self, chunk: int, wire: Tensor, weights: Sequence[float | None]) -> None:  # noqa: ARG002
         """Decode a result. Raises NotFinite if it holds NaN or infinity."""

@@ -53,7 +53,8 @@ class Communicator:
         hello: makes the hello for (peer, stream, num_streams) of a connection that we dial.
         num_streams: TCP connections that we dial to each peer with a larger id; None for one to a near peer and more
             where the path is long.
-        chunk_nbytes: longest chunk in memory, a multiple of 2048. Must be equal on all peers.
+        chunk_nbytes: longest chunk on the wire, a multiple of 2048; up to four times as much in memory, where a codec
+            makes it that short. Must be equal on all peers.
         options: see BulkOptions.
         security: encrypts the connections that we dial; None encrypts nothing. Accepted ones are the listener's.
     """

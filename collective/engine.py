@@ -151,7 +151,7 @@ class Engine:
         Of the rounds that somebody has not opened only so many may send chunks ahead, whatever is in flight.
 
         Args:
-            chunk_nbytes: longest chunk of the round.
+            chunk_nbytes: longest chunk of the round that may go ahead.
         """
         num_ahead = self._num_spent + sum(map(_spends_credit, self.under_way()))
         if num_ahead >= self._max_rounds_ahead:

@@ -103,7 +103,9 @@ class Operation:
 
     @property
     def longest_chunk_nbytes(self) -> int:
-        """As it lies in memory."""
+        """Of those that other members may get ahead of time: on their way into a root, or as they lie in memory."""
+        if self._codec != "raw" and all(route.is_star for route in self.plan.slices.routes):
+            return self._workplace.codec(self._codec).wire_nbytes(self.plan.longest)
         return self.plan.longest * self._source.element_size()
 
     def buffers_kept(self, held: int) -> int:

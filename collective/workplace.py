@@ -21,13 +21,16 @@ _SWAP_NBYTES = 4 << 20
 """Above that the second pass over the tensor costs more than the second trip."""
 _FAR_ONE_WAY_S = 0.001
 _PLANS_KEPT = 64
+_FP32_NBYTES = 4
+_MOST_IN_MEMORY = 4
+"""How many times longer than on the wire a chunk may be: much longer ones leave nothing to overlap."""
 
 
 class Workplace:
     """What the operations of one communicator share: memory, codecs, what is known of the links.
 
     Args:
-        chunk_nbytes: longest chunk.
+        chunk_nbytes: longest chunk on the wire.
         pool: of large buffers.
     """
 
@@ -46,9 +49,17 @@ class Workplace:
         is_far = table is not None and max(max(row) for row in table.latency_s) > _FAR_ONE_WAY_S
         self.chunk_nbytes = min(self._max_chunk_nbytes, FAR_CHUNK_NBYTES) if is_far else self._max_chunk_nbytes
 
-    def cut(self, numels: Sequence[int], routes: tuple[Route, ...], item_nbytes: int) -> RoundPlan:
+    def cut(self, numels: Sequence[int], routes: tuple[Route, ...], item_nbytes: int, codec: str = "raw") -> RoundPlan:
         """See plan.cut."""
-        return cut(numels, routes, item_nbytes=item_nbytes, chunk_nbytes=self.chunk_nbytes)
+        return cut(numels, routes, item_nbytes=item_nbytes, chunk_nbytes=self._longest_chunk_nbytes(routes, codec))
+
+    def _longest_chunk_nbytes(self, routes: tuple[Route, ...], codec: str) -> int:
+        """In memory; on the wire no chunk is longer than `chunk_nbytes`, and what a codec makes short may be more."""
+        is_far = self.chunk_nbytes < self._max_chunk_nbytes
+        if codec == "raw" or is_far or not all(route.is_star for route in routes):  # sums travel as they are
+            return self.chunk_nbytes
+        wire_nbytes = self.codec(codec).wire_nbytes(self.chunk_nbytes // _FP32_NBYTES)
+        return min(_MOST_IN_MEMORY * self.chunk_nbytes, self.chunk_nbytes**2 // wire_nbytes)
 
     def codec(self, name: str) -> Codec:
         """The codec of this name, with its scratch."""
@@ -73,7 +84,7 @@ class Workplace:
         numels = [numel] * 2 if choice.name == "swap" else share_out(numel, choice.shares)
         if len(self._plans) >= _PLANS_KEPT:
             self._plans.clear()
-        self._plans[asked] = found = choice, self.cut(numels, choice.routes, source.element_size())
+        self._plans[asked] = found = choice, self.cut(numels, choice.routes, source.element_size(), codec)
         return found
 
     def _choose(self, plan: str, ranks: tuple[int, ...], source: Tensor, codec: str) -> Choice:

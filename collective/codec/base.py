@@ -53,6 +53,10 @@ class Codec(Protocol):
         """
         ...
 
+    def scales(self, wire: Tensor, numel: int) -> Tensor | None:
+        """fp32 numbers in a wire form by which all that it decodes to is multiplied; None if it has none."""
+        ...
+
     def check(self, wire: Tensor, numel: int) -> None:
         """Look at a wire form of `numel` elements from another peer; its length is right already.
 

@@ -42,6 +42,9 @@ class Bf16Codec:
             rounded.clamp_(-_HIGHEST, _HIGHEST)
         return wire
 
+    def scales(self, wire: Tensor, numel: int) -> None:
+        """It has none."""
+
     def check(self, wire: Tensor, numel: int) -> None:
         """One pass over the values. Raises NotFinite."""
         index = first_non_finite(wire[: self.wire_nbytes(numel)].view(torch.bfloat16))

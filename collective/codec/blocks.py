@@ -9,6 +9,7 @@ border is a block's border and a block depends on itself only, so tiles change n
 It must not know how a block becomes codes: that is the kernel's.
 """
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -46,8 +47,11 @@ class BlockKernel(Protocol):
         """
         ...
 
-    def decode(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
-        """Write all of `out`, fp32, which begins at a multiple of 4 elements of its storage."""
+    def decode(self, codes: Tensor, out: Tensor) -> None:
+        """Write what the codes stand for where the scale is 1, to all of `out`, fp32.
+
+        `out` begins at a multiple of 4 elements of its storage.
+        """
         ...
 
 
@@ -112,9 +116,8 @@ class BlockCodec:
         numel = source.numel()
         wire = wire[: self.wire_nbytes(numel)]
         work = self._work(source.device)
-        for span, scales, codes in self._tiles(wire, numel):
-            blocks = cut(source, span).view(-1, BLOCK_NUMEL)
-            self._kernel.encode(blocks, scales, codes, cut(work, slice(0, len(scales))), BLOCK_NUMEL)
+        for scales, codes, blocks in self._tiles(wire, source):
+            self._kernel.encode(blocks, scales, codes, head(work, len(blocks)), BLOCK_NUMEL)
         rest = numel % BLOCK_NUMEL
         if rest:
             block, scale, codes = self._short_block(wire, numel)
@@ -125,59 +128,64 @@ class BlockCodec:
             codes.copy_(padded[0, : len(codes)])
         return wire
 
+    def scales(self, wire: Tensor, numel: int) -> Tensor:
+        """One for every block."""
+        return self._parts(wire, numel)[0]
+
     def check(self, wire: Tensor, numel: int) -> None:
         """Every code is good with a good scale, so the scales decide. Raises BadWire."""
-        scales_nbytes = num_blocks(numel) * _SCALE_NBYTES
-        check_scales(wire[:scales_nbytes].view(torch.float32), self._kernel.highest_scale)
+        check_scales(self.scales(wire, numel), self._kernel.highest_scale)
 
     def decode(self, wire: Tensor, out: Tensor) -> None:
         """Straight to `out`, or through scratch if its place in memory is odd."""
         is_aligned = out.storage_offset() % _ALIGNMENT_NUMEL == 0
-        for span, scales, codes in self._tiles(wire, out.numel()):
-            place = cut(out, span).view(-1, BLOCK_NUMEL)
+        for scales, codes, place in self._tiles(wire, out):
             if is_aligned:
-                self._kernel.decode(codes, scales, place)
+                self._kernel.decode(codes, place)
+                place.mul_(scales.unsqueeze(1))
             else:
-                place.copy_(self._decoded(codes, scales))
+                torch.mul(self._decoded(codes), scales.unsqueeze(1), out=place)
         rest = out.numel() % BLOCK_NUMEL
         if rest:
             out[-rest:] = self._decoded_short_block(wire, out.numel())
 
     def accumulate(self, wire: Tensor, weight: float, base: Tensor, base_weight: float, total: Tensor) -> None:
-        """Decode a tile into scratch, add it, next tile."""
-        for span, scales, codes in self._tiles(wire, total.numel()):
-            decoded = self._decoded(codes, scales).view(-1)
-            weighted_sum(cut(base, span), base_weight, decoded, weight, cut(total, span))
+        """Decode a tile into scratch, scale and add it in one pass, next tile."""
+        for scales, codes, own, place in self._tiles(wire, base, total):
+            if base_weight != 1.0:
+                own = torch.mul(own, base_weight, out=place)
+            torch.addcmul(own, self._decoded(codes), scales.unsqueeze(1), value=weight, out=place)
         rest = total.numel() % BLOCK_NUMEL
         if rest:
             decoded = self._decoded_short_block(wire, total.numel())
             weighted_sum(base[-rest:], base_weight, decoded, weight, total[-rest:])
 
-    def _decoded(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """[B, 256] in scratch, valid until the next call."""
-        decoded = cut(self._work(codes.device), slice(0, len(scales)))
-        self._kernel.decode(codes, scales, decoded)
+    def _decoded(self, codes: Tensor) -> Tensor:
+        """[B, 256] in scratch, valid until the next call; not scaled."""
+        decoded = head(self._work(codes.device), len(codes))
+        self._kernel.decode(codes, decoded)
         return decoded
 
     def _decoded_short_block(self, wire: Tensor, numel: int) -> Tensor:
         _, scale, codes = self._short_block(wire, numel)
         padded = self._padded_codes(wire.device).zero_()
         padded[0, : len(codes)] = codes
-        return self._decoded(padded, scale).view(-1)[: numel % BLOCK_NUMEL]
+        return self._decoded(padded).mul_(scale).view(-1)[: numel % BLOCK_NUMEL]
 
-    def _tiles(self, wire: Tensor, numel: int) -> list[tuple[slice, Tensor, Tensor]]:
-        """Elements, scales and codes [B, bytes] of each tile of whole blocks."""
-        scales, codes = self._parts(wire, numel)
+    def _tiles(self, wire: Tensor, *values: Tensor) -> Iterable[tuple[Tensor, ...]]:
+        """Of each tile of whole blocks the scales [B], the codes [B, bytes], and [B, 256] of each of `values`."""
+        numel = values[0].numel()
         whole = numel // BLOCK_NUMEL
-        step = _TILE_BLOCKS if wire.device.type == "cpu" else _TILE_BLOCKS_ACCELERATOR
+        if not whole:
+            return ()
+        scales, codes = self._parts(wire, numel)
         nbytes = self._block_code_nbytes
-        tiles = []
-        for first in range(0, whole, step):
-            last = min(first + step, whole)
-            tile_codes = cut(codes, slice(first * nbytes, last * nbytes)).view(-1, nbytes)
-            span = slice(first * BLOCK_NUMEL, last * BLOCK_NUMEL)
-            tiles.append((span, cut(scales, slice(first, last)), tile_codes))
-        return tiles
+        columns = [head(scales, whole), head(codes, whole * nbytes).view(whole, nbytes)]
+        columns += [head(tensor, whole * BLOCK_NUMEL).view(whole, BLOCK_NUMEL) for tensor in values]
+        step = _tile_blocks(wire.device)
+        return (
+            zip(*(torch.split(column, step) for column in columns), strict=True) if whole > step else (tuple(columns),)
+        )
 
     def _parts(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         scales_nbytes = num_blocks(numel) * _SCALE_NBYTES
@@ -193,10 +201,13 @@ class BlockCodec:
         return self._scratch.rows("codes", device, torch.uint8, 1, self._block_code_nbytes)
 
     def _work(self, device: torch.device) -> Tensor:
-        step = _TILE_BLOCKS if device.type == "cpu" else _TILE_BLOCKS_ACCELERATOR
-        return self._scratch.rows("work", device, torch.float32, step, BLOCK_NUMEL)
+        return self._scratch.rows("work", device, torch.float32, _tile_blocks(device), BLOCK_NUMEL)
 
 
-def cut(tensor: Tensor, span: slice) -> Tensor:
-    """`tensor[span]` of the first dimension; cutting costs more than a microsecond, so not if that is all of it."""
-    return tensor if span.start == 0 and span.stop == len(tensor) else tensor[span]
+def _tile_blocks(device: torch.device) -> int:
+    return _TILE_BLOCKS if device.type == "cpu" else _TILE_BLOCKS_ACCELERATOR
+
+
+def head(tensor: Tensor, count: int) -> Tensor:
+    """The first `count`; cutting costs more than a microsecond, so not if that is all of it."""
+    return tensor if count == tensor.shape[0] else tensor[:count]

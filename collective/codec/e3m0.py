@@ -80,14 +80,13 @@ class E3M0Kernel:
         levels.bitwise_or_(pairs).bitwise_or_(torch.bitwise_right_shift(pairs, _TO_SIGN_OF_SECOND, out=shifted))
         codes.copy_(levels)  # the low byte
 
-    def decode(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
-        """Two values a look-up, then one product an element."""
+    def decode(self, codes: Tensor, out: Tensor) -> None:
+        """Two values a look-up."""
         index = self._take("index", codes, torch.int32, BLOCK_NUMEL // 2).copy_(codes)
         table = self._tables.get(codes.device)
         if table is None:
             table = self._tables[codes.device] = _pairs_by_byte().to(codes.device)
         torch.index_select(table, 0, index.view(-1), out=out.view(-1).view(torch.complex64))
-        out.mul_(scales.unsqueeze(1))
 
     def _take(self, name: str, like: Tensor, dtype: torch.dtype, width: int) -> Tensor:
         return self._scratch.rows(name, like.device, dtype, len(like), width)

@@ -26,6 +26,9 @@ class RawCodec:
         """Return `source` seen as bytes; `wire` is not touched."""
         return source.view(torch.uint8)
 
+    def scales(self, wire: Tensor, numel: int) -> None:
+        """It has none."""
+
     def check(self, wire: Tensor, numel: int) -> None:  # noqa: ARG002 - the wire form ends where it ends
         """One pass over the values; see first_non_finite."""
         index = first_non_finite(wire.view(torch.float32))

@@ -85,9 +85,13 @@ class TopKCodec:
         wire[indices_end:end] = 0
         return wire[:end]
 
+    def scales(self, wire: Tensor, numel: int) -> Tensor:
+        """The levels of every chunk, lower and upper."""
+        return wire[: self._bounds(numel)[0]].view(torch.float32)
+
     def check(self, wire: Tensor, numel: int) -> None:
         """Levels and indices. Raises BadWire."""
-        check_scales(self._levels(wire, numel).view(-1), torch.finfo(torch.float32).max)
+        check_scales(self.scales(wire, numel), torch.finfo(torch.float32).max)
         self._places(wire, numel)
 
     def decode(self, wire: Tensor, out: Tensor) -> None:
@@ -164,7 +168,7 @@ class TopKCodec:
     # ------------------------------------------------------------------------------------------ and back
 
     def _levels(self, wire: Tensor, numel: int) -> Tensor:
-        return wire[: self._bounds(numel)[0]].view(torch.float32).view(-(-numel // CHUNK_NUMEL), 2)
+        return self.scales(wire, numel).view(-(-numel // CHUNK_NUMEL), 2)
 
     def _places(self, wire: Tensor, numel: int) -> Tensor:
         """Places [K] int64, rising and below `numel`. Raises BadWire."""

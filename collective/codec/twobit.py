@@ -99,14 +99,13 @@ class TwoBitKernel:
         if scales.amin().item() == 0.0:
             codes.masked_fill_((scales == 0.0).unsqueeze(1), 0)  # no sign, hence no -0.0
 
-    def decode(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
-        """Four values a look-up, then one product an element."""
+    def decode(self, codes: Tensor, out: Tensor) -> None:
+        """Four values a look-up."""
         index = self._take("index", codes, torch.int32, BLOCK_NUMEL // 4).copy_(codes)
         table = self._tables.get(codes.device)
         if table is None:
             table = self._tables[codes.device] = _quadruples_by_byte().to(codes.device)
         torch.index_select(table, 0, index.view(-1), out=out.view(-1).view(torch.complex128))
-        out.mul_(scales.unsqueeze(1))
 
     def _take(self, name: str, like: Tensor, dtype: torch.dtype, width: int) -> Tensor:
         return self._scratch.rows(name, like.device, dtype, len(like), width)

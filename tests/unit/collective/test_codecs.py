@@ -292,6 +292,23 @@ def test_accumulate_is_decode_then_add(name, numel, base_weight, in_place):
     torch.testing.assert_close(total, expected)
 
 
+@pytest.mark.parametrize("name", [name for name in codec_names() if name not in ("raw", "bf16")])
+@pytest.mark.parametrize("numel", [0, 1, 257, 300_001])
+def test_what_is_decoded_is_in_proportion_to_the_scales(name, numel):
+    codec = codec_named(name)
+    wire = wire_of(codec, gaussian(numel))
+    expected = 0.25 * decoded(codec, wire, numel)
+    codec.scales(wire, numel).div_(4.0)
+    codec.check(wire, numel)
+    assert torch.equal(decoded(codec, wire, numel), expected)
+
+
+@pytest.mark.parametrize("name", ["raw", "bf16"])
+def test_numbers_that_travel_as_numbers_have_no_scales(name):
+    codec = codec_named(name)
+    assert codec.scales(wire_of(codec, gaussian(300)), 300) is None
+
+
 @pytest.mark.parametrize("name", codec_names())
 def test_memory_that_is_longer_than_the_wire_form_is_left_alone(name):
     codec = codec_named(name)

@@ -88,6 +88,21 @@ async def test_weights_count_and_no_weight_at_all_gives_zeros(sites_running):
     assert stats[0].weight_sum == 0.0
 
 
+@pytest.mark.parametrize("codec", ["bf16", "int8", "topk:4096"])
+@pytest.mark.parametrize("weights", [(1.0, 3.0), (0.125, 0.25), (5e8, 1e9), (1e-30, 1e-30), (1e19, 1e19)])
+async def test_a_mean_in_a_codec_is_right_whatever_the_weights_sum_to(sites_running, codec, weights):
+    numbers = (1.0, 4.0)  # of which every codec here keeps what it is given
+    async with sites_running(2) as sites:
+        outs = [torch.empty(5000) for _ in sites]
+        posted = [
+            site.mean(torch.full((5000,), number), out=out, weight=weight, codec=codec)
+            for site, number, out, weight in zip(sites, numbers, outs, weights, strict=True)
+        ]
+        await asyncio.gather(*posted)
+    mean = sum(number * weight for number, weight in zip(numbers, weights, strict=True)) / sum(weights)
+    assert all(torch.allclose(out, torch.full((5000,), mean), rtol=1e-2) for out in outs)
+
+
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 async def test_what_is_recorded_replays_to_the_same_bits(sites_running, codec, world_size):

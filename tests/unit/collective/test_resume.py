@@ -8,7 +8,7 @@ import torch
 from collective import OperationAborted
 
 NUMEL = 2_000_000
-CHUNK = 64 << 10
+CHUNK = 16 << 10
 
 
 async def aborted_half_way(sites, tensors, outs, view_of, until, codec, first_records):
@@ -23,7 +23,7 @@ async def aborted_half_way(sites, tensors, outs, view_of, until, codec, first_re
         )
         for rank, (site, x, out) in enumerate(zip(sites, tensors, outs, strict=True))
     ]
-    await until(lambda: all(len(records) >= NUMEL * 4 // CHUNK // 4 for records in first_records))
+    await until(lambda: all(sum(numel for _, numel, _ in records) >= NUMEL // 4 for records in first_records))
     for site in sites:
         await site.communicator.install(view_of(sites, epoch=2))
     results = await asyncio.gather(*works, return_exceptions=True)
