@@ -113,6 +113,8 @@ class Scratch:
     def rows(self, name: str, device: torch.device, dtype: torch.dtype, num_rows: int, width: int) -> Tensor:
         """[num_rows, width]; a name always has the same dtype and width. What it holds is anybody's."""
         tensor = self._tensors.get((name, device))
-        if tensor is None or len(tensor) < num_rows:
+        known = 0 if tensor is None else tensor.shape[0]  # `len` of a tensor is Python, and slower
+        if tensor is None or known < num_rows:
             tensor = self._tensors[name, device] = torch.empty(num_rows, width, dtype=dtype, device=device)
-        return tensor if len(tensor) == num_rows else tensor[:num_rows]
+            known = num_rows
+        return tensor if known == num_rows else tensor[:num_rows]

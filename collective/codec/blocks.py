@@ -42,8 +42,7 @@ class BlockKernel(Protocol):
     def encode(self, source: Tensor, scales: Tensor, codes: Tensor, work: Tensor, block_numel: int) -> None:
         """Write `scales` and `codes`; spoils `work`, fp32. Of each block `block_numel` elements count, the rest are 0.
 
-        Raises:
-            NotFinite: `source` holds NaN or infinity.
+        NaN or infinity in a block must make its scale so, whatever its codes; a scale may be above `highest_scale`.
         """
         ...
 
@@ -68,28 +67,18 @@ def largest_magnitudes(blocks: Tensor, largest: Tensor) -> None:
     torch.maximum(largest, torch.amin(blocks, 1).neg_(), out=largest)
 
 
-def settle_scales(scales: Tensor, numerator: Tensor, highest: float) -> Tensor:
-    """Set scales up to TINY to +0.0 and those above `highest` to that. Few operations: each costs microseconds.
+def settle_scales(scales: Tensor, numerator: Tensor) -> Tensor:
+    """Set scales up to TINY to +0.0. Few operations: each costs microseconds.
 
     Args:
         scales: [B], not negative.
         numerator: fp32 without dimensions.
-        highest: an fp32.
 
     Returns:
-        `numerator / scale` [B, 1], of scales before they were cut down to `highest`; 0 where the scale is 0.
-
-    Raises:
-        NotFinite: a scale is NaN or infinity.
+        `numerator / scale` [B, 1]; 0 where the scale is 0.
     """
     torch.threshold_(scales, TINY, 0.0)
-    total = scales.sum().item()
-    inverse = torch.div(numerator, scales).nan_to_num_(nan=0.0, posinf=0.0).unsqueeze_(1)
-    if not total <= highest:
-        if first_non_finite(scales) is not None:
-            raise NotFinite("a block holds NaN or infinity")
-        scales.clamp_(max=highest)
-    return inverse
+    return torch.div(numerator, scales).nan_to_num_(nan=0.0, posinf=0.0).unsqueeze_(1)
 
 
 class BlockCodec:
@@ -117,7 +106,7 @@ class BlockCodec:
         wire = wire[: self.wire_nbytes(numel)]
         work = self._work(source.device)
         for scales, codes, blocks in self._tiles(wire, source):
-            self._kernel.encode(blocks, scales, codes, head(work, len(blocks)), BLOCK_NUMEL)
+            self._kernel.encode(blocks, scales, codes, head(work, blocks.shape[0]), BLOCK_NUMEL)
         rest = numel % BLOCK_NUMEL
         if rest:
             block, scale, codes = self._short_block(wire, numel)
@@ -126,7 +115,15 @@ class BlockCodec:
             padded = self._padded_codes(source.device)
             self._kernel.encode(block, scale, padded, work[:1], rest)
             codes.copy_(padded[0, : len(codes)])
+        self._look_at(self.scales(wire, numel))
         return wire
+
+    def _look_at(self, scales: Tensor) -> None:
+        """Once for all tiles: no scale is NaN or infinity (else NotFinite), and none is too large."""
+        if not scales.sum().item() <= self._kernel.highest_scale:
+            if first_non_finite(scales) is not None:
+                raise NotFinite("a block holds NaN or infinity")
+            scales.clamp_(max=self._kernel.highest_scale)
 
     def scales(self, wire: Tensor, numel: int) -> Tensor:
         """One for every block."""
@@ -162,7 +159,7 @@ class BlockCodec:
 
     def _decoded(self, codes: Tensor) -> Tensor:
         """[B, 256] in scratch, valid until the next call; not scaled."""
-        decoded = head(self._work(codes.device), len(codes))
+        decoded = head(self._work(codes.device), codes.shape[0])
         self._kernel.decode(codes, decoded)
         return decoded
 
@@ -183,9 +180,8 @@ class BlockCodec:
         columns = [head(scales, whole), head(codes, whole * nbytes).view(whole, nbytes)]
         columns += [head(tensor, whole * BLOCK_NUMEL).view(whole, BLOCK_NUMEL) for tensor in values]
         step = _tile_blocks(wire.device)
-        return (
-            zip(*(torch.split(column, step) for column in columns), strict=True) if whole > step else (tuple(columns),)
-        )
+        borders = tuple(range(step, whole, step))
+        return zip(*(column.tensor_split(borders) for column in columns), strict=True) if borders else (tuple(columns),)
 
     def _parts(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         scales_nbytes = num_blocks(numel) * _SCALE_NBYTES

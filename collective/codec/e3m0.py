@@ -66,7 +66,7 @@ class E3M0Kernel:
     def encode(self, source: Tensor, scales: Tensor, codes: Tensor, work: Tensor, block_numel: int) -> None:  # noqa: ARG002
         """To fp16, to sign and level in a byte, two of those to one byte."""
         largest_magnitudes(source, scales)
-        inverse = settle_scales(scales, _TOP, self.highest_scale)
+        inverse = settle_scales(scales, _TOP)
         torch.mul(source, inverse, out=work)
         # From here on the elements are 2 bytes, then 1, and each step costs a fraction of those above.
         bits = self._take("halves", source, torch.float16, BLOCK_NUMEL).copy_(work).view(torch.int16)

@@ -29,7 +29,7 @@ class Int8Kernel:
     def encode(self, source: Tensor, scales: Tensor, codes: Tensor, work: Tensor, block_numel: int) -> None:  # noqa: ARG002
         """Scales, then products with their inverses, rounded."""
         largest_magnitudes(source, scales)
-        inverse = settle_scales(scales.div_(_LEVELS), _ONE, self.highest_scale)
+        inverse = settle_scales(scales.div_(_LEVELS), _ONE)
         torch.mul(source, inverse, out=work)
         codes.view(torch.int8).copy_(work.round_())
 

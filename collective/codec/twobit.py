@@ -89,7 +89,7 @@ class TwoBitKernel:
     def encode(self, source: Tensor, scales: Tensor, codes: Tensor, work: Tensor, block_numel: int) -> None:
         """To fp16, whose highest two bits are the code; four of those to one byte."""
         _write_means(source, scales, work, block_numel)
-        inverse = settle_scales(scales.clamp_(max=self.highest_scale), _TWO_BY_THRESHOLD, self.highest_scale)
+        inverse = settle_scales(scales.clamp_(max=self.highest_scale), _TWO_BY_THRESHOLD)
         torch.mul(source, inverse, out=work)
         # What overflows fp16 is infinity, and that is large.
         bits = self._take("halves", source, torch.float16, BLOCK_NUMEL).copy_(work).view(torch.int16)
