@@ -32,7 +32,8 @@ from collective.notices import AbortNotice, Opening
 from collective.standalone import open_communicator, peer_id_of, view_of
 from collective.supervision import Patience
 from collective.transport.hello import Hello, HelloReply, Purpose, decode
-from collective.transport.shared_memory import SharedSocket, make_offering, take_offer
+from collective.transport.shared_memory import make_offering, take_offer
+from collective.transport.shared_socket import SharedSocket
 from collective.wire import (
     BEFORE_HELLO,
     BEFORE_REPLY,
@@ -199,11 +200,13 @@ class Attack:
         for sock in (ours, theirs):
             sock.setblocking(False)
         offering = make_offering() if self._rng.random() < 0.5 else None
-        memory = None if offering is None else take_offer(offering.offer)
-        if offering is not None and memory is not None:
+        if offering is not None:
+            memory = take_offer(offering.offer)
+            offering.close()
+            if memory is None:
+                raise RuntimeError("a process cannot reach its own memory: is /proc mounted?")
             ours = SharedSocket(ours, offering.memory, is_dialler=True)
             theirs = SharedSocket(theirs, memory, is_dialler=False)
-            offering.close()
         hello = Hello(
             protocol_version=PROTOCOL_VERSION,
             run_id="",

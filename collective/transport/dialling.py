@@ -12,7 +12,8 @@ from collective.core.types import PeerId
 from collective.errors import ConnectionLost, PeerUnreachable, SecurityRefused
 from collective.transport.hello import Hello, HelloReply, Purpose, introduce
 from collective.transport.security import DialSecurity, name_mismatch
-from collective.transport.shared_memory import SharedSocket, make_offering
+from collective.transport.shared_memory import make_offering
+from collective.transport.shared_socket import SharedSocket
 from collective.transport.sockets import EncryptionFailed, SocketOptions, dial, is_loopback, lost
 
 

@@ -23,7 +23,8 @@ from collective.transport.accept_limit import AcceptLimiter, Attempt
 from collective.transport.channel import Channel
 from collective.transport.hello import REFUSED_EXIT_CODE, Hello, HelloReply, Purpose, read_hello, send_reply
 from collective.transport.security import Security, name_mismatch
-from collective.transport.shared_memory import SharedSocket, take_offer
+from collective.transport.shared_memory import take_offer
+from collective.transport.shared_socket import SharedSocket
 from collective.transport.sockets import SocketOptions, bind, fit_to_path, is_loopback, join_address, lost, tune
 from collective.transport.tls import TLS_HANDSHAKE_RECORD, TlsSocket
 from collective.wire import PROTOCOL_VERSION

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from collective.memory import Scratch
 from collective.transport.link import Link
-from collective.transport.shared_memory import SharedSocket, copy_bytes
+from collective.transport.shared_socket import SharedSocket, copy_bytes
 from collective.wire import HEADER_NBYTES, Frame, Limits, whole_frame
 
 

@@ -13,7 +13,7 @@ from collective.errors import HandshakeRefused, OperationAborted
 from collective.options import BulkOptions
 from collective.transport import Hello, HelloReply, Listener, Purpose
 from collective.transport.dialling import open_connection
-from collective.transport.shared_memory import SharedSocket
+from collective.transport.shared_socket import SharedSocket
 from collective.transport.sockets import SocketOptions
 from collective.wire import PROTOCOL_VERSION
 from tests.unit.collective.conftest import QUICK, num_descriptors, num_mapped
