@@ -62,6 +62,11 @@ class Bundle:
     def is_whole(self) -> bool:
         return len(self.links) >= self.peer.options.num_streams
 
+    @property
+    def was_met(self) -> bool:
+        """Whether the peer knows that we were connected."""
+        return self.was_connected and (self.is_dialler or self.heard > 0)
+
     # ------------------------------------------------------------------------ sending
 
     def pump(self) -> None:
@@ -141,6 +146,11 @@ class Bundle:
         self.links.clear()
 
     # ------------------------------------------------------------------------ repair
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether an attempt has failed, and the next one has not begun."""
+        return self._is_repairing and not self._awaited
 
     def repair(self) -> None:
         """Make missing streams anew until all are there, the peer refuses, or no round needs them."""

@@ -207,6 +207,9 @@ class Network:
         is_gone = peer.start_number != end.bundle.start
         if is_gone or self.is_cut(link.ends[1].site, end.site) or not link.ends[1].is_up:
             self.world.after(self.world.rng.uniform(*KEEPALIVE_S), "half open", self.lose, link, link.ends[1])
+        elif not end.bundle.is_awaiting(link.stream, attempt):  # the kernel says so, whatever the process does
+            latency_s = self.latency_s(end.site, link.ends[1].site)
+            self.world.after(latency_s, "given up", self.lose, link, link.ends[1])
         else:
             peer.run(end.bundle.start, self._attach_dialled, link, attempt)
 

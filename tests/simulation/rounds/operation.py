@@ -159,7 +159,7 @@ class Operation:
             assert bundle is not None
             if not bundle.is_whole and self.concerns(rank):
                 since = broken_since[rank] = self._broken_since.get(rank, now)
-                grace_s = REDIAL_S + 8 * bundle.round_trip_s if bundle.was_connected else FIRST_CONTACT_S
+                grace_s = REDIAL_S + 8 * bundle.round_trip_s if bundle.was_met else FIRST_CONTACT_S
                 if (bundle.is_refused and bundle.was_connected) or now - since > grace_s:
                     lost.append(rank)
                 bundle.repair()

@@ -11,7 +11,7 @@ from collective.core.types import Epoch, OuterStep, RoundKey
 from tests.simulation.rounds.checker import CUT_IS_FOUND_S, MARGIN_S
 from tests.simulation.rounds.network import End, Link, Network
 from tests.simulation.rounds.operation import Operation
-from tests.simulation.rounds.options import PLANS, ROUND_S, SILENCE_S, RoundOptions
+from tests.simulation.rounds.options import DIAL_TIMEOUT_S, PLANS, ROUND_S, SILENCE_S, RoundOptions
 from tests.simulation.rounds.parts import RoundParts
 from tests.simulation.rounds.peer import Peer
 from tests.simulation.rounds.simulator import RoundSimulator
@@ -181,6 +181,18 @@ def test_that_loss_is_found_only_at_the_deadline_where_nobody_says_what_has_ende
     lose_the_last_results(stage)
     with pytest.raises(Violation, match="stuck"):
         stage.until_committed(1, within_s=2 * ROUND_S)
+
+
+def test_dial_that_was_given_up_before_it_was_taken_was_no_contact() -> None:
+    """Found by a benchmark: the acceptor was busy, then took what the dialler, busy itself by then, had closed."""
+    stage = Stage(2, num_streams=1)
+    dialler, acceptor = stage.peers
+    stage.until(lambda: bool(dialler.rounds), 1.0)
+    acceptor.pause(DIAL_TIMEOUT_S + 0.2)
+    stage.until(lambda: any(bundle.is_pausing for bundle in dialler.bundles.values()), DIAL_TIMEOUT_S + 0.1)
+    dialler.pause(1.5)
+    stage.until_committed(1, within_s=3.0)
+    assert stage.sim.checker.counters["suspicions"] == 0
 
 
 def test_member_of_which_only_the_opening_is_missing_is_waited_for_by_name() -> None:
