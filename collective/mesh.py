@@ -86,11 +86,13 @@ class Mesh:
 
         Whoever comes from an older view than the last one may have been left out meanwhile: the others have dropped
         its links then. Where the line was cut, it hears of that only when it sends again, seconds after it was healed,
-        and the others wait for its call. So it calls anew.
+        and the others wait for its call. So it calls anew, and waits for theirs as for those of peers never met.
         """
         if self.view is not None and view.epoch > self.view.epoch + 1:
-            for ref in [ref for ref, bundle in self.bundles.items() if bundle.is_dialler]:
-                self.drop(ref)
+            for ref, bundle in list(self.bundles.items()):
+                bundle.is_met = False
+                if bundle.is_dialler:
+                    self.drop(ref)
         former = {member.ref for member in self.view.members} if self.view else set()
         members = {member.ref for member in view.members}
         newest = {member.peer_id: member.incarnation for member in view.members}

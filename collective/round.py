@@ -289,6 +289,7 @@ class Round:
                 return
             held = int.from_bytes(opening.held, "little")
         self._take_weight(rank, header.weight)
+        self._outbox.bundle(rank).is_met = True
         self._run(self.machine.handle(PeerOpened(rank, held)))
         if self._on_opened is not None:
             self._on_opened(rank)

@@ -104,7 +104,7 @@ def _suspect_the_lost(
     for rank, (bundle, since) in broken_since.items():
         if bundle.is_whole or not round_.concerns(rank):
             continue
-        grace_s = patience.redial_s + 8 * bundle.round_trip_s if bundle.was_met else patience.first_contact_s
+        grace_s = patience.redial_s + 8 * bundle.round_trip_s if bundle.is_met else patience.first_contact_s
         if (bundle.is_refused and bundle.was_connected) or now - since > grace_s:
             lost.append(rank)
     if lost:

@@ -147,7 +147,10 @@ class BlockCodec:
             out[-rest:] = self._decoded_short_block(wire, out.numel())
 
     def accumulate(self, wire: Tensor, weight: float, base: Tensor, base_weight: float, total: Tensor) -> None:
-        """Decode a tile into scratch, scale and add it in one pass, next tile."""
+        """Decode a tile into scratch, scale and add it in one pass, next tile.
+
+        Processors may round that once or twice; one member makes a sum, and all get its bytes.
+        """
         for scales, codes, own, place in self._tiles(wire, base, total):
             if base_weight != 1.0:
                 own = torch.mul(own, base_weight, out=place)

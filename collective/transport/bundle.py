@@ -103,6 +103,11 @@ class Bundle:
         self.is_dialler = is_dialler
         self.address: str | None = None  # known once a view names the peer
         self.closed = False
+        self.is_met = False
+        """Whether it has answered our dial, or opened a round with us: a connection that we took alone says little.
+
+        Its dialler may have given it up while we were busy, or while the line was cut.
+        """
         self.has_lost = False
         """Whether a stream ever broke: what was on it may be lost."""
         self.round_trip_s = 0.0
@@ -150,11 +155,6 @@ class Bundle:
     def was_connected(self) -> bool:
         """Whether any stream was ever up."""
         return bool(self._seen_streams)
-
-    @property
-    def was_met(self) -> bool:
-        """Whether the peer knows that too: a dialler may have given up, while we were busy, what we took later."""
-        return self.was_connected and (self.is_dialler or self.heard() > 0)
 
     @property
     def bytes_sent(self) -> int:
@@ -276,6 +276,7 @@ class Bundle:
             self.num_streams = max(self.num_streams, streams_for(self.round_trip_s, self._control))
         if self._pace is not None:
             link.pace(self._pace / self._num_used)
+        self.is_met |= self.is_dialler
         self._redial.found()
         if stream in self._seen_streams:
             self._owner.on_renewed(self)

@@ -45,7 +45,7 @@ class Bundle:
         self.peer, self.peer_ref, self.start = peer, peer.ref, peer.start_number
         self.ref = ref
         self.is_dialler = peer.peer_id < ref.peer_id
-        self.closed = self.is_refused = self.was_connected = False
+        self.closed = self.is_refused = self.was_connected = self.is_met = False
         self.heard = self.moved = 0
         self.round_trip_s = 0.0
         self.notices: deque[Outgoing] = deque()
@@ -61,11 +61,6 @@ class Bundle:
     @property
     def is_whole(self) -> bool:
         return len(self.links) >= self.peer.options.num_streams
-
-    @property
-    def was_met(self) -> bool:
-        """Whether the peer knows that we were connected."""
-        return self.was_connected and (self.is_dialler or self.heard > 0)
 
     # ------------------------------------------------------------------------ sending
 
@@ -133,6 +128,7 @@ class Bundle:
         self.round_trip_s = max(self.round_trip_s, self.peer.network.latency_s(self.ref.peer_id, self.peer.peer_id) * 2)
         self.is_refused = self._has_looked = False
         self.was_connected = True
+        self.is_met |= self.is_dialler
         if link.stream in self._seen_streams:
             self.peer.on_renewed(self)
         self._seen_streams.add(link.stream)

@@ -89,6 +89,7 @@ class Operation:
         try:
             if frame.kind == OPEN:
                 self._untold.discard(rank)
+                self._bundle(rank).is_met = True
                 effects = self.machine.handle(PeerOpened(rank, frame.held))
             elif frame.kind == PART:
                 effects = self.machine.handle(ContributionArrived(rank, frame.chunk))
@@ -159,7 +160,7 @@ class Operation:
             assert bundle is not None
             if not bundle.is_whole and self.concerns(rank):
                 since = broken_since[rank] = self._broken_since.get(rank, now)
-                grace_s = REDIAL_S + 8 * bundle.round_trip_s if bundle.was_met else FIRST_CONTACT_S
+                grace_s = REDIAL_S + 8 * bundle.round_trip_s if bundle.is_met else FIRST_CONTACT_S
                 if (bundle.is_refused and bundle.was_connected) or now - since > grace_s:
                     lost.append(rank)
                 bundle.repair()

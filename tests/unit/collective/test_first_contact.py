@@ -2,9 +2,10 @@
 
 import asyncio
 
+import pytest
 import torch
 
-from collective import BulkOptions
+from collective import BulkOptions, OperationAborted
 from collective.standalone import open_communicator, peer_id_of, view_of
 from collective.supervision import Patience
 from collective.transport import SocketOptions
@@ -38,3 +39,23 @@ async def test_a_dial_that_was_given_up_before_it_was_taken_was_no_contact(bulk_
         await asyncio.wait([waiting], timeout=6 * REDIAL_S)
         await late.install(view)
         await asyncio.gather(waiting, late.all_reduce(late.key(1), torch.ones(8), op="mean"))
+
+
+@pytest.mark.parametrize(("epoch", "is_patient"), [(2, False), (3, True)])
+async def test_who_missed_a_view_waits_for_a_new_call_of_peers_whose_old_connection_ends(epoch, is_patient):
+    """A healed line may need a second until calls get through; what was connected before it was cut ends meanwhile."""
+    async with open_communicator(0, options=OPTIONS) as calling, open_communicator(1, options=OPTIONS) as healed:
+        addresses = [calling.address, healed.address]
+        await asyncio.gather(*(each.install(view_of(1, addresses)) for each in (calling, healed)))
+        await asyncio.gather(*(each.all_reduce(each.key(1), torch.ones(8), op="mean") for each in (calling, healed)))
+        await healed.install(view_of(epoch, addresses))
+        (bundle,) = calling._mesh.bundles.values()
+        calling._mesh.drop(bundle.peer)
+        waiting = asyncio.ensure_future(healed.all_reduce(healed.key(2), torch.ones(8), op="mean"))
+        await asyncio.wait([waiting], timeout=10 * REDIAL_S)
+        if is_patient:
+            await calling.install(view_of(epoch, addresses))
+            await asyncio.gather(waiting, calling.all_reduce(calling.key(2), torch.ones(8), op="mean"))
+        else:
+            with pytest.raises(OperationAborted, match="connection lost"):
+                await waiting
