@@ -1,9 +1,9 @@
 """Deadlines of one running round: who is gone, who stands still, when it is over anyway.
 
 Rules: every round ends. A member is a suspect when its connection broke and cannot be made anew within a short grace
-(at once if its host refuses), when it has opened the round and then stands still (core/progress.py), or when the
-round's own deadline passes. A member that has not opened is still computing: no suspect, as long as it is connected.
-Whoever needs a broken connection repairs it from here, so every dial has an owner.
+(longer before we have met; at once if its host refuses), when it has opened the round and then stands still
+(core/progress.py), or when the round's own deadline passes. A member that has not opened is still computing: no
+suspect, as long as it is connected. Whoever needs a broken connection repairs it from here, so every dial has an owner.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ class Patience:
     redial_s: float = 0.3
     """For a connection that broke. Eight round trips are added, so that far peers get their chance."""
     first_contact_s: float = 5.0
-    """For a connection that was never used, as in the first moments of a run."""
+    """For one to a peer that we have not met (Bundle.is_met), as in the first moments of a run."""
     round_s: float = 1800.0
     """For the whole round, members that are still computing included."""
 

@@ -74,7 +74,7 @@ ON_STATE: Limits = {
 
 
 def on_bulk(chunk_nbytes: int) -> Limits:
-    """Limits of a bulk connection whose chunks have at most `chunk_nbytes` in fp32; no codec makes them longer."""
+    """Limits of a bulk connection whose chunks have at most `chunk_nbytes` on the wire, in whatever codec."""
     return {
         FrameType.OPEN: 4 << 10,
         FrameType.ABORT: 4 << 10,

@@ -30,15 +30,20 @@ def pair_of_tcp():
     return here, there
 
 
-@pytest.fixture
-def pair():
-    """Both ends of one connection, in one process."""
+def memory_of_both():
     offering = make_offering()
     theirs = take_offer(offering.offer)
     offering.close()
+    return offering.memory, theirs
+
+
+@pytest.fixture
+def pair():
+    """Both ends of one connection, in one process."""
+    ours, theirs = memory_of_both()
     here, there = pair_of_tcp()
     with (
-        contextlib.closing(SharedSocket(here, offering.memory, is_dialler=True)) as dialler,
+        contextlib.closing(SharedSocket(here, ours, is_dialler=True)) as dialler,
         contextlib.closing(SharedSocket(there, theirs, is_dialler=False)) as acceptor,
     ):
         yield dialler, acceptor
@@ -61,12 +66,10 @@ class Ringer:
 @pytest.fixture
 def ringer():
     """One end of a connection, and a ringer."""
-    offering = make_offering()
-    theirs = take_offer(offering.offer)
-    offering.close()
+    ours, theirs = memory_of_both()
     here, there = pair_of_tcp()
     with (
-        contextlib.closing(SharedSocket(here, offering.memory, is_dialler=True)) as sock,
+        contextlib.closing(SharedSocket(here, ours, is_dialler=True)) as sock,
         contextlib.closing(Ringer(theirs, there)) as ringer,
     ):
         yield sock, ringer
