@@ -1,9 +1,10 @@
 """Deadlines of one running round: who is gone, who stands still, when it is over anyway.
 
 Rules: every round ends. A member is a suspect when its connection broke and cannot be made anew within a short grace
-(longer before we have met; at once if its host refuses), when it has opened the round and then stands still
-(core/progress.py), or when the round's own deadline passes. A member that has not opened is still computing: no
-suspect, as long as it is connected. Whoever needs a broken connection repairs it from here, so every dial has an owner.
+(longer before we have met; at once if its host refuses), when its host does not answer any more, when it has opened the
+round and then stands still (core/progress.py), or when the round's own deadline passes. A member that has not opened is
+still computing: no suspect, as long as its host is there. Whoever needs a broken connection repairs it from here, so
+every dial has an owner.
 """
 
 import asyncio
@@ -82,7 +83,8 @@ async def supervise(round_: Round, patience: Patience, deadline_s: float, meter:
                 round_.suspect(round_.waiting_for(), f"not finished in {deadline_s:g} s")
                 break
             _suspect_the_lost(round_, broken_since, patience, now)
-            _suspect_the_stalled(round_, watches, now, late_s)
+            # Signs of life come meanwhile all the same: a pause that is shorter than between two of them hides none.
+            _suspect_the_stalled(round_, watches, now, late_s if late_s > sign_every_s else 0.0)
         for task in repairs.values():
             task.cancel()
 
@@ -112,15 +114,24 @@ def _suspect_the_lost(
 
 
 def _suspect_the_stalled(
-    round_: Round, watches: dict[int, tuple[Bundle, ProgressWatch]], now: float, late_s: float
+    round_: Round, watches: dict[int, tuple[Bundle, ProgressWatch]], now: float, paused_s: float
 ) -> None:
-    stalled = []
+    cut_off, stalled = [], []
     for rank, (bundle, watch) in watches.items():
-        watch.forgive(late_s)
+        watch.forgive(paused_s)
         watch.observe(
-            heard=bundle.heard(), moved=bundle.moved(), chunk_s=bundle.chunk_s, owes_now=round_.owes_now(rank), now=now
+            heard=bundle.heard(),
+            moved=bundle.moved(),
+            host_silent_s=bundle.host_silent_s(),
+            chunk_s=bundle.chunk_s,
+            owes_now=round_.owes_now(rank),
+            now=now,
         )
-        if watch.is_stalled(now, owes=round_.concerns(rank) and round_.machine.has_opened(rank)):
+        if round_.concerns(rank) and watch.is_cut_off(now):
+            cut_off.append(rank)
+        elif watch.is_stalled(now, owes=round_.concerns(rank) and round_.machine.has_opened(rank)):
             stalled.append(rank)
+    if cut_off:
+        round_.suspect(cut_off, "its host does not answer")
     if stalled:
         round_.suspect(stalled, "no byte moved for too long")

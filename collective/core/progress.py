@@ -1,13 +1,14 @@
 """Who stands still? A pure watch over counters that only grow while bytes move.
 
-Two questions, since a member that is well may have nothing to send: what it owes may depend on a third one. Is it
-there: members send signs of life while they are in a round, so one from which nothing at all comes is gone or hung (a
-hung peer's kernel goes on acknowledging). Does it move: where it owes what depends on nobody else, or has not taken
-what we sent, bytes of the round must get through, and signs of life do not count. Only time in which it owed
-counts: two that have waited for a third one have moved nothing for long, and then owe each other a chunk at once.
+Three questions. Is its host there: what we send, signs of life too, is acknowledged by its kernel, also while its
+process computes or hangs; so whoever is cut off is found, whatever it was at. The other two are for members in the
+round. Is it there: they send signs of life, so one from which nothing at all comes is gone or hung. Does it move: where
+it owes what depends on nobody else, or has not taken what we sent, bytes of the round must get through, and signs of
+life do not count. (What else it owes may depend on a third one.) Only time in which it owed counts: two that have
+waited for a third one have moved nothing for long, and then owe each other a chunk at once.
 
-Rules: a member that has not opened the round is still computing, which is not ours to judge. The limit follows the
-measured chunk time of a slow link, never below a floor.
+Rules: whether a member that has not opened the round still computes or hangs is not ours to judge. The limit follows
+the measured chunk time of a slow link, never below a floor.
 """
 
 from dataclasses import dataclass
@@ -38,25 +39,30 @@ class ProgressWatch:
         self._limits = limits
         self._heard = -1
         self._heard_at = now
+        self._answered_at = now
         self._moved = -1
         self._moved_at = now  # or began to owe, whichever is later
         self._owes_now = False
         self._chunk_s = 0.0
 
-    def observe(self, *, heard: int, moved: int, chunk_s: float, owes_now: bool, now: Instant) -> None:
+    def observe(
+        self, *, heard: int, moved: int, host_silent_s: float, chunk_s: float, owes_now: bool, now: Instant
+    ) -> None:
         """What the links to this member say.
 
         Args:
             heard: a counter that grows with every byte from it.
             moved: a counter that changes with every byte of a round from it, or to it and acknowledged.
+            host_silent_s: how long its host has acknowledged nothing; 0.0 is unknown.
             chunk_s: how long a chunk from it takes, from its first byte to its last.
             owes_now: bytes must be moving between us: what is owed depends on nobody else.
             now: the time.
         """
         self._chunk_s = chunk_s
-        if heard != self._heard:
-            self._heard = heard
+        if heard > self._heard:
             self._heard_at = now
+        self._heard = heard  # less, if a link broke with bytes that nobody had read
+        self._answered_at = max(self._answered_at, self._heard_at, now - host_silent_s)
         is_moving = moved > self._moved  # our own signs of life leave it for a moment
         if is_moving or not self._owes_now:
             self._moved = max(moved, self._moved)
@@ -67,6 +73,10 @@ class ProgressWatch:
     def limit_s(self) -> float:
         """How long this member may stand still."""
         return min(max(self._limits.floor_s, self._limits.chunk_times * self._chunk_s), self._limits.ceiling_s)
+
+    def is_cut_off(self, now: Instant) -> bool:
+        """Whether its host has answered to nothing for too long."""
+        return now - self._answered_at > self.limit_s
 
     def is_stalled(self, now: Instant, *, owes: bool) -> bool:
         """Whether it is a suspect.
@@ -82,4 +92,5 @@ class ProgressWatch:
     def forgive(self, seconds: float) -> None:
         """Time in which this process did not run is not held against others."""
         self._heard_at += seconds
+        self._answered_at += seconds
         self._moved_at += seconds

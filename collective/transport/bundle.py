@@ -240,6 +240,10 @@ class Bundle:
         """A number that changes with every byte from this peer."""
         return self._bytes_of_old_links[1] + sum(link.heard() for link in self._links.values())
 
+    def host_silent_s(self) -> float:
+        """How long the peer's host has acknowledged nothing, whatever its process does; 0.0 is unknown."""
+        return min((link.host_silent_s() for link in self._links.values()), default=0.0)
+
     def moved(self) -> int:
         """A number that changes while bytes get through in either direction, signs of life apart."""
         signs = self._num_signs * HEADER_NBYTES

@@ -163,6 +163,11 @@ class Link:
         info = self.tcp_info()
         return 0 if info is None else info.bytes_delivered or 0
 
+    def host_silent_s(self) -> float:
+        """How long its host has acknowledged nothing; 0.0 where the kernel does not tell."""
+        info = self.tcp_info()
+        return 0.0 if info is None else (info.last_ack_recv_ms or 0) * 1e-3
+
     @property
     def is_sending(self) -> bool:
         """Whether a frame is half written."""

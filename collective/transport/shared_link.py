@@ -56,6 +56,10 @@ class SharedLink(Link):
         """Bytes that the other side has taken."""
         return self.bytes_sent - self._shared.untaken()
 
+    def host_silent_s(self) -> float:
+        """Its host is ours."""
+        return 0.0
+
     # -------------------------------------------------------------------------------- reading
 
     def _on_readable(self) -> None:

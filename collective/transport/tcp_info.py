@@ -18,6 +18,7 @@ _UNKNOWN_RTT_US = 0xFFFFFFFF
 # Offsets in struct tcp_info of linux/tcp.h: eight bytes of small fields, 24 u32, then u64 and u32 mixed.
 _APP_LIMITED_BYTE = 7  # the first of its bits
 _SND_MSS = ("=I", 16)
+_LAST_ACK_RECV_MS = ("=I", 56)
 _RTT_US = ("=I", 68)
 _SND_CWND = ("=I", 80)
 _TOTAL_RETRANS = ("=I", 100)
@@ -36,6 +37,7 @@ class TcpInfo:
     """One connection at one moment. None where the kernel does not tell.
 
     Attributes:
+        last_ack_recv_ms: how long ago the other side's kernel last acknowledged anything, in milliseconds.
         rtt_us: smoothed round-trip time in microseconds.
         min_rtt_us: the shortest round trip that was seen lately, in microseconds: the path without queues.
         delivery_rate: bytes a second that arrived at the other side, of the last sample.
@@ -50,6 +52,7 @@ class TcpInfo:
         sndbuf_limited_us: thereof limited by our send buffer.
     """
 
+    last_ack_recv_ms: int | None
     rtt_us: int | None
     min_rtt_us: int | None
     delivery_rate: int | None
@@ -79,6 +82,7 @@ def parse_tcp_info(info: bytes) -> TcpInfo:
     delivery_rate = _field(info, _DELIVERY_RATE)
     app_limited_bit = 1 if sys.byteorder == "little" else 0x80  # a bit field starts at the end that the bytes do
     return TcpInfo(
+        last_ack_recv_ms=_field(info, _LAST_ACK_RECV_MS),
         rtt_us=_field(info, _RTT_US),
         min_rtt_us=None if min_rtt_us == _UNKNOWN_RTT_US else min_rtt_us,
         delivery_rate=delivery_rate,

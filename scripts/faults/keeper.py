@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from scripts.faults.attempts import Site
-from scripts.faults.words import Cut, FromPeer, Heal, Here, Launch, Weigh, Weight, line
+from scripts.faults.words import Beat, Cut, FromPeer, Heal, Here, Launch, Weigh, Weight, line
 
 ROOT = Path(__file__).resolve().parents[2]
 WORD_S = 30.0
@@ -184,7 +184,7 @@ class Keeper:
         site.is_mute = False
         if isinstance(word, Weight):
             self._weights[site] = word
-        else:
+        elif not isinstance(word, Beat):
             self.on_word(site, word)
 
     def _beat(self) -> None:
@@ -195,7 +195,7 @@ class Keeper:
                 site.is_mute = True
                 self._changed.set()
             else:
-                site.tell(Weigh())
+                site.tell(Beat())
 
     def _to_nursery(self, word: msgspec.Struct) -> None:
         assert self._nursery is not None

@@ -29,6 +29,7 @@ from collective.transport.listener import Listener
 from collective.wire import PROTOCOL_VERSION
 from scripts.faults.values import bits, fill, is_mean
 from scripts.faults.words import (
+    Beat,
     Check,
     Here,
     Launch,
@@ -84,6 +85,8 @@ class FaultPeer:
                             self._judge(fragment)
                     case Weigh():
                         self._say(weight())
+                    case Beat():
+                        self._say(Beat())
             for task in (self._following, *self._operations):
                 if task is not None:
                     task.cancel()

@@ -133,14 +133,18 @@ class ViewServer(Keeper):
                 site.is_member = False
 
     async def _check(self) -> None:
-        """Wait for the report of everything that was ever posted; have every result judged."""
-        sites = [site for site in self.sites.values() if site.is_alive and not site.is_frozen]
-        for site in sites:
-            await self.settle(site)
+        """Wait for the report of everything that the members were posted; have every result judged.
+
+        The others do not wait for one that was put out: it reports what it owes before it is a member again.
+        """
+        for site in [site for site in self.sites.values() if site.is_alive and not site.is_frozen]:
+            if site.is_member:
+                await self.settle(site)
             site.tell(Check())
-        if not await self.until(lambda: not any(s.is_alive and not s.is_frozen for s, _ in self._unchecked), WORD_S):
+        awaited = {site for site in self.sites.values() if site.stays and not site.is_frozen}
+        if not await self.until(lambda: not any(s in awaited and s.is_alive for s, _ in self._unchecked), WORD_S):
             raise FaultBenchError("a peer does not check its results")
-        self._unchecked.clear()
+        self._unchecked = {(site, key) for site, key in self._unchecked if site.is_alive and not site.is_member}
         self._bits.clear()
 
     # -------------------------------------------------------------------------------- what peers say

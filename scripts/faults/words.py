@@ -93,7 +93,11 @@ class Check(_Word, frozen=True):
 
 
 class Weigh(_Word, frozen=True):
-    """Say what you hold; a sign of life as well."""
+    """Say what you hold."""
+
+
+class Beat(_Word, frozen=True):
+    """Are you there? The answer is the same word."""
 
 
 # ---------------------------------------------------------------- from a peer
@@ -151,8 +155,8 @@ class Weight(_Word, frozen=True):
 
 
 ToNursery: TypeAlias = Launch | Cut | Heal
-ToPeer: TypeAlias = Prepare | Post | Check | Weigh
-FromPeer: TypeAlias = Here | Ready | Struck | Report | Verdict | Weight
+ToPeer: TypeAlias = Prepare | Post | Check | Weigh | Beat
+FromPeer: TypeAlias = Here | Ready | Struck | Report | Verdict | Weight | Beat
 
 
 def line(word: msgspec.Struct) -> bytes:

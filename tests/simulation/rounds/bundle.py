@@ -47,6 +47,7 @@ class Bundle:
         self.is_dialler = peer.peer_id < ref.peer_id
         self.closed = self.is_refused = self.was_connected = self.is_met = False
         self.heard = self.moved = 0
+        self.heard_at = peer.world.now
         self.round_trip_s = 0.0
         self.notices: deque[Outgoing] = deque()
         self.results: deque[Outgoing] = deque()
@@ -86,6 +87,11 @@ class Bundle:
             self.notices.append(Notice(Frame(SIGN, self.peer_ref)))
             self.pump()
 
+    def host_silent_s(self) -> float:
+        """Since when nothing has come from its host: kernels acknowledge while a process computes or hangs."""
+        cut_since = self.peer.network.broken_since(self.peer.peer_id, self.ref.peer_id)
+        return 0.0 if cut_since is None else self.peer.world.now - max(cut_since, self.heard_at)
+
     def forget_queued(self, owner: object) -> None:
         """Take back what no link has begun to send."""
         for queue in (self.results, self.contributions):
@@ -97,6 +103,7 @@ class Bundle:
 
     def on_frame(self, link: Link, frame: Frame) -> None:
         self.heard += 1
+        self.heard_at = self.peer.world.now
         if frame.is_corrupt and self.peer.parts.checks_sums:
             self.peer.checker.corrupt_found()
             self.peer.network.reject(link, link.end_at(self.peer.peer_id))

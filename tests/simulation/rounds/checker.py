@@ -163,9 +163,8 @@ class RoundChecker:
             hung_s = now - max(other.paused_since, operation.posted_at) if other.is_paused else 0.0
             if hung_s > SILENCE_S + MARGIN_S:
                 self._fail("I4", operation, f"does not notice that {other.name} hangs")
-            ways = (operation.peer.peer_id, other.peer_id), (other.peer_id, operation.peer.peer_id)
-            cuts = [network.cut_since[way] for way in ways if way in network.cut_since]
-            if cuts and now - max(min(cuts), operation.posted_at) > CUT_IS_FOUND_S:
+            cut_since = network.broken_since(operation.peer.peer_id, other.peer_id)
+            if cut_since is not None and now - max(cut_since, operation.posted_at) > CUT_IS_FOUND_S:
                 self._fail("I4", operation, f"does not notice that {other.name} is cut off")
 
     def at_rest(self) -> None:

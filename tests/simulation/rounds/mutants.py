@@ -134,9 +134,13 @@ class ForgivesNothing(ProgressWatch):
 class CountsIdleTime(ProgressWatch):
     """Time in which nothing was owed counts as standing still."""
 
-    def observe(self, *, heard: int, moved: int, chunk_s: float, owes_now: bool, now: Instant) -> None:
+    def observe(
+        self, *, heard: int, moved: int, host_silent_s: float, chunk_s: float, owes_now: bool, now: Instant
+    ) -> None:
         self._owes_now = True
-        super().observe(heard=heard, moved=moved, chunk_s=chunk_s, owes_now=owes_now, now=now)
+        super().observe(
+            heard=heard, moved=moved, host_silent_s=host_silent_s, chunk_s=chunk_s, owes_now=owes_now, now=now
+        )
 
 
 def say_nothing(bundle: Bundle) -> None:

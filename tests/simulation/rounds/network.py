@@ -81,7 +81,12 @@ class Network:
 
     def is_broken(self, one: str, other: str) -> bool:
         """Whether either way is cut."""
-        return (one, other) in self.cut_since or (other, one) in self.cut_since
+        return self.broken_since(one, other) is not None
+
+    def broken_since(self, one: str, other: str) -> float | None:
+        """Since when either way is cut; None if neither is."""
+        ways = (one, other), (other, one)
+        return min((self.cut_since[way] for way in ways if way in self.cut_since), default=None)
 
     def cut(self, source: str, target: str) -> None:
         """Nothing gets from source to target any more."""

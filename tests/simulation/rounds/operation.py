@@ -29,7 +29,7 @@ from collective.core.slices import SlicePlan
 from collective.core.types import RoundKey, View
 from tests.simulation.rounds.attempt import Attempt, ChunkSend
 from tests.simulation.rounds.bundle import Bundle, Notice
-from tests.simulation.rounds.options import FIRST_CONTACT_S, REDIAL_S, ROUND_S, SILENCE_S
+from tests.simulation.rounds.options import FIRST_CONTACT_S, REDIAL_S, ROUND_S, SIGN_EVERY_S, SILENCE_S
 from tests.simulation.rounds.values import ABORT, OPEN, PART, RESULT, Frame, Part, Result, Value, weight_of
 from tests.simulation.world import Violation
 
@@ -153,7 +153,7 @@ class Operation:
         if now - self.posted_at >= ROUND_S:
             self.suspect([rank for rank in range(self.view.world_size) if self.concerns(rank)], "not finished in time")
             return False
-        lost, stalled = [], []
+        lost, cut_off, stalled = [], [], []
         broken_since = {}
         for rank, watch in self._watches.items():
             bundle = self.bundles[rank]
@@ -164,15 +164,26 @@ class Operation:
                 if (bundle.is_refused and bundle.was_connected) or now - since > grace_s:
                     lost.append(rank)
                 bundle.repair()
-            watch.forgive(late_s)
+            watch.forgive(late_s if late_s > SIGN_EVERY_S else 0.0)
             owes = self.concerns(rank) and self.machine.has_opened(rank)
             owes_now = self.owes_now(rank)
-            watch.observe(heard=bundle.heard, moved=bundle.moved, chunk_s=0.0, owes_now=owes_now, now=now)
-            if watch.is_stalled(now, owes=owes):
+            watch.observe(
+                heard=bundle.heard,
+                moved=bundle.moved,
+                host_silent_s=bundle.host_silent_s(),
+                chunk_s=0.0,
+                owes_now=owes_now,
+                now=now,
+            )
+            if self.concerns(rank) and watch.is_cut_off(now):
+                cut_off.append(rank)
+            elif watch.is_stalled(now, owes=owes):
                 stalled.append(rank)
         self._broken_since = broken_since
         if lost:
             self.suspect(lost, "connection lost")
+        if cut_off:
+            self.suspect(cut_off, "its host does not answer")
         if stalled:
             self.suspect(stalled, "no byte moved for too long")
         return bool(broken_since)

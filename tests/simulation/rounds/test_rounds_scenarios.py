@@ -115,6 +115,23 @@ def test_late_member_costs_nobody_his_good_name(plan: str) -> None:
     assert stage.sim.server.view.epoch == 0
 
 
+def test_member_that_is_cut_off_before_it_has_opened_is_found_as_soon_as_one_that_hangs() -> None:
+    """Its host does not answer; whether its process still computes does not matter."""
+    stage = Stage(4)
+    stage.until_committed()
+    late = stage.peers[1]
+    late._begin = lambda step: late.later(10 * SILENCE_S, "late", lambda: None)  # type: ignore[method-assign]
+    others = [peer for peer in stage.peers if peer is not late]
+    stage.until(lambda: all(peer.rounds for peer in others), 5.0)
+    for other in others:
+        stage.network.cut(late.peer_id, other.peer_id)
+        stage.network.cut(other.peer_id, late.peer_id)
+    operations = [operation for peer in others for operation in peer.rounds.values()]
+    stage.until(lambda: all(operation.is_done for operation in operations), SILENCE_S + MARGIN_S)
+    assert stage.sim.checker.blames
+    assert all(blamed == {late.peer_id} for blamed in stage.sim.checker.blames)
+
+
 def test_link_that_breaks_in_mid_round_costs_no_retry() -> None:
     stage = Stage(3, plan="ring", num_streams=2)
     stage.until_opened()

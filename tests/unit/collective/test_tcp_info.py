@@ -39,6 +39,7 @@ def test_a_live_connection_tells_its_figures(pair):
     info = read_tcp_info(here)
     assert 0 < info.min_rtt_us <= info.rtt_us < 1_000_000
     assert round_trip_s(here) == pytest.approx(info.min_rtt_us * 1e-6), "without queues"
+    assert info.last_ack_recv_ms < 1000
     assert info.bytes_acked >= 1_000_000
     assert info.bytes_delivered >= 1_000_000
     assert info.delivery_rate > 0
@@ -65,11 +66,12 @@ def test_who_waits_for_the_other_side_to_read_is_limited_by_its_window(pair):
 def test_every_field_is_read_from_its_own_place():
     kernel = bytearray(232)
     kernel[7] = 1
-    for offset, value in ((16, 1448), (68, 11), (100, 12), (148, 13), (192, 1000)):
+    for offset, value in ((16, 1448), (56, 10), (68, 11), (100, 12), (148, 13), (192, 1000)):
         struct.pack_into("=I", kernel, offset, value)
     for offset, value in ((120, 2**40), (160, 2**41), (168, 21), (176, 22), (184, 23), (208, 24)):
         struct.pack_into("=Q", kernel, offset, value)
     assert parse_tcp_info(bytes(kernel)) == TcpInfo(
+        last_ack_recv_ms=10,
         rtt_us=11,
         min_rtt_us=13,
         delivery_rate=2**41,
@@ -88,8 +90,8 @@ def test_every_field_is_read_from_its_own_place():
     ("nbytes", "known"),
     [
         (0, set()),
-        (104, {"rtt_us", "total_retrans"}),
-        (136, {"rtt_us", "total_retrans", "bytes_acked"}),
+        (104, {"last_ack_recv_ms", "rtt_us", "total_retrans"}),
+        (136, {"last_ack_recv_ms", "rtt_us", "total_retrans", "bytes_acked"}),
         (192, set(FIELDS) - {"bytes_delivered", "bytes_retrans"}),
         (400, set(FIELDS)),
     ],
