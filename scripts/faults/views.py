@@ -141,8 +141,7 @@ class ViewServer(Keeper):
             if site.is_member:
                 await self.settle(site)
             site.tell(Check())
-        awaited = {site for site in self.sites.values() if site.stays and not site.is_frozen}
-        if not await self.until(lambda: not any(s in awaited and s.is_alive for s, _ in self._unchecked), WORD_S):
+        if not await self.until(lambda: not any(s.stays and not s.is_frozen for s, _ in self._unchecked), WORD_S):
             raise FaultBenchError("a peer does not check its results")
         self._unchecked = {(site, key) for site, key in self._unchecked if site.is_alive and not site.is_member}
         self._bits.clear()
