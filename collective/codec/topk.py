@@ -32,8 +32,8 @@ from collective.codec.base import TINY, BadWire, NotFinite, Scratch, check_scale
 from collective.codec.twobit import pack_quads
 
 CHUNK_NUMEL = 4096
-_TILE_CHUNKS = 64
-"""1 MiB of fp32 at a time."""
+_TILE_CHUNKS = 128
+"""2 MiB of fp32 at a time: a tile costs twenty calls, and half of one is a tenth slower."""
 _INDEX_BITS = 12
 _INDEX_MASK = CHUNK_NUMEL - 1
 _ALIGNMENT = 4
@@ -45,7 +45,7 @@ _Array = npt.NDArray[Any]
 
 
 class TopKCodec:
-    """See the module. Holds 1.3 MiB of scratch.
+    """See the module. Holds 2.6 MiB of scratch.
 
     Args:
         kept_per_chunk: k, from 1 to 4096.
