@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from collective.core.held_rate import HeldRate
 from collective.core.survey import Observation
 from collective.core.types import Member, PeerId, PeerRef
 from collective.transport.bundle import Bundle
@@ -26,11 +27,6 @@ from collective.transport.sockets import FAR_S
 _WINDOW_S = 0.2
 _LONGEST_WINDOW_S = 0.8
 _WINDOWS_KEPT = 64
-_WINDOWS_PADDED = 2
-_WINDOWS_TRANSFERRED = 3
-"""In a row, over which a rate must hold. While all send, acknowledgements wait in the queues of what goes the other
-way, and windows of one steady line differ by 30 %: of 24 MB/s the best two of a transfer showed 25 to 27, the best
-three 24 to 25. Padding is sent in turns, and its windows are steady."""
 _TURNS = 4
 """Of members that are all new; with more of them, several share one."""
 _TRIPS_TO_FULL_SPEED = 6
@@ -77,8 +73,7 @@ class LinkMeter:
         self._bundles = bundles
         self._seen: dict[PeerRef, _Seen] = {}
         self._sampled_at = -math.inf
-        self._sent: deque[tuple[float, bool]] = deque(maxlen=_WINDOWS_KEPT)  # and whether it was padding
-        self._received: deque[tuple[float, bool]] = deque(maxlen=_WINDOWS_KEPT)
+        self._sent, self._received = HeldRate(), HeldRate()
         self._brake = Brake()
         self.awaits_turn = False
         """Whether a look ahead has not begun to measure, since others do."""
@@ -98,6 +93,8 @@ class LinkMeter:
             return
         if seconds > _LONGEST_WINDOW_S:
             self._brake.release()
+            self._sent.pause()
+            self._received.pause()
             self._begin(now)
             return
         sent, received = 0, []
@@ -113,10 +110,10 @@ class LinkMeter:
                 seen.is_only_padded &= is_padding
         self._ease(waited, seconds)
         if waited:
-            self._sent.append((sent / seconds, is_padding))
+            self._sent.window(sent / seconds, is_padding=is_padding)
         if received and min(received) > _PART_OF_ALL * sum(received) / len(received):
             # What only some of them send is no limit of ours.
-            self._received.append((sum(received) / seconds, is_padding))
+            self._received.window(sum(received) / seconds, is_padding=is_padding)
         for ref in [ref for ref in self._seen if ref not in self._bundles]:
             del self._seen[ref]
         self._begin(now)
@@ -214,11 +211,11 @@ class LinkMeter:
 
     def observation(self, members: Sequence[Member]) -> Observation:
         """What we saw of the way to these members, in their order."""
-        sent = _sustained(self._sent)
+        sent = self._sent.most()
         share = sent / max(1, len(members) - 1)
         return Observation(
             sent=sent,
-            received=_sustained(self._received) if len(self._received) > 1 else 0.0,
+            received=self._received.most() if self._received.num_windows > 1 else 0.0,
             one_way_s=tuple(self._round_trip_s(member.ref) / 2 for member in members),
             sent_to=tuple(self._rate_to(member.ref, share) for member in members),
         )
@@ -258,17 +255,3 @@ class LinkMeter:
     def _round_trip_s(self, ref: PeerRef) -> float:
         bundle = self._bundles.get(ref)
         return 0.0 if bundle is None else bundle.shortest_round_trip_s()
-
-
-def _sustained(windows: Sequence[tuple[float, bool]]) -> float:
-    """What held over several windows: what is held up in one of them comes in the next. Padding counts for itself."""
-    padded = [rate for rate, is_padding in windows if is_padding]
-    transferred = [rate for rate, is_padding in windows if not is_padding]
-    return max(_most(padded, _WINDOWS_PADDED), _most(transferred, _WINDOWS_TRANSFERRED))
-
-
-def _most(rates: Sequence[float], num_windows: int) -> float:
-    """The largest mean of so many in a row, of all if there are fewer; 0 of none."""
-    num_windows = max(1, min(num_windows, len(rates)))
-    runs = [rates[first : first + num_windows] for first in range(len(rates) - num_windows + 1)]
-    return max((sum(run) / num_windows for run in runs), default=0.0)
