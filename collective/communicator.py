@@ -156,9 +156,15 @@ class Communicator:
         rank = None if self.view is None else self.view.rank_of(self.me.peer_id)
         if self.view is not None and rank is not None:
             others = [member for member in self.view.members if member.ref != self.me]
-            connect_s = self._options.patience.first_contact_s
-            looking = self._meter.look_ahead(others, rank, turn_s, connect_s=connect_s)
-            self._looking_ahead = asyncio.get_running_loop().create_task(looking)
+            self._looking_ahead = asyncio.get_running_loop().create_task(self._look_ahead(others, rank, turn_s))
+
+    async def _look_ahead(self, others: Sequence[Member], rank: int, turn_s: float | None) -> None:
+        """Between rounds nobody else dials what `install` had no time for, as over a long path with TLS."""
+        connect_s = self._options.patience.first_contact_s
+        async with asyncio.TaskGroup() as tasks:
+            dialling = tasks.create_task(self._mesh.connect(connect_s))
+            await self._meter.look_ahead(others, rank, turn_s, connect_s=connect_s)
+            dialling.cancel()
 
     def _end_looking_ahead(self) -> None:
         if self._looking_ahead is not None:

@@ -203,6 +203,16 @@ async def test_links_that_were_measured_ahead_are_not_measured_by_the_survey(sit
         assert max(since) < 4096, "terms and a row of figures"
 
 
+async def test_a_look_ahead_dials_what_the_view_had_no_time_for(sites_running, until):
+    async with sites_running(2, options=BulkOptions(patience=SHORT, install_grace_s=1e-6)) as sites:
+        paths = [next(iter(site.communicator._mesh.bundles.values())) for site in sites]
+        assert not any(path.is_whole for path in paths), "and no round has begun that would dial"
+        for site in sites:
+            site.communicator.look_ahead()
+        await until(lambda: all(path.is_whole for path in paths))
+        await asyncio.wait([site.communicator._looking_ahead for site in sites])
+
+
 async def test_a_survey_does_not_wait_for_a_look_ahead_that_takes_long(sites_running):
     async with far_pair(sites_running) as sites:
         for site in sites:
