@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from collective import BulkOptions, Communicator
 from collective.standalone import open_communicator, view_of
 from collective.transport import SocketOptions
+from collective.transport.copying import HAS_STREAM_COPY
 from scripts.bare_loop import BareLoop, near_socket
 
 Row = dict[str, Any]
@@ -277,8 +278,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         asyncio.run(peer(options))
         return
     control = DEFAULT_CONTROL.read_text().strip()
+    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
     report: Row = {
-        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
+        "machine": machine | {"has_stream_copy": HAS_STREAM_COPY},
         "congestion_control": control,
         "rows": [],
         "rows_cubic": [],

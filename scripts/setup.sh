@@ -1,5 +1,5 @@
 # Sourced by the other scripts: goes to the repository root and makes .venv with the project and its tools.
-# Installs again only when pyproject.toml has changed since. Needs Python 3.11 or newer and pip, nothing else.
+# Installs again only when what is installed has changed since. Needs Python 3.11 or newer and pip, nothing else.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,7 +19,7 @@ find_python() {
 
 set_up() {
   local stamp=.venv/installed-for wanted
-  wanted=$(cksum <pyproject.toml)
+  wanted=$(cat pyproject.toml hatch_build.py collective/transport/*.c | cksum)
   if [ ! -x .venv/bin/isthmus ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     local python
     python=$(find_python)

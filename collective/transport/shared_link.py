@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from collective.memory import Scratch
+from collective.transport.copying import copy_bytes
 from collective.transport.link import Link
-from collective.transport.shared_socket import SharedSocket, copy_bytes
+from collective.transport.shared_socket import SharedSocket
 from collective.wire import HEADER_NBYTES, Frame, Limits, whole_frame
 
 

@@ -214,6 +214,7 @@ def test_image_holds_every_package_that_the_wheel_is_made_of() -> None:
     needed = {
         *project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"],
         project["project"]["readme"],
+        "hatch_build.py",
         *project["project"]["license-files"],
     }
     copied = {word for name, rest in instructions() if name == "COPY" for word in shlex.split(rest)[:-1]}
