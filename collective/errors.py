@@ -32,11 +32,14 @@ class OperationAborted(CollectiveError):
     `suspects` are the peers that broke or fell silent, possibly none (a newer view, a cancelled caller).
     """
 
-    def __init__(self, key: RoundKey, cause: str, suspects: Sequence[PeerId] = ()) -> None:
+    def __init__(
+        self, key: RoundKey, cause: str, suspects: Sequence[PeerId] = (), told_by: PeerId | None = None
+    ) -> None:
         super().__init__(f"round {key.epoch}/{key.outer_step}/{key.fragment} aborted: {cause}")
         self.key = key
         self.cause = cause
         self.suspects = tuple(suspects)
+        self.told_by = told_by
 
 
 class ConnectionLost(CollectiveError):

@@ -305,7 +305,7 @@ class Round:
                 self.fail(NonFiniteInput(index))
                 return
         cause = f"peer {sender} gave up: {notice.cause}"
-        self.fail(OperationAborted(self.key, cause, notice.suspects))
+        self.fail(OperationAborted(self.key, cause, notice.suspects, told_by=sender))
 
     def _on_chunk(self, rank: int, header: Header, arrived: Tensor | None) -> None:
         """`arrived` is the chunk's wire form; None if it landed in the output."""

@@ -143,17 +143,19 @@ class Rounds:
         except NonFiniteInput as error:
             self._spoiled(str(error))
         except CollectiveError as error:
-            self._failed(key, _suspects(error), str(error))
+            self._failed(key, error)
         else:
             if key != self._void:
                 self._voted = key, digest
                 self._observe(RoundStaged(key=key, digest=digest, seconds=self._clock() - began))
                 self._done(ExchangeDone(key=key, digest=digest))
 
-    def _failed(self, key: RoundKey, suspects: tuple[PeerId, ...], cause: str) -> None:
+    def _failed(self, key: RoundKey, error: CollectiveError) -> None:
         if key != self._void:
+            suspects, cause = _suspects(error), str(error)
+            told_by = error.told_by if isinstance(error, OperationAborted) else None
             self._observe(RoundBroke(key=key, suspects=suspects, cause=cause))
-            self._done(ExchangeFailed(key=key, suspects=suspects, cause=cause))
+            self._done(ExchangeFailed(key=key, suspects=suspects, cause=cause, told_by=told_by))
 
 
 def _suspects(error: CollectiveError) -> tuple[PeerId, ...]:

@@ -67,7 +67,9 @@ class Attempt:
             case ExchangeDone():
                 self.staged = event.digest
             case ExchangeFailed():
-                self.failure = RoundFailed(key=event.key, suspects=event.suspects, cause=event.cause[:512])
+                self.failure = RoundFailed(
+                    key=event.key, suspects=event.suspects, cause=event.cause[:512], told_by=event.told_by
+                )
         return True
 
     def report(self) -> Vote | RoundFailed | None:

@@ -1,11 +1,16 @@
 """How the round in progress ends: committed, tried once more, or without whoever is silent or late.
 
 Decided from what is known now (rounds.py counts, grace.py measures, sessions.py remembers); what follows for the
-membership is the roster's business, and who comes in at a commit boundary admission.py's. Holds nothing.
+membership is the roster's business, and who comes in at a commit boundary admission.py's. Holds only which newcomers
+could not be reached.
 """
 
-from collective.core.types import Instant, OuterStep
+from collections import deque
+from collections.abc import Collection, Sequence
+
+from collective.core.types import Instant, OuterStep, PeerId, PeerRef
 from elastic.core.admission import Admission
+from elastic.core.farewell import UNREACHABLE_EXIT_CODE
 from elastic.core.leases import merged
 from elastic.core.messages import Refused
 from elastic.core.reception import INTEGRITY_EXIT_CODE
@@ -14,6 +19,9 @@ from elastic.core.roster import Roster
 from elastic.core.rounds import Agreed, Split
 from elastic.core.sessions import Session
 
+MAX_CAUSES = 400
+"""Characters of the members' reports that a reason quotes."""
+
 
 class Closing:
     """Ends rounds, as soon as what is known decides one."""
@@ -21,6 +29,8 @@ class Closing:
     def __init__(self, roster: Roster, admission: Admission) -> None:
         self._roster = roster
         self._admission = admission
+        self._unreached: deque[PeerRef] = deque(maxlen=roster.config.max_peers)
+        """Newcomers that the members dropped before any commit held work of theirs."""
 
     def settle(self) -> None:
         """Judge failures, count votes, go on without the late."""
@@ -37,23 +47,56 @@ class Closing:
         roster, rounds, view = self._roster, self._roster.rounds, self._roster.state.view
         if rounds.judge_at is None or roster.now < rounds.judge_at:
             return
-        accusers = rounds.accusers(view)
+        accused = rounds.accused(view)
         heard_before = roster.now - roster.config.suspect_silence_s
         silent = [
             session.ref
             for session in roster.members()
-            if accusers[session.ref.peer_id] and session.last_heard <= heard_before
+            if accused[session.ref.peer_id] and session.last_heard <= heard_before
         ]
         if silent:
             roster.drop(dict.fromkeys(silent, "silent, and a member waits for it"))
-        elif rounds.retries == 0:
+            return
+        newcomers = {item.ref.peer_id for item in roster.members() if item.ref not in roster.state.contributed}
+        blamed = rounds.blamed(view, newcomers)
+        is_about_newcomers = newcomers.issuperset(blamed) and len(newcomers) < view.world_size
+        rounds.remember(view)
+        if not blamed or (not is_about_newcomers and (rounds.retries == 0 or not self._leaves_half(blamed))):
             rounds.retries += 1
-            causes = dict.fromkeys(report.cause for report in rounds.reports.values())
-            roster.change_view(out={}, cause=f"round failed, one more try: {'; '.join(causes)}")
+            roster.change_view(out={}, cause=f"round failed, one more try: {self._causes()}")
         else:
-            blamed = roster.sessions[rounds.most_accused(view)].ref
-            roster.counters["blamed"] += 1
-            roster.drop({blamed: "members could not finish the round with it"})
+            self._drop_blamed([roster.sessions[peer_id] for peer_id in blamed], newcomers)
+
+    def _drop_blamed(self, blamed: Sequence[Session], newcomers: Collection[PeerId]) -> None:
+        """The others go on without these. A newcomer that failed before is told why and sent home."""
+        roster = self._roster
+        last_words: dict[PeerRef, Refused] = {}
+        for session in blamed:
+            if session.ref.peer_id not in newcomers:
+                continue
+            if session.ref in self._unreached:
+                reason = (
+                    f"the members cannot exchange with {session.ref.peer_id} at {session.address or 'no address'} "
+                    f"({self._causes()}): give it an address that all of them reach (--advertise) and open its port"
+                )
+                last_words[session.ref] = Refused(code=UNREACHABLE_EXIT_CODE, reason=reason)
+            self._unreached.append(session.ref)
+        roster.counters["blamed"] += len(blamed)
+        reasons = {session.ref: "the members could not finish the round with it" for session in blamed}
+        roster.drop(reasons, last_words)
+
+    def _leaves_half(self, blamed: Collection[PeerId]) -> bool:
+        """Whether half of the members of the last commit would stay. Fewer are not left over by accusations alone."""
+        certificate = self._roster.state.certificate
+        if certificate is None:
+            return True
+        present = [member.ref for member in self._roster.state.view.members if member.peer_id not in blamed]
+        stay = [item for item in certificate.contributors if item.ref in present]
+        return 2 * len(stay) >= len(certificate.contributors)
+
+    def _causes(self) -> str:
+        reports = self._roster.rounds.reports.values()
+        return "; ".join(dict.fromkeys(report.cause for report in reports))[:MAX_CAUSES]
 
     def _closes_at(self) -> Instant | None:
         """When the round goes on without those that have not handed in."""

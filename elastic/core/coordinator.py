@@ -370,12 +370,12 @@ class CoordinatorMachine:
 
     def _drop_the_lost(self) -> None:
         roster = self._roster
-        accusers = self._rounds.accusers(self.state.view)
+        accused = self._rounds.accused(self.state.view)
         lost: dict[PeerRef, str] = {}
         for deadline, reason, session in roster.deadlines():
             if deadline <= roster.now:
                 lost.setdefault(session.ref, reason)
         for session in roster.members():
-            if session.disconnected and accusers[session.ref.peer_id]:
+            if session.disconnected and accused[session.ref.peer_id]:
                 lost.setdefault(session.ref, "connection lost, and a member waits for it")
         roster.drop(lost)

@@ -108,11 +108,12 @@ class ExchangeDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeFailed:
-    """The exchange cannot finish in this view; the payload is untouched."""
+    """The exchange cannot finish in this view; the payload is untouched. `told_by`: see `RoundFailed`."""
 
     key: RoundKey
     suspects: tuple[PeerId, ...]
     cause: str
+    told_by: PeerId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,11 +80,15 @@ class Vote(_Message, frozen=True, kw_only=True):
 
 
 class RoundFailed(_Message, frozen=True, kw_only=True):
-    """The exchange of this round cannot finish here. `suspects` are the peers that fell silent, if any."""
+    """The exchange of this round cannot finish here. `suspects` are the peers that fell silent, if any.
+
+    `told_by` is the member that gave up first and named these suspects; None if the sender has found them itself.
+    """
 
     key: RoundKey
     suspects: Annotated[tuple[PeerId, ...], Meta(max_length=1024)]
     cause: Reason
+    told_by: PeerId | None = None
 
 
 class Leave(_Message, frozen=True, kw_only=True):

@@ -121,15 +121,19 @@ class Roster:
         """Forget it: whatever it says next, it is a stranger."""
         del self.sessions[session.ref.peer_id]
 
-    def drop(self, lost: Mapping[PeerRef, str]) -> None:
-        """Give these sessions up, each for its reason; members among them leave the view."""
+    def drop(self, lost: Mapping[PeerRef, str], last_words: Mapping[PeerRef, Refused] | None = None) -> None:
+        """Give these sessions up, each for its reason; members among them leave the view.
+
+        Whoever has `last_words` hears them instead of `Evicted`, and does not come back.
+        """
         out: dict[PeerRef, CoordinatorMessage | None] = {}
         for ref, reason in lost.items():
             session = self.sessions[ref.peer_id]
             self.counters[f"dropped: {reason}"] += 1
             if self.state.standing_since(ref) is not None and not self.over:
                 self.remind(ref)
-                out[ref] = Evicted(epoch=Epoch(self.state.epoch + 1), reason=reason)
+                evicted = Evicted(epoch=Epoch(self.state.epoch + 1), reason=reason)
+                out[ref] = (last_words or {}).get(ref, evicted)
             else:
                 self.close(session)
                 self.send(ref, Evicted(epoch=self.state.epoch, reason=reason))

@@ -2,10 +2,11 @@
 
 A round is over for its view when every member has voted, or when somebody reported that it cannot finish. Votes are
 for a ballot: the round key and the digest that the shared state would have. All equal: commit. A strict majority:
-commit, and the deviants re-sync. Neither: once more in another epoch. Blame for failures rests on how many members
-point at whom. Only counting: what follows from it is decided in closing.py.
+commit, and the deviants re-sync. Neither: once more in another epoch. Blame for failures rests on which links
+are broken. Only counting: what follows from it is decided in closing.py.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from collective.core.types import Instant, PeerId, RoundKey, View
@@ -37,6 +38,11 @@ class Rounds:
         """How often this outer step was tried again with unchanged members."""
         self.splits = 0
         """Votes without a majority, in a row."""
+        self._past_links: set[tuple[PeerId, PeerId]] = set()  # that were said to be broken since the last commit
+
+    def remember(self, view: View) -> None:
+        """The view is about to change for what was reported: it counts on until something is committed."""
+        self._past_links |= {(accuser, peer) for accuser, peers in self._voices(view).items() for peer in peers}
 
     def vote(self, peer_id: PeerId, vote: Vote) -> bool:
         """Note a vote. Refused from who has reported that it cannot finish: its staged result is gone."""
@@ -66,6 +72,7 @@ class Rounds:
     def committed(self) -> None:
         """The outer step is made: the next one starts without a past."""
         self.void()
+        self._past_links.clear()
         self.retries = 0
         self.splits = 0
 
@@ -87,16 +94,48 @@ class Rounds:
         deviants = tuple(member.peer_id for member in view.members if member.peer_id not in winners)
         return Agreed(key=key, digest=digest, deviants=deviants)
 
-    def accusers(self, view: View) -> dict[PeerId, int]:
-        """How many members point at whom. A report that names no other member accuses its own sender."""
+    def accused(self, view: View) -> dict[PeerId, int]:
+        """How many members point at each. A report that names no other member accuses its own sender."""
         result = dict.fromkeys((member.peer_id for member in view.members), 0)
-        for reporter, report in self.reports.items():
-            suspects = [peer for peer in dict.fromkeys(report.suspects) if peer in result and peer != reporter]
-            for peer in suspects or [reporter]:
+        for accuser, suspects in self._voices(view).items():
+            for peer in suspects or [accuser]:
                 result[peer] += 1
         return result
 
-    def most_accused(self, view: View) -> PeerId:
-        """Whom to drop after a repeated failure. Ties go against the highest rank, the newest member."""
-        counts = self.accusers(view)
-        return max(reversed(view.members), key=lambda member: counts[member.peer_id]).peer_id
+    def blamed(self, view: View, newcomers: Collection[PeerId]) -> tuple[PeerId, ...]:
+        """Whom to drop after a failure, so that those who stay reach each other.
+
+        An accusation says that a link is broken, not whose fault it is: it counts against both of its ends. So a
+        member that reaches nobody goes, however many it accuses, and not those who reach each other. What a newcomer
+        says counts against itself alone: it has no commit yet, the others have. Between two ends with as many broken
+        links the accused one goes, then the newcomer, then the newest member. What was said since the last commit
+        counts on, also against members that are gone: nobody accuses one after the other out.
+        """
+        present = [member.peer_id for member in view.members]
+        now = {frozenset((accuser, peer)) for accuser, peers in self._voices(view).items() for peer in peers}
+        links = now | {frozenset(link) for link in self._past_links}
+        accused = self.accused(view)
+        blamed: list[PeerId] = []
+        while True:
+            rest = [peer for peer in present if peer not in blamed]
+            broken = [link for link in now if link.issubset(rest)]
+            if not broken and (blamed or not any(accused.values())):
+                return tuple(blamed)
+
+            def weight(peer: PeerId, rest: list[PeerId] = rest) -> tuple[int, int, bool, int]:
+                others = [other for link in links if peer in link for other in link if other not in (peer, *blamed)]
+                if peer not in newcomers:
+                    others = [other for other in others if other not in newcomers]
+                return len(others), accused[peer], peer in newcomers, rest.index(peer)
+
+            ends = [peer for peer in rest if any(peer in link for link in broken)]
+            blamed.append(max(ends or [peer for peer in rest if accused[peer]], key=weight))
+
+    def _voices(self, view: View) -> dict[PeerId, list[PeerId]]:
+        """Whom each member accuses. What it was told is no voice: the member that said it has a report of its own."""
+        present = {member.peer_id for member in view.members}
+        return {
+            accuser: [peer for peer in dict.fromkeys(report.suspects) if peer in present and peer != accuser]
+            for accuser, report in self.reports.items()
+            if report.told_by is None
+        }

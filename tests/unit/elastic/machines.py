@@ -168,6 +168,13 @@ class CoordinatorDriver:
                 self.vote(number)
         return self
 
+    def with_veterans(self, *numbers: int) -> "CoordinatorDriver":
+        """These peers are the members of the newest view, and the last commit holds work of each."""
+        self.with_members(*numbers)
+        for number in numbers:
+            self.vote(number)
+        return self
+
     def member_numbers(self) -> list[int]:
         return [int(item.peer_id, 16) for item in self.machine.state.view.members]
 

@@ -16,9 +16,10 @@ from elastic.core.messages import (
     Leave,
     NewView,
     Refused,
+    RoundFailed,
 )
 from elastic.core.records import CommitRecord, LeaseRecord, ReleaseRecord
-from tests.unit.elastic.machines import MANIFEST, CoordinatorDriver, held, ref
+from tests.unit.elastic.machines import MANIFEST, CoordinatorDriver, held, key, ref
 
 OTHER = b"\xee" * 32
 
@@ -122,7 +123,7 @@ def test_final_commit_says_so_and_a_late_joiner_is_sent_home_with_code_0() -> No
 
 
 def test_first_failure_is_tried_again_with_the_same_members_in_the_next_epoch() -> None:
-    driver = CoordinatorDriver().with_members(1, 2, 3)
+    driver = CoordinatorDriver().with_veterans(1, 2, 3)
     epoch = driver.machine.state.epoch
     driver.fail(1, 3)
     assert driver.machine.state.epoch == epoch, "the reports of the others are awaited first"
@@ -132,7 +133,7 @@ def test_first_failure_is_tried_again_with_the_same_members_in_the_next_epoch() 
 
 
 def test_reports_that_lie_unread_while_the_coordinator_was_away_are_awaited() -> None:
-    driver = CoordinatorDriver().with_members(1, 2, 3)
+    driver = CoordinatorDriver().with_veterans(1, 2, 3)
     driver.fail(1, 2)
     driver.wait(0.3)
     driver.fail(1, 2)  # the second time: somebody has to go
@@ -155,13 +156,75 @@ def test_reports_that_lie_unread_while_the_coordinator_was_away_are_awaited() ->
     ],
 )
 def test_repeated_failure_drops_the_most_accused(reports: dict[int, list[int]], dropped: int) -> None:
-    driver = CoordinatorDriver().with_members(1, 2, 3)
+    driver = CoordinatorDriver().with_veterans(1, 2, 3)
     for _ in range(2):
         for reporter, suspects in reports.items():
             driver.fail(reporter, *suspects)
         driver.now += 0.2
         driver.feed(Tick())
     assert driver.member_numbers() == [number for number in (1, 2, 3) if number != dropped]
+
+
+def test_newcomer_that_reaches_nobody_goes_at_once_and_the_second_time_for_good() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
+    for attempt in range(2):
+        driver.join(5, driver.machine.state.committed, epoch=driver.machine.state.epoch)
+        for number in (1, 2, 3, 4):
+            driver.vote(number)
+        assert driver.member_numbers() == [1, 2, 3, 4, 5]
+        driver.fail(5, 1, 2, 3, 4)
+        driver.wait(0.3)
+        assert driver.member_numbers() == [1, 2, 3, 4], "one round was lost, and nobody but the newcomer"
+        told = driver.all_told(5)[-1]
+        assert isinstance(told, Refused if attempt else Evicted)
+    assert isinstance(told, Refused)
+    assert told.code == 4
+    assert "host5:1" in told.reason
+    assert "--advertise" in told.reason
+
+
+def test_one_accuser_after_another_view_accuses_nobody_out_but_itself() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
+    for suspect in (4, 4, 3, 2, 3, 2):
+        if 1 in driver.member_numbers():
+            driver.fail(1, suspect)
+            driver.wait(0.3)
+    assert driver.member_numbers() == [2, 3], "the link between 1 and 4 was broken; then 1 accused everybody else too"
+
+
+def test_member_that_reaches_nobody_goes_and_not_those_who_reach_each_other() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
+    for _ in range(2):
+        driver.fail(1, 2, 3, 4)
+        driver.wait(0.3)
+    assert driver.member_numbers() == [2, 3, 4]
+
+
+def test_what_a_member_was_told_is_no_second_voice() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
+    for speaks in (True, True, False):
+        current = driver.machine.state.view
+        if speaks:
+            driver.fail(4, 1, 2, 3)
+        others = tuple(ref(other).peer_id for other in (1, 2, 3))
+        for number in (1, 2):
+            told = RoundFailed(
+                key=key(current.epoch, current.outer_step), suspects=others, cause="told", told_by=ref(4).peer_id
+            )
+            driver.says(number, told)
+        driver.wait(0.3)
+        assert driver.machine.state.epoch == current.epoch + 1, "a failed round gets another view"
+    assert driver.member_numbers() == [1, 2, 3], "without a voice of its own nobody was accused"
+
+
+def test_accusations_alone_leave_half_of_the_last_commits_members() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
+    for _ in range(2):
+        driver.fail(1, 2, 3)
+        driver.fail(4, 1, 2, 3)
+        driver.fail(2, 3)
+        driver.wait(0.3)
+    assert driver.member_numbers() == [1, 2, 3, 4], "three of four would have to go: the round is tried again"
 
 
 @pytest.mark.parametrize("report_first", [True, False])
