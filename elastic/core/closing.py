@@ -30,7 +30,8 @@ class Closing:
         self._roster = roster
         self._admission = admission
         self._unreached: deque[PeerRef] = deque(maxlen=roster.config.max_peers)
-        """Newcomers that the members dropped before any commit held work of theirs."""
+        """Peers that the members dropped before any commit held work of theirs."""
+        self._proven: dict[PeerRef, None] = {}  # those whose work a commit held, the newest last
 
     def settle(self) -> None:
         """Judge failures, count votes, go on without the late."""
@@ -65,15 +66,15 @@ class Closing:
             rounds.retries += 1
             roster.change_view(out={}, cause=f"round failed, one more try: {self._causes()}")
         else:
-            self._drop_blamed([roster.sessions[peer_id] for peer_id in blamed], newcomers)
+            self._drop_blamed([roster.sessions[peer_id] for peer_id in blamed])
 
-    def _drop_blamed(self, blamed: Sequence[Session], newcomers: Collection[PeerId]) -> None:
+    def _drop_blamed(self, blamed: Sequence[Session]) -> None:
         """The others go on without these. A newcomer that failed before is told why and sent home."""
         roster = self._roster
         last_words: dict[PeerRef, Refused] = {}
         for session in blamed:
-            if session.ref.peer_id not in newcomers:
-                continue
+            if session.ref in self._proven:
+                continue  # it was reached once: its line is broken, its address is not wrong
             if session.ref in self._unreached:
                 reason = (
                     f"the members cannot exchange with {session.ref.peer_id} at {session.address or 'no address'} "
@@ -156,6 +157,9 @@ class Closing:
         )
         roster.persist(record)
         roster.rounds.committed()
+        self._proven |= dict.fromkeys(item.ref for item in record.contributions)
+        for ref in list(self._proven)[: -2 * roster.config.max_peers]:
+            del self._proven[ref]
         ready_at = [session.ready_at for session in members if session.ready_at is not None]
         roster.grace.learn(ready_at, len(members) + len(state.excused), roster.now)
         for session in roster.sessions.values():

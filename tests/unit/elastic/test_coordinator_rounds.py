@@ -165,7 +165,7 @@ def test_repeated_failure_drops_the_most_accused(reports: dict[int, list[int]], 
     assert driver.member_numbers() == [number for number in (1, 2, 3) if number != dropped]
 
 
-def test_newcomer_that_reaches_nobody_goes_at_once_and_the_second_time_for_good() -> None:
+def test_newcomer_that_is_not_reached_goes_at_once_and_the_second_time_hears_why() -> None:
     driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
     for attempt in range(2):
         driver.join(5, driver.machine.state.committed, epoch=driver.machine.state.epoch)
@@ -181,6 +181,20 @@ def test_newcomer_that_reaches_nobody_goes_at_once_and_the_second_time_for_good(
     assert told.code == 4
     assert "host5:1" in told.reason
     assert "--advertise" in told.reason
+
+
+def test_peer_that_was_reached_once_is_never_sent_home_for_a_broken_line() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
+    for _ in range(3):
+        while 4 in driver.member_numbers():
+            driver.fail(4, 1, 2, 3)
+            driver.wait(0.3)
+        assert driver.member_numbers() == [1, 2, 3]
+        assert isinstance(driver.all_told(4)[-1], Evicted)
+        driver.join(4, driver.machine.state.committed, epoch=driver.machine.state.epoch)
+        for number in (1, 2, 3):
+            driver.vote(number)
+        assert driver.member_numbers() == [1, 2, 3, 4]
 
 
 def test_one_accuser_after_another_view_accuses_nobody_out_but_itself() -> None:
