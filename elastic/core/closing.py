@@ -152,7 +152,7 @@ class Closing:
             outer_step=step,
             previous=state.committed.digest,
             digest=agreed.digest,
-            contributions=tuple(self._contribution(session) for session in members),
+            contributions=self._contributions(members),
             final=step >= roster.config.outer_steps,
         )
         roster.persist(record)
@@ -173,9 +173,15 @@ class Closing:
         if not record.final:
             self._admission.at_boundary(deviants)
 
-    def _contribution(self, session: Session) -> Contribution:
-        roster = self._roster
-        vote = roster.rounds.votes[session.ref.peer_id]
-        consumed = roster.state.leases.clip(session.ref, vote.consumed)
-        roster.counters["lease_clipped"] += consumed != merged(vote.consumed)
-        return Contribution(ref=session.ref, weight=vote.weight, num_tokens=vote.num_tokens, consumed=consumed)
+    def _contributions(self, members: Sequence[Session]) -> tuple[Contribution, ...]:
+        roster, leases = self._roster, self._roster.state.leases
+        votes = [roster.rounds.votes[session.ref.peer_id] for session in members]
+        owned = [leases.clip(session.ref, vote.consumed) for session, vote in zip(members, votes, strict=True)]
+        result: list[Contribution] = []
+        for session, vote, own, consumed in zip(members, votes, owned, leases.bounded(owned), strict=True):
+            roster.counters["lease_clipped"] += own != merged(vote.consumed)
+            roster.counters["lease_shredded"] += consumed != own
+            result.append(
+                Contribution(ref=session.ref, weight=vote.weight, num_tokens=vote.num_tokens, consumed=consumed)
+            )
+        return tuple(result)

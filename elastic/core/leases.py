@@ -9,6 +9,7 @@ Rules: grants are journaled before they are told; the same request serial gives 
 consumes; what its owner's departure leaves unconsumed becomes free. Knows nothing of views or time.
 """
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable
 
 from collective.core.types import PeerId, PeerRef
@@ -16,6 +17,14 @@ from elastic.core.messages import DataPosition, IndexRange
 
 MAX_RANGES_PER_GRANT = 64
 """A grant may hold fewer samples than asked for rather than more ranges than this: votes have to list them again."""
+
+MAX_PIECES = 8191
+"""Into how many pieces commits may break what is not consumed, the endless rest counted. One less than certificates
+admit: after a rebuild from a full one, the rest may be one piece more."""
+
+MAX_NEW_PIECES_PER_VOTE = MAX_RANGES_PER_GRANT
+"""How many pieces one vote may add. A peer trains through its grants in order: it leaves at most one prefix open, and
+what it used up of older grants costs at most one piece for each of their ranges."""
 
 
 def merged(ranges: Iterable[IndexRange]) -> tuple[IndexRange, ...]:
@@ -144,6 +153,34 @@ class LeaseLedger:
         """Which samples no commit has consumed yet, whoever has them."""
         owned = (item for ranges in self._owned.values() for item in ranges)
         return DataPosition(self.next_index, merged((*self.free, *owned)))
+
+    def bounded(self, claims: Collection[tuple[IndexRange, ...]]) -> list[tuple[IndexRange, ...]]:
+        """What a commit may consume of its votes, so that its position, and every later one, fits a certificate.
+
+        Grants and departures do not change what is not consumed, commits alone do. A range that would add a piece too
+        many stays unconsumed. Each is priced as if it were the only one, which is never too little: what the others
+        take away can only bring its ends closer to a border.
+
+        Args:
+            claims: for each vote what its sender owns of what it reports (`clip`); disjoint.
+        """
+        position = self.position()
+        pieces = merged((*position.unconsumed, IndexRange(position.next_index, 2**63)))
+        starts = [item.start for item in pieces]
+        left = MAX_PIECES - len(pieces)
+        result: list[tuple[IndexRange, ...]] = []
+        for claim in claims:
+            own = MAX_NEW_PIECES_PER_VOTE
+            taken: list[IndexRange] = []
+            for item in claim:
+                piece = pieces[bisect_right(starts, item.start) - 1]
+                price = (piece.start < item.start) + (item.stop < piece.stop) - 1
+                if price > 0 and min(left, own) < price:
+                    continue
+                left, own = left - price, own - price
+                taken.append(item)
+            result.append(tuple(taken))
+        return result
 
     def check_invariants(self) -> None:
         """No index is in two places, none is beyond `next_index`."""

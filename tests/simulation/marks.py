@@ -224,6 +224,7 @@ KNOWN = frozenset(
 DEFENCES = frozenset(
     (
         "coordinator: lease_clipped",
+        "coordinator: lease_shredded",
         "coordinator: vote_after_failure",
         "member: broken_chain",
         "member: forged_certificate",
