@@ -1,8 +1,8 @@
 """One port per peer: accept, encrypt, read the hello within its deadline, hand the connection to whom it is for.
 
 Rules: nothing that a stranger sends can end the process or hold more than a socket, 4 KiB and a TLS handshake for 5 s.
-At most `max_unknown` connections may be without a valid hello, and an address may not try too often. Every connection
-that does not get through is closed and counted in `counters`, by reason. Whether it must be encrypted is the policy
+At most `max_unknown` connections may be without a valid hello, of which one address gets a share, and an address may not
+try too often. Every connection that does not get through is closed and counted in `counters`, by reason. Whether it must be encrypted is the policy
 of `Security`; a hello counts only if the certificate says the same name.
 """
 
@@ -72,7 +72,7 @@ class Listener:
         counters: Counter[str] | None = None,
         options: SocketOptions | None = None,
         hello_timeout_s: float = 5.0,
-        max_unknown: int = 64,
+        max_unknown: int = 128,
         security: Security | None = None,
         limiter: AcceptLimiter | None = None,
     ) -> None:
@@ -174,10 +174,12 @@ class Listener:
 
     def _admitted(self, sock: socket.socket, host: str) -> _Caller | None:
         """None, counted by reason, if there is no room for one more. This is the cheapest moment to say so."""
-        if len(self._unknown) >= self._max_unknown:
-            self.counters["too many without hello"] += 1
-            return None
-        attempt = self._limiter.attempt(host, asyncio.get_running_loop().time())
+        attempt = self._limiter.attempt(
+            host,
+            asyncio.get_running_loop().time(),
+            waiting=[caller.attempt for caller in self._unknown],
+            num_places=self._max_unknown,
+        )
         if attempt.refusal is not None:
             self.counters[attempt.refusal] += 1
             return None
