@@ -1,9 +1,9 @@
 """One port per peer: accept, encrypt, read the hello within its deadline, hand the connection to whom it is for.
 
 Rules: nothing that a stranger sends can end the process or hold more than a socket, 4 KiB and a TLS handshake for 5 s.
-At most `max_unknown` connections may be without a valid hello, of which one address gets a share, and an address may not
-try too often. Every connection that does not get through is closed and counted in `counters`, by reason. Whether it must be encrypted is the policy
-of `Security`; a hello counts only if the certificate says the same name.
+At most `max_unknown` connections may be without a valid hello, of which one address gets a share, and an address may
+not try too often. Every connection that does not get through is closed and counted in `counters`, by reason. Whether
+it must be encrypted is the policy of `Security`; a hello counts only if the certificate says the same name.
 """
 
 import asyncio
