@@ -57,7 +57,8 @@ class Coordination:
         run_id: the run's.
         me: this start of this process.
         run_dir: its folder.
-        rebuild: how an empty journal, which was lost, is made anew, also in place of a damaged one; None if it may be a new run's.
+        rebuild: how an empty journal, which was lost, is made anew, also in place of a damaged one; None if it may be
+            a new run's.
         observe: told of every record and connection.
     """
 
