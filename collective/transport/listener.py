@@ -22,6 +22,7 @@ from collective.errors import AddressInUse, CollectiveError, ConnectionLost, Rem
 from collective.transport.accept_limit import AcceptLimiter, Attempt
 from collective.transport.channel import Channel
 from collective.transport.hello import REFUSED_EXIT_CODE, Hello, HelloReply, Purpose, read_hello, send_reply
+from collective.transport.refusal_log import RefusalLog
 from collective.transport.security import Security, name_mismatch
 from collective.transport.shared_memory import take_offer
 from collective.transport.shared_socket import SharedSocket
@@ -78,6 +79,7 @@ class Listener:
     ) -> None:
         self.address = address
         self.counters: Counter[str] = Counter() if counters is None else counters
+        self._refusals = RefusalLog(self.counters)
         self._accept = accept
         self._routes = routes
         self._bulk = bulk
@@ -181,15 +183,18 @@ class Listener:
             num_places=self._max_unknown,
         )
         if attempt.refusal is not None:
-            self.counters[attempt.refusal] += 1
+            self._ended(attempt.refusal, host)
             return None
         try:
             tune(sock, self._options)
             fit_to_path(sock, self._options)
         except OSError:
-            self.counters["broken before hello"] += 1
+            self._ended("broken before hello", host)
             return None
         return _Caller(sock, host, attempt)
+
+    def _ended(self, kind: str, host: str) -> None:
+        self._refusals.ended(kind, host, asyncio.get_running_loop().time())
 
     async def _welcome(self, caller: _Caller) -> None:
         try:
@@ -226,14 +231,13 @@ class Listener:
                 reply, counted_as = self._decide(caller.sock, hello)
                 await self._answer(caller, hello, reply)
         except TimeoutError:
-            self.counters["no hello in time"] += 1
+            self._ended("no hello in time", caller.host)
         except ConnectionLost:
-            self.counters["closed before hello"] += 1
+            self._ended("closed before hello", caller.host)
         except RemoteProtocolError as error:
-            self.counters[error.reason] += 1
+            self._ended(error.reason, caller.host)
         except SecurityRefused as error:
-            self.counters[error.reason] += 1
-            log.info("connection_not_safe host=%s reason=%s", caller.host, error.reason)
+            self._ended(error.reason, caller.host)
             await _let_read(caller.sock)
         else:
             if reply.accepted:

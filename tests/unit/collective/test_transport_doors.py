@@ -119,7 +119,7 @@ async def test_a_chunk_of_another_length_than_its_place_breaks_the_channel():
     ],
     ids=["random", "http", "zeros", "data first", "too long", "checksum", "no msgpack", "empty"],
 )
-async def test_whoever_sends_no_hello_is_closed_and_counted_and_others_go_on(data, reason):
+async def test_whoever_sends_no_hello_is_closed_and_told_of_and_others_go_on(data, reason, caplog):
     async with listener() as door:
         with contextlib.closing(await connect(door.address, hello(), timeout_s=5)) as friend:
             await talk_raw(door.address, data)
@@ -127,6 +127,10 @@ async def test_whoever_sends_no_hello_is_closed_and_counted_and_others_go_on(dat
             await friend.send(FrameType.CONTROL, b"me too", timeout_s=5)
             assert bytes((await friend.receive(timeout_s=5)).payload) == b"me too"
         assert await works(door.address)
+        await talk_raw(door.address, data)
+        assert door.counters == {reason: 2}
+    lines = [record.getMessage() for record in caplog.records if "connection_ended" in record.getMessage()]
+    assert lines == [f"connection_ended host='127.0.0.1' reason={reason!r} so_far=1"]
 
 
 MALFORMED = {
