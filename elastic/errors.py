@@ -177,7 +177,9 @@ class JournalCorrupted(JournalError):
 
     def __init__(self, path: PurePath, slot: int | None, cause: str) -> None:
         where = "the file" if slot is None else f"record {slot}"
-        super().__init__(path, f"journal {path} is corrupted at {where}: {cause}; move it away and --rebuild the run")
+        super().__init__(
+            path, f"journal {path} is corrupted at {where}: {cause}; --rebuild the run, which moves it aside"
+        )
         self.slot = slot
         self.cause = cause
 

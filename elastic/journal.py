@@ -10,6 +10,7 @@ of the disk and has to go. What records mean is not known here.
 """
 
 import fcntl
+import itertools
 import os
 import sqlite3
 from collections.abc import Generator, Iterator
@@ -47,7 +48,11 @@ class Journal:
         self._lock_fd = self._lock()
         try:
             self._database = self._open(run_id)
-            self._slot, self._checksum = self._tail()
+            try:
+                self._slot, self._checksum = self._tail()
+            except BaseException:
+                self._database.close()
+                raise
         except BaseException:
             os.close(self._lock_fd)
             raise
@@ -105,7 +110,19 @@ class Journal:
             raise JournalInUse(self.path) from error
         return lock_fd
 
+    def _make_private(self) -> None:
+        """SQLite would make the file readable for everybody; those beside it get its mode."""
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.fchmod(descriptor, 0o600)
+            finally:
+                os.close(descriptor)  # before SQLite holds a lock on it
+        except OSError as error:
+            raise JournalUnwritable(self.path, error.strerror or str(error)) from error
+
     def _open(self, run_id: str) -> sqlite3.Connection:
+        self._make_private()
         with _mapped(self.path):
             database = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=5.0)
         try:
@@ -136,6 +153,27 @@ class Journal:
     def _rows(self) -> Generator[tuple[int, bytes, bytes], None, None]:
         with _mapped(self.path):
             yield from self._database.execute("SELECT slot, checksum, record FROM journal ORDER BY slot")
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a journal that nobody has open, with the files beside it, so that another can be begun in its place.
+
+    Returns:
+        Its new path. SQLite can still open it there.
+
+    Raises:
+        JournalUnwritable: the place cannot be written.
+    """
+    names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
+    aside = next(name for name in names if not name.exists())
+    try:
+        for end in ("-wal", "-shm", ""):  # the file itself goes last: a start that was cut short here begins again
+            old = path.with_name(path.name + end)
+            if old.exists():
+                old.rename(aside.with_name(aside.name + end))
+    except OSError as error:
+        raise JournalUnwritable(path, error.strerror or str(error)) from error
+    return aside
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from elastic.core.messages import IndexRange, Natural
 from trainer.errors import CheckpointCorrupted, CheckpointFailed, ConfigError
-from trainer.files import sync_folder, write_atomically
+from trainer.files import PRIVATE_FOLDER_MODE, make_private_folder, open_private, sync_folder, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,8 @@ class CheckpointStore:
         partial = self._folder / f"{_PARTIAL_PREFIX}{place.name}"
         try:
             self._remove_partials()
-            partial.mkdir(parents=True)
+            make_private_folder(self._folder)
+            partial.mkdir(mode=PRIVATE_FOLDER_MODE)
             nbytes, sha256 = _write_state(partial / STATE_NAME, header, tensors.values())
             manifest = Manifest(
                 run_id=meta.run_id,
@@ -362,7 +363,7 @@ def _write_state(path: Path, header: bytes, tensors: Iterable[Tensor]) -> tuple[
     """Write and flush; returns (size, hex SHA-256)."""
     digest = hashlib.sha256()
     nbytes = 0
-    with path.open("xb", buffering=0) as file:
+    with open_private(path, "xb", buffering=0) as file:
         for piece in (memoryview(header), *map(_bytes_of, tensors)):
             for start in range(0, len(piece), _WRITE_NBYTES):
                 block = piece[start : start + _WRITE_NBYTES]

@@ -32,7 +32,7 @@ from elastic.errors import (
 )
 from elastic.etcd import EtcdAccess
 from elastic.etcd_store import EtcdStore
-from elastic.journal import Journal
+from elastic.journal import Journal, set_aside
 from elastic.observation import Observe
 from trainer.config_peers import CoordinatorSection
 from trainer.errors import ConfigError, EnvironmentFault, IntegrityError, NobodyReachable, Refused
@@ -57,7 +57,8 @@ class Coordination:
         run_id: the run's.
         me: this start of this process.
         run_dir: its folder.
-        rebuild: how an empty journal, which was lost, is made anew; None if it may be a new run's.
+        rebuild: how an empty journal, which was lost, is made anew, also in place of a damaged one; None if it may be
+            a new run's.
         observe: told of every record and connection.
     """
 
@@ -96,9 +97,15 @@ class Coordination:
         """
         with journal_errors():
             if self._section.store == "sqlite":
-                journal = self._store = Journal(self._run_dir / JOURNAL_NAME, run_id=self._run_id)
-                self._shell = CoordinatorShell(self._config, journal, rebuild=self._rebuild, observe=self._observe)
-                return self._shell
+                try:
+                    return self._read_file()
+                except JournalCorrupted as error:
+                    if self._rebuild is None:
+                        raise
+                    self.close()
+                    aside = set_aside(self._run_dir / JOURNAL_NAME)
+                    log.warning("journal_set_aside to=%s cause=%r; the run is rebuilt without it", aside, str(error))
+                return self._read_file()
             store = self._store = self._etcd_store(address)
             if not await (_stand_by(store, self._run_id, closing) if stands_by else _lead(store, closing)):
                 return None
@@ -136,6 +143,11 @@ class Coordination:
                 cure="name PEM files in coordinator.etcd_ca, etcd_cert and etcd_key",
                 key="coordinator.etcd_ca",
             ) from error
+
+    def _read_file(self) -> CoordinatorShell:
+        journal = self._store = Journal(self._run_dir / JOURNAL_NAME, run_id=self._run_id)
+        self._shell = CoordinatorShell(self._config, journal, rebuild=self._rebuild, observe=self._observe)
+        return self._shell
 
     async def _read(self, store: EtcdStore) -> CoordinatorShell:
         build = partial(CoordinatorShell, self._config, store, rebuild=self._rebuild, observe=self._observe)

@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from trainer.errors import EnvironmentFault
+from trainer.files import PRIVATE_MODE
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ class EventLog:
         self._line_is_torn = False
         self.num_lost = 0
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, PRIVATE_MODE)
+            os.fchmod(self._fd, PRIVATE_MODE)  # an older version made it readable for everybody
             size = os.fstat(self._fd).st_size
             # A line that a crash cut short must not swallow our first one.
             self._line_is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"

@@ -6,9 +6,14 @@ Rules: a reader sees the old content or the new, also after a power cut. Must no
 import os
 import secrets
 from pathlib import Path
+from typing import IO
+
+PRIVATE_MODE = 0o600
+"""Of every file in a peer's folder: what a run learns is nobody else's business."""
+PRIVATE_FOLDER_MODE = 0o700
 
 
-def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
+def write_atomically(path: Path, content: bytes, *, mode: int = PRIVATE_MODE) -> None:
     """Replace a file in one step.
 
     Args:
@@ -30,6 +35,28 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def open_private(path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
+    """As `open`, but a file that it makes is private from its first byte on.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    return open(path, mode, buffering, opener=_private_opener)
+
+
+def _private_opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, PRIVATE_MODE)
+
+
+def make_private_folder(path: Path) -> None:
+    """Make a folder that only its owner may enter. One that is there keeps its mode: it was made by its owner.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    path.mkdir(mode=PRIVATE_FOLDER_MODE, parents=True, exist_ok=True)
 
 
 def sync_folder(path: Path) -> None:

@@ -7,8 +7,9 @@
     <dir>/incarnation    number of the last start
     <dir>/run.json       run id and secret; only where a coordinator lives, or stands by
 
-Rules: all files are 0600 and replaced in one step; a later start always has the larger incarnation, also when the
-file is lost; nothing here goes over the network but the peer id, the incarnation and the run id. Must not know tickets.
+Rules: a folder that is made here is 0700, all files are 0600 and replaced in one step; a later start always has the
+larger incarnation, also when the file is lost; nothing here goes over the network but the peer id, the incarnation and
+the run id. Must not know tickets.
 
 Errors: `EnvironmentFault` (3) where the folder is not ours to use; `IntegrityError` (9) for a file that was changed.
 """
@@ -27,9 +28,8 @@ from msgspec import Meta
 
 from collective.core.types import PEER_ID_PATTERN, Incarnation, PeerId, PeerRef
 from trainer.errors import EnvironmentFault, IntegrityError
-from trainer.files import write_atomically
+from trainer.files import PRIVATE_MODE, make_private_folder, write_atomically
 
-_PRIVATE = 0o600
 _SECRET_NBYTES = 32
 
 
@@ -69,8 +69,8 @@ class PeerFolder:
 
     def __post_init__(self) -> None:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock_fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE)
+            make_private_folder(self.path)
+            self._lock_fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_MODE)
         except OSError as error:
             raise EnvironmentFault(
                 f"the folder {self.path} cannot be used: {error.strerror}", cure="give another with --dir"
@@ -175,7 +175,7 @@ class PeerFolder:
     def _write(self, name: str, content: bytes) -> None:
         path = self.path / name
         try:
-            write_atomically(path, content, mode=_PRIVATE)
+            write_atomically(path, content, mode=PRIVATE_MODE)
         except OSError as error:
             raise EnvironmentFault(
                 f"{path} cannot be written: {error.strerror}", cure="free some space or give another folder with --dir"

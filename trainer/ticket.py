@@ -22,6 +22,8 @@ import binascii
 import enum
 import hashlib
 import hmac
+import os
+import stat
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -178,12 +180,18 @@ def read_ticket(argument: str) -> Ticket:
         return decode_ticket(argument)
     path = Path(argument[1:])
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_TEXT_LENGTH + 1)
+        # A FIFO must not be waited for, and a device has no end: nothing is read before it is known to be a file.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
+            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            content = file.read(_MAX_TEXT_LENGTH + 1) if is_regular else b""
     except OSError as error:
         raise ConfigError(
             f"the ticket's file {path} cannot be read: {error.strerror}", cure="name a file that holds a ticket"
         ) from error
+    if not is_regular:
+        raise ConfigError(
+            f"{path} is no regular file, and a ticket is read from nothing else", cure="copy it to a file"
+        )
     return decode_ticket(content.decode("ascii", errors="replace"))
 
 

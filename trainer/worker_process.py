@@ -17,6 +17,7 @@ from typing import Self
 import msgspec
 
 from trainer.errors import WorkerCrashed
+from trainer.files import open_private
 from trainer.worker_job import WorkerJob
 
 _STDERR_TAIL_NBYTES = 4096
@@ -63,7 +64,7 @@ class WorkerProcess:
         Raises:
             OSError: the log cannot be opened, or no process can be started.
         """
-        with log_path.open("ab") as log:
+        with open_private(log_path, "ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",

@@ -1,17 +1,22 @@
-"""How many connections strangers may open: a bucket for each address, and one for all strangers together.
+"""How many connections strangers may open: a bucket for each address, one for all strangers together, and places.
 
 An attempt costs a token and gets it back when the connection shows a valid hello. So whoever belongs here can open
 hundreds of streams in a moment and never meets the limit, however often its links break, while whoever does not is
 turned away before any work is done for it (a TLS handshake costs us most of a millisecond).
 
-Rules: an IPv4 address counts for itself, IPv6 by its /64, because that is what one household gets. Loopback is exempt
-unless told otherwise: who is on this machine has easier ways to do harm. The table of addresses is bounded; the one
-not seen for longest is forgotten. An address that has shown a valid hello does not need the strangers' bucket, so a
-flood from many addresses cannot keep it out. No clock in here: the caller says what time it is.
+A place is what a connection without a valid hello holds: a socket, and perhaps a TLS handshake, for seconds. An address
+that has never shown a valid hello gets an eighth of the places, all such addresses together get half of them, and an
+address that has shown one gets half. So neither one address nor all strangers can take the last place.
+
+Rules: an IPv4 address counts for itself, IPv6 by its /64, because that is what one household gets. Loopback counts as
+known and has a bucket of its own size: 32 peers on one host with 64 streams each do not meet it. The table of addresses
+is bounded; the one not seen for longest is forgotten. An address that has shown a valid hello does not need the
+strangers' bucket, so a flood from many addresses cannot keep it out. No clock in here: the caller says what time it is.
 """
 
 import ipaddress
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from collective.core.bucket import TokenBucket
@@ -21,6 +26,12 @@ _IPV6_SITE_BITS = 64
 
 TOO_MANY_FROM_ADDRESS = "too many from one address"
 TOO_MANY_STRANGERS = "too many strangers"
+NO_PLACE = "too many without hello"
+NO_PLACE_FOR_ADDRESS = "too many without hello from one address"
+NO_PLACE_FOR_STRANGERS = "too many strangers without hello"
+
+_STRANGER_SHARE = 8
+_LARGE_SHARE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +43,17 @@ class AcceptLimits:
     strangers_rate: float = 50.0
     strangers_burst: int = 256
     max_addresses: int = 4096
-    exempts_loopback: bool = True
+    loopback_rate: float = 200.0
+    loopback_burst: int = 2048
+    favours_loopback: bool = True
 
 
 class Attempt:
     """One connection that was just accepted. `refusal` says why it must be closed at once, None if it may go on."""
 
-    def __init__(self, refusal: str | None = None, address: "_Address | None" = None) -> None:
+    def __init__(self, address: "_Address", refusal: str | None = None) -> None:
         self.refusal = refusal
-        self._address = address
+        self.address = address
         self._paid: list[TokenBucket] = []
 
     def pay(self, bucket: TokenBucket, now: Instant) -> None:
@@ -53,16 +66,16 @@ class Attempt:
         for bucket in self._paid:
             bucket.give_back(1)
         self._paid.clear()
-        if self._address is not None:
-            self._address.is_known = True
+        self.address.is_known = True
 
 
 class _Address:
     """What is remembered of one address."""
 
-    def __init__(self, limits: AcceptLimits) -> None:
-        self.bucket = TokenBucket(limits.address_rate, limits.address_burst)
-        self.is_known = False
+    def __init__(self, site: str, bucket: TokenBucket, *, is_known: bool) -> None:
+        self.site = site
+        self.bucket = bucket
+        self.is_known = is_known
 
 
 class AcceptLimiter:
@@ -78,46 +91,65 @@ class AcceptLimiter:
         """How many addresses are remembered."""
         return len(self._addresses)
 
-    def attempt(self, host: str, now: Instant) -> Attempt:
+    def attempt(self, host: str, now: Instant, *, waiting: Collection[Attempt] = (), num_places: int = 0) -> Attempt:
         """Judge a connection from this address. A refused one costs nothing.
 
         Args:
             host: as the socket names it, without port.
             now: monotonic seconds.
+            waiting: the attempts that hold a place now.
+            num_places: how many there are; 0: places are not counted.
         """
-        site = self._site_of(host)
-        if site is None:
-            return Attempt()
-        address = self._remember(site)
-        if address.bucket.delay_s(now, 1) > 0:
-            return Attempt(TOO_MANY_FROM_ADDRESS)
-        if not address.is_known and self._strangers.delay_s(now, 1) > 0:
-            return Attempt(TOO_MANY_STRANGERS)
-        attempt = Attempt(address=address)
-        attempt.pay(address.bucket, now)
-        if not address.is_known:
-            attempt.pay(self._strangers, now)
+        address = self._remember(host)
+        refusal = _no_place(address, waiting, num_places) if num_places else None
+        if refusal is None and address.bucket.delay_s(now, 1) > 0:
+            refusal = TOO_MANY_FROM_ADDRESS
+        if refusal is None and not address.is_known and self._strangers.delay_s(now, 1) > 0:
+            refusal = TOO_MANY_STRANGERS
+        attempt = Attempt(address, refusal)
+        if refusal is None:
+            attempt.pay(address.bucket, now)
+            if not address.is_known:
+                attempt.pay(self._strangers, now)
         return attempt
 
-    def _remember(self, site: str) -> _Address:
+    def _remember(self, host: str) -> _Address:
+        site, is_loopback = _site_of(host)
         address = self._addresses.get(site)
         if address is None:
-            address = self._addresses[site] = _Address(self._limits)
-            if len(self._addresses) > self._limits.max_addresses:
+            limits = self._limits
+            is_near = is_loopback and limits.favours_loopback
+            rate, burst = limits.address_rate, limits.address_burst
+            if is_near:
+                rate, burst = limits.loopback_rate, limits.loopback_burst
+            address = self._addresses[site] = _Address(site, TokenBucket(rate, burst), is_known=is_near)
+            if len(self._addresses) > limits.max_addresses:
                 self._addresses.popitem(last=False)
         self._addresses.move_to_end(site)
         return address
 
-    def _site_of(self, host: str) -> str | None:
-        """What counts as one address. None for an exempt one."""
-        try:
-            parsed = ipaddress.ip_address(host.partition("%")[0])
-        except ValueError:
-            return host  # not an internet address: all of its kind count as one
-        if isinstance(parsed, ipaddress.IPv6Address):
-            parsed = parsed.ipv4_mapped or parsed
-        if parsed.is_loopback and self._limits.exempts_loopback:
-            return None
-        if isinstance(parsed, ipaddress.IPv6Address):
-            return str(ipaddress.ip_network((parsed, _IPV6_SITE_BITS), strict=False))
-        return str(parsed)
+
+def _no_place(address: _Address, waiting: Collection[Attempt], num_places: int) -> str | None:
+    """Why there is no place for one more connection of this address; None if there is one."""
+    if len(waiting) >= num_places:
+        return NO_PLACE
+    share = num_places // (_LARGE_SHARE if address.is_known else _STRANGER_SHARE)
+    if sum(other.address.site == address.site for other in waiting) >= max(1, share):
+        return NO_PLACE_FOR_ADDRESS
+    if address.is_known:
+        return None
+    num_strangers = sum(not other.address.is_known for other in waiting)
+    return NO_PLACE_FOR_STRANGERS if num_strangers >= max(1, num_places // _LARGE_SHARE) else None
+
+
+def _site_of(host: str) -> tuple[str, bool]:
+    """What counts as one address, and whether it is of this machine."""
+    try:
+        parsed = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host, False  # not an internet address: all of its kind count as one
+    if isinstance(parsed, ipaddress.IPv6Address):
+        parsed = parsed.ipv4_mapped or parsed
+    if isinstance(parsed, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((parsed, _IPV6_SITE_BITS), strict=False)), parsed.is_loopback
+    return str(parsed), parsed.is_loopback

@@ -1,9 +1,9 @@
 """One port per peer: accept, encrypt, read the hello within its deadline, hand the connection to whom it is for.
 
 Rules: nothing that a stranger sends can end the process or hold more than a socket, 4 KiB and a TLS handshake for 5 s.
-At most `max_unknown` connections may be without a valid hello, and an address may not try too often. Every connection
-that does not get through is closed and counted in `counters`, by reason. Whether it must be encrypted is the policy
-of `Security`; a hello counts only if the certificate says the same name.
+At most `max_unknown` connections may be without a valid hello, of which one address gets a share, and an address may
+not try too often. Every connection that does not get through is closed and counted in `counters`, by reason. Whether
+it must be encrypted is the policy of `Security`; a hello counts only if the certificate says the same name.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from collective.errors import AddressInUse, CollectiveError, ConnectionLost, Rem
 from collective.transport.accept_limit import AcceptLimiter, Attempt
 from collective.transport.channel import Channel
 from collective.transport.hello import REFUSED_EXIT_CODE, Hello, HelloReply, Purpose, read_hello, send_reply
+from collective.transport.refusal_log import RefusalLog
 from collective.transport.security import Security, name_mismatch
 from collective.transport.shared_memory import take_offer
 from collective.transport.shared_socket import SharedSocket
@@ -72,12 +73,13 @@ class Listener:
         counters: Counter[str] | None = None,
         options: SocketOptions | None = None,
         hello_timeout_s: float = 5.0,
-        max_unknown: int = 64,
+        max_unknown: int = 128,
         security: Security | None = None,
         limiter: AcceptLimiter | None = None,
     ) -> None:
         self.address = address
         self.counters: Counter[str] = Counter() if counters is None else counters
+        self._refusals = RefusalLog(self.counters)
         self._accept = accept
         self._routes = routes
         self._bulk = bulk
@@ -174,20 +176,25 @@ class Listener:
 
     def _admitted(self, sock: socket.socket, host: str) -> _Caller | None:
         """None, counted by reason, if there is no room for one more. This is the cheapest moment to say so."""
-        if len(self._unknown) >= self._max_unknown:
-            self.counters["too many without hello"] += 1
-            return None
-        attempt = self._limiter.attempt(host, asyncio.get_running_loop().time())
+        attempt = self._limiter.attempt(
+            host,
+            asyncio.get_running_loop().time(),
+            waiting=[caller.attempt for caller in self._unknown],
+            num_places=self._max_unknown,
+        )
         if attempt.refusal is not None:
-            self.counters[attempt.refusal] += 1
+            self._ended(attempt.refusal, host)
             return None
         try:
             tune(sock, self._options)
             fit_to_path(sock, self._options)
         except OSError:
-            self.counters["broken before hello"] += 1
+            self._ended("broken before hello", host)
             return None
         return _Caller(sock, host, attempt)
+
+    def _ended(self, kind: str, host: str) -> None:
+        self._refusals.ended(kind, host, asyncio.get_running_loop().time())
 
     async def _welcome(self, caller: _Caller) -> None:
         try:
@@ -224,14 +231,13 @@ class Listener:
                 reply, counted_as = self._decide(caller.sock, hello)
                 await self._answer(caller, hello, reply)
         except TimeoutError:
-            self.counters["no hello in time"] += 1
+            self._ended("no hello in time", caller.host)
         except ConnectionLost:
-            self.counters["closed before hello"] += 1
+            self._ended("closed before hello", caller.host)
         except RemoteProtocolError as error:
-            self.counters[error.reason] += 1
+            self._ended(error.reason, caller.host)
         except SecurityRefused as error:
-            self.counters[error.reason] += 1
-            log.info("connection_not_safe host=%s reason=%s", caller.host, error.reason)
+            self._ended(error.reason, caller.host)
             await _let_read(caller.sock)
         else:
             if reply.accepted:

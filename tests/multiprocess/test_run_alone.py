@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,14 @@ def test_a_founder_alone_trains_to_the_end(finished: Finished) -> None:
     assert [event["outer_step"] for event in founder.events("evaluate")] == list(range(20, LAST + 1, 20))
     assert founder.events("fault")[1:] == []  # its own goodbye
     assert len(Audit.of(read_journal(founder.directory)).consumed) == LAST * 3 * 2
+
+
+def test_nobody_but_its_owner_may_look_into_a_peers_folder(finished: Finished) -> None:
+    folder = finished.founder.directory
+    modes = {path.relative_to(folder): stat.S_IMODE(path.lstat().st_mode) for path in (folder, *folder.rglob("*"))}
+    open_to_others = {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}
+    assert open_to_others == {}
+    assert {"journal.sqlite", "events.jsonl", "checkpoints"} <= {str(path) for path in modes}
 
 
 def test_status_answers_with_its_schema_while_a_peer_trains(finished: Finished) -> None:

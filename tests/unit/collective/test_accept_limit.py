@@ -4,6 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collective.transport.accept_limit import (
+    NO_PLACE_FOR_ADDRESS,
+    NO_PLACE_FOR_STRANGERS,
     TOO_MANY_FROM_ADDRESS,
     TOO_MANY_STRANGERS,
     AcceptLimiter,
@@ -69,12 +71,44 @@ def test_a_household_of_ipv6_counts_as_one_address_and_so_does_a_mapped_one():
     assert attempts(limiter, f"::ffff:{HOST}", 1) == 0
 
 
-def test_this_machine_is_exempt_unless_told_otherwise():
-    limiter = AcceptLimiter()
+def test_this_machine_may_knock_more_often_unless_told_otherwise():
     for host in ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"):
-        assert attempts(limiter, host, 2000) == 2000
-    assert limiter.num_addresses == 0
-    assert attempts(AcceptLimiter(AcceptLimits(exempts_loopback=False)), "127.0.0.1", 2000) == 64
+        limiter = AcceptLimiter()
+        assert attempts(limiter, host, 5000) == 2048
+        assert attempts(limiter, host, 5000, now=1.0) == 200
+    assert attempts(AcceptLimiter(AcceptLimits(favours_loopback=False)), "127.0.0.1", 5000) == 64
+
+
+def hold(limiter, hosts, num_places=128):
+    """Who of these gets a place, as attempts that go on holding it."""
+    waiting = []
+    for host in hosts:
+        attempt = limiter.attempt(host, 0.0, waiting=waiting, num_places=num_places)
+        if attempt.refusal is None:
+            waiting.append(attempt)
+    return waiting
+
+
+def test_one_address_gets_an_eighth_of_the_places_and_half_once_it_has_shown_a_hello():
+    limiter = AcceptLimiter()
+    waiting = hold(limiter, [HOST] * 100)
+    assert len(waiting) == 16
+    assert limiter.attempt(HOST, 0.0, waiting=waiting, num_places=128).refusal == NO_PLACE_FOR_ADDRESS
+    assert limiter.attempt("203.0.113.8", 0.0, waiting=waiting, num_places=128).refusal is None
+    assert len(hold(AcceptLimiter(), [f"2001:db8:1:2::{number}" for number in range(100)])) == 16
+    limiter = AcceptLimiter()
+    limiter.attempt(HOST, 0.0).forgive()
+    assert len(hold(limiter, [HOST] * 100)) == 64
+
+
+def test_strangers_from_many_addresses_leave_half_of_the_places_to_members():
+    limiter = AcceptLimiter()
+    limiter.attempt(HOST, 0.0).forgive()
+    strangers = [f"198.51.{i}.{j}" for i in range(10) for j in range(20)]
+    waiting = hold(limiter, strangers)
+    assert len(waiting) == 64
+    assert limiter.attempt("192.0.2.1", 0.0, waiting=waiting, num_places=128).refusal == NO_PLACE_FOR_STRANGERS
+    assert limiter.attempt(HOST, 0.0, waiting=waiting, num_places=128).refusal is None
 
 
 def test_the_table_of_addresses_is_bounded_and_keeps_those_seen_last():

@@ -589,7 +589,7 @@ async def say(door, data):
 
 
 async def test_a_thousand_connects_from_one_address_cost_a_few_tries_and_members_get_in():
-    limiter = AcceptLimiter(AcceptLimits(exempts_loopback=False))
+    limiter = AcceptLimiter(AcceptLimits(favours_loopback=False))
     async with listener(member(SERVER), limiter=limiter, max_unknown=2000) as door:
         host, port = door.address.split(":")
         loop = asyncio.get_running_loop()
@@ -615,7 +615,7 @@ async def test_a_thousand_connects_from_one_address_cost_a_few_tries_and_members
 
 
 async def test_members_never_meet_the_limit_of_their_address():
-    limits = AcceptLimits(exempts_loopback=False, address_burst=2, address_rate=0.001, strangers_burst=2)
+    limits = AcceptLimits(favours_loopback=False, address_burst=2, address_rate=0.001, strangers_burst=2)
     async with listener(member(SERVER), limiter=AcceptLimiter(limits)) as door:
         for _ in range(10):
             assert await works(door, member())

@@ -17,6 +17,7 @@ from collective.errors import (
     RemoteProtocolError,
 )
 from collective.transport import Channel, FrameType, Hello, HelloReply, Listener, Purpose, connect
+from collective.transport.accept_limit import NO_PLACE_FOR_ADDRESS
 from collective.wire import PROTOCOL_VERSION, Header, pack
 
 SERVER, CLIENT = PeerId("5" * 16), PeerId("c" * 16)
@@ -118,7 +119,7 @@ async def test_a_chunk_of_another_length_than_its_place_breaks_the_channel():
     ],
     ids=["random", "http", "zeros", "data first", "too long", "checksum", "no msgpack", "empty"],
 )
-async def test_whoever_sends_no_hello_is_closed_and_counted_and_others_go_on(data, reason):
+async def test_whoever_sends_no_hello_is_closed_and_told_of_and_others_go_on(data, reason, caplog):
     async with listener() as door:
         with contextlib.closing(await connect(door.address, hello(), timeout_s=5)) as friend:
             await talk_raw(door.address, data)
@@ -126,6 +127,10 @@ async def test_whoever_sends_no_hello_is_closed_and_counted_and_others_go_on(dat
             await friend.send(FrameType.CONTROL, b"me too", timeout_s=5)
             assert bytes((await friend.receive(timeout_s=5)).payload) == b"me too"
         assert await works(door.address)
+        await talk_raw(door.address, data)
+        assert door.counters == {reason: 2}
+    lines = [record.getMessage() for record in caplog.records if "connection_ended" in record.getMessage()]
+    assert lines == [f"connection_ended host='127.0.0.1' reason={reason!r} so_far=1"]
 
 
 MALFORMED = {
@@ -172,10 +177,35 @@ async def test_a_peer_that_hangs_up_in_mid_hello_is_counted():
 
 
 async def test_too_many_strangers_are_turned_away_and_come_back_later():
-    async with listener(max_unknown=2, hello_timeout_s=0.3) as door:
+    async with listener(max_unknown=4, hello_timeout_s=0.3) as door:
         await asyncio.gather(*(talk_raw(door.address, b"") for _ in range(5)))
-        assert door.counters == {"too many without hello": 3, "no hello in time": 2}
+        assert door.counters == {NO_PLACE_FOR_ADDRESS: 3, "no hello in time": 2}
         assert await works(door.address)
+
+
+async def shake_hands_from(source, address):
+    """Seconds that a hello from this address of this machine takes to be accepted."""
+    loop = asyncio.get_running_loop()
+    started, payload = loop.time(), msgspec.msgpack.encode(hello())
+    host, port = address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
+    writer.write(pack(Header(type=FrameType.HELLO, payload_nbytes=len(payload)), payload) + payload)
+    answered = await reader.read(1)
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    assert answered, "it was turned away"
+    return loop.time() - started
+
+
+async def test_a_flood_from_one_address_leaves_places_for_another():
+    async with listener() as door, contextlib.AsyncExitStack() as flood:
+        host, port = door.address.split(":")
+        for _ in range(200):  # far more than there are places, and each says nothing until its deadline
+            _, writer = await asyncio.open_connection(host, int(port), local_addr=("127.0.0.1", 0))
+            flood.callback(writer.close)
+        assert await shake_hands_from("127.0.0.2", door.address) < 1
+        assert door.counters == {NO_PLACE_FOR_ADDRESS: 200 - 64}
 
 
 async def test_a_refusal_carries_code_and_reason():

@@ -4,6 +4,7 @@ import base64
 import contextlib
 import dataclasses
 import hashlib
+import os
 import string
 from pathlib import Path
 
@@ -162,8 +163,22 @@ def test_ticket_is_read_from_a_file(tmp_path: Path) -> None:
 def test_missing_and_endless_ticket_files_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_ticket(f"@{tmp_path / 'none'}")
+    endless = tmp_path / "endless"
+    with endless.open("wb") as file:
+        file.truncate(1 << 40)
     with pytest.raises(TicketRefused, match="not a ticket"):
-        read_ticket("@/dev/zero")
+        read_ticket(f"@{endless}")
+
+
+def test_ticket_is_read_only_from_a_regular_file_and_nothing_else_is_waited_for(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (fifo, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="no regular file") as caught:
+            read_ticket(f"@{path}")
+        assert caught.value.exit_code == ExitCode.USAGE
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_ticket(f"@{tmp_path}")
 
 
 # -------------------------------------------------------------------------------------------------------------- tokens
