@@ -23,8 +23,10 @@ import enum
 import hashlib
 import hmac
 import os
+import select
 import stat
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +44,7 @@ FINGERPRINT_NBYTES = 32
 SECRET_NBYTES = 32
 
 _MAX_TEXT_LENGTH = 8192
+_PIPE_TIMEOUT_S = 5.0
 _EXPIRY = struct.Struct(">Q")
 _LENGTH = struct.Struct(">H")
 _CHECK_NBYTES = 4
@@ -180,19 +183,38 @@ def read_ticket(argument: str) -> Ticket:
         return decode_ticket(argument)
     path = Path(argument[1:])
     try:
-        # A FIFO must not be waited for, and a device has no end: nothing is read before it is known to be a file.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
-            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            content = file.read(_MAX_TEXT_LENGTH + 1) if is_regular else b""
+        # Whatever the path names, opening it must not wait.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            content = _read_bounded(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise ConfigError(
             f"the ticket's file {path} cannot be read: {error.strerror}", cure="name a file that holds a ticket"
         ) from error
-    if not is_regular:
+    if not content:
         raise ConfigError(
-            f"{path} is no regular file, and a ticket is read from nothing else", cure="copy it to a file"
+            f"no ticket comes from {path}", cure="name a file that holds a ticket, or a pipe that one is written to"
         )
     return decode_ticket(content.decode("ascii", errors="replace"))
+
+
+def _read_bounded(descriptor: int) -> bytes:
+    """What a file holds, or what comes through a pipe in time; nothing of anything else, which may have no end."""
+    mode = os.fstat(descriptor).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+        return b""
+    content, ends_at = b"", time.monotonic() + _PIPE_TIMEOUT_S
+    while len(content) <= _MAX_TEXT_LENGTH:
+        left_s = max(0.0, ends_at - time.monotonic())
+        if not select.select([descriptor], [], [], left_s)[0]:
+            break
+        piece = os.read(descriptor, _MAX_TEXT_LENGTH + 1 - len(content))
+        if not piece:
+            break
+        content += piece
+    return content
 
 
 def expiry_hint(ticket: Ticket, *, now_s: float) -> str | None:

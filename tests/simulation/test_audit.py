@@ -1,5 +1,7 @@
 """The audit and the simulator judge the same histories: what the checkers let pass is clean, what breaks is found."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from elastic.audit import Audit, audit
@@ -67,10 +69,9 @@ class GrantsTheSameTwice(CoordinatorMachine):
 
 
 class LeavesTheLastOut(Closing):
-    def _contribution(self, session: Session) -> Contribution:
-        part, members = super()._contribution(session), self._roster.state.view.members
-        is_last = session.ref == members[-1].ref
-        return Contribution(members[0].ref, part.weight, part.num_tokens, ()) if is_last else part
+    def _contributions(self, members: Sequence[Session]) -> tuple[Contribution, ...]:
+        *parts, last = super()._contributions(members)
+        return (*parts, Contribution(members[0].ref, last.weight, last.num_tokens, ()))
 
 
 class LeavesAMemberOut(CoordinatorMachine):

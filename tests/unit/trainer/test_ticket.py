@@ -170,14 +170,20 @@ def test_missing_and_endless_ticket_files_are_told(tmp_path: Path) -> None:
         read_ticket(f"@{endless}")
 
 
-def test_ticket_is_read_only_from_a_regular_file_and_nothing_else_is_waited_for(tmp_path: Path) -> None:
+def test_ticket_comes_through_a_pipe_and_nothing_else_is_waited_for(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, encode_ticket(a_ticket()).encode())
+    os.close(writer)
+    assert read_ticket(f"@/proc/self/fd/{reader}") == a_ticket()
+    os.close(reader)
+
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     for path in (fifo, Path("/dev/zero")):
-        with pytest.raises(ConfigError, match="no regular file") as caught:
+        with pytest.raises(ConfigError, match="no ticket comes") as caught:
             read_ticket(f"@{path}")
         assert caught.value.exit_code == ExitCode.USAGE
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="no ticket comes"):
         read_ticket(f"@{tmp_path}")
 
 
