@@ -31,17 +31,17 @@ class Closing:
         self._admission = admission
         self._unreached: deque[PeerRef] = deque(maxlen=roster.config.max_peers)
         """Peers that the members dropped before any commit held work of theirs."""
-        self._proven: dict[PeerRef, None] = {}  # those whose work a commit held, the newest last
 
     def settle(self) -> None:
         """Judge failures, count votes, go on without the late."""
-        for decide in (self._judge_reports, self._decide_round, self._excuse_the_late):
+        for decide in (self._judge_reports, self._decide_round, self._drop_the_voteless, self._excuse_the_late):
             if not self._roster.over:
                 decide()
 
     def deadlines(self) -> list[Instant]:
         """When to look again."""
-        return [instant for instant in (self._roster.rounds.judge_at, self._closes_at()) if instant is not None]
+        instants = (self._roster.rounds.judge_at, self._closes_at(), self._votes_close_at())
+        return [instant for instant in instants if instant is not None]
 
     def _judge_reports(self) -> None:
         """The members that wait on a failed round get another view: without the silent, or one more try."""
@@ -73,7 +73,7 @@ class Closing:
         roster = self._roster
         last_words: dict[PeerRef, Refused] = {}
         for session in blamed:
-            if session.ref in self._proven:
+            if session.ref.peer_id in roster.state.reached:
                 continue  # it was reached once: its line is broken, its address is not wrong
             if session.ref in self._unreached:
                 reason = (
@@ -98,6 +98,30 @@ class Closing:
     def _causes(self) -> str:
         reports = self._roster.rounds.reports.values()
         return "; ".join(dict.fromkeys(report.cause for report in reports))[:MAX_CAUSES]
+
+    def _votes_close_at(self) -> Instant | None:
+        """By when every vote must be here; None while fewer than half of the members have voted, or all have spoken.
+
+        An exchange ends everywhere at nearly the same time. A member that has its result and does not vote, because
+        its trainer hangs in the outer step or because it lies, says with every heartbeat that it waits for others.
+        """
+        roster, rounds = self._roster, self._roster.rounds
+        members = roster.members()
+        half = -(-len(members) // 2)
+        if len(rounds.voted_at) < half or all(rounds.spoke(session.ref.peer_id) for session in members):
+            return None
+        half_voted_at = sorted(rounds.voted_at.values())[half - 1]
+        began = max(session.ready_at for session in members if session.ready_at is not None)
+        taken_s = max(0.0, half_voted_at - began)
+        return half_voted_at + max(roster.config.stall_floor_s, roster.config.stall_factor * taken_s)
+
+    def _drop_the_voteless(self) -> None:
+        """The others have voted, and wait no longer for those that have not."""
+        roster, close_at = self._roster, self._votes_close_at()
+        if close_at is None or roster.now < close_at:
+            return
+        silent = [item.ref for item in roster.members() if not roster.rounds.spoke(item.ref.peer_id)]
+        roster.drop(dict.fromkeys(silent, "has not voted although the others have"))
 
     def _closes_at(self) -> Instant | None:
         """When the round goes on without those that have not handed in."""
@@ -152,14 +176,11 @@ class Closing:
             outer_step=step,
             previous=state.committed.digest,
             digest=agreed.digest,
-            contributions=self._contributions(members),
+            contributions=self._contributions(members, agreed.deviants),
             final=step >= roster.config.outer_steps,
         )
         roster.persist(record)
         roster.rounds.committed()
-        self._proven |= dict.fromkeys(item.ref for item in record.contributions)
-        for ref in list(self._proven)[: -2 * roster.config.max_peers]:
-            del self._proven[ref]
         ready_at = [session.ready_at for session in members if session.ready_at is not None]
         roster.grace.learn(ready_at, len(members) + len(state.excused), roster.now)
         for session in roster.sessions.values():
@@ -173,7 +194,7 @@ class Closing:
         if not record.final:
             self._admission.at_boundary(deviants)
 
-    def _contributions(self, members: Sequence[Session]) -> tuple[Contribution, ...]:
+    def _contributions(self, members: Sequence[Session], deviants: Collection[PeerId]) -> tuple[Contribution, ...]:
         roster, leases = self._roster, self._roster.state.leases
         votes = [roster.rounds.votes[session.ref.peer_id] for session in members]
         owned = [leases.clip(session.ref, vote.consumed) for session, vote in zip(members, votes, strict=True)]
@@ -182,6 +203,12 @@ class Closing:
             roster.counters["lease_clipped"] += own != merged(vote.consumed)
             roster.counters["lease_shredded"] += consumed != own
             result.append(
-                Contribution(ref=session.ref, weight=vote.weight, num_tokens=vote.num_tokens, consumed=consumed)
+                Contribution(
+                    ref=session.ref,
+                    weight=vote.weight,
+                    num_tokens=vote.num_tokens,
+                    consumed=consumed,
+                    agreed=session.ref.peer_id not in deviants,
+                )
             )
         return tuple(result)

@@ -91,7 +91,8 @@ class CoordinatorMachine:
         roster.now = now
         if rebuild is not None and state.committed is None and state.rebuilt is None:
             machine._rebuild = machine.rebuild_type(roster, rebuild)
-        voters = [item.ref for item in state.last_commit.contributions] if state.last_commit is not None else []
+        votes = () if state.last_commit is None else state.last_commit.contributions
+        agreed = {item.ref: item.agreed for item in votes}
         for ref in state.excused:
             session = roster.open(ref, "")
             session.last_heard = session.awaited_until = now + config.recover_grace_s
@@ -99,10 +100,10 @@ class CoordinatorMachine:
         for member in state.view.members:
             session = roster.open(member.ref, member.address)
             session.last_heard = session.awaited_until = now + config.recover_grace_s
-            # Who voted for the last commit holds it or has it staged; of the others we learn when they speak. Not
-            # knowing is not "no": a view whose voters are all gone is held by others (test_scenarios.py: recovered
-            # view without a voter).
-            session.holds_state = True if member.ref in voters else None
+            # A member that voted for the last commit holds it or has it staged, and one that was overruled does not.
+            # Of the others we learn when they speak. Not knowing is not "no": a view whose voters are all gone is
+            # held by others (test_scenarios.py: recovered view without a voter).
+            session.holds_state = agreed.get(member.ref)
         machine._promised = machine._deadline = machine._look_ahead()
         return machine
 
@@ -213,7 +214,7 @@ class CoordinatorMachine:
             return
         session = roster.sessions.get(sender.peer_id)
         if session is not None and sender.incarnation < session.ref.incarnation:
-            roster.counters["older_incarnation"] += 1
+            roster.tell_replaced(sender)
             return
         if session is None or session.ref != sender:
             self._reception.stranger(sender, message)
@@ -319,7 +320,7 @@ class CoordinatorMachine:
         session.hands_in(roster.now)
         match message:
             case Vote():
-                if not self._rounds.vote(peer_id, message):
+                if not self._rounds.vote(peer_id, message, roster.now):
                     roster.counters["vote_after_failure"] += 1
             case RoundFailed():
                 self._rounds.report(peer_id, message, judge_at=roster.now + self.config.report_window_s)

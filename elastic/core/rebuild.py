@@ -38,9 +38,8 @@ from elastic.core.messages import (
     Synced,
     Vote,
 )
-from elastic.core.reception import REFUSED_EXIT_CODE
 from elastic.core.records import RebuildRecord
-from elastic.core.roster import Roster
+from elastic.core.roster import REFUSED_EXIT_CODE, Roster
 
 EPOCHS_A_REBUILD = 1 << 20
 """How far a rebuilt run's epochs begin behind the newest one that anybody has heard of. The lost journal may have known

@@ -3,7 +3,7 @@
 Rules:
 * A Join is answered with a Welcome, a refusal with its cure, or `Evicted` if its sender does not know yet that it is
   no member any more.
-* A newer start of a peer replaces the older one at once; words of an older start are dropped.
+* A newer start of a peer replaces the older one at once; an older start that still speaks is told so, and ends.
 * Whoever else speaks without a session is answered `Evicted`: without an answer it would wait for ever.
 * The first state that anybody holds becomes the state of a run that has none.
 """
@@ -26,10 +26,10 @@ from elastic.core.messages import (
     Vote,
 )
 from elastic.core.records import Genesis
-from elastic.core.roster import Roster
+from elastic.core.roster import REFUSED_EXIT_CODE, Roster
 from elastic.core.sessions import Session
 
-DONE_EXIT_CODE, REFUSED_EXIT_CODE, INTEGRITY_EXIT_CODE = 0, 5, 9
+DONE_EXIT_CODE, INTEGRITY_EXIT_CODE = 0, 9
 
 
 class Reception:
@@ -75,7 +75,7 @@ class Reception:
         roster = self._roster
         departure = self._roster.state.departed.get(sender.peer_id)
         if departure is not None and sender.incarnation < departure.incarnation:
-            roster.counters["older_incarnation"] += 1
+            roster.tell_replaced(sender)
             return
         refusal = self._refusal(message)
         if refusal is not None:

@@ -47,12 +47,13 @@ class ViewRecord(_Record, frozen=True, kw_only=True):
 
 
 class Contribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one member put into a committed round."""
+    """What one member put into a committed round. `agreed` says that it voted for what was committed, and holds it."""
 
     ref: PeerRef
     weight: Weight
     num_tokens: Natural
     consumed: tuple[IndexRange, ...]
+    agreed: bool = True
 
 
 class CommitRecord(_Record, frozen=True, kw_only=True):

@@ -19,6 +19,8 @@ from elastic.core.rounds import Rounds
 from elastic.core.run_state import RunState
 from elastic.core.sessions import Session
 
+REFUSED_EXIT_CODE = 5
+
 Departures = Mapping[PeerRef, CoordinatorMessage | None]
 """Members that the next view does without, each with what it is told (None: it is dead, nobody listens)."""
 
@@ -144,7 +146,7 @@ class Roster:
         """The coordinator itself did not run: nobody was silent, late or away for that long."""
         now, config = self.now, self.config
         self.grace.interrupted(now)
-        self.rounds.forgive(judge_at=now + config.report_window_s)
+        self.rounds.forgive(judge_at=now + config.report_window_s, now=now)
         if self.awaited:
             self.awaited_until = max(self.awaited_until, now + config.rebuild_grace_s)
         for session in self.sessions.values():
@@ -271,6 +273,15 @@ class Roster:
         if self._sealed is None or self._sealed.order != certificate.order:
             self._sealed = certificate.sealed(self.config.seal_key)
         self.send(to, Commit(certificate=self._sealed))
+
+    def tell_replaced(self, to: PeerRef) -> None:
+        """A newer start of the same peer is known. An older one that still speaks lives on a copy of its folder."""
+        self.counters["older_incarnation"] += 1
+        reason = (
+            f"a newer start of {to.peer_id} has taken this one's place: if both run, one of their folders is a copy "
+            "of the other; join from an empty folder (--dir)"
+        )
+        self.send(to, Refused(code=REFUSED_EXIT_CODE, reason=reason))
 
     def tell_rebuilt(self, to: PeerRef) -> None:
         """The journal was lost: what the run goes on from."""

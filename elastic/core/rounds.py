@@ -32,6 +32,7 @@ class Rounds:
 
     def __init__(self) -> None:
         self.votes: dict[PeerId, Vote] = {}
+        self.voted_at: dict[PeerId, Instant] = {}
         self.reports: dict[PeerId, RoundFailed] = {}
         self.judge_at: Instant | None = None
         self.retries = 0
@@ -44,28 +45,32 @@ class Rounds:
         """The view is about to change for what was reported: it counts on until something is committed."""
         self._past_links |= {(accuser, peer) for accuser, peers in self._voices(view).items() for peer in peers}
 
-    def vote(self, peer_id: PeerId, vote: Vote) -> bool:
+    def vote(self, peer_id: PeerId, vote: Vote, now: Instant) -> bool:
         """Note a vote. Refused from who has reported that it cannot finish: its staged result is gone."""
         if peer_id in self.reports:
             return False
         self.votes[peer_id] = vote
+        self.voted_at.setdefault(peer_id, now)
         return True
 
     def report(self, peer_id: PeerId, report: RoundFailed, judge_at: Instant) -> None:
         """Note a failure. The first one opens the window in which the others are awaited."""
         self.votes.pop(peer_id, None)
+        self.voted_at.pop(peer_id, None)
         self.reports[peer_id] = report
         if self.judge_at is None:
             self.judge_at = judge_at
 
-    def forgive(self, judge_at: Instant) -> None:
+    def forgive(self, judge_at: Instant, now: Instant) -> None:
         """The coordinator itself did not run: the others' words may lie unread, and are awaited anew."""
+        self.voted_at = dict.fromkeys(self.voted_at, now)
         if self.judge_at is not None:
             self.judge_at = judge_at
 
     def void(self) -> None:
         """The view changed: what was said in the old one counts no more."""
         self.votes.clear()
+        self.voted_at.clear()
         self.reports.clear()
         self.judge_at = None
 

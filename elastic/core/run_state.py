@@ -42,6 +42,8 @@ class RunState:
         """Late members that the round goes on without, with the epoch of their admission."""
         self.contributed: dict[PeerRef, Held] = {}
         """The newest committed state that holds work of this member or excused peer."""
+        self.reached: set[PeerId] = set()
+        """Peers, in whatever start, whose work a commit has held: the others have exchanged with them."""
         self.departed: dict[PeerId, Departure] = {}
         self.leases = LeaseLedger()
         self._link = b""  # what the next certificate names as its parent
@@ -117,6 +119,7 @@ class RunState:
             assert record.epoch > record.certificate.key.epoch, "epochs only grow (I8)"
             self._begin(record.certificate.made, record.certificate.position)
             self.certificate = record.certificate
+            self.reached.update(item.peer_id for item in record.certificate.contributors)
             self._link = record.certificate.link
 
     def _apply_view(self, view: View, excused: Collection[PeerRef]) -> None:
@@ -142,6 +145,7 @@ class RunState:
             self.leases.consume(item.ref, item.consumed)
         self.previous = self.committed
         self.committed = Held(record.outer_step, record.digest)
+        self.reached.update(item.ref.peer_id for item in record.contributions)
         self.contributed |= {item.ref: self.committed for item in record.contributions}
         self.last_commit = record
         self._certify(record)

@@ -131,7 +131,11 @@ class Checkers:
         if effect.code == 0:
             is_over = self.history.final or self.history.has_given_up_the_end
             demand(is_over, "I4", f"{name(node.ref)} is done before the run is")
-        demand(effect.code != 4, "I4", f"{name(node.ref)} ends with {effect}")
+        # A joiner that the others could not exchange with is sent home, unless its address was right before.
+        commits = self.history.lineage.commits
+        was_reached = any(item.ref.peer_id == node.ref.peer_id for made in commits for item in made.contributions)
+        is_unreached = "cannot exchange with" in effect.reason and not was_reached
+        demand(effect.code != 4 or is_unreached, "I4", f"{name(node.ref)} ends with {effect}")
         if effect.code == 7:
             # When the journal is lost before a commit nobody can prove a state (seeds 66978, 83319).
             is_unproved = "nobody has brought a certificate" in effect.reason and not self.history.lineage.commits

@@ -1,9 +1,10 @@
 """The audit and the simulator judge the same histories: what the checkers let pass is clean, what breaks is found."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 
+from collective.core.types import PeerId
 from elastic.audit import Audit, audit
 from elastic.audit.beginning import beginning_in
 from elastic.core.closing import Closing
@@ -69,8 +70,8 @@ class GrantsTheSameTwice(CoordinatorMachine):
 
 
 class LeavesTheLastOut(Closing):
-    def _contributions(self, members: Sequence[Session]) -> tuple[Contribution, ...]:
-        *parts, last = super()._contributions(members)
+    def _contributions(self, members: Sequence[Session], deviants: Collection[PeerId]) -> tuple[Contribution, ...]:
+        *parts, last = super()._contributions(members, deviants)
         return (*parts, Contribution(members[0].ref, last.weight, last.num_tokens, ()))
 
 

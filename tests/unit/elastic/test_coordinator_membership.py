@@ -110,13 +110,14 @@ def test_former_member_must_hear_that_it_was_dropped_before_it_may_learn() -> No
     assert driver.told(2, Welcome).target == driver.machine.state.committed
 
 
-def test_newer_start_of_a_member_takes_its_place_at_once_and_the_older_is_ignored() -> None:
+def test_newer_start_of_a_member_takes_its_place_at_once_and_the_older_is_told() -> None:
     driver = CoordinatorDriver().with_members(1, 2)
     driver.join(2, incarnation=2)
     assert driver.member_numbers() == [1]
     assert driver.told(2, Welcome, incarnation=2).donors
     driver.join(2, held(1), epoch=99)
-    assert driver.effects == []
+    assert driver.told(2, Refused).code == 5
+    assert driver.all_told(2, incarnation=2) == []
     assert driver.machine.counters["older_incarnation"] == 1
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from collective.core.types import Epoch
+from collective.core.types import Epoch, OuterStep
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import PeerConnectionLost, Tick
 from elastic.core.messages import (
@@ -239,6 +239,70 @@ def test_accusations_alone_leave_half_of_the_last_commits_members() -> None:
         driver.fail(2, 3)
         driver.wait(0.3)
     assert driver.member_numbers() == [1, 2, 3, 4], "three of four would have to go: the round is tried again"
+
+
+@pytest.mark.parametrize("numbers", [(1, 2), (1, 2, 3, 4)])
+def test_member_that_never_votes_is_dropped_whatever_its_heart_says(numbers: tuple[int, ...]) -> None:
+    driver = CoordinatorDriver().with_veterans(*numbers)
+    *others, mute = numbers
+    step = driver.machine.state.outer_step
+    for number in others:
+        driver.vote(number)
+    for second in range(30):
+        epoch = driver.machine.state.epoch
+        for number in driver.member_numbers():
+            beat = Heartbeat(epoch=epoch, outer_step=step, progress=second, blocked=True, ready=True)
+            driver.says(number, beat)
+        driver.wait(1.0)
+        if mute not in driver.member_numbers():
+            break
+    assert driver.member_numbers() == others
+    assert 7 <= second <= 9, "after the floor, for the exchange took no time"
+    for number in others:
+        driver.vote(number)
+    assert driver.machine.state.outer_step == step + 1
+
+
+def test_votes_may_take_as_long_as_a_slow_exchange_makes_likely() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2)
+    step, epoch = driver.machine.state.outer_step, driver.machine.state.epoch
+    for second in range(40):
+        for number in (1, 2):
+            beat = Heartbeat(epoch=epoch, outer_step=step, progress=second, blocked=True, ready=True)
+            driver.says(number, beat)
+        if second == 10:
+            driver.vote(1)
+        driver.wait(1.0)
+    assert driver.member_numbers() == [1, 2], "ten seconds of exchange, forty for the other vote"
+
+
+def test_overruled_voter_is_no_holder_after_a_restart() -> None:
+    driver = CoordinatorDriver(orphan_timeout_s=60.0).with_veterans(1, 2, 3)
+    for number in (1, 2):
+        driver.vote(number)
+    driver.vote(3, bytes(32))
+    cut = max(place for place, record in enumerate(driver.journal) if isinstance(record, CommitRecord))
+    del driver.journal[cut + 1 :]  # it crashed before it wrote that the third one is out
+    again = driver.recovered()
+    again.join(3, held(again.machine.state.outer_step - 1), epoch=again.machine.state.epoch)
+    for _ in range(100):
+        again.join(3, held(again.machine.state.outer_step - 1), epoch=again.machine.state.epoch)
+        again.wait(1.0)
+        if any(isinstance(said, Refused) for said in again.all_told(3)):
+            break
+    assert again.told(3, Refused).code == 7, "those who held the state never came back"
+
+
+def test_older_start_of_a_peer_that_still_speaks_is_told_of_the_newer_one() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2)
+    driver.join(2, incarnation=2)
+    beat = Heartbeat(epoch=driver.machine.state.epoch, outer_step=OuterStep(1), progress=1, blocked=False)
+    for word in (beat, Join(address="host2:1", manifest_digest=MANIFEST)):
+        driver.says(ref(2, 1), word)
+        refused = driver.told(2, Refused, incarnation=1)
+        assert refused.code == 5
+        assert "copy" in refused.reason
+    assert not driver.all_told(2, incarnation=2)
 
 
 @pytest.mark.parametrize("report_first", [True, False])
