@@ -83,7 +83,7 @@ class Closing:
                 last_words[session.ref] = Refused(code=UNREACHABLE_EXIT_CODE, reason=reason)
             self._unreached.append(session.ref)
         roster.counters["blamed"] += len(blamed)
-        reasons = {session.ref: "the members could not finish the round with it" for session in blamed}
+        reasons = {session.ref: "members could not finish the round with it" for session in blamed}
         roster.drop(reasons, last_words)
 
     def _leaves_half(self, blamed: Collection[PeerId]) -> bool:
