@@ -19,6 +19,9 @@ from elastic.core.roster import Roster
 from elastic.core.rounds import Agreed, Split
 from elastic.core.sessions import Session
 
+VOTE_LIMIT = 10
+"""How many times longer a vote is awaited at most while its sender makes progress."""
+
 MAX_CAUSES = 400
 """Characters of the members' reports that a reason quotes."""
 
@@ -102,8 +105,9 @@ class Closing:
     def _votes_close_at(self) -> Instant | None:
         """By when every vote must be here; None while fewer than half of the members have voted, or all have spoken.
 
-        An exchange ends everywhere at nearly the same time. A member that has its result and does not vote, because
-        its trainer hangs in the outer step or because it lies, says with every heartbeat that it waits for others.
+        A member that has its result and does not vote, because its trainer hangs in the outer step or because it lies,
+        says with every heartbeat that it waits for others. One with a slow line has no result yet, and may be much
+        later than the others: while its progress grows it is awaited, but not without end.
         """
         roster, rounds = self._roster, self._roster.rounds
         members = roster.members()
@@ -113,7 +117,10 @@ class Closing:
         half_voted_at = sorted(rounds.voted_at.values())[half - 1]
         began = max(session.ready_at for session in members if session.ready_at is not None)
         taken_s = max(0.0, half_voted_at - began)
-        return half_voted_at + max(roster.config.stall_floor_s, roster.config.stall_factor * taken_s)
+        allowed_s = max(roster.config.stall_floor_s, roster.config.stall_factor * taken_s)
+        grew_at = max(session.grew_at for session in members if not rounds.spoke(session.ref.peer_id))
+        awaited_until = max(half_voted_at + allowed_s, grew_at + roster.config.stall_floor_s)
+        return min(awaited_until, half_voted_at + VOTE_LIMIT * allowed_s)
 
     def _drop_the_voteless(self) -> None:
         """The others have voted, and wait no longer for those that have not."""

@@ -37,6 +37,8 @@ class Session:
     behind_since: Instant | None = None
     """Since then it should know something newer than what it shows."""
     progress: int = -1
+    grew_at: Instant = 0.0
+    """When its progress was last seen to grow, blocked or not."""
     slowest_s: float | None = None
     """Its slowest recent interval between two signs of progress, as seen through heartbeats."""
     blocked: bool = False
@@ -77,7 +79,7 @@ class Session:
             if self.progress >= 0 and not self.blocked:
                 self.slowest_s = max(now - self.progressed_at, 0.9 * (self.slowest_s or 0.0))
             self.progress = beat.progress
-            self.progressed_at = now
+            self.progressed_at = self.grew_at = now
         elif beat.blocked:
             self.progressed_at = now
         self.blocked = beat.blocked
