@@ -2,7 +2,7 @@
 
 Decided from what is known now (rounds.py counts, grace.py measures, sessions.py remembers); what follows for the
 membership is the roster's business, and who comes in at a commit boundary admission.py's. Holds only which newcomers
-could not be reached.
+could not be reached, and how long an exchange takes.
 """
 
 from collections import deque
@@ -34,6 +34,7 @@ class Closing:
         self._admission = admission
         self._unreached: deque[PeerRef] = deque(maxlen=roster.config.max_peers)
         """Peers that the members dropped before any commit held work of theirs."""
+        self._exchange_s = 0.0  # from the last payload to the last vote, of the slowest recent round
 
     def settle(self) -> None:
         """Judge failures, count votes, go on without the late."""
@@ -103,7 +104,7 @@ class Closing:
         return "; ".join(dict.fromkeys(report.cause for report in reports))[:MAX_CAUSES]
 
     def _votes_close_at(self) -> Instant | None:
-        """By when every vote must be here; None while fewer than half of the members have voted, or all have spoken.
+        """By when every vote must be here; None while no majority (or one of two) has voted, or if all have spoken.
 
         A member that has its result and does not vote, because its trainer hangs in the outer step or because it lies,
         says with every heartbeat that it waits for others. One with a slow line has no result yet, and may be much
@@ -111,16 +112,16 @@ class Closing:
         """
         roster, rounds = self._roster, self._roster.rounds
         members = roster.members()
-        half = -(-len(members) // 2)
-        if len(rounds.voted_at) < half or all(rounds.spoke(session.ref.peer_id) for session in members):
+        enough = len(members) // 2 + 1 if len(members) > 2 else 1
+        if len(rounds.voted_at) < enough or all(rounds.spoke(session.ref.peer_id) for session in members):
             return None
-        half_voted_at = sorted(rounds.voted_at.values())[half - 1]
+        voted_at = sorted(rounds.voted_at.values())[enough - 1]
         began = max(session.ready_at for session in members if session.ready_at is not None)
-        taken_s = max(0.0, half_voted_at - began)
+        taken_s = max(self._exchange_s, voted_at - began)
         allowed_s = max(roster.config.stall_floor_s, roster.config.stall_factor * taken_s)
         grew_at = max(session.grew_at for session in members if not rounds.spoke(session.ref.peer_id))
-        awaited_until = max(half_voted_at + allowed_s, grew_at + roster.config.stall_floor_s)
-        return min(awaited_until, half_voted_at + VOTE_LIMIT * allowed_s)
+        awaited_until = max(voted_at + allowed_s, grew_at + roster.config.stall_floor_s)
+        return min(awaited_until, voted_at + VOTE_LIMIT * allowed_s)
 
     def _drop_the_voteless(self) -> None:
         """The others have voted, and wait no longer for those that have not."""
@@ -189,6 +190,8 @@ class Closing:
         roster.persist(record)
         roster.rounds.committed()
         ready_at = [session.ready_at for session in members if session.ready_at is not None]
+        if ready_at:
+            self._exchange_s = max(roster.now - max(ready_at), 0.9 * self._exchange_s)
         roster.grace.learn(ready_at, len(members) + len(state.excused), roster.now)
         for session in roster.sessions.values():
             session.ready_at, session.blocked = None, False  # it has what it waited for

@@ -278,6 +278,41 @@ def test_votes_may_take_as_long_as_a_slow_exchange_makes_likely() -> None:
     assert driver.member_numbers() == [1, 2], "ten seconds of exchange, forty for the other vote"
 
 
+def test_a_pause_of_the_coordinator_does_not_make_a_slow_exchange_a_quick_one() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2)
+    step, epoch = driver.machine.state.outer_step, driver.machine.state.epoch
+    ready = Heartbeat(epoch=epoch, outer_step=step, progress=1, blocked=True, ready=True)
+    for _ in range(10):
+        for number in (1, 2):
+            driver.says(number, ready)
+        driver.wait(1.0)
+    for number in (1, 2):
+        driver.vote(number)  # a round that took ten seconds teaches what the next one may take
+    step, epoch = driver.machine.state.outer_step, driver.machine.state.epoch
+    driver.vote(1)
+    driver.now += 30.0
+    driver.feed(Tick())  # the coordinator was away
+    beat = Heartbeat(epoch=epoch, outer_step=step, progress=1, blocked=True, ready=True)
+    for _ in range(30):
+        for number in (1, 2):
+            driver.says(number, beat)
+        driver.wait(1.0)
+    assert driver.member_numbers() == [1, 2]
+
+
+def test_two_of_four_votes_start_no_deadline() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
+    step, epoch = driver.machine.state.outer_step, driver.machine.state.epoch
+    driver.vote(1)
+    driver.vote(2)
+    beat = Heartbeat(epoch=epoch, outer_step=step, progress=1, blocked=True, ready=True)
+    for _ in range(60):
+        for number in (1, 2, 3, 4):
+            driver.says(number, beat)
+        driver.wait(1.0)
+    assert driver.member_numbers() == [1, 2, 3, 4]
+
+
 def test_overruled_voter_is_no_holder_after_a_restart() -> None:
     driver = CoordinatorDriver(orphan_timeout_s=60.0).with_veterans(1, 2, 3)
     for number in (1, 2):
