@@ -30,6 +30,7 @@ class OperationAborted(CollectiveError):
     """The round cannot finish in this view. The input (out of place) is unchanged; try again in the next view.
 
     `suspects` are the peers that broke or fell silent, possibly none (a newer view, a cancelled caller).
+    `told_by` is the member that gave up first and named them; None if this peer has found them itself.
     """
 
     def __init__(
