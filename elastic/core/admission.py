@@ -7,14 +7,14 @@
 * While the members are too few to commit there is no boundary to wait for: who holds the committed state comes in
   at once. This is also how a run goes on after its last member died.
 * Without any state, exactly one learner is asked to make it.
-* If nobody who holds the committed state shows up for `orphan_timeout_s`, the waiting learners are sent home.
+* If nobody holds the committed state: rollback.py.
 """
 
 from collections import deque
 from collections.abc import Sequence
 
 from collective.core.types import Epoch, Instant, PeerRef
-from elastic.core.messages import Evicted, Held, Refused
+from elastic.core.messages import Evicted, Held
 from elastic.core.roster import Roster
 
 QUORUM_EXIT_CODE = 7
@@ -23,11 +23,10 @@ MAX_COMMITS_BEHIND = 64
 
 
 class Admission:
-    """Decides when a roster takes learners in. Holds only the clock of learners that nobody can serve."""
+    """Decides when a roster takes learners in. Holds only which states were the newest a moment ago."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._orphaned_since: Instant | None = None
         self._superseded: deque[tuple[Instant, Held]] = deque(maxlen=MAX_COMMITS_BEHIND)
 
     def at_boundary(self, deviants: Sequence[PeerRef]) -> None:
@@ -85,38 +84,10 @@ class Admission:
         chosen.progressed_at = roster.now
         roster.welcome(chosen)
 
-    def send_orphans_home(self) -> None:
-        """No member, no learner that holds the committed state, and nobody came for a long time: say so."""
-        roster = self._roster
-        if roster.state.committed is None or roster.state.view.members or not roster.sessions:
-            self._orphaned_since = None
-        elif self._orphaned_since is None:
-            self._orphaned_since = roster.now
-        elif roster.now >= self._orphaned_since + roster.config.orphan_timeout_s:
-            self._orphaned_since = None
-            step = roster.state.outer_step
-            reason = f"nobody who holds outer step {step} came back: found the run anew from a checkpoint"
-            refused = Refused(code=QUORUM_EXIT_CODE, reason=reason)
-            if roster.state.excused:
-                roster.change_view(out=dict.fromkeys(roster.state.excused, refused), cause=reason)
-            for session in list(roster.sessions.values()):
-                roster.send(session.ref, refused)
-                roster.close(session)
-
-    def forgive(self, now: Instant) -> None:
-        """The coordinator itself did not run: nobody could bring the state meanwhile.
-
-        Without this it sent the waiting learners home when it woke (scenarios/clock_jumps_while_nobody_holds.toml).
-        """
-        if self._orphaned_since is not None:
-            self._orphaned_since = now
-
     def deadlines(self) -> list[Instant]:
         """When to look again."""
         roster = self._roster
         result = [roster.awaited_until] if roster.awaited else []
-        if self._orphaned_since is not None:
-            result.append(self._orphaned_since + roster.config.orphan_timeout_s)
         if roster.state.committed is None and len(roster.sessions) > 1 and roster.founder is not None:
             founder = roster.sessions.get(roster.founder.peer_id)
             if founder is not None:

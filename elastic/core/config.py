@@ -74,8 +74,11 @@ class CoordinatorConfig:
     """If the coordinator itself is woken this much after its deadline it was paused, and judges nobody by that time."""
     resend_interval_s: float = 0.5
     """A member that is behind is told the view again at most this often."""
+    recover_s: float = 30.0
+    """If nobody holds the committed state, half of the members of the newest commit wait so long for it before the run
+    goes back to what they hold."""
     orphan_timeout_s: float = 600.0
-    """If nobody who holds the committed state shows up for this long, the waiting learners are sent home."""
+    """Fewer wait so long. If nobody holds anything that was committed, they are sent home then."""
     rebuild_grace_s: float = 5.0
     """With a lost journal: how long the other members of the newest certificate are awaited when enough are there. All
     who live have dialled again by then (2 s is the longest pause) and said their Join twice. Afterwards, how long those
@@ -98,6 +101,7 @@ class CoordinatorConfig:
         times = [self.heartbeat_timeout_s, self.suspect_silence_s, self.reconnect_grace_s, self.recover_grace_s]
         times += [self.report_window_s, self.stall_floor_s, self.stall_factor, self.stall_initial_s]
         times += [self.admission_lag_s, self.lateness_s, self.resend_interval_s, self.orphan_timeout_s]
+        times += [self.recover_s]
         times += [self.grace_floor_s, self.grace_factor, self.grace_limit, self.grace_initial_s]
         if not 0.0 < self.round_quorum <= 1.0:
             raise ValueError("round_quorum must be more than 0 and at most 1")

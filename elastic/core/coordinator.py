@@ -41,6 +41,7 @@ from elastic.core.messages import (
 from elastic.core.rebuild import Rebuild
 from elastic.core.reception import Reception
 from elastic.core.records import LeaseRecord, Record
+from elastic.core.rollback import Rollback
 from elastic.core.roster import Roster
 from elastic.core.run_state import RunState
 from elastic.core.sessions import Session
@@ -64,6 +65,7 @@ class CoordinatorMachine:
         self._reception = Reception(self._roster)
         self._admission = Admission(self._roster)
         self._closing = Closing(self._roster, self._admission)
+        self._rollback = Rollback(self._roster)
         self._rebuild: Rebuild | None = None  # while the journal is lost and not made anew yet
         self._deadline: Instant | None = None  # found after each event: looking costs as much as deciding
         self._promised: Instant | None = None  # when the last event expected the next one at the latest
@@ -136,7 +138,7 @@ class CoordinatorMachine:
         roster, now = self._roster, self._roster.now
         roster.counters["woken_late"] += 1
         roster.forgive()
-        self._admission.forgive(now)
+        self._rollback.forgive(now)
         if self._rebuild is not None:
             self._rebuild.forgive(now)
 
@@ -151,6 +153,7 @@ class CoordinatorMachine:
         elif not self._roster.over:
             deadlines += self._admission.deadlines()
             deadlines += self._closing.deadlines()
+            deadlines += self._rollback.deadlines()
         if not deadlines:
             return None
         # Were the clock looked at only when something is due, an absence that ends just then would be no absence.
@@ -367,7 +370,7 @@ class CoordinatorMachine:
         if not self._roster.over:
             self._admission.between_commits()
             self._admission.found()
-            self._admission.send_orphans_home()
+            self._rollback.settle()
 
     def _drop_the_lost(self) -> None:
         roster = self._roster

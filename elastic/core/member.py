@@ -72,6 +72,14 @@ from elastic.core.place import Phase, Place
 STORY_LENGTH = 512
 
 
+def went_back(rebuilt: Rebuilt) -> str:
+    """What has happened to the run, for people."""
+    if not rebuilt.given_up:
+        return "the coordinator's journal was lost, and rebuilt from the members' certificates"
+    step = 0 if rebuilt.certificate is None else rebuilt.certificate.made.outer_step
+    return f"nobody holds outer step {rebuilt.given_up} any more: the run goes on from outer step {step}"
+
+
 class MemberMachine:
     """See the module's docstring. Drive it by `handle`, and by a `Tick` whenever `next_deadline` has passed.
 
@@ -389,7 +397,7 @@ class MemberMachine:
         self._say_outstanding()
 
     def _on_rebuilt(self, rebuilt: Rebuilt) -> None:
-        """The journal was lost, and with it all that was told since this certificate."""
+        """All that was told since this certificate is void."""
         certificate = rebuilt.certificate
         if rebuilt.epoch == self._epoch and self._holds_what_nobody_proved(rebuilt.committed):
             self._place.pursuit.give_up(after=OuterStep(-1), but=None)
@@ -413,7 +421,7 @@ class MemberMachine:
             place.effects.append(KeepCertificate(certificate=certificate))
         self._chain.go_back_to(certificate)
         self._epoch = rebuilt.epoch
-        self._lose_membership("the coordinator's journal was lost, and rebuilt from the members' certificates")
+        self._lose_membership(went_back(rebuilt))
         place.phase = Phase.JOINING
         self._say_outstanding()
 

@@ -164,17 +164,20 @@ class Rebuilding(_Message, frozen=True, kw_only=True):
 
 
 class Rebuilt(_Message, frozen=True, kw_only=True):
-    """The journal was lost. The run goes on from this certificate under `epoch`, which is newer than any before.
+    """The run goes on from this certificate under `epoch`, which is newer than any before: its journal was lost, or
+    nobody holds what was committed later.
 
     You are no member; payload and leases are void, and so is every state that was made after the certificate before
     this epoch, unless it is `committed`, what the run holds by now: who starts again may have that on its disk and not
     have written down that the run was rebuilt (scenarios/newest_state_under_an_old_certificate.toml). Answer with a
-    fresh Join. Without a certificate the run had committed nothing that anybody can prove.
+    fresh Join. Without a certificate the run goes on from its beginning. `given_up` is the newest outer step that was
+    committed, where that is known; 0 where the journal was lost.
     """
 
     epoch: Epoch
     certificate: Certificate | None = None
     committed: Held | None = None
+    given_up: OuterStep = OuterStep(0)
 
 
 class Refused(_Message, frozen=True, kw_only=True):

@@ -38,6 +38,20 @@ class RebuildRecord(_Record, frozen=True, kw_only=True):
     insisted: bool
 
 
+class RollbackRecord(_Record, frozen=True, kw_only=True):
+    """Nobody who holds the committed state came back: the run goes on from the newest commit that somebody holds.
+
+    `certificate` is of that commit; None if it is the state that the journal begins with. `given_up` is the newest
+    outer step that was committed: it and all others after the certificate's are no part of the run any more, and what
+    was given to peers since then is void. `holders` hold the state that the run goes on from.
+    """
+
+    epoch: Epoch
+    certificate: Certificate | None
+    given_up: OuterStep
+    holders: tuple[PeerRef, ...]
+
+
 class ViewRecord(_Record, frozen=True, kw_only=True):
     """A view was decided. `cause` says why, for people. `excused`: see `NewView`; all of them, also older ones."""
 
@@ -83,4 +97,4 @@ class ReleaseRecord(_Record, frozen=True, kw_only=True):
     ranges: tuple[IndexRange, ...]
 
 
-Record = Genesis | RebuildRecord | ViewRecord | CommitRecord | LeaseRecord | ReleaseRecord
+Record = Genesis | RebuildRecord | RollbackRecord | ViewRecord | CommitRecord | LeaseRecord | ReleaseRecord

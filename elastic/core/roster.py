@@ -8,13 +8,13 @@ afterwards. When to use which verb is decided in coordinator.py, closing.py and 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from collective.core.types import Epoch, Instant, Member, PeerId, PeerRef, View
+from collective.core.types import Epoch, Instant, Member, OuterStep, PeerId, PeerRef, View
 from elastic.core.certificate import Certificate
 from elastic.core.config import CoordinatorConfig
 from elastic.core.events import CoordinatorEffect, Persist, SendToPeer
 from elastic.core.grace import Grace
 from elastic.core.messages import Commit, CoordinatorMessage, Evicted, Goodbye, NewView, Rebuilt, Refused, Welcome
-from elastic.core.records import Record, ReleaseRecord, ViewRecord
+from elastic.core.records import Record, ReleaseRecord, RollbackRecord, ViewRecord
 from elastic.core.rounds import Rounds
 from elastic.core.run_state import RunState
 from elastic.core.sessions import Session
@@ -284,10 +284,15 @@ class Roster:
         self.send(to, Refused(code=REFUSED_EXIT_CODE, reason=reason))
 
     def tell_rebuilt(self, to: PeerRef) -> None:
-        """The journal was lost: what the run goes on from."""
+        """The run went back: what it goes on from."""
         record = self.state.rebuilt
-        assert record is not None, "only a rebuilt run says so"
-        rebuilt = Rebuilt(epoch=record.epoch, certificate=record.certificate, committed=self.state.committed)
+        assert record is not None, "only a run that went back says so"
+        rebuilt = Rebuilt(
+            epoch=record.epoch,
+            certificate=record.certificate,
+            committed=self.state.committed,
+            given_up=record.given_up if isinstance(record, RollbackRecord) else OuterStep(0),
+        )
         self.send(to, rebuilt)
 
     def persist(self, record: Record) -> None:

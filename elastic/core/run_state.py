@@ -5,6 +5,7 @@ applies the same records again. So what a restart knows is, by construction, wha
 Knows nothing of connections, votes or time: those die with the process and may.
 """
 
+from collections import deque
 from collections.abc import Collection, Iterable
 from typing import assert_never
 
@@ -14,7 +15,20 @@ from collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef
 from elastic.core.certificate import Certificate, Contributor, genesis_link
 from elastic.core.leases import LeaseLedger
 from elastic.core.messages import DataPosition, Held
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    CommitRecord,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    RollbackRecord,
+    ViewRecord,
+)
+from elastic.core.values import Digest
+
+MAX_COMMITS_BACK = 256
+"""So many of the newest commits are remembered, and the run can go back to each of them."""
 
 BLANK_VIEW = View(epoch=Epoch(0), outer_step=OuterStep(0), digest=b"", members=())
 
@@ -24,6 +38,15 @@ class Departure(msgspec.Struct, frozen=True):
 
     incarnation: Incarnation
     epoch: Epoch
+
+
+class Past(msgspec.Struct, frozen=True):
+    """A committed state that the run can go back to. Without a certificate it is the one that the run began with."""
+
+    held: Held
+    position: DataPosition
+    link: Digest
+    certificate: Certificate | None = None
 
 
 class RunState:
@@ -36,7 +59,8 @@ class RunState:
         self.last_commit: CommitRecord | None = None
         self.certificate: Certificate | None = None
         """Of the newest commit; sealed by whoever tells of it."""
-        self.rebuilt: RebuildRecord | None = None
+        self.rebuilt: RebuildRecord | RollbackRecord | None = None
+        """Where the run went back last: words from before it are void."""
         self.admitted: dict[PeerRef, Epoch] = {}
         self.excused: dict[PeerRef, Epoch] = {}
         """Late members that the round goes on without, with the epoch of their admission."""
@@ -47,6 +71,7 @@ class RunState:
         self.departed: dict[PeerId, Departure] = {}
         self.leases = LeaseLedger()
         self._link = b""  # what the next certificate names as its parent
+        self._past: deque[Past] = deque(maxlen=MAX_COMMITS_BACK)  # oldest first, the committed state last
 
     @classmethod
     def replay(cls, records: Iterable[Record]) -> "RunState":
@@ -83,15 +108,21 @@ class RunState:
         """Since which epoch what this peer does counts, as a member or excused; None if it does not."""
         return self.admitted.get(ref, self.excused.get(ref))
 
+    def past(self, held: Held) -> Past | None:
+        """What is known of a state that was committed, unless that is too long ago."""
+        return next((item for item in reversed(self._past) if item.held == held), None)
+
     def apply(self, record: Record) -> None:
         """Take one record in. Asserts what I3 and I8 demand of a journal."""
         match record:
             case Genesis():
                 held = Held(record.outer_step, record.digest)
-                self._begin(held, DataPosition(record.next_index, record.returned))
-                self._link = genesis_link(held, self.leases.position())
+                position = LeaseLedger(record.next_index, record.returned).position()
+                self._begin(Past(held, position, genesis_link(held, position)))
             case RebuildRecord():
                 self._apply_rebuild(record)
+            case RollbackRecord():
+                self._apply_rollback(record)
             case ViewRecord(view=view, excused=excused):
                 self._apply_view(view, excused)
             case CommitRecord():
@@ -103,24 +134,43 @@ class RunState:
             case _:
                 assert_never(record)
 
-    def _begin(self, held: Held, position: DataPosition) -> None:
+    def _begin(self, at: Past) -> None:
         assert self.committed is None, "a run begins once"
-        self.committed = held
-        self.leases = LeaseLedger(position.next_index, position.unconsumed)
+        self._past.append(at)
+        self._go_to(at)
         # The epoch stays: after a lost journal it does not begin at 0.
-        self.view = msgspec.structs.replace(self.view, outer_step=held.outer_step, digest=held.digest)
+        self.view = msgspec.structs.replace(self.view, outer_step=at.held.outer_step, digest=at.held.digest)
+
+    def _go_to(self, at: Past) -> None:
+        self.committed, self.previous = at.held, None
+        self.last_commit, self.certificate = None, at.certificate
+        self.leases = LeaseLedger(at.position.next_index, at.position.unconsumed)
+        self._link = at.link
 
     def _apply_rebuild(self, record: RebuildRecord) -> None:
         assert self.committed is None, "a run begins once"
         assert self.rebuilt is None, "a journal is rebuilt before anything else"
         self.rebuilt = record
         self.view = msgspec.structs.replace(self.view, epoch=record.epoch)
-        if record.certificate is not None:
-            assert record.epoch > record.certificate.key.epoch, "epochs only grow (I8)"
-            self._begin(record.certificate.made, record.certificate.position)
-            self.certificate = record.certificate
-            self.reached.update(item.peer_id for item in record.certificate.contributors)
-            self._link = record.certificate.link
+        certificate = record.certificate
+        if certificate is not None:
+            assert record.epoch > certificate.key.epoch, "epochs only grow (I8)"
+            self._begin(Past(certificate.made, certificate.position, certificate.link, certificate))
+            self.reached.update(item.peer_id for item in certificate.contributors)
+
+    def _apply_rollback(self, record: RollbackRecord) -> None:
+        assert record.epoch > self.view.epoch, "epochs only grow (I8)"
+        assert record.given_up == self.outer_step, "what is given up was committed"
+        at = next(item for item in reversed(self._past) if item.certificate == record.certificate)
+        assert at.held.outer_step < record.given_up, "the run goes back"
+        while self._past[-1] is not at:
+            self._past.pop()
+        for ref in self.admitted | self.excused:
+            self.departed[ref.peer_id] = Departure(ref.incarnation, record.epoch)
+        self.admitted, self.excused, self.contributed = {}, {}, {}
+        self._go_to(at)
+        self.view = View(epoch=record.epoch, outer_step=at.held.outer_step, digest=at.held.digest, members=())
+        self.rebuilt = record
 
     def _apply_view(self, view: View, excused: Collection[PeerRef]) -> None:
         assert view.epoch > self.view.epoch, "epochs only grow (I8)"
@@ -166,3 +216,4 @@ class RunState:
             parent=self._link,
         )
         self._link = self.certificate.link
+        self._past.append(Past(self.certificate.made, self.certificate.position, self._link, self.certificate))

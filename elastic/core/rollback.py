@@ -1,0 +1,131 @@
+"""What becomes of a run whose committed state nobody holds any more.
+
+All processes may lose power at once, and what a peer's disk can replay may end one commit before the newest. Then the
+run goes back, openly: to the newest commit that somebody holds who is here, under a new epoch, by a record. Rules:
+
+* Nothing is given up while a member, or a learner that is here, holds the committed state.
+* If all members of the newest commit are back in newer starts, they are all that can ever bring it: the run goes back
+  as soon as they had time to say what they hold.
+* Half of them are enough after `recover_s`: a machine that does not come back must not end the run.
+* Fewer wait for `orphan_timeout_s`: most of the run may be alive behind a broken line.
+* If nobody holds any commit that the journal remembers, the peers are sent home then.
+
+The price of the second and third rule: whoever held the newest commit and comes later loses it.
+"""
+
+from collections.abc import Sequence
+
+from collective.core.types import Epoch, Instant, PeerId
+from elastic.core.admission import QUORUM_EXIT_CODE
+from elastic.core.messages import Refused
+from elastic.core.records import RollbackRecord
+from elastic.core.roster import Roster
+from elastic.core.run_state import Past
+from elastic.core.sessions import Session
+
+
+class Rollback:
+    """Decides when the run goes back. Holds only since when nobody holds the state."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._orphaned_since: Instant | None = None
+        self._complete_since: Instant | None = None  # all who could bring the state are here, and do not
+
+    def settle(self) -> None:
+        """Go back, or send everybody home, if it is time."""
+        roster, state = self._roster, self._roster.state
+        learners = [session for session in roster.sessions.values() if session.synced is not None]
+        is_held = bool(state.view.members) or any(item.synced == state.committed for item in learners)
+        if state.committed is None or is_held or not roster.sessions:
+            self._orphaned_since = self._complete_since = None
+            return
+        if self._orphaned_since is None:
+            self._orphaned_since = roster.now
+        if self._num_missing():
+            self._complete_since = None
+        elif self._complete_since is None:
+            self._complete_since = roster.now
+        at = self._newest_of(learners)
+        if roster.now < self._due_at(is_possible=at is not None):
+            return
+        self._orphaned_since = self._complete_since = None
+        if at is not None:
+            self._go_back(at, learners)
+        else:
+            self._send_home()
+
+    def deadlines(self) -> list[Instant]:
+        """When to look again."""
+        if self._orphaned_since is None:
+            return []
+        learners = [session for session in self._roster.sessions.values() if session.synced is not None]
+        return [self._due_at(is_possible=self._newest_of(learners) is not None)]
+
+    def forgive(self, now: Instant) -> None:
+        """The coordinator itself did not run: nobody could bring the state meanwhile.
+
+        Without this it sent the waiting learners home when it woke (scenarios/clock_jumps_while_nobody_holds.toml).
+        """
+        if self._orphaned_since is not None:
+            self._orphaned_since = now
+        if self._complete_since is not None:
+            self._complete_since = now
+
+    def _due_at(self, *, is_possible: bool) -> Instant:
+        assert self._orphaned_since is not None, "somebody holds the state"
+        config = self._roster.config
+        due_at = self._orphaned_since + config.orphan_timeout_s
+        if not is_possible:
+            return due_at
+        if self._complete_since is not None:
+            return min(due_at, self._complete_since + config.rebuild_grace_s)
+        certificate = self._roster.state.certificate
+        num_named = 0 if certificate is None else len(certificate.contributors)
+        if 2 * self._num_missing() <= num_named:
+            due_at = min(due_at, self._orphaned_since + config.recover_s)
+        return due_at
+
+    def _num_missing(self) -> int:
+        """Members of the newest commit that have not come back in a newer start: what they staged may live."""
+        certificate = self._roster.state.certificate
+        if certificate is None:
+            return 0
+        return sum(not self._is_back(item.peer_id, item.incarnation) for item in certificate.contributors)
+
+    def _is_back(self, peer_id: PeerId, incarnation: int) -> bool:
+        session = self._roster.sessions.get(peer_id)
+        return session is not None and not session.disconnected and session.ref.incarnation > incarnation
+
+    def _newest_of(self, learners: Sequence[Session]) -> Past | None:
+        """The newest commit of this journal that one of these holds."""
+        found = [self._roster.state.past(item.synced) for item in learners if item.synced and not item.disconnected]
+        return max((at for at in found if at is not None), key=lambda at: at.held.outer_step, default=None)
+
+    def _go_back(self, at: Past, learners: Sequence[Session]) -> None:
+        roster, state = self._roster, self._roster.state
+        holders = tuple(session.ref for session in learners if session.synced == at.held)
+        record = RollbackRecord(
+            epoch=Epoch(state.epoch + 1), certificate=at.certificate, given_up=state.outer_step, holders=holders
+        )
+        roster.persist(record)
+        roster.rounds.void()
+        roster.grace.interrupted(roster.now)
+        roster.counters["rolled_back"] += 1
+        # Whoever came first would go on alone.
+        roster.awaited = {ref.peer_id for ref in holders}
+        roster.awaited_until = roster.now + roster.config.rebuild_grace_s
+        for session in list(roster.sessions.values()):
+            roster.tell_rebuilt(session.ref)
+            roster.close(session)
+
+    def _send_home(self) -> None:
+        roster = self._roster
+        step = roster.state.outer_step
+        reason = f"nobody who holds outer step {step} came back: found the run anew from a checkpoint"
+        refused = Refused(code=QUORUM_EXIT_CODE, reason=reason)
+        if roster.state.excused:
+            roster.change_view(out=dict.fromkeys(roster.state.excused, refused), cause=reason)
+        for session in list(roster.sessions.values()):
+            roster.send(session.ref, refused)
+            roster.close(session)
