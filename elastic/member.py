@@ -57,8 +57,8 @@ from elastic.core.events import (
     Tick,
 )
 from elastic.core.farewell import UNREACHABLE_EXIT_CODE
-from elastic.core.member import MemberMachine
-from elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding
+from elastic.core.member import MemberMachine, went_back
+from elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding, Rebuilt
 from elastic.desk import Committed, Desk
 from elastic.dialler import Dial, Dialler, NobodyAnswers
 from elastic.digest import Hasher
@@ -76,6 +76,7 @@ from elastic.observation import (
     Finished,
     Observe,
     RoundCommitted,
+    WentBack,
     WorkCarriedOver,
     ignore,
 )
@@ -176,6 +177,7 @@ class Membership:
         self._progress = 0
         self._borrowing_progress = 0
         self._blocked = False
+        self._went_back_in = 0
 
     # -------------------------------------------------------------------------------- the trainer's side
 
@@ -341,6 +343,10 @@ class Membership:
                 self._learner.overruled(made, voted)
         elif isinstance(message, Rebuilding):
             self._observe(CoordinatorAsks(testified=message.testified, needed=message.needed))
+        elif isinstance(message, Rebuilt) and message.epoch > self._went_back_in:
+            self._went_back_in = message.epoch  # it is told again until this peer's answer arrives
+            step = 0 if message.certificate is None else message.certificate.made.outer_step
+            self._observe(WentBack(epoch=message.epoch, outer_step=step, cause=went_back(message)))
         self._feed(CoordinatorSaid(message=message))
 
     async def _dial_donor(self, member: Member) -> Channel:

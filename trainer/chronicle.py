@@ -34,6 +34,7 @@ from elastic.observation import (
     RoundStaged,
     RoundStarted,
     ViewInstalled,
+    WentBack,
     WorkCarriedOver,
 )
 from trainer.errors import CheckpointFailed
@@ -213,6 +214,9 @@ class Chronicle:
             case CoordinatorAsks(testified=testified, needed=needed):
                 log.warning("coordinator_lost_its_journal testified=%d needed=%d", testified, needed)
                 emit("fault", kind="journal_lost", testified=testified, needed=needed)
+            case WentBack(epoch=epoch, outer_step=outer_step, cause=cause):
+                log.warning("went_back epoch=%d outer_step=%d cause=%r", epoch, outer_step, cause)
+                emit("went_back", epoch=epoch, outer_step=outer_step, cause=cause)
             case CatchUpStarted(target=target, num_donors=num_donors):
                 emit("catch_up_started", outer_step=target.outer_step, donors=num_donors)
             case CatchUpEnded(held=held, cause=cause, nbytes=nbytes, seconds=seconds):
