@@ -405,8 +405,11 @@ class Membership:
 
     async def _install_staged(self, effect: InstallStaged) -> None:
         await self._rounds.install_staged(effect.key, effect.held, final=effect.final)
-        view, taken_s = self._rounds.view, self._clock() - self._round_began
-        assert view is not None, "what is staged was exchanged"
+        view = self._rounds.view
+        if view is None:  # an earlier start of this peer has exchanged it, and nobody here waits for it
+            self._observe(RoundCommitted(key=effect.key, held=effect.held, final=effect.final, seconds=0.0))
+            return
+        taken_s = self._clock() - self._round_began
         self._observe(RoundCommitted(key=effect.key, held=effect.held, final=effect.final, seconds=taken_s))
         self._desk.committed(
             Committed(key=effect.key, view=view, held=effect.held, final=effect.final, position=effect.position)

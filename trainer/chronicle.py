@@ -11,7 +11,16 @@ from typing import assert_never
 from collective import RoundStats
 from collective.core.types import RoundKey, View
 from elastic.core.leases import count
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    CommitRecord,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    RollbackRecord,
+    ViewRecord,
+)
 from elastic.observation import (
     BecameActive,
     BecameExcused,
@@ -269,6 +278,8 @@ class Chronicle:
                     testified=[ref.peer_id for ref in testified],
                     insisted=insisted,
                 )
+            case RollbackRecord():
+                self._rolled_back(record)
             case ViewRecord(view=view, cause=cause, excused=excused):
                 emit("view_decided", **_view(view), cause=cause, excused=[ref.peer_id for ref in excused])
             case CommitRecord(key=key, outer_step=outer_step, digest=digest, contributions=contributions, final=final):
@@ -286,6 +297,26 @@ class Chronicle:
                 emit("lease_returned", of=ref.peer_id, epoch=epoch, samples=count(ranges))
             case _:
                 assert_never(record)
+
+
+    def _rolled_back(self, record: RollbackRecord) -> None:
+        step = 0 if record.certificate is None else record.certificate.made.outer_step
+        holders = [ref.peer_id for ref in record.holders]
+        log.warning(
+            "rolled_back epoch=%d from_step=%d to_step=%d holders=%s; nobody holds a newer outer step",
+            record.epoch,
+            record.given_up,
+            step,
+            ",".join(holders),
+        )
+        self._log.emit(
+            "rolled_back",
+            epoch=record.epoch,
+            outer_step=step,
+            digest=None if record.certificate is None else record.certificate.digest.hex(),
+            given_up=record.given_up,
+            holders=holders,
+        )
 
 
 def _key(key: RoundKey) -> dict[str, int]:

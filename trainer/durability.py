@@ -34,7 +34,7 @@ from trainer.threads import in_thread
 
 log = logging.getLogger(__name__)
 
-_MAX_STATES = 2
+_MAX_STATES = 8
 """Results that need more than so many copies of the state are replaced by a checkpoint, whatever `every` says."""
 
 _MAX_QUEUED = 4
