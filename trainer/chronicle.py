@@ -298,7 +298,6 @@ class Chronicle:
             case _:
                 assert_never(record)
 
-
     def _rolled_back(self, record: RollbackRecord) -> None:
         step = 0 if record.certificate is None else record.certificate.made.outer_step
         holders = [ref.peer_id for ref in record.holders]
