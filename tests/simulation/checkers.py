@@ -12,7 +12,15 @@ from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import BecomeLearner, Finish, InstallStaged
 from elastic.core.messages import CoordinatorMessage, PeerMessage, Refused
 from elastic.core.place import Phase
-from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    CommitRecord,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    RollbackRecord,
+    ViewRecord,
+)
 from tests.simulation.history import Admissions, History, SharedState
 from tests.simulation.patience import Patience
 from tests.simulation.rebuilds import Certificates
@@ -86,8 +94,9 @@ class Checkers:
                 self._leases.granted(record)
             case ReleaseRecord():
                 self._leases.released(record)
-            case RebuildRecord(epoch=epoch, testified=testified):
-                self._sim.world.say("rebuilt", epoch, self.history.newest, [name(ref) for ref in testified])
+            case RebuildRecord(epoch=epoch) | RollbackRecord(epoch=epoch):
+                witnesses = record.testified if isinstance(record, RebuildRecord) else record.holders
+                self._sim.world.say("goes back", epoch, self.history.newest, [name(ref) for ref in witnesses])
                 self._state.rebuilt(record)
                 self._work.rebuilt(record)
                 self._leases.rebuilt(self.history.lineage.commits)
