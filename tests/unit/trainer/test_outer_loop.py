@@ -501,14 +501,14 @@ def test_numbers_that_are_not_finite_take_no_part(pair):
 
 
 def test_a_peer_that_stands_still_costs_the_others_no_more_than_the_deadline(pair):
-    is_done = threading.Event()
+    is_done, deadline_s = threading.Event(), 2.0  # in which both must also come at the beginning
 
     def work(rank, communicator):
         model = Model(seed=rank)
         optimizer = sgd(model)
-        with OuterLoop(model, optimizer, communicator, DILOCO, deadline_s=0.5) as loop:
+        with OuterLoop(model, optimizer, communicator, DILOCO, deadline_s=deadline_s) as loop:
             if rank == 1:
-                assert is_done.wait(10.0)
+                assert is_done.wait(30.0)
                 return 0.0, 0
             started = time.monotonic()
             inner_steps(model, optimizer, rank, range(1, 9))
@@ -517,7 +517,7 @@ def test_a_peer_that_stands_still_costs_the_others_no_more_than_the_deadline(pai
 
     (seconds, dropped), _ = together(pair, work)
     assert dropped == 2
-    assert seconds < 4.0
+    assert seconds < 2 * dropped * deadline_s, "each is waited for once, and the machine may be busy"
 
 
 # ------------------------------------------------------------------------------------------ entering and leaving
