@@ -214,6 +214,7 @@ class OuterEngine:
             assert earlier is not None
             earlier.settle()  # waits; its own turn comes later
         flight.exchange = self._open.start(flight.round_, flight.place, flight.emitted, flight.weight, self.history)
+        self._look_at_view()  # the view may have come since we looked, and this round must not wait in it unsaid
 
     def _settle(self, flight: _Flight, step: int) -> None:
         """Absorb or drop a round that is due, and move the values."""
@@ -243,6 +244,8 @@ class OuterEngine:
             if round_.fragment.kind == GRAD and absorbed.target is None:  # everybody's own gradient is used
                 self.history = self.history.torn()
         self._last_settled.append((round_.inner_step, flight.place))
+        if not exchange.is_current:  # whoever lacks its votes makes it again in a view that we may have looked at
+            self._refusals += self._open.refuse(round_.inner_step, flight.place)
 
     def _finish(self, flight: _Flight) -> tuple[Exchange, Settled]:
         """See a round through, in the next view if this one has broken."""
@@ -254,7 +257,6 @@ class OuterEngine:
                 self._on_abort(settled.error)
             if settled.votes or exchange.is_current:
                 return exchange, settled
-            self._look_at_view()
             self._start(flight, [])
 
     def _look_at_view(self) -> None:

@@ -4,7 +4,8 @@ Several streams share the queue: whichever can write takes the next frame. Small
 
 Rules: of a pair, the peer with the smaller id dials; the other waits, and may only look whether anybody is there.
 Streams outlive views. A broken stream is made anew by whoever needs it (`repair`), so there is no task in the
-background. Frames that were on a broken stream may be lost; `BundleOwner.on_renewed` says when to send again.
+background. Frames that were on a broken stream may be lost: with the next stream that comes up, whichever it is,
+`BundleOwner.on_renewed` says to send again.
 """
 
 import asyncio
@@ -48,7 +49,7 @@ class BundleOwner(Protocol):
         ...
 
     def on_renewed(self, bundle: "Bundle") -> None:
-        """A stream that was gone is there again: repeat what may have been lost."""
+        """A stream has come up since one was lost: repeat what may have been lost with it."""
         ...
 
 
@@ -110,12 +111,14 @@ class Bundle:
         """
         self.has_lost = False
         """Whether a stream ever broke: what was on it may be lost."""
+        self.was_connected = False
+        """Whether any stream was ever up."""
         self.round_trip_s = 0.0
         self.notices: deque[Outgoing] = deque()
         self.results: deque[Outgoing] = deque()
         self.contributions: deque[Outgoing] = deque()
         self._links: dict[int, Link] = {}
-        self._seen_streams: set[int] = set()
+        self._owes_repeat = False  # a stream broke, and none has come up since
         self.num_streams = num_streams or 1
         self._chooses_streams = num_streams is None
         self._chunk_nbytes = chunk_nbytes
@@ -150,11 +153,6 @@ class Bundle:
     def is_refused(self) -> bool:
         """Whether the peer's host says that nobody listens there."""
         return self._redial.is_refused
-
-    @property
-    def was_connected(self) -> bool:
-        """Whether any stream was ever up."""
-        return bool(self._seen_streams)
 
     @property
     def bytes_sent(self) -> int:
@@ -262,7 +260,10 @@ class Bundle:
         return max((link.chunk_s for link in self._links.values()), default=0.0)
 
     def keep_streams(self, num_streams: int) -> None:
-        """The dialler has so many, and knows of no others: they are of a time before its line was cut."""
+        """The dialler has so many, and knows of no others: they are of a time before its line was cut.
+
+        One of its own must be attached next: that says to send again what went into the others.
+        """
         self.num_streams = num_streams
         for stream in [stream for stream in self._links if stream >= num_streams]:
             self._links[stream].close(ConnectionLost("the dialler has fewer"))
@@ -282,9 +283,10 @@ class Bundle:
             link.pace(self._pace / self._num_used)
         self.is_met |= self.is_dialler
         self._redial.found()
-        if stream in self._seen_streams:
+        self.was_connected = True
+        if self._owes_repeat:
+            self._owes_repeat = False
             self._owner.on_renewed(self)
-        self._seen_streams.add(stream)
         link.wake()
 
     def wake(self) -> None:
@@ -371,9 +373,7 @@ class Bundle:
             del self._links[link.stream]
         if self.closed:
             return
-        self.has_lost = True
+        self.has_lost = self._owes_repeat = True
         if isinstance(cause, RemoteProtocolError):
             log.warning("link_dropped peer_id=%s stream=%d cause=%s", self.peer_id, link.stream, cause)
         self._owner.on_broken(self, cause)
-        if self.is_whole:  # nobody makes it anew; what was in it is lost all the same
-            self._owner.on_renewed(self)

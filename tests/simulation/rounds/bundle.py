@@ -53,7 +53,7 @@ class Bundle:
         self.results: deque[Outgoing] = deque()
         self.contributions: deque[Outgoing] = deque()
         self.links: dict[int, Link] = {}
-        self._seen_streams: set[int] = set()
+        self._owes_repeat = False
         self._has_looked = self._is_repairing = False
         self._awaited: set[int] = set()
         self._attempt = 0
@@ -122,6 +122,7 @@ class Bundle:
         if self.links.get(link.stream) is link:
             del self.links[link.stream]
         if not self.closed:
+            self._owes_repeat = True
             self.peer.on_broken(self, is_their_fault=is_their_fault)
 
     def attach(self, link: Link) -> None:
@@ -136,9 +137,9 @@ class Bundle:
         self.is_refused = self._has_looked = False
         self.was_connected = True
         self.is_met |= self.is_dialler
-        if link.stream in self._seen_streams:
+        if self._owes_repeat:
+            self._owes_repeat = False
             self.peer.on_renewed(self)
-        self._seen_streams.add(link.stream)
         self.pump()
 
     def close(self) -> None:

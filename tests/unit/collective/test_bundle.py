@@ -207,13 +207,26 @@ async def test_near_paths_and_those_without_bbr_are_never_paced(round_trip_s, co
         assert all(bundle.next_out(link) is not None for link in bundle._links.values())
 
 
-async def test_a_stream_that_broke_and_is_needed_no_more_is_told_as_renewed_and_one_that_is_made_anew_is_not():
-    async with bundle_of(3, round_trip_s=0.05) as (bundle, _, _):
-        bundle._links[2].close()
-        assert bundle._owner.renewed == [], "whoever attaches it anew will tell"
-        bundle.num_streams = 1
+async def test_what_was_lost_is_to_be_sent_again_once_with_the_next_stream_that_comes_up_whichever_it_is():
+    async with bundle_of(3, round_trip_s=0.05) as (bundle, _, theirs):
+
+        def attach(stream):
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                ours = socket.create_connection(server.getsockname())
+                theirs.append(server.accept()[0])
+            ours.setblocking(False)
+            bundle.attach(ours, stream)
+
+        renewed = bundle._owner.renewed
         bundle._links[1].close()
-        assert bundle._owner.renewed == [bundle]
+        bundle._links[2].close()
+        assert renewed == []
+        attach(3)  # there was none of this number before
+        assert renewed == [bundle]
+        attach(1)
+        assert renewed == [bundle], "nothing was lost since"
+        attach(0)  # in the place of one that may be dead
+        assert renewed == [bundle] * 2
 
 
 async def test_the_distance_is_that_of_the_quickest_stream(monkeypatch):

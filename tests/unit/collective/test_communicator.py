@@ -679,34 +679,22 @@ async def test_what_was_lost_with_a_stream_that_is_not_made_anew_is_sent_again(s
         lost.close()
 
 
-async def test_a_round_hears_that_a_stream_broke_which_nobody_makes_anew(sites_running, view_of, until):
-    async with sites_running(2, num_streams=2) as sites:
+@pytest.mark.parametrize("first", [0, 2])
+async def test_what_a_round_sent_into_streams_that_nobody_holds_is_sent_again(sites_running, view_of, until, first):
+    """As before, but the round is opened before the dialler begins anew, into a stream that it then has or has not."""
+    async with sites_running(2, num_streams=3) as sites:
         dialler, acceptor = sites
         bundle = acceptor.communicator._mesh.bundles[dialler.me]
-        waiting = asyncio.ensure_future(acceptor.mean(torch.ones(1000), out=torch.empty(1000)))
-        await until(lambda: acceptor.communicator._engine.rounds)
-        renewed = []
-        bundle._owner = _Told(bundle._owner, renewed)
-        bundle.num_streams = 1  # the dialler needs no more
-        bundle._links[1].close()
-        assert renewed == [bundle]
+        lost = _vanish(dialler, acceptor)
+        dialler.communicator._mesh._num_streams = 1
+        await acceptor.communicator.install(view_of(sites, epoch=2))
+        bundle._links = {first: bundle._links.pop(first)} | bundle._links  # who sends first
+        waiting = asyncio.ensure_future(acceptor.mean(torch.ones(1000), out=torch.empty(1000), epoch=2))
+        await until(lambda: bundle._links[first].bytes_sent and not bundle.is_waiting)
+        await dialler.communicator.install(view_of(sites, epoch=2))
         async with asyncio.timeout(10):
-            await asyncio.gather(waiting, dialler.mean(torch.ones(1000), out=torch.empty(1000)))
-
-
-class _Told:
-    """An owner of a bundle that writes down what is renewed."""
-
-    def __init__(self, owner, renewed):
-        self._owner = owner
-        self._renewed = renewed
-
-    def on_renewed(self, bundle):
-        self._renewed.append(bundle)
-        self._owner.on_renewed(bundle)
-
-    def __getattr__(self, name):
-        return getattr(self._owner, name)
+            await asyncio.gather(waiting, dialler.mean(torch.ones(1000), out=torch.empty(1000), epoch=2))
+        lost.close()
 
 
 async def test_an_opening_that_comes_after_the_end_is_answered_only_if_something_may_be_lost(sites_running, until):

@@ -22,6 +22,8 @@ KEY = FragmentKey(kind="param", index=0)
 MEAN = Round(fragment=KEY, op=Op.MEAN, inner_step=1)
 GATHER = dataclasses.replace(MEAN, op=Op.GATHER)
 PAIR = dataclasses.replace(MEAN, op=Op.PAIR)
+DEADLINE_S = 15.0
+"""Of what should take milliseconds, on a machine that may be busy."""
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def exchanged(opened, round_of, *, weights=(1.0, 1.0, 1.0), notes=(), numel=10, 
 
     def work(rank, communicator):
         round_ = round_of(rank) if callable(round_of) else round_of
-        exchanger = Exchanger(communicator, codec="raw", deadline_s=5.0)
+        exchanger = Exchanger(communicator, codec="raw", deadline_s=DEADLINE_S)
         emitted = Emitted(payload=payload(rank, numel), notes=tuple(note + rank for note in notes))
         exchange = exchanger.start(round_, place, emitted, weights[rank], History())
         settled = exchange.settle()
@@ -135,7 +137,7 @@ def test_a_payload_that_is_not_finite_is_sent_as_zero_without_weight(three):
         bad = payload(rank)
         if rank == 1:
             bad[3] = float("inf")
-        exchange = Exchanger(communicator, codec="raw", deadline_s=5.0).start(
+        exchange = Exchanger(communicator, codec="raw", deadline_s=DEADLINE_S).start(
             GATHER, 0, Emitted(payload=bad), 1.0, History()
         )
         return exchange.result(exchange.settle().votes, None).members, bad
@@ -150,7 +152,7 @@ def test_bytes_that_cannot_be_read_give_nobody_a_result(three, monkeypatch):
 
     def work(rank, communicator):
         sent = payload(rank) if rank else torch.full((10,), float("nan"))
-        exchange = Exchanger(communicator, codec="raw", deadline_s=5.0).start(
+        exchange = Exchanger(communicator, codec="raw", deadline_s=DEADLINE_S).start(
             GATHER, 0, Emitted(payload=sent), 1.0, History()
         )
         return exchange.result(exchange.settle().votes, None)
@@ -174,7 +176,7 @@ def test_whoever_has_no_result_votes_against_it_for_all(three):
     """Peer 2 gives its payload up when the others have theirs."""
 
     def work(rank, communicator):
-        exchanger = Exchanger(communicator, codec="raw", deadline_s=5.0)
+        exchanger = Exchanger(communicator, codec="raw", deadline_s=DEADLINE_S)
         exchange = exchanger.start(MEAN, 0, Emitted(payload=payload(rank)), 1.0, History())
         return exchange.settle()
 
@@ -187,7 +189,7 @@ def test_whoever_has_no_result_votes_against_it_for_all(three):
 
         def all_reduce(self, key, tensor, **more):
             work = self._real.all_reduce(key, tensor, **more)
-            work.result(5.0)
+            work.result(DEADLINE_S)
             broken = type(work)()
             broken.set_exception(OperationAborted(key, "a test wants it so"))
             return broken
@@ -200,10 +202,10 @@ def test_whoever_has_no_result_votes_against_it_for_all(three):
 
 
 def test_it_ends_in_time_when_somebody_does_not_come_and_whoever_comes_late_need_not_wait(three):
-    is_over = threading.Barrier(3, timeout=10.0)
+    is_over, deadline_s = threading.Barrier(3, timeout=DEADLINE_S), 2.0
 
     def work(rank, communicator):
-        exchanger = Exchanger(communicator, codec="raw", deadline_s=0.5)
+        exchanger = Exchanger(communicator, codec="raw", deadline_s=deadline_s)
         if rank == 2:
             is_over.wait()
         started = time.monotonic()
@@ -216,9 +218,9 @@ def test_it_ends_in_time_when_somebody_does_not_come_and_whoever_comes_late_need
     *early, late = together(three, work)
     for settled, seconds in early:
         assert isinstance(settled.error, OperationAborted)
-        assert 0.4 < seconds < 2.0
+        assert deadline_s - 0.1 < seconds < 2 * deadline_s
     assert not late[0].counts
-    assert late[1] < 0.45
+    assert late[1] < deadline_s
 
 
 def test_who_gives_a_payload_up_still_votes_so_that_who_comes_late_knows_all():
@@ -227,7 +229,7 @@ def test_who_gives_a_payload_up_still_votes_so_that_who_comes_late_knows_all():
             MEAN, 0, Emitted(payload=payload(0)), 1.0, History()
         )
         assert early.settle().votes == ()
-        late = Exchanger(second, codec="raw", deadline_s=5.0).start(
+        late = Exchanger(second, codec="raw", deadline_s=DEADLINE_S).start(
             MEAN, 0, Emitted(payload=payload(1)), 1.0, History()
         )
         settled = late.settle()
@@ -237,7 +239,7 @@ def test_who_gives_a_payload_up_still_votes_so_that_who_comes_late_knows_all():
 
 def test_what_a_method_keeps_comes_back_with_its_contribution(three):
     kept = torch.arange(3.0)
-    exchange = Exchanger(three[0], codec="raw", deadline_s=5.0).start(
+    exchange = Exchanger(three[0], codec="raw", deadline_s=DEADLINE_S).start(
         MEAN, 0, Emitted(payload=payload(0), kept=kept), 1.0, History()
     )
     newer = payload(5)
@@ -249,7 +251,7 @@ def test_what_a_method_keeps_comes_back_with_its_contribution(three):
 
 def test_a_round_of_an_older_view_breaks_and_can_be_made_again_in_the_new_one(three):
     def begin(rank, communicator):
-        exchanger = Exchanger(communicator, codec="raw", deadline_s=5.0)
+        exchanger = Exchanger(communicator, codec="raw", deadline_s=DEADLINE_S)
         return exchanger, exchanger.start(MEAN, 0, Emitted(payload=payload(rank)), 1.0, History())
 
     exchanger, exchange = begin(0, three[0])
@@ -265,7 +267,7 @@ def test_a_round_of_an_older_view_breaks_and_can_be_made_again_in_the_new_one(th
 
 
 def test_a_round_that_one_refuses_fails_for_the_others_at_once_and_late_ones_too(three):
-    starts = [Exchanger(communicator, codec="raw", deadline_s=5.0) for communicator in three]
+    starts = [Exchanger(communicator, codec="raw", deadline_s=DEADLINE_S) for communicator in three]
     first = starts[0].start(MEAN, 4, Emitted(payload=payload(0)), 1.0, History())
     refusals = starts[2].refuse(MEAN.inner_step, 4)
     started = time.monotonic()
@@ -273,11 +275,11 @@ def test_a_round_that_one_refuses_fails_for_the_others_at_once_and_late_ones_too
     for refusal in refusals:
         refusal.cancel()
     assert not starts[1].start(MEAN, 4, Emitted(payload=payload(1)), 1.0, History()).settle().counts
-    assert time.monotonic() - started < 4.0
+    assert time.monotonic() - started < DEADLINE_S, "nobody waited for it"
 
 
 def test_what_a_method_or_caller_gives_wrong_is_refused_before_anything_is_sent(three):
-    exchanger = Exchanger(three[0], codec="raw", deadline_s=5.0)
+    exchanger = Exchanger(three[0], codec="raw", deadline_s=DEADLINE_S)
     with pytest.raises(ValueError, match="notes"):
         exchanger.start(MEAN, 0, Emitted(payload=payload(0), notes=(1.0,)), 1.0, History())
     with pytest.raises(ValueError, match="weight -1"):

@@ -1,5 +1,6 @@
 """Somebody's own loop on real communicators, against the simulator and against accidents."""
 
+import itertools
 import threading
 import time
 from dataclasses import dataclass
@@ -282,18 +283,33 @@ def test_a_round_that_a_new_view_breaks_is_made_there(pair, name):
     assert_as_simulated(together(pair, work), simulated(method, 2, 18))
 
 
-def test_who_has_gone_on_does_not_keep_others_waiting_in_a_new_view(pair):
-    """Peer 1 loses the votes of the round of step 8, and finds a new view: it would make the round again there."""
+@pytest.mark.parametrize("emits", [False, True])
+def test_who_has_gone_on_does_not_keep_others_waiting_in_a_new_view(pair, emits):
+    """Peer 1 loses the votes of the round of step 8, and finds a new view: it would make the round again there.
+
+    Peer 0 may find that view while it emits that of step 12, which then begins there.
+    """
+    is_emitting, is_installed = threading.Event(), threading.Event()
+    num_emitted = itertools.count(1)
+
+    def weigh(peer, work):
+        if emits and peer == peer_id_of(0) and next(num_emitted) == 3:
+            is_emitting.set()
+            assert is_installed.wait(10.0)
+        return by_work(peer, work)
 
     def install_both(_error):
+        assert not emits or is_emitting.wait(10.0)
         install(pair, 1)
+        is_installed.set()
 
     saboteurs = [pair[0], Saboteur(pair[1], mishears=vote_key(8))]
 
     def work(rank, communicator):
         model = Model(seed=rank)
         optimizer = sgd(model)
-        with OuterLoop(model, optimizer, communicator, DILOCO, deadline_s=5.0, on_abort=install_both) as loop:
+        settings = {"deadline_s": 15.0, "on_abort": install_both, "weigh": weigh}
+        with OuterLoop(model, optimizer, communicator, DILOCO, **settings) as loop:
             started = time.monotonic()
             inner_steps(model, optimizer, rank, range(1, 17))
             assert loop.shared_agrees()
@@ -302,7 +318,31 @@ def test_who_has_gone_on_does_not_keep_others_waiting_in_a_new_view(pair):
     (_, first_step, _), (dropped, second_step, seconds) = together(saboteurs, work)
     assert first_step == second_step == 4
     assert dropped == 1
-    assert seconds < 4.0
+    assert seconds < 15.0, "nobody waited for a deadline"
+
+
+def test_a_round_that_is_settled_late_is_refused_in_the_view_that_came_meanwhile(pair):
+    """Peer 0 has all votes of the round of step 4 when the view changes; peer 1 lost them, and makes it again there."""
+    method = build_outer("streaming", inner_steps=4, num_fragments=2, delay=3, keep=0.5)
+    meeting = threading.Barrier(2, action=lambda: install(pair, 1), timeout=10.0)
+    saboteurs = [pair[0], Saboteur(pair[1], mishears=vote_key(4))]
+
+    def work(rank, communicator):
+        model = Model(seed=rank)
+        optimizer = sgd(model)
+        with OuterLoop(model, optimizer, communicator, method, deadline_s=15.0) as loop:
+            inner_steps(model, optimizer, rank, range(1, 5))
+            voted = [flight.exchange._rows.exception(10.0) is None for flight in loop._engine._in_flight]
+            meeting.wait()
+            started = time.monotonic()
+            inner_steps(model, optimizer, rank, range(5, 17))
+            assert loop.shared_agrees()
+            return voted, loop.num_dropped, time.monotonic() - started
+
+    (voted, dropped, _), (heard, lost, seconds) = together(saboteurs, work)
+    assert (voted, heard) == ([True, True], [True, False])
+    assert (dropped, lost) == (0, 1)
+    assert seconds < 15.0, "nobody waited for a deadline"
 
 
 @pytest.mark.parametrize("name", ["diloco", "streaming"])
@@ -461,14 +501,14 @@ def test_numbers_that_are_not_finite_take_no_part(pair):
 
 
 def test_a_peer_that_stands_still_costs_the_others_no_more_than_the_deadline(pair):
-    is_done = threading.Event()
+    is_done, deadline_s = threading.Event(), 2.0  # in which both must also come at the beginning
 
     def work(rank, communicator):
         model = Model(seed=rank)
         optimizer = sgd(model)
-        with OuterLoop(model, optimizer, communicator, DILOCO, deadline_s=0.5) as loop:
+        with OuterLoop(model, optimizer, communicator, DILOCO, deadline_s=deadline_s) as loop:
             if rank == 1:
-                assert is_done.wait(10.0)
+                assert is_done.wait(30.0)
                 return 0.0, 0
             started = time.monotonic()
             inner_steps(model, optimizer, rank, range(1, 9))
@@ -477,7 +517,7 @@ def test_a_peer_that_stands_still_costs_the_others_no_more_than_the_deadline(pai
 
     (seconds, dropped), _ = together(pair, work)
     assert dropped == 2
-    assert seconds < 4.0
+    assert seconds < 2 * dropped * deadline_s, "each is waited for once, and the machine may be busy"
 
 
 # ------------------------------------------------------------------------------------------ entering and leaving
