@@ -16,7 +16,7 @@ import msgspec
 from elastic.audit import Finding, RecordIndex, Verdict, judge
 from elastic.audit.proofs import certificates_at, contradictions
 from elastic.core.certificate import Certificate
-from elastic.core.records import RebuildRecord, Record
+from elastic.core.records import RebuildRecord, Record, RollbackRecord
 from trainer.certificates import FILE_NAME, read_certificates
 
 
@@ -88,10 +88,11 @@ class _Book:
 
     def findings(self, files: Sequence[KeptCertificates]) -> Iterator[Finding]:
         """What is wrong with these files."""
-        rebuilt = self._rebuilt
-        if rebuilt is not None and rebuilt.certificate is not None and self._is_forged(rebuilt.certificate):
-            said = "the journal was rebuilt from a certificate that does not have the run's seal"
-            yield Finding(invariant="I9", slot=self._records.index(rebuilt), sentence=said)
+        for slot, record in enumerate(self._records):
+            if isinstance(record, RebuildRecord | RollbackRecord) and self._is_forged(record.certificate):
+                what = "the journal was rebuilt from" if isinstance(record, RebuildRecord) else "the run went back to"
+                said = f"{what} a certificate that does not have the run's seal"
+                yield Finding(invariant="I9", slot=slot, sentence=said)
         due = certificates_at(self._records, self._slots_of(files))
         for file in files:
             if file.damage is not None:
@@ -104,8 +105,8 @@ class _Book:
         commits = self._index.commits
         return {commits[item.key][0] for file in files for item in file.certificates if item.key in commits}
 
-    def _is_forged(self, certificate: Certificate) -> bool:
-        return self._seal_key is not None and not certificate.check(self._seal_key)
+    def _is_forged(self, certificate: Certificate | None) -> bool:
+        return certificate is not None and self._seal_key is not None and not certificate.check(self._seal_key)
 
     def _judge(self, told: str, certificate: Certificate, due: dict[int, Certificate]) -> Iterator[Finding]:
         if self._is_forged(certificate):

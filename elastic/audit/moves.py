@@ -1,7 +1,7 @@
 """What the records did to ranges of samples, and the pieces that all of these cut the samples into."""
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 from typing import NamedTuple
 
@@ -87,11 +87,17 @@ def pieces_of(moves: Sequence[Move]) -> Iterator[tuple[IndexRange, list[Move]]]:
             here.remove(~number)
 
 
+def in_order(moves: Sequence[Move], rollbacks: Sequence[Rollback]) -> Iterator[Move | Rollback]:
+    """Both together, oldest first."""
+    given: list[Iterable[Move | Rollback]] = [moves, rollbacks]
+    return merge(*given, key=lambda item: item.slot)
+
+
 def jumps_in(moves: Sequence[Move], rollbacks: Sequence[Rollback]) -> list[list[Jump]]:
     """The jumps until each rollback, and those until the end; what the run went back behind is in no later list."""
     jumps = [Jump(0, 0, -1)]
     found: list[list[Jump]] = []
-    for move in merge(moves, rollbacks, key=lambda item: item.slot):
+    for move in in_order(moves, rollbacks):
         if isinstance(move, Rollback):
             found.append(jumps)
             jumps = [jump for jump in jumps if jump.slot <= move.back_to] or jumps[:1]

@@ -12,7 +12,6 @@ Where the run goes back, every index is again what it was at the commit that it 
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from heapq import merge
 
 import msgspec
 
@@ -22,7 +21,7 @@ from elastic.audit.coverage import DataEpochs, count_data_epochs
 from elastic.audit.findings import Finding, Verdict, judge
 from elastic.audit.leases import lease_findings
 from elastic.audit.lineage import Rollback, rollbacks_in
-from elastic.audit.moves import Jump, Kind, Move, jumps_in, moves_in, pieces_of
+from elastic.audit.moves import Jump, Kind, Move, in_order, jumps_in, moves_in, pieces_of
 from elastic.core.messages import IndexRange
 from elastic.core.records import CommitRecord, Record, RollbackRecord, ViewRecord
 
@@ -103,7 +102,7 @@ class _Book:
         used: Move | None = None
         counts: list[Move] = []  # what was done to it and not given up since
         back = 0
-        for move in merge(life, self._rollbacks, key=lambda item: item.slot):
+        for move in in_order(life, self._rollbacks):
             if isinstance(move, Rollback):
                 self._kept(piece, owner, move.slot)
                 self._passed_over(piece, counts, self._jumps[back])
