@@ -202,15 +202,7 @@ class _Session:
             span = self._donor._commit_log.span
             await self._refuse(f"commits {span.start} to {span.stop - 1} are kept, not {outer_step}")
             return
-        header = CommitHeader(
-            entry.outer_step,
-            entry.digest,
-            entry.fragment,
-            entry.codec,
-            entry.weights,
-            tuple((chunk.start_numel, len(chunk.data)) for chunk in entry.chunks),
-        )
-        await self._send(FrameType.STATE_HEADER, encode(header))
+        await self._send(FrameType.STATE_HEADER, encode(CommitHeader.of(entry)))
         for number, chunk in enumerate(entry.chunks):
             await self._send_pieces(number, memoryview(chunk.data), is_urgent=True)
 

@@ -78,9 +78,7 @@ class DonorLink:
             data = memoryview(bytearray(nbytes))
             await self._take_pieces(number, data)
             chunks.append(ResultChunk(start_numel, data.tobytes()))
-        return CommitEntry(
-            header.outer_step, header.digest, header.fragment, header.codec, header.weights, tuple(chunks)
-        )
+        return header.with_chunks(tuple(chunks))
 
     async def ask_chunk(self, index: int) -> None:
         """Ask for one chunk of the pinned state. `take_chunk` gets the answers, in the same order."""

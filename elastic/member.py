@@ -57,8 +57,8 @@ from elastic.core.events import (
     Tick,
 )
 from elastic.core.farewell import UNREACHABLE_EXIT_CODE
-from elastic.core.member import MemberMachine
-from elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding
+from elastic.core.member import MemberMachine, went_back
+from elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding, Rebuilt
 from elastic.desk import Committed, Desk
 from elastic.dialler import Dial, Dialler, NobodyAnswers
 from elastic.digest import Hasher
@@ -76,6 +76,7 @@ from elastic.observation import (
     Finished,
     Observe,
     RoundCommitted,
+    WentBack,
     WorkCarriedOver,
     ignore,
 )
@@ -176,6 +177,7 @@ class Membership:
         self._progress = 0
         self._borrowing_progress = 0
         self._blocked = False
+        self._went_back_in = 0
 
     # -------------------------------------------------------------------------------- the trainer's side
 
@@ -341,6 +343,10 @@ class Membership:
                 self._learner.overruled(made, voted)
         elif isinstance(message, Rebuilding):
             self._observe(CoordinatorAsks(testified=message.testified, needed=message.needed))
+        elif isinstance(message, Rebuilt) and message.epoch > self._went_back_in:
+            self._went_back_in = message.epoch  # it is told again until this peer's answer arrives
+            step = 0 if message.certificate is None else message.certificate.made.outer_step
+            self._observe(WentBack(epoch=message.epoch, outer_step=step, cause=went_back(message)))
         self._feed(CoordinatorSaid(message=message))
 
     async def _dial_donor(self, member: Member) -> Channel:
@@ -399,8 +405,11 @@ class Membership:
 
     async def _install_staged(self, effect: InstallStaged) -> None:
         await self._rounds.install_staged(effect.key, effect.held, final=effect.final)
-        view, taken_s = self._rounds.view, self._clock() - self._round_began
-        assert view is not None, "what is staged was exchanged"
+        view = self._rounds.view
+        if view is None:  # an earlier start of this peer has exchanged it, and nobody here waits for it
+            self._observe(RoundCommitted(key=effect.key, held=effect.held, final=effect.final, seconds=0.0))
+            return
+        taken_s = self._clock() - self._round_began
         self._observe(RoundCommitted(key=effect.key, held=effect.held, final=effect.final, seconds=taken_s))
         self._desk.committed(
             Committed(key=effect.key, view=view, held=effect.held, final=effect.final, position=effect.position)

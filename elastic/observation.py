@@ -152,6 +152,15 @@ class CoordinatorAsks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WentBack:
+    """The run goes on under `epoch` from `outer_step`, which is not the newest one that was told, for this `cause`."""
+
+    epoch: int
+    outer_step: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CatchUpStarted:
     """This learner begins to fetch or replay, or aims at a newer target."""
 
@@ -209,6 +218,7 @@ ElasticEvent = (
     | RoundCommitted
     | CertificateKept
     | CoordinatorAsks
+    | WentBack
     | CatchUpStarted
     | CatchUpEnded
     | Deviated

@@ -16,6 +16,7 @@ from collective.core.types import OuterStep, PeerId
 from collective.errors import RemoteProtocolError
 from elastic.core.messages import Digest, Natural, Reason, Weight
 from elastic.digest import StateManifest, count_chunks
+from elastic.replica import CommitEntry, ResultChunk
 
 PIECE_NBYTES = 256 << 10
 """Bytes of one STATE_CHUNK frame; a chunk is sent as several."""
@@ -77,10 +78,20 @@ class CommitHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: Annotated[tuple[tuple[PeerId, Weight], ...], Meta(max_length=1024)]
     chunks: tuple[tuple[Natural, Natural], ...]
 
+    @classmethod
+    def of(cls, entry: CommitEntry) -> "CommitHeader":
+        """What goes before the bytes of this result."""
+        chunks = tuple((chunk.start_numel, len(chunk.data)) for chunk in entry.chunks)
+        return cls(entry.outer_step, entry.digest, entry.fragment, entry.codec, entry.weights, chunks)
+
     @property
     def nbytes(self) -> int:
         """Bytes that follow."""
         return sum(nbytes for _, nbytes in self.chunks)
+
+    def with_chunks(self, chunks: tuple[ResultChunk, ...]) -> CommitEntry:
+        """The result, once its bytes are here."""
+        return CommitEntry(self.outer_step, self.digest, self.fragment, self.codec, self.weights, chunks)
 
 
 class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

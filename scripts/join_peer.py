@@ -46,7 +46,7 @@ from optim.diloco import DiLoCo
 from optim.fragments import FragmentTable
 from optim.streaming import Streaming
 from trainer.outer_state import OuterState
-from trainer.round_runner import RoundRunner
+from trainer.round_runner import MemoryKeeper, RoundRunner
 from trainer.round_schedule import RoundSchedule
 
 RUN_ID = "bench-join"
@@ -109,7 +109,7 @@ class Peer:
         self._runner = RoundRunner(
             communicator=self._communicator,
             state=self._state,
-            commit_log=self._log,
+            keeper=MemoryKeeper(self._log),
             schedule=schedule,
             payload=payload,
             codec=codec,

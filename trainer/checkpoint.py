@@ -170,6 +170,7 @@ class CheckpointStore:
             content = msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=1)
             write_atomically(partial / MANIFEST_NAME, content)
             self._put_in_place(partial, place)
+            self._remove_newer(meta)
             self._prune()
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -219,12 +220,23 @@ class CheckpointStore:
         sync_folder(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
 
+    def _remove_newer(self, meta: CheckpointMeta) -> None:
+        """What this run has of later steps is of commits that it gave up when it went back."""
+        for outer_step in self.steps():
+            if outer_step > meta.outer_step:
+                with contextlib.suppress(CheckpointCorrupted):
+                    if read_manifest(self.path_of(outer_step) / MANIFEST_NAME).run_id == meta.run_id:
+                        self._remove(outer_step)
+
     def _prune(self) -> None:
         for outer_step in self.steps()[: -self._keep]:
-            # Renamed first, so that a crash in the middle never leaves a step folder that lacks a file.
-            doomed = self._folder / f"{_PARTIAL_PREFIX}pruned-{outer_step}"
-            self.path_of(outer_step).rename(doomed)
-            shutil.rmtree(doomed)
+            self._remove(outer_step)
+
+    def _remove(self, outer_step: int) -> None:
+        # Renamed first, so that a crash in the middle never leaves a step folder that lacks a file.
+        doomed = self._folder / f"{_PARTIAL_PREFIX}pruned-{outer_step}"
+        self.path_of(outer_step).rename(doomed)
+        shutil.rmtree(doomed)
 
     def _remove_partials(self) -> None:
         if self._folder.is_dir():

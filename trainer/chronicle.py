@@ -33,6 +33,7 @@ from elastic.observation import (
     RoundStaged,
     RoundStarted,
     ViewInstalled,
+    WentBack,
     WorkCarriedOver,
 )
 from trainer.errors import CheckpointFailed
@@ -214,6 +215,9 @@ class Chronicle:
             case CoordinatorAsks(testified=testified, needed=needed):
                 log.warning("coordinator_lost_its_journal testified=%d needed=%d", testified, needed)
                 emit("fault", kind="journal_lost", testified=testified, needed=needed)
+            case WentBack(epoch=epoch, outer_step=outer_step, cause=cause):
+                log.warning("went_back epoch=%d outer_step=%d cause=%r", epoch, outer_step, cause)
+                emit("went_back", epoch=epoch, outer_step=outer_step, cause=cause)
             case CatchUpStarted(target=target, num_donors=num_donors):
                 emit("catch_up_started", outer_step=target.outer_step, donors=num_donors)
             case CatchUpEnded(held=held, cause=cause, nbytes=nbytes, seconds=seconds):
@@ -248,7 +252,7 @@ class Chronicle:
                 board.caught_up(held)
             case RecordWritten(record=RollbackRecord(epoch=epoch, given_up=step, certificate=certificate)):
                 to = "the beginning" if certificate is None else certificate.made.outer_step
-                log.warning("rolled_back epoch=%d from=%d to=%s; nobody holds what is between", epoch, step, to)
+                log.warning("rolled_back epoch=%d from=%d to=%s; nobody holds a newer outer step", epoch, step, to)
             case RoundAborted():
                 board.aborted()
             case _:

@@ -33,6 +33,11 @@ class MembersSection(Section):
     """How long it waits for the others then, at least; longer where members are usually further apart."""
     patience: Annotated[float, Field(ge=0, le=100)] = 0.5
     """For how many times its own work of a round a slow peer lets the others wait; then it hands in what it has."""
+    recover_s: Annotated[Seconds, Field(gt=0, le=86400)] = 30.0
+    """When nobody holds the newest outer step any more, as after a power cut: how long half of its members wait for
+    it before the run goes back to what they hold. At once when all are back."""
+    durable: bool = False
+    """Whether a peer writes a result to its disk before it votes for it: then a power cut of all loses no commit."""
     outage_s: Annotated[Seconds, Field(gt=0, le=30 * 86400)] = 600.0
     """How long a peer looks for a lost coordinator before it gives up with exit code 4."""
     ticket_lifetime_s: Annotated[Seconds, Field(gt=0, le=365 * 86400)] = 7 * 86400.0

@@ -15,7 +15,7 @@ It must not know the network, views or workers.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -85,6 +85,8 @@ class OuterState:
         self._spares: dict[int, State] = {}  # by elements of the fragment, at most one of each size
         self._leftover: _Leftover | None = None
         self._restoring: _Restoring | None = None
+        self.on_replayed: Callable[[bytes, CommitEntry], None] | None = None
+        """Told of every commit that was replayed, and of the digest of the state that it was applied to."""
 
     # -------------------------------------------------------------------------------- reading
 
@@ -320,6 +322,19 @@ class OuterState:
             StateDiverged: if the outcome has not the committed digest; what was held is kept.
             RemoteProtocolError: if its chunks do not fit this model; what was held is kept.
         """
+        previous = self.live.held.digest
+        await self.stage_result(entry)
+        self.install_staged(Held(entry.outer_step, entry.digest))
+        if self.on_replayed is not None:
+            self.on_replayed(previous, entry)
+        return self.live.held
+
+    async def stage_result(self, entry: CommitEntry) -> None:
+        """Absorb a recorded result into staging.
+
+        Raises:
+            StateDiverged, RemoteProtocolError: see `replay`; nothing is staged.
+        """
         round_ = self._schedule.round_after(self.live.manifest.outer_step)
         if entry.fragment != round_.fragment.index:
             raise RemoteProtocolError(f"a recorded result is of fragment {entry.fragment}, not {round_.fragment.index}")
@@ -328,8 +343,6 @@ class OuterState:
         if digest != entry.digest:
             self.discard_staged()
             raise StateDiverged(entry.outer_step, expected=entry.digest, actual=digest)
-        self.install_staged(Held(entry.outer_step, entry.digest))
-        return self.live.held
 
 
 def _decode_all(entry: CommitEntry, out: Tensor) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from collective import Communicator
-from collective.core.types import OuterStep, PeerRef
+from collective.core.types import PeerRef, RoundKey
+from collective.errors import CollectiveError
 from collective.transport import Channel, Hello, Purpose, Security, connect
 from elastic.commit_log import CommitLog
 from elastic.core.events import Finish
@@ -23,17 +24,17 @@ from elastic.core.member import MemberMachine
 from elastic.core.messages import Held
 from elastic.digest import Hasher
 from elastic.donor import Donor
-from elastic.errors import StateMismatch
+from elastic.errors import StateDiverged
 from elastic.member import Membership
 from elastic.observation import BecameLearner, CertificateKept, Deviated, ElasticEvent, ViewInstalled
 from trainer.admission import RunTerms
 from trainer.certificates import FILE_NAME as CERTIFICATES_NAME
 from trainer.certificates import CertificateKeeper, load_certificates
-from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointMeta, CheckpointStore, newest_usable
-from trainer.checkpointer import Checkpointer
+from trainer.checkpoint import Checkpoint
 from trainer.chronicle import Chronicle
 from trainer.config import Config
 from trainer.corpus import Corpus
+from trainer.durability import Durability, Origin
 from trainer.errors import ExitCode
 from trainer.model import initial_parameters
 from trainer.moments import Moments
@@ -42,7 +43,6 @@ from trainer.round_runner import RoundRunner
 from trainer.round_schedule import RoundSchedule
 from trainer.sample_feed import SampleFeed
 from trainer.shared_buffer import SharedBuffer
-from trainer.threads import in_thread
 from trainer.training_loop import RoundReport, TrainingLoop
 from trainer.wiring import bulk_options, fragments_of, member_config, outer_of, samples_in_stock, training_job
 from trainer.worker_pool import WorkerPool
@@ -135,27 +135,33 @@ class Peer:
             exchanged=self.communicator.progress,
             private=self._moments,
         )
+        self._durability = Durability(
+            plan.run_dir,
+            Origin(run_id=plan.terms.run_id, run_manifest=plan.terms.manifest),
+            state=self._state,
+            commit_log=self._commit_log,
+            every=config.checkpoint.every,
+            keep=config.checkpoint.keep,
+            before_votes=config.members.durable,
+            on_saved=chronicle.checkpoint_saved,
+            on_failed=chronicle.checkpoint_failed,
+        )
         self._runner = RoundRunner(
             communicator=self.communicator,
             state=self._state,
-            commit_log=self._commit_log,
             schedule=self._schedule,
             payload=self._payload,
             codec=config.outer.codec,
             initial_parameters=lambda: initial_parameters(config.model.decoder_config(), config.run.seed),
             on_exchanged=chronicle.exchanged,
-        )
-        self._checkpointer = Checkpointer(
-            CheckpointStore(plan.run_dir / FOLDER_NAME, keep=config.checkpoint.keep),
-            on_saved=chronicle.checkpoint_saved,
-            on_failed=chronicle.checkpoint_failed,
+            keeper=self._durability,
         )
         path = plan.run_dir / CERTIFICATES_NAME
         self._certificates = load_certificates(path, plan.terms.seal_key)
         self._keeper = CertificateKeeper(path, self._certificates)
         self._membership: Membership | None = None
         self._leaving: bool | None = None
-        self._unsaved: CheckpointMeta | None = None
+        self._aside: tuple[RoundKey, Held] | None = None
         self._inner_steps = 0
         self._signs_of_life = 0
         self._num_rounds = 0
@@ -170,7 +176,7 @@ class Peer:
             IsthmusError: the workers or this machine gave up.
         """
         try:
-            await self._adopt_checkpoint()
+            await self._recover()
             async with self._workers() as pool:
                 return await self._take_part(pool)
         finally:
@@ -189,19 +195,18 @@ class Peer:
         """This peer's part in the run, once it has one."""
         return self._membership
 
-    async def _adopt_checkpoint(self) -> None:
-        """Begin with what this peer's disk has of the run: the others send only what it has missed since."""
-        plan = self._plan
-        checkpoint = plan.checkpoint or await in_thread(newest_usable, plan.run_dir, run_id=plan.terms.run_id)
-        if checkpoint is None:
+    async def _recover(self) -> None:
+        """Begin with what this peer's disk has of the run; what it voted for last may be committed by now."""
+        voted = await self._durability.recover(self._plan.checkpoint)
+        if voted is None:
             return
-        meta = checkpoint.meta
+        key, entry = voted
         try:
-            await self._state.adopt(meta.outer_step, checkpoint.tensors, digest=meta.digest)
-        except StateMismatch as error:
-            log.warning("checkpoint_unusable path=%s cause=%r", checkpoint.path, str(error))
+            await self._runner.stage_again(entry)
+        except (StateDiverged, CollectiveError) as error:
+            log.warning("result_unusable outer_step=%d cause=%r", entry.outer_step, str(error))
         else:
-            log.info("checkpoint_adopted outer_step=%d path=%s", meta.outer_step, checkpoint.path)
+            self._aside = key, Held(entry.outer_step, entry.digest)
 
     def _workers(self) -> WorkerPool:
         plan, node = self._plan, self._plan.config.node
@@ -223,6 +228,7 @@ class Peer:
             plan.address,
             plan.terms.digest(),
             held=self._state.held(),
+            aside=self._aside,
             seal_key=plan.terms.seal_key,
             certificate=self._certificates[-1] if self._certificates else None,
         )
@@ -243,15 +249,13 @@ class Peer:
             membership.leave(now=self._leaving)
         async with asyncio.TaskGroup() as tasks:
             trained = tasks.create_task(training.run())
-            helping = (feed.run(), self._checkpointer.run(), self._keeper.run(), pool.failed())
+            helping = (feed.run(), self._durability.run(), self._keeper.run(), pool.failed())
             helpers = [tasks.create_task(task) for task in helping]
             finish = await membership.run()
             # We have said goodbye; the last state is still to be judged (if the run is complete) and kept.
             is_complete = finish.code == ExitCode.DONE
             await asyncio.wait([trained], timeout=_LAST_ROUND_TIMEOUT_S if is_complete else _LAST_STEP_TIMEOUT_S)
-            await self._checkpointer.drain()
-            self._save()
-            await self._checkpointer.drain()
+            await self._durability.finish()
             for task in (trained, *helpers):
                 task.cancel()
         await self._keeper.drain()
@@ -329,7 +333,7 @@ class Peer:
     def _on_round(self, report: RoundReport) -> None:
         self._num_rounds += 1
         self._chronicle.trained(report)
-        self._keep(report)
+        self._durability.reported(report.outer_step, report.digest, report.position)
 
     async def _on_landed(self, report: RoundReport) -> None:
         config = self._plan.config
@@ -346,27 +350,3 @@ class Peer:
                 self._signs_of_life += 1
                 self._tell_progress()
         return judged.result()
-
-    def _keep(self, report: RoundReport) -> None:
-        """Offer the new state to the disk, if it is time."""
-        every, position = self._plan.config.checkpoint.every, report.position
-        if position is None:
-            return
-        self._unsaved = CheckpointMeta(
-            run_id=self._plan.terms.run_id,
-            outer_step=report.outer_step,
-            digest=report.digest,
-            run_manifest=self._plan.terms.manifest,
-            next_index=position.next_index,
-            returned=position.unconsumed,
-        )
-        if every and report.outer_step % every == 0:
-            self._save()
-
-    def _save(self) -> None:
-        """Offer the live state to the disk, unless it is there already or no commit of ours made it."""
-        meta = self._unsaved
-        if meta is None or self._state.held() != Held(OuterStep(meta.outer_step), meta.digest):
-            return
-        if self._checkpointer.offer(meta, self._state.live):
-            self._unsaved = None

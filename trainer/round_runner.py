@@ -6,6 +6,7 @@ It must not know workers, samples or why a view changed.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -26,19 +27,53 @@ _SURVEY_FRAGMENT = 0x7FFF
 """No fragment of the model has so large a number."""
 
 
+class Keeper(Protocol):
+    """Who keeps what rounds make."""
+
+    def founded(self, held: Held) -> None:
+        """This peer has made the run's first state."""
+        ...
+
+    async def before_vote(self, key: RoundKey, entry: CommitEntry) -> None:
+        """A result is staged; it is voted for when this returns. Ends in bounded time."""
+        ...
+
+    def committed(self, previous: bytes, entry: CommitEntry) -> None:
+        """This result was committed and is installed, onto the state with digest `previous` (32 bytes)."""
+        ...
+
+
+class MemoryKeeper:
+    """Keeps results for learners alone: whatever ends this process ends them."""
+
+    def __init__(self, commit_log: CommitLog) -> None:
+        self._commit_log = commit_log
+
+    def founded(self, held: Held) -> None:
+        """Nothing to keep."""
+
+    async def before_vote(self, key: RoundKey, entry: CommitEntry) -> None:
+        """Nothing to wait for."""
+
+    def committed(self, previous: bytes, entry: CommitEntry) -> None:
+        """For learners that are a few steps behind."""
+        del previous
+        self._commit_log.append(entry)
+
+
 class RoundRunner:
     """Runs rounds between the payload and the outer state, one at a time.
 
     Args:
         communicator: the collective layer.
         state: live and staged shared state.
-        commit_log: gets the wire form of every committed mean, for learners.
         schedule: which round makes which outer step.
         payload: fp32, as long as the largest fragment; the training loop fills its beginning before it says
             `RoundReady`.
         codec: how chunks are written on the wire.
         initial_parameters: makes the run's first parameters, [numel]; slow, runs in a thread.
         on_exchanged: told of every finished exchange, for logs.
+        keeper: keeps the results, for learners and for later starts of this peer.
     """
 
     def __init__(
@@ -46,21 +81,21 @@ class RoundRunner:
         *,
         communicator: Communicator,
         state: OuterState,
-        commit_log: CommitLog,
         schedule: RoundSchedule,
         payload: Tensor,
         codec: str,
         initial_parameters: Callable[[], Tensor],
         on_exchanged: Callable[[RoundKey, RoundStats], None],
+        keeper: Keeper,
     ) -> None:
         self._communicator = communicator
         self._state = state
-        self._commit_log = commit_log
         self._schedule = schedule
         self._payload = payload
         self._codec = codec
         self._initial_parameters = initial_parameters
         self._on_exchanged = on_exchanged
+        self._keeper = keeper
         self._staged_entry: CommitEntry | None = None
         self._surveyed_epoch: Epoch | None = None
         self._surveyed_from = OuterStep(0)  # the first step in that epoch
@@ -69,7 +104,9 @@ class RoundRunner:
 
     async def found(self) -> Held:
         """Make the run's first shared state."""
-        return await self._state.found(await in_thread(self._initial_parameters))
+        held = await self._state.found(await in_thread(self._initial_parameters))
+        self._keeper.founded(held)
+        return held
 
     async def install_view(self, view: View) -> None:
         """Connect to the members of this view; the lines are idle while they train, so new ones are measured then."""
@@ -101,7 +138,7 @@ class RoundRunner:
         weights = tuple(zip((member.peer_id for member in view.members), stats.weights, strict=True))
         round_ = self._schedule.round_after(key.outer_step)
         digest = await self._state.stage(round_, dict(weights))
-        self._staged_entry = CommitEntry(
+        entry = CommitEntry(
             outer_step=OuterStep(key.outer_step + 1),
             digest=digest,
             fragment=key.fragment,
@@ -109,7 +146,18 @@ class RoundRunner:
             weights=weights,
             chunks=tuple(sorted(chunks, key=lambda chunk: chunk.start_numel)),
         )
+        await self._keeper.before_vote(key, entry)
+        self._staged_entry = entry
         return digest
+
+    async def stage_again(self, entry: CommitEntry) -> None:
+        """What an earlier start of this peer voted for is staged again: it may be committed.
+
+        Raises:
+            StateDiverged, RemoteProtocolError: it does not fit what is held.
+        """
+        await self._state.stage_result(entry)
+        self._staged_entry = entry
 
     async def _survey_if_due(self, view: View, key: RoundKey) -> None:
         """All members come to the same points: they begin a view together, and do every round of it."""
@@ -122,9 +170,10 @@ class RoundRunner:
         """The round is committed: staging becomes the shared state."""
         del key, final
         assert self._staged_entry is not None, f"nothing is staged for {held}"
+        entry, self._staged_entry = self._staged_entry, None
+        previous = self._state.live.held.digest
         self.absorbed = self._state.install_staged(held)
-        self._commit_log.append(self._staged_entry)
-        self._staged_entry = None
+        self._keeper.committed(previous, entry)
 
     def discard_staged(self, key: RoundKey) -> None:
         """The round was aborted: forget what it staged, keep the payload."""

@@ -122,6 +122,7 @@ def coordinator_config(
         heartbeat_timeout_s=members.heartbeat_timeout_s,
         suspect_silence_s=2.5 * members.heartbeat_interval_s,
         reconnect_grace_s=members.reconnect_grace_s,
+        recover_s=members.recover_s,
         stall_floor_s=members.stall_timeout_s,
         round_quorum=members.quorum,
         grace_floor_s=members.grace_s,

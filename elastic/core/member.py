@@ -26,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import assert_never
 
-from collective.core.types import Epoch, Instant, Member, OuterStep, PeerRef, View
+from collective.core.types import Epoch, Instant, Member, OuterStep, PeerRef, RoundKey, View
 from elastic.core.certificate import Certificate
 from elastic.core.chain import Chain
 from elastic.core.config import MemberConfig
@@ -88,7 +88,8 @@ class MemberMachine:
         me: this start of this peer.
         address: where others reach it.
         manifest_digest: of the run, as this peer knows it.
-        held: the state it starts with, from a checkpoint.
+        held: the state it starts with, from its disk.
+        aside: what an earlier start of this peer voted for, if that is staged: the round, and the state that would be.
         seal_key: of the run's certificates, 32 bytes.
         certificate: the newest one that an earlier start of this peer has kept.
     """
@@ -103,6 +104,7 @@ class MemberMachine:
         manifest_digest: bytes,
         held: Held | None = None,
         *,
+        aside: tuple[RoundKey, Held] | None = None,
         seal_key: bytes,
         certificate: Certificate | None = None,
     ) -> None:
@@ -115,6 +117,7 @@ class MemberMachine:
         newest = self._chain.newest
         self._epoch = Epoch(0) if newest is None else newest.key.epoch  # the newest one heard of
         self._place = self.place_type(me, held, config.catch_up_retry_s, self.counters)
+        self._place.attempt.laid_aside = aside
         self._farewell = Farewell(config.farewell_timeout_s, lambda: self._place.view is not None and self._connected)
         # - Connection and timers
         self._connected = False

@@ -17,7 +17,7 @@ from elastic.digest import Hasher
 from optim.diloco import DiLoCo
 from optim.fragments import Fragment, FragmentTable
 from trainer.outer_state import OuterState
-from trainer.round_runner import RoundRunner
+from trainer.round_runner import MemoryKeeper, RoundRunner
 from trainer.round_schedule import RoundSchedule
 from trainer.state_version import Version
 
@@ -85,7 +85,7 @@ class Site:
         self.runner = RoundRunner(
             communicator=self.communicator,
             state=self.state,
-            commit_log=self.log,
+            keeper=MemoryKeeper(self.log),
             schedule=RoundSchedule(self.outer),
             payload=self.mailbox,
             codec=codec,

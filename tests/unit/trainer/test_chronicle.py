@@ -43,6 +43,7 @@ from elastic.observation import (
     RoundStaged,
     RoundStarted,
     ViewInstalled,
+    WentBack,
     WorkCarriedOver,
 )
 from elastic.parity import Difference
@@ -98,6 +99,7 @@ STORY: tuple[ElasticEvent, ...] = (
     BecameActive(VIEW),
     CertificateKept(certificate=CERTIFICATE),
     CoordinatorAsks(testified=1, needed=2),
+    WentBack(epoch=7, outer_step=2, cause="nobody holds outer step 3 any more"),
     RoundStarted(key=KEY, weight=6.0),
     RoundBroke(key=KEY, suspects=(B.peer_id,), cause="silent"),
     RoundAborted(KEY),
@@ -174,8 +176,9 @@ def test_every_observation_is_one_line_in_the_order_of_the_story(desk: Desk) -> 
         desk.chronicle.observe(event)
     lines = desk.lines()
     assert [line["event"] for line in lines] == [
-        "coordinator_connected", "peer_connected", "view", "view", "join", "certificate", "fault", "round_started",
-        "fault", "round_aborted", "vote", "commit", "excused", "carried_over", "learner", "catch_up_started",
+        "coordinator_connected", "peer_connected", "view", "view", "join", "certificate", "fault", "went_back",
+        "round_started", "fault", "round_aborted", "vote", "commit", "excused", "carried_over", "learner",
+        "catch_up_started",
         "catch_up", "catch_up", "deviated", "fault", "fault", "leave",
     ]  # fmt: skip
     assert {type(event) for event in STORY} == set(ElasticEvent.__args__) - {RecordWritten}
