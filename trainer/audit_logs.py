@@ -1,9 +1,9 @@
 """What the peers wrote down themselves (events.jsonl), against the journal.
 
-A commit that a peer saw must be in the journal, with the same digest: of itself a journal cannot show that its end is
-missing. What the run has gone back behind is still there, by its round. So must be the views that the peer was told
-of, the state it caught up to and the weight of its work; and the log of the coordinator's own process repeats every
-record. Only lines of this run count: a log outlives its runs.
+A commit that a peer saw must be in the journal, with the same digest, also if the run has gone back behind it: of
+itself a journal cannot show that its end is missing. So must be the views that the peer was told of, the state it
+caught up to and the weight of its work; and the log of the coordinator's own process repeats every record. Only lines
+of this run count: a log outlives its runs.
 """
 
 import contextlib
@@ -83,6 +83,10 @@ class _RolledBack(_Line, frozen=True, tag="rolled_back"):
     holders: list[str]
 
 
+class _WentBack(_Line, frozen=True, tag="went_back"):
+    epoch: int
+
+
 class _CatchUp(_Line, frozen=True, tag="catch_up"):
     outer_step: int | None
     digest: str | None
@@ -102,7 +106,7 @@ class _LeaseReturned(_Line, frozen=True, tag="lease_returned"):
 
 _Known = (
     _LogOpened | _Started | _RoundStarted | _Vote | _Commit | _CommitDecided
-    | _View | _ViewDecided | _Genesis | _RolledBack | _CatchUp | _Lease | _LeaseReturned
+    | _View | _ViewDecided | _Genesis | _RolledBack | _WentBack | _CatchUp | _Lease | _LeaseReturned
 )  # fmt: skip
 
 
@@ -217,6 +221,9 @@ def _compare(line: _Known, index: RecordIndex) -> Iterator[Finding]:
             yield from _compare_state(f"{line.peer} wrote down that the run began with", step, digest, index)
         case _RolledBack():
             yield from _compare_rollback(line, index)
+        case _WentBack(epoch=epoch) if index.is_whole and epoch not in {*index.rollbacks, index.rebuilt_epoch}:
+            said = f"{line.peer} was told that the run went back in epoch {epoch}, the journal does not hold it"
+            yield Finding(invariant="I3", slot=None, sentence=said)
         case _CatchUp(outer_step=step, digest=digest) if step is not None and digest is not None:
             yield from _compare_state(f"{line.peer} caught up to", step, digest, index)
         case _RoundStarted(weight=weight):
@@ -271,14 +278,12 @@ def _compare_view(line: _View, index: RecordIndex) -> Iterator[Finding]:
 
 def _compare_rollback(line: _RolledBack, index: RecordIndex) -> Iterator[Finding]:
     said = f"{line.peer} wrote down that the run went back from step {line.given_up} in epoch {line.epoch}"
-    found = index.rollbacks.get(line.epoch)
-    if found is None:
+    if (found := index.rollbacks.get(line.epoch)) is None:
         if index.is_whole:
             yield Finding(invariant="I3", slot=None, sentence=f"{said}, the journal does not hold it")
         return
     slot, record = found
-    told = msgspec.to_builtins(line, str_keys=True)
-    _, fields = line_of(record)
+    told, (_, fields) = msgspec.to_builtins(line), line_of(record)
     if any(told[name] != value for name, value in fields.items()):
         yield Finding(invariant="I3", slot=slot, sentence=f"{said}, the journal tells it otherwise")
 

@@ -45,6 +45,7 @@ TRUE_LINES: list[Line] = [
     commit_line(3, 1, held(3).digest),
     ("catch_up", {"outer_step": 3, "digest": held(3).digest.hex(), "cause": ""}),
     ("rolled_back", ROLLED_BACK),
+    ("went_back", {"epoch": 2, "outer_step": 1, "cause": "the power went"}),
     ("catch_up", {"outer_step": 1, "digest": held(1).digest.hex(), "cause": ""}),
     commit_line(2, 3, OTHER),
     ("catch_up", {"outer_step": 2, "digest": OTHER.hex(), "cause": ""}),
@@ -79,6 +80,12 @@ WRONG_LINES: dict[str, tuple[Line, str, int | None, str]] = {
     "another rollback": (("rolled_back", ROLLED_BACK | {"epoch": 5}), "I3", None, "in epoch 5, the journal does not"),
     "from another step": (("rolled_back", ROLLED_BACK | {"given_up": 4}), "I3", 8, "from step 4 in epoch 2, the jour"),
     "to another step": (("rolled_back", ROLLED_BACK | {"outer_step": None}), "I3", 8, "the journal tells it otherwise"),
+    "told of another rollback": (
+        ("went_back", {"epoch": 3, "outer_step": 1, "cause": "the power went"}),
+        "I3",
+        None,
+        "was told that the run went back in epoch 3, the journal does not hold it",
+    ),
     "held by others": (("rolled_back", ROLLED_BACK | {"holders": []}), "I3", 8, "the journal tells it otherwise"),
 }
 
