@@ -104,6 +104,8 @@ def test_what_the_run_gave_up_is_told_and_counts_for_nobody() -> None:
         (A.peer_id, 2, 16, 14),
         (B.peer_id, 1, 8, 4),
     ]
+    assert account.departures == (), "who lost power was put out by nobody"
+    assert audit(went_back()[:9]).account.epoch == 2
     assert count.exactly_once
     assert (count.num_given, count.num_used_up, count.num_uses, count.num_given_up) == (24, 18, 18, 10)
     assert (count.num_leased, count.num_free, count.num_returns, count.next_index) == (6, 0, 0, 24)
@@ -218,7 +220,22 @@ WRONG: dict[str, tuple[Change, str, int, str]] = {
         9,
         "0000000000000002 returns 4 samples (16-19) without owning them",
     ),
+    "leases of before come back under an old epoch": (
+        inserted(9, ReleaseRecord(ref=B, epoch=1, ranges=ranges((16, 20)))),
+        "I7",
+        9,
+        "returns samples in epoch 1, the view is 2",
+    ),
     "leases for who is no member yet": (inserted(9, lease(A2, 0, (4, 5))), "I7", 9, "is given samples and is no"),
+    "leases for who is no member any more": (inserted(9, lease(A, 3, (4, 5))), "I7", 9, "is given samples and is no"),
+    "leases of who was gone before": (
+        lambda records: records.__setitem__(
+            slice(7, 8), [view(2, 2, 2), replace(commit(3, 2, part(B)), previous=held(2).digest)]
+        ),
+        "I7",
+        8,
+        "step 3 is committed and 0000000000000001, gone by then, owns 10 samples (20-29)",
+    ),
 }
 
 
@@ -232,7 +249,9 @@ def test_a_rollback_against_the_rule_and_what_must_not_follow_one_are_found(name
     assert all(len(item.sentence) < 200 and "\n" not in item.sentence for item in found)
 
 
-@pytest.mark.parametrize("name", ["to other work", "to another chain", "held by nobody", "from another step"])
+@pytest.mark.parametrize(
+    "name", ["after the last commit", "to other work", "to another chain", "held by nobody", "from another step"]
+)
 def test_one_fault_of_a_rollback_is_told_once(name: str) -> None:
     records = went_back()
     WRONG[name][0](records)
