@@ -23,7 +23,7 @@ from elastic.audit.leases import lease_findings
 from elastic.audit.lineage import Rollback, rollbacks_in
 from elastic.audit.moves import Jump, Kind, Move, in_order, jumps_in, moves_in, pieces_of
 from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, Record, RollbackRecord, ViewRecord
+from elastic.core.records import CommitRecord, Record, ViewRecord
 
 
 class SampleCount(msgspec.Struct, kw_only=True):
@@ -201,9 +201,7 @@ def _leaving(records: Sequence[Record]) -> dict[PeerRef, list[int]]:
     leaving: dict[PeerRef, list[int]] = {}
     members: frozenset[PeerRef] = frozenset()
     for slot, record in enumerate(records):
-        if isinstance(record, RollbackRecord):
-            members = frozenset()  # all leases are void: there is nothing to return
-        elif isinstance(record, ViewRecord):
+        if isinstance(record, ViewRecord):
             now = frozenset((*(member.ref for member in record.view.members), *record.excused))
             for ref in members - now:
                 leaving.setdefault(ref, []).append(slot)

@@ -9,7 +9,7 @@ import pytest
 
 from elastic.core.certificate import Certificate
 from elastic.core.messages import DataPosition, IndexRange
-from elastic.core.records import Record, RollbackRecord
+from elastic.core.records import CommitRecord, Record, RollbackRecord
 from tests.unit.elastic.machines import held
 from tests.unit.elastic.test_audit import A
 from tests.unit.elastic.test_audit_rollbacks import OTHER, STEP_1, before, went_back
@@ -43,6 +43,7 @@ TRUE_LINES: list[Line] = [
     commit_line(1, 1, held(1).digest),
     commit_line(2, 1, held(2).digest),
     commit_line(3, 1, held(3).digest),
+    ("catch_up", {"outer_step": 2, "digest": held(2).digest.hex(), "cause": ""}),
     ("catch_up", {"outer_step": 3, "digest": held(3).digest.hex(), "cause": ""}),
     ("rolled_back", ROLLED_BACK),
     ("went_back", {"epoch": 2, "outer_step": 1, "cause": "the power went"}),
@@ -171,13 +172,14 @@ def test_a_run_that_went_back_by_a_certificate_without_its_seal_is_found(tmp_pat
 # --------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def with_states() -> list[Record]:
-    """The same run; steps 2 and 3 that it gave up, and step 2 made again, are states that can be saved."""
-    known = {held(3).digest: digest_of(3), OTHER: digest_of(2)}
+def with_states(step_2: bytes = OTHER) -> list[Record]:
+    """The same run; step 3 that it gave up, and one of the two steps 2, are states that can be saved."""
+    known = {held(3).digest: digest_of(3), step_2: digest_of(2)}
     records = []
     for record in went_back():
-        if getattr(record, "digest", None) in known:
-            record = replace(record, digest=known[record.digest])  # type: ignore[union-attr]
+        if isinstance(record, CommitRecord):
+            digest, previous = known.get(record.digest, record.digest), known.get(record.previous, record.previous)
+            record = replace(record, digest=digest, previous=previous)
         records.append(record)
     return sealed(records)
 
@@ -189,6 +191,13 @@ def test_a_checkpoint_of_a_step_that_the_run_gave_up_is_as_good_as_others(tmp_pa
     founder = write_journal(tmp_path / "founder", with_states())
     save(founder, 3, next_index=30, returned=UNUSED_AT_3)
     save(founder, 2, next_index=24, returned=(IndexRange(18, 24),))
+    audited = audit_run([founder])
+    assert audited.holds, audited.findings
+
+
+def test_a_checkpoint_of_a_step_that_the_run_has_made_again_since_is_as_good_too(tmp_path: Path) -> None:
+    founder = write_journal(tmp_path / "founder", with_states(held(2).digest))
+    save(founder, 2, next_index=30, returned=(IndexRange(16, 30),))
     audited = audit_run([founder])
     assert audited.holds, audited.findings
 
