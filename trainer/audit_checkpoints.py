@@ -1,4 +1,7 @@
-"""The checkpoints in the peers' folders, against the journal: whole, of a committed step, at the right sample."""
+"""The checkpoints in the peers' folders, against the journal: whole, of a committed step, at the right sample.
+
+One of a step that the run has gone back behind is as good as others: it was committed once.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -52,17 +55,18 @@ def _compare(saved: SavedState, records: Sequence[Record], index: RecordIndex) -
         yield Finding(invariant="I9", slot=None, sentence=manifest.problem)
         return
     step, path = manifest.outer_step, saved.path
-    if (found := index.states.get(step)) is None:
-        if index.is_whole and not index.rebuilt_epoch:
-            said = f"{path} holds step {step}, the journal does not"
-            yield Finding(invariant="I3", slot=None, sentence=said)
-        return
-    slot, digest = found
-    if digest.hex() != manifest.digest:
-        if index.rebuilt_epoch:
-            return  # of a commit that was given up when the journal was lost
+    states = index.states.get(step, [])
+    same = [slot for slot, digest in states if digest.hex() == manifest.digest]
+    if same:
+        used = all_but(manifest.returned, manifest.next_index)
+        if all(used != used_up(records, slot) for slot in same):
+            said = f"{path} names other samples as used up by step {step} than the journal"
+            yield Finding(invariant="I7", slot=same[-1], sentence=said)
+    elif index.rebuilt_epoch or not (states or index.is_whole):
+        return  # of a commit that was given up when the journal was lost, or that is behind its break
+    elif states:
+        slot, digest = states[-1]
         said = f"{path} holds step {step} as {manifest.digest[:12]}, the journal has {short(digest)}"
         yield Finding(invariant="I1", slot=slot, sentence=said)
-    elif all_but(manifest.returned, manifest.next_index) != used_up(records, step):
-        said = f"{path} names other samples as used up by step {step} than the journal"
-        yield Finding(invariant="I7", slot=slot, sentence=said)
+    else:
+        yield Finding(invariant="I3", slot=None, sentence=f"{path} holds step {step}, the journal does not")

@@ -1,8 +1,9 @@
 """What the peers wrote down themselves (events.jsonl), against the journal.
 
-A commit that a peer saw must be in the journal, with the same digest: of itself a journal cannot show that its end is
-missing. So must be the views that the peer was told of, the state it caught up to and the weight of its work; and the
-log of the coordinator's own process repeats every record. Only lines of this run count: a log outlives its runs.
+A commit that a peer saw must be in the journal, with the same digest, also if the run has gone back behind it: of
+itself a journal cannot show that its end is missing. So must be the views that the peer was told of, the state it
+caught up to and the weight of its work; and the log of the coordinator's own process repeats every record. Only lines
+of this run count: a log outlives its runs.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from collective.core.types import Epoch, OuterStep, RoundKey
 from elastic.audit import Finding, RecordIndex, Verdict, judge
 from elastic.audit.findings import short
 from trainer.events import read_events
+from trainer.record_lines import line_of
 
 
 class _Line(msgspec.Struct, frozen=True, tag_field="event"):
@@ -73,6 +75,18 @@ class _Genesis(_Line, frozen=True, tag="genesis"):
     digest: str
 
 
+class _RolledBack(_Line, frozen=True, tag="rolled_back"):
+    epoch: int
+    outer_step: int | None
+    digest: str | None
+    given_up: int
+    holders: list[str]
+
+
+class _WentBack(_Line, frozen=True, tag="went_back"):
+    epoch: int
+
+
 class _CatchUp(_Line, frozen=True, tag="catch_up"):
     outer_step: int | None
     digest: str | None
@@ -92,7 +106,7 @@ class _LeaseReturned(_Line, frozen=True, tag="lease_returned"):
 
 _Known = (
     _LogOpened | _Started | _RoundStarted | _Vote | _Commit | _CommitDecided
-    | _View | _ViewDecided | _Genesis | _CatchUp | _Lease | _LeaseReturned
+    | _View | _ViewDecided | _Genesis | _RolledBack | _WentBack | _CatchUp | _Lease | _LeaseReturned
 )  # fmt: skip
 
 
@@ -179,15 +193,16 @@ def _deviant(vote: _Vote, index: RecordIndex) -> Deviant | None:
 
 def _outvoted(log: Log, index: RecordIndex) -> Iterator[Finding]:
     """A state that a half of its members did not vote for was not to be committed."""
-    against: dict[int, set[str]] = {}
-    for deviant in deviants(log, index):
-        against.setdefault(deviant.outer_step, set()).add(deviant.peer_id)
-    for step, peers in against.items():
-        slot, record = index.rounds[step]
+    against: dict[RoundKey, set[str]] = {}
+    for line in log.lines:
+        if isinstance(line, _Vote) and _deviant(line, index) is not None:
+            against.setdefault(_key(line), set()).add(line.peer)
+    for key, peers in against.items():
+        slot, record = index.commits[key]
         number = len(record.contributions)
         if 2 * len(peers) >= number:
-            said = f"step {step} was committed though {len(peers)} of its {number} members voted for another state"
-            yield Finding(invariant="I1", slot=slot, sentence=said)
+            said = f"step {record.outer_step} was committed though {len(peers)} of its {number} members"
+            yield Finding(invariant="I1", slot=slot, sentence=f"{said} voted for another state")
 
 
 def _key(line: _RoundStarted | _Vote | _Commit) -> RoundKey:
@@ -204,6 +219,11 @@ def _compare(line: _Known, index: RecordIndex) -> Iterator[Finding]:
             yield from _compare_view(line, index)
         case _Genesis(outer_step=step, digest=digest):
             yield from _compare_state(f"{line.peer} wrote down that the run began with", step, digest, index)
+        case _RolledBack():
+            yield from _compare_rollback(line, index)
+        case _WentBack(epoch=epoch) if index.is_whole and epoch not in {*index.rollbacks, index.rebuilt_epoch}:
+            said = f"{line.peer} was told that the run went back in epoch {epoch}, the journal does not hold it"
+            yield Finding(invariant="I3", slot=None, sentence=said)
         case _CatchUp(outer_step=step, digest=digest) if step is not None and digest is not None:
             yield from _compare_state(f"{line.peer} caught up to", step, digest, index)
         case _RoundStarted(weight=weight):
@@ -227,7 +247,7 @@ def _compare(line: _Known, index: RecordIndex) -> Iterator[Finding]:
 def _compare_commit(line: _Commit, index: RecordIndex) -> Iterator[Finding]:
     step = line.outer_step
     said = f"{line.peer} saw step {step} committed as {line.digest[:12]}"
-    found = index.rounds.get(step)
+    found = index.commits.get(_key(line)) or index.rounds.get(step)
     if found is None:
         if index.is_whole:
             yield Finding(invariant="I3", slot=None, sentence=f"{said}, the journal does not hold it")
@@ -256,11 +276,24 @@ def _compare_view(line: _View, index: RecordIndex) -> Iterator[Finding]:
         yield Finding(invariant="I8", slot=slot, sentence=f"{said}, the journal has other members")
 
 
+def _compare_rollback(line: _RolledBack, index: RecordIndex) -> Iterator[Finding]:
+    said = f"{line.peer} wrote down that the run went back from step {line.given_up} in epoch {line.epoch}"
+    if (found := index.rollbacks.get(line.epoch)) is None:
+        if index.is_whole:
+            yield Finding(invariant="I3", slot=None, sentence=f"{said}, the journal does not hold it")
+        return
+    slot, record = found
+    told, (_, fields) = msgspec.to_builtins(line), line_of(record)
+    if any(told[name] != value for name, value in fields.items()):
+        yield Finding(invariant="I3", slot=slot, sentence=f"{said}, the journal tells it otherwise")
+
+
 def _compare_state(said: str, step: int, digest: str, index: RecordIndex) -> Iterator[Finding]:
     said = f"{said} step {step} as {digest[:12]}"
-    found = index.states.get(step)
-    if found is None:
+    states = index.states.get(step, [])
+    if not states:
         if index.is_whole:
             yield Finding(invariant="I5", slot=None, sentence=f"{said}, the journal does not hold it")
-    elif found[1].hex() != digest:
-        yield Finding(invariant="I5", slot=found[0], sentence=f"{said}, the journal has {short(found[1])}")
+    elif all(held.hex() != digest for _, held in states):
+        slot, held = states[-1]
+        yield Finding(invariant="I5", slot=slot, sentence=f"{said}, the journal has {short(held)}")

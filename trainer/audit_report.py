@@ -49,6 +49,9 @@ def _run(audit: RunAudit) -> Iterator[tuple[str, str]]:
     end = "complete" if account.is_complete else "not complete"
     lost = "; the journal of what was before is lost" if account.is_rebuilt else ""
     yield "outer steps", f"{account.first_step:,} to {account.outer_step:,}, {end}{lost}"
+    for item in account.given_up[-_MAX_SHOWN:]:
+        lost = f"{_count(item.num_samples, 'sample')} and {_count(item.num_tokens, 'token')} given up"
+        yield "went back", f"from step {item.from_step:,} to step {item.to_step:,} at epoch {item.epoch}: {lost}"
     members = f", {account.fewest_members} to {account.most_members} members a commit" if account.num_commits else ""
     yield "views", f"{account.num_views:,}, the last is epoch {account.epoch}{members}"
 

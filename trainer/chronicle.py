@@ -9,18 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import assert_never
 
 from collective import RoundStats
-from collective.core.types import RoundKey, View
-from elastic.core.leases import count
-from elastic.core.records import (
-    CommitRecord,
-    Genesis,
-    LeaseRecord,
-    RebuildRecord,
-    Record,
-    ReleaseRecord,
-    RollbackRecord,
-    ViewRecord,
-)
+from collective.core.types import RoundKey
+from elastic.core.records import RollbackRecord
 from elastic.observation import (
     BecameActive,
     BecameExcused,
@@ -48,6 +38,7 @@ from elastic.observation import (
 )
 from trainer.errors import CheckpointFailed
 from trainer.events import EventLog, Field
+from trainer.record_lines import key_fields, line_of, view_fields
 from trainer.scoreboard import Scoreboard
 from trainer.training_loop import RoundReport
 
@@ -122,7 +113,7 @@ class Chronicle:
         self._board.exchanged(stats)
         self._log.emit(
             "round",
-            **_key(key),
+            **key_fields(key),
             members=[ref.peer_id for ref in stats.members],
             bytes_sent=stats.bytes_sent,
             bytes_received=stats.bytes_received,
@@ -187,7 +178,8 @@ class Chronicle:
         emit = self._log.emit
         match event:
             case RecordWritten(record=record):
-                self._record(record)
+                name, fields = line_of(record)
+                emit(name, **fields)
             case PeerConnected(ref=ref):
                 emit("peer_connected", of=ref.peer_id, incarnation=ref.incarnation)
             case PeerDisconnected(ref=ref, cause=cause):
@@ -197,28 +189,28 @@ class Chronicle:
             case CoordinatorLost(cause=cause):
                 emit("fault", kind="coordinator_lost", cause=cause)
             case ViewInstalled(view=view, fault=fault):
-                emit("view", **_view(view), cause=fault)
+                emit("view", **view_fields(view), cause=fault)
             case BecameActive(view=view):
-                emit("join", **_view(view))
+                emit("join", **view_fields(view))
             case BecameLearner(reason=reason):
                 emit("learner", cause=reason)
             case BecameExcused(view=view):
-                emit("excused", **_view(view))
+                emit("excused", **view_fields(view))
             case WorkCarriedOver(held=held):
                 emit("carried_over", outer_step=held.outer_step)
             case RoundStarted(key=key, weight=weight):
-                emit("round_started", **_key(key), weight=weight)
+                emit("round_started", **key_fields(key), weight=weight)
             case RoundStaged(key=key, digest=digest, seconds=seconds):
-                emit("vote", **_key(key), digest=digest.hex(), seconds=seconds)
+                emit("vote", **key_fields(key), digest=digest.hex(), seconds=seconds)
             case RoundBroke(key=key, suspects=suspects, cause=cause):
-                emit("fault", kind="round_broke", **_key(key), suspects=list(suspects), cause=cause)
+                emit("fault", kind="round_broke", **key_fields(key), suspects=list(suspects), cause=cause)
             case RoundAborted(key=key):
-                emit("round_aborted", **_key(key))
+                emit("round_aborted", **key_fields(key))
             case RoundCommitted(key=key, held=held, final=final, seconds=seconds):
-                fields = _key(key) | {"outer_step": held.outer_step}
+                fields = key_fields(key) | {"outer_step": held.outer_step}
                 emit("commit", **fields, digest=held.digest.hex(), final=final, seconds=seconds)
             case CertificateKept(certificate=certificate):
-                fields = _key(certificate.key) | {"outer_step": certificate.made.outer_step}
+                fields = key_fields(certificate.key) | {"outer_step": certificate.made.outer_step}
                 emit("certificate", **fields, digest=certificate.digest.hex(), link=certificate.link.hex())
             case CoordinatorAsks(testified=testified, needed=needed):
                 log.warning("coordinator_lost_its_journal testified=%d needed=%d", testified, needed)
@@ -258,73 +250,10 @@ class Chronicle:
                 log.info("excused epoch=%d outer_step=%d; the others go on", view.epoch, view.outer_step)
             case CatchUpEnded(held=held) if held is not None:
                 board.caught_up(held)
+            case RecordWritten(record=RollbackRecord(epoch=epoch, given_up=step, certificate=certificate)):
+                to = "the beginning" if certificate is None else certificate.made.outer_step
+                log.warning("rolled_back epoch=%d from=%d to=%s; nobody holds a newer outer step", epoch, step, to)
             case RoundAborted():
                 board.aborted()
             case _:
                 pass  # of interest to the log alone
-
-    def _record(self, record: Record) -> None:
-        emit = self._log.emit
-        match record:
-            case Genesis(outer_step=outer_step, digest=digest, next_index=next_index):
-                emit("genesis", outer_step=outer_step, digest=digest.hex(), next_index=next_index)
-            case RebuildRecord(epoch=epoch, certificate=certificate, testified=testified, insisted=insisted):
-                made = None if certificate is None else certificate.made
-                emit(
-                    "rebuilt",
-                    epoch=epoch,
-                    outer_step=None if made is None else made.outer_step,
-                    digest=None if made is None else made.digest.hex(),
-                    testified=[ref.peer_id for ref in testified],
-                    insisted=insisted,
-                )
-            case RollbackRecord():
-                self._rolled_back(record)
-            case ViewRecord(view=view, cause=cause, excused=excused):
-                emit("view_decided", **_view(view), cause=cause, excused=[ref.peer_id for ref in excused])
-            case CommitRecord(key=key, outer_step=outer_step, digest=digest, contributions=contributions, final=final):
-                emit(
-                    "commit_decided",
-                    **(_key(key) | {"outer_step": outer_step}),
-                    digest=digest.hex(),
-                    members=[item.ref.peer_id for item in contributions],
-                    tokens=sum(item.num_tokens for item in contributions),
-                    final=final,
-                )
-            case LeaseRecord(ref=ref, serial=serial, ranges=ranges):
-                emit("lease", of=ref.peer_id, serial=serial, samples=count(ranges))
-            case ReleaseRecord(ref=ref, epoch=epoch, ranges=ranges):
-                emit("lease_returned", of=ref.peer_id, epoch=epoch, samples=count(ranges))
-            case _:
-                assert_never(record)
-
-    def _rolled_back(self, record: RollbackRecord) -> None:
-        step = 0 if record.certificate is None else record.certificate.made.outer_step
-        holders = [ref.peer_id for ref in record.holders]
-        log.warning(
-            "rolled_back epoch=%d from_step=%d to_step=%d holders=%s; nobody holds a newer outer step",
-            record.epoch,
-            record.given_up,
-            step,
-            ",".join(holders),
-        )
-        self._log.emit(
-            "rolled_back",
-            epoch=record.epoch,
-            outer_step=step,
-            digest=None if record.certificate is None else record.certificate.digest.hex(),
-            given_up=record.given_up,
-            holders=holders,
-        )
-
-
-def _key(key: RoundKey) -> dict[str, int]:
-    return {"epoch": key.epoch, "outer_step": key.outer_step, "fragment": key.fragment}
-
-
-def _view(view: View) -> dict[str, int | list[str]]:
-    return {
-        "epoch": view.epoch,
-        "outer_step": view.outer_step,
-        "members": [member.peer_id for member in view.members],
-    }

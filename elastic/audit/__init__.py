@@ -6,8 +6,12 @@ and what the peers' folders say besides (trainer/audit.py) is not known here.
 
     findings.py   a finding, a verdict
     order.py      the chain of commits, the views, who is in each commit       I1 I2 I3 I8
-    samples.py    where every sample went (coverage.py: how far the data is)   I7
+    rollbacks.py  whether the run was allowed to go back                       I1 I2 I3 I7
+    samples.py    where every sample went (moves.py: what the records did to
+                  them, leases.py: who may have them, coverage.py: how far it is)   I7
     account.py    who did what; judges nothing
+    lineage.py    where the run went back, and which commits count no more
+    proofs.py     what the certificates of its commits must say
     beginning.py  what a journal begins with, the run's first one or one that was rebuilt
     index.py      the records by what others call them
 """
@@ -16,10 +20,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from elastic.audit.account import Account, Departure, Share, account_for
+from elastic.audit.account import Account, Departure, GivenUp, Share, account_for
 from elastic.audit.findings import Finding, Invariant, Verdict, judge
 from elastic.audit.index import RecordIndex
 from elastic.audit.order import audit_chain, audit_contributions, audit_views
+from elastic.audit.rollbacks import audit_rollbacks
 from elastic.audit.samples import SampleCount, audit_samples
 from elastic.core.records import Record
 
@@ -28,6 +33,7 @@ __all__ = [
     "Audit",
     "Departure",
     "Finding",
+    "GivenUp",
     "Invariant",
     "RecordIndex",
     "SampleCount",
@@ -37,7 +43,12 @@ __all__ = [
     "judge",
 ]
 
-CHECKS: tuple[Callable[[Sequence[Record]], Verdict], ...] = (audit_chain, audit_views, audit_contributions)
+CHECKS: tuple[Callable[[Sequence[Record]], Verdict], ...] = (
+    audit_chain,
+    audit_views,
+    audit_contributions,
+    audit_rollbacks,
+)
 """What is checked beside the samples. Another rule of the journal is one more function here."""
 
 

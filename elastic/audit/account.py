@@ -6,11 +6,12 @@ import msgspec
 
 from collective.core.types import PeerId, PeerRef
 from elastic.audit.beginning import beginning_in
-from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record, ViewRecord
+from elastic.audit.lineage import given_up_in, rollbacks_in, state_after
+from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record, RollbackRecord, ViewRecord
 
 
 class Share(msgspec.Struct, kw_only=True):
-    """What one peer put into the committed steps. `num_starts` counts those of its starts that were members."""
+    """What one peer put into the steps that count. `num_starts` counts those of its starts that were members."""
 
     peer_id: PeerId
     num_starts: int = 0
@@ -29,8 +30,22 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
 
 
+class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
+    """The run went back from `from_step` to `to_step` under `epoch`; what the commits between had held is lost."""
+
+    epoch: int
+    from_step: int
+    to_step: int
+    num_commits: int
+    num_tokens: int
+    num_samples: int
+
+
 class Account(msgspec.Struct, kw_only=True):
-    """A run as a whole: from `first_step`, which its journal began with, to `outer_step`."""
+    """A run as a whole: from `first_step`, which its journal began with, to `outer_step`.
+
+    Commits that the run has given up count only in `given_up`.
+    """
 
     first_step: int = 0
     outer_step: int = 0
@@ -47,6 +62,7 @@ class Account(msgspec.Struct, kw_only=True):
     shares: tuple[Share, ...] = ()
     """In the order in which the peers became members."""
     departures: tuple[Departure, ...] = ()
+    given_up: tuple[GivenUp, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +77,8 @@ def account_for(records: Sequence[Record]) -> Account:
     starts: set[PeerRef] = set()
     departures: list[Departure] = []
     members: dict[PeerRef, None] = {}
-    for record in records:
+    given_up = given_up_in(records)
+    for slot, record in enumerate(records):
         match record:
             case Genesis() | RebuildRecord():
                 _begin(account, record)
@@ -77,11 +94,38 @@ def account_for(records: Sequence[Record]) -> Account:
                 starts |= stays.keys()
                 members = standing
             case CommitRecord():
-                _add_commit(account, shares, record)
+                account.outer_step = record.outer_step
+                if slot not in given_up:
+                    _add_commit(account, shares, record)
+            case RollbackRecord():
+                account.outer_step, _ = state_after(record, records)
+                account.epoch = max(account.epoch, record.epoch)
+                members = {}
             case _:
                 pass
     account.shares, account.departures = tuple(shares.values()), tuple(departures)
+    account.given_up = _all_given_up(records)
     return account
+
+
+def _all_given_up(records: Sequence[Record]) -> tuple[GivenUp, ...]:
+    found: list[GivenUp] = []
+    for rollback in rollbacks_in(records):
+        record = records[rollback.slot]
+        assert isinstance(record, RollbackRecord)
+        commits = [commit for slot in rollback.given_up if isinstance(commit := records[slot], CommitRecord)]
+        parts = [item for commit in commits for item in commit.contributions]
+        found.append(
+            GivenUp(
+                epoch=record.epoch,
+                from_step=record.given_up,
+                to_step=state_after(record, records)[0],
+                num_commits=len(commits),
+                num_tokens=sum(item.num_tokens for item in parts),
+                num_samples=sum(len(piece) for item in parts for piece in item.consumed),
+            )
+        )
+    return tuple(found)
 
 
 def _begin(account: Account, record: Genesis | RebuildRecord) -> None:
@@ -97,7 +141,6 @@ def _add_commit(account: Account, shares: dict[PeerId, Share], record: CommitRec
     account.fewest_members = min(account.fewest_members, number) if account.num_commits else number
     account.most_members = max(account.most_members, number)
     account.num_commits += 1
-    account.outer_step = record.outer_step
     account.is_complete |= record.final
     for item in record.contributions:
         share = shares.setdefault(item.ref.peer_id, Share(peer_id=item.ref.peer_id))

@@ -40,3 +40,8 @@ def beginning_in(record: Record) -> Beginning | None:
 def slot_of_beginning(records: Sequence[Record]) -> int:
     """Where the beginning belongs: first, or second where nothing was proved when the journal was lost."""
     return int(bool(records) and isinstance(records[0], RebuildRecord) and records[0].certificate is None)
+
+
+def first_state(records: Sequence[Record]) -> Beginning | None:
+    """What the journal begins with, wherever it says so; None if it does not."""
+    return next((begins for record in records if (begins := beginning_in(record)) is not None), None)

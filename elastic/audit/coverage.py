@@ -1,4 +1,4 @@
-"""Which samples are used up, as ranges: at any outer step, and how far that is through the data.
+"""Which samples are used up, as ranges: at any record, and how far that is through the data.
 
 Ranges here are sorted, disjoint and maximal, so that equal sets are equal tuples.
 """
@@ -10,6 +10,7 @@ import msgspec
 
 from elastic.audit.beginning import beginning_in
 from elastic.audit.findings import MAX_KEPT
+from elastic.audit.lineage import given_up_in
 from elastic.core.leases import merged
 from elastic.core.messages import IndexRange
 from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record
@@ -51,15 +52,20 @@ def count_data_epochs(used: Iterable[IndexRange], num_samples: int) -> DataEpoch
     )
 
 
-def used_up(records: Sequence[Record], outer_step: int) -> tuple[IndexRange, ...]:
-    """The samples that all commits up to this one have used up, those before the run's beginning included."""
+def used_up(records: Sequence[Record], slot: int) -> tuple[IndexRange, ...]:
+    """The samples that were used up once the record in `slot` was written, those before the run's beginning included.
+
+    What a commit used up that the run had gone back behind by then is not.
+    """
+    seen = records[: slot + 1]
+    given_up = given_up_in(seen)
     ranges: list[IndexRange] = []
-    for record in records:
+    for at, record in enumerate(seen):
         match record:
             case Genesis() | RebuildRecord():
                 if (begins := beginning_in(record)) is not None:
                     ranges += all_but(begins.position.unconsumed, begins.position.next_index)
-            case CommitRecord() if record.outer_step <= outer_step:
+            case CommitRecord() if at not in given_up:
                 ranges += (item for contribution in record.contributions for item in contribution.consumed)
             case _:
                 pass

@@ -4,7 +4,16 @@ from collections.abc import Sequence
 
 from collective.core.types import PeerId, RoundKey, View
 from elastic.audit.beginning import beginning_in
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    CommitRecord,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    RollbackRecord,
+    ViewRecord,
+)
 
 
 class RecordIndex:
@@ -16,12 +25,14 @@ class RecordIndex:
     """
 
     def __init__(self, records: Sequence[Record], *, is_whole: bool) -> None:
-        self.states: dict[int, tuple[int, bytes]] = {}
-        """Digest by outer step, that of the beginning included."""
+        self.states: dict[int, list[tuple[int, bytes]]] = {}
+        """Digests by outer step, that of the beginning included; several where the run went back, the newest last."""
         self.rounds: dict[int, tuple[int, CommitRecord]] = {}
-        """Commit by the outer step that it made."""
+        """The newest commit by the outer step that it made."""
         self.commits: dict[RoundKey, tuple[int, CommitRecord]] = {}
-        """Commit by round."""
+        """Commit by round, those too that the run has given up since."""
+        self.rollbacks: dict[int, tuple[int, RollbackRecord]] = {}
+        """By epoch."""
         self.views: dict[int, tuple[int, View]] = {}
         """By epoch."""
         self.grants: set[tuple[PeerId, int, int]] = set()
@@ -36,12 +47,14 @@ class RecordIndex:
                 case Genesis() | RebuildRecord():
                     self.rebuilt_epoch = record.epoch if isinstance(record, RebuildRecord) else self.rebuilt_epoch
                     if (begins := beginning_in(record)) is not None:
-                        self.states[begins.outer_step] = (slot, begins.digest)
+                        self.states.setdefault(begins.outer_step, []).append((slot, begins.digest))
                 case ViewRecord(view=view):
                     self.views[view.epoch] = (slot, view)
                 case CommitRecord():
-                    self.states[record.outer_step] = (slot, record.digest)
+                    self.states.setdefault(record.outer_step, []).append((slot, record.digest))
                     self.rounds[record.outer_step] = self.commits[record.key] = (slot, record)
+                case RollbackRecord(epoch=epoch):
+                    self.rollbacks[epoch] = (slot, record)
                 case LeaseRecord(ref=ref, serial=serial, ranges=ranges):
                     self.grants.add((ref.peer_id, serial, sum(len(item) for item in ranges)))
                 case ReleaseRecord(ref=ref, epoch=epoch, ranges=ranges):

@@ -2,7 +2,7 @@
 
 Each walks the journal with the least memory that its rules need, and with none of the coordinator's own state
 (run_state.py): where a record breaks a rule, what the record claims is believed from there on, so that one fault is
-told once. Samples are the fourth check (samples.py).
+told once. Rollbacks have a check of their own (rollbacks.py), and so have samples (samples.py).
 """
 
 import math
@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from collective.core.types import PeerId, PeerRef, View
 from elastic.audit.beginning import beginning_in, slot_of_beginning
 from elastic.audit.findings import Finding, Verdict, judge, short
-from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record, ViewRecord
+from elastic.audit.lineage import state_after
+from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record, RollbackRecord, ViewRecord
 
 
 def audit_chain(records: Sequence[Record]) -> Verdict:
@@ -47,6 +48,9 @@ def _chain(records: Sequence[Record]) -> Iterator[Finding]:
                 yield Finding(invariant="I3", slot=slot, sentence=f"the run begins again, at step {begins.outer_step}")
             step, digest = begins.outer_step, begins.digest
             final_at = slot if begins.final else final_at
+        elif isinstance(record, RollbackRecord):
+            step, digest = state_after(record, records)
+            final_at = -1
         elif isinstance(record, CommitRecord):
             made = record.outer_step
             if final_at >= 0:
@@ -136,6 +140,13 @@ def _views(records: Sequence[Record]) -> Iterator[Finding]:
                     )
                 step, digest = record.outer_step, record.digest
                 final_at = slot if record.final else final_at
+            case RollbackRecord():
+                if record.epoch <= epoch:
+                    said = f"the run goes back under epoch {record.epoch} after epoch {epoch}"
+                    yield Finding(invariant="I8", slot=slot, sentence=said)
+                yield from _holding(slot, record, incarnations)
+                step, digest = state_after(record, records)
+                epoch, standing, final_at = record.epoch, set(), -1
             case _:
                 pass  # leases: samples.py
 
@@ -156,6 +167,15 @@ def _members(slot: int, view: View, incarnations: dict[PeerId, int]) -> Iterator
         incarnations[member.peer_id] = max(member.incarnation, newest)
 
 
+def _holding(slot: int, record: RollbackRecord, incarnations: dict[PeerId, int]) -> Iterator[Finding]:
+    for ref in record.holders:
+        newest = incarnations.get(ref.peer_id, ref.incarnation)
+        if ref.incarnation < newest:
+            said = f"the run goes back to what an older start of {ref.peer_id} ({ref.incarnation}) holds than "
+            said += f"was a member ({newest})"
+            yield Finding(invariant="I8", slot=slot, sentence=said)
+
+
 def _excused(slot: int, view: View, excused: Sequence[PeerRef], standing: set[PeerRef]) -> Iterator[Finding]:
     """Who is late keeps its leases: nobody gets that who was no member, nor twice."""
     for ref in excused:
@@ -170,6 +190,8 @@ def _contributions(records: Sequence[Record]) -> Iterator[Finding]:
     for slot, record in enumerate(records):
         if isinstance(record, ViewRecord):
             view = record.view
+        elif isinstance(record, RollbackRecord):
+            view = None  # nobody is a member until the next one
         elif isinstance(record, CommitRecord):
             members = {member.ref for member in view.members} if view is not None else set()
             times = Counter(item.ref for item in record.contributions)

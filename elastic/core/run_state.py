@@ -49,6 +49,13 @@ class Past(msgspec.Struct, frozen=True):
     certificate: Certificate | None = None
 
 
+def _is_of(past: Past, certificate: Certificate | None) -> bool:
+    """Whether this certificate, under whatever seal, is of that state."""
+    if certificate is None or past.certificate is None:
+        return certificate is past.certificate
+    return certificate.link == past.link
+
+
 class RunState:
     """Epoch, members, committed state and leases of a run."""
 
@@ -161,7 +168,8 @@ class RunState:
     def _apply_rollback(self, record: RollbackRecord) -> None:
         assert record.epoch > self.view.epoch, "epochs only grow (I8)"
         assert record.given_up == self.outer_step, "what is given up was committed"
-        at = next(item for item in reversed(self._past) if item.certificate == record.certificate)
+        at = next((item for item in reversed(self._past) if _is_of(item, record.certificate)), None)
+        assert at is not None, "the run goes back to a commit that counts"
         assert at.held.outer_step < record.given_up, "the run goes back"
         while self._past[-1] is not at:
             self._past.pop()

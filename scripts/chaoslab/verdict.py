@@ -1,8 +1,8 @@
 """What must hold, checked against the evidence: every check returns sentences about what does not.
 
     digests     whoever says a digest of an outer step says the journal's
-    steps       the journal is a chain without a gap, never goes back, was never lost and made anew (no fault here takes
-                it), and has every commit that a peer has seen
+    steps       the journal is a chain without a gap, goes back only where a fault took everybody's power, was never
+                lost and made anew (no fault here takes it), and has every commit that a peer has seen
     leases      every sample is leased, returned and consumed in turn; none is in two places, none is nowhere
     waits       every operation that can be seen from outside ends within its deadline and OVERTIME_S
     gaps        no GAP_LIMIT_S without a commit while enough healthy peers and a healthy coordinator are there
@@ -18,9 +18,18 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, pairwise
 from typing import assert_never
 
+from collective.core.types import RoundKey
 from elastic.audit.beginning import Beginning, beginning_in
 from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    CommitRecord,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    ReleaseRecord,
+    RollbackRecord,
+    ViewRecord,
+)
 from elastic.core.run_state import RunState
 from scripts.chaoslab.evidence import COORDINATOR, Event, Evidence, Log, wall_s
 from scripts.chaoslab.recovery import table
@@ -32,25 +41,32 @@ ROUND_LIMIT_S = 20.0
 CATCH_UP_LIMIT_S = 30.0
 """A snapshot of 300 KB at the slowest line that a donor bears (`Pace.floor_bytes_per_s`), and its patience."""
 
+POWER_CUT = "power"
+"""The kind of a fault that kills everybody at once: the one thing that a run may go back after."""
+
 _ENDS_OF_A_ROUND = frozenset({"vote", "round_aborted", "commit", "learner", "leave", "log_opened"})
 _ENDS_OF_A_CATCH_UP = frozenset({"catch_up", "catch_up_started", "learner", "leave", "log_opened"})
 
 
 def check_digests(evidence: Evidence) -> list[str]:
     """See the module."""
-    committed = {record.outer_step: record for record in evidence.records if isinstance(record, CommitRecord)}
-    digests = {outer_step: record.digest.hex() for outer_step, record in committed.items()}
+    committed = {record.key: record for record in evidence.records if isinstance(record, CommitRecord)}
+    digests: dict[int, set[str]] = {}  # several of a step that the run has made again
+    for record in committed.values():
+        digests.setdefault(record.outer_step, set()).add(record.digest.hex())
     if (begins := _beginning(evidence)) is not None:
-        digests[begins.outer_step] = begins.digest.hex()
+        digests.setdefault(begins.outer_step, set()).add(begins.digest.hex())
+    made = {(key.epoch, record.outer_step): record.digest.hex() for key, record in committed.items()}
     wrong = []
     for log in evidence.logs:
         for event in log.named("commit", "commit_decided", "catch_up"):
-            expected = digests.get(event["outer_step"])
-            if expected is not None and event["digest"] != expected:
+            of_round = made.get((event.get("epoch", -1), event["outer_step"]))
+            expected = digests.get(event["outer_step"]) if of_round is None else {of_round}
+            if expected is not None and event["digest"] not in expected:
                 wrong.append(f"{log.folder}: {event['event']} of {event['outer_step']} has another digest")
         for vote in log.named("vote"):
-            record = committed.get(vote["outer_step"] + 1)
-            if record is not None and record.key.epoch == vote["epoch"] and vote["digest"] != record.digest.hex():
+            of_round = made.get((vote["epoch"], vote["outer_step"] + 1))
+            if of_round is not None and vote["digest"] != of_round:
                 wrong.append(f"{log.folder}: voted for another digest of {vote['outer_step'] + 1}")
     return wrong
 
@@ -70,7 +86,10 @@ def check_steps(evidence: Evidence) -> list[str]:
     begins = _beginning(evidence)
     first = 0 if begins is None else begins.outer_step
     steps = [record.outer_step for record in evidence.records if isinstance(record, CommitRecord)]
-    wrong += [f"outer step {b} follows {a}" for a, b in pairwise([first, *steps]) if b != a + 1]
+    wrong += _gaps_in_steps(evidence, first)
+    back = [record for record in evidence.records if isinstance(record, RollbackRecord)]
+    if not any(fault.kind == POWER_CUT for fault in evidence.faults):
+        wrong += [f"the run went back from outer step {record.given_up} under epoch {record.epoch}" for record in back]
     for glimpse in evidence.glimpses:
         rows = evidence.checksums
         if len(rows) < glimpse.num_rows or (glimpse.num_rows and rows[glimpse.num_rows - 1] != glimpse.checksum):
@@ -84,9 +103,24 @@ def check_steps(evidence: Evidence) -> list[str]:
             if step > first and step not in known
         ]
         for start in _starts(log):
-            own = [event["outer_step"] for event in start if event["event"] == "commit"]
-            wrong += [f"{log.folder}: commits {b} after {a}" for a, b in pairwise(own) if b <= a]
+            own = [(event["outer_step"], event["epoch"]) for event in start if event["event"] == "commit"]
+            wrong += [
+                f"{log.folder}: commits {b} after {a}"
+                for (a, before), (b, epoch) in pairwise(own)
+                if b <= a and not any(before < record.epoch <= epoch for record in back)
+            ]
     return wrong
+
+
+def _gaps_in_steps(evidence: Evidence, first: int) -> Iterator[str]:
+    at = first
+    for record in evidence.records:
+        if isinstance(record, RollbackRecord):
+            at = first if record.certificate is None else record.certificate.made.outer_step
+        elif isinstance(record, CommitRecord):
+            if record.outer_step != at + 1:
+                yield f"outer step {record.outer_step} follows {at}"
+            at = record.outer_step
 
 
 def check_leases(evidence: Evidence) -> list[str]:
@@ -97,12 +131,20 @@ def check_leases(evidence: Evidence) -> list[str]:
     free: set[int] = set()
     next_index = first_index = 0
     members: set[tuple[str, int]] = set()
+    targets = {_target(record) for record in evidence.records if isinstance(record, RollbackRecord)}
+    pasts: dict[RoundKey | None, tuple[set[int], set[int], int]] = {}  # what was consumed, what was not, and the end
     for record in evidence.records:
         match record:
             case Genesis() | RebuildRecord():
                 if (begins := beginning_in(record)) is not None:
                     next_index = first_index = begins.position.next_index
                     free = set(_indices(begins.position.unconsumed))
+                    key = None if isinstance(record, Genesis) else _target(record)
+                    pasts[key] = set(), set(free), next_index
+            case RollbackRecord():
+                past = pasts.get(_target(record))  # else it is no commit of this journal: the steps' check says so
+                consumed, free, next_index = past or (consumed, free | owners.keys(), next_index)
+                consumed, free, owners, members = set(consumed), set(free), {}, set()
             case ViewRecord():
                 members = {(item.peer_id, item.incarnation) for item in record.view.members}
             case LeaseRecord():
@@ -124,6 +166,8 @@ def check_leases(evidence: Evidence) -> list[str]:
                         if owners.pop(index, None) != (item.ref.peer_id, item.ref.incarnation):
                             wrong.append(f"sample {index} is consumed by {item.ref.peer_id}, who did not have it")
                         consumed.add(index)
+                if record.key in targets:
+                    pasts[record.key] = set(consumed), free | owners.keys(), next_index
             case _:
                 assert_never(record)
     nowhere = set(range(first_index, next_index)) - owners.keys() - consumed - free
@@ -259,6 +303,11 @@ def _spans(evidence: Evidence, log: Log, begin: str, ends: frozenset[str]) -> It
     if since_s is not None:
         deaths_s = [end.at_s for end in evidence.ends if end.site == log.site and end.at_s > since_s]
         yield since_s, min([evidence.ended_s, *deaths_s])
+
+
+def _target(record: RebuildRecord | RollbackRecord) -> RoundKey | None:
+    """The round that made the state from which the run goes on; None for its beginning."""
+    return None if record.certificate is None else record.certificate.key
 
 
 def _beginning(evidence: Evidence) -> Beginning | None:

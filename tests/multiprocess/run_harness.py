@@ -22,7 +22,16 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from elastic.core.messages import Held
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    CommitRecord,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    RollbackRecord,
+    ViewRecord,
+)
 from elastic.journal import Journal
 
 Event = dict[str, Any]
@@ -341,15 +350,18 @@ class Audit:
 
     genesis: Genesis
     commits: list[CommitRecord]
+    """Those that count; where the run went back, what it gave up is in `given_up`."""
     consumed: dict[int, int]
     """Outer step of the commit, by sample."""
     returned: dict[str, set[int]]
     """Samples that came back, by peer that was gone."""
+    rollbacks: list[RollbackRecord] = field(default_factory=list)
+    given_up: list[CommitRecord] = field(default_factory=list)
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> "Audit":
         (genesis,) = (record for record in records if isinstance(record, Genesis))
-        audit = cls(genesis, [record for record in records if isinstance(record, CommitRecord)], {}, {})
+        audit = cls(genesis, [], {}, {})
         held, epoch = Held(genesis.outer_step, genesis.digest), 0
         leased: dict[int, str] = {}
         for record in records:
@@ -366,10 +378,16 @@ class Audit:
                     assert (record.outer_step, record.previous) == (held.outer_step + 1, held.digest)
                     assert record.key.epoch >= epoch
                     held, epoch = Held(record.outer_step, record.digest), record.key.epoch
+                    audit.commits.append(record)
                     for contribution in record.contributions:
                         for index in _indices(contribution.consumed):
                             assert audit.consumed.setdefault(index, record.outer_step) == record.outer_step
                             assert leased[index] == contribution.ref.peer_id
+                case RollbackRecord():
+                    assert record.epoch > epoch
+                    assert record.given_up == held.outer_step
+                    held, epoch = audit._go_back(record), record.epoch
+                    leased = {index: leased[index] for index in audit.consumed}
                 case RebuildRecord():
                     raise AssertionError("the journal before this one was lost: there is no whole run to audit")
                 case Genesis() | ViewRecord():
@@ -378,6 +396,19 @@ class Audit:
                     assert_never(record)
         assert sum(len(_indices(c.consumed)) for r in audit.commits for c in r.contributions) == len(audit.consumed)
         return audit
+
+    def _go_back(self, record: RollbackRecord) -> Held:
+        """What was committed after the certificate counts no more; returns the state that the run goes on from."""
+        begins = Held(self.genesis.outer_step, self.genesis.digest)
+        held = begins if record.certificate is None else record.certificate.made
+        assert record.holders
+        assert held in [begins, *(Held(item.outer_step, item.digest) for item in self.commits)]
+        assert held.outer_step < record.given_up
+        self.rollbacks.append(record)
+        self.given_up += [item for item in self.commits if item.outer_step > held.outer_step]
+        self.commits = [item for item in self.commits if item.outer_step <= held.outer_step]
+        self.consumed = {index: step for index, step in self.consumed.items() if step <= held.outer_step}
+        return held
 
     def members_at(self, outer_step: int) -> set[str]:
         """Who contributed to the commit that made this outer step."""

@@ -19,11 +19,11 @@ BACK_AGAIN_S = 20.0
 
 def cut_power(processes: list[Process]) -> float:
     """SIGKILL to all within 50 ms; returns the wall clock's seconds."""
+    # Found before: to look through /proc takes longer than that on a busy machine.
+    pids = [pid for process in processes for pid in (*process.worker_pids(), process.popen.pid)]
     began = time.monotonic()
-    for process in processes:
-        for pid in process.worker_pids():
-            os.kill(pid, 9)
-        process.popen.kill()
+    for pid in pids:
+        os.kill(pid, 9)
     assert time.monotonic() - began < 0.05
     for process in processes:
         process.popen.wait()

@@ -14,10 +14,21 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective.core.types import Incarnation, PeerId, PeerRef
+from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
 from elastic.audit import audit
+from elastic.core.certificate import Certificate
 from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    CommitRecord,
+    Contribution,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    RollbackRecord,
+    ViewRecord,
+)
 from elastic.core.run_state import RunState
 from elastic.journal import Journal
 from elastic.journal_reader import read_journal
@@ -43,14 +54,31 @@ def could_have_been(records: list[Record]) -> bool:
     """Judged without the audit: by the coordinator's fold, and by books that are kept sample by sample."""
     told, leases = History(), Leases()
     members: set[PeerRef] = set()
+    starts: dict[PeerId, int] = {}
     try:
         RunState.replay(records)
         for record in records:
-            told.persisted(record, 0.0)
+            if not isinstance(record, RollbackRecord):
+                told.persisted(record, 0.0)
             match record:
                 case ViewRecord(view=view, excused=excused):
                     leases.view_decided(view, excused)
                     members = {member.ref for member in view.members}
+                    starts |= {ref.peer_id: ref.incarnation for ref in members}
+                case RollbackRecord(epoch=epoch, certificate=certificate, holders=holders):
+                    # To these books it is as if the journal had been lost, and made anew from that certificate.
+                    begins = told.lineage.genesis
+                    told.persisted(
+                        RebuildRecord(epoch=epoch, certificate=certificate, testified=(), insisted=True), 0.0
+                    )
+                    if certificate is None and begins is not None:
+                        told.persisted(begins, 0.0)
+                    leases.rebuilt(told.lineage.commits)
+                    members = set()
+                    if not holders or len({ref.peer_id for ref in holders}) < len(holders):
+                        return False
+                    if any(ref.incarnation < starts.get(ref.peer_id, 0) for ref in holders):
+                        return False
                 case LeaseRecord():
                     leases.granted(record)
                 case ReleaseRecord():
@@ -77,10 +105,79 @@ def could_have_been(records: list[Record]) -> bool:
     return True
 
 
-# ----------------------------------------------------------------------------------------------------- what is changed
+# ------------------------------------------------------------------------------------------------- runs that went back
 
 Draw = Callable[[st.SearchStrategy[int]], int]
 OTHER = bytes([7]) * 32
+
+
+def that_count(records: list[Record]) -> list[Certificate | None]:
+    """The certificates of all states that the run can go back to, oldest first; the committed one is the last."""
+    state, known = RunState(), list[Certificate | None]()
+    for record in records:
+        state.apply(record)
+        match record:
+            case Genesis():
+                known = [None]
+            case RebuildRecord(certificate=certificate) if certificate is not None:
+                known = [certificate]
+            case CommitRecord():
+                known.append(state.certificate)
+            case RollbackRecord():
+                known = known[: known.index(state.certificate) + 1]
+            case _:
+                pass
+    return known
+
+
+def gone_back(records: list[Record], draw: Draw) -> list[Record]:
+    """The same until some commit; then nobody holds its state, and newer starts go on from an older one."""
+    slots = [slot for slot, record in enumerate(records) if isinstance(record, CommitRecord) and not record.final]
+    if not slots:
+        return records
+    told = records[: slots[draw(st.integers(0, len(slots) - 1))] + 1]
+    state, known = RunState.replay(told), that_count(told)
+    views = [record.view for record in told if isinstance(record, ViewRecord) and record.view.members]
+    starts = {item.peer_id: 0 for item in views[-1].members}
+    for item in (item for view in views for item in view.members if item.peer_id in starts):
+        starts[item.peer_id] = max(starts[item.peer_id], item.incarnation)
+    members = tuple(Member(peer, Incarnation(number + 1), "somewhere:1") for peer, number in starts.items())
+
+    def write(record: Record) -> None:
+        state.apply(record)
+        told.append(record)
+
+    write(
+        RollbackRecord(
+            epoch=Epoch(state.epoch + draw(st.integers(1, 2))),
+            certificate=known[draw(st.integers(0, len(known) - 2))],
+            given_up=state.outer_step,
+            holders=tuple(item.ref for item in members[: draw(st.integers(1, len(members)))]),
+        )
+    )
+    assert state.committed is not None
+    view = View(Epoch(state.epoch + 1), state.outer_step, state.committed.digest, members)
+    write(ViewRecord(view=view, cause="all joined"))
+    for serial in range(draw(st.integers(0, 3))):
+        parts = []
+        for item in members:
+            write(LeaseRecord(ref=item.ref, serial=serial, ranges=state.leases.plan(draw(st.integers(1, 9)))))
+            used = state.leases.owned_by(item.ref)[: draw(st.integers(0, 2))]
+            parts.append(Contribution(item.ref, 1.0, 8, used))
+        write(
+            CommitRecord(
+                key=RoundKey(state.epoch, state.outer_step, 0),
+                outer_step=OuterStep(state.outer_step + 1),
+                previous=state.committed.digest,
+                digest=bytes([state.epoch % 256, state.outer_step % 256]) * 16,
+                contributions=tuple(parts),
+                final=False,
+            )
+        )
+    return told
+
+
+# ----------------------------------------------------------------------------------------------------- what is changed
 
 
 def change_ranges(ranges: tuple[IndexRange, ...], draw: Draw) -> tuple[IndexRange, ...]:
@@ -110,18 +207,41 @@ def change_rebuild(record: RebuildRecord, draw: Draw) -> RebuildRecord:
         replace(record, testified=(*refs, PeerRef(PeerId("f" * 16), Incarnation(1)))),
     ]
     if known is not None:
-        position = known.position
-        certificates = [
-            None,
-            replace(known, digest=OTHER),
-            replace(known, final=not known.final),
-            replace(known, key=replace(known.key, outer_step=known.key.outer_step + 1)),
-            replace(known, key=replace(known.key, epoch=record.epoch + draw(st.integers(-1, 1)))),
-            replace(known, contributors=known.contributors[1:]),
-            replace(known, position=replace(position, next_index=draw(st.integers(0, 2 * position.next_index)))),
-            replace(known, position=replace(position, unconsumed=change_ranges(position.unconsumed, draw))),
+        changes += [replace(record, certificate=other) for other in change_certificate(known, record.epoch, draw)]
+    return changes[draw(st.integers(0, len(changes) - 1))]
+
+
+def change_certificate(known: Certificate, epoch: int, draw: Draw) -> list[Certificate | None]:
+    """None, or one with one field that says something else. `epoch`: of the record that goes on from it."""
+    position = known.position
+    return [
+        None,
+        replace(known, digest=OTHER),
+        replace(known, final=not known.final),
+        replace(known, key=replace(known.key, outer_step=known.key.outer_step + 1)),
+        replace(known, key=replace(known.key, epoch=epoch + draw(st.integers(-1, 1)))),
+        replace(known, contributors=known.contributors[1:]),
+        replace(known, position=replace(position, next_index=draw(st.integers(0, 2 * position.next_index)))),
+        replace(known, position=replace(position, unconsumed=change_ranges(position.unconsumed, draw))),
+    ]
+
+
+def change_rollback(record: RollbackRecord, draw: Draw) -> RollbackRecord:
+    """The run goes back to something else, from something else, or to what nobody holds."""
+    known, refs = record.certificate, record.holders
+    changes = [
+        replace(record, epoch=max(0, record.epoch + draw(st.integers(-3, 3)))),
+        replace(record, given_up=max(0, record.given_up + draw(st.integers(-2, 2)))),
+        replace(record, holders=()),
+        replace(record, holders=refs + refs[:1]),
+        replace(record, holders=tuple(PeerRef(ref.peer_id, Incarnation(ref.incarnation - 2)) for ref in refs)),
+    ]
+    if known is not None:
+        changes += [replace(record, certificate=other) for other in change_certificate(known, record.epoch, draw)]
+        changes += [
+            replace(record, certificate=replace(known, parent=OTHER)),
+            replace(record, certificate=replace(known, previous=OTHER)),
         ]
-        changes += [replace(record, certificate=certificate) for certificate in certificates]
     return changes[draw(st.integers(0, len(changes) - 1))]
 
 
@@ -186,6 +306,8 @@ def change_record(record: Record, other: Record, draw: Draw) -> Record:
             ][draw(st.integers(0, 3))]
         case RebuildRecord():
             return change_rebuild(record, draw)
+        case RollbackRecord():
+            return change_rollback(record, draw)
         case _:
             assert_never(record)
 
@@ -197,9 +319,15 @@ def mutants(draw: Draw) -> tuple[list[Record], list[Record]]:
     valid = history() if place < 0 else list(simulated(SEEDS[place]))
     if not valid:
         valid = history()
+    for _ in range(draw(st.integers(0, 2))):
+        valid = gone_back(valid, draw)
     mutant = list(valid)
     slot, other = draw(st.integers(0, len(valid) - 1)), draw(st.integers(0, len(valid) - 1))
-    match draw(st.integers(0, 6)):
+    back = [at for at, record in enumerate(valid) if isinstance(record, RollbackRecord)]
+    match draw(st.integers(0, 8 if back else 6)):
+        case 7 | 8:
+            slot = back[draw(st.integers(0, len(back) - 1))]
+            mutant[slot] = change_record(mutant[slot], mutant[other], draw)
         case 6:
             mutant[0] = change_record(mutant[0], mutant[other], draw)  # what it all begins with
         case 0:
@@ -214,7 +342,7 @@ def mutants(draw: Draw) -> tuple[list[Record], list[Record]]:
 
 
 @given(case=mutants())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=900, deadline=None)
 def test_any_single_change_is_found_or_gives_a_history_that_could_have_been(
     case: tuple[list[Record], list[Record]],
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_good_history_is_one_that_the_coordinator_accepts_and_is_clean() -> No
         ("chain", 3),
         ("views", 3),
         ("contributions", 5),
+        ("rollbacks", 0),
         ("leases", 30),
     ]
     count = proved.samples
@@ -353,9 +354,9 @@ def test_data_epochs_are_counted_over_any_ranges() -> None:
         ]
 
 
-def test_what_is_used_up_at_a_step_is_what_its_commits_name() -> None:
-    assert used_up(history(), 1) == ranges((0, 4), (10, 14))
-    assert used_up(history(), 3) == ranges((0, 19), (20, 30))
+def test_what_is_used_up_at_a_record_is_what_the_commits_until_then_name() -> None:
+    assert used_up(history(), 4) == used_up(history(), 7) == ranges((0, 4), (10, 14))
+    assert used_up(history(), 11) == ranges((0, 19), (20, 30))
     assert all_but(ranges((2, 4), (8, 12)), 10) == ranges((0, 2), (4, 8))
     assert all_but((), 0) == ()
 

@@ -11,11 +11,23 @@ import pytest
 
 from collective.core.types import Member, PeerRef, RoundKey, View
 from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, Contribution, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    CommitRecord,
+    Contribution,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    RollbackRecord,
+    ViewRecord,
+)
 from elastic.errors import JournalCorrupted, JournalInUse, JournalOfAnotherRun, JournalUnwritable
 from elastic.journal import Journal
+from tests.unit.elastic.machines import certificate
 
 PEER = "00000000000000aa"
+CERTIFICATE = certificate(1, 0, 1)
 RECORDS = [
     Genesis(outer_step=0, digest=b"0" * 32, next_index=0),
     ViewRecord(view=View(1, 0, b"0" * 32, (Member(PEER, 1, "127.0.0.1:1"),)), cause="founded"),
@@ -29,6 +41,8 @@ RECORDS = [
         final=False,
     ),
     ReleaseRecord(ref=PeerRef(PEER, 1), epoch=2, ranges=(IndexRange(32, 64),)),
+    RebuildRecord(epoch=9, certificate=CERTIFICATE, testified=(PeerRef(PEER, 1),), insisted=False),
+    RollbackRecord(epoch=10, certificate=CERTIFICATE, given_up=4, holders=(PeerRef(PEER, 2),)),
 ]
 
 
@@ -53,6 +67,7 @@ def _replayed(path):
 
 
 def test_records_come_back_in_order_after_a_restart(path):
+    assert {type(record) for record in RECORDS} == set(Record.__args__)
     _filled(path)
     assert _replayed(path) == RECORDS
 

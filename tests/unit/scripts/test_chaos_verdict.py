@@ -3,14 +3,24 @@
 import msgspec
 import pytest
 
-from collective.core.types import Epoch
+from collective.core.types import Epoch, OuterStep, RoundKey
 from elastic.core.certificate import Certificate, Contributor
 from elastic.core.messages import DataPosition, IndexRange
-from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    CommitRecord,
+    Contribution,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    RollbackRecord,
+    ViewRecord,
+)
+from elastic.core.run_state import RunState
 from scripts.chaoslab.evidence import End, Evidence, Fault, Glimpse, Wait, wall_s
 from scripts.chaoslab.recovery import calm_round_s, recoveries, table
-from scripts.chaoslab.verdict import GAP_LIMIT_S, ROUND_LIMIT_S, judge
-from tests.unit.scripts.chaos_evidence import BEGAN_S, NUM_STEPS, SITES, event, log_of, ref, sound, view
+from scripts.chaoslab.verdict import GAP_LIMIT_S, POWER_CUT, ROUND_LIMIT_S, judge
+from tests.unit.scripts.chaos_evidence import BATCH, BEGAN_S, NUM_STEPS, SITES, digest, event, log_of, ref, sound, view
 
 
 def test_a_sound_run_passes_every_check() -> None:
@@ -79,6 +89,31 @@ def test_a_journal_that_was_lost_and_made_anew_is_caught_and_what_follows_is_jud
     assert _wrong(evidence) == {"steps": ["the journal was lost, and made anew under epoch 5"]}
     evidence.records.remove(next(one for one in rest if isinstance(one, ReleaseRecord)))
     assert list(_wrong(evidence)) == ["steps", "leases"]
+
+
+def test_a_run_that_went_back_after_a_power_cut_passes_and_without_one_is_caught() -> None:
+    evidence = _gone_back()
+    assert _wrong(evidence) == {}
+    evidence.faults = [fault for fault in evidence.faults if fault.kind != POWER_CUT]
+    assert _wrong(evidence) == {"steps": [f"the run went back from outer step {NUM_STEPS} under epoch 3"]}
+
+
+def test_what_must_not_follow_where_a_run_went_back_is_caught() -> None:
+    evidence = _gone_back()
+    last = evidence.records[-1]
+    assert isinstance(last, CommitRecord)
+    evidence.records = [*evidence.records[:-1], msgspec.structs.replace(last, previous=bytes(32))]
+    assert list(_wrong(evidence)) == ["steps"]
+    evidence.records = [*evidence.records[:-1], msgspec.structs.replace(last, outer_step=NUM_STEPS)]
+    assert "outer step 60 follows 58" in _wrong(evidence)["steps"]
+
+    evidence = _gone_back()
+    evidence.records = [*evidence.records, LeaseRecord(ref=ref(2), serial=9, ranges=(IndexRange(0, 4),))]
+    assert any("sample 0 is leased" in sentence for sentence in _wrong(evidence)["leases"])
+
+    evidence = _gone_back()
+    log_of(evidence, 2).events[-1]["digest"] = digest(59).hex()  # what it was before the run went back
+    assert list(_wrong(evidence)) == ["digests"]
 
 
 def test_a_commit_that_one_start_of_a_peer_applied_twice_is_caught() -> None:
@@ -214,6 +249,35 @@ def test_faults_that_meet_are_not_held_against_their_class() -> None:
 
 def test_the_calm_round_is_measured_before_the_first_fault() -> None:
     assert calm_round_s(sound()) == pytest.approx(1.0)
+
+
+def _gone_back() -> Evidence:
+    """Everybody loses power after the last step; 2 and 3 come back with step 58, and make step 59 of other samples."""
+    evidence = _disturbed()
+    slot = next(at for at, one in enumerate(evidence.records) if isinstance(one, CommitRecord) and one.outer_step == 58)
+    known = RunState.replay(evidence.records[: slot + 1]).certificate
+    assert known is not None
+    start = known.position.next_index
+    ranges = (IndexRange(start, start + BATCH),)
+    digests = {"digest": "ab" * 32}
+    evidence.records = [
+        *evidence.records,
+        RollbackRecord(epoch=Epoch(3), certificate=known, given_up=OuterStep(NUM_STEPS), holders=(ref(2), ref(3))),
+        ViewRecord(view=view(4, 58, 2, 3), cause="both joined"),
+        LeaseRecord(ref=ref(2), serial=0, ranges=ranges),
+        CommitRecord(
+            key=RoundKey(Epoch(4), OuterStep(58), 0),
+            outer_step=OuterStep(59),
+            previous=digest(58),
+            digest=bytes.fromhex(digests["digest"]),
+            contributions=(Contribution(ref(2), 1.0, BATCH, ranges), Contribution(ref(3), 1.0, BATCH, ())),
+            final=False,
+        ),
+    ]
+    at_s = NUM_STEPS + 0.4
+    log_of(evidence, 2).events.append(event("commit", at_s, epoch=4, outer_step=59, fragment=0, **digests))
+    evidence.faults.append(_fault(POWER_CUT, at_s))
+    return evidence
 
 
 def _disturbed() -> Evidence:

@@ -18,6 +18,7 @@ from elastic.core.records import (
     RebuildRecord,
     Record,
     ReleaseRecord,
+    RollbackRecord,
     ViewRecord,
 )
 from elastic.observation import (
@@ -132,6 +133,7 @@ RECORDS: tuple[Record, ...] = (
     ),
     ReleaseRecord(ref=B, epoch=Epoch(5), ranges=(IndexRange(8, 10),)),
     RebuildRecord(epoch=Epoch(9), certificate=CERTIFICATE, testified=(A,), insisted=False),
+    RollbackRecord(epoch=Epoch(11), certificate=CERTIFICATE, given_up=OuterStep(5), holders=(A, B)),
 )
 
 
@@ -204,18 +206,31 @@ def test_every_record_of_the_journal_is_one_line(desk: Desk) -> None:
     lines = desk.lines()
     assert [line["event"] for line in lines] == [
         "genesis", "view_decided", "lease", "commit_decided", "lease_returned", "rebuilt",
+        "rolled_back",
     ]  # fmt: skip
     assert {type(record) for record in RECORDS} == set(Record.__args__)
     assert lines[2]["samples"] == 6
     assert lines[3]["members"] == [A.peer_id, B.peer_id]
     assert lines[3]["tokens"] == 8
+    went_back = {"epoch": 11, "outer_step": 3, "digest": DIGEST.hex(), "given_up": 5}
+    assert went_back | {"holders": [A.peer_id, B.peer_id]} == {name: lines[6][name] for name in (*went_back, "holders")}
+
+
+def test_a_run_that_went_back_is_warned_of(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    desk.chronicle.observe(RecordWritten(slot=0, record=RECORDS[-1]))
+    assert "rolled_back epoch=11 from=5 to=3" in caplog.text
+    caplog.clear()
+    to_beginning = RollbackRecord(epoch=Epoch(12), certificate=None, given_up=OuterStep(5), holders=(A,))
+    desk.chronicle.observe(RecordWritten(slot=1, record=to_beginning))
+    assert "from=5 to=the beginning" in caplog.text
+    assert [line["outer_step"] for line in desk.lines()] == [3, None]
 
 
 def test_digests_are_there_in_full(desk: Desk) -> None:
     for event in (*STORY, *(RecordWritten(slot=0, record=record) for record in RECORDS)):
         desk.chronicle.observe(event)
     digests = [line["digest"] for line in desk.lines() if line.get("digest") is not None]
-    assert digests == [DIGEST.hex()] * 8
+    assert digests == [DIGEST.hex()] * 9
 
 
 def test_a_commit_names_the_step_that_was_made_and_a_vote_the_one_it_starts_from(desk: Desk) -> None:

@@ -1,0 +1,72 @@
+"""The journal's records as lines of events.jsonl: the log of a coordinator's process repeats each of them."""
+
+from typing import assert_never
+
+from collective.core.types import RoundKey, View
+from elastic.core.leases import count
+from elastic.core.records import (
+    CommitRecord,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    RollbackRecord,
+    ViewRecord,
+)
+from trainer.events import Field
+
+Line = tuple[str, dict[str, Field]]
+
+
+def line_of(record: Record) -> Line:
+    """The event that tells of this record, and its fields."""
+    match record:
+        case Genesis(outer_step=outer_step, digest=digest, next_index=next_index):
+            return "genesis", {"outer_step": outer_step, "digest": digest.hex(), "next_index": next_index}
+        case RebuildRecord(testified=testified, insisted=insisted):
+            who: dict[str, Field] = {"testified": [ref.peer_id for ref in testified], "insisted": insisted}
+            return "rebuilt", _from_here(record) | who
+        case RollbackRecord(given_up=given_up, holders=holders):
+            who = {"given_up": given_up, "holders": [ref.peer_id for ref in holders]}
+            return "rolled_back", _from_here(record) | who
+        case ViewRecord(view=view, cause=cause, excused=excused):
+            return "view_decided", view_fields(view) | {"cause": cause, "excused": [ref.peer_id for ref in excused]}
+        case CommitRecord(key=key, outer_step=outer_step, digest=digest, contributions=contributions, final=final):
+            return "commit_decided", key_fields(key) | {
+                "outer_step": outer_step,
+                "digest": digest.hex(),
+                "members": [item.ref.peer_id for item in contributions],
+                "tokens": sum(item.num_tokens for item in contributions),
+                "final": final,
+            }
+        case LeaseRecord(ref=ref, serial=serial, ranges=ranges):
+            return "lease", {"of": ref.peer_id, "serial": serial, "samples": count(ranges)}
+        case ReleaseRecord(ref=ref, epoch=epoch, ranges=ranges):
+            return "lease_returned", {"of": ref.peer_id, "epoch": epoch, "samples": count(ranges)}
+        case _:
+            assert_never(record)
+
+
+def _from_here(record: RebuildRecord | RollbackRecord) -> dict[str, Field]:
+    """The epoch that the run goes on under, and the state that it goes on from, if there is a certificate of it."""
+    made = None if record.certificate is None else record.certificate.made
+    return {
+        "epoch": record.epoch,
+        "outer_step": None if made is None else made.outer_step,
+        "digest": None if made is None else made.digest.hex(),
+    }
+
+
+def key_fields(key: RoundKey) -> dict[str, Field]:
+    """What names a round."""
+    return {"epoch": key.epoch, "outer_step": key.outer_step, "fragment": key.fragment}
+
+
+def view_fields(view: View) -> dict[str, Field]:
+    """What names a view, and who is in it."""
+    return {
+        "epoch": view.epoch,
+        "outer_step": view.outer_step,
+        "members": [member.peer_id for member in view.members],
+    }
