@@ -152,6 +152,11 @@ class Bundle:
         return self._redial.is_refused
 
     @property
+    def cause(self) -> str:
+        """Why the last dial failed; empty if none did."""
+        return self._redial.cause
+
+    @property
     def was_connected(self) -> bool:
         """Whether any stream was ever up."""
         return bool(self._seen_streams)
