@@ -293,9 +293,10 @@ class Roster:
         """The run went back: what it goes on from."""
         record = self.state.rebuilt
         assert record is not None, "only a run that went back says so"
+        certificate = record.certificate
         rebuilt = Rebuilt(
             epoch=record.epoch,
-            certificate=record.certificate,
+            certificate=None if certificate is None else certificate.sealed(self.config.seal_key),
             committed=self.state.committed,
             given_up=record.given_up if isinstance(record, RollbackRecord) else OuterStep(0),
         )

@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING
 from collective.core.types import PeerRef, RoundKey, View
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import BecomeLearner, Finish, InstallStaged
-from elastic.core.messages import CoordinatorMessage, PeerMessage, Refused
+from elastic.core.messages import CoordinatorMessage, Held, Join, PeerMessage, Refused, Synced
 from elastic.core.place import Phase
-from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    CommitRecord,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    RollbackRecord,
+    ViewRecord,
+)
 from tests.simulation.history import Admissions, History, SharedState
 from tests.simulation.patience import Patience
 from tests.simulation.rebuilds import Certificates
@@ -45,6 +53,7 @@ class Checkers:
         self._epochs: dict[PeerRef, int] = {}
         self._exits: list[tuple[PeerRef, Finish]] = []
         self._halted = False
+        self._said_to_hold: dict[PeerRef, Held] = {}  # to the coordinator's process that runs now
         self._had: defaultdict[PeerRef, set[bytes]] = defaultdict(set)  # what each start has held or staged
         self._news = True  # something happened that may end the seed
 
@@ -53,6 +62,7 @@ class Checkers:
     def coordinator_started(self, machine: CoordinatorMachine) -> None:
         self.history.coordinator_settled(machine)
         self.certificates.coordinator_started()
+        self._said_to_hold.clear()
         self._halted = False  # a halt is no record: whoever starts everything again wants the run to go on
         self._sim.marks.coordinator_started(len(self._sim.coordinator.journal))
 
@@ -63,6 +73,7 @@ class Checkers:
         self._news = True
         views = self.history.views
         before = views[-1] if views else None
+        before_it = dict(self.history.states)
         self.history.persisted(record, self._sim.world.now)
         self.certificates.persisted(record)
         self._sim.marks.persisted(record, before, self._sim.options.min_peers)
@@ -86,8 +97,11 @@ class Checkers:
                 self._leases.granted(record)
             case ReleaseRecord():
                 self._leases.released(record)
-            case RebuildRecord(epoch=epoch, testified=testified):
-                self._sim.world.say("rebuilt", epoch, self.history.newest, [name(ref) for ref in testified])
+            case RebuildRecord(epoch=epoch) | RollbackRecord(epoch=epoch):
+                witnesses = record.testified if isinstance(record, RebuildRecord) else record.holders
+                if isinstance(record, RollbackRecord):
+                    self._demand_nothing_newer(self.history.newest, before_it)
+                self._sim.world.say("goes back", epoch, self.history.newest, [name(ref) for ref in witnesses])
                 self._state.rebuilt(record)
                 self._work.rebuilt(record)
                 self._leases.rebuilt(self.history.lineage.commits)
@@ -97,6 +111,20 @@ class Checkers:
 
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
         self.certificates.brought(sender, message)
+        if isinstance(message, Join | Synced) and message.held is not None:
+            self._said_to_hold[sender] = message.held
+
+    def _demand_nothing_newer(self, target: Held | None, states: dict[int, bytes]) -> None:
+        """Whoever is here and has said that it holds a newer commit has saved it."""
+        assert target is not None
+        for node in self._sim.peers.values():
+            said = self._said_to_hold.get(node.ref)
+            connection = node.connection
+            is_here = node.alive and connection is not None and connection.up_at_coordinator and connection.up_at_peer
+            if said is None or not is_here or node.died_silently:
+                continue
+            is_newer = said.outer_step > target.outer_step and states.get(said.outer_step) == said.digest
+            demand(not is_newer, "I3", f"{name(node.ref)} has brought step {said.outer_step} in vain")
 
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         self.history.told(to, message)

@@ -38,6 +38,7 @@ class FaultInjector:
             (options.coordinator_pause_rate, "coordinator pause", self.pause_coordinator),
             (options.disk_loss_rate, "disk loss", self.sim.coordinator.lose_disk),
             (options.burst_rate, "burst", self.burst),
+            (options.power_cut_rate, "power cut", self.cut_power),
         ):
             self._every(rate, label, strike)
 
@@ -90,6 +91,18 @@ class FaultInjector:
         node.crash(silently=self.rng.random() < self.sim.options.silent_death)
         if self.rng.random() < 0.8:
             self.sim.world.after(self.rng.uniform(0.05, 8.0), f"restart {node.peer_id}", self._restart, node)
+
+    def cut_power(self) -> None:
+        """Of all at once, the coordinator too; most of the machines start again by themselves."""
+        for node in self.sim.peers.values():
+            if node.alive:
+                self.sim.world.after(self.rng.uniform(0.0, 0.05), f"power {node.peer_id}", self._lose_power, node)
+            if self.rng.random() < 0.9:
+                self.sim.world.after(self.rng.uniform(0.5, 6.0), f"restart {node.peer_id}", self._restart, node)
+        self.sim.world.after(self.rng.uniform(0.0, 0.05), "power coordinator", self.sim.coordinator.crash)
+
+    def _lose_power(self, node: "PeerNode") -> None:
+        node.crash(silently=True)
 
     def _restart(self, node: "PeerNode") -> None:
         if not self.sim.network.healed:

@@ -6,7 +6,16 @@ from collective.core.types import OuterStep, PeerRef, RoundKey, View
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import InstallStaged
 from elastic.core.messages import Commit, CoordinatorMessage, Held, LeaseGrant, NewView, Welcome
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    CommitRecord,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    RollbackRecord,
+    ViewRecord,
+)
 from tests.simulation.symbols import State, name
 from tests.simulation.world import demand
 
@@ -36,6 +45,14 @@ class Lineage:
         known = None if certificate is None else self._ways.get(certificate.key)  # a journal alone does not know it
         self.genesis, self.commits = known or (None, ())
 
+    def rolled_back(self, record: RollbackRecord) -> None:
+        """The journal is whole, and so is what it knows up to this commit."""
+        keys = [commit.key for commit in self.commits]
+        certificate = record.certificate
+        is_known = certificate is None or certificate.key in keys
+        demand(is_known, "I3", "the run went back to a commit that is none of its own")
+        self.commits = () if certificate is None else self.commits[: keys.index(certificate.key) + 1]
+
 
 class History:
     """I3, I8: what is journaled grows by whole steps, and nothing else is ever told or installed."""
@@ -64,6 +81,8 @@ class History:
                 self.lineage.genesis = record
             case RebuildRecord():
                 self._rebuilt(record)
+            case RollbackRecord():
+                self._rolled_back(record)
             case ViewRecord(view=view):
                 demand(view.epoch > self._epoch, "I8", "epoch {} is not newer", view.epoch)
                 self._epoch = view.epoch
@@ -86,6 +105,24 @@ class History:
             case ReleaseRecord():
                 pass
 
+    def _rolled_back(self, record: RollbackRecord) -> None:
+        demand(record.epoch > self._epoch, "I8", "the run went back into epoch {}", record.epoch)
+        demand(self.newest is not None, "I3", "a run that has not begun went back")
+        assert self.newest is not None
+        step = self.newest.outer_step
+        demand(record.given_up == step, "I3", f"the run says that it gives up {record.given_up}, it is at {step}")
+        self.rebuilt_epoch = self._epoch = record.epoch
+        self.lineage.rolled_back(record)
+        genesis = self.lineage.genesis
+        if record.certificate is not None:
+            self.newest = record.certificate.made
+        elif genesis is not None:
+            self.newest = Held(genesis.outer_step, genesis.digest)
+        demand(self.newest.outer_step < step, "I3", "the run went back to where it was")
+        self._give_up_the_rest()
+        self.has_given_up_the_end |= self.final
+        self.final = False
+
     def _rebuilt(self, record: RebuildRecord) -> None:
         """What was committed after the certificate is given up, and nothing else."""
         epoch, certificate = record.epoch, record.certificate
@@ -93,8 +130,14 @@ class History:
         # Epochs of a lost journal are nobody's once all who have heard of them have started again.
         self._coordinator = (0, 0)
         self.newest = None if certificate is None else certificate.made
-        before = {Held(OuterStep(step), digest) for step, digest in self.states.items()}
         self.lineage.rebuilt(record)
+        self._give_up_the_rest()
+        self.has_given_up_the_end |= self.final and (certificate is None or not certificate.final)
+        self.final = certificate is not None and certificate.final
+
+    def _give_up_the_rest(self) -> None:
+        """Only what is in the lineage counts."""
+        before = {Held(OuterStep(step), digest) for step, digest in self.states.items()}
         self.states = {commit.outer_step: commit.digest for commit in self.lineage.commits}
         if self.lineage.genesis is not None:
             self.states[self.lineage.genesis.outer_step] = self.lineage.genesis.digest
@@ -102,8 +145,6 @@ class History:
             self.states[self.newest.outer_step] = self.newest.digest
         counts = {Held(OuterStep(step), digest) for step, digest in self.states.items()}
         self.given_up = (self.given_up | before) - counts
-        self.has_given_up_the_end |= self.final and (certificate is None or not certificate.final)
-        self.final = certificate is not None and certificate.final
 
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         """Journal first: a message that tells of a decision finds it on the disk."""
@@ -155,7 +196,7 @@ class SharedState:
         demand(step >= self._newest.get(node.ref, 0), "I3", f"{name(node.ref)} went back to step {step}")
         self._newest[node.ref] = step
 
-    def rebuilt(self, record: RebuildRecord) -> None:
+    def rebuilt(self, record: RebuildRecord | RollbackRecord) -> None:
         """What was made after the certificate is given up: whoever held it goes back."""
         rest = 0 if record.certificate is None else record.certificate.made.outer_step
         self._newest = {ref: min(step, rest) for ref, step in self._newest.items()}

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 from collective.core.types import PeerRef, View
 from elastic.core.events import BecomeLearner, Finish, InstallStaged
 from elastic.core.messages import CoordinatorMessage, Evicted, LeaseGrant, Refused, Welcome
-from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    CommitRecord,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    RollbackRecord,
+    ViewRecord,
+)
 
 if TYPE_CHECKING:
     from tests.simulation.coordinator_node import CoordinatorNode
@@ -67,6 +75,8 @@ class Marks(Counter[str]):
             case RebuildRecord(certificate=certificate, insisted=insisted):
                 how = "by few" if insisted else "by a majority"
                 self["journal: made anew from nothing" if certificate is None else f"journal: made anew {how}"] += 1
+            case RollbackRecord(certificate=certificate):
+                self["the run went back" + (" to its beginning" if certificate is None else "")] += 1
             case ReleaseRecord():
                 self["recovery: leases of a cut journal released"] += not self._has_written
             case _:
@@ -195,10 +205,13 @@ KNOWN = frozenset(
         "member: overruled",
         "recovery: leases of a cut journal released",
         "recovery: the view went on",
+        "fault: power cut",
         "refused: 0",
         "refused: 5",
         "refused: 7",
         "refused: 9",
+        "the run went back",
+        "the run went back to its beginning",
         "transfer: asked another donor",
         "transfer: failed",
         "transfer: fetched a snapshot",

@@ -32,8 +32,9 @@ from elastic.core.place import Phase, Place
 from elastic.core.rebuild import Rebuild
 from elastic.core.reception import Reception
 from elastic.core.records import Record
+from elastic.core.rollback import Rollback
 from elastic.core.rounds import Agreed, Rounds, Split
-from elastic.core.run_state import RunState
+from elastic.core.run_state import Past, RunState
 from elastic.core.sessions import Session
 from tests.simulation.exchange import Frame, FrameGate
 from tests.simulation.parts import Parts
@@ -76,6 +77,7 @@ class PatchedCoordinator(CoordinatorMachine):
     rounds_type: type[Rounds] = Rounds
     admission_type: type[Admission] = Admission
     reception_type: type[Reception] = Reception
+    rollback_type: type[Rollback] = Rollback
     patience: float = 1.0
 
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
@@ -89,6 +91,7 @@ class PatchedCoordinator(CoordinatorMachine):
         self._admission = self.admission_type(self._roster, self._meetings)
         self._closing = Closing(self._roster, self._admission)
         self._reception = self.reception_type(self._roster)
+        self._rollback = self.rollback_type(self._roster)
 
 
 class CountsVotesOfAnyEpoch(CoordinatorMachine):
@@ -193,6 +196,25 @@ class BelievesEverybody(Rebuild):
 
 class ChecksNoCertificate(CoordinatorMachine):
     rebuild_type = BelievesEverybody
+
+
+class GoesBackTooFar(Rollback):
+    def _newest_of(self, learners: Sequence[Session]) -> Past | None:
+        found = [self._roster.state.past(item.synced) for item in learners if item.synced]
+        return min((at for at in found if at is not None), key=lambda at: at.held.outer_step, default=None)
+
+
+class RollsBackTooFar(PatchedCoordinator):
+    rollback_type = GoesBackTooFar
+
+
+class GoesBackAtOnce(Rollback):
+    def _due_at(self, *, is_possible: bool) -> Instant:
+        return self._roster.now if is_possible else super()._due_at(is_possible=False)
+
+
+class RollsBackAtOnce(PatchedCoordinator):
+    rollback_type = GoesBackAtOnce
 
 
 class TakesTheFirst(Rebuild):
@@ -314,5 +336,13 @@ MUTANTS: dict[str, Mutant] = {
     "epoch_forgotten": Mutant(
         what="a restarted coordinator begins to count epochs anew",
         parts=Parts(coordinator=ForgetsEpochs),
+    ),
+    "rolled_back_too_far": Mutant(
+        what="a run that goes back takes the oldest state that somebody holds, not the newest",
+        parts=Parts(coordinator=RollsBackTooFar),
+    ),
+    "rolled_back_at_once": Mutant(
+        what="a run goes back as soon as nobody is here who holds the committed state",
+        parts=Parts(coordinator=RollsBackAtOnce),
     ),
 }

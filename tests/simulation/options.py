@@ -78,6 +78,8 @@ class Options:
     coordinator_crash_in_persist: float = 0.0
     """Chance that it dies while a record is written: the record is on the disk or it is not, and nobody was told."""
     coordinator_pause_rate: float = 0.0
+    power_cut_rate: float = 0.0
+    """All processes are gone within 50 ms; what is on the disks stays."""
     disk_loss_rate: float = 0.0
     """The coordinator dies and its journal with it."""
     forged_certificates: float = 0.0
@@ -146,6 +148,7 @@ class Options:
             stall_floor_s=rng.choice((3.0, 3.0, 3.0, 20.0)),
             disk_loss_rate=often(0.1, 0.4),
             forged_certificates=often(0.4, 0.3),
+            power_cut_rate=often(0.08, 0.25),
         )
 
     def with_(self, **changes: object) -> "Options":

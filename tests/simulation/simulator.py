@@ -26,6 +26,7 @@ from tests.simulation.world import OutOfBudget, Violation, World
 MAX_EVENTS = 120_000
 MAX_CPU_S = 30.0
 ORPHAN_TIMEOUT_S = 40.0
+RECOVER_S = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,6 +72,7 @@ class Simulator:
             stall_floor_s=self.options.stall_floor_s,
             stall_initial_s=2 * self.options.stall_floor_s,
             recover_grace_s=3.0,
+            recover_s=RECOVER_S,
             orphan_timeout_s=ORPHAN_TIMEOUT_S,
             grace_floor_s=self.options.grace_floor_s,
             grace_initial_s=6.0,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from collective.core.types import PeerRef, RoundKey, View
 from elastic.core.leases import without
 from elastic.core.messages import Held
-from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, ReleaseRecord
+from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, ReleaseRecord, RollbackRecord
 from tests.simulation.history import History
 from tests.simulation.symbols import Payload, Result, State, name
 from tests.simulation.world import demand
@@ -59,7 +59,7 @@ class Contributions:
             self._evictions[ref] = view.epoch
         self._standing = standing
 
-    def rebuilt(self, record: RebuildRecord) -> None:
+    def rebuilt(self, record: RebuildRecord | RollbackRecord) -> None:
         """Payloads are void: what the lost journal has given to their owners cannot be known."""
         self._evictions |= dict.fromkeys((*self._standing, *self._open, *self._late), record.epoch)
         self._standing = set()

@@ -199,10 +199,17 @@ class CoordinatorDriver:
 class MemberDriver:
     """A member machine with a clock, peer number 1."""
 
-    def __init__(self, state: Held | None = None, *, certificate: Certificate | None = None, **config: Any) -> None:
+    def __init__(
+        self,
+        state: Held | None = None,
+        *,
+        aside: tuple[RoundKey, Held] | None = None,
+        certificate: Certificate | None = None,
+        **config: Any,
+    ) -> None:
         rules = MemberConfig(**config)
         self.machine = MemberMachine(
-            rules, ref(1), "host1:1", MANIFEST, state, seal_key=SEAL_KEY, certificate=certificate
+            rules, ref(1), "host1:1", MANIFEST, state, aside=aside, seal_key=SEAL_KEY, certificate=certificate
         )
         self.now = 0.0
         self.effects: Sequence[MemberEffect] = ()
