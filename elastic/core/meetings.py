@@ -40,7 +40,8 @@ class Meetings:
         known = {other.ref for other in self._roster.sessions.values()}
         session.met |= known.intersection(said.peers)
         session.met.intersection_update(known)
-        session.unmet = {item.ref: item.cause for item in said.unmet if item.ref in known - session.met}
+        session.unmet |= {item.ref: item.cause for item in said.unmet if item.ref in known}
+        session.unmet = {ref: cause for ref, cause in session.unmet.items() if ref in known - session.met}
 
     def ask(self, session: Session) -> None:
         """Name those that it has not met, unless it was asked a moment ago."""
@@ -51,8 +52,8 @@ class Meetings:
         if not missing:
             return
         session.asked_at = roster.now
-        if session.meets_since is None:
-            session.meets_since = roster.now
+        for other in missing:
+            session.asked.setdefault(other.ref, roster.now)
         peers = tuple(Member(item.ref.peer_id, item.ref.incarnation, item.address) for item in missing)
         roster.send(session.ref, Meet(peers=peers))
 
@@ -87,8 +88,7 @@ class Meetings:
     def forgive(self, now: Instant) -> None:
         """The coordinator itself did not run: nobody could answer."""
         for session in self._roster.sessions.values():
-            if session.meets_since is not None:
-                session.meets_since = now
+            session.asked = dict.fromkeys(session.asked, now)
 
     def _wanted(self, session: Session) -> list[Session]:
         """Whom it should meet: who is a learner meets everybody, a member meets the learners."""
@@ -107,10 +107,13 @@ class Meetings:
 
     def _due_at(self, session: Session) -> Instant:
         roster = self._roster
-        is_known = session.ref.peer_id in roster.state.reached
-        if is_known or session.meets_since is None or session.disconnected or not self._lacking(session):
+        if session.ref.peer_id in roster.state.reached or session.disconnected:
             return _NEVER
-        return session.meets_since + roster.config.meet_timeout_s
+        asked = (
+            max(session.asked.get(other.ref, _NEVER), other.asked.get(session.ref, _NEVER))
+            for other in self._lacking(session)
+        )
+        return min(asked, default=_NEVER) + roster.config.meet_timeout_s
 
     def _reason(self, session: Session) -> str:
         lacking = self._lacking(session)

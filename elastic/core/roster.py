@@ -124,6 +124,7 @@ class Roster:
         del self.sessions[session.ref.peer_id]
         for other in self.sessions.values():
             other.met.discard(session.ref)
+            other.asked.pop(session.ref, None)
 
     def drop(self, lost: Mapping[PeerRef, str], last_words: Mapping[PeerRef, Refused] | None = None) -> None:
         """Give these sessions up, each for its reason; members among them leave the view.

@@ -50,8 +50,8 @@ class Session:
     """With whom it tried in vain, and why."""
     asked_at: Instant = float("-inf")
     """When it was last asked to meet others."""
-    meets_since: Instant | None = None
-    """When it was first asked."""
+    asked: dict[PeerRef, Instant] = field(default_factory=dict)
+    """When it was first asked to meet each of them."""
     excused_at: int | None = None
     """Its progress when it was excused; None if it is not."""
 
