@@ -6,6 +6,7 @@ of operations with different keys may be in flight.
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Callable, Sequence
@@ -35,6 +36,11 @@ from collective.transport.security import Security
 from collective.workplace import Workplace
 
 log = logging.getLogger(__name__)
+
+MEET_S = 6.0
+"""For a link with a peer that may become a member: one dial that nobody answers, and its pause."""
+
+_MEET_LOOK_S = 0.05
 
 
 class Communicator:
@@ -141,6 +147,22 @@ class Communicator:
         give_back_to_system()  # what the links of former members have held
         log.info("view_installed epoch=%d world_size=%d", view.epoch, view.world_size)
         await self._mesh.connect(self._options.install_grace_s)
+
+    async def meet(self, member: Member) -> str | None:
+        """Make a link with a peer that a view may name later, or wait for its call, beside rounds that run.
+
+        Returns:
+            None if there is a link, else why not, after `MEET_S` at most.
+        """
+        bundle = self._mesh.meet(member)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MEET_S):
+                while not bundle.closed and not bundle.is_whole:
+                    await bundle.repair()
+                    await asyncio.sleep(_MEET_LOOK_S)
+        if bundle.closed:
+            return "its place was needed for another peer"
+        return None if bundle.is_whole else bundle.cause or "it has not called"
 
     def look_ahead(self, *, turn_s: float | None = None) -> None:
         """Begin to measure the links to members that are new, so that `survey` need not when it is waited for.

@@ -11,7 +11,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 
-from collective.core.types import PeerRef, View
+from collective.core.types import Member, PeerRef, View
 from collective.transport.bundle import Bundle, BundleOwner
 from collective.transport.hello import Hello
 from collective.transport.link import Caps
@@ -80,6 +80,15 @@ class Mesh:
             bundle = self._new_bundle(hello.ref, hello.num_streams)
         bundle.keep_streams(hello.num_streams)  # the dialler decides
         bundle.attach(sock, hello.stream)
+
+    def meet(self, member: Member) -> Bundle:
+        """The links with a peer that may become a member."""
+        bundle = self.bundles.get(member.ref)
+        if bundle is None:
+            self._make_room_for_stranger()
+            bundle = self._new_bundle(member.ref, self._num_streams)
+        bundle.address = member.address
+        return bundle
 
     def prepare(self, view: View) -> None:
         """Keep the links to members that stay, drop those to former ones, name the new ones.

@@ -47,6 +47,7 @@ from elastic.core.events import (
     KeepCertificate,
     LeasesWanted,
     LeaveRequested,
+    MakeLinks,
     MemberEffect,
     MemberEvent,
     Progressed,
@@ -64,6 +65,7 @@ from elastic.dialler import Dial, Dialler, NobodyAnswers
 from elastic.digest import Hasher
 from elastic.errors import NotAMember, RoundMissed, RunFinished
 from elastic.learner import Learner
+from elastic.links import Links
 from elastic.loan import borrow
 from elastic.observation import (
     BecameActive,
@@ -169,6 +171,7 @@ class Membership:
             clock=clock,
             borrow=self._borrow,
         )
+        self._links = Links(runner, self._tasks, done=self._feed)
         self._desk = Desk()
         self._alarm = Alarm(clock)
         self._connection: ControlConnection[CoordinatorMessage] | None = None
@@ -191,6 +194,7 @@ class Membership:
                 finish = await self._carry_out()
                 self._rounds.stop()
                 self._learner.stop()
+                self._links.stop()
                 line.cancel()
                 alarm.cancel()
             self._observe(Finished(code=finish.code, reason=finish.reason))
@@ -281,6 +285,9 @@ class Membership:
                     self._desk.demoted()
                 case KeepCertificate(certificate=certificate):
                     self._observe(CertificateKept(certificate=certificate))
+                    continue
+                case MakeLinks(peers=peers):
+                    self._links.make(peers)
                     continue
                 case _:
                     pass
@@ -398,7 +405,7 @@ class Membership:
                     if self._connection is not None:
                         await self._connection.flush(timeout_s=1.0)
                     return effect
-                case SendToCoordinator() | KeepCertificate():
+                case SendToCoordinator() | KeepCertificate() | MakeLinks():
                     raise AssertionError("this is done at once")
                 case _:
                     assert_never(effect)

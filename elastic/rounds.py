@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from collective.core.types import Instant, PeerId, RoundKey, View
+from collective.core.types import Instant, Member, PeerId, RoundKey, View
 from collective.errors import CollectiveError, NonFiniteInput, OperationAborted, PlanMismatch
 from elastic.core.events import AbortExchange, ExchangeDone, ExchangeFailed, InstallView, StartExchange
 from elastic.core.messages import Held
@@ -27,6 +27,14 @@ class RoundRunner(Protocol):
 
     async def install_view(self, view: View) -> None:
         """Tell the collective layer its members. Bounded in time; CollectiveError if links could not be made."""
+        ...
+
+    async def meet(self, member: Member) -> str | None:
+        """Make a link with a peer that may become a member, or wait for its call. Ends in bounded time.
+
+        Returns:
+            None if there is one, else why not.
+        """
         ...
 
     async def exchange(self, view: View, key: RoundKey, weight: float) -> bytes:

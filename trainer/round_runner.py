@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from collective import Communicator, RoundStats
-from collective.core.types import Epoch, OuterStep, RoundKey, View
+from collective.core.types import Epoch, Member, OuterStep, RoundKey, View
 from elastic.commit_log import CommitLog
 from elastic.core.messages import Held
 from elastic.replica import CommitEntry, ResultChunk
@@ -112,6 +112,10 @@ class RoundRunner:
         """Connect to the members of this view; the lines are idle while they train, so new ones are measured then."""
         await self._communicator.install(view)
         self._communicator.look_ahead()
+
+    async def meet(self, member: Member) -> str | None:
+        """See `Communicator.meet`."""
+        return await self._communicator.meet(member)
 
     async def exchange(self, view: View, key: RoundKey, weight: float) -> bytes:
         """Exchange the payload with the view's members and stage what follows from it.

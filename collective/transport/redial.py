@@ -45,6 +45,8 @@ class Redial:
     ) -> None:
         self.is_refused = False
         """Whether the peer's host says that nobody listens there."""
+        self.cause = ""
+        """Why the last attempt failed."""
         self._bundle = bundle
         self._hello = hello
         self._options = options
@@ -72,11 +74,12 @@ class Redial:
                         return
                     await self._dial_missing(bundle.address)
                 except PeerUnreachable as error:
-                    self.is_refused = error.cause == "refused"
+                    self.is_refused, self.cause = error.cause == "refused", error.cause
                     if self.is_refused and bundle.was_connected:
                         return
                     log.debug("dial_failed peer_id=%s cause=%s", bundle.peer_id, error.cause)
                 except CollectiveError as error:
+                    self.cause = str(error)
                     log.info("handshake_failed peer_id=%s cause=%s", bundle.peer_id, error)
                 if not bundle.is_whole:
                     await asyncio.sleep(pause_s)

@@ -1,5 +1,6 @@
 """How learners become members, and who makes the first state.
 
+* Only learners come in that have met all members, and each other (meetings.py).
 * At a commit boundary every learner comes in that holds the new state, the one before it, or one that was the newest
   within the last `admission_lag_s`; what it misses it replays from a member. It must not be asked for the newest
   state only: every commit moves that, and a learner that chases it never arrives. One commit of slack is not enough
@@ -14,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from collective.core.types import Epoch, Instant, PeerRef
+from elastic.core.meetings import Meetings
 from elastic.core.messages import Evicted, Held
 from elastic.core.roster import Roster
 
@@ -25,8 +27,9 @@ MAX_COMMITS_BEHIND = 64
 class Admission:
     """Decides when a roster takes learners in. Holds only which states were the newest a moment ago."""
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: Roster, meetings: Meetings) -> None:
         self._roster = roster
+        self._meetings = meetings
         self._superseded: deque[tuple[Instant, Held]] = deque(maxlen=MAX_COMMITS_BEHIND)
 
     def at_boundary(self, deviants: Sequence[PeerRef]) -> None:
@@ -52,6 +55,7 @@ class Admission:
             for session in roster.learners()
             if session.synced is not None and session.synced in enough and session.ref not in evicted
         ]
+        into = self._meetings.have_met(into, stays)
         roster.cross_boundary(evicted=evicted, into=into)
 
     def between_commits(self) -> None:
@@ -60,13 +64,12 @@ class Admission:
         committed = roster.state.committed
         if committed is None or roster.state.view.world_size >= roster.quorum:
             return
+        holders = [session for session in roster.learners() if session.synced == committed]
+        into = self._meetings.have_met(holders, roster.members())
         # Whoever came first would go on alone, and the others would wait for its next commit.
-        back = {session.ref.peer_id for session in roster.learners() if session.synced == committed}
-        roster.awaited -= back
-        if roster.awaited and roster.now < roster.awaited_until:
+        if roster.awaited - {session.ref.peer_id for session in into} and roster.now < roster.awaited_until:
             return
         roster.awaited.clear()
-        into = [session for session in roster.learners() if session.synced == committed]
         roster.cross_boundary(evicted={}, into=into)
 
     def found(self) -> None:

@@ -74,6 +74,10 @@ class CoordinatorConfig:
     """If the coordinator itself is woken this much after its deadline it was paused, and judges nobody by that time."""
     resend_interval_s: float = 0.5
     """A member that is behind is told the view again at most this often."""
+    meet_interval_s: float = 2.0
+    """A peer is asked at most this often to make links that are missing."""
+    meet_timeout_s: float = 20.0
+    """A newcomer that has no link with a member by then is sent home: three dials of five seconds, and their pauses."""
     recover_s: float = 30.0
     """If nobody holds the committed state, half of the members of the newest commit wait so long for it before the run
     goes back to what they hold."""
@@ -101,7 +105,7 @@ class CoordinatorConfig:
         times = [self.heartbeat_timeout_s, self.suspect_silence_s, self.reconnect_grace_s, self.recover_grace_s]
         times += [self.report_window_s, self.stall_floor_s, self.stall_factor, self.stall_initial_s]
         times += [self.admission_lag_s, self.lateness_s, self.resend_interval_s, self.orphan_timeout_s]
-        times += [self.recover_s]
+        times += [self.recover_s, self.meet_interval_s, self.meet_timeout_s]
         times += [self.grace_floor_s, self.grace_factor, self.grace_limit, self.grace_initial_s]
         if not 0.0 < self.round_quorum <= 1.0:
             raise ValueError("round_quorum must be more than 0 and at most 1")

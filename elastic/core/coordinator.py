@@ -24,6 +24,7 @@ from elastic.core.certificate import Certificate
 from elastic.core.closing import Closing
 from elastic.core.config import CoordinatorConfig, RebuildRule
 from elastic.core.events import CoordinatorEffect, CoordinatorEvent, PeerConnectionLost, PeerSaid, Resign, Tick
+from elastic.core.meetings import Meetings
 from elastic.core.messages import (
     Evicted,
     Goodbye,
@@ -33,6 +34,7 @@ from elastic.core.messages import (
     LeaseGrant,
     LeaseRequest,
     Leave,
+    Met,
     PeerMessage,
     RoundFailed,
     Synced,
@@ -63,7 +65,8 @@ class CoordinatorMachine:
         self._roster = Roster(config, state)
         self._rounds = self._roster.rounds
         self._reception = Reception(self._roster)
-        self._admission = Admission(self._roster)
+        self._meetings = Meetings(self._roster)
+        self._admission = Admission(self._roster, self._meetings)
         self._closing = Closing(self._roster, self._admission)
         self._rollback = Rollback(self._roster)
         self._rebuild: Rebuild | None = None  # while the journal is lost and not made anew yet
@@ -139,6 +142,7 @@ class CoordinatorMachine:
         roster.counters["woken_late"] += 1
         roster.forgive()
         self._rollback.forgive(now)
+        self._meetings.forgive(now)
         if self._rebuild is not None:
             self._rebuild.forgive(now)
 
@@ -154,6 +158,7 @@ class CoordinatorMachine:
             deadlines += self._admission.deadlines()
             deadlines += self._closing.deadlines()
             deadlines += self._rollback.deadlines()
+            deadlines += self._meetings.deadlines()
         if not deadlines:
             return None
         # Were the clock looked at only when something is due, an absence that ends just then would be no absence.
@@ -221,9 +226,20 @@ class CoordinatorMachine:
             return
         if session is None or session.ref != sender:
             self._reception.stranger(sender, message)
+            if roster.sessions.get(sender.peer_id) is not session:
+                self._meetings.ask_all()
             return
         session.heard(roster.now)
+        self._on_session(session, message)
+        if isinstance(message, Heartbeat) and not roster.over:
+            self._meetings.ask(session)
+
+    def _on_session(self, session: Session, message: PeerMessage) -> None:
+        """Somebody spoke that we know, in this start."""
+        roster, sender = self._roster, session.ref
         match message:
+            case Met():
+                self._meetings.heard(session, message)
             case Leave():
                 self._on_leave(session, message)
             case Join() | Heartbeat() | Synced() | Vote() | RoundFailed() if roster.is_excused(session):
@@ -371,6 +387,7 @@ class CoordinatorMachine:
             self._admission.between_commits()
             self._admission.found()
             self._rollback.settle()
+            self._meetings.send_home()
 
     def _drop_the_lost(self) -> None:
         roster = self._roster

@@ -99,6 +99,14 @@ class RoundReady:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMade:
+    """This peer has a link with `ref`, as `MeetPeers` asked; or it tried in vain, for this `cause`."""
+
+    ref: PeerRef
+    cause: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeDone:
     """The round's result is staged; the shared state would have this digest."""
 
@@ -156,6 +164,7 @@ MemberEvent = (
     Connected
     | Disconnected
     | CoordinatorSaid
+    | LinkMade
     | RoundReady
     | ExchangeDone
     | ExchangeFailed
@@ -272,6 +281,13 @@ class KeepCertificate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MakeLinks:
+    """Connect with these beside everything else; a `LinkMade` for each says what became of it."""
+
+    peers: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
     """This peer's part in the run is over. `code` is the exit code, `reason` one sentence."""
 
@@ -293,5 +309,6 @@ MemberEffect = (
     | InstallStaged
     | TakeLeases
     | KeepCertificate
+    | MakeLinks
     | Finish
 )

@@ -42,6 +42,8 @@ from elastic.core.events import (
     KeepCertificate,
     LeasesWanted,
     LeaveRequested,
+    LinkMade,
+    MakeLinks,
     MemberEffect,
     MemberEvent,
     Progressed,
@@ -59,12 +61,15 @@ from elastic.core.messages import (
     Held,
     Join,
     LeaseGrant,
+    Meet,
+    Met,
     NewView,
     PeerMessage,
     Rebuilding,
     Rebuilt,
     Refused,
     Synced,
+    Unmet,
     Welcome,
 )
 from elastic.core.place import Phase, Place
@@ -189,6 +194,10 @@ class MemberMachine:
                 self._on_catch_up(event)
             case Progressed():
                 self._place.progressed(event)
+            case LinkMade(ref=ref, cause=None):
+                self._say(Met(peers=(ref,)))
+            case LinkMade(ref=ref, cause=cause):
+                self._say(Met(unmet=(Unmet(ref, (cause or "")[:160]),)))
             case LeasesWanted():
                 self._on_leases_wanted(event.num_samples)
             case LeaveRequested():
@@ -307,6 +316,8 @@ class MemberMachine:
                 self._finish(Finish(code=message.code, reason=message.reason))
             case LeaseGrant():
                 self._on_lease_grant(message)
+            case Meet(peers=peers):
+                self._place.effects.append(MakeLinks(peers=tuple(peer for peer in peers if peer.ref != self.me)))
             case Goodbye():
                 if self._farewell.word is not None:
                     self._finish(self._farewell.end(f"left at outer step {message.outer_step}"))

@@ -97,6 +97,20 @@ class Leave(_Message, frozen=True, kw_only=True):
     now: bool = False
 
 
+class Unmet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """No link with this start of a peer, and why."""
+
+    ref: PeerRef
+    cause: Annotated[str, Meta(max_length=160)]
+
+
+class Met(_Message, frozen=True, kw_only=True):
+    """Which of those that its sender was asked to meet it has a link with, and which it tried in vain."""
+
+    peers: Annotated[tuple[PeerRef, ...], Meta(max_length=2048)] = ()
+    unmet: Annotated[tuple[Unmet, ...], Meta(max_length=2048)] = ()
+
+
 class LeaseRequest(_Message, frozen=True, kw_only=True):
     """More data, please: `num_samples` sample indices. `serial` makes repeats recognisable.
 
@@ -108,7 +122,7 @@ class LeaseRequest(_Message, frozen=True, kw_only=True):
     num_samples: Annotated[int, Meta(ge=1, le=2**31)]
 
 
-PeerMessage = Join | Heartbeat | Synced | Vote | RoundFailed | Leave | LeaseRequest
+PeerMessage = Join | Heartbeat | Synced | Vote | RoundFailed | Leave | LeaseRequest | Met
 
 
 # ------------------------------------------------------------------------------------ coordinator to peer
@@ -200,4 +214,10 @@ class Goodbye(_Message, frozen=True, kw_only=True):
     outer_step: OuterStep
 
 
-CoordinatorMessage = Welcome | NewView | Commit | Evicted | Rebuilding | Rebuilt | Refused | LeaseGrant | Goodbye
+class Meet(_Message, frozen=True, kw_only=True):
+    """Make links with these, beside whatever you do: they may become members with you. Say `Met` of each."""
+
+    peers: Annotated[tuple[Member, ...], Meta(max_length=2048)]
+
+
+CoordinatorMessage = Welcome | NewView | Commit | Evicted | Rebuilding | Rebuilt | Refused | LeaseGrant | Goodbye | Meet

@@ -31,6 +31,7 @@ from elastic.core.messages import (
     Join,
     LeaseRequest,
     Leave,
+    Met,
     PeerMessage,
     Rebuilding,
     Refused,
@@ -94,7 +95,7 @@ class Rebuild:
                 self._look()
                 self._roster.send(sender, Goodbye(outer_step=self._roster.state.outer_step))
                 return
-            case Heartbeat() | Synced() | Vote() | RoundFailed() | LeaseRequest():
+            case Heartbeat() | Synced() | Vote() | RoundFailed() | LeaseRequest() | Met():
                 pass
             case _:
                 assert_never(message)

@@ -19,6 +19,7 @@ from elastic.core.messages import (
     Join,
     LeaseRequest,
     Leave,
+    Met,
     PeerMessage,
     Refused,
     RoundFailed,
@@ -45,7 +46,7 @@ class Reception:
                 self.join(sender, message)
             case Leave():
                 self._roster.send(sender, Goodbye(outer_step=self._roster.state.outer_step))
-            case Heartbeat() | Synced() | Vote() | RoundFailed() | LeaseRequest():
+            case Heartbeat() | Synced() | Vote() | RoundFailed() | LeaseRequest() | Met():
                 # Without an answer a dropped peer would wait for ever.
                 self._roster.counters["stranger"] += 1
                 if self._is_of_the_lost_journal(message):
@@ -55,13 +56,15 @@ class Reception:
             case _:
                 assert_never(message)
 
-    def _is_of_the_lost_journal(self, message: Join | Heartbeat | Synced | Vote | RoundFailed | LeaseRequest) -> bool:
+    def _is_of_the_lost_journal(
+        self, message: Join | Heartbeat | Synced | Vote | RoundFailed | LeaseRequest | Met
+    ) -> bool:
         """Whether the sender may not have heard yet that the run was rebuilt."""
         rebuilt = self._roster.state.rebuilt
         if rebuilt is None:
             return False
         match message:
-            case Synced():
+            case Synced() | Met():
                 return True  # it names no epoch; if it has heard, its heartbeats say so
             case Vote() | RoundFailed():
                 return message.key.epoch < rebuilt.epoch

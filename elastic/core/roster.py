@@ -122,6 +122,9 @@ class Roster:
     def close(self, session: Session) -> None:
         """Forget it: whatever it says next, it is a stranger."""
         del self.sessions[session.ref.peer_id]
+        for other in self.sessions.values():
+            other.met.discard(session.ref)
+            other.asked.pop(session.ref, None)
 
     def drop(self, lost: Mapping[PeerRef, str], last_words: Mapping[PeerRef, Refused] | None = None) -> None:
         """Give these sessions up, each for its reason; members among them leave the view.
@@ -177,6 +180,10 @@ class Roster:
         for session in excuse:
             session.excuse(committed)
         stays = [session for session in self.members() if session.ref not in out and session not in excuse]
+        for session in excuse:  # they were members together, and need not meet again
+            session.met.update(other.ref for other in stays)
+            for other in stays:
+                other.met.add(session.ref)
         absent = [item for item in self.sessions.values() if self.is_excused(item) and item.ref not in out]
         absent = [*(item for item in absent if item not in into), *excuse]
         if all(session.holds_state is False for session in (*stays, *into)):

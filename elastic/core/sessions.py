@@ -8,7 +8,7 @@ Liveness is progress, not heartbeats. A peer is given up when it is
 All of this dies with the coordinator's process; what must not is in run_state.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from collective.core.types import Instant, OuterStep, PeerRef
 from elastic.core.config import CoordinatorConfig
@@ -44,6 +44,14 @@ class Session:
     blocked: bool = False
     ready_at: Instant | None = None
     """When it was first heard to have handed in for the round in progress."""
+    met: set[PeerRef] = field(default_factory=set)
+    """With whom it says that it has a link; see meetings.py."""
+    unmet: dict[PeerRef, str] = field(default_factory=dict)
+    """With whom it tried in vain, and why."""
+    asked_at: Instant = float("-inf")
+    """When it was last asked to meet others."""
+    asked: dict[PeerRef, Instant] = field(default_factory=dict)
+    """When it was first asked to meet each of them."""
     excused_at: int | None = None
     """Its progress when it was excused; None if it is not."""
 

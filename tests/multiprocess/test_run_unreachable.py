@@ -31,9 +31,12 @@ def test_a_joiner_that_nobody_can_dial_goes_home_and_takes_nobody_with_it(tmp_pa
         ended_at = founder.step
         assert outcome.code == UNREACHABLE, run.story()
         assert NOBODY in outcome.sentences[-1]
+        assert "refused" in outcome.sentences[-1], "it is told with which error the others tried"
         assert "--advertise" in outcome.sentences[-1]
 
         run.until_step(ended_at + 5, founder, *others)
         assert not any(peer.events("learner") for peer in (founder, *others)), "no member was put out"
+        assert not founder.events("fault", kind="round_broke"), "nobody waited for it"
+        assert all(LAST_ID not in view["members"] for view in founder.events("view_decided")), "it was no member"
         run.leave_all()
     assert_same_commits(founder, *others)

@@ -55,6 +55,18 @@ class Bulk:
             return
         target.run(target.start_number, target.on_frame_arrived, frame)
 
+    @property
+    def dial_s(self) -> float:
+        """How long it takes to make a link, or to find out that there is none."""
+        return 2.0 * sum(self.sim.options.latency_s)
+
+    def why_no_link(self, node: PeerNode, other: PeerRef) -> str | None:
+        """None if these two starts of peers can have a link now."""
+        there = self.sim.peers[other.peer_id]
+        if there.ref != other or not there.is_up:
+            return "nobody there"
+        return "no answer" if self.sim.network.is_broken(node.peer_id, other.peer_id) else None
+
     def break_link(self, one: PeerNode, other: PeerNode) -> None:
         """The link between two peers breaks, with all that is on it, and is made anew."""
         self.network.renew(one.peer_id, other.peer_id)

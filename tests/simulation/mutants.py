@@ -88,7 +88,7 @@ class PatchedCoordinator(CoordinatorMachine):
         )
         super()._start(stall, state)
         self._rounds = self._roster.rounds = self.rounds_type()
-        self._admission = self.admission_type(self._roster)
+        self._admission = self.admission_type(self._roster, self._meetings)
         self._closing = Closing(self._roster, self._admission)
         self._reception = self.reception_type(self._roster)
         self._rollback = self.rollback_type(self._roster)

@@ -27,6 +27,8 @@ from elastic.core.events import (
     InstallView,
     KeepCertificate,
     LeasesWanted,
+    LinkMade,
+    MakeLinks,
     MemberEffect,
     MemberEvent,
     Progressed,
@@ -232,10 +234,18 @@ class PeerNode(Process):
                 self._leases = merged((*self._leases, *ranges))
             case KeepCertificate(certificate=certificate):
                 self.disk_certificate = certificate
+            case MakeLinks(peers=peers):
+                for member in peers:
+                    self.later(self.sim.bulk.dial_s, "dial", self._dial, member.ref)
             case Finish():
                 self._finish(effect)
             case _:
                 assert_never(effect)
+
+    def _dial(self, ref: PeerRef) -> None:
+        """What becomes of a link with a peer that may become a member."""
+        cause = self.sim.bulk.why_no_link(self, ref)
+        self.feed(LinkMade(ref=ref, cause=cause))
 
     def _finish(self, effect: Finish) -> None:
         self.exit = effect

@@ -138,6 +138,21 @@ def sites_running():
 
 
 @pytest.fixture
+async def new_site():
+    """Makes peers that no view has named yet."""
+    sites = []
+
+    async def make(number):
+        sites.append(Site(number))
+        await sites[-1].listener.start()
+        return sites[-1]
+
+    yield make
+    for site in sites:
+        await site.close()
+
+
+@pytest.fixture
 def view_of():
     return make_view
 

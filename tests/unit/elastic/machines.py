@@ -30,6 +30,8 @@ from elastic.core.messages import (
     Held,
     IndexRange,
     Join,
+    Meet,
+    Met,
     NewView,
     PeerMessage,
     RoundFailed,
@@ -98,12 +100,27 @@ class CoordinatorDriver:
         self.now = now
         self.journal: list[Record] = []
         self.effects: Sequence[CoordinatorEffect] = ()
+        self.unreachable: set[PeerRef] = set()
 
     def feed(self, event: CoordinatorEvent) -> Sequence[CoordinatorEffect]:
-        self.effects = self.machine.handle(event, self.now)
-        self.machine.check_invariants()
-        self.journal += [effect.record for effect in self.effects if isinstance(effect, Persist)]
+        """Hand the machine an event. Peers that it asks to meet do so at once, but for the `unreachable`."""
+        self.effects = self._handle(event)
+        asked = [
+            effect for effect in self.effects if isinstance(effect, SendToPeer) and isinstance(effect.message, Meet)
+        ]
+        for effect in asked:
+            assert isinstance(effect.message, Meet)
+            away = self.unreachable & {effect.to, *(peer.ref for peer in effect.message.peers)}
+            met = tuple(peer.ref for peer in effect.message.peers if not away & {effect.to, peer.ref})
+            said = PeerSaid(sender=effect.to, message=Met(peers=met)) if met else None
+            self.effects = [*self.effects, *(self._handle(said) if said else ())]
         return self.effects
+
+    def _handle(self, event: CoordinatorEvent) -> Sequence[CoordinatorEffect]:
+        effects = self.machine.handle(event, self.now)
+        self.machine.check_invariants()
+        self.journal += [effect.record for effect in effects if isinstance(effect, Persist)]
+        return effects
 
     def says(self, sender: PeerRef | int, message: PeerMessage) -> Sequence[CoordinatorEffect]:
         sender = ref(sender) if isinstance(sender, int) else sender

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collective.core.types import Incarnation, PeerId, PeerRef, RoundKey, View
+from collective.core.types import Incarnation, Member, PeerId, PeerRef, RoundKey, View
 from collective.errors import OperationAborted
 from collective.transport import Channel, Purpose, connect
 from elastic.commit_log import CommitLog
@@ -102,6 +102,9 @@ class NumberRunner:
 
     async def install_view(self, view: View) -> None:
         self.views.append(view)
+
+    async def meet(self, member: Member) -> str | None:
+        return None
 
     async def exchange(self, view: View, key: RoundKey, weight: float) -> bytes:
         assert weight > 0

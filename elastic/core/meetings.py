@@ -1,0 +1,136 @@
+"""Links before membership: a learner becomes a member after both ends say that they are connected.
+
+A member that the others cannot exchange with costs all of them a round. So whoever may become a member with whom is
+told so (`Meet`), makes the links beside whatever else it does, and says what became of it (`Met`). Rules:
+
+* Members that exchange with each other have met; what is asked for is links between a learner and everybody else.
+* Both ends must say so: neither can speak for the other's side of the line.
+* A learner that a member which answers us has not met within `meet_timeout_s` is told who tried which address with
+  which error, and is sent home. The members never notice.
+* A peer whose work a commit has held is never sent home for that: its line is broken, its address is not wrong.
+
+Nothing is repeated but in answer to a heartbeat.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from collective.core.types import Instant, Member
+from elastic.core.farewell import UNREACHABLE_EXIT_CODE
+from elastic.core.messages import Meet, Met, Refused
+from elastic.core.roster import Roster
+from elastic.core.sessions import Session
+
+MAX_LEARNERS = 64
+"""Learners that are asked to meet each other; all of them meet the members."""
+
+_NEVER = float("inf")
+
+_MAX_NAMED = 8
+"""Failed attempts that a reason names."""
+
+
+class Meetings:
+    """Asks for links, and decides who has enough of them. What was said is in the sessions."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+
+    def heard(self, session: Session, said: Met) -> None:
+        """A peer tells with whom it has a link, and with whom it has none."""
+        known = {other.ref for other in self._roster.sessions.values()}
+        session.met |= known.intersection(said.peers)
+        session.met.intersection_update(known)
+        session.unmet |= {item.ref: item.cause for item in said.unmet if item.ref in known}
+        session.unmet = {ref: cause for ref, cause in session.unmet.items() if ref in known - session.met}
+
+    def ask(self, session: Session) -> None:
+        """Name those that it has not met, unless it was asked a moment ago."""
+        roster = self._roster
+        if roster.now < session.asked_at + roster.config.meet_interval_s:
+            return
+        missing = [other for other in self._wanted(session) if other.ref not in session.met]
+        if not missing:
+            return
+        session.asked_at = roster.now
+        for other in missing:
+            session.asked.setdefault(other.ref, roster.now)
+        peers = tuple(Member(item.ref.peer_id, item.ref.incarnation, item.address) for item in missing)
+        roster.send(session.ref, Meet(peers=peers))
+
+    def ask_all(self) -> None:
+        """Somebody came: everybody hears of it at once."""
+        for session in self._roster.sessions.values():
+            session.asked_at = -_NEVER
+            self.ask(session)
+
+    def have_met(self, candidates: Iterable[Session], stays: Sequence[Session]) -> list[Session]:
+        """Those of the candidates that have met all who stay, and each other; the first ones first."""
+        chosen: list[Session] = []
+        for session in candidates:
+            if all(_met(session, other) for other in (*stays, *chosen)):
+                chosen.append(session)
+        return chosen
+
+    def send_home(self) -> None:
+        """Learners whose time is over hear why."""
+        roster = self._roster
+        for session in list(roster.learners()):
+            if self._due_at(session) <= roster.now:
+                roster.counters["unreached"] += 1
+                roster.send(session.ref, Refused(code=UNREACHABLE_EXIT_CODE, reason=self._reason(session)))
+                roster.close(session)
+
+    def deadlines(self) -> list[Instant]:
+        """When to look again."""
+        instants = (self._due_at(session) for session in self._roster.learners())
+        return [instant for instant in instants if instant != _NEVER]
+
+    def forgive(self, now: Instant) -> None:
+        """The coordinator itself did not run: nobody could answer."""
+        for session in self._roster.sessions.values():
+            session.asked = dict.fromkeys(session.asked, now)
+
+    def _wanted(self, session: Session) -> list[Session]:
+        """Whom it should meet: who is a learner meets everybody, a member meets the learners."""
+        roster = self._roster
+        learners = [item for item in roster.learners() if item is not session]
+        if roster.is_member(session):
+            return learners
+        return [*roster.members(), *learners[:MAX_LEARNERS]]
+
+    def _lacking(self, session: Session) -> list[Session]:
+        """Members that answer us, and that this learner and they have not met."""
+        roster = self._roster
+        heard_since = roster.now - roster.config.suspect_silence_s
+        members = [item for item in roster.members() if not item.disconnected and item.last_heard >= heard_since]
+        return [item for item in members if not _met(session, item)]
+
+    def _due_at(self, session: Session) -> Instant:
+        roster = self._roster
+        if session.ref.peer_id in roster.state.reached or session.disconnected:
+            return _NEVER
+        asked = (
+            max(session.asked.get(other.ref, _NEVER), other.asked.get(session.ref, _NEVER))
+            for other in self._lacking(session)
+        )
+        return min(asked, default=_NEVER) + roster.config.meet_timeout_s
+
+    def _reason(self, session: Session) -> str:
+        lacking = self._lacking(session)
+        attempts: list[str] = []
+        for other in lacking:
+            if session.ref not in other.met:
+                cause = other.unmet.get(session.ref, "no connection")
+                attempts.append(f"{other.ref.peer_id} with {session.address or 'no address'}: {cause}")
+            if other.ref not in session.met:
+                cause = session.unmet.get(other.ref, "no connection")
+                attempts.append(f"you with {other.ref.peer_id} at {other.address or 'no address'}: {cause}")
+        return (
+            f"{len(lacking)} of the {len(self._roster.members())} members have no link with you "
+            f"({'; '.join(attempts[:_MAX_NAMED])}): give this peer an address that all of them reach (--advertise) and "
+            "open its port"
+        )
+
+
+def _met(one: Session, other: Session) -> bool:
+    return other.ref in one.met and one.ref in other.met

@@ -1,0 +1,58 @@
+"""Links before a view names their peers: made by who dials, seen by both, and kept for the view."""
+
+import asyncio
+
+import pytest
+import torch
+
+from collective import Member, communicator
+
+
+async def test_both_sides_of_a_pair_see_the_link_that_one_has_dialled(new_site) -> None:
+    smaller, larger = [await new_site(number) for number in (1, 2)]
+    met = await asyncio.gather(smaller.communicator.meet(larger.member), larger.communicator.meet(smaller.member))
+    assert met == [None, None]
+
+
+async def test_a_view_goes_on_with_the_links_that_were_made_before_it(new_site, view_of) -> None:
+    sites = [await new_site(number) for number in (1, 2)]
+    await asyncio.gather(sites[0].communicator.meet(sites[1].member), sites[1].communicator.meet(sites[0].member))
+    before = [dict(site.communicator._mesh.bundles) for site in sites]
+    await asyncio.gather(*(site.communicator.install(view_of(sites)) for site in sites))
+    assert [dict(site.communicator._mesh.bundles) for site in sites] == before
+    outs = [torch.empty(100) for _ in sites]
+    await asyncio.gather(*(site.mean(torch.ones(100), out=out) for site, out in zip(sites, outs, strict=True)))
+    assert all(torch.equal(out, torch.ones(100)) for out in outs)
+
+
+async def test_who_meets_in_the_middle_of_a_round_does_not_disturb_it(sites_running, new_site) -> None:
+    async with sites_running(2) as sites:
+        newcomer = await new_site(9)
+        waiting = asyncio.ensure_future(sites[0].mean(torch.ones(10), out=torch.empty(10)))
+        met = await asyncio.gather(
+            sites[0].communicator.meet(newcomer.member), newcomer.communicator.meet(sites[0].member)
+        )
+        assert met == [None, None]
+        await asyncio.gather(waiting, sites[1].mean(torch.ones(10), out=torch.empty(10)))
+
+
+async def test_an_address_where_nobody_listens_is_told_with_its_error(
+    new_site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(communicator, "MEET_S", 0.5)
+    site, other = await new_site(1), await new_site(2)
+    await other.listener.close()
+    assert await site.communicator.meet(other.member) == "refused"
+
+
+async def test_who_waits_for_a_call_says_that_it_did_not_come(new_site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "MEET_S", 0.5)
+    site, silent = await new_site(2), await new_site(1)
+    assert await site.communicator.meet(silent.member) == "it has not called"
+
+
+async def test_another_start_of_the_peer_does_not_count(new_site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "MEET_S", 0.5)
+    site, other = await new_site(1), await new_site(2)
+    older = Member(other.me.peer_id, other.me.incarnation - 1, other.listener.address)
+    assert await site.communicator.meet(older) is not None
