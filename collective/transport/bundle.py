@@ -155,11 +155,11 @@ class Bundle:
         return self._redial.is_refused
 
     @property
-    @property
     def cause(self) -> str:
         """Why the last dial failed; empty if none did."""
         return self._redial.cause
 
+    @property
     def bytes_sent(self) -> int:
         """Bytes given to the kernel for this peer, headers included."""
         return self._bytes_of_old_links[0] + sum(link.bytes_sent for link in self._links.values())
