@@ -343,8 +343,12 @@ class _Process:
 
     async def _count(self, listener: Listener, chronicle: Chronicle) -> None:
         while True:
-            served_nbytes = 0 if self._peer is None else self._peer.donor.bytes_served
-            chronicle.counted(refused=listener.counters, served_nbytes=served_nbytes)
+            refused, served_nbytes = dict(listener.counters), 0
+            if self._peer is not None:
+                served_nbytes = self._peer.donor.bytes_served
+                bulk = self._peer.communicator.refused
+                refused |= {f"bulk: {reason}": count for reason, count in bulk.items()}
+            chronicle.counted(refused=refused, served_nbytes=served_nbytes)
             await asyncio.sleep(1.0)
 
     # -------------------------------------------------------------------------------- being asked
