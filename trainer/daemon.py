@@ -99,7 +99,10 @@ class _Process:
         start = self._start
         config = start.config
         with contextlib.ExitStack() as stack:
-            events = stack.enter_context(EventLog(self._run_dir / FILE_NAME, start.me.peer_id))
+            node, log_path = config.node, self._run_dir / FILE_NAME
+            events = stack.enter_context(
+                EventLog(log_path, start.me.peer_id, max_nbytes=node.events_nbytes, keep=node.events_keep)
+            )
             progress = stack.enter_context(
                 open_progress(
                     name=config.run.name,
