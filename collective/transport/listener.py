@@ -163,10 +163,9 @@ class Listener:
         task.add_done_callback(self._running.discard)
 
     async def _accept_connections(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, remote = await loop.sock_accept(listening)
+                sock, remote = await _next_caller(listening)
             except OSError as error:
                 if error.errno not in _OUT_OF_RESOURCES:
                     self.counters["broken before accept"] += 1
@@ -311,19 +310,36 @@ class Listener:
 
 async def _first_byte(sock: socket.socket) -> bytes:
     """The byte that comes first, which stays there to be read. Empty if the other side hangs up instead."""
-    loop = asyncio.get_running_loop()
     while True:
         try:
             return sock.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
-            readable = asyncio.Event()
-            loop.add_reader(sock.fileno(), readable.set)
-            try:
-                await readable.wait()
-            finally:
-                loop.remove_reader(sock.fileno())
+            await _readable(sock)
         except OSError as error:
             raise lost(error) from error
+
+
+async def _next_caller(listening: socket.socket) -> tuple[socket.socket, tuple[str, int]]:
+    """A new connection, non-blocking. As `loop.sock_accept`, which raises in the loop, and keeps the connection open,
+    if one comes in the turn in which it is cancelled. Raises OSError."""
+    while True:
+        try:
+            sock, remote = listening.accept()
+        except (BlockingIOError, InterruptedError):
+            await _readable(listening)
+        else:
+            sock.setblocking(False)
+            return sock, remote
+
+
+async def _readable(sock: socket.socket) -> None:
+    """Until there is something to read, or nothing will ever be."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock.fileno(), readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(sock.fileno())
 
 
 async def _let_read(sock: socket.socket) -> None:
