@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -98,7 +99,7 @@ class Communicator:
             sockets=self._options.sockets,
             security=security,
             caps=self._caps,
-            dropped=self._engine.dropped,
+            refusals=self._engine.refusals,
         )
         self._meter = LinkMeter(self._mesh.bundles)
         self._runner = Runner(
@@ -404,7 +405,12 @@ class Communicator:
     @property
     def dropped(self) -> dict[str, int]:
         """Frames and connections that were dropped, by reason."""
-        return dict(self._engine.dropped)
+        return dict(self._engine.dropped + self._engine.refused)
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Connections alone that were ended for what came over them, or not taken, by reason."""
+        return self._engine.refused
 
     # -------------------------------------------------------------------------------- inside
 

@@ -11,19 +11,21 @@ Rules:
 * Nothing here waits: callbacks of the loop in, effects out. Deadlines are supervision.py's.
 """
 
+import asyncio
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
 
 from collective.core.fence import Fence, Standing
 from collective.core.types import Epoch, PeerRef, RoundKey, View
-from collective.errors import CollectiveError, OperationAborted, RemoteProtocolError, RoundRefused
+from collective.errors import CollectiveError, OperationAborted, RemoteProtocolError, RoundRefused, StreamBroken
 from collective.memory import fresh_memory
 from collective.notices import HAS_RESULT, abort_payload, abort_payload_of
 from collective.plan import FAR_CHUNK_NBYTES
 from collective.round import Round
 from collective.transport.bundle import Bundle, Notice
 from collective.transport.link import Link, Sink
+from collective.transport.refusal_log import RefusalLog
 from collective.wire import Frame, FrameType, Header, pack
 
 log = logging.getLogger(__name__)
@@ -105,6 +107,8 @@ class Engine:
         self.rounds: dict[RoundKey, Round] = {}
         self._announced: dict[RoundKey, Round] = {}  # opened towards the others, not posted yet
         self.dropped: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.refusals = RefusalLog(self.refused)
         self._closed_keys: OrderedDict[RoundKey, tuple[int, bytes]] = OrderedDict()  # our rank, what ended it
         self._stashes: dict[PeerRef, Stash] = {}
         self._num_spent = 0
@@ -191,6 +195,7 @@ class Engine:
                     self._deliver(bundle, frame)
                 except RemoteProtocolError as error:
                     # It came over a link that may be gone by now, so it is the peer that is refused.
+                    self._refuse(bundle, error.reason)
                     rank = round_.rank_of(bundle)
                     round_.suspect([] if rank is None else [rank], str(error))
 
@@ -240,7 +245,9 @@ class Engine:
     def on_broken(self, bundle: Bundle, cause: CollectiveError) -> None:
         """Let the rounds with this peer look at it."""
         if isinstance(cause, RemoteProtocolError):
-            self.dropped[cause.reason] += 1
+            self._refuse(bundle, cause.reason)
+        elif isinstance(cause, StreamBroken):
+            self._refuse(bundle, cause.cause)
         for round_, rank in self._rounds_with(bundle):
             round_.on_broken(rank, cause)
 
@@ -250,6 +257,9 @@ class Engine:
             round_.on_renewed(rank)
 
     # -------------------------------------------------------------------------------- look-ups
+
+    def _refuse(self, bundle: Bundle, kind: str) -> None:
+        self.refusals.ended(kind, asyncio.get_running_loop().time(), peer_id=bundle.peer_id, purpose="bulk")
 
     def _deliver(self, bundle: Bundle, frame: Frame) -> None:
         round_ = self.rounds[frame.header.key]

@@ -4,6 +4,7 @@
     ├── expected fault: go on in the next view, or dial again
     │   ├── OperationAborted(key, cause, suspects)
     │   ├── ConnectionLost(cause)
+    │   │   └── StreamBroken(cause)
     │   ├── PeerUnreachable(address, cause)
     │   └── DeadlineExceeded(what, timeout_s)
     ├── a peer's fault: its connection is closed, it may be evicted
@@ -49,6 +50,13 @@ class ConnectionLost(CollectiveError):
     def __init__(self, cause: str) -> None:
         super().__init__(f"connection lost: {cause}")
         self.cause = cause
+
+
+class StreamBroken(ConnectionLost):
+    """It was lost for what came over it: bytes changed under the encryption, or an end within a frame.
+
+    It says nothing about a peer, for anybody on the way can cause it. `cause` is a short word list for counters.
+    """
 
 
 class PeerUnreachable(CollectiveError):

@@ -8,13 +8,13 @@ know tensors or rounds.
 import asyncio
 import contextlib
 import socket
-from collections import Counter
 from collections.abc import Callable
 
-from collective.core.types import Member, PeerRef, View
+from collective.core.types import Member, PeerId, PeerRef, View
 from collective.transport.bundle import Bundle, BundleOwner
-from collective.transport.hello import Hello
+from collective.transport.hello import Hello, Purpose
 from collective.transport.link import Caps
+from collective.transport.refusal_log import RefusalLog
 from collective.transport.security import Security
 from collective.transport.sockets import SocketOptions
 
@@ -34,7 +34,7 @@ class Mesh:
         sockets: how they are set up.
         security: which of them are encrypted; None encrypts nothing.
         caps: bound what all of them together move.
-        dropped: counts connections that were refused, by reason.
+        refusals: hears of connections that were refused.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Mesh:
         sockets: SocketOptions,
         security: Security | None,
         caps: Caps,
-        dropped: Counter[str],
+        refusals: RefusalLog,
     ) -> None:
         self.bundles: dict[PeerRef, Bundle] = {}
         self.view: View | None = None
@@ -61,7 +61,7 @@ class Mesh:
         self._sockets = sockets
         self._security = security
         self._caps = caps
-        self._dropped = dropped
+        self._refusals = refusals
         self._moved_by_closed = [0, 0]
 
     def adopt(self, sock: socket.socket, hello: Hello) -> None:
@@ -69,14 +69,14 @@ class Mesh:
         known = self.view
         member = next((m for m in known.members if m.peer_id == hello.peer_id), None) if known else None
         if self.closed or hello.peer_id >= self._me.peer_id or hello.stream >= hello.num_streams:
-            self._refuse(sock, "connection in the wrong direction")
+            self._refuse(sock, hello, "connection in the wrong direction")
             return
         if member is not None and hello.incarnation < member.incarnation:
-            self._refuse(sock, "connection of an older incarnation")
+            self._refuse(sock, hello, "connection of an older incarnation")
             return
         bundle = self.bundles.get(hello.ref)
         if bundle is None:
-            self._make_room_for_stranger()
+            self._make_room_for_stranger(hello.peer_id)
             bundle = self._new_bundle(hello.ref, hello.num_streams)
         bundle.keep_streams(hello.num_streams)  # the dialler decides
         bundle.attach(sock, hello.stream)
@@ -85,7 +85,7 @@ class Mesh:
         """The links with a peer that may become a member."""
         bundle = self.bundles.get(member.ref)
         if bundle is None:
-            self._make_room_for_stranger()
+            self._make_room_for_stranger(member.peer_id)
             bundle = self._new_bundle(member.ref, self._num_streams)
         bundle.address = member.address
         return bundle
@@ -163,13 +163,16 @@ class Mesh:
         )
         return self.bundles[ref]
 
-    def _refuse(self, sock: socket.socket, reason: str) -> None:
-        self._dropped[reason] += 1
+    def _refuse(self, sock: socket.socket, hello: Hello, reason: str) -> None:
+        self._say(hello.peer_id, reason)
         sock.close()
 
-    def _make_room_for_stranger(self) -> None:
+    def _say(self, peer_id: PeerId, reason: str) -> None:
+        self._refusals.ended(reason, asyncio.get_running_loop().time(), peer_id=peer_id, purpose=Purpose.BULK)
+
+    def _make_room_for_stranger(self, peer_id: PeerId) -> None:
         view = self.view
         strangers = [ref for ref in self.bundles if view is None or not view.holds(ref)]
         if len(strangers) >= _MAX_STRANGERS:
-            self._dropped["too many connections before a view"] += 1
+            self._say(peer_id, "too many connections before a view")
             self.drop(strangers[0])

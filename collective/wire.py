@@ -21,7 +21,7 @@ import msgspec
 import xxhash
 
 from collective.core.types import Epoch, OuterStep, RoundKey
-from collective.errors import PayloadCorrupted, RemoteProtocolError
+from collective.errors import ConnectionLost, PayloadCorrupted, RemoteProtocolError, StreamBroken
 
 PROTOCOL_VERSION = 1
 MAGIC = b"IS"
@@ -245,6 +245,10 @@ class FrameReader:
     def missing_nbytes(self) -> int:
         """What is still to come of the payload that is arriving; 0 between frames."""
         return 0 if self._current is None else len(self._payload) - self._payload_filled
+
+    def ended(self) -> ConnectionLost:
+        """What it means that the stream is over here."""
+        return StreamBroken("closed within a frame") if self.in_frame else ConnectionLost("closed by the other side")
 
     def next_buffers(self) -> list[memoryview]:
         """Where the next bytes belong, in order; never empty."""

@@ -27,7 +27,7 @@ from typing import assert_never
 import msgspec
 
 from collective.core.types import Instant, OuterStep, PeerRef, View
-from collective.errors import ConnectionLost
+from collective.errors import ConnectionLost, StreamBroken
 from collective.transport import Channel
 from elastic.alarm import Alarm, HeldClock
 from elastic.control import ControlConnection
@@ -130,7 +130,7 @@ class CoordinatorShell:
         """Talk with one peer until its connection ends. The route for CONTROL connections of the listener.
 
         Raises:
-            RemoteProtocolError: the peer sent something that is no message; its connection is closed.
+            RemoteProtocolError, StreamBroken: the peer sent something that is no message; its connection is closed.
         """
         ref = channel.hello.ref
         if self._stopped or self.is_away:
@@ -151,7 +151,7 @@ class CoordinatorShell:
                 del self._connections[ref]
                 self._observe(PeerDisconnected(ref=ref, cause=str(cause)))
                 self._feed(PeerConnectionLost(sender=ref))
-        if not isinstance(cause, ConnectionLost):
+        if not isinstance(cause, ConnectionLost) or isinstance(cause, StreamBroken):
             raise cause
 
     async def run(self) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 from elastic.core.messages import IndexRange
 from elastic.core.records import CommitRecord, LeaseRecord, Record, ReleaseRecord
 from elastic.journal import Journal
+from trainer import events
+from trainer.events import FILE_NAME, has_events
 
 Event = dict[str, Any]
 
@@ -28,13 +30,9 @@ class Fault:
 
 def read_events(directory: Path) -> Iterator[Event]:
     """The events of one peer; a line that is still being written is left for the next time."""
-    path = directory / "events.jsonl"
-    if not path.exists():
-        return
-    with path.open() as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    path = directory / FILE_NAME
+    if has_events(path):
+        yield from events.read_events(path)
 
 
 def wall_s(event: Event) -> float:

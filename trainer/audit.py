@@ -23,11 +23,11 @@ from elastic.errors import JournalUnreadable
 from elastic.journal_reader import JournalReading, read_journal
 from trainer.audit_certificates import audit_certificates, read_kept
 from trainer.audit_checkpoints import audit_checkpoints, read_checkpoints
-from trainer.audit_logs import Deviant, Log, audit_logs, deviants, read_logs
+from trainer.audit_logs import Deviant, Log, MissingLogs, audit_logs, deviants, missing_logs, read_logs
 from trainer.certificates import FILE_NAME as CERTIFICATES_NAME
 from trainer.checkpoint import FOLDER_NAME
 from trainer.errors import ConfigError, EnvironmentFault
-from trainer.events import FILE_NAME
+from trainer.events import FILE_NAME, has_events
 from trainer.founding import JOURNAL_NAME, find_seal_key
 
 
@@ -41,6 +41,7 @@ class RunAudit:
         folders: whose logs, certificates and checkpoints were looked at.
         proved: what the records say of the run, and the verdicts over them.
         deviants: who voted for another state than the committed one, as far as logs are here.
+        missing_logs: whose logs do not go back to their beginning any more.
         has_seal_key: whether a folder had the run's keys, so that the certificates' seals could be checked.
         verdicts: all of them, that over the journal's file first.
     """
@@ -50,6 +51,7 @@ class RunAudit:
     folders: tuple[Path, ...]
     proved: Audit
     deviants: tuple[Deviant, ...]
+    missing_logs: tuple[MissingLogs, ...]
     has_seal_key: bool
     verdicts: tuple[Verdict, ...]
 
@@ -73,7 +75,8 @@ def audit_run(given: Sequence[Path]) -> RunAudit:
     """
     folders = [folder for path in given for folder in _peers_folders(path)]
     try:
-        logs = read_logs(path for folder in folders if (path := folder / FILE_NAME).exists())
+        logs = read_logs(path for folder in folders if has_events(path := folder / FILE_NAME))
+        missing = missing_logs(folders)
         saved = read_checkpoints(folders)
         kept = read_kept(folders)
         readings = [read_journal(path) for folder in folders if (path := folder / JOURNAL_NAME).exists()]
@@ -93,6 +96,7 @@ def audit_run(given: Sequence[Path]) -> RunAudit:
         folders=tuple(folders),
         proved=proved,
         deviants=deviants(log, index),
+        missing_logs=missing,
         has_seal_key=seal_key is not None,
         verdicts=(
             _audit_files(journal, readings),
@@ -114,7 +118,8 @@ def _peers_folders(path: Path) -> list[Path]:
 
 
 def _is_peers(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (JOURNAL_NAME, FILE_NAME, FOLDER_NAME, CERTIFICATES_NAME))
+    names = (JOURNAL_NAME, FOLDER_NAME, CERTIFICATES_NAME)
+    return any((folder / name).exists() for name in names) or has_events(folder / FILE_NAME)
 
 
 def _choose(readings: Sequence[JournalReading], given: Sequence[Path]) -> JournalReading:

@@ -1,4 +1,4 @@
-"""What the peers wrote down themselves (events.jsonl), against the journal.
+"""What the peers wrote down themselves (events.jsonl and its older parts), against the journal.
 
 A commit that a peer saw must be in the journal, with the same digest, also if the run has gone back behind it: of
 itself a journal cannot show that its end is missing. So must be the views that the peer was told of, the state it
@@ -16,7 +16,7 @@ import msgspec
 from collective.core.types import Epoch, OuterStep, RoundKey
 from elastic.audit import Finding, RecordIndex, Verdict, judge
 from elastic.audit.findings import short
-from trainer.events import read_events
+from trainer.events import FILE_NAME, missing_files, read_events
 from trainer.record_lines import line_of
 
 
@@ -31,6 +31,11 @@ class _LogOpened(_Line, frozen=True, tag="log_opened"):
 
 
 class _Started(_Line, frozen=True, tag="started"):
+    run_id: str
+    samples_per_data_epoch: int | None = None
+
+
+class _LogContinued(_Line, frozen=True, tag="log_continued"):
     run_id: str
     samples_per_data_epoch: int | None = None
 
@@ -105,7 +110,7 @@ class _LeaseReturned(_Line, frozen=True, tag="lease_returned"):
 
 
 _Known = (
-    _LogOpened | _Started | _RoundStarted | _Vote | _Commit | _CommitDecided
+    _LogOpened | _LogContinued | _Started | _RoundStarted | _Vote | _Commit | _CommitDecided
     | _View | _ViewDecided | _Genesis | _RolledBack | _WentBack | _CatchUp | _Lease | _LeaseReturned
 )  # fmt: skip
 
@@ -123,6 +128,19 @@ class Log:
 
     lines: list[_Known] = field(default_factory=list)
     samples_per_data_epoch: int | None = None
+
+
+class MissingLogs(msgspec.Struct, frozen=True, kw_only=True):
+    """Older parts of a peer's log that are gone: dropped since there were too many, or taken away."""
+
+    folder: Path
+    number: int
+
+
+def missing_logs(folders: Iterable[Path]) -> tuple[MissingLogs, ...]:
+    """Which of these folders no longer have all of their log. Raises OSError."""
+    found = ((folder, missing_files(folder / FILE_NAME)) for folder in folders)
+    return tuple(MissingLogs(folder=folder, number=number) for folder, number in found if number)
 
 
 def read_logs(paths: Iterable[Path]) -> dict[str, Log]:
@@ -150,6 +168,9 @@ def _starts(path: Path) -> Iterator[tuple[_Started, list[_Known]]]:
                     if started is not None:
                         yield started, lines
                     started, lines = None, []
+                case _LogContinued():
+                    if started is None:  # of what came before it nothing is left
+                        started = _Started(line.peer, line.run_id, line.samples_per_data_epoch)
                 case _Started():
                     started = line
                 case _:

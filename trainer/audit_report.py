@@ -27,6 +27,7 @@ def audit_as_json(audit: RunAudit) -> str:
         "exactly_once": proved.samples.exactly_once,
         "deviants": audit.deviants,
         "seals_checked": audit.has_seal_key,
+        "missing_logs": [{"folder": str(item.folder), "number": item.number} for item in audit.missing_logs],
         "checks": [msgspec.to_builtins(verdict) | {"holds": verdict.holds} for verdict in audit.verdicts],
     }
     return msgspec.json.encode(document).decode()
@@ -38,6 +39,10 @@ def render_audit(audit: RunAudit) -> str:
     has_certificates = any(item.check == "certificates" and item.num_looked_at for item in audit.verdicts)
     if has_certificates and not audit.has_seal_key:
         facts.append(("seals", "not checked: none of these folders has the run's keys"))
+    facts.extend(
+        ("logs", f"{_count(item.number, 'older file')} of {item.folder} gone: what was in them is not checked")
+        for item in audit.missing_logs
+    )
     lines = [*facts, ("", ""), *_verdicts(audit.verdicts)]
     return "\n".join(f"{label:<{_WIDTH}}{text}".rstrip() for label, text in lines)
 

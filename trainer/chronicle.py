@@ -78,6 +78,7 @@ class Chronicle:
             tokens_per_inner_step=tokens_per_inner_step,
             samples_per_data_epoch=samples_per_data_epoch,
         )
+        self._log.name_start(run_id=run_id, samples_per_data_epoch=samples_per_data_epoch)
 
     def inner_step(self, inner_step: int, loss: float, num_tokens: int) -> None:
         """One inner step is done: too many for the log, not for the figures."""

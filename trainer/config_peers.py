@@ -137,6 +137,10 @@ class NodeSection(Section):
     """The same for what they receive."""
     commit_log_nbytes: Maybe[Annotated[Nbytes, Field(ge=0)]] = None
     """Memory for the newest results, for peers that come back; none: one copy of the shared state. More never pays."""
+    events_nbytes: Annotated[Nbytes, Field(ge=2**16, le=2**40)] = 64 * 2**20
+    """Size from which on events.jsonl goes on in a new file."""
+    events_keep: Annotated[int, Field(ge=0, le=10_000)] = 16
+    """How many older ones stay, events-0001.jsonl and so on; 0: all."""
     data: Maybe[Path] = None
     """Where this peer keeps the text of `data.path`."""
     metrics_port: Maybe[Annotated[int, Field(ge=0, le=65535)]] = None

@@ -33,7 +33,8 @@ from trainer.events import FILE_NAME, EventLog
 from trainer.founding import Founded, remember_terms, save_standby_ticket
 from trainer.identity import PeerFolder
 from trainer.interrupts import Interrupts
-from trainer.metrics import Metrics, MetricsServer
+from trainer.metrics import Metrics
+from trainer.metrics_server import MetricsServer
 from trainer.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
 from trainer.peer import Peer, PeerPlan
 from trainer.preparation import Start, prepare, wall_s
@@ -89,6 +90,7 @@ class _Process:
         self._peer: Peer | None = None
         self._is_closing = asyncio.Event()
         self._metrics = Metrics(run_id=start.terms.run_id, peer_id=start.me.peer_id)
+        self._metrics_server: MetricsServer | None = None
 
     # -------------------------------------------------------------------------------- life
 
@@ -97,7 +99,10 @@ class _Process:
         start = self._start
         config = start.config
         with contextlib.ExitStack() as stack:
-            events = stack.enter_context(EventLog(self._run_dir / FILE_NAME, start.me.peer_id))
+            node, log_path = config.node, self._run_dir / FILE_NAME
+            events = stack.enter_context(
+                EventLog(log_path, start.me.peer_id, max_nbytes=node.events_nbytes, keep=node.events_keep)
+            )
             progress = stack.enter_context(
                 open_progress(
                     name=config.run.name,
@@ -116,8 +121,8 @@ class _Process:
             )
             interrupts.leave = self.leave
             if config.metrics_port is not None:
-                server = stack.enter_context(MetricsServer(self._metrics, port=config.metrics_port))
-                self._board.metrics_address = server.address
+                self._metrics_server = stack.enter_context(MetricsServer(self._metrics, port=config.metrics_port))
+                self._board.metrics_address = self._metrics_server.address
             chronicle = Chronicle(events, self._board)
             control = stack.enter_context(
                 ControlServer(
@@ -343,8 +348,14 @@ class _Process:
 
     async def _count(self, listener: Listener, chronicle: Chronicle) -> None:
         while True:
-            served_nbytes = 0 if self._peer is None else self._peer.donor.bytes_served
-            chronicle.counted(refused=listener.counters, served_nbytes=served_nbytes)
+            refused, served_nbytes = dict(listener.counters), 0
+            if self._peer is not None:
+                served_nbytes = self._peer.donor.bytes_served
+                bulk = self._peer.communicator.refused
+                refused |= {f"bulk: {reason}": count for reason, count in bulk.items()}
+            if self._metrics_server is not None:
+                refused |= self._metrics_server.refused
+            chronicle.counted(refused=refused, served_nbytes=served_nbytes)
             await asyncio.sleep(1.0)
 
     # -------------------------------------------------------------------------------- being asked

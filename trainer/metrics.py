@@ -1,29 +1,12 @@
 """Numbers for Prometheus, all of them here: `isthmus_…`, units in their names.
 
 Rules: an own registry, nothing global; counters end in `_total`, sizes in `_bytes`, durations in `_seconds`; no label
-that grows with time (no step, no round). The endpoint listens on 127.0.0.1 only, reads only, and has no secrets. Must
-not know where the numbers come from.
-
-Errors: `EnvironmentFault` (3) if the port is taken.
+that grows with time (no step, no round). Must not know where the numbers come from, nor who asks (metrics_server.py).
 """
 
-import logging
-import threading
-from socketserver import ThreadingMixIn
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
-from prometheus_client.exposition import make_wsgi_app
-
-from trainer.errors import EnvironmentFault
-
-log = logging.getLogger(__name__)
-
-HOST = "127.0.0.1"
 
 _ROUND_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_REQUEST_TIMEOUT_S = 10.0
-_STOP_TIMEOUT_S = 5.0
 
 
 class Metrics:
@@ -77,62 +60,3 @@ class Metrics:
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(f"isthmus_{name}", text, registry=self.registry, buckets=_ROUND_BUCKETS_S)
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = _REQUEST_TIMEOUT_S  # a reader that stops reading holds a thread no longer than this
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Scrapes are no news."""
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    block_on_close = False
-
-    def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002 - the base's
-        """A scraper that hangs up is no news either; the socketserver would print a traceback."""
-        log.debug("metrics_request_failed client=%s", client_address, exc_info=True)
-
-
-class MetricsServer:
-    """Serves the numbers over HTTP from a thread of its own until `close`.
-
-    Args:
-        metrics: what to serve.
-        port: 0 lets the system choose; see `address`.
-
-    Raises:
-        EnvironmentFault: the port is taken.
-    """
-
-    def __init__(self, metrics: Metrics, *, port: int) -> None:
-        application = make_wsgi_app(metrics.registry)
-        try:
-            self._server = make_server(HOST, port, application, _Server, _Handler)
-        except OSError as error:
-            raise EnvironmentFault(
-                f"metrics cannot listen on {HOST}:{port}: {error.strerror}",
-                cure="set node.metrics_port to 0 for a free port",
-            ) from error
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="metrics", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """`host:port`, with the real port."""
-        return f"{HOST}:{self._server.server_port}"
-
-    def __enter__(self) -> "MetricsServer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop serving; may be called twice."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(_STOP_TIMEOUT_S)

@@ -9,7 +9,8 @@ that has never shown a valid hello gets an eighth of the places, all such addres
 address that has shown one gets half. So neither one address nor all strangers can take the last place.
 
 Rules: an IPv4 address counts for itself, IPv6 by its /64, because that is what one household gets. Loopback counts as
-known and has a bucket of its own size: 32 peers on one host with 64 streams each do not meet it. The table of addresses
+known and has a bucket of its own size: 32 peers on one host with 64 streams each do not meet it. A TLS handshake from
+there costs as much work as any, so it needs a token of an ordinary address besides. The table of addresses
 is bounded; the one not seen for longest is forgotten. An address that has shown a valid hello does not need the
 strangers' bucket, so a flood from many addresses cannot keep it out. No clock in here: the caller says what time it is.
 """
@@ -26,6 +27,7 @@ _IPV6_SITE_BITS = 64
 
 TOO_MANY_FROM_ADDRESS = "too many from one address"
 TOO_MANY_STRANGERS = "too many strangers"
+TOO_MANY_HANDSHAKES = "too many TLS handshakes from one address"
 NO_PLACE = "too many without hello"
 NO_PLACE_FOR_ADDRESS = "too many without hello from one address"
 NO_PLACE_FOR_STRANGERS = "too many strangers without hello"
@@ -72,10 +74,14 @@ class Attempt:
 class _Address:
     """What is remembered of one address."""
 
-    def __init__(self, site: str, bucket: TokenBucket, *, is_known: bool) -> None:
+    def __init__(
+        self, site: str, bucket: TokenBucket, *, is_known: bool, handshakes: TokenBucket | None = None
+    ) -> None:
         self.site = site
         self.bucket = bucket
         self.is_known = is_known
+        self.handshakes = handshakes
+        """What TLS handshakes cost besides; None: the bucket is as small as that already."""
 
 
 class AcceptLimiter:
@@ -113,16 +119,27 @@ class AcceptLimiter:
                 attempt.pay(self._strangers, now)
         return attempt
 
+    def encrypts(self, attempt: Attempt, now: Instant) -> str | None:
+        """An attempt that may go on asks for a TLS handshake. Why it may not; None if it may."""
+        bucket = attempt.address.handshakes
+        if bucket is None:
+            return None
+        if bucket.delay_s(now, 1) > 0:
+            return TOO_MANY_HANDSHAKES
+        attempt.pay(bucket, now)
+        return None
+
     def _remember(self, host: str) -> _Address:
         site, is_loopback = _site_of(host)
         address = self._addresses.get(site)
         if address is None:
             limits = self._limits
             is_near = is_loopback and limits.favours_loopback
-            rate, burst = limits.address_rate, limits.address_burst
+            bucket, handshakes = TokenBucket(limits.address_rate, limits.address_burst), None
             if is_near:
-                rate, burst = limits.loopback_rate, limits.loopback_burst
-            address = self._addresses[site] = _Address(site, TokenBucket(rate, burst), is_known=is_near)
+                bucket, handshakes = TokenBucket(limits.loopback_rate, limits.loopback_burst), bucket
+            address = _Address(site, bucket, is_known=is_near, handshakes=handshakes)
+            self._addresses[site] = address
             if len(self._addresses) > limits.max_addresses:
                 self._addresses.popitem(last=False)
         self._addresses.move_to_end(site)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from collective.core.types import PeerId, PeerRef
-from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
+from collective.errors import CollectiveError, ConnectionLost
 from collective.transport.hello import MAX_STREAMS, Hello
 from collective.transport.link import Caps, Link, Outgoing, Sink
 from collective.transport.pacing import FADING, RAISE, is_used, streams_needed
@@ -379,6 +379,4 @@ class Bundle:
         if self.closed:
             return
         self.has_lost = self._owes_repeat = True
-        if isinstance(cause, RemoteProtocolError):
-            log.warning("link_dropped peer_id=%s stream=%d cause=%s", self.peer_id, link.stream, cause)
         self._owner.on_broken(self, cause)

@@ -99,7 +99,7 @@ class Channel:
                         nbytes = await loop.sock_recv_into(self._sock, buffer)
                         if nbytes == 0:
                             self.close()
-                            raise ConnectionLost("closed by the other side")
+                            raise self._reader.ended()
                         for frame in self._reader.received(nbytes):
                             return ChannelFrame(frame.header.type, frame.payload, frame.header.chunk)
         except TimeoutError as error:

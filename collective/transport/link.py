@@ -252,7 +252,7 @@ class Link:
                 return False
         nbytes = self._sock.recvmsg_into(buffers)[0]
         if nbytes == 0:
-            self.close(ConnectionLost("closed by the peer"))
+            self.close(self._reader.ended())
             return False
         if cap is not None:
             cap.take(self._loop.time(), nbytes)

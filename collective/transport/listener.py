@@ -2,8 +2,9 @@
 
 Rules: nothing that a stranger sends can end the process or hold more than a socket, 4 KiB and a TLS handshake for 5 s.
 At most `max_unknown` connections may be without a valid hello, of which one address gets a share, and an address may
-not try too often. Every connection that does not get through is closed and counted in `counters`, by reason. Whether
-it must be encrypted is the policy of `Security`; a hello counts only if the certificate says the same name.
+not try too often. Every connection that does not get through, or that ends for what came over it, is closed, counted in
+`counters` by reason and told of (`refusal_log.py`). Whether it must be encrypted is the policy of `Security`; a hello
+counts only if the certificate says the same name.
 """
 
 import asyncio
@@ -18,7 +19,14 @@ from functools import partial
 
 import msgspec
 
-from collective.errors import AddressInUse, CollectiveError, ConnectionLost, RemoteProtocolError, SecurityRefused
+from collective.errors import (
+    AddressInUse,
+    CollectiveError,
+    ConnectionLost,
+    RemoteProtocolError,
+    SecurityRefused,
+    StreamBroken,
+)
 from collective.transport.accept_limit import AcceptLimiter, Attempt
 from collective.transport.channel import Channel
 from collective.transport.hello import REFUSED_EXIT_CODE, Hello, HelloReply, Purpose, read_hello, send_reply
@@ -155,10 +163,9 @@ class Listener:
         task.add_done_callback(self._running.discard)
 
     async def _accept_connections(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, remote = await loop.sock_accept(listening)
+                sock, remote = await _next_caller(listening)
             except OSError as error:
                 if error.errno not in _OUT_OF_RESOURCES:
                     self.counters["broken before accept"] += 1
@@ -193,8 +200,8 @@ class Listener:
             return None
         return _Caller(sock, host, attempt)
 
-    def _ended(self, kind: str, host: str) -> None:
-        self._refusals.ended(kind, host, asyncio.get_running_loop().time())
+    def _ended(self, kind: str, host: str, **about: str) -> None:
+        self._refusals.ended(kind, asyncio.get_running_loop().time(), host=host, **about)
 
     async def _welcome(self, caller: _Caller) -> None:
         try:
@@ -214,11 +221,14 @@ class Listener:
         with contextlib.closing(Channel(sock, hello)) as channel:
             try:
                 await self._routes[hello.purpose](channel)
+            except (RemoteProtocolError, StreamBroken) as error:
+                reason = error.reason if isinstance(error, RemoteProtocolError) else error.cause
+                self._ended(f"{hello.purpose}: {reason}", caller.host, peer_id=hello.peer_id)
             except ConnectionLost:
-                log.debug("connection_ended purpose=%s peer_id=%s", hello.purpose, hello.peer_id)
+                log.debug("connection_lost purpose=%s peer_id=%s", hello.purpose, hello.peer_id)
             except CollectiveError as error:
-                self.counters["broke the protocol after hello"] += 1
-                log.warning("connection_dropped purpose=%s peer_id=%s cause=%s", hello.purpose, hello.peer_id, error)
+                kind = f"{hello.purpose}: {type(error).__name__}"
+                self._ended(kind, caller.host, peer_id=hello.peer_id, detail=str(error))
 
     # -------------------------------------------------------------------------------- before the hello
 
@@ -232,6 +242,8 @@ class Listener:
                 await self._answer(caller, hello, reply)
         except TimeoutError:
             self._ended("no hello in time", caller.host)
+        except StreamBroken as error:
+            self._ended(error.cause, caller.host)
         except ConnectionLost:
             self._ended("closed before hello", caller.host)
         except RemoteProtocolError as error:
@@ -243,8 +255,7 @@ class Listener:
             if reply.accepted:
                 caller.attempt.forgive()
                 return hello
-            self.counters[counted_as] += 1
-            log.warning("hello_refused peer_id=%s purpose=%s reason=%s", hello.peer_id, hello.purpose, reply.reason)
+            self._ended(counted_as, caller.host, peer_id=hello.peer_id, purpose=hello.purpose, detail=reply.reason)
         return None
 
     async def _answer(self, caller: _Caller, hello: Hello, reply: HelloReply) -> None:
@@ -268,6 +279,9 @@ class Listener:
         if first == TLS_HANDSHAKE_RECORD:
             if self._security is None or not self._security.is_served:
                 raise SecurityRefused("unexpected TLS")
+            refusal = self._limiter.encrypts(caller.attempt, asyncio.get_running_loop().time())
+            if refusal is not None:
+                raise SecurityRefused(refusal)
             caller.sock = await self._security.secure_accepted(caller.sock, timeout_s=self._hello_timeout_s)
         elif first and self._security is not None and self._security.wanted_for(caller.host):
             raise SecurityRefused("not encrypted")
@@ -296,19 +310,36 @@ class Listener:
 
 async def _first_byte(sock: socket.socket) -> bytes:
     """The byte that comes first, which stays there to be read. Empty if the other side hangs up instead."""
-    loop = asyncio.get_running_loop()
     while True:
         try:
             return sock.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
-            readable = asyncio.Event()
-            loop.add_reader(sock.fileno(), readable.set)
-            try:
-                await readable.wait()
-            finally:
-                loop.remove_reader(sock.fileno())
+            await _readable(sock)
         except OSError as error:
             raise lost(error) from error
+
+
+async def _next_caller(listening: socket.socket) -> tuple[socket.socket, tuple[str, int]]:
+    """A new connection, non-blocking. As `loop.sock_accept`, which raises in the loop, and keeps the connection open,
+    if one comes in the turn in which it is cancelled. Raises OSError."""
+    while True:
+        try:
+            sock, remote = listening.accept()
+        except (BlockingIOError, InterruptedError):
+            await _readable(listening)
+        else:
+            sock.setblocking(False)
+            return sock, remote
+
+
+async def _readable(sock: socket.socket) -> None:
+    """Until there is something to read, or nothing will ever be."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock.fileno(), readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(sock.fileno())
 
 
 async def _let_read(sock: socket.socket) -> None:

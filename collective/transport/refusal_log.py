@@ -1,7 +1,8 @@
-"""Says why connections of strangers were ended: each is counted, and one line a kind and minute is logged.
+"""Says why connections were ended for what came over them: each is counted, and one line a kind and minute is logged.
 
-Rules: a flood writes no more than so many lines, and the words of a stranger are never in them: a kind is one of ours.
-The table of kinds is bounded. No clock in here: the caller says what time it is.
+Rules: a flood writes no more than so many lines. A kind is one of our own words, and what else is in a line is quoted
+and short, so that nobody writes lines of his own. The table of kinds is bounded: where it is full of kinds of the last
+minute, a new one is counted only. No clock in here: the caller says what time it is.
 """
 
 import logging
@@ -28,14 +29,21 @@ class RefusalLog:
         self._counters = counters
         self._said_at: dict[str, Instant] = {}
 
-    def ended(self, kind: str, host: str, now: Instant) -> None:
-        """A connection from this address was ended for this reason."""
+    def ended(self, kind: str, now: Instant, **about: str) -> None:
+        """A connection was ended.
+
+        Args:
+            kind: why, in words of ours out of a fixed list.
+            now: monotonic seconds.
+            about: what else the line says: `host` it came from, `peer_id` that it says, `detail`.
+        """
         self._counters[kind] += 1
-        if kind not in self._said_at and len(self._said_at) >= _MAX_KINDS:
-            return
         if now - self._said_at.get(kind, -math.inf) < _EVERY_S:
             return
+        if len(self._said_at) >= _MAX_KINDS:
+            self._said_at = {other: at for other, at in self._said_at.items() if now - at < _EVERY_S}
+            if len(self._said_at) >= _MAX_KINDS:
+                return
         self._said_at[kind] = now
-        log.warning(
-            "connection_ended host=%r reason=%r so_far=%d", host[:_MAX_LENGTH], kind[:_MAX_LENGTH], self._counters[kind]
-        )
+        words = "".join(f" {name}={value[:_MAX_LENGTH]!r}" for name, value in about.items() if value)
+        log.warning("connection_ended%s reason=%r so_far=%d", words, kind[:_MAX_LENGTH], self._counters[kind])

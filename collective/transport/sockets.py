@@ -15,7 +15,7 @@ import struct
 import sys
 from dataclasses import dataclass
 
-from collective.errors import AddressInUse, ConnectionLost, PeerUnreachable
+from collective.errors import AddressInUse, ConnectionLost, PeerUnreachable, StreamBroken
 from collective.transport.tcp_info import round_trip_s as round_trip_s
 from collective.transport.tcp_info import unacknowledged_nbytes as unacknowledged_nbytes
 from collective.transport.tcp_info import unread_nbytes as unread_nbytes
@@ -83,7 +83,7 @@ class EncryptionFailed(OSError):
 def lost(error: OSError) -> ConnectionLost:
     """What an operating system error on a connected socket means."""
     if isinstance(error, EncryptionFailed):
-        return ConnectionLost(error.reason)
+        return StreamBroken(error.reason)
     return ConnectionLost(errno.errorcode.get(error.errno or 0, type(error).__name__))
 
 

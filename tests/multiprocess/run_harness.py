@@ -33,6 +33,7 @@ from elastic.core.records import (
     ViewRecord,
 )
 from elastic.journal import Journal
+from scripts.chaoslab.evidence import Tail
 
 Event = dict[str, Any]
 
@@ -106,7 +107,7 @@ class Process:
     is_judged: bool = False
     """Whether a test has looked at its end, so that nobody else has to."""
     _events: list[Event] = field(default_factory=list)
-    _read_nbytes: int = 0
+    _tail: Tail | None = None
 
     @property
     def name(self) -> str:
@@ -122,14 +123,9 @@ class Process:
 
     def events(self, name: str | None = None, /, **fields: object) -> list[Event]:
         """What it has written down so far, all starts in this folder together; a line may still be being written."""
-        path = self.directory / "events.jsonl"
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(self._read_nbytes)
-                content = file.read()
-            whole = content[: content.rfind(b"\n") + 1]
-            self._read_nbytes += len(whole)
-            self._events += [json.loads(line) for line in whole.splitlines() if line]
+        if self._tail is None:
+            self._tail = Tail(self.directory / "events.jsonl")
+        self._events += self._tail.new()
         return [
             event
             for event in self._events

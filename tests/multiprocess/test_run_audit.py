@@ -8,6 +8,7 @@ import pytest
 
 from elastic.core.records import CommitRecord
 from tests.multiprocess.run_harness import OPEN_END, Process, Run, read_journal, running
+from trainer.events import FILE_NAME, older_files, read_events
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
@@ -67,6 +68,34 @@ def test_a_run_with_a_kill_and_a_late_joiner_is_proved_and_a_changed_byte_in_its
         (sentence,) = broken.sentences
         assert f"is damaged at record {slot}: its checksum is wrong" in sentence
         assert "journal        FAILS, 1 finding" in broken.out
+
+
+def test_logs_that_go_on_in_new_files_are_audited_as_one_and_the_oldest_may_be_gone(tmp_path: Path) -> None:
+    keeps = ("--node.events", "64KiB", "--node.events_keep")
+    with running(tmp_path) as run:
+        founder = run.found("--peers", "2", "--outer-steps", str(OPEN_END), *keeps, "2")
+        run.wait_for_ticket()
+        victim = run.join(*keeps, "0")
+        run.until("dropped files", lambda: len(_numbers(founder)) == 2 and _numbers(founder)[0] > 1)
+        audited(run, founder, victim)  # beside the writers
+        victim.kill()
+        back = run.join(*keeps, "0", folder=victim.directory)
+        run.until_step(founder.step + 3, founder, back)
+        run.leave_all()
+        report = audited(run, founder, back)[""]
+        numbers = _numbers(founder)
+        assert len(numbers) == 2
+        assert report["missing_logs"] == [{"folder": str(founder.directory), "number": numbers[0] - 1}]
+        told = run.command("audit", str(tmp_path)).out
+        assert f"{numbers[0] - 1} older files of {founder.directory} gone: what was in them is not checked" in told
+        assert _numbers(back)[0] == 1
+        steps = [event["outer_step"] for event in read_events(back.directory / FILE_NAME) if event["event"] == "commit"]
+        assert steps == sorted(set(steps))
+        assert back.commits().keys() == set(steps)
+
+
+def _numbers(process: Process) -> list[int]:
+    return sorted(older_files(process.directory / FILE_NAME))
 
 
 def _flip_a_byte_of(path: Path, record: bytes) -> None:

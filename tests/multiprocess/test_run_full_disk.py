@@ -1,13 +1,14 @@
 """A peer whose disk is full goes on training, says so, and keeps the checkpoint it has."""
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import OPEN_END, Event, Process, assert_same_commits, running
+from tests.multiprocess.run_harness import LEFT, OPEN_END, Event, Process, assert_same_commits, running
 from trainer.checkpoint import load_resumed
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
@@ -59,10 +60,36 @@ def _failures(peer: Process) -> list[Event]:
     return peer.events("fault", kind="checkpoint_failed")
 
 
-def _fill(disk: Path) -> Path:
-    """A file that leaves `ROOM_NBYTES` of the disk."""
+def _fill(disk: Path, room_nbytes: int = ROOM_NBYTES) -> Path:
+    """A file that leaves so many bytes of the disk."""
     ballast = disk / "ballast"
     space = os.statvfs(disk)
     with ballast.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize - ROOM_NBYTES)
+        os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize - room_nbytes)
     return ballast
+
+
+def test_a_coordinator_whose_disk_is_full_ends_with_one_sentence_and_nobody_writes_a_traceback(
+    tmp_path: Path, disk: Path
+) -> None:
+    with running(tmp_path) as run:
+        coordinator = run.coordinator("--peers", "3", "--outer-steps", str(OPEN_END), folder=disk / "coordinator")
+        run.wait_for_ticket()
+        peers = [run.join() for _ in range(3)]
+        run.until_step(2, *peers)
+        ballast = _fill(disk, room_nbytes=0)
+        ended = coordinator.outcome()
+        assert ended.code == 3
+        assert "journal" in ended.sentences[-1]
+        ballast.unlink()
+        back = run.coordinator("--peers", "3", "--outer-steps", str(OPEN_END), folder=disk / "coordinator")
+        step = max(peer.step for peer in peers)
+        run.until_step(step + 3, *peers)
+        for peer in peers:
+            peer.signal(signal.SIGINT)
+        assert run.until_ended(*peers) == [LEFT] * 3
+        back.signal(signal.SIGINT)
+        assert back.outcome().code == 0
+        assert_same_commits(*peers)
+    for process in (coordinator, back, *peers):
+        assert "Traceback" not in process.console.with_suffix(".err").read_text()

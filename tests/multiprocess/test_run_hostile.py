@@ -1,6 +1,8 @@
 """What a stranger can send to a peer's port: it is closed and counted, and the run does not notice."""
 
+import contextlib
 import json
+import os
 import random
 import re
 import socket
@@ -80,6 +82,31 @@ def test_hostile_bytes_are_closed_and_counted_while_the_run_goes_on(tmp_path: Pa
     assert all(len(record.contributions) == 2 for record in audit.commits[: min(before.values())])
 
 
+def test_idle_connections_to_the_metrics_port_cost_no_descriptors_and_a_scrape_succeeds(tmp_path: Path) -> None:
+    with running(tmp_path) as run, contextlib.ExitStack() as idle:
+        founder = run.found("--outer-steps", str(OPEN_END), "--node.metrics_port", "0")
+        run.until_step(2, founder)
+        num_before = _num_descriptors(founder)
+        host, _, port = _metrics_address(founder).rpartition(":")
+        for _ in range(500):
+            idle.enter_context(socket.create_connection((host, int(port)), timeout=CLOSED_WITHIN_S))
+        step = founder.step
+        run.until("refusals", lambda: _refused(founder)["metrics: too many connections"] >= 484)
+        run.until_step(step + 5, founder)
+        assert _num_descriptors(founder) <= num_before + 20
+        run.leave_all()
+    told = [line for line in founder.console.with_suffix(".err").read_text().splitlines() if "connection_ended" in line]
+    assert len(told) == 1
+
+
+def _num_descriptors(peer: Process) -> int:
+    return len(os.listdir(f"/proc/{peer.popen.pid}/fd"))
+
+
+def _metrics_address(peer: Process) -> str:
+    return str(json.loads((peer.directory / "peer.json").read_bytes())["metrics_address"])
+
+
 def strangers_hello() -> bytes:
     """A frame such as a stranger would make who knows the protocol and not the run."""
     hello = Hello(
@@ -124,6 +151,5 @@ def _read_until_closed(stranger: socket.socket) -> None:
 
 def _refused(peer: Process) -> Counter[str]:
     """Connections that were not let in, by reason, as Prometheus would read them."""
-    address = json.loads((peer.directory / "peer.json").read_bytes())["metrics_address"]
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=CLOSED_WITHIN_S) as answer:
+    with urllib.request.urlopen(f"http://{_metrics_address(peer)}/metrics", timeout=CLOSED_WITHIN_S) as answer:
         return Counter({reason: int(float(value)) for reason, value in COUNTER.findall(answer.read().decode())})

@@ -330,3 +330,19 @@ async def test_of_two_that_took_an_address_the_second_to_open_is_told():
         await second.start()
     await second.close()
     await first.close()
+
+
+async def test_caller_that_comes_in_the_moment_of_closing_is_no_error():
+    raised = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: raised.append(context))
+    door = listener()
+    await door.start()
+    assert await works(door.address)
+    host, port = door.address.split(":")
+    with socket.create_connection((host, int(port))) as sock:  # the loop hears of it in the turn in which it closes
+        await asyncio.ensure_future(door.close())
+        assert raised == []
+        sock.settimeout(5)
+        with contextlib.suppress(ConnectionError):
+            assert sock.recv(1) == b""

@@ -177,8 +177,10 @@ def instructions() -> list[tuple[str, str]]:
 
 def runtime_stage() -> list[tuple[str, str]]:
     every = instructions()
-    last = max(index for index, (name, _) in enumerate(every) if name == "FROM")
-    return every[last:]
+    stages = [index for index, (name, _) in enumerate(every) if name == "FROM"]
+    assert every[stages[-1] :] == [("FROM", "runtime")]  # what is built without a target
+    first = next(index for index in stages if every[index][1].endswith(" AS runtime"))
+    return every[first : next(index for index in stages if index > first)]
 
 
 def test_image_runs_as_the_unprivileged_user_that_the_entrypoint_drops_to() -> None:
@@ -194,9 +196,22 @@ def test_base_images_are_named_with_a_version() -> None:
         if name == "FROM":
             base, _, stage = rest.partition(" AS ")
             base = re.sub(r"\$\{(\w+)\}", lambda match: arguments[match[1]], base)
-            assert base in stages or re.fullmatch(r"[a-z/]+:[0-9][\w.-]+", base), base
+            assert base in stages | {"scratch"} or re.fullmatch(r"[a-z/]+:[0-9][\w.-]+", base), base
             stages.add(stage)
-    assert len(stages) == 2
+    assert stages == {"wheels", "runtime", "inventory", "sbom", ""}
+
+
+def test_all_but_torch_is_installed_by_hash_and_the_lock_names_no_index() -> None:
+    installs = [call for name, rest in instructions() if name == "RUN" for call in rest.split("&&") if "pip " in call]
+    for call in installs:
+        words = set(shlex.split(call))
+        by_hash = {"--require-hashes", "--no-deps"} <= words
+        assert by_hash or words & {"requirements/torch.txt", "/torch.txt", "--no-index", "--no-build-isolation"}, call
+    for path in (ROOT / "requirements").iterdir():
+        lines = path.read_text().splitlines()[1:]
+        assert not [line for line in lines if "://" in line or line.startswith(("-", "/"))], path
+        packages = re.split(r"(?m)^(?=\S)", "\n".join(lines))
+        assert path.name == "torch.txt" or all("--hash=sha256:" in item for item in packages if item), path
 
 
 def test_every_copied_source_exists_and_is_let_through_to_the_builder() -> None:

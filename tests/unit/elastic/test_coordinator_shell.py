@@ -224,7 +224,7 @@ async def test_nonsense_closes_its_connection_and_nobody_elses(journal, payload)
         with pytest.raises(ConnectionLost):
             await bad.channel.receive(timeout_s=5.0)
         await until(lambda: len(host.saw(PeerDisconnected)) == 1)
-        assert host.counters["broke the protocol after hello"] == 1
+        assert host.counters["control: message not understood"] == 1
         await good.say(LeaseRequest(epoch=host.shell.status().view.epoch, serial=1, num_samples=8))
         assert (await good.hear(LeaseGrant)).ranges[0].start == 0
     assert isinstance(journal.replay()[-1], LeaseRecord)

@@ -169,6 +169,30 @@ def test_logs_and_checkpoints_that_say_what_the_journal_says_are_counted_and_not
     assert data.num_samples == 12
 
 
+def test_logs_in_several_files_are_audited_as_one_and_what_is_gone_is_told(founder: Path) -> None:
+    def write(keep: int) -> None:
+        with EventLog(founder / FILE_NAME, A.peer_id, max_nbytes=300, keep=keep) as log:
+            log.emit("started", run_id=RUN_ID, samples_per_data_epoch=12)
+            log.name_start(run_id=RUN_ID, samples_per_data_epoch=12)
+            for event, fields in TRUE_LINES:
+                log.emit(event, **fields)
+
+    write(keep=0)
+    audited = audit_run([founder])
+    assert (audited.holds, audited.missing_logs) == (True, ())
+    assert audited.verdicts[-2].num_looked_at == 13
+    write(keep=2)  # the next start, of another configuration
+    audited = audit_run([founder])
+    assert audited.holds
+    assert 0 < audited.verdicts[-2].num_looked_at < 13
+    (missing,) = audited.missing_logs
+    assert missing.folder == founder
+    assert missing.number > 10
+    data = audited.proved.samples.data_epochs
+    assert data is not None
+    assert data.num_samples == 12
+
+
 WRONG_LINES: dict[str, tuple[Line, str, int | None, str]] = {
     "commit lost": (commit_line(4, 3, held(4).digest), "I3", None, "saw step 4 committed as 0004"),
     "commit changed": (commit_line(1, 1, held(5).digest), "I1", 4, "saw step 1 committed as 0005"),

@@ -3,13 +3,15 @@
 import json
 import logging
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from trainer.errors import EnvironmentFault
-from trainer.events import SCHEMA, EventLog, read_events
+from trainer.events import SCHEMA, EventLog, missing_files, older_files, read_events
 
 PEER_ID = "0123456789abcdef"
 
@@ -87,3 +89,90 @@ def test_full_disk_loses_lines_counts_them_and_warns_once(small_disk: Path, capl
     assert told[0] == "log_opened"
     assert told[-1] == "recovered"
     assert len(told) == 2 + 200 - events.num_lost
+
+
+def numbers(path: Path) -> list[object]:
+    return [event["number"] for event in read_events(path) if event["event"] == "commit"]
+
+
+def test_log_that_has_grown_goes_on_in_a_new_file_and_is_read_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path, PEER_ID, max_nbytes=1000) as events:
+        events.name_start(run_id="run-1")
+        for number in range(50):
+            events.emit("commit", number=number)
+            assert numbers(path) == list(range(number + 1))
+    assert len(older_files(path)) > 4
+    assert all(1000 <= older.stat().st_size < 1200 for older in older_files(path).values())
+    assert {older.stat().st_mode & 0o777 for older in [path, *older_files(path).values()]} == {0o600}
+    with EventLog(path, PEER_ID, max_nbytes=1000) as events:  # the next start
+        for number in range(50, 60):
+            events.emit("commit", number=number)
+    assert numbers(path) == list(range(60))
+    assert missing_files(path) == 0
+
+
+def test_every_further_file_says_what_its_start_is_part_of(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path, PEER_ID, max_nbytes=600) as events:
+        events.name_start(run_id="run-1", samples_per_data_epoch=7)
+        for number in range(20):
+            events.emit("commit", number=number)
+    older = older_files(path)
+    for number, part in [*((number, older[number]) for number in sorted(older)[1:]), (len(older) + 1, path)]:
+        head = json.loads(part.read_text().splitlines()[0])
+        assert (head["event"], head["schema"]) == ("log_continued", SCHEMA)
+        assert (head["run_id"], head["samples_per_data_epoch"]) == ("run-1", 7)
+        assert head["before"] == older[number - 1].name
+
+
+def test_only_so_many_older_files_stay_and_the_loss_can_be_seen(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path, PEER_ID, max_nbytes=600, keep=3) as events:
+        for number in range(60):
+            events.emit("commit", number=number)
+    left = numbers(path)
+    assert left == list(range(left[0], 60))  # type: ignore[arg-type, call-overload]
+    older = sorted(older_files(path))
+    assert len(older) == 3
+    assert missing_files(path) == older[0] - 1 > 3
+
+
+def test_reader_beside_a_writer_sees_every_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path, PEER_ID, max_nbytes=400) as events, ThreadPoolExecutor(1) as other:
+        events.emit("commit", number=0)
+        is_over = threading.Event()
+
+        def read() -> int:
+            num_reads = 0
+            while not is_over.is_set() or num_reads == 0:
+                found = numbers(path)
+                assert found == list(range(len(found)))
+                num_reads += 1
+            return num_reads
+
+        reading = other.submit(read)
+        for number in range(1, 1500):
+            events.emit("commit", number=number)
+        is_over.set()
+        assert reading.result(timeout=30) > 0
+    assert numbers(path) == list(range(1500))
+
+
+def test_file_that_cannot_be_renamed_grows_on_and_nothing_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "events.jsonl"
+    (tmp_path / "events.jsonl.next").mkdir()  # nothing can be opened there
+    with EventLog(path, PEER_ID, max_nbytes=600) as events:
+        for number in range(60):
+            events.emit("commit", number=number)
+        assert numbers(path) == list(range(60))
+        assert older_files(path) == {}
+        assert 1 <= len(caplog.records) <= 6  # not at every line
+        (tmp_path / "events.jsonl.next").rmdir()
+        for number in range(60, 120):
+            events.emit("commit", number=number)
+    assert numbers(path) == list(range(120))
+    assert len(older_files(path)) == 1

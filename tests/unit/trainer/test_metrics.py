@@ -1,16 +1,22 @@
 """The numbers for Prometheus, read the way Prometheus reads them."""
 
+import contextlib
 import http.client
+import os
 import re
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from trainer.errors import EnvironmentFault, ExitCode
-from trainer.metrics import Metrics, MetricsServer
+from trainer.metrics import Metrics
+from trainer.metrics_server import TOO_LONG, TOO_MANY, TOO_SLOW, MetricsServer
 
 
 @pytest.fixture
@@ -76,6 +82,84 @@ def test_strange_requests_do_not_end_it(server: MetricsServer) -> None:
         with socket.create_connection((host, int(port)), timeout=10) as client:
             client.sendall(junk)
     assert ask(server)[0] == 200
+
+
+def dial(server: MetricsServer, source: str = "127.0.0.1") -> socket.socket:
+    host, _, port = server.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=10, source_address=(source, 0))
+
+
+def accepted(server: MetricsServer) -> int:
+    """Descriptors of this process that are the server's side of a connection."""
+    port = int(server.address.rpartition(":")[2])
+    wanted = f":{port:04X} "
+    inodes = {
+        fields[9]
+        for fields in map(str.split, Path("/proc/self/net/tcp").read_text().splitlines()[1:])
+        if f"{fields[1]} ".endswith(wanted) and fields[3] in ("01", "08")
+    }
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum(link.removeprefix("socket:[").removesuffix("]") in inodes for link in links)
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_five_hundred_that_say_nothing_keep_nobody_from_asking(server: MetricsServer) -> None:
+    with contextlib.ExitStack() as idle:
+        for _ in range(500):
+            idle.enter_context(dial(server))
+        until(lambda: accepted(server) <= 16)
+        for _ in range(20):
+            assert ask(server)[0] == 200
+        assert accepted(server) <= 16
+        assert server.refused[TOO_MANY] >= 484
+        assert sum(thread.name.startswith("Thread-") for thread in threading.enumerate()) <= 40
+
+
+def test_address_with_most_connections_makes_room(server: MetricsServer) -> None:
+    with contextlib.ExitStack() as idle:
+        slow = idle.enter_context(dial(server, "127.0.0.2"))  # the oldest of all
+        for _ in range(100):
+            idle.enter_context(dial(server))
+        until(lambda: server.refused[TOO_MANY] == 85)
+        slow.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert slow.recv(100).startswith(b"HTTP/1.0 200")
+
+
+def _is_refused(client: socket.socket) -> bool:
+    """Send one byte more; whether the other side has closed."""
+    try:
+        client.sendall(b"G")
+    except OSError:
+        return True
+    return False
+
+
+def test_request_that_does_not_end_is_ended_though_a_byte_comes_now_and_then(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.metrics_server._DEADLINE_S", 0.3)
+    with dial(server) as client:
+        until(lambda: _is_refused(client), timeout_s=5)
+    assert server.refused == {TOO_SLOW: 1}
+
+
+def test_request_without_end_of_its_lines_is_ended(server: MetricsServer, caplog: pytest.LogCaptureFixture) -> None:
+    for head in (b"GET /metrics HTTP/1.0\r\n" + (b"X-Y: " + b"z" * 500 + b"\r\n") * 50, b"GET /" + b"a" * 20_000):
+        with dial(server) as client, contextlib.suppress(ConnectionError):
+            client.sendall(head)
+            client.shutdown(socket.SHUT_WR)
+            while client.recv(1 << 16):
+                pass
+    until(lambda: server.refused == {TOO_LONG: 2})
+    assert [record.getMessage() for record in caplog.records] == [
+        f"connection_ended host='127.0.0.1' reason={TOO_LONG!r} so_far=1"
+    ]
 
 
 def test_taken_port_is_told_with_a_cure(metrics: Metrics, server: MetricsServer) -> None:
