@@ -107,6 +107,7 @@ class Runner:
                 terms=operation.terms(members),
                 buffers=operation.buffers(rank),
                 weight=operation.weight,
+                told=operation.told,
                 bundles=self._bundles_to(members),
                 eager_chunks=self._engine.credit(operation.longest_chunk_nbytes),
                 held=operation.held,
@@ -123,6 +124,7 @@ class Runner:
                 if resume:
                     self._attempts.keep(key, operation, members, round_.machine.done_mask())
                 raise
+            sizes = round_.sizes
             await operation.settle()
         return RoundStats(
             members=tuple(member.ref for member in members),
@@ -133,6 +135,7 @@ class Runner:
             seconds=time.monotonic() - started,
             plan=operation.plan_name,
             predicted_s=operation.predicted_s,
+            sizes=sizes,
         )
 
     async def _announce(self, round_: Round, first: Callable[[], Awaitable[None]]) -> None:

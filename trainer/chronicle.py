@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import assert_never
 
 from collective import RoundStats
-from collective.core.types import RoundKey, View
+from collective.core.types import PeerRef, RoundKey, View
 from elastic.core.leases import count
 from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
 from elastic.observation import (
@@ -265,8 +265,10 @@ class Chronicle:
                     testified=[ref.peer_id for ref in testified],
                     insisted=insisted,
                 )
-            case ViewRecord(view=view, cause=cause, excused=excused):
+            case ViewRecord(view=view, cause=cause, excused=excused, struck=struck):
                 emit("view_decided", **_view(view), cause=cause, excused=[ref.peer_id for ref in excused])
+                for ref in struck:
+                    self._lied(ref, view.outer_step, cause)
             case CommitRecord(key=key, outer_step=outer_step, digest=digest, contributions=contributions, final=final):
                 emit(
                     "commit_decided",
@@ -276,12 +278,21 @@ class Chronicle:
                     tokens=sum(item.num_tokens for item in contributions),
                     final=final,
                 )
+                for item in contributions:
+                    if not item.agreed:
+                        self._lied(item.ref, outer_step, f"{item.ref.peer_id} had another result than the others")
             case LeaseRecord(ref=ref, serial=serial, ranges=ranges):
                 emit("lease", of=ref.peer_id, serial=serial, samples=count(ranges))
             case ReleaseRecord(ref=ref, epoch=epoch, ranges=ranges):
                 emit("lease_returned", of=ref.peer_id, epoch=epoch, samples=count(ranges))
             case _:
                 assert_never(record)
+
+    def _lied(self, ref: PeerRef, outer_step: int, cause: str) -> None:
+        """A member was overruled or put out for what it said: a fault of its machine, or a lie."""
+        self._board.lied()
+        self._log.emit("lied", of=ref.peer_id, incarnation=ref.incarnation, outer_step=outer_step, cause=cause)
+        log.warning("member_lied of=%s outer_step=%d cause=%r", ref.peer_id, outer_step, cause)
 
 
 def _key(key: RoundKey) -> dict[str, int]:

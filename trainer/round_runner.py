@@ -14,6 +14,7 @@ from collective.core.types import Epoch, OuterStep, RoundKey, View
 from elastic.commit_log import CommitLog
 from elastic.core.messages import Held
 from elastic.replica import CommitEntry, ResultChunk
+from elastic.rounds import Exchanged
 from optim.outer import Absorbed
 from trainer.outer_state import OuterState
 from trainer.round_schedule import RoundSchedule
@@ -76,11 +77,8 @@ class RoundRunner:
         await self._communicator.install(view)
         self._communicator.look_ahead()
 
-    async def exchange(self, view: View, key: RoundKey, weight: float) -> bytes:
+    async def exchange(self, view: View, key: RoundKey, weight: float, told: tuple[float, ...] = ()) -> Exchanged:
         """Exchange the payload with the view's members and stage what follows from it.
-
-        Returns:
-            The digest that the shared state would have.
 
         Raises:
             CollectiveError: the exchange cannot finish in this view; the payload is unchanged.
@@ -94,6 +92,7 @@ class RoundRunner:
             self._payload[: mean.numel()],
             out=mean,
             weight=weight,
+            told=told or None,
             codec=self._codec,
             record=lambda start_numel, _numel, wire: chunks.append(ResultChunk(start_numel, bytes(wire))),
         )
@@ -109,7 +108,7 @@ class RoundRunner:
             weights=weights,
             chunks=tuple(sorted(chunks, key=lambda chunk: chunk.start_numel)),
         )
-        return digest
+        return Exchanged(digest=digest, weights=stats.weights, sizes=stats.sizes)
 
     async def _survey_if_due(self, view: View, key: RoundKey) -> None:
         """All members come to the same points: they begin a view together, and do every round of it."""

@@ -26,10 +26,10 @@ from elastic.core.messages import (
     Vote,
 )
 from elastic.core.records import Genesis
-from elastic.core.roster import REFUSED_EXIT_CODE, Roster
+from elastic.core.roster import INTEGRITY_EXIT_CODE, REFUSED_EXIT_CODE, Roster
 from elastic.core.sessions import Session
 
-DONE_EXIT_CODE, INTEGRITY_EXIT_CODE = 0, 9
+DONE_EXIT_CODE = 0
 
 
 class Reception:

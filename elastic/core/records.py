@@ -39,11 +39,15 @@ class RebuildRecord(_Record, frozen=True, kw_only=True):
 
 
 class ViewRecord(_Record, frozen=True, kw_only=True):
-    """A view was decided. `cause` says why, for people. `excused`: see `NewView`; all of them, also older ones."""
+    """A view was decided. `cause` says why, for people. `excused`: see `NewView`; all of them, also older ones.
+
+    `struck` are members that it does without because what they said of their work was not true.
+    """
 
     view: View
     cause: str
     excused: tuple[PeerRef, ...] = ()
+    struck: tuple[PeerRef, ...] = ()
 
 
 class Contribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -15,6 +15,7 @@ from elastic.core.certificate import Certificate, Contributor, genesis_link
 from elastic.core.leases import LeaseLedger
 from elastic.core.messages import DataPosition, Held
 from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.work import Strikes, WorkBook
 
 BLANK_VIEW = View(epoch=Epoch(0), outer_step=OuterStep(0), digest=b"", members=())
 
@@ -46,6 +47,8 @@ class RunState:
         """Peers, in whatever start, whose work a commit has held: the others have exchanged with them."""
         self.departed: dict[PeerId, Departure] = {}
         self.leases = LeaseLedger()
+        self.work = WorkBook()
+        self.strikes = Strikes()
         self._link = b""  # what the next certificate names as its parent
 
     @classmethod
@@ -92,8 +95,10 @@ class RunState:
                 self._link = genesis_link(held, self.leases.position())
             case RebuildRecord():
                 self._apply_rebuild(record)
-            case ViewRecord(view=view, excused=excused):
+            case ViewRecord(view=view, excused=excused, struck=struck):
                 self._apply_view(view, excused)
+                for ref in struck:
+                    self.strikes.add(ref.peer_id)
             case CommitRecord():
                 self._apply_commit(record)
             case LeaseRecord():
@@ -132,6 +137,7 @@ class RunState:
         for ref in standing:
             if self.standing_since(ref) is None:
                 self.contributed.pop(ref, None)
+                self.work.forget(ref)
                 self.departed[ref.peer_id] = Departure(ref.incarnation, view.epoch)
         self.view = view
 
@@ -143,6 +149,11 @@ class RunState:
         assert record.previous == self.committed.digest, "commits form a chain (I1)"
         for item in record.contributions:
             self.leases.consume(item.ref, item.consumed)
+            self.work.committed(item.ref, record.key.fragment, item.consumed)
+            if item.agreed:
+                self.strikes.clear(item.ref.peer_id)
+            else:
+                self.strikes.add(item.ref.peer_id)
         self.previous = self.committed
         self.committed = Held(record.outer_step, record.digest)
         self.reached.update(item.ref.peer_id for item in record.contributions)
