@@ -209,8 +209,8 @@ class Closing:
         if verdict.liars:
             roster.strike({refs[peer_id]: reason for peer_id, reason in verdict.liars.items()})
         elif verdict.left_out:
-            roster.counters["left_out"] += len(verdict.left_out)
-            roster.drop({refs[peer_id]: reason for peer_id, reason in verdict.left_out.items()})
+            reasons = {refs[peer_id]: reason for peer_id, reason in verdict.left_out.items()}
+            roster.drop(reasons, counted_as="one member finds its numbers too large")
         else:
             roster.counters["weights_disputed"] += 1
             cause = "two members differ about a weight, one more try with those that the coordinator was told"

@@ -132,16 +132,17 @@ class Roster:
         last_words: Mapping[PeerRef, Refused] | None = None,
         *,
         struck: Collection[PeerRef] = (),
+        counted_as: str = "",
     ) -> None:
         """Give these sessions up, each for its reason; members among them leave the view.
 
         Whoever has `last_words` hears them instead of `Evicted`, and does not come back. Who is `struck` said what is
-        not true.
+        not true. Reasons that say more than a few words could are `counted_as` something shorter.
         """
         out: dict[PeerRef, CoordinatorMessage | None] = {}
         for ref, reason in lost.items():
             session = self.sessions[ref.peer_id]
-            self.counters[f"dropped: {reason}"] += 1
+            self.counters[f"dropped: {counted_as or reason}"] += 1
             if self.state.standing_since(ref) is not None and not self.over:
                 self.remind(ref)
                 evicted = Evicted(epoch=Epoch(self.state.epoch + 1), reason=reason)
@@ -155,9 +156,9 @@ class Roster:
 
     def strike(self, liars: Mapping[PeerRef, str]) -> None:
         """Go on without these members, whose words or work were false. Whoever has had its strikes is sent home."""
-        self.counters["struck"] += len(liars)
         out = {ref for ref in liars if self.state.strikes.of(ref.peer_id) + 1 >= MAX_STRIKES}
-        self.drop(liars, {ref: self.sends_home(ref, liars[ref]) for ref in out}, struck=tuple(liars))
+        last_words = {ref: self.sends_home(ref, liars[ref]) for ref in out}
+        self.drop(liars, last_words, struck=tuple(liars), counted_as="said what is not true")
 
     def sends_home(self, ref: PeerRef, reason: str) -> Refused:
         """What a peer hears that was wrong too often."""

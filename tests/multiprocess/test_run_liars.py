@@ -15,11 +15,13 @@ SANE_LOSS = 2 * math.log(256)
 
 
 def three_honest_and(run: Run, kind: str) -> tuple[list[Process], Process]:
-    """Four peers, one of which lies; the three others have committed with it or gone on without it."""
-    founder = run.found("--peers", "4", "--outer-steps", str(OPEN_END), "--eval.every", "1")
+    """Three peers that are under way, and one that joins them and lies."""
+    founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), "--eval.every", "1")
     run.wait_for_ticket()
     honest = [founder, run.join(), run.join()]
-    return honest, run.join_as_liar(kind)
+    liar = run.join_as_liar(kind)
+    run.until_step(1, *honest)
+    return honest, liar
 
 
 def assert_put_out(run: Run, honest: list[Process], liar: Process, *words: str) -> None:

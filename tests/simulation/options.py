@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, replace
 
 PLANS = ("butterfly", "ring", "two_level")
+LIES = ("weight", "size", "two_weights", "one_weight", "framing", "digest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,10 @@ class Options:
     """The coordinator dies and its journal with it."""
     forged_certificates: float = 0.0
     """Chance that a Join brings a certificate that its sender has made up."""
+    lie: str = ""
+    """What one member says in every round that is not true, see LIES: more weight than its leases allow; numbers that
+    are far too large; another weight to each of the others, or to one of them; that one of them has told it another
+    weight; another digest than it has staged."""
     # - Bound
     max_strikes: int = 1_000_000
     """How many faults strike at most; what shrinks a failing seed (minimise.py)."""
@@ -146,6 +151,7 @@ class Options:
             stall_floor_s=rng.choice((3.0, 3.0, 3.0, 20.0)),
             disk_loss_rate=often(0.1, 0.4),
             forged_certificates=often(0.4, 0.3),
+            lie=rng.choice(LIES) if rng.random() < 0.25 else "",
         )
 
     def with_(self, **changes: object) -> "Options":

@@ -1,0 +1,53 @@
+"""Who lies loses only itself: what a lie may not do to a commit, and whom the coordinator may call a liar."""
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from collective.core.types import PeerRef, RoundKey, View
+from elastic.core.leases import count
+from elastic.core.records import CommitRecord, ViewRecord
+from elastic.core.work import MAX_STRIKES
+from tests.simulation.symbols import name
+from tests.simulation.world import demand
+
+if TYPE_CHECKING:
+    from tests.simulation.peer import PeerNode
+    from tests.simulation.simulator import Simulator
+
+TOO_LARGE = 100.0
+"""Times the numbers of whoever has looked at them."""
+
+
+class Lies:
+    """Keeps what the members saw of each other."""
+
+    def __init__(self, sim: "Simulator") -> None:
+        self._sim = sim
+        self._sizes: dict[RoundKey, dict[PeerRef, tuple[float, ...]]] = defaultdict(dict)
+        self._overruled: dict[PeerRef, int] = {}  # in a row
+
+    def staged(self, node: "PeerNode", key: RoundKey, sizes: tuple[float, ...]) -> None:
+        self._sizes[key][node.ref] = sizes
+
+    def view_decided(self, record: ViewRecord) -> None:
+        for ref in record.struck:
+            demand(self._sim.is_liar(ref.peer_id), "liars", f"{name(ref)} is called a liar: {record.cause}")
+            demand(not record.view.holds(ref), "liars", f"{name(ref)} is called a liar and stays")
+        if "are said to be" in record.cause:
+            found = any(self._sim.is_liar(word) for word in record.cause.split())
+            demand(found, "liars", f"an honest part is left out: {record.cause}")
+
+    def committed(self, record: CommitRecord, view: View) -> None:
+        seen = self._sizes.pop(record.key, {})
+        for ref, sizes in seen.items():
+            own = view.rank_of(ref.peer_id)
+            is_seen = view.holds(ref) and own is not None and len(sizes) == view.world_size
+            if is_seen and own is not None:
+                largest = max((size for rank, size in enumerate(sizes) if rank != own), default=0.0)
+                demand(largest <= TOO_LARGE * sizes[own] or sizes[own] == 0.0, "liars", "noise is committed")
+        for item in record.contributions:
+            samples = count(item.consumed)
+            demand(item.weight <= samples, "liars", f"{name(item.ref)} weighs {item.weight} with {samples} samples")
+            self._overruled[item.ref] = 0 if item.agreed else self._overruled.get(item.ref, 0) + 1
+            is_out = self._overruled[item.ref] <= MAX_STRIKES
+            demand(is_out, "liars", f"{name(item.ref)} was overruled {MAX_STRIKES} times and votes again")
