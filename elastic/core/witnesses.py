@@ -72,8 +72,13 @@ class Witnesses:
         )
 
     def committed(self, members: Sequence[PeerId], votes: Mapping[PeerId, Vote]) -> None:
-        """The round of these votes counts: so large are parts usually."""
-        sizes = [size for member in members for size in votes[member].sizes if size > 0.0]
+        """The round of these votes counts: so large are parts usually, as others than their senders say."""
+        sizes = [
+            size
+            for place, member in enumerate(members)
+            for rank, size in enumerate(votes[member].sizes)
+            if size > 0.0 and rank != place
+        ]
         if sizes:
             self._usual.append(statistics.median(sizes))
 

@@ -94,6 +94,7 @@ class Checkers:
                 self._sim.world.say("rebuilt", epoch, self.history.newest, [name(ref) for ref in testified])
                 self._state.rebuilt(record)
                 self._work.rebuilt(record)
+                self._lies.rebuilt()
                 self._leases.rebuilt(self.history.lineage.commits)
                 self.patience.rebuilt()
             case _:

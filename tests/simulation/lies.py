@@ -3,7 +3,7 @@
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from collective.core.types import PeerRef, RoundKey, View
+from collective.core.types import PeerId, PeerRef, RoundKey, View
 from elastic.core.leases import count
 from elastic.core.records import CommitRecord, ViewRecord
 from elastic.core.work import MAX_STRIKES
@@ -24,7 +24,7 @@ class Lies:
     def __init__(self, sim: "Simulator") -> None:
         self._sim = sim
         self._sizes: dict[RoundKey, dict[PeerRef, tuple[float, ...]]] = defaultdict(dict)
-        self._overruled: dict[PeerRef, int] = {}  # in a row
+        self._overruled: dict[PeerId, tuple[int, PeerRef]] = {}  # in a row, the last time as this start
 
     def staged(self, node: "PeerNode", key: RoundKey, sizes: tuple[float, ...]) -> None:
         self._sizes[key][node.ref] = sizes
@@ -37,6 +37,10 @@ class Lies:
             found = any(self._sim.is_liar(word) for word in record.cause.split())
             demand(found, "liars", f"an honest part is left out: {record.cause}")
 
+    def rebuilt(self) -> None:
+        """The journal is lost, and with it who was wrong how often."""
+        self._overruled.clear()
+
     def committed(self, record: CommitRecord, view: View) -> None:
         seen = self._sizes.pop(record.key, {})
         for ref, sizes in seen.items():
@@ -48,6 +52,7 @@ class Lies:
         for item in record.contributions:
             samples = count(item.consumed)
             demand(item.weight <= samples, "liars", f"{name(item.ref)} weighs {item.weight} with {samples} samples")
-            self._overruled[item.ref] = 0 if item.agreed else self._overruled.get(item.ref, 0) + 1
-            is_out = self._overruled[item.ref] <= MAX_STRIKES
+            peer_id, overruled = item.ref.peer_id, self._overruled.get(item.ref.peer_id, (0, item.ref))
+            self._overruled[peer_id] = (0, item.ref) if item.agreed else (overruled[0] + 1, item.ref)
+            is_out = overruled[0] < MAX_STRIKES or overruled[1] != item.ref
             demand(is_out, "liars", f"{name(item.ref)} was overruled {MAX_STRIKES} times and votes again")

@@ -151,7 +151,7 @@ class Options:
             stall_floor_s=rng.choice((3.0, 3.0, 3.0, 20.0)),
             disk_loss_rate=often(0.1, 0.4),
             forged_certificates=often(0.4, 0.3),
-            lie=rng.choice(LIES) if rng.random() < 0.25 else "",
+            lie=rng.choice((*LIES, "digest")) if rng.random() < 0.35 else "",
         )
 
     def with_(self, **changes: object) -> "Options":
