@@ -12,7 +12,7 @@ from collective.core.types import Instant, OuterStep, PeerId, PeerRef
 from elastic.core.admission import Admission
 from elastic.core.farewell import UNREACHABLE_EXIT_CODE
 from elastic.core.leases import merged
-from elastic.core.messages import Refused
+from elastic.core.messages import Refused, Vote
 from elastic.core.records import CommitRecord, Contribution
 from elastic.core.roster import INTEGRITY_EXIT_CODE, Roster
 from elastic.core.rounds import Agreed, Split
@@ -35,6 +35,7 @@ class Closing:
         self._unreached: deque[PeerRef] = deque(maxlen=roster.config.max_peers)
         """Peers that the members dropped before any commit held work of theirs."""
         self._witnesses = Witnesses(roster.config.norm_guard)
+        self._weighed: dict[PeerId, Vote] = {}  # those whose weight was looked at
         self._exchange_s = 0.0  # from the last payload to the last vote, of the slowest recent round
 
     def settle(self) -> None:
@@ -189,7 +190,10 @@ class Closing:
         if per_sample is None:
             return
         liars: dict[PeerRef, str] = {}
-        for peer_id, vote in roster.rounds.votes.items():
+        weighed, self._weighed = self._weighed, dict(roster.rounds.votes)
+        for peer_id, vote in self._weighed.items():
+            if weighed.get(peer_id) is vote:
+                continue
             ref = roster.sessions[peer_id].ref
             leased = roster.state.leases.clip(ref, vote.consumed)
             allowed = per_sample * roster.state.work.num_samples(ref, vote.key.fragment, leased)

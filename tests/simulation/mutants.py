@@ -211,7 +211,7 @@ class BelievesOneVoice(CoordinatorMachine):
 class ForgivesForEver(CoordinatorMachine):
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
         super()._start(config, state)
-        state.strikes.of = lambda _: 0  # type: ignore[method-assign]
+        state.strikes.of = lambda _: 0  # type: ignore[method-assign, assignment]
 
 
 class AnswersNoStranger(CoordinatorMachine):
