@@ -5,6 +5,7 @@ full, so that an audit needs nothing else. Must not decide anything.
 """
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import assert_never
 
@@ -42,6 +43,9 @@ from trainer.scoreboard import Scoreboard
 from trainer.training_loop import RoundReport
 
 log = logging.getLogger(__name__)
+
+_IS_A_FAULT = re.compile(" dropped: | differ about ")
+"""Views that an operator may want to know the cause of."""
 
 _MAX_NAMES = 4
 """Parameters that an event names; a chunk of a small model may hold all of them."""
@@ -269,6 +273,8 @@ class Chronicle:
                 emit("view_decided", **_view(view), cause=cause, excused=[ref.peer_id for ref in excused])
                 for ref in struck:
                     self._lied(ref, view.outer_step, cause)
+                if _IS_A_FAULT.search(cause) and not struck:
+                    log.info("view_decided epoch=%d world_size=%d cause=%r", view.epoch, view.world_size, cause)
             case CommitRecord(key=key, outer_step=outer_step, digest=digest, contributions=contributions, final=final):
                 emit(
                     "commit_decided",

@@ -217,7 +217,8 @@ class Closing:
             roster.drop(reasons, counted_as="one member finds its numbers too large")
         else:
             roster.counters["weights_disputed"] += 1
-            cause = "two members differ about a weight, one more try with those that the coordinator was told"
+            pair = " and ".join(verdict.at_odds)
+            cause = f"{pair} differ about a weight, one more try with those that the coordinator was told"
             roster.change_view(out={}, cause=cause, weights=verdict.weights)
         return True
 

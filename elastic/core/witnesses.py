@@ -40,6 +40,8 @@ class Verdict:
     """Whose part cannot be counted, and why."""
     weights: tuple[float, ...] = ()
     """What the parts weigh when the round is tried again."""
+    at_odds: tuple[PeerId, ...] = ()
+    """The two whose words differ then."""
 
 
 class Witnesses:
@@ -112,7 +114,7 @@ class Witnesses:
         liars = self._at_odds_with_two(points)
         if liars:
             return Verdict(liars=dict.fromkeys(liars, "says different weights to different members, or claims so"))
-        return Verdict(weights=declared)
+        return Verdict(weights=declared, at_odds=points[0])
 
     def _judge_sizes(self, members: Sequence[PeerId], ballots: list[Vote]) -> Verdict | None:
         weights = [ballot.weight for ballot in ballots]
