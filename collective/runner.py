@@ -18,6 +18,7 @@ from collective.links import LinkMeter
 from collective.mesh import Mesh
 from collective.operation import Attempts, Operation
 from collective.options import RoundStats
+from collective.plan import RoundPlan
 from collective.round import Round
 from collective.supervision import Patience, supervise
 from collective.transport.bundle import Bundle
@@ -136,6 +137,7 @@ class Runner:
             plan=operation.plan_name,
             predicted_s=operation.predicted_s,
             sizes=sizes,
+            roots=_roots_of(operation.plan),
         )
 
     async def _announce(self, round_: Round, first: Callable[[], Awaitable[None]]) -> None:
@@ -171,6 +173,14 @@ class Runner:
 
     def _bundles_to(self, members: Sequence[Member]) -> list[Bundle | None]:
         return [None if member.ref == self._me else self._mesh.bundles[member.ref] for member in members]
+
+
+def _roots_of(plan: RoundPlan) -> tuple[tuple[int, int, int], ...]:
+    slices = plan.slices
+    if not all(route.is_star and route.is_reduced for route in slices.routes):
+        return ()
+    spans = ((route.root, *plan.slice_span(slice_)) for slice_, route in enumerate(slices.routes))
+    return tuple((rank, start, stop) for rank, start, stop in spans if start < stop)
 
 
 def _pace(bundles: Sequence[Bundle | None], paces: Sequence[float] | None) -> None:

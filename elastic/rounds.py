@@ -21,11 +21,12 @@ from elastic.observation import Observe, RoundAborted, RoundBroke, RoundStaged, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
-    """What an exchange has staged: the digest that the shared state would have. `weights`, `sizes`: see `Vote`."""
+    """What an exchange has staged: the digest that the shared state would have. The rest: see `Vote`."""
 
     digest: bytes
     weights: tuple[float, ...] = ()
     sizes: tuple[float, ...] = ()
+    results: tuple[bytes, ...] = ()
 
 
 class RoundRunner(Protocol):
@@ -161,7 +162,11 @@ class Rounds:
             if key != self._void:
                 self._voted = key, made.digest
                 self._observe(RoundStaged(key=key, digest=made.digest, seconds=self._clock() - began))
-                self._done(ExchangeDone(key=key, digest=made.digest, weights=made.weights, sizes=made.sizes))
+                self._done(
+                    ExchangeDone(
+                        key=key, digest=made.digest, weights=made.weights, sizes=made.sizes, results=made.results
+                    )
+                )
 
     def _failed(self, key: RoundKey, error: CollectiveError) -> None:
         if key != self._void:

@@ -285,7 +285,7 @@ class Chronicle:
                     final=final,
                 )
                 for item in contributions:
-                    if not item.agreed:
+                    if not item.agreed and item.ref not in record.disputed:
                         self._lied(item.ref, outer_step, f"{item.ref.peer_id} had another result than the others")
             case LeaseRecord(ref=ref, serial=serial, ranges=ranges):
                 emit("lease", of=ref.peer_id, serial=serial, samples=count(ranges))

@@ -5,6 +5,8 @@ so that a round can run again in the next view; nothing shared changes before th
 It must not know workers, samples or why a view changed.
 """
 
+import asyncio
+import hashlib
 from collections.abc import Callable
 
 from torch import Tensor
@@ -23,6 +25,7 @@ from trainer.threads import in_thread
 _SURVEY_EVERY = 20
 """Outer steps between two looks at the links; each costs one small gather. In a new view the second, third, fifth, ...
 look as well: what else filled the lines while it formed, such as states that were fetched, is no limit of theirs."""
+_MARK_NBYTES = 16
 _SURVEY_FRAGMENT = 0x7FFF
 """No fragment of the model has so large a number."""
 
@@ -99,7 +102,9 @@ class RoundRunner:
         self._on_exchanged(key, stats)
         weights = tuple(zip((member.peer_id for member in view.members), stats.weights, strict=True))
         round_ = self._schedule.round_after(key.outer_step)
-        digest = await self._state.stage(round_, dict(weights))
+        async with asyncio.TaskGroup() as tasks:
+            marking = tasks.create_task(in_thread(_marks_of, stats, tuple(chunks)))
+            digest = await self._state.stage(round_, dict(weights))
         self._staged_entry = CommitEntry(
             outer_step=OuterStep(key.outer_step + 1),
             digest=digest,
@@ -108,7 +113,7 @@ class RoundRunner:
             weights=weights,
             chunks=tuple(sorted(chunks, key=lambda chunk: chunk.start_numel)),
         )
-        return Exchanged(digest=digest, weights=stats.weights, sizes=stats.sizes)
+        return Exchanged(digest=digest, weights=stats.weights, sizes=stats.sizes, results=marking.result())
 
     async def _survey_if_due(self, view: View, key: RoundKey) -> None:
         """All members come to the same points: they begin a view together, and do every round of it."""
@@ -130,6 +135,16 @@ class RoundRunner:
         del key
         self._state.discard_staged()
         self._staged_entry = None
+
+
+def _marks_of(stats: RoundStats, chunks: tuple[ResultChunk, ...]) -> tuple[bytes, ...]:
+    """A mark of what each member has added up, by rank, of its wire form; empty where others pass it on."""
+    hashes = [hashlib.sha256() for _ in stats.members]
+    for chunk in sorted(chunks, key=lambda chunk: chunk.start_numel):
+        for rank, start, stop in stats.roots:
+            if start <= chunk.start_numel < stop:
+                hashes[rank].update(chunk.data)
+    return tuple(made.digest()[:_MARK_NBYTES] for made in hashes) if stats.roots else ()
 
 
 def _is_survey_due(num_steps: int) -> bool:

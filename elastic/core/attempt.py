@@ -86,6 +86,7 @@ class Attempt:
             consumed=payload.consumed,
             weights=seen.weights,
             sizes=seen.sizes,
+            results=seen.results,
         )
 
     def take_staged(self, made: Held) -> RoundKey | None:

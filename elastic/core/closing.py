@@ -17,7 +17,7 @@ from elastic.core.records import CommitRecord, Contribution
 from elastic.core.roster import INTEGRITY_EXIT_CODE, Roster
 from elastic.core.rounds import Agreed, Split
 from elastic.core.sessions import Session
-from elastic.core.witnesses import Witnesses
+from elastic.core.witnesses import Verdict, Witnesses
 
 VOTE_LIMIT = 10
 """How many times longer a vote is awaited at most while its sender makes progress."""
@@ -36,6 +36,7 @@ class Closing:
         """Peers that the members dropped before any commit held work of theirs."""
         self._witnesses = Witnesses(roster.config.norm_guard)
         self._weighed: dict[PeerId, Vote] = {}  # those whose weight was looked at
+        self._disputed: tuple[PeerId, ...] = ()  # members that are at odds about the round's results
         self._exchange_s = 0.0  # from the last payload to the last vote, of the slowest recent round
 
     def settle(self) -> None:
@@ -207,7 +208,11 @@ class Closing:
         roster, view = self._roster, self._roster.state.view
         members = [member.peer_id for member in view.members]
         verdict = self._witnesses.judge(members, roster.rounds.votes, roster.weights)
+        self._disputed = ()
         if verdict is None:
+            return False
+        if verdict == Verdict(at_odds=verdict.at_odds):
+            self._disputed = verdict.at_odds
             return False
         refs = {member.peer_id: member.ref for member in view.members}
         if verdict.liars:
@@ -234,6 +239,7 @@ class Closing:
             digest=agreed.digest,
             contributions=self._contributions(members, agreed.deviants),
             final=step >= roster.config.outer_steps,
+            disputed=tuple(roster.sessions[peer_id].ref for peer_id in agreed.deviants if peer_id in self._disputed),
         )
         self._witnesses.committed([session.ref.peer_id for session in members], roster.rounds.votes)
         roster.persist(record)

@@ -100,12 +100,13 @@ class RoundReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeDone:
-    """The round's result is staged; the shared state would have this digest. `weights`, `sizes`: see `Vote`."""
+    """The round's result is staged; the shared state would have this digest. `weights` and so on: see `Vote`."""
 
     key: RoundKey
     digest: bytes
     weights: tuple[float, ...] = ()
     sizes: tuple[float, ...] = ()
+    results: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

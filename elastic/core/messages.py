@@ -18,6 +18,7 @@ from elastic.core.values import DataPosition as DataPosition
 from elastic.core.values import Digest as Digest
 from elastic.core.values import Held as Held
 from elastic.core.values import IndexRange as IndexRange
+from elastic.core.values import Mark as Mark
 from elastic.core.values import Natural as Natural
 from elastic.core.values import Reason as Reason
 from elastic.core.values import Size as Size
@@ -72,7 +73,8 @@ class Vote(_Message, frozen=True, kw_only=True):
 
     `weight`, `num_tokens` and `consumed` describe the sender's own contribution to the round. `weights` and `sizes` say
     what the sender saw of everybody's, by rank: the weights that it counted with, and how large the numbers were that
-    it added up itself (0: none of this member's).
+    it added up itself (0: none of this member's). `results` are marks of what each member has added up and given to
+    the sender; one of two members that have other marks of the same sum is not honest.
     """
 
     key: RoundKey
@@ -82,6 +84,7 @@ class Vote(_Message, frozen=True, kw_only=True):
     consumed: Annotated[tuple[IndexRange, ...], Meta(max_length=1024)]
     weights: Annotated[tuple[Weight, ...], Meta(max_length=1024)] = ()
     sizes: Annotated[tuple[Size, ...], Meta(max_length=1024)] = ()
+    results: Annotated[tuple[Mark, ...], Meta(max_length=1024)] = ()
 
 
 class RoundFailed(_Message, frozen=True, kw_only=True):

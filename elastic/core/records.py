@@ -61,7 +61,10 @@ class Contribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CommitRecord(_Record, frozen=True, kw_only=True):
-    """A round was committed: `outer_step` is the step it made, `previous` the digest it started from."""
+    """A round was committed: `outer_step` is the step it made, `previous` the digest it started from.
+
+    `disputed` are members that had another result because, as they say, one member gave it to them: either may lie.
+    """
 
     key: RoundKey
     outer_step: OuterStep
@@ -69,6 +72,7 @@ class CommitRecord(_Record, frozen=True, kw_only=True):
     digest: Digest
     contributions: tuple[Contribution, ...]
     final: bool
+    disputed: tuple[PeerRef, ...] = ()
 
 
 class LeaseRecord(_Record, frozen=True, kw_only=True):

@@ -152,7 +152,7 @@ class RunState:
             self.work.committed(item.ref, record.key.fragment, item.consumed)
             if item.agreed:
                 self.strikes.clear(item.ref.peer_id)
-            else:
+            elif item.ref not in record.disputed:
                 self.strikes.add(item.ref.peer_id)
         self.previous = self.committed
         self.committed = Held(record.outer_step, record.digest)

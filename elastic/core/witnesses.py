@@ -1,13 +1,16 @@
 """What members saw of each other's parts of a round, and whose part or word it was that does not fit.
 
-Every vote says with which weight its sender counted each member's part, and how large that part's numbers were where
-the sender added them up. A member that tells others different weights, or sends numbers far out of the others' range,
-is seen by those others. But a vote may lie too. So what one member says of another counts against both of them, as with
-broken links (rounds.py), and one voice alone proves nothing:
+Every vote says with which weight its sender counted each member's part, how large that part's numbers were where the
+sender added them up, and marks the sums that it was given. A member that tells others different weights, gives them
+different sums, or sends numbers far out of the others' range, is seen by those others. But a vote may lie too. So what
+one member says of another counts against both of them, as with broken links (rounds.py), and one voice alone proves
+nothing:
 
 * Whoever is at odds with two others has lied. Two honest members are never at odds, so with one liar only it can be.
 * Of one pair that is at odds about a weight nobody can say who lies. The round is tried again, with the weights that
   each member has told the coordinator, whatever they say to each other.
+* Of one pair that is at odds about a sum that one has given to the other the votes decide, as ever; but to be overruled
+  is then no strike.
 * Of one pair that is at odds about a size the part is left out: to count it may ruin the state. Its sender goes without
   being called a liar, once. Who points at a second one next time is at odds with two.
 
@@ -32,7 +35,10 @@ _ROUNDS_KNOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What does not fit, and what follows from it: at most one of the three."""
+    """What does not fit, and what follows from it: liars, or parts that are left out, or another try with `weights`.
+
+    With none of these the members `at_odds` had other results, and nobody can say whose fault that is.
+    """
 
     liars: dict[PeerId, str] = field(default_factory=dict)
     """What each did that only a liar does, as the end of a sentence that begins with its name."""
@@ -41,7 +47,7 @@ class Verdict:
     weights: tuple[float, ...] = ()
     """What the parts weigh when the round is tried again."""
     at_odds: tuple[PeerId, ...] = ()
-    """The two whose words differ then."""
+    """Whose words differ."""
 
 
 class Witnesses:
@@ -71,6 +77,7 @@ class Witnesses:
             self._judge_words(members, ballots, told)
             or self._judge_weights(members, ballots)
             or self._judge_sizes(members, ballots)
+            or self._judge_results(members, ballots)
         )
 
     def committed(self, members: Sequence[PeerId], votes: Mapping[PeerId, Vote]) -> None:
@@ -139,6 +146,28 @@ class Witnesses:
         # Of two that point at each other the newer one goes.
         last = max((other for _, other in points), key=members.index)
         return Verdict(left_out={last: f"its numbers are said to be {factors[last]:.3g} times as large as the others'"})
+
+    def _judge_results(self, members: Sequence[PeerId], ballots: list[Vote]) -> Verdict | None:
+        """Where results differ, somebody may have given different ones of its own sums to different members."""
+        if len({ballot.digest for ballot in ballots}) == 1:
+            return None
+        marks = {
+            member: ballot.results
+            for member, ballot in zip(members, ballots, strict=True)
+            if len(ballot.results) == len(members)
+        }
+        points = [
+            (member, other)
+            for member, seen in marks.items()
+            for rank, other in enumerate(members)
+            if other in marks and seen[rank] != marks[other][rank]
+        ]
+        if not points:
+            return None
+        liars = self._at_odds_with_two(points)
+        if liars:
+            return Verdict(liars=dict.fromkeys(liars, "gives different sums to different members, or claims so"))
+        return Verdict(at_odds=tuple(dict.fromkeys(peer for point in points for peer in point)))
 
     def _too_large(self, sizes: Sequence[float], weights: Sequence[float]) -> list[tuple[int, float]]:
         """The ranks whose parts are out of the others' range as one member saw them, and by what factor they are."""

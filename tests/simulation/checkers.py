@@ -109,6 +109,7 @@ class Checkers:
         if isinstance(message, Refused) and "results differ" in message.reason:
             self._halted = True
         self._sim.marks.told(to, message)
+        self._lies.told(to, message, self.history.views[-1] if self.history.views else None)
 
     # ------------------------------------------------------------------------ the peers
 
@@ -132,7 +133,7 @@ class Checkers:
         wrong = self._sim.has_wrong_manifest(node)
         demand((effect.code == 5) == wrong or effect.code in (9, 20), "I4", f"{name(node.ref)} ends with {effect}")
         if effect.code == 9:
-            may_differ = self._sim.options.wrong_result > 0 or self._sim.options.lie == "digest"
+            may_differ = self._sim.options.wrong_result > 0 or self._sim.options.lie in ("digest", "two_results")
             demand(may_differ or self._sim.is_liar(node.peer_id), "I1", f"{name(node.ref)} ends with {effect}")
         if effect.code == 0:
             is_over = self.history.final or self.history.has_given_up_the_end

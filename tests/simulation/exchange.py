@@ -4,6 +4,7 @@ Stands in for collective's shells (engine, supervision): holds back frames of vi
 suspects who is lost or stands still, tells the others when it gives up.
 """
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -200,6 +201,24 @@ class Exchange:
             return self.share[1] + 1.0 + others.index(to)
         return self.share[1]
 
+    def _is_betrayed(self, to: PeerRef) -> bool:
+        """Whether this member is given another sum than the rest."""
+        others = [member.ref for member in self.view.members if member.ref != self.node.ref]
+        is_half = others.index(to) < len(self.view.members) // 2
+        is_straight = self.node.sim.options.plan == "butterfly"  # what goes through third hands proves nothing
+        return self.node.sim.lie_of(self.node.peer_id) == "two_results" and is_half and is_straight
+
+    def marks(self) -> tuple[bytes, ...]:
+        """Of the sums that each member has made, by rank."""
+        slices = self.machine.slices
+        if not all(route.is_star for route in slices.routes) or len(self.view.members) == 1:
+            return ()
+        marks = [b""] * slices.world_size
+        for slice_, route in enumerate(slices.routes):
+            made = repr([self._chunks[chunk] for chunk in slices.chunks_of(slice_)])
+            marks[route.root] = hashlib.sha256(made.encode()).digest()[:16]
+        return tuple(marks)
+
     def seen_weights(self) -> tuple[float, ...]:
         """What the members' parts weigh, as this one says that it has seen it."""
         seen = [0.0 if weight is None else weight for weight in self.weights]
@@ -216,6 +235,8 @@ class Exchange:
         suspects: tuple[PeerId, ...] = (),
     ) -> None:
         weight = self._weight_for(to)
+        if kind == "result" and self._is_betrayed(to):
+            value = (*value, ("nobody", 1.0))
         frame = Frame(self.node.ref, self.key, kind, chunk, value, suspects, weight, self._size)
         self.node.sim.bulk.send_frame(self.node, to, frame)
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from collective.core.types import PeerId, PeerRef, RoundKey, View
 from elastic.core.leases import count
+from elastic.core.messages import CoordinatorMessage, Refused
 from elastic.core.records import CommitRecord, ViewRecord
 from elastic.core.work import MAX_STRIKES
 from tests.simulation.symbols import name
@@ -37,6 +38,16 @@ class Lies:
             found = any(self._sim.is_liar(word) for word in record.cause.split())
             demand(found, "liars", f"an honest part is left out: {record.cause}")
 
+    def told(self, to: PeerRef, message: CoordinatorMessage, view: View | None) -> None:
+        """What ends a peer's part, or the run."""
+        if not isinstance(message, Refused) or self._sim.options.wrong_result > 0:
+            return
+        if "times in a row" in message.reason:
+            demand(self._sim.is_liar(to.peer_id), "liars", f"{name(to)} is sent home: {message.reason}")
+        if "results differ" in message.reason:
+            few = view is not None and view.world_size < 3
+            demand(few, "liars", f"one liar among {0 if view is None else view.world_size} halts the run")
+
     def rebuilt(self) -> None:
         """The journal is lost, and with it who was wrong how often."""
         self._overruled.clear()
@@ -52,6 +63,8 @@ class Lies:
         for item in record.contributions:
             samples = count(item.consumed)
             demand(item.weight <= samples, "liars", f"{name(item.ref)} weighs {item.weight} with {samples} samples")
+            if item.ref in record.disputed:
+                continue
             peer_id, overruled = item.ref.peer_id, self._overruled.get(item.ref.peer_id, (0, item.ref))
             self._overruled[peer_id] = (0, item.ref) if item.agreed else (overruled[0] + 1, item.ref)
             is_out = overruled[0] < MAX_STRIKES or overruled[1] != item.ref

@@ -199,6 +199,12 @@ class ComparesNoWeights(CoordinatorMachine):
         witnesses._judge_weights = lambda *_: None  # type: ignore[method-assign]
 
 
+class ComparesNoSums(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._closing._witnesses._judge_results = lambda *_: None  # type: ignore[method-assign]
+
+
 class BelievesOneVoice(CoordinatorMachine):
     """Whom one member points at has lied."""
 
@@ -324,6 +330,10 @@ MUTANTS: dict[str, Mutant] = {
     "weights_not_compared": Mutant(
         what="nobody looks whether all members have counted with the same weights",
         parts=Parts(coordinator=ComparesNoWeights),
+    ),
+    "sums_not_compared": Mutant(
+        what="nobody looks whether a member gives the same sums to all",
+        parts=Parts(coordinator=ComparesNoSums),
     ),
     "one_voice_is_enough": Mutant(
         what="who is pointed at by a single member has lied",

@@ -348,7 +348,8 @@ class PeerNode(Process):
         self.progress += 1
         # The outer optimizer runs in a thread: its end is an event of its own.
         weights = self.exchange.seen_weights()
-        done = ExchangeDone(key=key, digest=made.held.digest, weights=weights, sizes=sizes)
+        marks = self.exchange.marks()
+        done = ExchangeDone(key=key, digest=made.held.digest, weights=weights, sizes=sizes, results=marks)
         self.later(0.001, "absorbed", self.feed, done)
 
     def exchange_failed(self, key: RoundKey, suspects: tuple[PeerId, ...], cause: str) -> None:
