@@ -3,6 +3,7 @@
     weight       its worker claims to have trained on a million million tokens a step, and sends noise
     noise        its worker sends noise, a thousand times as large as the others' differences
     two_weights  it tells every other member another weight
+    two_results  it gives two of the others another sum than the rest
     digest       it votes for another state than it has computed, in every round
 
 Not a test. Nothing else of it is changed: it joins, leases, exchanges and votes like any other.
@@ -12,7 +13,7 @@ import dataclasses
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 HUGE_TOKENS = 10**12
 NOISE = 100.0
@@ -43,6 +44,7 @@ def lie_as_daemon(kind: str) -> None:
     """Run the command that the rest of the command line gives."""
     from collective.chunks import ChunkSend
     from collective.outbox import Outbox
+    from collective.wire import FrameType, pack
     from trainer.cli import main
     from trainer.round_runner import RoundRunner
 
@@ -70,6 +72,19 @@ def lie_as_daemon(kind: str) -> None:
             return made
 
         Outbox.put_open, ChunkSend.pieces = open_to, pieces_to  # type: ignore[method-assign]
+    if kind == "two_results":
+        honest_pieces = ChunkSend.pieces
+
+        def betray(self: ChunkSend, scratch: Any) -> Any:
+            made, outbox = honest_pieces(self, scratch), cast(Any, self.owner)
+            others = [rank for rank, bundle in enumerate(outbox._bundles) if bundle is not None]
+            if made is None or self.type is not FrameType.RESULT or self.to not in others[:2] or len(others) < 3:
+                return made
+            payload = bytearray(made[1])
+            payload[-1] ^= 1
+            return pack(outbox._header(self.type, len(payload), self.chunk), payload), memoryview(payload)
+
+        ChunkSend.pieces = betray  # type: ignore[method-assign]
     if kind == "digest":
         exchange = RoundRunner.exchange
 

@@ -61,6 +61,14 @@ def test_a_member_that_tells_everybody_another_weight_is_put_out_instead_of_halt
         assert_put_out(run, honest, liar, "says different weights to different members")
 
 
+def test_a_member_that_gives_two_of_the_others_another_sum_is_put_out_instead_of_halting_the_run(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, "two_results")
+        assert_put_out(run, honest, liar, "gives different sums to different members")
+
+
 def test_a_member_that_is_overruled_three_times_in_a_row_is_put_out(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         honest, liar = three_honest_and(run, "digest")

@@ -21,6 +21,7 @@ class Members(CoordinatorDriver):
         seen: dict[int, float] | None = None,
         sizes: dict[int, float] | None = None,
         digest: bytes | None = None,
+        results: dict[int, bytes] | None = None,
         consumed: tuple[IndexRange, ...] = (),
         fragment: int = 0,
     ) -> None:
@@ -35,6 +36,7 @@ class Members(CoordinatorDriver):
             consumed=consumed,
             weights=tuple(weights[other] for other in numbers),
             sizes=tuple(known[other] for other in numbers),
+            results=tuple((results or {}).get(other, b"sum") for other in numbers),
         )
         self.says(number, vote)
 
@@ -240,6 +242,41 @@ def test_without_a_guard_numbers_may_be_as_large_as_they_like() -> None:
     step = driver.step
     for number in (1, 2, 3):
         driver.votes(number, sizes={3: 1e30})
+    assert driver.step == step + 1
+
+
+# ------------------------------------------------------------------------ the same sums for all
+
+
+def test_a_member_that_gives_half_of_the_others_another_sum_is_put_out_instead_of_halting_the_run() -> None:
+    driver = members(1, 2, 3, 4)
+    step = driver.step
+    for number in (1, 4):
+        driver.votes(number)
+    for number in (2, 3):
+        driver.votes(number, digest=OTHER, results={4: b"another"})
+    assert driver.member_numbers() == [1, 2, 3]
+    assert driver.is_struck(4)
+    driver.all_vote_but()
+    assert driver.step == step + 1
+
+
+def test_to_be_overruled_for_a_sum_that_one_member_gave_is_no_strike() -> None:
+    driver = members(1, 2, 3)
+    step = driver.step
+    for number in (1, 2):
+        driver.votes(number)
+    driver.votes(3, digest=OTHER, results={1: b"another"})
+    assert (driver.step, driver.member_numbers()) == (step + 1, [1, 2])
+    assert driver.machine.state.strikes.of(ref(3).peer_id) == 0
+    assert driver.records(CommitRecord)[-1].disputed == (ref(3),)
+
+
+def test_where_all_have_the_same_result_what_they_say_of_sums_is_nothing() -> None:
+    driver = members(1, 2, 3)
+    step = driver.step
+    driver.all_vote_but(3)
+    driver.votes(3, results={1: b"another", 2: b"another"})
     assert driver.step == step + 1
 
 
