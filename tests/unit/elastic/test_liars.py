@@ -3,7 +3,7 @@
 import pytest
 
 from elastic.core.messages import Evicted, IndexRange, LeaseGrant, LeaseRequest, NewView, Refused, Vote
-from elastic.core.records import ViewRecord
+from elastic.core.records import CommitRecord, ViewRecord
 from elastic.core.work import MAX_STRIKES, Strikes
 from tests.unit.elastic.machines import CoordinatorDriver, MemberDriver, held, key, payload, ref, view
 
