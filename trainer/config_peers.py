@@ -33,8 +33,8 @@ class MembersSection(Section):
     """How long it waits for the others then, at least; longer where members are usually further apart."""
     patience: Annotated[float, Field(ge=0, le=100)] = 0.5
     """For how many times its own work of a round a slow peer lets the others wait; then it hands in what it has."""
-    norm_guard: Annotated[float, Field(gt=1)] = 10.0
-    """A payload whose numbers are so many times larger than the others' is left out of the mean; inf: none is."""
+    norm_guard: Annotated[float, Field(gt=1, le=1e30)] = 10.0
+    """A payload whose numbers are so many times larger than the others' is left out of the mean; 1e30: none is."""
     outage_s: Annotated[Seconds, Field(gt=0, le=30 * 86400)] = 600.0
     """How long a peer looks for a lost coordinator before it gives up with exit code 4."""
     ticket_lifetime_s: Annotated[Seconds, Field(gt=0, le=365 * 86400)] = 7 * 86400.0
