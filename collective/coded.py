@@ -8,13 +8,14 @@ Rules: only the results that others get from here cost memory of their own, in w
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from collective.buffers import RoundBuffers, divide
-from collective.codec.base import TINY, Codec, NotFinite, first_non_finite
+from collective.codec.base import TINY, Codec, NotFinite, first_non_finite, weighted_sum
 from collective.memory import Scratch, bytes_of
 
 
@@ -70,19 +71,27 @@ class CodedBuffers(RoundBuffers):
         if chunk in self._results:
             super().keep(chunk)
 
-    def add(self, chunk: int, wire: Tensor, weight: float, *, is_into_root: bool) -> None:
-        """Decode and add in one pass."""
+    def add(self, chunk: int, wire: Tensor, weight: float, *, is_into_root: bool, rank: int | None = None) -> None:
+        """Decode and add: in one pass, or if it is one member's own part by way of a look at how large it is."""
         if not is_into_root:
-            super().add(chunk, wire, weight, is_into_root=False)
+            super().add(chunk, wire, weight, is_into_root=False, rank=rank)
             return
         total = self._out_part(chunk)
         self._codec.check(wire, total.numel())
-        if self._is_begun[chunk]:
-            self._codec.accumulate(wire, weight, total, 1.0, total)
+        base, base_weight = (total, 1.0) if self._is_begun[chunk] else (self._own_part(chunk), self._weight)
+        if rank is None:
+            self._codec.accumulate(wire, weight, base, base_weight, total)
         else:
-            own = self._own_part(chunk)
-            self._codec.accumulate(wire, weight, own, self._weight, total)
+            part = self._decoded[: total.numel()]
+            self._codec.decode(wire, part)
+            self._measure(chunk, part, rank)
+            weighted_sum(base, base_weight, part, weight, total)
         self._is_begun[chunk] = 1  # `finish` looks at the sum, since it encodes it
+
+    @cached_property
+    def _decoded(self) -> Tensor:
+        """Room for one chunk."""
+        return torch.empty(self._plan.longest)
 
     def finish(self, chunk: int, weight_sum: float) -> None:
         """Divide, encode once, keep what that decodes to.

@@ -212,6 +212,7 @@ class Communicator:
         op: str = "mean",
         out: Array | None = None,
         weight: float = 1.0,
+        told: Sequence[float] | None = None,
         codec: str = "raw",
         plan: str = "auto",
         record: Record | None = None,
@@ -229,6 +230,7 @@ class Communicator:
             out: as many elements of the same dtype, not overlapping `tensor`; None works in place, which costs a
                 buffer of the tensor's size inside, since the input must outlive an abort.
             weight: our w, from 0 to 2**64.
+            told: the w of all members, in the order of ranks, if they are agreed on already; None: as each says itself.
             codec: wire form, see collective/codec; "raw" loses nothing, the others need fp32 and "mean" or "sum".
             plan: "butterfly", "ring" or "two_level"; "auto" takes the fastest for the links that `survey` found.
             record: receives (start, numel, wire form) of every result chunk, valid during the call; see
@@ -239,8 +241,10 @@ class Communicator:
                 reduced already is not sent again. The caller promises that the tensor is the same. Butterfly only.
             deadline_s: see the class.
         """
-        given = Reducible(tensor, out=out, op=op, weight=weight, codec=codec, record=record)
+        given = Reducible(tensor, out=out, op=op, weight=weight, told=told, codec=codec, record=record)
         members, rank = self._place(key)
+        if told is not None and (len(told) != len(members) or told[rank] != weight or quorum is not None):
+            raise ValueError("told must hold the weight of every member, ours included, and excludes a quorum")
         ranks = tuple(range(len(members)))
         if quorum is not None:
             ranks = await self._runner.gather(self._workplace, key, members, rank, quorum=quorum, deadline_s=deadline_s)

@@ -37,6 +37,7 @@ class Operation:
         source_base: see RoundBuffers.
         target_base: likewise, of the output.
         weight: of our part.
+        told: see Round.
         codec: its name.
         record: see RoundBuffers.
         predicted_s: what the cost model expects.
@@ -55,6 +56,7 @@ class Operation:
         source_base: int = 0,
         target_base: int = 0,
         weight: float = 1.0,
+        told: Sequence[float] | None = None,
         codec: str = "raw",
         record: Record | None = None,
         predicted_s: float | None = None,
@@ -65,6 +67,7 @@ class Operation:
         self.predicted_s = predicted_s
         self.paces = paces
         self.weight = weight
+        self.told = told
         self._workplace = workplace
         self._op = op
         self._source, self._source_base = source, source_base
@@ -120,13 +123,14 @@ class Operation:
 
     def is_same_as(self, other: "Operation") -> bool:
         """Whether results that one of them has reached are those of the other."""
-        mine = (self._given, self.plan, self._op, self._codec, self.weight)
+        mine = (self._given, self.plan, self._op, self._codec, self.weight, self.told)
         return self.plan_name == "butterfly" and mine == (
             other._given,
             other.plan,
             other._op,
             other._codec,
             other.weight,
+            other.told,
         )
 
     def terms(self, members: Sequence[Member]) -> Terms:

@@ -29,13 +29,14 @@ class Reducible:
         out: Array | None,
         op: str,
         weight: float,
+        told: Sequence[float] | None = None,
         codec: str = "raw",
         record: Record | None = None,
         is_scattered: bool = False,
     ) -> None:
         self.source = flat("tensor", tensor)
         self.target = self.source if out is None else flat("out", out)
-        self.op, self.weight, self.codec, self.record = op, weight, codec, record
+        self.op, self.weight, self.told, self.codec, self.record = op, weight, told, codec, record
         check_weight(weight, self.source.dtype, op)
         if op not in OPS:
             raise ValueError(f"no operation {op!r}; there are {', '.join(OPS)}")
@@ -63,6 +64,7 @@ def all_reduce(workplace: Workplace, ranks: tuple[int, ...], given: Reducible, p
         source=given.source,
         target=given.target,
         weight=given.weight,
+        told=given.told,
         codec=given.codec,
         record=given.record,
     )

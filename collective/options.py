@@ -21,6 +21,12 @@ class RoundStats:
     plan: str = "butterfly"
     predicted_s: float | None = None
     """What the cost model expected, where links are measured."""
+    sizes: tuple[float, ...] = ()
+    """Of a mean or sum of floats: the root mean square of each member's numbers, as far as they were added up here; 0
+    where none of its own were. All are of the same elements, so they can be compared."""
+    roots: tuple[tuple[int, int, int], ...] = ()
+    """(rank, start, stop): who made the result of these elements and gave it to all others itself; empty where results
+    go through third hands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,7 @@ class Round:
         plan: the cut; `terms` says the same in words that can be compared.
         buffers: our tensor, the output, the codec.
         weight: of our part.
+        told: what the members' parts weigh, by rank, whatever they say; None: what they say.
         bundles: by rank; None at ours.
         eager_chunks: see RoundMachine.
         held: see RoundMachine.
@@ -77,6 +78,7 @@ class Round:
         terms: Terms,
         buffers: RoundBuffers,
         weight: float,
+        told: Sequence[float] | None = None,
         bundles: Sequence[Bundle | None],
         eager_chunks: int,
         held: int = 0,
@@ -92,8 +94,9 @@ class Round:
         """Whether the others have heard from us that it is over, and let go of what they held back for it."""
         self.changed = asyncio.Event()
         self.bytes_received = 0
-        self.weights: list[float | None] = [None] * len(self.members)
+        self.weights: list[float | None] = [None] * len(self.members) if told is None else list(told)
         self.weights[rank] = weight
+        self._is_told = told is not None
         self.bundles = bundles
         self.eager_chunks = eager_chunks
         self.machine = RoundMachine(
@@ -255,6 +258,11 @@ class Round:
             self.error = error
             self._end()
 
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """See RoundStats."""
+        return self._buffers.sizes
+
     def weight_sum(self) -> float:
         """Σw over the members, in rank order."""
         return math.fsum(weight for weight in self.weights if weight is not None)
@@ -323,6 +331,8 @@ class Round:
 
     def _take_weight(self, rank: int, weight: float) -> None:
         known = self.weights[rank]
+        if self._is_told:
+            return
         if known is None:
             self.weights[rank] = weight
         elif known != weight:
@@ -379,10 +389,11 @@ class Round:
 
     def _accumulate(self, chunk: int, rank: int) -> None:
         assert self._arrived is not None
-        weight = 1.0 if self.machine.adds_for(rank, chunk) else self.weights[rank]
+        is_sum = self.machine.adds_for(rank, chunk)
+        weight = 1.0 if is_sum else self.weights[rank]
         assert weight is not None, "a chunk is added only after its weight was taken"
         is_into_root = self.machine.is_into_root(rank, chunk)
-        self._buffers.add(chunk, self._arrived, weight, is_into_root=is_into_root)
+        self._buffers.add(chunk, self._arrived, weight, is_into_root=is_into_root, rank=None if is_sum else rank)
 
     def _end_if_drained(self) -> None:
         if self.machine.finished and not self.is_done and not self._outbox.num_unsent:

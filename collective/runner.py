@@ -18,6 +18,7 @@ from collective.links import LinkMeter
 from collective.mesh import Mesh
 from collective.operation import Attempts, Operation
 from collective.options import RoundStats
+from collective.plan import RoundPlan
 from collective.round import Round
 from collective.supervision import Patience, supervise
 from collective.transport.bundle import Bundle
@@ -107,6 +108,7 @@ class Runner:
                 terms=operation.terms(members),
                 buffers=operation.buffers(rank),
                 weight=operation.weight,
+                told=operation.told,
                 bundles=self._bundles_to(members),
                 eager_chunks=self._engine.credit(operation.longest_chunk_nbytes),
                 held=operation.held,
@@ -123,6 +125,7 @@ class Runner:
                 if resume:
                     self._attempts.keep(key, operation, members, round_.machine.done_mask())
                 raise
+            sizes = round_.sizes
             await operation.settle()
         return RoundStats(
             members=tuple(member.ref for member in members),
@@ -133,6 +136,8 @@ class Runner:
             seconds=time.monotonic() - started,
             plan=operation.plan_name,
             predicted_s=operation.predicted_s,
+            sizes=sizes,
+            roots=_roots_of(operation.plan),
         )
 
     async def _announce(self, round_: Round, first: Callable[[], Awaitable[None]]) -> None:
@@ -168,6 +173,14 @@ class Runner:
 
     def _bundles_to(self, members: Sequence[Member]) -> list[Bundle | None]:
         return [None if member.ref == self._me else self._mesh.bundles[member.ref] for member in members]
+
+
+def _roots_of(plan: RoundPlan) -> tuple[tuple[int, int, int], ...]:
+    slices = plan.slices
+    if not all(route.is_star and route.is_reduced for route in slices.routes):
+        return ()
+    spans = ((route.root, *plan.slice_span(slice_)) for slice_, route in enumerate(slices.routes))
+    return tuple((rank, start, stop) for rank, start, stop in spans if start < stop)
 
 
 def _pace(bundles: Sequence[Bundle | None], paces: Sequence[float] | None) -> None:

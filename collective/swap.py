@@ -53,6 +53,9 @@ class SwapBuffers(RoundBuffers):
             self._combine_extremes(low, high, out)
         else:
             self._add_up(low, high, out, [1.0 if weight is None else weight for weight in weights])
+        if self._looks_at_numbers:
+            self._measures[1 - self._rank].take(part)
+            self._measures[self._rank].take(own)
         if self._looks_at_numbers and first_non_finite(out) is not None:
             index = first_non_finite(own)
             if index is not None:

@@ -9,6 +9,7 @@ the member's TaskGroup. A fault of the network is an event; anything else ends t
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from collective.core.types import Instant, Member, PeerId, RoundKey, View
@@ -16,6 +17,16 @@ from collective.errors import CollectiveError, NonFiniteInput, OperationAborted,
 from elastic.core.events import AbortExchange, ExchangeDone, ExchangeFailed, InstallView, StartExchange
 from elastic.core.messages import Held
 from elastic.observation import Observe, RoundAborted, RoundBroke, RoundStaged, RoundStarted, ViewInstalled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanged:
+    """What an exchange has staged: the digest that the shared state would have. The rest: see `Vote`."""
+
+    digest: bytes
+    weights: tuple[float, ...] = ()
+    sizes: tuple[float, ...] = ()
+    results: tuple[bytes, ...] = ()
 
 
 class RoundRunner(Protocol):
@@ -37,13 +48,16 @@ class RoundRunner(Protocol):
         """
         ...
 
-    async def exchange(self, view: View, key: RoundKey, weight: float) -> bytes:
+    async def exchange(self, view: View, key: RoundKey, weight: float, told: tuple[float, ...] = ()) -> Exchanged:
         """Exchange the kept payload among the view's members and stage what follows from it.
 
         May be cancelled. It must then return only when nothing of it writes to staging any more, threads included.
 
-        Returns:
-            The digest that the shared state would have.
+        Args:
+            view: whose members.
+            key: of the round.
+            weight: of the payload.
+            told: what everybody's payload weighs, by rank, whatever they say; empty: as they say.
 
         Raises:
             CollectiveError: it cannot finish in this view; the payload is unchanged.
@@ -147,16 +161,20 @@ class Rounds:
     async def _exchange(self, effect: StartExchange) -> None:
         key, began = effect.key, self._clock()
         try:
-            digest = await self._runner.exchange(effect.view, key, effect.weight)
+            made = await self._runner.exchange(effect.view, key, effect.weight, effect.weights)
         except NonFiniteInput as error:
             self._spoiled(str(error))
         except CollectiveError as error:
             self._failed(key, error)
         else:
             if key != self._void:
-                self._voted = key, digest
-                self._observe(RoundStaged(key=key, digest=digest, seconds=self._clock() - began))
-                self._done(ExchangeDone(key=key, digest=digest))
+                self._voted = key, made.digest
+                self._observe(RoundStaged(key=key, digest=made.digest, seconds=self._clock() - began))
+                self._done(
+                    ExchangeDone(
+                        key=key, digest=made.digest, weights=made.weights, sizes=made.sizes, results=made.results
+                    )
+                )
 
     def _failed(self, key: RoundKey, error: CollectiveError) -> None:
         if key != self._void:

@@ -5,12 +5,13 @@ full, so that an audit needs nothing else. Must not decide anything.
 """
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import assert_never
 
 from collective import RoundStats
-from collective.core.types import RoundKey
-from elastic.core.records import RollbackRecord
+from collective.core.types import PeerRef, RoundKey
+from elastic.core.records import CommitRecord, RollbackRecord, ViewRecord
 from elastic.observation import (
     BecameActive,
     BecameExcused,
@@ -43,6 +44,9 @@ from trainer.scoreboard import Scoreboard
 from trainer.training_loop import RoundReport
 
 log = logging.getLogger(__name__)
+
+_IS_A_FAULT = re.compile(" dropped: | differ about ")
+"""Views that an operator may want to know the cause of."""
 
 _MAX_NAMES = 4
 """Parameters that an event names; a chunk of a small model may hold all of them."""
@@ -254,7 +258,28 @@ class Chronicle:
             case RecordWritten(record=RollbackRecord(epoch=epoch, given_up=step, certificate=certificate)):
                 to = "the beginning" if certificate is None else certificate.made.outer_step
                 log.warning("rolled_back epoch=%d from=%d to=%s; nobody holds a newer outer step", epoch, step, to)
+            case RecordWritten(record=ViewRecord() | CommitRecord() as record):
+                self._look_for_lies(record)
             case RoundAborted():
                 board.aborted()
             case _:
                 pass  # of interest to the log alone
+
+    def _look_for_lies(self, record: ViewRecord | CommitRecord) -> None:
+        """Members that were overruled or put out for what they said, and why a view is another one."""
+        match record:
+            case ViewRecord(view=view, cause=cause, struck=struck):
+                for ref in struck:
+                    self._lied(ref, view.outer_step, cause)
+                if _IS_A_FAULT.search(cause) and not struck:
+                    log.info("view_decided epoch=%d world_size=%d cause=%r", view.epoch, view.world_size, cause)
+            case CommitRecord(outer_step=outer_step, contributions=contributions, disputed=disputed):
+                for item in contributions:
+                    if not item.agreed and item.ref not in disputed:
+                        self._lied(item.ref, outer_step, f"{item.ref.peer_id} had another result than the others")
+
+    def _lied(self, ref: PeerRef, outer_step: int, cause: str) -> None:
+        """A member was overruled or put out for what it said: a fault of its machine, or a lie."""
+        self._board.lied()
+        self._log.emit("lied", of=ref.peer_id, incarnation=ref.incarnation, outer_step=outer_step, cause=cause)
+        log.warning("member_lied of=%s outer_step=%d cause=%r", ref.peer_id, outer_step, cause)

@@ -38,6 +38,8 @@ class MembersSection(Section):
     it before the run goes back to what they hold. At once when all are back."""
     durable: bool = False
     """Whether a peer writes a result to its disk before it votes for it: then a power cut of all loses no commit."""
+    norm_guard: Annotated[float, Field(gt=1, le=1e30)] = 10.0
+    """A payload whose numbers are so many times larger than the others' is left out of the mean; 1e30: none is."""
     outage_s: Annotated[Seconds, Field(gt=0, le=30 * 86400)] = 600.0
     """How long a peer looks for a lost coordinator before it gives up with exit code 4."""
     ticket_lifetime_s: Annotated[Seconds, Field(gt=0, le=365 * 86400)] = 7 * 86400.0

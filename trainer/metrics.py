@@ -32,6 +32,7 @@ class Metrics:
         self.world_size = self._gauge("world_size", "Members of the view.")
         self.is_member = self._gauge("is_member", "1 as a member, 0 while learning or alone.")
         self.evictions = self._counter("evictions_total", "How often this peer was put out of a view.")
+        self.lies = self._counter("lies_total", "Members overruled or put out for what they said; of the coordinator.")
         # Exchanges.
         self.commits = self._counter("commits_total", "Rounds of this peer that were committed.")
         self.aborts = self._counter("aborts_total", "Rounds of this peer that were tried again in another view.")

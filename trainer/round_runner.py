@@ -5,6 +5,8 @@ so that a round can run again in the next view; nothing shared changes before th
 It must not know workers, samples or why a view changed.
 """
 
+import asyncio
+import hashlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -15,6 +17,7 @@ from collective.core.types import Epoch, Member, OuterStep, RoundKey, View
 from elastic.commit_log import CommitLog
 from elastic.core.messages import Held
 from elastic.replica import CommitEntry, ResultChunk
+from elastic.rounds import Exchanged
 from optim.outer import Absorbed
 from trainer.outer_state import OuterState
 from trainer.round_schedule import RoundSchedule
@@ -23,6 +26,7 @@ from trainer.threads import in_thread
 _SURVEY_EVERY = 20
 """Outer steps between two looks at the links; each costs one small gather. In a new view the second, third, fifth, ...
 look as well: what else filled the lines while it formed, such as states that were fetched, is no limit of theirs."""
+_MARK_NBYTES = 16
 _SURVEY_FRAGMENT = 0x7FFF
 """No fragment of the model has so large a number."""
 
@@ -117,11 +121,8 @@ class RoundRunner:
         """See `Communicator.meet`."""
         return await self._communicator.meet(member)
 
-    async def exchange(self, view: View, key: RoundKey, weight: float) -> bytes:
+    async def exchange(self, view: View, key: RoundKey, weight: float, told: tuple[float, ...] = ()) -> Exchanged:
         """Exchange the payload with the view's members and stage what follows from it.
-
-        Returns:
-            The digest that the shared state would have.
 
         Raises:
             CollectiveError: the exchange cannot finish in this view; the payload is unchanged.
@@ -135,13 +136,16 @@ class RoundRunner:
             self._payload[: mean.numel()],
             out=mean,
             weight=weight,
+            told=told or None,
             codec=self._codec,
             record=lambda start_numel, _numel, wire: chunks.append(ResultChunk(start_numel, bytes(wire))),
         )
         self._on_exchanged(key, stats)
         weights = tuple(zip((member.peer_id for member in view.members), stats.weights, strict=True))
         round_ = self._schedule.round_after(key.outer_step)
-        digest = await self._state.stage(round_, dict(weights))
+        async with asyncio.TaskGroup() as tasks:
+            marking = tasks.create_task(in_thread(_marks_of, stats, tuple(chunks)))
+            digest = await self._state.stage(round_, dict(weights))
         entry = CommitEntry(
             outer_step=OuterStep(key.outer_step + 1),
             digest=digest,
@@ -152,7 +156,7 @@ class RoundRunner:
         )
         await self._keeper.before_vote(key, entry)
         self._staged_entry = entry
-        return digest
+        return Exchanged(digest=digest, weights=stats.weights, sizes=stats.sizes, results=marking.result())
 
     async def stage_again(self, entry: CommitEntry) -> None:
         """What an earlier start of this peer voted for is staged again: it may be committed.
@@ -184,6 +188,16 @@ class RoundRunner:
         del key
         self._state.discard_staged()
         self._staged_entry = None
+
+
+def _marks_of(stats: RoundStats, chunks: tuple[ResultChunk, ...]) -> tuple[bytes, ...]:
+    """A mark of what each member has added up, by rank, of its wire form; empty where others pass it on."""
+    hashes = [hashlib.sha256() for _ in stats.members]
+    for chunk in sorted(chunks, key=lambda chunk: chunk.start_numel):
+        for rank, start, stop in stats.roots:
+            if start <= chunk.start_numel < stop:
+                hashes[rank].update(chunk.data)
+    return tuple(made.digest()[:_MARK_NBYTES] for made in hashes) if stats.roots else ()
 
 
 def _is_survey_due(num_steps: int) -> bool:

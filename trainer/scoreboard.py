@@ -88,6 +88,10 @@ class Scoreboard:
         """This learner holds a newer state."""
         self._outer_step = held.outer_step
 
+    def lied(self) -> None:
+        """As the coordinator: a member was overruled, or put out for what it said."""
+        self._metrics.lies.inc()
+
     def inner_step(self, inner_step: int, loss: float, num_tokens: int) -> None:
         """One inner step is done."""
         self.phase = "training"

@@ -126,6 +126,8 @@ def coordinator_config(
         stall_floor_s=members.stall_timeout_s,
         round_quorum=members.quorum,
         grace_floor_s=members.grace_s,
+        weight_per_sample=float(config.model.decoder_config().max_seq_len),  # weights are tokens
+        norm_guard=members.norm_guard,
     )
 
 

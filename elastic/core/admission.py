@@ -16,8 +16,9 @@ from collections.abc import Sequence
 
 from collective.core.types import Epoch, Instant, PeerRef
 from elastic.core.meetings import Meetings
-from elastic.core.messages import Evicted, Held
+from elastic.core.messages import CoordinatorMessage, Evicted, Held
 from elastic.core.roster import Roster
+from elastic.core.work import MAX_STRIKES
 
 QUORUM_EXIT_CODE = 7
 MAX_COMMITS_BEHIND = 64
@@ -37,9 +38,12 @@ class Admission:
         roster = self._roster
         state = roster.state
         epoch = Epoch(state.epoch + 1)
-        evicted = {
+        evicted: dict[PeerRef, CoordinatorMessage] = {
             ref: Evicted(epoch=epoch, reason=f"other result at outer step {state.outer_step}") for ref in deviants
         }
+        for ref in deviants:
+            if state.strikes.of(ref.peer_id) >= MAX_STRIKES:
+                evicted[ref] = roster.sends_home(ref, f"had another result at outer step {state.outer_step}")
         for ref, reason in roster.overdue().items():
             roster.counters[f"dropped: {reason}"] += 1
             evicted[ref] = Evicted(epoch=epoch, reason=reason)

@@ -22,6 +22,7 @@ class Attempt:
         """Of the exchange in the current view, running or ended."""
         self.staged: bytes | None = None
         """Digest of the state that would be, once the exchange is done."""
+        self._seen: ExchangeDone | None = None  # with what was seen of the others' parts
         self.failure: RoundFailed | None = None
         self.laid_aside: tuple[RoundKey, Held] | None = None
         """The round whose result was staged when the membership ended, and the state that this would be."""
@@ -31,12 +32,12 @@ class Attempt:
         """Of the round whose result is, or will be, staged here."""
         return self.key if self.laid_aside is None else self.laid_aside[0]
 
-    def start(self, view: View) -> Sequence[MemberEffect]:
+    def start(self, view: View, weights: tuple[float, ...] = ()) -> Sequence[MemberEffect]:
         """Exchange the payload in this view, if there is one and that is not under way already."""
         if self.payload is None or self.key is not None:
             return ()
         self.key = RoundKey(view.epoch, self.payload.outer_step, self.payload.fragment)
-        return [StartExchange(view=view, key=self.key, weight=self.payload.weight)]
+        return [StartExchange(view=view, key=self.key, weight=self.payload.weight, weights=weights)]
 
     def abort(self) -> Sequence[MemberEffect]:
         """The view is gone: the attempt is void, the payload stays."""
@@ -65,7 +66,7 @@ class Attempt:
             return False
         match event:
             case ExchangeDone():
-                self.staged = event.digest
+                self.staged, self._seen = event.digest, event
             case ExchangeFailed():
                 self.failure = RoundFailed(
                     key=event.key, suspects=event.suspects, cause=event.cause[:512], told_by=event.told_by
@@ -74,8 +75,8 @@ class Attempt:
 
     def report(self) -> Vote | RoundFailed | None:
         """What the coordinator has to hear about the attempt until it answers."""
-        payload, key = self.payload, self.key
-        if self.staged is None or payload is None or key is None:
+        payload, key, seen = self.payload, self.key, self._seen
+        if self.staged is None or payload is None or key is None or seen is None:
             return self.failure
         return Vote(
             key=key,
@@ -83,6 +84,9 @@ class Attempt:
             weight=payload.weight,
             num_tokens=payload.num_tokens,
             consumed=payload.consumed,
+            weights=seen.weights,
+            sizes=seen.sizes,
+            results=seen.results,
         )
 
     def take_staged(self, made: Held) -> RoundKey | None:

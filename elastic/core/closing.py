@@ -12,12 +12,12 @@ from collective.core.types import Instant, OuterStep, PeerId, PeerRef
 from elastic.core.admission import Admission
 from elastic.core.farewell import UNREACHABLE_EXIT_CODE
 from elastic.core.leases import merged
-from elastic.core.messages import Refused
-from elastic.core.reception import INTEGRITY_EXIT_CODE
+from elastic.core.messages import Refused, Vote
 from elastic.core.records import CommitRecord, Contribution
-from elastic.core.roster import Roster
+from elastic.core.roster import INTEGRITY_EXIT_CODE, Roster
 from elastic.core.rounds import Agreed, Split
 from elastic.core.sessions import Session
+from elastic.core.witnesses import Verdict, Witnesses
 
 VOTE_LIMIT = 10
 """How many times longer a vote is awaited at most while its sender makes progress."""
@@ -34,11 +34,20 @@ class Closing:
         self._admission = admission
         self._unreached: deque[PeerRef] = deque(maxlen=roster.config.max_peers)
         """Peers that the members dropped before any commit held work of theirs."""
+        self._witnesses = Witnesses(roster.config.norm_guard)
+        self._weighed: dict[PeerId, Vote] = {}  # those whose weight was looked at
+        self._disputed: tuple[PeerId, ...] = ()  # members that are at odds about the round's results
         self._exchange_s = 0.0  # from the last payload to the last vote, of the slowest recent round
 
     def settle(self) -> None:
         """Judge failures, count votes, go on without the late."""
-        for decide in (self._judge_reports, self._decide_round, self._drop_the_voteless, self._excuse_the_late):
+        for decide in (
+            self._drop_the_overweight,
+            self._judge_reports,
+            self._decide_round,
+            self._drop_the_voteless,
+            self._excuse_the_late,
+        ):
             if not self._roster.over:
                 decide()
 
@@ -159,7 +168,9 @@ class Closing:
 
     def _decide_round(self) -> None:
         roster, view = self._roster, self._roster.state.view
-        if view.world_size < roster.quorum:
+        if view.world_size < roster.quorum or not all(roster.rounds.voted(item.peer_id) for item in view.members):
+            return
+        if self._goes_on_without_a_lie():
             return
         match roster.rounds.outcome(view):
             case None:
@@ -174,6 +185,48 @@ class Closing:
                 else:
                     roster.change_view(out={}, cause="votes differ without a majority, one more try")
 
+    def _drop_the_overweight(self) -> None:
+        """Whoever claims more weight than its leases allow has lied: no work can be behind that."""
+        roster, per_sample = self._roster, self._roster.config.weight_per_sample
+        if per_sample is None:
+            return
+        liars: dict[PeerRef, str] = {}
+        weighed, self._weighed = self._weighed, dict(roster.rounds.votes)
+        for peer_id, vote in self._weighed.items():
+            if weighed.get(peer_id) is vote:
+                continue
+            ref = roster.sessions[peer_id].ref
+            leased = roster.state.leases.clip(ref, vote.consumed)
+            allowed = per_sample * roster.state.work.num_samples(ref, vote.key.fragment, leased)
+            if vote.weight > allowed:
+                liars[ref] = f"claims weight {vote.weight:g} where its leases allow {allowed:g}"
+        if liars:
+            roster.strike(liars)
+
+    def _goes_on_without_a_lie(self) -> bool:
+        """All have voted. If what they saw of each other's parts does not fit, the round is tried again accordingly."""
+        roster, view = self._roster, self._roster.state.view
+        members = [member.peer_id for member in view.members]
+        verdict = self._witnesses.judge(members, roster.rounds.votes, roster.weights)
+        self._disputed = ()
+        if verdict is None:
+            return False
+        if verdict == Verdict(at_odds=verdict.at_odds):
+            self._disputed = verdict.at_odds
+            return False
+        refs = {member.peer_id: member.ref for member in view.members}
+        if verdict.liars:
+            roster.strike({refs[peer_id]: reason for peer_id, reason in verdict.liars.items()})
+        elif verdict.left_out:
+            reasons = {refs[peer_id]: reason for peer_id, reason in verdict.left_out.items()}
+            roster.drop(reasons, counted_as="one member finds its numbers too large")
+        else:
+            roster.counters["weights_disputed"] += 1
+            pair = " and ".join(verdict.at_odds)
+            cause = f"{pair} differ about a weight, one more try with those that the coordinator was told"
+            roster.change_view(out={}, cause=cause, weights=verdict.weights)
+        return True
+
     def _commit(self, agreed: Agreed) -> None:
         roster, state = self._roster, self._roster.state
         assert state.committed is not None, "members vote from a committed state"
@@ -186,8 +239,11 @@ class Closing:
             digest=agreed.digest,
             contributions=self._contributions(members, agreed.deviants),
             final=step >= roster.config.outer_steps,
+            disputed=tuple(roster.sessions[peer_id].ref for peer_id in agreed.deviants if peer_id in self._disputed),
         )
+        self._witnesses.committed([session.ref.peer_id for session in members], roster.rounds.votes)
         roster.persist(record)
+        roster.weights = ()
         roster.rounds.committed()
         ready_at = [session.ready_at for session in members if session.ready_at is not None]
         if ready_at:

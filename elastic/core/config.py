@@ -90,6 +90,10 @@ class CoordinatorConfig:
     rebuild_salt: int = 0
     """Random, below `REBUILD_SALTS`, and another one at every start: two journals of one run that were rebuilt without
     knowledge of each other must not count the same epochs, or there would be two rounds of one name."""
+    weight_per_sample: float | None = None
+    """The most that one sample adds to a payload's weight; no limit: members may weigh as they like."""
+    norm_guard: float = 10.0
+    """A payload whose numbers are so many times larger than the others' is left out; infinite: none is."""
     max_split_votes: int = 3
     """Votes without a majority, in a row, before the run is halted for its integrity."""
 
@@ -109,6 +113,8 @@ class CoordinatorConfig:
         times += [self.grace_floor_s, self.grace_factor, self.grace_limit, self.grace_initial_s]
         if not 0.0 < self.round_quorum <= 1.0:
             raise ValueError("round_quorum must be more than 0 and at most 1")
+        if not self.norm_guard > 1.0 or (self.weight_per_sample is not None and not self.weight_per_sample > 0.0):
+            raise ValueError("norm_guard must be more than 1, and weight_per_sample more than 0")
         times += [self.rebuild_grace_s]
         if not 0 <= self.rebuild_salt < REBUILD_SALTS:
             raise ValueError("rebuild_salt must be below REBUILD_SALTS")

@@ -108,10 +108,13 @@ class LinkMade:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeDone:
-    """The round's result is staged; the shared state would have this digest."""
+    """The round's result is staged; the shared state would have this digest. `weights` and so on: see `Vote`."""
 
     key: RoundKey
     digest: bytes
+    weights: tuple[float, ...] = ()
+    sizes: tuple[float, ...] = ()
+    results: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,11 +242,15 @@ class CarryOver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartExchange:
-    """Run the exchange of this round among the view's members, from the kept payload, into staging."""
+    """Run the exchange of this round among the view's members, from the kept payload, into staging.
+
+    `weights`, if there are any: what everybody's part weighs, by rank, whatever they say.
+    """
 
     view: View
     key: RoundKey
     weight: float
+    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -358,7 +358,7 @@ class MemberMachine:
             return
         self._epoch = view.epoch
         self._farewell.await_boundary()
-        self._place.enter(view, message.contributed)
+        self._place.enter(view, message.contributed, message.weights)
 
     def _on_excused(self, message: NewView) -> None:
         self._epoch = message.view.epoch

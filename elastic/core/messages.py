@@ -18,8 +18,10 @@ from elastic.core.values import DataPosition as DataPosition
 from elastic.core.values import Digest as Digest
 from elastic.core.values import Held as Held
 from elastic.core.values import IndexRange as IndexRange
+from elastic.core.values import Mark as Mark
 from elastic.core.values import Natural as Natural
 from elastic.core.values import Reason as Reason
+from elastic.core.values import Size as Size
 from elastic.core.values import Weight as Weight
 
 
@@ -69,7 +71,10 @@ class Synced(_Message, frozen=True, kw_only=True):
 class Vote(_Message, frozen=True, kw_only=True):
     """The exchange is done and absorbed into staging: the shared state would have this digest.
 
-    `weight`, `num_tokens` and `consumed` describe the sender's own contribution to the round.
+    `weight`, `num_tokens` and `consumed` describe the sender's own contribution to the round. `weights` and `sizes` say
+    what the sender saw of everybody's, by rank: the weights that it counted with, and how large the numbers were that
+    it added up itself (0: none of this member's). `results` are marks of what each member has added up and given to
+    the sender; one of two members that have other marks of the same sum is not honest.
     """
 
     key: RoundKey
@@ -77,6 +82,9 @@ class Vote(_Message, frozen=True, kw_only=True):
     weight: Weight
     num_tokens: Natural
     consumed: Annotated[tuple[IndexRange, ...], Meta(max_length=1024)]
+    weights: Annotated[tuple[Weight, ...], Meta(max_length=1024)] = ()
+    sizes: Annotated[tuple[Size, ...], Meta(max_length=1024)] = ()
+    results: Annotated[tuple[Mark, ...], Meta(max_length=1024)] = ()
 
 
 class RoundFailed(_Message, frozen=True, kw_only=True):
@@ -146,12 +154,14 @@ class NewView(_Message, frozen=True, kw_only=True):
     The round goes on without the `excused`: they were members and are late. They keep their payload and their leases,
     follow the commits, and are members again after the next one. `contributed` is the newest committed state that
     holds work of the addressee, which may not have heard of that commit: it may have it staged, and what it has done
-    from an older state is spent.
+    from an older state is spent. `weights`, if there are any: what the members' parts weigh in the view's first round,
+    by rank, whatever they say of it to each other.
     """
 
     view: View
     contributed: Held | None = None
     excused: Annotated[tuple[PeerRef, ...], Meta(max_length=1024)] = ()
+    weights: Annotated[tuple[Weight, ...], Meta(max_length=1024)] = ()
 
 
 class Commit(_Message, frozen=True, kw_only=True):

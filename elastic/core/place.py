@@ -68,6 +68,7 @@ class Place:
         self._counters = counters
         self._progress = 0
         self._waits = False  # for others, as the trainer says
+        self._weights: tuple[View, tuple[float, ...]] | None = None  # what the parts weigh in this view's first round
 
     @property
     def held(self) -> Held | None:
@@ -116,9 +117,13 @@ class Place:
 
     # -------------------------------------------------------------------------------- what was decided
 
-    def enter(self, view: View, contributed: Held | None) -> None:
-        """It is a member of this view, which is newer than its own. Its work is in `contributed`."""
+    def enter(self, view: View, contributed: Held | None, weights: tuple[float, ...] = ()) -> None:
+        """It is a member of this view, which is newer than its own. Its work is in `contributed`.
+
+        With `weights` these are what the parts weigh in the view's first round.
+        """
         mine = self.view
+        self._weights = (view, weights) if weights else None
         self._learn_from(view, contributed)
         if mine is None or view.epoch > mine.epoch:
             self.effects += [*self.attempt.abort(), *self.attempt.drop_aside(), InstallView(view=view)]
@@ -161,10 +166,14 @@ class Place:
                 self.phase = Phase.ACTIVE
                 self.is_standing = True
                 self.effects.append(BecomeActive(view=view))
-            self.effects += self.attempt.start(view)
+            self.effects += self._start(view)
             return
         self.phase = Phase.SYNCING
         self.effects += self.pursuit.aim(state, view.members)
+
+    def _start(self, view: View) -> Sequence[MemberEffect]:
+        weights = self._weights[1] if self._weights is not None and self._weights[0] == view else ()
+        return self.attempt.start(view, weights)
 
     def aim(self, target: Held, donors: Sequence[Member] | None = None) -> bool:
         """As no member, to this committed state. It may have been laid aside here, and perhaps nowhere else.
@@ -218,7 +227,7 @@ class Place:
         else:
             self.attempt.payload = payload
             if self.view is not None and self.phase is Phase.ACTIVE:
-                self.effects += self.attempt.start(self.view)
+                self.effects += self._start(self.view)
             return True
         return False
 

@@ -5,9 +5,11 @@ Rules:
   no member any more.
 * A newer start of a peer replaces the older one at once; an older start that still speaks is told so, and ends.
 * Whoever else speaks without a session is answered `Evicted`: without an answer it would wait for ever.
+* When all places are taken, whoever was in the last commit finds one, and nobody fills the house from one address.
 * The first state that anybody holds becomes the state of a run that has none.
 """
 
+from collections import Counter
 from typing import assert_never
 
 from collective.core.types import PeerRef
@@ -27,10 +29,10 @@ from elastic.core.messages import (
     Vote,
 )
 from elastic.core.records import Genesis
-from elastic.core.roster import REFUSED_EXIT_CODE, Roster
+from elastic.core.roster import INTEGRITY_EXIT_CODE, REFUSED_EXIT_CODE, Roster
 from elastic.core.sessions import Session
 
-DONE_EXIT_CODE, INTEGRITY_EXIT_CODE = 0, 9
+DONE_EXIT_CODE = 0
 
 
 class Reception:
@@ -80,7 +82,7 @@ class Reception:
         if departure is not None and sender.incarnation < departure.incarnation:
             roster.tell_replaced(sender)
             return
-        refusal = self._refusal(message)
+        refusal = self._refusal(sender, message)
         if refusal is not None:
             roster.send(sender, refusal)
             return
@@ -174,7 +176,7 @@ class Reception:
             return False
         return True
 
-    def _refusal(self, message: Join) -> Refused | None:
+    def _refusal(self, sender: PeerRef, message: Join) -> Refused | None:
         if message.manifest_digest != self._roster.config.manifest_digest:
             return Refused(code=REFUSED_EXIT_CODE, reason="your run manifest differs from the run's")
         if self._roster.state.final:
@@ -183,6 +185,40 @@ class Reception:
         if message.epoch > self._roster.state.epoch:
             reason = f"you have seen epoch {message.epoch}, this journal ends at {self._roster.state.epoch}: restore it"
             return Refused(code=INTEGRITY_EXIT_CODE, reason=reason)
-        if len(self._roster.sessions) >= self._roster.config.max_peers:
+        sessions = self._roster.sessions
+        is_full = len(sessions) >= self._roster.config.max_peers and sender.peer_id not in sessions
+        if is_full and not self._makes_room(sender, message.address):
             return Refused(code=REFUSED_EXIT_CODE, reason=f"the run is full: {self._roster.config.max_peers} peers")
         return None
+
+    def _makes_room(self, sender: PeerRef, address: str) -> bool:
+        """In a full house a learner gives way to who was in the last commit, or whose host has fewer than others.
+
+        Whoever opens as many sessions as there are places keeps nobody out but itself. Members and the excused stay,
+        and so does a learner that was in the last commit: it is on its way back.
+        """
+        roster = self._roster
+        certificate = roster.state.certificate
+        returning = set() if certificate is None else {item.peer_id for item in certificate.contributors}
+        guests = [
+            session
+            for peer_id, session in roster.sessions.items()
+            if peer_id not in returning
+            and roster.state.standing_since(session.ref) is None
+            and session.ref != roster.founder
+        ]
+        if not guests:
+            return False
+        crowds = Counter(_host_of(session.address) for session in guests)
+        last = max(enumerate(guests), key=lambda item: (crowds[_host_of(item[1].address)], item[0]))[1]
+        if sender.peer_id not in returning and crowds[_host_of(last.address)] <= crowds[_host_of(address)] + 1:
+            return False
+        roster.counters["gave_way"] += 1
+        reason = f"the run is full: {roster.config.max_peers} peers, and another one came first; try again later"
+        roster.send(last.ref, Refused(code=REFUSED_EXIT_CODE, reason=reason))
+        roster.close(last)
+        return True
+
+
+def _host_of(address: str) -> str:
+    return address.rpartition(":")[0]

@@ -53,11 +53,15 @@ class RollbackRecord(_Record, frozen=True, kw_only=True):
 
 
 class ViewRecord(_Record, frozen=True, kw_only=True):
-    """A view was decided. `cause` says why, for people. `excused`: see `NewView`; all of them, also older ones."""
+    """A view was decided. `cause` says why, for people. `excused`: see `NewView`; all of them, also older ones.
+
+    `struck` are members that it does without because what they said of their work was not true.
+    """
 
     view: View
     cause: str
     excused: tuple[PeerRef, ...] = ()
+    struck: tuple[PeerRef, ...] = ()
 
 
 class Contribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,7 +75,10 @@ class Contribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CommitRecord(_Record, frozen=True, kw_only=True):
-    """A round was committed: `outer_step` is the step it made, `previous` the digest it started from."""
+    """A round was committed: `outer_step` is the step it made, `previous` the digest it started from.
+
+    `disputed` are members that had another result because, as they say, one member gave it to them: either may lie.
+    """
 
     key: RoundKey
     outer_step: OuterStep
@@ -79,6 +86,7 @@ class CommitRecord(_Record, frozen=True, kw_only=True):
     digest: Digest
     contributions: tuple[Contribution, ...]
     final: bool
+    disputed: tuple[PeerRef, ...] = ()
 
 
 class LeaseRecord(_Record, frozen=True, kw_only=True):

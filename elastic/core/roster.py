@@ -6,7 +6,7 @@ afterwards. When to use which verb is decided in coordinator.py, closing.py and 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from collective.core.types import Epoch, Instant, Member, OuterStep, PeerId, PeerRef, View
 from elastic.core.certificate import Certificate
@@ -18,8 +18,9 @@ from elastic.core.records import Record, ReleaseRecord, RollbackRecord, ViewReco
 from elastic.core.rounds import Rounds
 from elastic.core.run_state import RunState
 from elastic.core.sessions import Session
+from elastic.core.work import MAX_STRIKES
 
-REFUSED_EXIT_CODE = 5
+REFUSED_EXIT_CODE, INTEGRITY_EXIT_CODE = 5, 9
 
 Departures = Mapping[PeerRef, CoordinatorMessage | None]
 """Members that the next view does without, each with what it is told (None: it is dead, nobody listens)."""
@@ -38,6 +39,8 @@ class Roster:
         self.awaited: set[PeerId] = set()
         """Who is to be in the first view of a rebuilt run, and has not come back yet."""
         self.awaited_until: Instant = 0.0
+        self.weights: tuple[float, ...] = ()
+        """What the parts weigh in the newest view's first round, if that was said."""
         self.halted: Refused | None = None
         """What everybody hears once the members' results differ for good."""
         self._sealed: Certificate | None = None  # the newest one that was told
@@ -126,15 +129,23 @@ class Roster:
             other.met.discard(session.ref)
             other.asked.pop(session.ref, None)
 
-    def drop(self, lost: Mapping[PeerRef, str], last_words: Mapping[PeerRef, Refused] | None = None) -> None:
+    def drop(
+        self,
+        lost: Mapping[PeerRef, str],
+        last_words: Mapping[PeerRef, Refused] | None = None,
+        *,
+        struck: Collection[PeerRef] = (),
+        counted_as: str = "",
+    ) -> None:
         """Give these sessions up, each for its reason; members among them leave the view.
 
-        Whoever has `last_words` hears them instead of `Evicted`, and does not come back.
+        Whoever has `last_words` hears them instead of `Evicted`, and does not come back. Who is `struck` said what is
+        not true. Reasons that say more than a few words could are `counted_as` something shorter.
         """
         out: dict[PeerRef, CoordinatorMessage | None] = {}
         for ref, reason in lost.items():
             session = self.sessions[ref.peer_id]
-            self.counters[f"dropped: {reason}"] += 1
+            self.counters[f"dropped: {counted_as or reason}"] += 1
             if self.state.standing_since(ref) is not None and not self.over:
                 self.remind(ref)
                 evicted = Evicted(epoch=Epoch(self.state.epoch + 1), reason=reason)
@@ -143,7 +154,23 @@ class Roster:
                 self.close(session)
                 self.send(ref, Evicted(epoch=self.state.epoch, reason=reason))
         if out:
-            self.change_view(out=out, cause="; ".join(f"{ref.peer_id} dropped: {lost[ref]}" for ref in out))
+            cause = "; ".join(f"{ref.peer_id} dropped: {lost[ref]}" for ref in out)
+            self.change_view(out=out, cause=cause, struck=tuple(ref for ref in out if ref in struck))
+
+    def strike(self, liars: Mapping[PeerRef, str]) -> None:
+        """Go on without these members, whose words or work were false. Whoever has had its strikes is sent home."""
+        out = {ref for ref in liars if self.state.strikes.of(ref.peer_id) + 1 >= MAX_STRIKES}
+        last_words = {ref: self.sends_home(ref, liars[ref]) for ref in out}
+        self.drop(liars, last_words, struck=tuple(liars), counted_as="said what is not true")
+
+    def sends_home(self, ref: PeerRef, reason: str) -> Refused:
+        """What a peer hears that was wrong too often."""
+        self.counters["sent_home"] += 1
+        said = (
+            f"{ref.peer_id} {reason}, {MAX_STRIKES} times in a row: it is put out; look for what is wrong with this "
+            "machine, then start it again, and it fetches the state"
+        )
+        return Refused(code=INTEGRITY_EXIT_CODE, reason=said)
 
     def forgive(self) -> None:
         """The coordinator itself did not run: nobody was silent, late or away for that long."""
@@ -164,11 +191,19 @@ class Roster:
     # -------------------------------------------------------------------------------- views
 
     def change_view(
-        self, *, out: Departures, into: Sequence[Session] = (), excuse: Sequence[Session] = (), cause: str
+        self,
+        *,
+        out: Departures,
+        into: Sequence[Session] = (),
+        excuse: Sequence[Session] = (),
+        cause: str,
+        struck: tuple[PeerRef, ...] = (),
+        weights: tuple[float, ...] = (),
     ) -> None:
         """Journal and announce the next view: without `out`, with `into` at the end. Who is to `excuse` keeps its work.
 
-        Whoever is excused already stays so, unless it is in `out` or `into`.
+        Whoever is excused already stays so, unless it is in `out` or `into`. `struck`: see `ViewRecord`; `weights`: see
+        `NewView`, for the same members as before.
         """
         committed, epoch = self.state.committed, Epoch(self.state.epoch + 1)
         assert committed is not None, "a view needs a state"
@@ -196,7 +231,8 @@ class Roster:
         members += [Member(item.ref.peer_id, item.ref.incarnation, item.address) for item in into]
         view = View(epoch=epoch, outer_step=committed.outer_step, digest=committed.digest, members=tuple(members))
         excused = tuple(session.ref for session in absent)
-        self.persist(ViewRecord(view=view, cause=cause[:500], excused=excused))
+        self.persist(ViewRecord(view=view, cause=cause[:500], excused=excused, struck=struck))
+        self.weights = weights
         self.release_leases_of_strangers()
         self.rounds.void()
         if is_cut_short:
@@ -247,7 +283,12 @@ class Roster:
     def newest_view(self, ref: PeerRef) -> NewView:
         """The view as this peer is told it."""
         state = self.state
-        return NewView(view=state.view, excused=tuple(state.excused), contributed=state.contributed.get(ref))
+        return NewView(
+            view=state.view,
+            excused=tuple(state.excused),
+            contributed=state.contributed.get(ref),
+            weights=self.weights,
+        )
 
     def remind(self, to: PeerRef) -> None:
         """Say the newest commit to who voted for it, before it hears that it is out and forgets what it has staged.

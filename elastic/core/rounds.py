@@ -81,6 +81,10 @@ class Rounds:
         self.retries = 0
         self.splits = 0
 
+    def voted(self, peer_id: PeerId) -> bool:
+        """Whether this member's vote is here."""
+        return peer_id in self.votes
+
     def spoke(self, peer_id: PeerId) -> bool:
         """Whether this member is done with the round, one way or the other."""
         return peer_id in self.votes or peer_id in self.reports

@@ -26,6 +26,7 @@ from elastic.core.records import (
     ViewRecord,
 )
 from elastic.core.values import Digest
+from elastic.core.work import Strikes, WorkBook
 
 MAX_COMMITS_BACK = 256
 """So many of the newest commits are remembered, and the run can go back to each of them."""
@@ -77,6 +78,8 @@ class RunState:
         """Peers, in whatever start, whose work a commit has held: the others have exchanged with them."""
         self.departed: dict[PeerId, Departure] = {}
         self.leases = LeaseLedger()
+        self.work = WorkBook()
+        self.strikes = Strikes()
         self._link = b""  # what the next certificate names as its parent
         self._past: deque[Past] = deque(maxlen=MAX_COMMITS_BACK)  # oldest first, the committed state last
 
@@ -130,8 +133,10 @@ class RunState:
                 self._apply_rebuild(record)
             case RollbackRecord():
                 self._apply_rollback(record)
-            case ViewRecord(view=view, excused=excused):
+            case ViewRecord(view=view, excused=excused, struck=struck):
                 self._apply_view(view, excused)
+                for ref in struck:
+                    self.strikes.add(ref.peer_id)
             case CommitRecord():
                 self._apply_commit(record)
             case LeaseRecord():
@@ -190,6 +195,7 @@ class RunState:
         for ref in standing:
             if self.standing_since(ref) is None:
                 self.contributed.pop(ref, None)
+                self.work.forget(ref)
                 self.departed[ref.peer_id] = Departure(ref.incarnation, view.epoch)
         self.view = view
 
@@ -201,6 +207,11 @@ class RunState:
         assert record.previous == self.committed.digest, "commits form a chain (I1)"
         for item in record.contributions:
             self.leases.consume(item.ref, item.consumed)
+            self.work.committed(item.ref, record.key.fragment, item.consumed)
+            if item.agreed:
+                self.strikes.clear(item.ref.peer_id)
+            elif item.ref not in record.disputed:
+                self.strikes.add(item.ref.peer_id)
         self.previous = self.committed
         self.committed = Held(record.outer_step, record.digest)
         self.reached.update(item.ref.peer_id for item in record.contributions)

@@ -13,6 +13,10 @@ from collective.core.types import OuterStep
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Natural = Annotated[int, Meta(ge=0, le=2**53)]
 Weight = Annotated[float, Meta(ge=0.0, le=1e15)]
+Mark = Annotated[bytes, Meta(max_length=16)]
+"""The beginning of a SHA-256; empty of nothing."""
+Size = Annotated[float, Meta(ge=0.0, le=1e38)]
+"""Root mean square of numbers in a payload."""
 Reason = Annotated[str, Meta(max_length=512)]
 
 

@@ -199,6 +199,11 @@ class Run:
         """`isthmus join` with the founder's ticket."""
         return self.start("join", f"@{self.ticket}", "--node.threads", "1", *flags, folder=folder)
 
+    def join_as_liar(self, kind: str, *flags: str) -> Process:
+        """The same by a peer that lies about its work: see tests/multiprocess/liar.py."""
+        program = (sys.executable, str(Path(__file__).with_name("liar.py")), kind)
+        return self.start("join", f"@{self.ticket}", "--node.threads", "1", *flags, program=program)
+
     def command(self, *arguments: str, timeout_s: float = TIMEOUT_S) -> Outcome:
         """Run a command to its end."""
         done = subprocess.run(
@@ -217,14 +222,14 @@ class Run:
         """Wait until the founder has written its ticket: others can join from then on."""
         self.until("ticket", self.ticket.exists)
 
-    def start(self, *arguments: str, folder: Path | None = None) -> Process:
+    def start(self, *arguments: str, folder: Path | None = None, program: Sequence[str] = (ISTHMUS,)) -> Process:
         """Any command that gets a folder, in one of its own."""
         name = f"{len(self.processes)}-{arguments[0]}"
         directory = folder or self.folder / name
         console = self.folder / f"{name}.out"
         with console.open("wb") as out, console.with_suffix(".err").open("wb") as err:
             popen = subprocess.Popen(
-                [ISTHMUS, *arguments, "--dir", str(directory)],
+                [*program, *arguments, "--dir", str(directory)],
                 cwd=self.folder,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,

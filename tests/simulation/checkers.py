@@ -22,6 +22,7 @@ from elastic.core.records import (
     ViewRecord,
 )
 from tests.simulation.history import Admissions, History, SharedState
+from tests.simulation.lies import Lies
 from tests.simulation.patience import Patience
 from tests.simulation.rebuilds import Certificates
 from tests.simulation.symbols import Payload, Result, State, name
@@ -47,6 +48,7 @@ class Checkers:
         self._state = SharedState(self.history)
         self._work = Contributions(self.history)
         self._leases = Leases()
+        self._lies = Lies(sim)
         self._admissions = Admissions(self.history, sim)
         self.certificates = Certificates(sim)
         self.patience = Patience(sim.world, sim.options.min_peers)
@@ -80,6 +82,7 @@ class Checkers:
         match record:
             case ViewRecord(view=view, excused=excused):
                 self._sim.world.say("view", view.epoch, [name(member.ref) for member in view.members], record.cause)
+                self._lies.view_decided(record)
                 self._work.view_decided(view, excused)
                 self._leases.view_decided(view, excused)
                 self.patience.view_decided(view, excused)
@@ -91,6 +94,7 @@ class Checkers:
                 few = len(record.contributions) < self._sim.options.min_peers
                 demand(not few, "quorum", f"committed by {len(record.contributions)}")
                 self._work.committed(record, before)
+                self._lies.committed(record, before)
                 self._leases.consumed(record)
                 self.patience.committed()
             case LeaseRecord():
@@ -104,6 +108,7 @@ class Checkers:
                 self._sim.world.say("goes back", epoch, self.history.newest, [name(ref) for ref in witnesses])
                 self._state.rebuilt(record)
                 self._work.rebuilt(record)
+                self._lies.rebuilt()
                 self._leases.rebuilt(self.history.lineage.commits)
                 self.patience.rebuilt()
             case _:
@@ -132,6 +137,7 @@ class Checkers:
         if isinstance(message, Refused) and "results differ" in message.reason:
             self._halted = True
         self._sim.marks.told(to, message)
+        self._lies.told(to, message, self.history.views[-1] if self.history.views else None)
 
     # ------------------------------------------------------------------------ the peers
 
@@ -155,7 +161,8 @@ class Checkers:
         wrong = self._sim.has_wrong_manifest(node)
         demand((effect.code == 5) == wrong or effect.code in (9, 20), "I4", f"{name(node.ref)} ends with {effect}")
         if effect.code == 9:
-            demand(self._sim.options.wrong_result > 0, "I1", f"{name(node.ref)} ends with {effect}")
+            may_differ = self._sim.options.wrong_result > 0 or self._sim.options.lie in ("digest", "two_results")
+            demand(may_differ or self._sim.is_liar(node.peer_id), "I1", f"{name(node.ref)} ends with {effect}")
         if effect.code == 0:
             is_over = self.history.final or self.history.has_given_up_the_end
             demand(is_over, "I4", f"{name(node.ref)} is done before the run is")
@@ -203,9 +210,12 @@ class Checkers:
     def carried_over(self, node: "PeerNode") -> None:
         self._work.carried_over(node)
 
-    def staged(self, node: "PeerNode", key: RoundKey, made: State, result: Result, *, flawed: bool) -> None:
+    def staged(
+        self, node: "PeerNode", key: RoundKey, made: State, result: Result, *, flawed: bool, sizes: tuple[float, ...]
+    ) -> None:
         self._had[node.ref].add(made.held.digest)
         self._work.staged(node, key, made, result, flawed=flawed)
+        self._lies.staged(node, key, sizes)
 
     def installed(self, node: "PeerNode", effect: InstallStaged, made: State, result: Result) -> None:
         demand(made.held == effect.held, "I1", f"{name(node.ref)} installs something else than what is committed")

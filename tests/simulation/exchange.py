@@ -4,6 +4,7 @@ Stands in for collective's shells (engine, supervision): holds back frames of vi
 suspects who is lost or stands still, tells the others when it gives up.
 """
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,12 +54,16 @@ class Frame:
     chunk: int = -1
     value: ChunkValue = ()
     suspects: tuple[PeerId, ...] = ()
+    weight: float = 0.0
+    size: float = 1.0
 
 
 class Exchange:
     """The exchange of one round in one view."""
 
-    def __init__(self, node: "PeerNode", view: View, key: RoundKey, payload: Payload, weight: float) -> None:
+    def __init__(
+        self, node: "PeerNode", view: View, key: RoundKey, payload: Payload, weight: float, told: Sequence[float] = ()
+    ) -> None:
         rank = view.rank_of(node.peer_id)
         assert rank is not None
         options = node.sim.options
@@ -72,6 +77,11 @@ class Exchange:
         self.share: Share = (payload.name, weight)
         self.failed = False
         self.result: Result | None = None
+        self.weights: list[float | None] = list(told) or [None] * view.world_size
+        self.weights[rank] = weight
+        self.sizes = [0.0] * view.world_size
+        self._size = payload.size
+        self._is_told = bool(told)
         self._sums: dict[int, list[Share]] = defaultdict(lambda: [self.share])
         self._chunks: dict[int, ChunkValue] = {}
         self._incoming: ChunkValue = ()
@@ -104,6 +114,12 @@ class Exchange:
         else:
             event = ResultArrived(rank, frame.chunk)
         self._incoming = frame.value
+        if self.weights[rank] is None:
+            self.weights[rank] = frame.weight
+        if frame.kind == "contribution" and not self.machine.adds_for(rank, frame.chunk):
+            ((share_name, _),) = frame.value
+            self._incoming = ((share_name, self.weights[rank] or 0.0),)
+            self.sizes[rank], self.sizes[self.rank] = frame.size, self._size
         try:
             self._run(self.machine.handle(event))
         except ChunkRefused as error:
@@ -177,6 +193,39 @@ class Exchange:
         if effects and self.node.sim.looks_into_machines():
             self.machine.check_invariants()
 
+    def _weight_for(self, to: PeerRef) -> float:
+        """Ours, as this member hears it."""
+        others = [member.ref for member in self.view.members if member.ref != self.node.ref]
+        lie = self.node.sim.lie_of(self.node.peer_id)
+        if lie == "two_weights" or (lie == "one_weight" and to == others[0]):
+            return self.share[1] + 1.0 + others.index(to)
+        return self.share[1]
+
+    def _is_betrayed(self, to: PeerRef) -> bool:
+        """Whether this member is given another sum than the rest."""
+        others = [member.ref for member in self.view.members if member.ref != self.node.ref]
+        is_half = others.index(to) < len(self.view.members) // 2
+        is_straight = self.node.sim.options.plan == "butterfly"  # what goes through third hands proves nothing
+        return self.node.sim.lie_of(self.node.peer_id) == "two_results" and is_half and is_straight
+
+    def marks(self) -> tuple[bytes, ...]:
+        """Of the sums that each member has made, by rank."""
+        slices = self.machine.slices
+        if not all(route.is_star for route in slices.routes) or len(self.view.members) == 1:
+            return ()
+        marks = [b""] * slices.world_size
+        for slice_, route in enumerate(slices.routes):
+            made = repr([self._chunks[chunk] for chunk in slices.chunks_of(slice_)])
+            marks[route.root] = hashlib.sha256(made.encode()).digest()[:16]
+        return tuple(marks)
+
+    def seen_weights(self) -> tuple[float, ...]:
+        """What the members' parts weigh, as this one says that it has seen it."""
+        seen = [0.0 if weight is None else weight for weight in self.weights]
+        if self.node.sim.lie_of(self.node.peer_id) == "framing" and len(seen) > 1:
+            seen[self.rank - 1] += 1.0
+        return tuple(seen)
+
     def _send(
         self,
         to: PeerRef,
@@ -185,7 +234,10 @@ class Exchange:
         value: ChunkValue = (),
         suspects: tuple[PeerId, ...] = (),
     ) -> None:
-        frame = Frame(self.node.ref, self.key, kind, chunk, value, suspects)
+        weight = self._weight_for(to)
+        if kind == "result" and self._is_betrayed(to):
+            value = (*value, ("nobody", 1.0))
+        frame = Frame(self.node.ref, self.key, kind, chunk, value, suspects, weight, self._size)
         self.node.sim.bulk.send_frame(self.node, to, frame)
 
 

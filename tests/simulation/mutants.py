@@ -5,6 +5,7 @@ flag for any of them.
 """
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -183,6 +184,45 @@ class ReturnsConsumedLeases(CoordinatorMachine):
         state.leases.consume = keep  # type: ignore[method-assign]
 
 
+class BelievesEveryWeight(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(dataclasses.replace(config, weight_per_sample=None), state)
+
+
+class CountsEveryPart(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(dataclasses.replace(config, norm_guard=math.inf), state)
+
+
+class ComparesNoWeights(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        witnesses = self._closing._witnesses
+        witnesses._judge_words = lambda *_: None  # type: ignore[method-assign]
+        witnesses._judge_weights = lambda *_: None  # type: ignore[method-assign]
+
+
+class ComparesNoSums(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._closing._witnesses._judge_results = lambda *_: None  # type: ignore[method-assign]
+
+
+class BelievesOneVoice(CoordinatorMachine):
+    """Whom one member points at has lied."""
+
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        witnesses = self._closing._witnesses
+        witnesses._at_odds_with_two = lambda points: [points[0][1]]  # type: ignore[method-assign]
+
+
+class ForgivesForEver(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        state.strikes.of = lambda _: 0  # type: ignore[method-assign, assignment]
+
+
 class AnswersNoStranger(CoordinatorMachine):
     def handle(self, event: CoordinatorEvent, now: Instant) -> Sequence[CoordinatorEffect]:
         effects = super().handle(event, now)
@@ -300,6 +340,30 @@ MUTANTS: dict[str, Mutant] = {
     "lease_returned_twice": Mutant(
         what="samples that a commit consumed return when their owner is gone",
         parts=Parts(coordinator=ReturnsConsumedLeases),
+    ),
+    "weight_beyond_leases": Mutant(
+        what="a member weighs whatever it says",
+        parts=Parts(coordinator=BelievesEveryWeight),
+    ),
+    "any_size": Mutant(
+        what="parts count however large their numbers are",
+        parts=Parts(coordinator=CountsEveryPart),
+    ),
+    "weights_not_compared": Mutant(
+        what="nobody looks whether all members have counted with the same weights",
+        parts=Parts(coordinator=ComparesNoWeights),
+    ),
+    "sums_not_compared": Mutant(
+        what="nobody looks whether a member gives the same sums to all",
+        parts=Parts(coordinator=ComparesNoSums),
+    ),
+    "one_voice_is_enough": Mutant(
+        what="who is pointed at by a single member has lied",
+        parts=Parts(coordinator=BelievesOneVoice),
+    ),
+    "deviants_for_ever": Mutant(
+        what="who deviates in every round is never put out for good",
+        parts=Parts(coordinator=ForgivesForEver),
     ),
     "stranger_not_answered": Mutant(
         what="whoever was dropped is never told",

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, replace
 
 PLANS = ("butterfly", "ring", "two_level")
+LIES = ("weight", "size", "two_weights", "one_weight", "framing", "digest", "two_results")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,10 @@ class Options:
     """The coordinator dies and its journal with it."""
     forged_certificates: float = 0.0
     """Chance that a Join brings a certificate that its sender has made up."""
+    lie: str = ""
+    """What one member says in every round that is not true, see LIES: more weight than its leases allow; numbers that
+    are far too large; another weight to each of the others, or to one of them; that one of them has told it another
+    weight; another digest than it has staged; another sum to half of the others."""
     # - Bound
     max_strikes: int = 1_000_000
     """How many faults strike at most; what shrinks a failing seed (minimise.py)."""
@@ -149,7 +154,15 @@ class Options:
             disk_loss_rate=often(0.1, 0.4),
             forged_certificates=often(0.4, 0.3),
             power_cut_rate=often(0.08, 0.25),
-        )
+        )._with_lie(rng.choice(LIES) if rng.random() < 0.35 else "", rng)
+
+    def _with_lie(self, lie: str, rng: random.Random) -> "Options":
+        """Who lies about results is found out by the majority of a run that is not too busy with other faults."""
+        if lie not in ("digest", "two_results"):
+            return self.with_(lie=lie)
+        calm = {"crash_rate": self.crash_rate / 4, "leave_rate": 0.0, "wrong_result": 0.0, "disk_loss_rate": 0.0}
+        num_peers = max(4, self.num_peers)
+        return self.with_(lie=lie, num_peers=num_peers, num_late=rng.randrange(2), plan="butterfly", **calm)
 
     def with_(self, **changes: object) -> "Options":
         """The same but for these."""

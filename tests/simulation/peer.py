@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from tests.simulation.simulator import Simulator
 
 PROGRESS_S = 0.5
+FAR_TOO_MUCH = 1000.0
 
 
 _WITH_WORK_IN_HAND = 0.2
@@ -221,8 +222,8 @@ class PeerNode(Process):
                 self.payload = self.carried = self.exchange = None
                 self._training = 0
                 self._leases = ()
-            case StartExchange(view=view, key=key, weight=weight):
-                self._start_exchange(view, key, weight)
+            case StartExchange(view=view, key=key, weight=weight, weights=told):
+                self._start_exchange(view, key, weight, told)
             case AbortExchange(key=key):
                 if self.exchange is not None and self.exchange.key == key:
                     self.exchange.failed = True
@@ -308,7 +309,11 @@ class PeerNode(Process):
         if self.carried is not None:
             weight += self.carried.weight
             taken = list(merged((*self.carried.consumed, *taken)))
-        self.payload = Payload(self.ref, self._serial, step, weight, tuple(taken))
+        lie = self.sim.lie_of(self.peer_id)
+        if lie == "weight":
+            weight *= FAR_TOO_MUCH
+        size = FAR_TOO_MUCH if lie == "size" else 1.0
+        self.payload = Payload(self.ref, self._serial, step, weight, tuple(taken), size)
         self.sim.checkers.payload_made(self, self.payload)
         self.carried = None
         self.feed(
@@ -323,11 +328,11 @@ class PeerNode(Process):
 
     # ------------------------------------------------------------------------ exchange
 
-    def _start_exchange(self, view: View, key: RoundKey, weight: float) -> None:
+    def _start_exchange(self, view: View, key: RoundKey, weight: float, told: tuple[float, ...]) -> None:
         assert self.payload is not None
         assert self.state is not None
         self.staged = None
-        self.exchange = exchange = Exchange(self, view, key, self.payload, weight)
+        self.exchange = exchange = Exchange(self, view, key, self.payload, weight, told)
         exchange.start()
         if self.exchange is exchange:
             self.gate.again(key, self.state.held.outer_step)
@@ -342,14 +347,20 @@ class PeerNode(Process):
 
     def exchange_done(self, key: RoundKey, result: Result) -> None:
         assert self.state is not None
+        assert self.exchange is not None
         flawed = self.flawed_step == key.outer_step or self.sim.network.chance(self.sim.options.wrong_result)
+        flawed = flawed or self.sim.lie_of(self.peer_id) == "digest"
         flaw = f"{self.peer_id}.{key}" if flawed else ""
         made = self.state.after(result, flaw=flaw)
         self.staged = (key, made, result)
-        self.sim.checkers.staged(self, key, made, result, flawed=flawed)
+        sizes = tuple(self.exchange.sizes)
+        self.sim.checkers.staged(self, key, made, result, flawed=flawed, sizes=sizes)
         self.progress += 1
         # The outer optimizer runs in a thread: its end is an event of its own.
-        self.later(0.001, "absorbed", self.feed, ExchangeDone(key=key, digest=made.held.digest))
+        weights = self.exchange.seen_weights()
+        marks = self.exchange.marks()
+        done = ExchangeDone(key=key, digest=made.held.digest, weights=weights, sizes=sizes, results=marks)
+        self.later(0.001, "absorbed", self.feed, done)
 
     def exchange_failed(self, key: RoundKey, suspects: tuple[PeerId, ...], cause: str) -> None:
         self.sim.world.say(self.peer_id, f"cannot finish {key.epoch}/{key.outer_step}:", cause, suspects)

@@ -76,6 +76,7 @@ class Simulator:
             orphan_timeout_s=ORPHAN_TIMEOUT_S,
             grace_floor_s=self.options.grace_floor_s,
             grace_initial_s=6.0,
+            weight_per_sample=1.0,
         )
         self.marks = Marks()
         self.network = Network(self.world, self.options)
@@ -89,6 +90,7 @@ class Simulator:
             for site in (self.coordinator, *self.peers.values()):
                 site.clock.rate = 1.0 + self.options.clock_drift * self.world.rng.uniform(-1.0, 1.0)
         self._wrong = list(self.peers)[-1] if self.options.wrong_manifest and len(self.peers) > 1 else None
+        self._liar = list(self.peers)[len(self.peers) // 2] if self.options.lie and len(self.peers) > 1 else None
         self.checkers = Checkers(self)
         self.world.say("options:", self.options)
 
@@ -180,6 +182,18 @@ class Simulator:
 
     def has_wrong_manifest(self, node: PeerNode) -> bool:
         return node.peer_id == self._wrong
+
+    def lie_of(self, peer_id: str) -> str:
+        """What this site says that is not true, as long as there are faults; see Options."""
+        views = self.checkers.history.views
+        is_pair = not views or views[-1].world_size < 3  # between two nobody can say whose result is right
+        if peer_id != self._liar or self.network.healed or (is_pair and self.options.lie in ("digest", "two_results")):
+            return ""
+        return self.options.lie
+
+    def is_liar(self, peer_id: str) -> bool:
+        """Whether this site lies, or did."""
+        return peer_id == self._liar
 
     def speed_of(self, node: PeerNode) -> float:
         return self._speed[node.peer_id]

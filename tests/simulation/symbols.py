@@ -21,6 +21,8 @@ class Payload:
     outer_step: int
     weight: float
     consumed: tuple[IndexRange, ...]
+    size: float = 1.0
+    """Root mean square of its numbers."""
 
     @property
     def name(self) -> str:

@@ -28,6 +28,7 @@ from elastic.donor import Donor
 from elastic.errors import JournalUnwritable, NotAMember, RunFinished
 from elastic.journal import Journal
 from elastic.member import Membership
+from elastic.rounds import Exchanged
 from elastic.state_wire import Pace
 from tests.unit.elastic.harness import RUN_ID, NumberReplica, entry_of, hello, listening, peer_id
 
@@ -106,14 +107,14 @@ class NumberRunner:
     async def meet(self, member: Member) -> str | None:
         return None
 
-    async def exchange(self, view: View, key: RoundKey, weight: float) -> bytes:
+    async def exchange(self, view: View, key: RoundKey, weight: float, told: tuple[float, ...] = ()) -> Exchanged:
         assert weight > 0
         assert self._staged is None, "the last round was neither installed nor discarded"
         self.replica.unwanted = None
         total = await self.rendezvous.sum(view, key, self.me, self.payload)
         self._total, self._staged = total + self.spoil, self.replica.staged(total + self.spoil)
         self.spoil = 0
-        return self._staged[1].digest
+        return Exchanged(digest=self._staged[1].digest, weights=told or (weight,) * view.world_size)
 
     async def install_staged(self, key: RoundKey, held: Held, *, final: bool) -> None:
         assert self._staged is not None

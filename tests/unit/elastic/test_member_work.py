@@ -24,7 +24,7 @@ from elastic.dialler import LATER_CODE, Dialler, NobodyAnswers
 from elastic.errors import NotAMember, RunFinished
 from elastic.learner import Learner
 from elastic.observation import RoundAborted, ViewInstalled, ignore
-from elastic.rounds import Rounds
+from elastic.rounds import Exchanged, Rounds
 from tests.unit.elastic.harness import peer_id
 
 VIEW = View(4, 7, b"d" * 32, (Member(peer_id(1), 1, "127.0.0.1:1"),))
@@ -46,7 +46,7 @@ class Runner:
         if self.install_error is not None:
             raise self.install_error
 
-    async def exchange(self, view, key, weight):
+    async def exchange(self, view, key, weight, told):
         self.calls.append("exchange")
         try:
             return await self.outcome
@@ -91,7 +91,7 @@ async def test_exchange_ends_with_one_event():
     async with asyncio.TaskGroup() as tasks:
         watched = Watched(tasks)
         watched.rounds.start(START)
-        watched.runner.outcome.set_result(b"x" * 32)
+        watched.runner.outcome.set_result(Exchanged(digest=b"x" * 32))
     assert watched.events == [ExchangeDone(key=KEY, digest=b"x" * 32)]
 
 
@@ -130,7 +130,7 @@ async def test_exchange_that_ends_while_its_abort_is_queued_stays_silent():
         watched = Watched(tasks)
         watched.rounds.start(START)
         await _turns()
-        watched.runner.outcome.set_result(b"x" * 32)
+        watched.runner.outcome.set_result(Exchanged(digest=b"x" * 32))
         watched.rounds.void(KEY)
         await _turns(20)
         await watched.rounds.abort(AbortExchange(key=KEY))

@@ -226,6 +226,27 @@ def test_a_run_that_went_back_is_warned_of(desk: Desk, caplog: pytest.LogCapture
     assert [line["outer_step"] for line in desk.lines()] == [3, None]
 
 
+def test_a_member_that_lied_or_was_overruled_is_named_in_the_events_the_log_and_the_figures(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    struck = ViewRecord(view=VIEW, cause=f"{B.peer_id} dropped: claims weight 9 where its leases allow 4", struck=(B,))
+    overruled = CommitRecord(
+        key=KEY,
+        outer_step=OuterStep(3),
+        previous=bytes(32),
+        digest=DIGEST,
+        contributions=(Contribution(A, 6.0, 60, ()), Contribution(B, 2.0, 20, (), agreed=False)),
+        final=False,
+    )
+    for record in (struck, overruled):
+        desk.chronicle.observe(RecordWritten(slot=1, record=record))
+    lies = [event for event in desk.lines() if event["event"] == "lied"]
+    assert [event["of"] for event in lies] == [B.peer_id] * 2
+    assert "claims weight 9" in str(lies[0]["cause"])
+    assert desk.sample("lies_total") == 2.0
+    assert caplog.text.count(f"member_lied of={B.peer_id}") == 2
+
+
 def test_digests_are_there_in_full(desk: Desk) -> None:
     for event in (*STORY, *(RecordWritten(slot=0, record=record) for record in RECORDS)):
         desk.chronicle.observe(event)

@@ -34,12 +34,13 @@ async def exchange(
     sites: Sequence[Site], outer_step: int, *, epoch: int = 1, weights: Sequence[float] = (), fragment: int = 0
 ) -> list[bytes]:
     view = view_of(sites, epoch, outer_step)
-    return await asyncio.gather(
+    made = await asyncio.gather(
         *(
             site.runner.exchange(view, key(outer_step, epoch, fragment), weights[rank] if weights else 1.0)
             for rank, site in enumerate(sites)
         )
     )
+    return [item.digest for item in made]
 
 
 async def commit(
@@ -161,7 +162,7 @@ async def test_an_exchange_that_is_cancelled_twice_while_it_stages_is_over_when_
     async with sites_of_a_new_run(2, hasher, outers=outers) as sites:
         view = view_of(sites)
         slow, quick = (asyncio.ensure_future(site.runner.exchange(view, key(0), 1.0)) for site in sites)
-        digest = await quick
+        digest = (await quick).digest
         await has_begun.wait()
         try:
             for _ in range(2):

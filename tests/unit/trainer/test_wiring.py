@@ -121,6 +121,7 @@ def test_the_coordinator_is_as_patient_as_the_members_section_says() -> None:
     assert (rules.first_index, rules.first_free, rules.manifest_digest) == (5, free, b"d" * 32)
     assert (rules.heartbeat_timeout_s, rules.reconnect_grace_s, rules.stall_floor_s) == (11.0, 4.0, 33.0)
     assert rules.suspect_silence_s == 5.0
+    assert (rules.weight_per_sample, rules.norm_guard) == (float(made.model.seq_len), 10.0)
     member = member_config(made)
     assert (member.heartbeat_interval_s, member.coordinator_timeout_s) == (2.0, 44.0)
 

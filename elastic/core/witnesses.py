@@ -1,0 +1,204 @@
+"""What members saw of each other's parts of a round, and whose part or word it was that does not fit.
+
+Every vote says with which weight its sender counted each member's part, how large that part's numbers were where the
+sender added them up, and marks the sums that it was given. A member that tells others different weights, gives them
+different sums, or sends numbers far out of the others' range, is seen by those others. But a vote may lie too. So what
+one member says of another counts against both of them, as with broken links (rounds.py), and one voice alone proves
+nothing:
+
+* Whoever is at odds with two others has lied. Two honest members are never at odds, so with one liar only it can be.
+* Of one pair that is at odds about a weight nobody can say who lies. The round is tried again, with the weights that
+  each member has told the coordinator, whatever they say to each other.
+* Of one pair that is at odds about a sum that one has given to the other the votes decide, as ever; but to be overruled
+  is then no strike.
+* Of one pair that is at odds about a size the part is left out: to count it may ruin the state. Its sender goes without
+  being called a liar, once. Who points at a second one next time is at odds with two.
+
+A part is too large if its numbers are more than `limit` times as large as is usual for the others, as each member saw
+them. Differences grow no faster than the work behind them, so who has done more may send more, in proportion; with less
+work nobody's are larger. Where a member has seen one other part alone, the last rounds' usual size counts as well.
+
+Rules: values only. It decides nothing about the membership (closing.py).
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from collective.core.types import PeerId
+from elastic.core.messages import Vote
+
+_MAX_LINKS = 1024
+_ROUNDS_KNOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What does not fit, and what follows from it: liars, or parts that are left out, or another try with `weights`.
+
+    With none of these the members `at_odds` had other results, and nobody can say whose fault that is.
+    """
+
+    liars: dict[PeerId, str] = field(default_factory=dict)
+    """What each did that only a liar does, as the end of a sentence that begins with its name."""
+    left_out: dict[PeerId, str] = field(default_factory=dict)
+    """Whose part cannot be counted, and why."""
+    weights: tuple[float, ...] = ()
+    """What the parts weigh when the round is tried again."""
+    at_odds: tuple[PeerId, ...] = ()
+    """Whose words differ."""
+
+
+class Witnesses:
+    """See the module.
+
+    Args:
+        limit: how many times larger than usual a part's numbers may be; infinite: as large as they like.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._at_odds: deque[frozenset[PeerId]] = deque(maxlen=_MAX_LINKS)  # pairs, over all rounds
+        self._usual: deque[float] = deque(maxlen=_ROUNDS_KNOWN)
+
+    def judge(self, members: Sequence[PeerId], votes: Mapping[PeerId, Vote], told: tuple[float, ...]) -> Verdict | None:
+        """What the votes of all members say of their parts; None: nothing against anybody.
+
+        Args:
+            members: by rank.
+            votes: one of each.
+            told: what the coordinator has said that the parts weigh, by rank; empty if it has left it to the members.
+        """
+        ballots = [votes[member] for member in members]
+        if not any(ballot.weights for ballot in ballots):
+            return None  # such members do not look
+        return (
+            self._judge_words(members, ballots, told)
+            or self._judge_weights(members, ballots)
+            or self._judge_sizes(members, ballots)
+            or self._judge_results(members, ballots)
+        )
+
+    def committed(self, members: Sequence[PeerId], votes: Mapping[PeerId, Vote]) -> None:
+        """The round of these votes counts: so large are parts usually, as others than their senders say."""
+        sizes = [
+            size
+            for place, member in enumerate(members)
+            for rank, size in enumerate(votes[member].sizes)
+            if size > 0.0 and rank != place
+        ]
+        if sizes:
+            self._usual.append(statistics.median(sizes))
+
+    # -------------------------------------------------------------------------------- what one vote says
+
+    def _judge_words(self, members: Sequence[PeerId], ballots: list[Vote], told: tuple[float, ...]) -> Verdict | None:
+        """Whoever contradicts itself, or the coordinator, needs no other witness."""
+        liars: dict[PeerId, str] = {}
+        for rank, (member, ballot) in enumerate(zip(members, ballots, strict=True)):
+            if len(ballot.weights) != len(members) or len(ballot.sizes) not in (0, len(members)):
+                liars[member] = "does not say what it has seen of the others' parts"
+            elif ballot.weights[rank] != ballot.weight:
+                liars[member] = f"says weight {ballot.weight:g} and has counted its part with {ballot.weights[rank]:g}"
+            elif told and (ballot.weights != told or ballot.weight != told[rank]):
+                liars[member] = "has counted with other weights than it was told to"
+        return Verdict(liars=liars) if liars else None
+
+    # -------------------------------------------------------------------------------- what they say of each other
+
+    def _judge_weights(self, members: Sequence[PeerId], ballots: list[Vote]) -> Verdict | None:
+        declared = tuple(ballot.weight for ballot in ballots)
+        points = [
+            (member, other)
+            for member, ballot in zip(members, ballots, strict=True)
+            if ballot.weights != declared
+            for other, seen, said in zip(members, ballot.weights, declared, strict=True)
+            if seen != said
+        ]
+        if not points:
+            return None
+        liars = self._at_odds_with_two(points)
+        if liars:
+            return Verdict(liars=dict.fromkeys(liars, "says different weights to different members, or claims so"))
+        return Verdict(weights=declared, at_odds=points[0])
+
+    def _judge_sizes(self, members: Sequence[PeerId], ballots: list[Vote]) -> Verdict | None:
+        weights = [ballot.weight for ballot in ballots]
+        points: list[tuple[PeerId, PeerId]] = []
+        factors: dict[PeerId, float] = {}
+        for place, (member, ballot) in enumerate(zip(members, ballots, strict=True)):
+            for rank, factor in self._too_large(ballot.sizes, weights):
+                if rank != place:
+                    points.append((member, members[rank]))
+                    factors[members[rank]] = max(factor, factors.get(members[rank], 0.0))
+        if not points:
+            return None
+        liars = self._at_odds_with_two(points)
+        if liars:
+            sent = {
+                liar: f"has sent numbers {factors[liar]:.3g} times as large as the others'"
+                if liar in factors
+                else "says of others that their numbers are too large"
+                for liar in liars
+            }
+            return Verdict(liars=sent)
+        # Of two that point at each other the newer one goes.
+        last = max((other for _, other in points), key=members.index)
+        return Verdict(left_out={last: f"its numbers are said to be {factors[last]:.3g} times as large as the others'"})
+
+    def _judge_results(self, members: Sequence[PeerId], ballots: list[Vote]) -> Verdict | None:
+        """Where results differ, somebody may have given different ones of its own sums to different members."""
+        if len({ballot.digest for ballot in ballots}) == 1:
+            return None
+        marks = {
+            member: ballot.results
+            for member, ballot in zip(members, ballots, strict=True)
+            if len(ballot.results) == len(members)
+        }
+        points = [
+            (member, other)
+            for member, seen in marks.items()
+            for rank, other in enumerate(members)
+            if other in marks and seen[rank] != marks[other][rank]
+        ]
+        if not points:
+            return None
+        liars = self._at_odds_with_two(points)
+        if liars:
+            return Verdict(liars=dict.fromkeys(liars, "gives different sums to different members, or claims so"))
+        return Verdict(at_odds=tuple(dict.fromkeys(peer for point in points for peer in point)))
+
+    def _too_large(self, sizes: Sequence[float], weights: Sequence[float]) -> list[tuple[int, float]]:
+        """The ranks whose parts are out of the others' range as one member saw them, and by what factor they are."""
+        known = [rank for rank, size in enumerate(sizes) if size > 0.0 and weights[rank] > 0.0]
+        if len(known) < 2:
+            return []
+        found = []
+        for rank in known:
+            others = [sizes[other] * max(1.0, weights[rank] / weights[other]) for other in known if other != rank]
+            usual = statistics.median(others)
+            if len(others) == 1 and self._usual:
+                usual = max(usual, statistics.median(self._usual))
+            if sizes[rank] > self._limit * usual:
+                found.append((rank, sizes[rank] / usual))
+        return found
+
+    def _at_odds_with_two(self, points: Sequence[tuple[PeerId, PeerId]]) -> list[PeerId]:
+        """Who is at odds with the most others, now and before, if these are two or more. Notes who is."""
+        now = {frozenset(point) for point in points}
+        against: dict[PeerId, set[PeerId]] = {peer: set() for pair in now for peer in pair}
+        for pair in (*now, *self._at_odds):
+            for peer in pair & against.keys():
+                against[peer] |= pair - {peer}
+        most = max(len(others) for others in against.values())
+        liars = [peer for peer, others in against.items() if len(others) == most >= 2]
+        pointed_at = [other for _, other in points if other in liars]
+        if len(liars) > 1 and pointed_at:
+            liars = [pointed_at[0]]
+        if liars:  # it has had its sentence
+            kept = [pair for pair in self._at_odds if pair.isdisjoint(liars)]
+            self._at_odds = deque(kept, maxlen=_MAX_LINKS)
+        else:
+            self._at_odds.extend(pair for pair in sorted(now, key=sorted) if pair not in self._at_odds)
+        return liars

@@ -1,0 +1,63 @@
+"""What the journal knows of each peer's work: how many samples its next payload may hold, and how often it was wrong.
+
+Rules: both follow from the journal's records alone, so that a restarted coordinator judges as the one before it.
+"""
+
+from collections.abc import Collection
+
+from collective.core.types import PeerId, PeerRef
+from elastic.core.leases import count
+from elastic.core.values import IndexRange
+
+MAX_STRIKES = 3
+"""After so many in a row a peer is sent home."""
+
+_MAX_KNOWN = 1024
+"""Peers whose strikes are counted; of more, those that were struck last."""
+
+
+class WorkBook:
+    """Samples that commits have consumed, by member and fragment.
+
+    A payload of a fragment holds what its sender has done since a commit last held that fragment's payload of it. With
+    several fragments that is more than the samples of one vote.
+    """
+
+    def __init__(self) -> None:
+        self._done: dict[PeerRef, int] = {}
+        self._counted: dict[PeerRef, dict[int, int]] = {}  # of `_done`, what the newest payload of a fragment held
+
+    def num_samples(self, ref: PeerRef, fragment: int, consumed: Collection[IndexRange]) -> int:
+        """How many samples may be behind a payload of this fragment, with those that its vote names."""
+        return self._done.get(ref, 0) - self._counted.get(ref, {}).get(fragment, 0) + count(consumed)
+
+    def committed(self, ref: PeerRef, fragment: int, consumed: Collection[IndexRange]) -> None:
+        """A commit holds a payload of this member."""
+        self._done[ref] = self._done.get(ref, 0) + count(consumed)
+        self._counted.setdefault(ref, {})[fragment] = self._done[ref]
+
+    def forget(self, ref: PeerRef) -> None:
+        """It is no member any more: whatever it has done counts for nothing."""
+        self._done.pop(ref, None)
+        self._counted.pop(ref, None)
+
+
+class Strikes:
+    """How often in a row a peer was overruled or has said what is not true. A commit that it agreed to ends the row."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[PeerId, int] = {}
+
+    def of(self, peer_id: PeerId) -> int:
+        """How many."""
+        return self._numbers.get(peer_id, 0)
+
+    def add(self, peer_id: PeerId) -> None:
+        """One more."""
+        self._numbers[peer_id] = self._numbers.pop(peer_id, 0) + 1
+        if len(self._numbers) > _MAX_KNOWN:
+            del self._numbers[next(iter(self._numbers))]
+
+    def clear(self, peer_id: PeerId) -> None:
+        """The row is over."""
+        self._numbers.pop(peer_id, None)

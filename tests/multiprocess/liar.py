@@ -1,0 +1,105 @@
+"""A real peer that lies: `python liar.py KIND join ...`, the program with one thing about its work made untrue.
+
+    weight       its worker claims to have trained on a million million tokens a step, and sends noise
+    noise        its worker sends noise, a thousand times as large as the others' differences
+    two_weights  it tells every other member another weight
+    two_results  it gives two of the others another sum than the rest
+    digest       it votes for another state than it has computed, in every round
+
+Not a test. Nothing else of it is changed: it joins, leases, exchanges and votes like any other.
+"""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+HUGE_TOKENS = 10**12
+NOISE = 100.0
+
+
+def lie_as_worker(kind: str) -> None:
+    """Run the worker that the rest of the command line describes."""
+    import torch
+
+    from trainer.inner_loop import InnerLoop
+    from trainer.worker_start import main
+
+    step, store = InnerLoop.step, InnerLoop.store
+
+    def claim(self: InnerLoop, *arguments: Any, **more: Any) -> Any:
+        done = step(self, *arguments, **more)
+        return dataclasses.replace(done, num_tokens=HUGE_TOKENS) if kind == "weight" else done
+
+    def spoil(self: InnerLoop, mailbox: torch.Tensor, *arguments: Any, **more: Any) -> None:
+        store(self, mailbox, *arguments, **more)
+        mailbox.add_(torch.randn(mailbox.shape), alpha=NOISE)
+
+    InnerLoop.step, InnerLoop.store = claim, spoil  # type: ignore[method-assign, assignment]
+    main()
+
+
+def lie_as_daemon(kind: str) -> None:
+    """Run the command that the rest of the command line gives."""
+    from collective.chunks import ChunkSend
+    from collective.outbox import Outbox
+    from collective.wire import FrameType, pack
+    from trainer.cli import main
+    from trainer.round_runner import RoundRunner
+
+    if kind in ("weight", "noise"):
+        # The daemon starts its workers by this name, with `-m trainer.worker_start JOB`.
+        script = Path(os.environ["TMPDIR"]) / f"lying-worker-{os.getpid()}"
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).resolve()} {kind} worker "$3"\n')
+        script.chmod(0o700)
+        sys.executable = str(script)
+    if kind == "two_weights":
+        put_open, pieces = Outbox.put_open, ChunkSend.pieces
+
+        def open_to(self: Outbox, to: int) -> None:
+            honest, self._weight = self._weight, self._weight + to
+            vars(self).pop("_opening", None)
+            put_open(self, to)
+            self._weight = honest
+
+        def pieces_to(self: ChunkSend, scratch: Any) -> Any:
+            outbox: Any = self.owner
+            honest, outbox._weight = outbox._weight, outbox._weight + self.to
+            outbox._result_headers.clear()
+            made = pieces(self, scratch)
+            outbox._weight = honest
+            return made
+
+        Outbox.put_open, ChunkSend.pieces = open_to, pieces_to  # type: ignore[method-assign]
+    if kind == "two_results":
+        honest_pieces = ChunkSend.pieces
+
+        def betray(self: ChunkSend, scratch: Any) -> Any:
+            made, outbox = honest_pieces(self, scratch), cast(Any, self.owner)
+            others = [rank for rank, bundle in enumerate(outbox._bundles) if bundle is not None]
+            if made is None or self.type is not FrameType.RESULT or self.to not in others[:2] or len(others) < 3:
+                return made
+            payload = bytearray(made[1])
+            payload[-1] ^= 1
+            return pack(outbox._header(self.type, len(payload), self.chunk), payload), memoryview(payload)
+
+        ChunkSend.pieces = betray  # type: ignore[method-assign]
+    if kind == "digest":
+        exchange = RoundRunner.exchange
+
+        async def deny(self: RoundRunner, *arguments: Any) -> Any:
+            made: Any = await exchange(self, *arguments)
+            return dataclasses.replace(made, digest=os.urandom(32))
+
+        RoundRunner.exchange = deny  # type: ignore[method-assign]
+    main()
+
+
+if __name__ == "__main__":
+    lie = sys.argv.pop(1)
+    if sys.argv[1] == "worker":
+        del sys.argv[1]
+        lie_as_worker(lie)
+    else:
+        lie_as_daemon(lie)

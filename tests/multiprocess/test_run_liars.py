@@ -1,0 +1,75 @@
+"""Members that lie about their work: each loses only itself, by name, and the run goes on."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, running
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+
+INTEGRITY = 9
+SANE_LOSS = 2 * math.log(256)
+"""Of bytes: twice what a model has that knows nothing."""
+
+
+def three_honest_and(run: Run, kind: str) -> tuple[list[Process], Process]:
+    """Three peers that are under way, and one that joins them and lies."""
+    founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), "--eval.every", "1")
+    run.wait_for_ticket()
+    honest = [founder, run.join(), run.join()]
+    liar = run.join_as_liar(kind)
+    run.until_step(1, *honest)
+    return honest, liar
+
+
+def assert_put_out(run: Run, honest: list[Process], liar: Process, *words: str) -> None:
+    """The liar ends, told what it did; the coordinator has named it three times; the others' state is sane."""
+    liar.is_judged = True
+    outcome = liar.outcome()
+    assert outcome.code == INTEGRITY, run.story()
+    for word in (liar.peer_id, "3 times in a row", *words):
+        assert word in outcome.sentences[-1]
+    run.until_step(honest[0].step + 5, *honest)
+    run.leave_all()
+    founder = honest[0]
+    assert len(founder.events("lied", of=liar.peer_id)) == 3
+    assert {event["of"] for event in founder.events("lied")} == {liar.peer_id}
+    assert f"member_lied of={liar.peer_id}" in founder.console.with_suffix(".err").read_text()
+    losses = [event["loss"] for peer in honest for event in peer.events("evaluate")]
+    assert losses
+    assert max(losses) < SANE_LOSS
+    assert_same_commits(*honest)
+
+
+def test_a_member_that_claims_a_huge_weight_and_sends_noise_is_put_out_and_the_loss_stays_sane(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, "weight")
+        assert_put_out(run, honest, liar, "claims weight", "its leases allow")
+
+
+def test_a_member_that_sends_noise_is_put_out_and_the_loss_stays_sane(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, "noise")
+        assert_put_out(run, honest, liar, "times as large as the others'")
+
+
+def test_a_member_that_tells_everybody_another_weight_is_put_out_instead_of_halting_the_run(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, "two_weights")
+        assert_put_out(run, honest, liar, "says different weights to different members")
+
+
+def test_a_member_that_gives_two_of_the_others_another_sum_is_put_out_instead_of_halting_the_run(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, "two_results")
+        assert_put_out(run, honest, liar, "gives different sums to different members")
+
+
+def test_a_member_that_is_overruled_three_times_in_a_row_is_put_out(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, "digest")
+        assert_put_out(run, honest, liar, "another result")

@@ -1,0 +1,71 @@
+"""Who lies loses only itself: what a lie may not do to a commit, and whom the coordinator may call a liar."""
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from collective.core.types import PeerId, PeerRef, RoundKey, View
+from elastic.core.leases import count
+from elastic.core.messages import CoordinatorMessage, Refused
+from elastic.core.records import CommitRecord, ViewRecord
+from elastic.core.work import MAX_STRIKES
+from tests.simulation.symbols import name
+from tests.simulation.world import demand
+
+if TYPE_CHECKING:
+    from tests.simulation.peer import PeerNode
+    from tests.simulation.simulator import Simulator
+
+TOO_LARGE = 100.0
+"""Times the numbers of whoever has looked at them."""
+
+
+class Lies:
+    """Keeps what the members saw of each other."""
+
+    def __init__(self, sim: "Simulator") -> None:
+        self._sim = sim
+        self._sizes: dict[RoundKey, dict[PeerRef, tuple[float, ...]]] = defaultdict(dict)
+        self._overruled: dict[PeerId, tuple[int, PeerRef]] = {}  # in a row, the last time as this start
+
+    def staged(self, node: "PeerNode", key: RoundKey, sizes: tuple[float, ...]) -> None:
+        self._sizes[key][node.ref] = sizes
+
+    def view_decided(self, record: ViewRecord) -> None:
+        for ref in record.struck:
+            demand(self._sim.is_liar(ref.peer_id), "liars", f"{name(ref)} is called a liar: {record.cause}")
+            demand(not record.view.holds(ref), "liars", f"{name(ref)} is called a liar and stays")
+        if "are said to be" in record.cause:
+            found = any(self._sim.is_liar(word) for word in record.cause.split())
+            demand(found, "liars", f"an honest part is left out: {record.cause}")
+
+    def told(self, to: PeerRef, message: CoordinatorMessage, view: View | None) -> None:
+        """What ends a peer's part, or the run."""
+        if not isinstance(message, Refused) or self._sim.options.wrong_result > 0:
+            return
+        if "times in a row" in message.reason:
+            demand(self._sim.is_liar(to.peer_id), "liars", f"{name(to)} is sent home: {message.reason}")
+        if "results differ" in message.reason:
+            few = view is not None and view.world_size < 3
+            demand(few, "liars", f"one liar among {0 if view is None else view.world_size} halts the run")
+
+    def rebuilt(self) -> None:
+        """The journal is lost, and with it who was wrong how often."""
+        self._overruled.clear()
+
+    def committed(self, record: CommitRecord, view: View) -> None:
+        seen = self._sizes.pop(record.key, {})
+        for ref, sizes in seen.items():
+            own = view.rank_of(ref.peer_id)
+            is_seen = view.holds(ref) and own is not None and len(sizes) == view.world_size
+            if is_seen and own is not None:
+                largest = max((size for rank, size in enumerate(sizes) if rank != own), default=0.0)
+                demand(largest <= TOO_LARGE * sizes[own] or sizes[own] == 0.0, "liars", "noise is committed")
+        for item in record.contributions:
+            samples = count(item.consumed)
+            demand(item.weight <= samples, "liars", f"{name(item.ref)} weighs {item.weight} with {samples} samples")
+            if item.ref in record.disputed:
+                continue
+            peer_id, overruled = item.ref.peer_id, self._overruled.get(item.ref.peer_id, (0, item.ref))
+            self._overruled[peer_id] = (0, item.ref) if item.agreed else (overruled[0] + 1, item.ref)
+            is_out = overruled[0] < MAX_STRIKES or overruled[1] != item.ref
+            demand(is_out, "liars", f"{name(item.ref)} was overruled {MAX_STRIKES} times and votes again")

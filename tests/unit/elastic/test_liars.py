@@ -1,0 +1,327 @@
+"""Members that lie: about their weight, their numbers, each other, or the result. Each loses only itself."""
+
+import pytest
+
+from elastic.core.messages import Evicted, IndexRange, LeaseGrant, LeaseRequest, NewView, Refused, Vote
+from elastic.core.records import CommitRecord, ViewRecord
+from elastic.core.work import MAX_STRIKES, Strikes
+from tests.unit.elastic.machines import CoordinatorDriver, MemberDriver, held, key, payload, ref, view
+
+OTHER = b"\xee" * 32
+
+
+class Members(CoordinatorDriver):
+    """A coordinator and members that say what they saw; each weighs as many as its number, if nobody lies."""
+
+    def votes(
+        self,
+        number: int,
+        *,
+        weight: float | None = None,
+        seen: dict[int, float] | None = None,
+        sizes: dict[int, float] | None = None,
+        digest: bytes | None = None,
+        results: dict[int, bytes] | None = None,
+        consumed: tuple[IndexRange, ...] = (),
+        fragment: int = 0,
+    ) -> None:
+        current, numbers = self.machine.state.view, self.member_numbers()
+        weights = {other: float(other) for other in numbers} | {number: float(weight or number)} | (seen or {})
+        known = dict.fromkeys(numbers, 1.0) | (sizes or {})
+        vote = Vote(
+            key=key(current.epoch, current.outer_step, fragment),
+            digest=digest or held(current.outer_step + 1).digest,
+            weight=weights[number] if weight is None else weight,
+            num_tokens=1,
+            consumed=consumed,
+            weights=tuple(weights[other] for other in numbers),
+            sizes=tuple(known[other] for other in numbers),
+            results=tuple((results or {}).get(other, b"sum") for other in numbers),
+        )
+        self.says(number, vote)
+
+    def vote(self, number: int, digest: bytes | None = None, *consumed: IndexRange, epoch: int | None = None) -> None:
+        """Without a weight, and without a word of the others."""
+        current = self.machine.state.view
+        round_key = key(current.epoch if epoch is None else epoch, current.outer_step)
+        made = digest or held(current.outer_step + 1).digest
+        self.says(number, Vote(key=round_key, digest=made, weight=0.0, num_tokens=0, consumed=consumed))
+
+    def all_vote_but(self, *numbers: int) -> None:
+        for number in self.member_numbers():
+            if number not in numbers:
+                self.votes(number)
+
+    def comes_back(self, number: int) -> None:
+        """A member that was put out joins again and is a member after the next commit."""
+        self.join(number, self.machine.state.committed, epoch=self.machine.state.epoch)
+        self.all_vote_but()
+        assert number in self.member_numbers()
+
+    @property
+    def step(self) -> int:
+        return self.machine.state.outer_step
+
+    def is_struck(self, number: int) -> bool:
+        return any(ref(number) in record.struck for record in self.records(ViewRecord))
+
+
+def members(*numbers: int, **config: object) -> Members:
+    driver = Members(**config)
+    driver.with_members(*numbers)
+    return driver
+
+
+# ------------------------------------------------------------------------ weights and leases
+
+
+def lease(driver: Members, number: int, num_samples: int, serial: int = 0) -> tuple[IndexRange, ...]:
+    epoch = driver.machine.state.epoch
+    driver.says(number, LeaseRequest(epoch=epoch, serial=serial, num_samples=num_samples))
+    return driver.told(number, LeaseGrant).ranges
+
+
+def test_a_weight_that_the_leases_allow_is_counted_and_a_larger_one_puts_its_sender_out() -> None:
+    driver = members(1, 2, 3, weight_per_sample=1.0)
+    leases = {number: lease(driver, number, number) for number in (1, 2, 3)}
+    step = driver.step
+    for number in (1, 2):
+        driver.votes(number, consumed=leases[number])
+    driver.votes(3, weight=1e12, consumed=leases[3])
+    assert driver.member_numbers() == [1, 2]
+    assert driver.is_struck(3)
+    assert "claims weight 1e+12 where its leases allow 3" in driver.told(3, Evicted).reason
+    for number in (1, 2):
+        driver.votes(number, consumed=leases[number])
+    assert driver.step == step + 1, "the others go on at once"
+
+
+def test_samples_of_another_member_are_behind_nobodys_weight() -> None:
+    driver = members(1, 2, weight_per_sample=1.0)
+    stolen = lease(driver, 1, 100)
+    driver.votes(2, consumed=stolen)
+    assert driver.member_numbers() == [1]
+
+
+def test_with_fragments_the_samples_of_several_votes_are_behind_a_weight_and_each_counts_once_a_fragment() -> None:
+    driver = members(1, weight_per_sample=1.0)
+    first, second = lease(driver, 1, 10), lease(driver, 1, 10, serial=1)
+    driver.votes(1, weight=10.0, consumed=first, fragment=0)
+    step = driver.step
+    driver.votes(1, weight=20.0, consumed=second, fragment=1)
+    assert driver.step == step + 1
+    restarted = driver.recovered()
+    assert restarted.machine.state.work.num_samples(ref(1), 0, ()) == 10
+    assert restarted.machine.state.work.num_samples(ref(1), 1, ()) == 0
+
+
+# ------------------------------------------------------------------------ the same weights for all
+
+
+def test_a_member_that_tells_everybody_another_weight_is_put_out_and_the_round_is_tried_again_without_it() -> None:
+    driver = members(1, 2, 3, 4)
+    driver.all_vote_but(1, 2)
+    driver.votes(1, seen={4: 40.0})
+    driver.votes(2, seen={4: 44.0})
+    assert driver.member_numbers() == [1, 2, 3]
+    assert driver.is_struck(4)
+    step = driver.step
+    driver.all_vote_but()
+    assert driver.step == step + 1
+
+
+@pytest.mark.parametrize("numbers", [(1, 2), (1, 2, 3)])
+def test_of_two_that_differ_about_a_weight_nobody_goes_and_the_coordinator_says_the_weights(
+    numbers: tuple[int, ...],
+) -> None:
+    driver = members(*numbers)
+    epoch, step = driver.machine.state.epoch, driver.step
+    driver.all_vote_but(1)
+    driver.votes(1, seen={2: 20.0})
+    assert (driver.machine.state.epoch, driver.member_numbers()) == (epoch + 1, list(numbers))
+    for number in numbers:
+        assert driver.told(number, NewView).weights == tuple(map(float, numbers))
+    driver.all_vote_but()
+    assert driver.step == step + 1
+    assert not driver.machine.state.strikes.of(ref(1).peer_id)
+
+
+def test_who_counts_with_other_weights_than_it_was_told_is_put_out() -> None:
+    driver = members(1, 2, 3)
+    for _ in range(2):
+        driver.all_vote_but(1)
+        driver.votes(1, seen={2: 20.0})
+    assert driver.member_numbers() == [2, 3]
+    assert driver.is_struck(1)
+
+
+def test_who_says_of_one_member_after_the_other_that_it_lies_is_put_out_itself() -> None:
+    driver = members(1, 2, 3)
+    driver.all_vote_but(1)
+    driver.votes(1, seen={2: 20.0})
+    driver.all_vote_but()
+    driver.all_vote_but(1)
+    driver.votes(1, seen={3: 30.0})
+    assert driver.member_numbers() == [2, 3]
+
+
+def test_who_says_nothing_of_what_it_saw_is_put_out() -> None:
+    driver = members(1, 2, 3)
+    driver.all_vote_but(2)
+    driver.vote(2)
+    assert driver.member_numbers() == [1, 3]
+
+
+def test_weights_that_were_told_are_of_the_views_first_round_only() -> None:
+    driver = MemberDriver(held(4))
+    mine = view(3, 4, 1, 2)
+    driver.active_in(view(2, 4, 1, 2))
+    driver.hears(NewView(view=mine, weights=(2.0, 5.0)))
+    (start,) = [item for item in driver.feed(payload(4)) if hasattr(item, "weights")]
+    assert start.weights == (2.0, 5.0)
+    driver.hears(NewView(view=view(4, 4, 1, 2)))
+    (start,) = [item for item in driver.effects if hasattr(item, "weights")]
+    assert start.weights == ()
+
+
+# ------------------------------------------------------------------------ numbers out of the others' range
+
+
+def test_a_part_that_all_find_too_large_is_left_out_and_its_sender_is_struck() -> None:
+    driver = members(1, 2, 3, 4)
+    for number in (1, 2, 3, 4):
+        driver.votes(number, sizes={3: 1e6})
+    assert driver.member_numbers() == [1, 2, 4]
+    assert driver.is_struck(3)
+    assert "times as large as the others'" in driver.records(ViewRecord)[-1].cause
+
+
+def test_a_part_that_one_member_finds_too_large_is_left_out_but_one_voice_is_no_strike() -> None:
+    driver = members(1, 2, 3, 4)
+    driver.all_vote_but(1)
+    driver.votes(1, sizes={3: 1e6})
+    assert driver.member_numbers() == [1, 2, 4]
+    assert not driver.is_struck(3)
+    driver.all_vote_but(1)
+    driver.votes(1, sizes={2: 1e6})
+    assert driver.member_numbers() == [2, 4], "who points at one after the other goes itself"
+    assert driver.is_struck(1)
+
+
+def test_who_has_done_more_may_send_more_in_proportion_and_a_fresh_member_less() -> None:
+    driver = members(1, 2, 3)
+    step = driver.step
+    weights = {1: 500.0, 2: 2.0, 3: 2.0}
+    for number in (1, 2, 3):
+        driver.votes(number, weight=weights[number], seen=weights, sizes={1: 200.0, 2: 1.0, 3: 2.0})
+    assert driver.step == step + 1
+
+
+def test_of_two_the_usual_size_of_the_last_rounds_says_what_is_large() -> None:
+    driver = members(1, 2)
+    driver.all_vote_but()
+    step = driver.step
+    for number in (1, 2):
+        driver.votes(number, sizes={1: 0.01, 2: 2.0})
+    assert driver.step == step + 1, "nearly as usual, whatever the other one sends"
+    for number in (1, 2):
+        driver.votes(number, sizes={2: 1e6})
+    assert driver.member_numbers() == [1]
+
+
+def test_members_without_weight_or_numbers_are_no_measure() -> None:
+    driver = members(1, 2, 3)
+    step = driver.step
+    for number in (1, 2, 3):
+        driver.votes(number, sizes={1: 0.0, 2: 0.0, 3: 50.0})
+    assert driver.step == step + 1
+
+
+def test_without_a_guard_numbers_may_be_as_large_as_they_like() -> None:
+    driver = members(1, 2, 3, norm_guard=float("inf"))
+    step = driver.step
+    for number in (1, 2, 3):
+        driver.votes(number, sizes={3: 1e30})
+    assert driver.step == step + 1
+
+
+# ------------------------------------------------------------------------ the same sums for all
+
+
+def test_a_member_that_gives_half_of_the_others_another_sum_is_put_out_instead_of_halting_the_run() -> None:
+    driver = members(1, 2, 3, 4)
+    step = driver.step
+    for number in (1, 4):
+        driver.votes(number)
+    for number in (2, 3):
+        driver.votes(number, digest=OTHER, results={4: b"another"})
+    assert driver.member_numbers() == [1, 2, 3]
+    assert driver.is_struck(4)
+    driver.all_vote_but()
+    assert driver.step == step + 1
+
+
+def test_to_be_overruled_for_a_sum_that_one_member_gave_is_no_strike() -> None:
+    driver = members(1, 2, 3)
+    step = driver.step
+    for number in (1, 2):
+        driver.votes(number)
+    driver.votes(3, digest=OTHER, results={1: b"another"})
+    assert (driver.step, driver.member_numbers()) == (step + 1, [1, 2])
+    assert driver.machine.state.strikes.of(ref(3).peer_id) == 0
+    assert driver.records(CommitRecord)[-1].disputed == (ref(3),)
+
+
+def test_where_all_have_the_same_result_what_they_say_of_sums_is_nothing() -> None:
+    driver = members(1, 2, 3)
+    step = driver.step
+    driver.all_vote_but(3)
+    driver.votes(3, results={1: b"another", 2: b"another"})
+    assert driver.step == step + 1
+
+
+# ------------------------------------------------------------------------ three times in a row
+
+
+def test_who_deviates_three_times_in_a_row_is_sent_home_and_a_restart_of_the_coordinator_does_not_forget() -> None:
+    driver = members(1, 2, 3)
+    for deviation in range(1, MAX_STRIKES + 1):
+        if deviation > 1:
+            driver.join(3, driver.machine.state.committed, epoch=driver.machine.state.epoch)
+            for number in (1, 2):
+                driver.vote(number)
+        driver.vote(1)
+        driver.vote(3, OTHER)
+        driver.vote(2)
+        assert driver.member_numbers() == [1, 2]
+        if deviation < MAX_STRIKES:
+            assert driver.told(3, Evicted)
+    refused = driver.told(3, Refused)
+    assert refused.code == 9
+    assert ref(3).peer_id in refused.reason
+    assert "3 times in a row" in refused.reason
+    assert driver.recovered().machine.state.strikes.of(ref(3).peer_id) == MAX_STRIKES
+
+
+def test_one_round_that_a_deviant_agrees_to_ends_the_row() -> None:
+    driver = members(1, 2, 3)
+    for _ in range(MAX_STRIKES):
+        driver.vote(1)
+        driver.vote(3, OTHER)
+        driver.vote(2)
+        driver.told(3, Evicted)
+        driver.join(3, driver.machine.state.committed, epoch=driver.machine.state.epoch)
+        for number in (1, 2):
+            driver.vote(number)
+        for number in (1, 2, 3):
+            driver.vote(number)
+        assert driver.member_numbers() == [1, 2, 3]
+    assert driver.machine.state.strikes.of(ref(3).peer_id) == 0
+
+
+def test_strikes_are_kept_of_so_many_peers_and_no_more() -> None:
+    strikes = Strikes()
+    for number in range(2000):
+        strikes.add(ref(number).peer_id)
+    assert strikes.of(ref(1999).peer_id) == 1
+    assert strikes.of(ref(0).peer_id) == 0
