@@ -62,12 +62,11 @@ class Admission:
         if committed is None or roster.state.view.world_size >= roster.quorum:
             return
         # Whoever came first would go on alone, and the others would wait for its next commit.
-        back = {session.ref.peer_id for session in roster.learners() if session.synced == committed}
-        roster.awaited -= back
+        into = roster.arrived()
+        roster.awaited -= {session.ref.peer_id for session in into}
         if roster.awaited and roster.now < roster.awaited_until:
             return
         roster.awaited.clear()
-        into = [session for session in roster.learners() if session.synced == committed]
         roster.cross_boundary(evicted={}, into=into)
 
     def found(self) -> None:

@@ -104,32 +104,54 @@ class Closing:
         return "; ".join(dict.fromkeys(report.cause for report in reports))[:MAX_CAUSES]
 
     def _votes_close_at(self) -> Instant | None:
-        """By when every vote must be here; None while no majority (or one of two) has voted, or if all have spoken.
+        """By when every vote must be here; None while nobody waits for votes alone.
 
         A member that has its result and does not vote, because its trainer hangs in the outer step or because it lies,
         says with every heartbeat that it waits for others. One with a slow line has no result yet, and may be much
-        later than the others: while its progress grows it is awaited, but not without end.
+        later than the others: while its progress grows it is awaited, but not without end once a majority (or one of
+        two) has voted.
         """
         roster, rounds = self._roster, self._roster.rounds
         members = roster.members()
-        enough = len(members) // 2 + 1 if len(members) > 2 else 1
-        if len(rounds.voted_at) < enough or all(rounds.spoke(session.ref.peer_id) for session in members):
+        silent = [session for session in members if not rounds.spoke(session.ref.peer_id)]
+        if not silent:
             return None
+        enough = len(members) // 2 + 1 if len(members) > 2 else 1
+        if len(rounds.voted_at) < enough:
+            return self._stands_still_at(silent)
         voted_at = sorted(rounds.voted_at.values())[enough - 1]
-        began = max(session.ready_at for session in members if session.ready_at is not None)
-        taken_s = max(self._exchange_s, voted_at - began)
+        taken_s = max(self._exchange_s, self._exchanged_s(voted_at))
         allowed_s = max(roster.config.stall_floor_s, roster.config.stall_factor * taken_s)
-        grew_at = max(session.grew_at for session in members if not rounds.spoke(session.ref.peer_id))
+        grew_at = max(session.grew_at for session in silent)
         awaited_until = max(voted_at + allowed_s, grew_at + roster.config.stall_floor_s)
         return min(awaited_until, voted_at + VOTE_LIMIT * allowed_s)
 
+    def _stands_still_at(self, silent: Sequence[Session]) -> Instant | None:
+        """When a round that all have handed in for stands still, since most members do not vote, or the only one.
+
+        Somebody must wait: who has voted, or a learner that holds the state and can go on without all of them.
+        """
+        roster, members = self._roster, self._roster.members()
+        ready_at = [session.ready_at for session in members if session.ready_at is not None]
+        if len(ready_at) < len(members) or len(members) < roster.quorum:
+            return None
+        if len(silent) == len(members) and not roster.arrived():
+            return None
+        moved_at = max([roster.rounds.began_at, *ready_at, *(session.grew_at for session in silent)])
+        return moved_at + max(session.stall_timeout_s(roster.config) for session in silent)
+
+    def _exchanged_s(self, until: Instant) -> float:
+        """How long the exchange took in this view. What it waited in an older one for a vote teaches nothing."""
+        ready_at = [item.ready_at for item in self._roster.members() if item.ready_at is not None]
+        return until - max([self._roster.rounds.began_at, *ready_at])
+
     def _drop_the_voteless(self) -> None:
-        """The others have voted, and wait no longer for those that have not."""
+        """The others have voted, or there are no others, and nobody waits longer for those that have not."""
         roster, close_at = self._roster, self._votes_close_at()
         if close_at is None or roster.now < close_at:
             return
         silent = [item.ref for item in roster.members() if not roster.rounds.spoke(item.ref.peer_id)]
-        roster.drop(dict.fromkeys(silent, "has not voted although the others have"))
+        roster.drop(dict.fromkeys(silent, "has not voted although nobody keeps it waiting"))
 
     def _closes_at(self) -> Instant | None:
         """When the round goes on without those that have not handed in."""
@@ -190,8 +212,7 @@ class Closing:
         roster.persist(record)
         roster.rounds.committed()
         ready_at = [session.ready_at for session in members if session.ready_at is not None]
-        if ready_at:
-            self._exchange_s = max(roster.now - max(ready_at), 0.9 * self._exchange_s)
+        self._exchange_s = max(self._exchanged_s(roster.now), 0.9 * self._exchange_s)
         roster.grace.learn(ready_at, len(members) + len(state.excused), roster.now)
         for session in roster.sessions.values():
             session.ready_at, session.blocked = None, False  # it has what it waited for

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from collective.core.types import PeerRef, RoundKey, View
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import BecomeLearner, Finish, InstallStaged
-from elastic.core.messages import CoordinatorMessage, PeerMessage, Refused
+from elastic.core.messages import CoordinatorMessage, PeerMessage, Refused, Vote
 from elastic.core.place import Phase
 from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
 from tests.simulation.history import Admissions, History, SharedState
@@ -41,7 +41,7 @@ class Checkers:
         self._leases = Leases()
         self._admissions = Admissions(self.history, sim)
         self.certificates = Certificates(sim)
-        self.patience = Patience(sim.world, sim.options.min_peers)
+        self.patience = Patience(sim.world, sim.options)
         self._epochs: dict[PeerRef, int] = {}
         self._exits: list[tuple[PeerRef, Finish]] = []
         self._halted = False
@@ -97,6 +97,8 @@ class Checkers:
 
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
         self.certificates.brought(sender, message)
+        if isinstance(message, Vote):
+            self.patience.voted(sender, message)
 
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         self.history.told(to, message)
@@ -230,7 +232,7 @@ class Checkers:
         """In which legitimate end the run has come to rest; empty while it has not."""
         sim, core, newest = self._sim, self._sim.core(), self.history.newest
         if self.history.final or self._halted or not core:
-            if any(node.is_up and not node.hung and node not in core for node in sim.peers.values()) or core:
+            if any(node.is_up and not node.stands_still and node not in core for node in sim.peers.values()) or core:
                 return ""  # somebody has not been told yet
             if self.history.final or self._halted:
                 return "final" if self.history.final else "halted for its integrity"

@@ -38,6 +38,7 @@ class FaultInjector:
             (options.coordinator_pause_rate, "coordinator pause", self.pause_coordinator),
             (options.disk_loss_rate, "disk loss", self.sim.coordinator.lose_disk),
             (options.burst_rate, "burst", self.burst),
+            (options.hung_absorb_rate, "hung absorb", self.hang_absorb),
         ):
             self._every(rate, label, strike)
 
@@ -107,6 +108,14 @@ class FaultInjector:
             self.sim.world.say(node.peer_id, "hangs, but its heart beats")
             if self.rng.random() < 0.5:
                 node.later(self.rng.uniform(1.0, 10.0), "unhang", node.hang, False)
+
+    def hang_absorb(self) -> None:
+        node = self._somebody()
+        if node is not None:
+            node.hang_absorb(True)
+            self.sim.world.say(node.peer_id, "votes no more, but its heart beats")
+            if self.rng.random() < 0.5:
+                node.later(self.rng.uniform(1.0, 15.0), "absorb again", node.hang_absorb, False)
 
     def leave_peer(self) -> None:
         node = self._somebody()

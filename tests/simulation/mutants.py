@@ -71,11 +71,12 @@ class ForgetsItsPayload(MemberMachine):
 
 
 class PatchedCoordinator(CoordinatorMachine):
-    """The real one with another `Rounds`, `Admission`, `Reception` or patience."""
+    """The real one with another part, or another patience."""
 
     rounds_type: type[Rounds] = Rounds
     admission_type: type[Admission] = Admission
     reception_type: type[Reception] = Reception
+    closing_type: type[Closing] = Closing
     patience: float = 1.0
 
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
@@ -87,8 +88,36 @@ class PatchedCoordinator(CoordinatorMachine):
         super()._start(stall, state)
         self._rounds = self._roster.rounds = self.rounds_type()
         self._admission = self.admission_type(self._roster)
-        self._closing = Closing(self._roster, self._admission)
+        self._closing = self.closing_type(self._roster, self._admission)
         self._reception = self.reception_type(self._roster)
+
+
+class WaitsForVotesForEver(Closing):
+    def _votes_close_at(self) -> Instant | None:
+        return None
+
+
+class WaitsForTheVoteless(PatchedCoordinator):
+    closing_type = WaitsForVotesForEver
+
+
+class MeasuresItsOwnPatience(Closing):
+    def _exchanged_s(self, until: Instant) -> float:
+        ready_at = [item.ready_at for item in self._roster.members() if item.ready_at is not None]
+        return until - max(ready_at, default=until)
+
+
+class WaitsLongerAndLonger(PatchedCoordinator):
+    closing_type = MeasuresItsOwnPatience
+
+
+class WaitsForAMajority(Closing):
+    def _stands_still_at(self, silent: Sequence[Session]) -> Instant | None:
+        return None
+
+
+class WaitsForTheFirstVote(PatchedCoordinator):
+    closing_type = WaitsForAMajority
 
 
 class CountsVotesOfAnyEpoch(CoordinatorMachine):
@@ -286,6 +315,18 @@ MUTANTS: dict[str, Mutant] = {
     "heartbeat_is_life": Mutant(
         what="a member that makes no progress is kept as long as its heart beats",
         parts=Parts(coordinator=TrustsHeartbeats),
+    ),
+    "voteless_awaited": Mutant(
+        what="a member that never votes is awaited as long as its heart beats",
+        parts=Parts(coordinator=WaitsForTheVoteless),
+    ),
+    "voteless_teaches_patience": Mutant(
+        what="the time that one vote was awaited in vain counts as the time that exchanges take",
+        parts=Parts(coordinator=WaitsLongerAndLonger),
+    ),
+    "few_votes_never_enough": Mutant(
+        what="where most do not vote, or the only member, nobody is ever given up",
+        parts=Parts(coordinator=WaitsForTheFirstVote),
     ),
     "unaware_welcomed": Mutant(
         what="a former member becomes a learner without having heard that it was dropped",

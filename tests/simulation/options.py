@@ -58,6 +58,8 @@ class Options:
     """Share of crashes that nobody is notified of (the machine died, not the process)."""
     pause_rate: float = 0.0
     hang_rate: float = 0.0
+    hung_absorb_rate: float = 0.0
+    """A peer takes part in every exchange and never votes: its outer step hangs, or it lies."""
     leave_rate: float = 0.0
     leave_now: float = 0.3
     wrong_manifest: bool = False
@@ -92,6 +94,11 @@ class Options:
 
         They are drawn apart from what happens: the same options given by hand make the same history.
         """
+        return cls.first_of_seed(seed)._and_more(seed)
+
+    @classmethod
+    def first_of_seed(cls, seed: int) -> "Options":
+        """Without the faults that came later: what the files of scenarios/ replay that name a seed alone."""
         rng = random.Random(f"options of {seed}")
 
         def often(rate: float, chance: float = 0.4) -> float:
@@ -146,6 +153,17 @@ class Options:
             stall_floor_s=rng.choice((3.0, 3.0, 3.0, 20.0)),
             disk_loss_rate=often(0.1, 0.4),
             forged_certificates=often(0.4, 0.3),
+        )
+
+    def _and_more(self, seed: int) -> "Options":
+        """Those faults, drawn apart: a seed that draws none of them keeps its history."""
+        rng = random.Random(f"more options of {seed}")
+
+        def often(rate: float, chance: float) -> float:
+            return rate * rng.uniform(0.3, 1.0) if rng.random() < chance else 0.0
+
+        return self.with_(
+            hung_absorb_rate=often(0.15, 0.25),
         )
 
     def with_(self, **changes: object) -> "Options":

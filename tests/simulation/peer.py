@@ -67,6 +67,7 @@ class PeerNode(Process):
         self.incarnation = 0
         self.ref = PeerRef(self.peer_id, Incarnation(0))
         self.hung = False  # the trainer stands still, the daemon goes on
+        self.votes = True  # else its outer step hangs: it has results, and makes nothing of them
         self.died_silently = False  # nobody answers in its place
         self.flawed_step = -1  # in this round it computes other bits than the rest
         self.exit: Finish | None = None
@@ -96,6 +97,8 @@ class PeerNode(Process):
         self.incarnation += 1
         self.ref = PeerRef(self.peer_id, Incarnation(self.incarnation))
         self.exit, self.hung, self.died_silently = None, False, False
+        self.votes = True
+        self._unabsorbed: tuple[RoundKey, Result] | None = None
         self.connection = None
         self.state = self.disk.state
         self.staged = self.exchange = None
@@ -147,6 +150,21 @@ class PeerNode(Process):
         """Its trainer stands still, or goes on."""
         self.hung = hung
         self.sim.checkers.hangs_or_not()
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether the run has to go on without it, although its heart beats."""
+        return self.hung or not self.votes
+
+    def hang_absorb(self, hung: bool) -> None:
+        """It makes nothing of the results that it gets, or does so again."""
+        self.votes = not hung
+        self.sim.checkers.hangs_or_not()
+        late = self._unabsorbed
+        if self.votes and late is not None:
+            self._unabsorbed = None
+            if self.exchange is not None and self.exchange.key == late[0]:
+                self._absorb(*late)
 
     def on_told(self, connection: "ControlConnection", message: CoordinatorMessage) -> None:
         if connection.up_at_peer:
@@ -331,6 +349,12 @@ class PeerNode(Process):
             self.exchange.on_frame(frame)
 
     def exchange_done(self, key: RoundKey, result: Result) -> None:
+        if self.votes:
+            self._absorb(key, result)
+        else:
+            self._unabsorbed = key, result
+
+    def _absorb(self, key: RoundKey, result: Result) -> None:
         assert self.state is not None
         flawed = self.flawed_step == key.outer_step or self.sim.network.chance(self.sim.options.wrong_result)
         flaw = f"{self.peer_id}.{key}" if flawed else ""

@@ -6,7 +6,7 @@ A file of `scenarios/` is a TOML table:
     why       what the history has shown (optional)
     seed      of the world; the default is 1
     mutant    the broken variant that has to be caught (optional; mutants.py)
-    options   whatever differs from a calm world (options.py); without it and without a script: the swarm of the seed
+    options   whatever differs from a calm world (options.py); without it and without a script: the seed's first draw
     script    what is done, step by step (see `STEPS`); without it the seed's faults strike and everything is healed
     expect    the invariant that is violated, the end, and the story: views with their causes, and commits
 
@@ -82,7 +82,7 @@ class Scenario:
             sim = stage.sim
             outcome = sim.run(lambda: play(stage, self.script))
         else:
-            options = Options(**_read(self.options)) if self.options is not None else None
+            options = Options(**_read(self.options)) if self.options is not None else Options.first_of_seed(self.seed)
             sim = Simulator(self.seed, options=options, parts=parts, echo=echo)
             outcome = sim.run()
         violated = outcome.violation.invariant if outcome.violation is not None else ""

@@ -26,6 +26,7 @@ from tests.simulation.world import OutOfBudget, Violation, World
 MAX_EVENTS = 120_000
 MAX_CPU_S = 30.0
 ORPHAN_TIMEOUT_S = 40.0
+MAX_STALL_S = 5.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -152,6 +153,9 @@ class Simulator:
             node.resume(now=True)
             if node.hung and rng.random() < 0.5:
                 node.hang(False)
+            # Whoever stays silent costs the others a deadline each time it is a member again.
+            if not node.votes and (rng.random() < 0.5 or self.options.stall_floor_s > MAX_STALL_S):
+                node.hang_absorb(False)
             if not node.alive and (everybody_back or rng.random() < 0.5):
                 node.start()
         # As many as the run needs, and somebody who has its state, as long as there is anybody.
@@ -160,14 +164,15 @@ class Simulator:
             holder_up = any(self.checkers.holds_newest(item) for item in core)
             if len(core) < self.options.min_peers or not holder_up:
                 node.hang(False)
+                if not node.votes:
+                    node.hang_absorb(False)
                 node.start()
         return self.checkers.converge()
 
     def core(self) -> list[PeerNode]:
         """The peers that have to be members in the end."""
-        return [
-            node for node in self.peers.values() if node.is_up and not node.hung and not self.has_wrong_manifest(node)
-        ]
+        nodes = self.peers.values()
+        return [node for node in nodes if node.is_up and not node.stands_still and not self.has_wrong_manifest(node)]
 
     # ------------------------------------------------------------------------ who is how
 
