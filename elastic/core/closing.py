@@ -62,7 +62,7 @@ class Closing:
         if silent:
             roster.drop(dict.fromkeys(silent, "silent, and a member waits for it"))
             return
-        newcomers = {item.ref.peer_id for item in roster.members() if item.ref not in roster.state.contributed}
+        newcomers = {member.peer_id for member in view.members if member.peer_id not in roster.state.reached}
         blamed = rounds.blamed(view, newcomers)
         is_about_newcomers = newcomers.issuperset(blamed) and len(newcomers) < view.world_size
         rounds.remember(view)
@@ -133,9 +133,9 @@ class Closing:
         """
         roster, members = self._roster, self._roster.members()
         ready_at = [session.ready_at for session in members if session.ready_at is not None]
-        if len(ready_at) < len(members) or len(members) < roster.quorum:
+        if len(ready_at) < len(members) or len(members) < roster.quorum or roster.rounds.reports:
             return None
-        if len(silent) == len(members) and not roster.arrived():
+        if not roster.rounds.votes and not roster.arrived():
             return None
         moved_at = max([roster.rounds.began_at, *ready_at, *(session.grew_at for session in silent)])
         return moved_at + max(session.stall_timeout_s(roster.config) for session in silent)
@@ -157,11 +157,21 @@ class Closing:
         """When the round goes on without those that have not handed in."""
         roster = self._roster
         members, late = roster.members(), self._late()
-        if not late or len(members) - len(late) < roster.quorum:
+        if not late or len(members) - len(late) < roster.quorum or self._leaves_newcomers_alone(members, late):
             return None
         ready_at = [session.ready_at for session in members if session.ready_at is not None]
         # Whoever is excused already counts, or every round could do with half of what the one before had left.
         return roster.grace.closes_at(ready_at, len(members) + len(roster.state.excused))
+
+    def _leaves_newcomers_alone(self, members: Sequence[Session], late: Sequence[Session]) -> bool:
+        """Whether only peers would go on that no commit holds work of. Nobody has reached them in an exchange yet.
+
+        A joiner that nobody can dial took the run over so: the founder was late once, and could not fetch from it
+        what it had committed alone (scenarios/late_beside_an_unreachable_joiner.toml).
+        """
+        proven = self._roster.state.contributed
+        stay = [session for session in members if session not in late]
+        return any(item.ref in proven for item in late) and not any(item.ref in proven for item in stay)
 
     def _late(self) -> list[Session]:
         """Who has not handed in. Not who is on its way to the view's state: its own limits are shorter than a round."""

@@ -39,6 +39,8 @@ class FaultInjector:
             (options.disk_loss_rate, "disk loss", self.sim.coordinator.lose_disk),
             (options.burst_rate, "burst", self.burst),
             (options.hung_absorb_rate, "hung absorb", self.hang_absorb),
+            (options.undialable_rate, "undialable", self.move_out_of_reach),
+            (options.one_way_rate, "one-way dials", self.move_behind_a_wall),
         ):
             self._every(rate, label, strike)
 
@@ -116,6 +118,22 @@ class FaultInjector:
             self.sim.world.say(node.peer_id, "votes no more, but its heart beats")
             if self.rng.random() < 0.5:
                 node.later(self.rng.uniform(1.0, 15.0), "absorb again", node.hang_absorb, False)
+
+    def move_out_of_reach(self) -> None:
+        """Somebody starts with an address that nobody can dial."""
+        self._move(list(self.sim.peers))
+
+    def move_behind_a_wall(self) -> None:
+        """Somebody starts where some of the others cannot dial it. Whoever it has to dial itself it reaches."""
+        self._move(self.rng.sample(list(self.sim.peers), self.rng.randint(1, len(self.sim.peers))))
+
+    def _move(self, undialled_by: list[str]) -> None:
+        node = self.rng.choice(list(self.sim.peers.values()))
+        node.next_undialled_by = frozenset(undialled_by) - {node.peer_id}
+        self.sim.world.say(node.peer_id, "will not be dialled by", sorted(node.next_undialled_by))
+        if node.start_number:  # else it has not started yet
+            node.crash(silently=False)
+            self.sim.world.after(self.rng.uniform(0.05, 3.0), f"restart {node.peer_id}", self._restart, node)
 
     def leave_peer(self) -> None:
         node = self._somebody()

@@ -105,6 +105,14 @@ class History:
         self.has_given_up_the_end |= self.final and (certificate is None or not certificate.final)
         self.final = certificate is not None and certificate.final
 
+    def was_in_a_commit(self, peer_id: str) -> bool:
+        """Whether the members have reached this peer once."""
+        return any(item.ref.peer_id == peer_id for made in self.lineage.commits for item in made.contributions)
+
+    def is_newcomer(self, peer_id: str) -> bool:
+        """Whether the run can do without this peer: it goes on, and never had it."""
+        return bool(self.lineage.commits) and not self.was_in_a_commit(peer_id)
+
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         """Journal first: a message that tells of a decision finds it on the disk."""
         match message:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from collective.core.types import Epoch, Instant, OuterStep, PeerRef, RoundKey, View
+from collective.core.types import Epoch, Instant, OuterStep, PeerId, PeerRef, RoundKey, View
 from elastic.core.admission import Admission
 from elastic.core.certificate import Certificate
 from elastic.core.closing import Closing
@@ -118,6 +118,36 @@ class WaitsForAMajority(Closing):
 
 class WaitsForTheFirstVote(PatchedCoordinator):
     closing_type = WaitsForAMajority
+
+
+class BlamesWhoIsAccused(Rounds):
+    """One accusation is enough against who made none."""
+
+    def blamed(self, view: View, newcomers: Collection[PeerId]) -> tuple[PeerId, ...]:
+        accused = {peer: number for peer, number in self.accused(view).items() if number}
+        return tuple(sorted(accused, key=lambda peer: accused[peer])[-1:])
+
+
+class BelievesTheAccuser(PatchedCoordinator):
+    rounds_type = BlamesWhoIsAccused
+
+
+class LeavesAnyNumber(Closing):
+    def _leaves_half(self, blamed: Collection[PeerId]) -> bool:
+        return True
+
+
+class AccusesAllOut(PatchedCoordinator):
+    closing_type = LeavesAnyNumber
+
+
+class LeavesNewcomersAlone(Closing):
+    def _leaves_newcomers_alone(self, members: Sequence[Session], late: Sequence[Session]) -> bool:
+        return False
+
+
+class GoesOnWithNewcomers(PatchedCoordinator):
+    closing_type = LeavesNewcomersAlone
 
 
 class CountsVotesOfAnyEpoch(CoordinatorMachine):
@@ -327,6 +357,18 @@ MUTANTS: dict[str, Mutant] = {
     "few_votes_never_enough": Mutant(
         what="where most do not vote, or the only member, nobody is ever given up",
         parts=Parts(coordinator=WaitsForTheFirstVote),
+    ),
+    "accuser_believed": Mutant(
+        what="who is accused goes, whoever says it",
+        parts=Parts(coordinator=BelievesTheAccuser),
+    ),
+    "accused_out": Mutant(
+        what="accusations alone may put out more than half of the last commit's members",
+        parts=Parts(coordinator=AccusesAllOut),
+    ),
+    "newcomers_alone": Mutant(
+        what="a round goes on with newcomers alone, whom nobody may reach",
+        parts=Parts(coordinator=GoesOnWithNewcomers),
     ),
     "unaware_welcomed": Mutant(
         what="a former member becomes a learner without having heard that it was dropped",

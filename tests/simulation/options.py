@@ -56,6 +56,10 @@ class Options:
     crash_rate: float = 0.0
     silent_death: float = 0.5
     """Share of crashes that nobody is notified of (the machine died, not the process)."""
+    undialable_rate: float = 0.0
+    """A peer starts (again) with an address that reaches nobody: it can dial, and be dialled by none."""
+    one_way_rate: float = 0.0
+    """The same for some of the others: dials succeed one way only."""
     pause_rate: float = 0.0
     hang_rate: float = 0.0
     hung_absorb_rate: float = 0.0
@@ -164,6 +168,8 @@ class Options:
 
         return self.with_(
             hung_absorb_rate=often(0.15, 0.25),
+            undialable_rate=often(0.15, 0.2),
+            one_way_rate=often(0.15, 0.2),
         )
 
     def with_(self, **changes: object) -> "Options":

@@ -67,6 +67,9 @@ class PeerNode(Process):
         self.incarnation = 0
         self.ref = PeerRef(self.peer_id, Incarnation(0))
         self.hung = False  # the trainer stands still, the daemon goes on
+        self.undialled_by: frozenset[str] = frozenset()
+        """Who cannot dial this start: what it advertises reaches them not."""
+        self.next_undialled_by: frozenset[str] = frozenset()
         self.votes = True  # else its outer step hangs: it has results, and makes nothing of them
         self.died_silently = False  # nobody answers in its place
         self.flawed_step = -1  # in this round it computes other bits than the rest
@@ -97,6 +100,7 @@ class PeerNode(Process):
         self.incarnation += 1
         self.ref = PeerRef(self.peer_id, Incarnation(self.incarnation))
         self.exit, self.hung, self.died_silently = None, False, False
+        self.undialled_by, self.next_undialled_by = self.next_undialled_by, frozenset()
         self.votes = True
         self._unabsorbed: tuple[RoundKey, Result] | None = None
         self.connection = None
@@ -365,9 +369,10 @@ class PeerNode(Process):
         # The outer optimizer runs in a thread: its end is an event of its own.
         self.later(0.001, "absorbed", self.feed, ExchangeDone(key=key, digest=made.held.digest))
 
-    def exchange_failed(self, key: RoundKey, suspects: tuple[PeerId, ...], cause: str) -> None:
+    def exchange_failed(self, key: RoundKey, suspects: tuple[PeerId, ...], cause: str, told_by: PeerId | None) -> None:
         self.sim.world.say(self.peer_id, f"cannot finish {key.epoch}/{key.outer_step}:", cause, suspects)
-        self.later(0.0, "failed", self.feed, ExchangeFailed(key=key, suspects=suspects, cause=cause))
+        event = ExchangeFailed(key=key, suspects=suspects, cause=cause, told_by=told_by)
+        self.later(0.0, "failed", self.feed, event)
 
     def _install(self, effect: InstallStaged) -> None:
         assert self.staged is not None

@@ -215,6 +215,15 @@ def _leave(stage: Stage, words: list[str]) -> None:
     _peer(stage, words[0]).feed(LeaveRequested(now="now" in words))
 
 
+def _unreachable(stage: Stage, words: list[str]) -> None:
+    node = _peer(stage, words[0])
+    node.next_undialled_by = frozenset(stage.sim.peers) - {node.peer_id}
+
+
+def _mute(stage: Stage, words: list[str]) -> None:
+    _peer(stage, words[0]).hang_absorb(True)
+
+
 def _cut(stage: Stage, words: list[str]) -> None:
     stage.sim.network.cut(_site(stage, words[0]), _site(stage, words[1]))
 
@@ -251,6 +260,8 @@ STEPS: dict[str, Callable[[Stage, list[str]], str | None]] = {
     "hang": _hang,  # hang PEER
     "unhang": _unhang,  # unhang PEER
     "flaw": _flaw,  # flaw PEER NUMBER: other bits than the rest, that many commits from now
+    "unreachable": _unreachable,  # unreachable PEER: nobody can dial its next start
+    "mute": _mute,  # mute PEER: its outer step hangs, it never votes again
     "leave": _leave,  # leave PEER [now]
     "cut": _cut,  # cut FROM TO
     "mend": _mend,  # mend FROM TO

@@ -156,6 +156,9 @@ class Simulator:
             # Whoever stays silent costs the others a deadline each time it is a member again.
             if not node.votes and (rng.random() < 0.5 or self.options.stall_floor_s > MAX_STALL_S):
                 node.hang_absorb(False)
+            node.next_undialled_by = frozenset()
+            if node.undialled_by and (rng.random() < 0.5 or not self._can_do_without(node)):
+                self.bulk.becomes_dialable(node)
             if not node.alive and (everybody_back or rng.random() < 0.5):
                 node.start()
         # As many as the run needs, and somebody who has its state, as long as there is anybody.
@@ -166,13 +169,19 @@ class Simulator:
                 node.hang(False)
                 if not node.votes:
                     node.hang_absorb(False)
+                self.bulk.becomes_dialable(node)
                 node.start()
         return self.checkers.converge()
 
+    def _can_do_without(self, node: PeerNode) -> bool:
+        """Whether nobody has a link to this peer, and nobody needs one: the run goes on, and never had it."""
+        is_alone = not any(self.bulk.meet(node.peer_id, other) for other in self.peers if other != node.peer_id)
+        return is_alone and self.checkers.history.is_newcomer(node.peer_id)
+
     def core(self) -> list[PeerNode]:
         """The peers that have to be members in the end."""
-        nodes = self.peers.values()
-        return [node for node in nodes if node.is_up and not node.stands_still and not self.has_wrong_manifest(node)]
+        fit = [node for node in self.peers.values() if node.is_up and not node.stands_still and not node.undialled_by]
+        return [node for node in fit if not self.has_wrong_manifest(node)]
 
     # ------------------------------------------------------------------------ who is how
 

@@ -332,6 +332,18 @@ def test_member_alone_that_never_votes_makes_way_for_a_learner_with_the_state() 
     assert driver.member_numbers() == [2]
 
 
+def test_newcomer_does_not_go_on_alone_while_the_only_proven_member_is_late() -> None:
+    driver = CoordinatorDriver(grace_initial_s=2.0).with_veterans(1)
+    driver.join(2, driver.machine.state.committed)
+    driver.vote(1)
+    for _ in range(20):
+        beat_for(driver, 1, 2)
+        state = driver.machine.state
+        works = Heartbeat(epoch=state.epoch, outer_step=state.outer_step, progress=1, blocked=False)
+        driver.says(1, works)
+    assert driver.member_numbers() == [1, 2], "nobody has reached the second one yet"
+
+
 def test_few_votes_are_enough_when_nothing_moves_for_as_long_as_a_member_may_stand_still() -> None:
     driver = CoordinatorDriver(stall_initial_s=20.0).with_veterans(1, 2, 3, 4)
     driver.vote(1)
