@@ -136,7 +136,8 @@ class Checkers:
         self._news = True
         self._sim.marks.finished(effect)
         self._exits.append((node.ref, effect))
-        wrong = self._sim.has_wrong_manifest(node)
+        is_copied = node in self._sim.were_copied and "copy" in effect.reason
+        wrong = self._sim.has_wrong_manifest(node) or is_copied
         demand((effect.code == 5) == wrong or effect.code in (9, 20), "I4", f"{name(node.ref)} ends with {effect}")
         if effect.code == 9:
             demand(self._sim.options.wrong_result > 0, "I1", f"{name(node.ref)} ends with {effect}")
@@ -239,6 +240,8 @@ class Checkers:
 
     def _end(self, first: int) -> str:
         """In which legitimate end the run has come to rest; empty while it has not."""
+        if any(ghost.is_up for ghost in self._sim.ghosts):
+            return ""  # an older start has not been told yet
         sim, core, newest = self._sim, self._sim.core(), self.history.newest
         if self.history.final or self._halted or not core:
             if any(node.is_up and not node.stands_still and node not in core for node in sim.peers.values()) or core:

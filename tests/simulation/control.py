@@ -35,7 +35,7 @@ class Control:
         if not self.sim.coordinator.alive or self.network.is_broken(node.peer_id, COORDINATOR):
             node.later(self.world.rng.uniform(0.1, 0.4), "redial", self._try_to_connect, node)
             return
-        connection = ControlConnection(node.peer_id, node.start_number, self.sim.coordinator.start_number)
+        connection = ControlConnection(node, node.start_number, self.sim.coordinator.start_number)
         node.connection = connection
         for ref in [ref for ref in self.sim.coordinator.connections if ref == node.ref]:
             self.sim.coordinator.connections[ref].up_at_coordinator = False
@@ -71,7 +71,7 @@ class Control:
     def coordinator_died(self, connections: list[ControlConnection]) -> None:
         """Its process is gone: the peers' ends notice, by a reset or when they are kept waiting."""
         for connection in connections:
-            node = self.sim.peers[connection.peer_id]
+            node = connection.node
             delay_s = self.world.rng.uniform(0.0, 1.0)
             self.world.after(delay_s, f"reset {node.peer_id}", self._peer_loses, node, connection)
 
@@ -82,7 +82,9 @@ class Control:
     def _on_keepalive(self, source: str, target: str) -> None:
         """A cut lasted too long for the connections across it."""
         if COORDINATOR in (source, target):
-            self.break_connection(self.sim.peers[target if source == COORDINATOR else source])
+            peer_id = target if source == COORDINATOR else source
+            for node in (self.sim.peers[peer_id], *self.sim.older_starts(peer_id)):
+                self.break_connection(node)
 
     def peer_died(self, node: PeerNode, *, silently: bool) -> None:
         """Its process is gone: the coordinator's end gets a reset, or nothing at all."""
@@ -124,7 +126,7 @@ class Control:
             self.world.at(arrival, label, self._arrive_at_peer, connection, message)
 
     def _arrive_at_peer(self, connection: ControlConnection, message: CoordinatorMessage) -> None:
-        node = self.sim.peers[connection.peer_id]
+        node = connection.node
         if connection.up_at_peer and not self.network.is_cut(COORDINATOR, node.peer_id):
             node.run(connection.peer_start, node.on_told, connection, message)
 

@@ -41,6 +41,7 @@ class FaultInjector:
             (options.hung_absorb_rate, "hung absorb", self.hang_absorb),
             (options.undialable_rate, "undialable", self.move_out_of_reach),
             (options.one_way_rate, "one-way dials", self.move_behind_a_wall),
+            (options.clone_rate, "clone", self.clone),
         ):
             self._every(rate, label, strike)
 
@@ -95,7 +96,7 @@ class FaultInjector:
             self.sim.world.after(self.rng.uniform(0.05, 8.0), f"restart {node.peer_id}", self._restart, node)
 
     def _restart(self, node: "PeerNode") -> None:
-        if not self.sim.network.healed:
+        if not self.sim.network.healed and self.sim.peers[node.peer_id] is node:
             node.start()
 
     def pause_peer(self) -> None:
@@ -118,6 +119,11 @@ class FaultInjector:
             self.sim.world.say(node.peer_id, "votes no more, but its heart beats")
             if self.rng.random() < 0.5:
                 node.later(self.rng.uniform(1.0, 15.0), "absorb again", node.hang_absorb, False)
+
+    def clone(self) -> None:
+        node = self._somebody()
+        if node is not None and not self.sim.has_wrong_manifest(node):
+            self.sim.clone(node)
 
     def move_out_of_reach(self) -> None:
         """Somebody starts with an address that nobody can dial."""

@@ -114,7 +114,8 @@ class Marks(Counter[str]):
 
     def finished(self, effect: Finish) -> None:
         late = ", without an answer" if "without an answer" in effect.reason else ""
-        self[f"exit: {effect.code}{late}"] += 1
+        copied = ", copied" if "copy" in effect.reason else ""
+        self[f"exit: {effect.code}{late}{copied}"] += 1
 
     def installed(self, effect: InstallStaged) -> None:
         self["install: learnt from a view"] += effect.position is None
@@ -162,12 +163,14 @@ KNOWN = frozenset(
         "exit: 0",
         "exit: 4",
         "exit: 5",
+        "exit: 5, copied",
         "exit: 7",
         "exit: 9",
         "exit: 20",
         "exit: 20, without an answer",
         "fault: burst",
         "fault: clock jump",
+        "fault: clone",
         "fault: coordinator crash",
         "fault: coordinator pause",
         "fault: crash",

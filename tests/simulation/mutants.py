@@ -27,7 +27,7 @@ from elastic.core.events import (
 )
 from elastic.core.grace import Grace
 from elastic.core.member import MemberMachine
-from elastic.core.messages import Evicted, Held, Join, NewView, RoundFailed, Vote
+from elastic.core.messages import Evicted, Held, Join, NewView, PeerMessage, RoundFailed, Vote
 from elastic.core.place import Phase, Place
 from elastic.core.rebuild import Rebuild
 from elastic.core.reception import Reception
@@ -148,6 +148,21 @@ class LeavesNewcomersAlone(Closing):
 
 class GoesOnWithNewcomers(PatchedCoordinator):
     closing_type = LeavesNewcomersAlone
+
+
+class TellsNoOlderStart(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._roster.tell_replaced = lambda to: None  # type: ignore[method-assign]
+
+
+class HearsOlderStarts(CoordinatorMachine):
+    """What an older start says counts as said by the newer one."""
+
+    def _on_said(self, sender: PeerRef, message: PeerMessage) -> None:
+        session = self._roster.sessions.get(sender.peer_id)
+        is_older = session is not None and sender.incarnation < session.ref.incarnation
+        super()._on_said(session.ref if session is not None and is_older else sender, message)
 
 
 class CountsVotesOfAnyEpoch(CoordinatorMachine):
@@ -369,6 +384,14 @@ MUTANTS: dict[str, Mutant] = {
     "newcomers_alone": Mutant(
         what="a round goes on with newcomers alone, whom nobody may reach",
         parts=Parts(coordinator=GoesOnWithNewcomers),
+    ),
+    "older_start_not_told": Mutant(
+        what="an older start of a copied folder is never told of the newer one",
+        parts=Parts(coordinator=TellsNoOlderStart),
+    ),
+    "older_start_heard": Mutant(
+        what="what an older start of a peer says counts",
+        parts=Parts(coordinator=HearsOlderStarts),
     ),
     "unaware_welcomed": Mutant(
         what="a former member becomes a learner without having heard that it was dropped",

@@ -60,6 +60,8 @@ class Options:
     """A peer starts (again) with an address that reaches nobody: it can dial, and be dialled by none."""
     one_way_rate: float = 0.0
     """The same for some of the others: dials succeed one way only."""
+    clone_rate: float = 0.0
+    """A copy of a running peer's folder is started: two live starts of one id."""
     pause_rate: float = 0.0
     hang_rate: float = 0.0
     hung_absorb_rate: float = 0.0
@@ -170,6 +172,7 @@ class Options:
             hung_absorb_rate=often(0.15, 0.25),
             undialable_rate=often(0.15, 0.2),
             one_way_rate=often(0.15, 0.2),
+            clone_rate=often(0.1, 0.2),
         )
 
     def with_(self, **changes: object) -> "Options":

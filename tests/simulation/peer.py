@@ -132,6 +132,13 @@ class PeerNode(Process):
         self.sim.checkers.started(self)
         self.sim.control.dial(self)
 
+    def copied(self) -> "PeerNode":
+        """Another site with what is on this disk. It does not run yet."""
+        copy = PeerNode(self.sim, self.peer_id)
+        copy.incarnation, copy.disk = self.incarnation, self.disk.copied()
+        copy.disk_certificate, copy.clock.rate = self.disk_certificate, self.clock.rate
+        return copy
+
     def stop(self, why: str) -> None:
         """The process is gone, with everything but the disk."""
         if not self.alive:
@@ -267,6 +274,7 @@ class PeerNode(Process):
         self.sim.checkers.finished(self, effect)
         self.sim.control.hang_up(self)
         self.stop("is over")
+        self.sim.is_over(self)
 
     # ------------------------------------------------------------------------ training
 

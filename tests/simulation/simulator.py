@@ -83,6 +83,9 @@ class Simulator:
         self.coordinator = CoordinatorNode(self)
         names = [f"{index + 1:016x}" for index in range(self.options.num_peers)]
         self.peers = {peer_id: PeerNode(self, peer_id) for peer_id in names}
+        self.ghosts: list[PeerNode] = []
+        """Older starts that live on beside the copy of their folder."""
+        self.were_copied: set[PeerNode] = set()
         self._speed = {peer_id: self.world.rng.choice((1.0, 1.0, 1.5)) for peer_id in self.peers}
         if self.options.clock_drift:
             for site in (self.coordinator, *self.peers.values()):
@@ -149,6 +152,10 @@ class Simulator:
         self.checkers.patience.healed()
         rng = self.world.rng
         everybody_back = rng.random() < 0.5
+        for ghost in self.ghosts:
+            ghost.resume(now=True)
+            if ghost.is_up:
+                self.peers[ghost.peer_id].start()
         for node in self.peers.values():
             node.resume(now=True)
             if node.hung and rng.random() < 0.5:
@@ -184,6 +191,24 @@ class Simulator:
         return [node for node in fit if not self.has_wrong_manifest(node)]
 
     # ------------------------------------------------------------------------ who is how
+
+    def clone(self, node: PeerNode) -> None:
+        """Somebody starts a copy of the folder of a running peer. The older start goes on beside it."""
+        self.world.say(node.peer_id, "is copied, and the copy starts")
+        self.ghosts.append(node)
+        self.were_copied.add(node)
+        self.peers[node.peer_id] = copy = node.copied()
+        copy.start()
+
+    def is_over(self, node: PeerNode) -> None:
+        """The process of a peer has ended for good. If an older start lives on, that is the peer now."""
+        older = [ghost for ghost in self.older_starts(node.peer_id) if ghost.is_up]
+        if older and self.peers[node.peer_id] is node:
+            self.peers[node.peer_id] = older[-1]
+            self.ghosts.remove(older[-1])
+
+    def older_starts(self, peer_id: str) -> list[PeerNode]:
+        return [ghost for ghost in self.ghosts if ghost.peer_id == peer_id]
 
     def looks_into_machines(self) -> bool:
         """Whether a machine asserts its own invariants now: every third time, since that costs a tenth of a seed."""
