@@ -18,6 +18,7 @@ from tests.simulation.history import Admissions, History, SharedState
 from tests.simulation.patience import Patience
 from tests.simulation.rebuilds import Certificates
 from tests.simulation.symbols import Payload, Result, State, name
+from tests.simulation.words import Words
 from tests.simulation.work import Contributions, Leases
 from tests.simulation.world import Violation, demand
 
@@ -43,6 +44,7 @@ class Checkers:
         self._admissions = Admissions(self.history, sim)
         self.certificates = Certificates(sim)
         self._blame = Blame()
+        self._words = Words(self.history)
         self.patience = Patience(sim.world, sim.options)
         self._epochs: dict[PeerRef, int] = {}
         self._exits: list[tuple[PeerRef, Finish]] = []
@@ -55,6 +57,7 @@ class Checkers:
     def coordinator_started(self, machine: CoordinatorMachine) -> None:
         self.history.coordinator_settled(machine)
         self.certificates.coordinator_started()
+        self._words.coordinator_started()
         self._halted = False  # a halt is no record: whoever starts everything again wants the run to go on
         self._sim.marks.coordinator_started(len(self._sim.coordinator.journal))
 
@@ -76,6 +79,7 @@ class Checkers:
                 self.patience.view_decided(view, excused)
                 self._admissions.view_decided(view, before)
                 self._blame.view_decided(record, before)
+                self._words.view_decided(record)
             case CommitRecord():
                 self._sim.world.say("commit", record.key, record.digest.hex()[:6])
                 demand(before is not None and before.epoch == record.key.epoch, "I8", "a commit of another epoch")
@@ -86,6 +90,7 @@ class Checkers:
                 self._leases.consumed(record)
                 self.patience.committed(record)
                 self._blame.committed(record)
+                self._words.committed(record)
             case LeaseRecord():
                 self._leases.granted(record)
             case ReleaseRecord():
@@ -97,11 +102,13 @@ class Checkers:
                 self._leases.rebuilt(self.history.lineage.commits)
                 self.patience.rebuilt()
                 self._blame.rebuilt()
+                self._words.rebuilt()
             case _:
                 pass
 
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
         self.certificates.brought(sender, message)
+        self._words.brought(sender, message)
         match message:
             case Vote():
                 self.patience.voted(sender, message)
@@ -113,6 +120,7 @@ class Checkers:
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         self.history.told(to, message)
         self.certificates.told(message)
+        self._words.told(to, message)
         if isinstance(message, Refused) and "results differ" in message.reason:
             self._halted = True
         self._sim.marks.told(to, message)

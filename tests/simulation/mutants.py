@@ -7,11 +7,13 @@ flag for any of them.
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from collective.core.types import Epoch, Instant, OuterStep, PeerId, PeerRef, RoundKey, View
 from elastic.core.admission import Admission
+from elastic.core.attempt import Attempt
 from elastic.core.certificate import Certificate
 from elastic.core.closing import Closing
 from elastic.core.config import CoordinatorConfig, RebuildRule
@@ -24,14 +26,15 @@ from elastic.core.events import (
     MemberEvent,
     Persist,
     SendToPeer,
+    StartExchange,
 )
 from elastic.core.grace import Grace
 from elastic.core.member import MemberMachine
-from elastic.core.messages import Evicted, Held, Join, NewView, PeerMessage, RoundFailed, Vote
+from elastic.core.messages import Evicted, Held, Join, LeaseRequest, NewView, PeerMessage, RoundFailed, Vote
 from elastic.core.place import Phase, Place
 from elastic.core.rebuild import Rebuild
 from elastic.core.reception import Reception
-from elastic.core.records import Record
+from elastic.core.records import Contribution, Record
 from elastic.core.rounds import Agreed, Rounds, Split
 from elastic.core.run_state import RunState
 from elastic.core.sessions import Session
@@ -278,6 +281,96 @@ class RebuildsFromTheFirst(CoordinatorMachine):
     rebuild_type = TakesTheFirst
 
 
+def recovered(machine: CoordinatorMachine) -> list[Session]:
+    """The sessions that a restarted coordinator begins with."""
+    return list(machine._roster.sessions.values())
+
+
+class TakesAllForHolders(CoordinatorMachine):
+    @classmethod
+    def recover(
+        cls,
+        config: CoordinatorConfig,
+        records: Iterable[Record],
+        now: Instant,
+        *,
+        rebuild: RebuildRule | None = None,
+    ) -> "CoordinatorMachine":
+        machine = super().recover(config, records, now, rebuild=rebuild)
+        for session in recovered(machine):
+            session.holds_state = True
+        return machine
+
+
+class ForgetsWhoWasLate(CoordinatorMachine):
+    @classmethod
+    def recover(
+        cls,
+        config: CoordinatorConfig,
+        records: Iterable[Record],
+        now: Instant,
+        *,
+        rebuild: RebuildRule | None = None,
+    ) -> "CoordinatorMachine":
+        machine = super().recover(config, records, now, rebuild=rebuild)
+        for session in recovered(machine):
+            session.excused_at = None
+        return machine
+
+
+class WritesOtherWeights(Closing):
+    def _contributions(self, members: Sequence[Session], deviants: Collection[PeerId]) -> tuple[Contribution, ...]:
+        made = super()._contributions(members, deviants)
+        return tuple(msgspec.structs.replace(item, weight=made[0].weight) for item in made)
+
+
+class RecordsOtherWeights(PatchedCoordinator):
+    closing_type = WritesOtherWeights
+
+
+class FoundsOnce(Admission):
+    def found(self) -> None:
+        founder = self._roster.founder
+        if founder is None or founder.peer_id not in self._roster.sessions:
+            super().found()
+
+
+class KeepsItsFounder(PatchedCoordinator):
+    admission_type = FoundsOnce
+
+
+class RemindsNobody(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._roster.remind = lambda to: None  # type: ignore[method-assign]
+
+
+class GrantsEveryRepeat(CoordinatorMachine):
+    def _on_lease_request(self, session: Session, request: LeaseRequest) -> None:
+        leases = self.state.leases
+        newest = leases.newest_serial
+        leases.newest_serial = lambda ref: min(newest(ref), request.serial - 1)  # type: ignore[method-assign]
+        super()._on_lease_request(session, request)
+        leases.newest_serial = newest  # type: ignore[method-assign]
+
+
+class WeighsAnew(Attempt):
+    """Another try, another weight."""
+
+    def start(self, view: View) -> Sequence[MemberEffect]:
+        effects = super().start(view)
+        return [
+            dataclasses.replace(item, weight=item.weight + view.epoch % 2) if isinstance(item, StartExchange) else item
+            for item in effects
+        ]
+
+
+class ChangesItsWeight(MemberMachine):
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._place.attempt = WeighsAnew()
+
+
 class ForgetsEpochs(CoordinatorMachine):
     @classmethod
     def recover(
@@ -416,6 +509,34 @@ MUTANTS: dict[str, Mutant] = {
     "first_certificate_taken": Mutant(
         what="a lost journal is made anew from the first certificate that comes, not the newest",
         parts=Parts(coordinator=RebuildsFromTheFirst),
+    ),
+    "all_hold_after_restart": Mutant(
+        what="a restarted coordinator takes every member for a holder of the newest state",
+        parts=Parts(coordinator=TakesAllForHolders),
+    ),
+    "excused_forgotten": Mutant(
+        what="a restarted coordinator takes who was excused for a peer that shows progress",
+        parts=Parts(coordinator=ForgetsWhoWasLate),
+    ),
+    "other_weight_recorded": Mutant(
+        what="a commit records another weight than was voted",
+        parts=Parts(coordinator=RecordsOtherWeights),
+    ),
+    "founder_kept": Mutant(
+        what="a founder that hangs is never replaced",
+        parts=Parts(coordinator=KeepsItsFounder),
+    ),
+    "no_reminder": Mutant(
+        what="who is put out is not told of the commit that it voted for",
+        parts=Parts(coordinator=RemindsNobody),
+    ),
+    "lease_granted_twice": Mutant(
+        what="a repeated request is granted again",
+        parts=Parts(coordinator=GrantsEveryRepeat),
+    ),
+    "weight_changes": Mutant(
+        what="a payload is exchanged with another weight at the second try",
+        parts=Parts(member=ChangesItsWeight),
     ),
     "epoch_forgotten": Mutant(
         what="a restarted coordinator begins to count epochs anew",

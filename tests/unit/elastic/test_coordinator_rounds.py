@@ -332,6 +332,18 @@ def test_member_alone_that_never_votes_makes_way_for_a_learner_with_the_state() 
     assert driver.member_numbers() == [2]
 
 
+def test_member_that_has_voted_is_not_dropped_because_it_waits_itself() -> None:
+    """It waits for a quorum that is not there, and for nobody's sake but its own."""
+    driver = CoordinatorDriver(min_peers=2, stall_initial_s=5.0).with_veterans(1, 2)
+    driver.says(2, Leave(now=True))
+    driver.vote(1)
+    state = driver.machine.state
+    for _ in range(30):
+        driver.says(1, Heartbeat(epoch=state.epoch, outer_step=state.outer_step, progress=1, blocked=False))
+        driver.wait(1.0)
+    assert driver.member_numbers() == [1]
+
+
 def test_newcomer_does_not_go_on_alone_while_the_only_proven_member_is_late() -> None:
     driver = CoordinatorDriver(grace_initial_s=2.0).with_veterans(1)
     driver.join(2, driver.machine.state.committed)
