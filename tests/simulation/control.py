@@ -1,19 +1,36 @@
 """Control connections: how peers reach the coordinator, what is lost, doubled or late on the way, how they break."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from collective.core.types import PeerRef
+from collective.errors import RemoteProtocolError
 from elastic.core.events import Connected, Disconnected
 from elastic.core.messages import CoordinatorMessage, Join, PeerMessage
+from elastic.wire import decode, encode
 from tests.simulation.coordinator_node import CoordinatorNode
 from tests.simulation.network import COORDINATOR, ControlConnection
 from tests.simulation.peer import PeerNode
 from tests.simulation.rebuilds import forge
+from tests.simulation.world import Violation
 
 if TYPE_CHECKING:
     from tests.simulation.simulator import Simulator
+
+
+_PEER_MESSAGES: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
+_COORDINATOR_MESSAGES: msgspec.msgpack.Decoder[CoordinatorMessage] = msgspec.msgpack.Decoder(CoordinatorMessage)
+
+_T = TypeVar("_T")
+
+
+def understood(decoder: msgspec.msgpack.Decoder[_T], payload: bytes) -> _T:
+    """What honest peers say has to be within what the other side takes."""
+    try:
+        return decode(decoder, payload)
+    except RemoteProtocolError as error:
+        raise Violation("I9", f"an honest message is not understood: {error.__cause__}") from error
 
 
 class Control:
@@ -100,15 +117,17 @@ class Control:
         if certificate is not None and self.network.chance(self.sim.options.forged_certificates):
             message = msgspec.structs.replace(message, certificate=forge(certificate))
         self.world.say(node.peer_id, "->", message)
+        payload = encode(message)
         for delay_s in self._delays(node.peer_id, COORDINATOR):
             arrival = self.world.now + delay_s
             if not self.sim.options.control_reorders:
                 arrival = connection.last_to_coordinator = max(arrival, connection.last_to_coordinator)
             label = f"{type(message).__name__} of {node.peer_id}"
-            self.world.at(arrival, label, self._arrive_at_coordinator, connection, node.ref, message)
+            self.world.at(arrival, label, self._arrive_at_coordinator, connection, node.ref, payload)
 
-    def _arrive_at_coordinator(self, connection: ControlConnection, sender: PeerRef, message: PeerMessage) -> None:
+    def _arrive_at_coordinator(self, connection: ControlConnection, sender: PeerRef, payload: bytes) -> None:
         if not self.network.is_cut(sender.peer_id, COORDINATOR):
+            message = understood(_PEER_MESSAGES, payload)
             self.sim.coordinator.run(
                 connection.coordinator_start, self.sim.coordinator.on_said, connection, sender, message
             )
@@ -118,16 +137,18 @@ class Control:
         connection = sender.connections.get(to)
         if connection is None:
             return
+        payload = encode(message)
         for delay_s in self._delays(COORDINATOR, to.peer_id):
             arrival = self.world.now + delay_s
             if not self.sim.options.control_reorders:
                 arrival = connection.last_to_peer = max(arrival, connection.last_to_peer)
             label = f"{type(message).__name__} to {to.peer_id}"
-            self.world.at(arrival, label, self._arrive_at_peer, connection, message)
+            self.world.at(arrival, label, self._arrive_at_peer, connection, payload)
 
-    def _arrive_at_peer(self, connection: ControlConnection, message: CoordinatorMessage) -> None:
+    def _arrive_at_peer(self, connection: ControlConnection, payload: bytes) -> None:
         node = connection.node
         if connection.up_at_peer and not self.network.is_cut(COORDINATOR, node.peer_id):
+            message = understood(_COORDINATOR_MESSAGES, payload)
             node.run(connection.peer_start, node.on_told, connection, message)
 
     def _delays(self, source: str, target: str) -> list[float]:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from collective.core.types import Instant, PeerRef
 from elastic.core.config import RebuildRule
 from elastic.core.coordinator import CoordinatorMachine
@@ -19,11 +21,20 @@ from elastic.core.events import (
 )
 from elastic.core.messages import PeerMessage
 from elastic.core.records import Record
+from elastic.wire import decode, encode
 from tests.simulation.network import COORDINATOR, ControlConnection
 from tests.simulation.process import Process
 
 if TYPE_CHECKING:
     from tests.simulation.simulator import Simulator
+
+
+_RECORDS: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+
+
+def _read_back(record: Record) -> Record:
+    """As a journal's bytes hold it."""
+    return decode(_RECORDS, encode(record))
 
 
 class CoordinatorNode(Process):
@@ -48,7 +59,7 @@ class CoordinatorNode(Process):
         self.connections = {}
         config = replace(self.sim.coordinator_config, rebuild_salt=1000 * self.start_number)
         self.machine = self.sim.parts.coordinator.recover(
-            config, list(self.journal), self.clock.now(), rebuild=self.rule
+            config, [_read_back(record) for record in self.journal], self.clock.now(), rebuild=self.rule
         )
         self.sim.world.say("coordinator starts with", len(self.journal), "records")
         self.sim.checkers.coordinator_started(self.machine)

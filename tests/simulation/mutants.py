@@ -70,6 +70,20 @@ class ForgetsItsPayload(MemberMachine):
             super()._on_new_view(message)
 
 
+class CausesWithoutEnd(Attempt):
+    """It repeats what it was told as often as it likes."""
+
+    def report(self) -> Vote | RoundFailed | None:
+        word = super().report()
+        return msgspec.structs.replace(word, cause=word.cause * 100) if isinstance(word, RoundFailed) else word
+
+
+class SaysTooMuch(MemberMachine):
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._place.attempt = CausesWithoutEnd()
+
+
 # ------------------------------------------------------------------------ coordinators
 
 
@@ -417,6 +431,10 @@ MUTANTS: dict[str, Mutant] = {
     "no_commit_round": Mutant(
         what="a member installs what it has staged without waiting for the commit",
         parts=Parts(member=InstallsWithoutCommit),
+    ),
+    "words_unbounded": Mutant(
+        what="a member says more than its listener takes",
+        parts=Parts(member=SaysTooMuch),
     ),
     "no_epoch_fence": Mutant(
         what="chunks of abandoned rounds count in the running one",
