@@ -5,11 +5,12 @@ keep their own, deliberately simple books and never ask a machine whether it is 
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from collective.core.types import PeerRef, RoundKey, View
 from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.events import BecomeLearner, Finish, InstallStaged
+from elastic.core.events import BecomeLearner, CoordinatorEffect, Finish, InstallStaged, Persist
 from elastic.core.messages import CoordinatorMessage, PeerMessage, Refused, RoundFailed, Vote
 from elastic.core.place import Phase
 from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
@@ -105,6 +106,20 @@ class Checkers:
                 self._words.rebuilt()
             case _:
                 pass
+
+    def arrived(self, sender: PeerRef) -> None:
+        """A word is in the coordinator's process; its machine may hear it later."""
+        self._words.arrived(sender, self._sim.coordinator.clock.now())
+
+    def went(self, sender: PeerRef) -> None:
+        """Its connection was lost, as the coordinator's process sees it."""
+        self._words.went(sender, self._sim.coordinator.clock.now())
+
+    def decided(self, effects: Sequence[CoordinatorEffect]) -> None:
+        """What the coordinator is about to do."""
+        for effect in effects:
+            if isinstance(effect, Persist) and isinstance(effect.record, ViewRecord):
+                self._words.decided(effect.record, self._sim.coordinator.clock.now())
 
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
         self.certificates.brought(sender, message)
@@ -259,6 +274,8 @@ class Checkers:
             codes = {effect.code for ref, effect in self._exits if sim.peers[ref.peer_id].ref == ref}
             demand(codes <= {4, 5, 7, 9, 20}, "I4", f"a run without peers ended with {codes}")
             return "lost, and said so" if 7 in codes else "everybody left"
+        if sim.coordinator.is_writing:
+            return ""  # the machine is ahead of its journal
         if newest is None or sim.coordinator.machine is None or sim.coordinator.machine.is_rebuilding:
             return ""  # the journal was lost, and the active ones have not heard yet
         if not all(node.machine is not None and node.machine.phase is Phase.ACTIVE for node in core):

@@ -194,6 +194,7 @@ class Admissions:
             demand(known, "I5", f"{name(member.ref)} is admitted with a state that is not the run's")
             step = held.outer_step
             lag_s = self._sim.coordinator_config.admission_lag_s / self._sim.coordinator.clock.rate + 1e-6
+            lag_s += self._sim.coordinator.held_s / self._sim.coordinator.clock.rate
             recent = self._history.superseded_at.get(step, self._sim.world.now) >= self._sim.world.now - lag_s
             fits = step >= view.outer_step - 1 or recent
             self._sim.marks.admitted(view.outer_step - step)

@@ -185,6 +185,7 @@ KNOWN = frozenset(
         "fault: pause",
         "fault: reset",
         "fault: slow",
+        "fault: store away",
         "fault: swizzle",
         "fault: undialable",
         "founder: replaced",

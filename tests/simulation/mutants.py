@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from collective.core.types import Epoch, Instant, OuterStep, PeerId, PeerRef, RoundKey, View
+from elastic.alarm import HeldClock
 from elastic.core.admission import Admission
 from elastic.core.attempt import Attempt
 from elastic.core.certificate import Certificate
@@ -409,6 +410,10 @@ def send_first(effects: Sequence[CoordinatorEffect]) -> Sequence[CoordinatorEffe
     return [*sends, *(effect for effect in effects if isinstance(effect, Persist))]
 
 
+def hold_nothing(time: HeldClock) -> None:
+    """The machine's time goes on while the store is at work."""
+
+
 class OpenGate(FrameGate):
     """Takes every frame for the round that is running, whatever epoch and whose start it is of."""
 
@@ -555,6 +560,10 @@ MUTANTS: dict[str, Mutant] = {
     "weight_changes": Mutant(
         what="a payload is exchanged with another weight at the second try",
         parts=Parts(member=ChangesItsWeight),
+    ),
+    "time_goes_on": Mutant(
+        what="a store that is away costs peers their membership",
+        parts=Parts(hold=hold_nothing, release=hold_nothing),
     ),
     "epoch_forgotten": Mutant(
         what="a restarted coordinator begins to count epochs anew",

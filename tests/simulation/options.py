@@ -85,6 +85,8 @@ class Options:
     coordinator_crash_per_effect: float = 0.0
     coordinator_crash_in_persist: float = 0.0
     """Chance that it dies while a record is written: the record is on the disk or it is not, and nobody was told."""
+    store_s: float = 0.0
+    """A record takes up to so long to be durable, and now and then much longer; 0 = at once."""
     coordinator_pause_rate: float = 0.0
     disk_loss_rate: float = 0.0
     """The coordinator dies and its journal with it."""
@@ -168,11 +170,15 @@ class Options:
         def often(rate: float, chance: float) -> float:
             return rate * rng.uniform(0.3, 1.0) if rng.random() < chance else 0.0
 
+        store_s = often(rng.choice((0.02, 0.9, 0.9)), 0.35)
         return self.with_(
+            # What comes while the store is at work shows whether the machine's time stands still.
+            reset_rate=max(self.reset_rate, 0.2 if store_s else 0.0),
             hung_absorb_rate=often(0.15, 0.25),
             undialable_rate=often(0.15, 0.2),
             one_way_rate=often(0.15, 0.2),
             clone_rate=often(0.1, 0.2),
+            store_s=store_s,
         )
 
     def with_(self, **changes: object) -> "Options":

@@ -21,6 +21,9 @@ from elastic.core.records import CommitRecord, ViewRecord
 from tests.simulation.history import History
 from tests.simulation.world import demand
 
+SILENCE_S = 4.0
+"""By the coordinator's clock; less than its timeout."""
+
 TURNED_AWAY = ("no member and no learner", "dropped while it was away")
 
 
@@ -36,10 +39,33 @@ class Words:
         self._last_told: dict[PeerRef, CoordinatorMessage] = {}
         self._held: dict[PeerRef, int] = {}  # the newest outer step that each is known to hold
         self._progress: dict[PeerRef, int] = {}
+        self._heard_at: dict[PeerRef, float] = {}
+        self._lost_at: dict[PeerRef, float] = {}
         self._excused_at: dict[PeerRef, int] = {}  # progress of those that have not got on since
+
+    def arrived(self, sender: PeerRef, now: float) -> None:
+        self._heard_at[sender] = now
+
+    def went(self, sender: PeerRef, now: float) -> None:
+        self._lost_at[sender] = now
+
+    def decided(self, record: ViewRecord, now: float) -> None:
+        """Who is dropped for its silence has been silent, also while the store was at work."""
+        silent, gone = (
+            {part.split(" ")[0] for part in record.cause.split("; ") if part.endswith(f"dropped: {reason}")}
+            for reason in ("silent", "did not come back")
+        )
+        for ref in (self._members | self._excused) & set(self._heard_at):
+            if ref.peer_id in silent:
+                demand(
+                    now - self._heard_at[ref] > SILENCE_S, "I4", "{} is dropped for its silence, and has spoken", ref
+                )
+            if ref.peer_id in gone and ref in self._lost_at:
+                demand(self._heard_at[ref] < self._lost_at[ref], "I4", "{} is dropped for being away, and is here", ref)
 
     def coordinator_started(self) -> None:
         self._held, self._progress, self._last_told = {}, {}, {}
+        self._heard_at, self._lost_at = {}, {}
         self._excused_at = dict.fromkeys(self._excused, -1)
         if self._history.lineage.commits:
             self._agreed(self._history.lineage.commits[-1])
