@@ -188,6 +188,7 @@ KNOWN = frozenset(
         "fault: store away",
         "fault: swizzle",
         "fault: undialable",
+        "weights: odd",
         "founder: replaced",
         "install: learnt from a view",
         "journal: died, and the record was lost",

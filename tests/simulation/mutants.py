@@ -339,6 +339,16 @@ class WritesOtherWeights(Closing):
         return tuple(msgspec.structs.replace(item, weight=made[0].weight) for item in made)
 
 
+class WritesTokens(Closing):
+    def _contributions(self, members: Sequence[Session], deviants: Collection[PeerId]) -> tuple[Contribution, ...]:
+        made = super()._contributions(members, deviants)
+        return tuple(msgspec.structs.replace(item, weight=float(item.num_tokens)) for item in made)
+
+
+class TakesTokensForWeights(PatchedCoordinator):
+    closing_type = WritesTokens
+
+
 class RecordsOtherWeights(PatchedCoordinator):
     closing_type = WritesOtherWeights
 
@@ -540,6 +550,10 @@ MUTANTS: dict[str, Mutant] = {
     "excused_forgotten": Mutant(
         what="a restarted coordinator takes who was excused for a peer that shows progress",
         parts=Parts(coordinator=ForgetsWhoWasLate),
+    ),
+    "tokens_for_weights": Mutant(
+        what="a commit records how many tokens were trained on, and not the weight",
+        parts=Parts(coordinator=TakesTokensForWeights),
     ),
     "other_weight_recorded": Mutant(
         what="a commit records another weight than was voted",

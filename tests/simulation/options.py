@@ -29,6 +29,8 @@ class Options:
     snapshot_s: tuple[float, float] = (0.5, 2.0)
     replay_s: float = 0.1
     samples_per_round: int = 4
+    has_odd_weights: bool = False
+    """A payload's weight is a number of its method's, not that of its samples."""
     stall_floor_s: float = 3.0
     """Patience with who stands still. Where it is long, only the grace keeps a round from waiting."""
     grace_floor_s: float = 0.5
@@ -179,6 +181,7 @@ class Options:
             one_way_rate=often(0.15, 0.2),
             clone_rate=often(0.1, 0.2),
             store_s=store_s,
+            has_odd_weights=rng.random() < 0.3,
         )
 
     def with_(self, **changes: object) -> "Options":

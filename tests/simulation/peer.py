@@ -324,7 +324,7 @@ class PeerNode(Process):
                 rest.append(IndexRange(item.start + use, item.stop))
         self._leases = tuple(rest)
         step = self.state.held.outer_step
-        weight = float(self.sim.options.samples_per_round)
+        weight = self.sim.options.samples_per_round * self.sim.weight_of(self)
         if self.carried is not None:
             weight += self.carried.weight
             taken = list(merged((*self.carried.consumed, *taken)))

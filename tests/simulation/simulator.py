@@ -27,6 +27,8 @@ MAX_EVENTS = 120_000
 MAX_CPU_S = 30.0
 ORPHAN_TIMEOUT_S = 40.0
 MAX_STALL_S = 5.0
+ODD_WEIGHTS = (1 / 3, 0.1, 0.7)
+"""None is exact in few bits, and no two add up to a third."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,6 +126,7 @@ class Simulator:
             if node.alive:
                 self.marks.peer_ended(node)
         self.marks[f"end: {end}"] += 1
+        self.marks["weights: odd"] += self.options.has_odd_weights
         return {mark: number for mark, number in self.marks.items() if number}
 
     def both_phases(self) -> str:
@@ -217,6 +220,10 @@ class Simulator:
 
     def has_wrong_manifest(self, node: PeerNode) -> bool:
         return node.peer_id == self._wrong
+
+    def weight_of(self, node: PeerNode) -> float:
+        """Of one sample."""
+        return ODD_WEIGHTS[int(node.peer_id, 16) % len(ODD_WEIGHTS)] if self.options.has_odd_weights else 1.0
 
     def speed_of(self, node: PeerNode) -> float:
         return self._speed[node.peer_id]
