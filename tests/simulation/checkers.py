@@ -132,7 +132,11 @@ class Checkers:
             case _:
                 pass
 
-    def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
+    def told(self, to: PeerRef, message: CoordinatorMessage, *, leads: bool = True) -> None:
+        if not leads:  # it may say what it knew, and nothing that it could not write
+            if not self.history.rebuilt_epoch:
+                self.history.told(to, message)
+            return
         self.history.told(to, message)
         self.certificates.told(message)
         self._words.told(to, message)

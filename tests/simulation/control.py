@@ -49,14 +49,15 @@ class Control:
     def _try_to_connect(self, node: PeerNode) -> None:
         if node.exit is not None or node.connection is not None:
             return
-        if not self.sim.coordinator.alive or self.network.is_broken(node.peer_id, COORDINATOR):
+        coordinator = self.sim.coordinator
+        if not coordinator.alive or self.network.is_broken(node.peer_id, COORDINATOR):
             node.later(self.world.rng.uniform(0.1, 0.4), "redial", self._try_to_connect, node)
             return
-        connection = ControlConnection(node, node.start_number, self.sim.coordinator.start_number)
+        connection = ControlConnection(node, coordinator, node.start_number, coordinator.start_number)
         node.connection = connection
-        for ref in [ref for ref in self.sim.coordinator.connections if ref == node.ref]:
-            self.sim.coordinator.connections[ref].up_at_coordinator = False
-        self.sim.coordinator.connections[node.ref] = connection
+        for ref in [ref for ref in coordinator.connections if ref == node.ref]:
+            coordinator.connections[ref].up_at_coordinator = False
+        coordinator.connections[node.ref] = connection
         node.feed(Connected())
 
     def hang_up(self, node: PeerNode) -> None:
@@ -72,14 +73,15 @@ class Control:
         connection.up_at_peer = False
         if notice_peer:
             node.later(0.0, "disconnected", self._on_disconnected, node)
-        if notice_coordinator and self.sim.coordinator.start_number == connection.coordinator_start:
+        if notice_coordinator and connection.coordinator.start_number == connection.coordinator_start:
             ref = node.ref
             delay_s = self.network.latency_s(node.peer_id, COORDINATOR)
             self.world.after(delay_s, f"lost {node.peer_id}", self._coordinator_loses, connection, ref)
 
     def _coordinator_loses(self, connection: ControlConnection, ref: PeerRef) -> None:
         connection.up_at_coordinator = False
-        self.sim.coordinator.run(connection.coordinator_start, self.sim.coordinator.on_lost, connection, ref)
+        coordinator = connection.coordinator
+        coordinator.run(connection.coordinator_start, coordinator.on_lost, connection, ref)
 
     def _on_disconnected(self, node: PeerNode) -> None:
         node.feed(Disconnected())
@@ -91,6 +93,16 @@ class Control:
             node = connection.node
             delay_s = self.world.rng.uniform(0.0, 1.0)
             self.world.after(delay_s, f"reset {node.peer_id}", self._peer_loses, node, connection)
+
+    def leave_coordinator(self, coordinator: CoordinatorNode) -> None:
+        """Another one leads now: the peers find it, one after the other."""
+        for connection in coordinator.connections.values():
+            delay_s = self.world.rng.uniform(0.0, 2.0)
+            self.world.after(delay_s, f"leave {connection.node.peer_id}", self._leave, connection)
+
+    def _leave(self, connection: ControlConnection) -> None:
+        if connection.node.connection is connection:
+            self.break_connection(connection.node)
 
     def _peer_loses(self, node: PeerNode, connection: ControlConnection) -> None:
         if node.connection is connection:
@@ -128,9 +140,8 @@ class Control:
     def _arrive_at_coordinator(self, connection: ControlConnection, sender: PeerRef, payload: bytes) -> None:
         if not self.network.is_cut(sender.peer_id, COORDINATOR):
             message = understood(_PEER_MESSAGES, payload)
-            self.sim.coordinator.run(
-                connection.coordinator_start, self.sim.coordinator.on_said, connection, sender, message
-            )
+            coordinator = connection.coordinator
+            coordinator.run(connection.coordinator_start, coordinator.on_said, connection, sender, message)
 
     def send_to_peer(self, sender: CoordinatorNode, to: PeerRef, message: CoordinatorMessage) -> None:
         self.world.say("coordinator ->", to.peer_id, to.incarnation, message)

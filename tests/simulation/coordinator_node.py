@@ -65,9 +65,21 @@ class CoordinatorNode(Process):
         self._effects: deque[CoordinatorEffect] = deque()  # of the event handled last, not carried out yet
         self._survives: bool | None = None  # that event's end, unless it has come
 
+    @property
+    def leads(self) -> bool:
+        """Whether nobody else does."""
+        return self.sim.coordinator is self
+
+    def successor(self) -> "CoordinatorNode":
+        """Another site over the same store."""
+        other = CoordinatorNode(self.sim)
+        other.journal, other.rule, other.start_number = self.journal, self.rule, self.start_number
+        other.clock.rate = self.clock.rate
+        return other
+
     def start(self) -> None:
         """A new process that reads the journal."""
-        if self.alive:
+        if self.alive or not self.leads:
             return
         self.born()
         self.connections = {}
@@ -94,14 +106,14 @@ class CoordinatorNode(Process):
         self.machine = None
         self.sim.control.coordinator_died(list(self.connections.values()))
         self.connections = {}
-        if not self.sim.network.healed:
+        if self.leads and not self.sim.network.healed:
             self.sim.world.after(self.sim.world.rng.uniform(0.2, 4.0), "coordinator restarts", self.start)
 
     def lose_disk(self) -> None:
         """Process and journal are gone; whoever starts it again knows that."""
         self.crash()
         self.sim.world.say("the journal is lost, with", len(self.journal), "records")
-        self.journal.clear()
+        self.journal = []
         self.rule = RebuildRule.MAJORITY
 
     def insist(self) -> None:
@@ -113,13 +125,15 @@ class CoordinatorNode(Process):
 
     def on_said(self, connection: ControlConnection, sender: PeerRef, message: PeerMessage) -> None:
         if connection.up_at_coordinator:
-            self.sim.checkers.arrived(sender)
+            if self.leads:
+                self.sim.checkers.arrived(sender)
             self.feed(PeerSaid(sender=sender, message=message))
 
     def on_lost(self, connection: ControlConnection, sender: PeerRef) -> None:
         if self.connections.get(sender) is connection:
             del self.connections[sender]
-            self.sim.checkers.went(sender)
+            if self.leads:
+                self.sim.checkers.went(sender)
             self.feed(PeerConnectionLost(sender=sender))
 
     # ------------------------------------------------------------------------ as the shell does it
@@ -144,12 +158,13 @@ class CoordinatorNode(Process):
 
     def _handle(self, machine: CoordinatorMachine, event: CoordinatorEvent) -> None:
         """What comes of it, or as much of that as happens before the process dies."""
-        if isinstance(event, PeerSaid):
+        if isinstance(event, PeerSaid) and self.leads:
             self.sim.checkers.brought(event.sender, event.message)
         effects = self.sim.parts.arrange(machine.handle(event, self.time.now()))
         if effects and self.sim.looks_into_machines():
             machine.check_invariants()
-        self.sim.checkers.decided(effects)
+        if self.leads:
+            self.sim.checkers.decided(effects)
         survives = len(effects)
         for index in range(len(effects)):
             if self.sim.network.chance(self.sim.options.coordinator_crash_per_effect):
@@ -165,7 +180,8 @@ class CoordinatorNode(Process):
             if self.sim.network.healed:
                 self.start()  # it was to die before all faults ended
         elif self.machine is not None:
-            self.sim.checkers.coordinator_settled(self.machine)
+            if self.leads:
+                self.sim.checkers.coordinator_settled(self.machine)
             self.arm()
 
     def _carry_out(self, effect: CoordinatorEffect) -> None:
@@ -177,10 +193,12 @@ class CoordinatorNode(Process):
                 if not self._write(record):
                     return
             case SendToPeer(to=to, message=message):
-                self.sim.checkers.told(to, message)
+                self.sim.checkers.told(to, message, leads=self.leads)
                 self.sim.control.send_to_peer(self, to, message)
             case Resign(reason=reason):
-                raise AssertionError(f"the only coordinator resigns: {reason}")
+                assert not self.leads, f"the only coordinator resigns: {reason}"
+                self.crash()
+                return
         self._is_carried_out(effect)
 
     def _is_carried_out(self, effect: CoordinatorEffect) -> None:
@@ -208,6 +226,10 @@ class CoordinatorNode(Process):
 
     def _write(self, record: Record) -> bool:
         """Make the record durable. False if the process dies meanwhile: then it is on the disk, or it is not."""
+        if self.sim.parts.fences and not self.leads:  # who leads is looked at in the store, with the slot
+            self.sim.marks["store: another one has written"] += 1
+            self.crash()
+            return False
         dies = self.sim.network.chance(self.sim.options.coordinator_crash_in_persist)
         if dies:
             self._leave_half_written(record)
@@ -222,7 +244,7 @@ class CoordinatorNode(Process):
 
     def _leave_half_written(self, record: Record) -> None:
         is_written = self.sim.world.rng.random() < 0.5
-        if is_written:
+        if is_written and self.leads:
             self._append(record)
         self.sim.marks[f"journal: died, and the record was {'written' if is_written else 'lost'}"] += 1
 

@@ -34,14 +34,15 @@ class FaultInjector:
             (options.partition_rate, "partition", self.partition),
             (options.swizzle_rate, "swizzle", self.swizzle),
             (options.clock_jump_rate, "clock jump", self.jump_clock),
-            (options.coordinator_crash_rate, "coordinator crash", self.sim.coordinator.crash),
+            (options.coordinator_crash_rate, "coordinator crash", self.crash_coordinator),
             (options.coordinator_pause_rate, "coordinator pause", self.pause_coordinator),
-            (options.disk_loss_rate, "disk loss", self.sim.coordinator.lose_disk),
+            (options.disk_loss_rate, "disk loss", self.lose_disk),
             (options.burst_rate, "burst", self.burst),
             (options.hung_absorb_rate, "hung absorb", self.hang_absorb),
             (options.undialable_rate, "undialable", self.move_out_of_reach),
             (options.one_way_rate, "one-way dials", self.move_behind_a_wall),
             (options.clone_rate, "clone", self.clone),
+            (options.takeover_rate, "takeover", self.take_over),
         ):
             self._every(rate, label, strike)
 
@@ -212,6 +213,15 @@ class FaultInjector:
         source, target = self._site(), self._site()
         self.sim.network.slow_down(source, target, self.rng.choice((3.0, 10.0, 30.0)))
         self.sim.world.after(self.rng.uniform(2.0, 8.0), "speed up", self.sim.network.slow_down, source, target, 1.0)
+
+    def crash_coordinator(self) -> None:
+        self.sim.coordinator.crash()
+
+    def lose_disk(self) -> None:
+        self.sim.coordinator.lose_disk()
+
+    def take_over(self) -> None:
+        self.sim.take_over(self.rng.choice((0.0, 0.5, 3.0)) * self.rng.uniform(0.5, 1.5))
 
     def pause_coordinator(self) -> None:
         if self.sim.coordinator.alive:

@@ -579,6 +579,10 @@ MUTANTS: dict[str, Mutant] = {
         what="a store that is away costs peers their membership",
         parts=Parts(hold=hold_nothing, release=hold_nothing),
     ),
+    "store_without_fence": Mutant(
+        what="a coordinator that another one has replaced goes on writing",
+        parts=Parts(fences=False),
+    ),
     "epoch_forgotten": Mutant(
         what="a restarted coordinator begins to count epochs anew",
         parts=Parts(coordinator=ForgetsEpochs),

@@ -13,6 +13,7 @@ from tests.simulation.options import Options
 from tests.simulation.world import World
 
 if TYPE_CHECKING:
+    from tests.simulation.coordinator_node import CoordinatorNode
     from tests.simulation.peer import PeerNode
 
 COORDINATOR = "coordinator"
@@ -118,6 +119,7 @@ class ControlConnection:
     """Between one start of a peer and one start of the coordinator. Each side learns by itself that it is over."""
 
     node: "PeerNode"
+    coordinator: "CoordinatorNode"
     peer_start: int
     coordinator_start: int
     up_at_peer: bool = True

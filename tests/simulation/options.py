@@ -89,6 +89,8 @@ class Options:
     """Chance that it dies while a record is written: the record is on the disk or it is not, and nobody was told."""
     store_s: float = 0.0
     """A record takes up to so long to be durable, and now and then much longer; 0 = at once."""
+    takeover_rate: float = 0.0
+    """A coordinator freezes, another one takes over its journal, and the first one wakes up."""
     coordinator_pause_rate: float = 0.0
     disk_loss_rate: float = 0.0
     """The coordinator dies and its journal with it."""
@@ -182,6 +184,7 @@ class Options:
             clone_rate=often(0.1, 0.2),
             store_s=store_s,
             has_odd_weights=rng.random() < 0.3,
+            takeover_rate=often(0.12, 0.25),
         )
 
     def with_(self, **changes: object) -> "Options":

@@ -203,6 +203,16 @@ class Simulator:
         self.peers[node.peer_id] = copy = node.copied()
         copy.start()
 
+    def take_over(self, paused_s: float) -> None:
+        """Another coordinator leads from now on; the one before hears of that when it is awake and writes."""
+        former = self.coordinator
+        if former.alive:
+            self.world.say("another coordinator takes over")
+            former.pause(paused_s)
+            self.coordinator = former.successor()
+            self.control.leave_coordinator(former)
+            self.coordinator.start()
+
     def is_over(self, node: PeerNode) -> None:
         """The process of a peer has ended for good. If an older start lives on, that is the peer now."""
         older = [ghost for ghost in self.older_starts(node.peer_id) if ghost.is_up]
