@@ -1,7 +1,7 @@
 """I5: who is put out because a round could not be finished with it. Judged by what the members said.
 
 A member that a commit has held work of is not put out on the word of newcomers, and half of the last commit's members
-are never put out by accusations alone.
+are never put out by accusations alone. Nor does a round go on without the late if newcomers alone are left.
 """
 
 from collections import defaultdict
@@ -20,6 +20,7 @@ class Blame:
 
     def __init__(self) -> None:
         self._proven: set[PeerId] = set()  # a commit holds work of it
+        self._standing: set[PeerRef] = set()  # and it has been a member, or excused, ever since
         self._last: set[PeerRef] = set()  # whose work the last commit holds
         self._accused: defaultdict[PeerId, set[PeerRef]] = defaultdict(set)  # by whom
         self._complained: defaultdict[PeerRef, set[PeerId]] = defaultdict(set)  # about whom; itself if about nobody
@@ -34,12 +35,13 @@ class Blame:
 
     def committed(self, record: CommitRecord) -> None:
         self._last = {item.ref for item in record.contributions}
+        self._standing |= self._last
         self._proven |= {ref.peer_id for ref in self._last}
         self._accused.clear()
         self._complained.clear()
 
     def rebuilt(self) -> None:
-        self._proven, self._last = set(), set()
+        self._proven, self._last, self._standing = set(), set(), set()
 
     def view_decided(self, record: ViewRecord, before: View | None) -> None:
         now = {member.ref for member in record.view.members}
@@ -53,5 +55,9 @@ class Blame:
                 "I5",
                 f"{name(ref)} is put out on the word of newcomers",
             )
+        if "goes on without" in record.cause:
+            alone = not now & self._standing and bool(set(record.excused) & self._standing)
+            demand(not alone, "I5", "a round goes on with newcomers alone")
+        self._standing &= now | set(record.excused)
         if proven and self._last:
             demand(2 * len(self._last & now) >= len(self._last), "I5", "accusations put out most of the last commit")

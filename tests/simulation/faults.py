@@ -135,7 +135,8 @@ class FaultInjector:
         self._move(self.rng.sample(list(self.sim.peers), self.rng.randint(1, len(self.sim.peers))))
 
     def _move(self, undialled_by: list[str]) -> None:
-        node = self.rng.choice(list(self.sim.peers.values()))
+        nodes = list(self.sim.peers.values())
+        node = self.rng.choice([node for node in nodes if not node.start_number] or nodes)  # joiners first
         node.next_undialled_by = frozenset(undialled_by) - {node.peer_id}
         self.sim.world.say(node.peer_id, "will not be dialled by", sorted(node.next_undialled_by))
         if node.start_number:  # else it has not started yet

@@ -174,12 +174,12 @@ class Options:
         def often(rate: float, chance: float) -> float:
             return rate * rng.uniform(0.3, 1.0) if rng.random() < chance else 0.0
 
-        store_s = often(rng.choice((0.02, 0.9, 0.9)), 0.35)
+        store_s = rng.choice((0.02, 0.8, 0.8)) * rng.uniform(0.8, 1.2) if rng.random() < 0.4 else 0.0
         return self.with_(
             # What comes while the store is at work shows whether the machine's time stands still.
-            reset_rate=max(self.reset_rate, 0.2 if store_s else 0.0),
+            reset_rate=max(self.reset_rate, 0.5 if store_s else 0.0),
             hung_absorb_rate=often(0.15, 0.25),
-            undialable_rate=often(0.15, 0.2),
+            undialable_rate=often(0.3, 0.3),
             one_way_rate=often(0.15, 0.2),
             clone_rate=often(0.1, 0.2),
             store_s=store_s,

@@ -24,6 +24,9 @@ from tests.simulation.world import demand
 SILENCE_S = 4.0
 """By the coordinator's clock; less than its timeout."""
 
+RECONNECT_S = 0.4
+"""The same for who has lost its connection."""
+
 TURNED_AWAY = ("no member and no learner", "dropped while it was away")
 
 
@@ -41,10 +44,16 @@ class Words:
         self._progress: dict[PeerRef, int] = {}
         self._heard_at: dict[PeerRef, float] = {}
         self._lost_at: dict[PeerRef, float] = {}
+        self._was_away: set[PeerRef] = set()
         self._excused_at: dict[PeerRef, int] = {}  # progress of those that have not got on since
 
     def arrived(self, sender: PeerRef, now: float) -> None:
-        self._heard_at[sender] = now
+        """A word is here. Who was away for too long before that has not to thank for it."""
+        since, self._heard_at[sender] = self._heard_at.get(sender), now
+        lost_at = self._lost_at.pop(sender, None)
+        was_silent = since is not None and now - since > SILENCE_S
+        if was_silent or (lost_at is not None and now - lost_at > RECONNECT_S):
+            self._was_away.add(sender)
 
     def went(self, sender: PeerRef, now: float) -> None:
         self._lost_at[sender] = now
@@ -55,17 +64,17 @@ class Words:
             {part.split(" ")[0] for part in record.cause.split("; ") if part.endswith(f"dropped: {reason}")}
             for reason in ("silent", "did not come back")
         )
-        for ref in (self._members | self._excused) & set(self._heard_at):
+        for ref in (self._members | self._excused) & set(self._heard_at) - self._was_away:
             if ref.peer_id in silent:
                 demand(
                     now - self._heard_at[ref] > SILENCE_S, "I4", "{} is dropped for its silence, and has spoken", ref
                 )
-            if ref.peer_id in gone and ref in self._lost_at:
-                demand(self._heard_at[ref] < self._lost_at[ref], "I4", "{} is dropped for being away, and is here", ref)
+            if ref.peer_id in gone:
+                demand(ref in self._lost_at, "I4", "{} is dropped for being away, and is here", ref)
 
     def coordinator_started(self) -> None:
         self._held, self._progress, self._last_told = {}, {}, {}
-        self._heard_at, self._lost_at = {}, {}
+        self._heard_at, self._lost_at, self._was_away = {}, {}, set()
         self._excused_at = dict.fromkeys(self._excused, -1)
         if self._history.lineage.commits:
             self._agreed(self._history.lineage.commits[-1])
