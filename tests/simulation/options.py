@@ -178,7 +178,7 @@ class Options:
         return self.with_(
             # What comes while the store is at work shows whether the machine's time stands still.
             reset_rate=max(self.reset_rate, 0.5 if store_s else 0.0),
-            hung_absorb_rate=often(0.15, 0.25),
+            hung_absorb_rate=often(0.3, 0.25),
             undialable_rate=often(0.3, 0.3),
             one_way_rate=often(0.15, 0.2),
             clone_rate=often(0.1, 0.2),
