@@ -68,8 +68,7 @@ class Admission:
         committed = roster.state.committed
         if committed is None or roster.state.view.world_size >= roster.quorum:
             return
-        holders = [session for session in roster.learners() if session.synced == committed]
-        into = self._meetings.have_met(holders, roster.members())
+        into = self._meetings.have_met(roster.arrived(), roster.members())
         # Whoever came first would go on alone, and the others would wait for its next commit.
         if roster.awaited - {session.ref.peer_id for session in into} and roster.now < roster.awaited_until:
             return

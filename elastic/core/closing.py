@@ -71,7 +71,7 @@ class Closing:
         if silent:
             roster.drop(dict.fromkeys(silent, "silent, and a member waits for it"))
             return
-        newcomers = {item.ref.peer_id for item in roster.members() if item.ref not in roster.state.contributed}
+        newcomers = {member.peer_id for member in view.members if member.peer_id not in roster.state.reached}
         blamed = rounds.blamed(view, newcomers)
         is_about_newcomers = newcomers.issuperset(blamed) and len(newcomers) < view.world_size
         rounds.remember(view)
@@ -113,42 +113,74 @@ class Closing:
         return "; ".join(dict.fromkeys(report.cause for report in reports))[:MAX_CAUSES]
 
     def _votes_close_at(self) -> Instant | None:
-        """By when every vote must be here; None while no majority (or one of two) has voted, or if all have spoken.
+        """By when every vote must be here; None while nobody waits for votes alone.
 
         A member that has its result and does not vote, because its trainer hangs in the outer step or because it lies,
         says with every heartbeat that it waits for others. One with a slow line has no result yet, and may be much
-        later than the others: while its progress grows it is awaited, but not without end.
+        later than the others: while its progress grows it is awaited, but not without end once a majority (or one of
+        two) has voted.
         """
         roster, rounds = self._roster, self._roster.rounds
         members = roster.members()
-        enough = len(members) // 2 + 1 if len(members) > 2 else 1
-        if len(rounds.voted_at) < enough or all(rounds.spoke(session.ref.peer_id) for session in members):
+        silent = [session for session in members if not rounds.spoke(session.ref.peer_id)]
+        if not silent:
             return None
+        enough = len(members) // 2 + 1 if len(members) > 2 else 1
+        if len(rounds.voted_at) < enough:
+            return self._stands_still_at(silent)
         voted_at = sorted(rounds.voted_at.values())[enough - 1]
-        began = max(session.ready_at for session in members if session.ready_at is not None)
-        taken_s = max(self._exchange_s, voted_at - began)
+        taken_s = max(self._exchange_s, self._exchanged_s(voted_at))
         allowed_s = max(roster.config.stall_floor_s, roster.config.stall_factor * taken_s)
-        grew_at = max(session.grew_at for session in members if not rounds.spoke(session.ref.peer_id))
+        grew_at = max(session.grew_at for session in silent)
         awaited_until = max(voted_at + allowed_s, grew_at + roster.config.stall_floor_s)
         return min(awaited_until, voted_at + VOTE_LIMIT * allowed_s)
 
+    def _stands_still_at(self, silent: Sequence[Session]) -> Instant | None:
+        """When a round that all have handed in for stands still, since most members do not vote, or the only one.
+
+        Somebody must wait: who has voted, or a learner that holds the state and can go on without all of them.
+        """
+        roster, members = self._roster, self._roster.members()
+        ready_at = [session.ready_at for session in members if session.ready_at is not None]
+        if len(ready_at) < len(members) or len(members) < roster.quorum or roster.rounds.reports:
+            return None
+        if not roster.rounds.votes and not roster.arrived():
+            return None
+        moved_at = max([roster.rounds.began_at, *ready_at, *(session.grew_at for session in silent)])
+        return moved_at + max(session.stall_timeout_s(roster.config) for session in silent)
+
+    def _exchanged_s(self, until: Instant) -> float:
+        """How long the exchange took in this view. What it waited in an older one for a vote teaches nothing."""
+        ready_at = [item.ready_at for item in self._roster.members() if item.ready_at is not None]
+        return until - max([self._roster.rounds.began_at, *ready_at])
+
     def _drop_the_voteless(self) -> None:
-        """The others have voted, and wait no longer for those that have not."""
+        """The others have voted, or there are no others, and nobody waits longer for those that have not."""
         roster, close_at = self._roster, self._votes_close_at()
         if close_at is None or roster.now < close_at:
             return
         silent = [item.ref for item in roster.members() if not roster.rounds.spoke(item.ref.peer_id)]
-        roster.drop(dict.fromkeys(silent, "has not voted although the others have"))
+        roster.drop(dict.fromkeys(silent, "has not voted although nobody keeps it waiting"))
 
     def _closes_at(self) -> Instant | None:
         """When the round goes on without those that have not handed in."""
         roster = self._roster
         members, late = roster.members(), self._late()
-        if not late or len(members) - len(late) < roster.quorum:
+        if not late or len(members) - len(late) < roster.quorum or self._leaves_newcomers_alone(members, late):
             return None
         ready_at = [session.ready_at for session in members if session.ready_at is not None]
         # Whoever is excused already counts, or every round could do with half of what the one before had left.
         return roster.grace.closes_at(ready_at, len(members) + len(roster.state.excused))
+
+    def _leaves_newcomers_alone(self, members: Sequence[Session], late: Sequence[Session]) -> bool:
+        """Whether only peers would go on that no commit holds work of. Nobody has reached them in an exchange yet.
+
+        A joiner that nobody can dial took the run over so: the founder was late once, and could not fetch from it
+        what it had committed alone (scenarios/late_beside_an_unreachable_joiner.toml).
+        """
+        proven = self._roster.state.contributed
+        stay = [session for session in members if session not in late]
+        return any(item.ref in proven for item in late) and not any(item.ref in proven for item in stay)
 
     def _late(self) -> list[Session]:
         """Who has not handed in. Not who is on its way to the view's state: its own limits are shorter than a round."""
@@ -246,8 +278,7 @@ class Closing:
         roster.weights = ()
         roster.rounds.committed()
         ready_at = [session.ready_at for session in members if session.ready_at is not None]
-        if ready_at:
-            self._exchange_s = max(roster.now - max(ready_at), 0.9 * self._exchange_s)
+        self._exchange_s = max(self._exchanged_s(roster.now), 0.9 * self._exchange_s)
         roster.grace.learn(ready_at, len(members) + len(state.excused), roster.now)
         for session in roster.sessions.values():
             session.ready_at, session.blocked = None, False  # it has what it waited for

@@ -111,7 +111,7 @@ class Rollback:
             epoch=Epoch(state.epoch + 1), certificate=known, given_up=state.outer_step, holders=holders
         )
         roster.persist(record)
-        roster.rounds.void()
+        roster.rounds.begin(roster.now)
         roster.grace.interrupted(roster.now)
         roster.counters["rolled_back"] += 1
         # Whoever came first would go on alone.

@@ -82,6 +82,10 @@ class Roster:
         sessions = self.sessions.values()
         return [item for item in sessions if item.ref not in admitted and not item.disconnected and item.comes_back]
 
+    def arrived(self) -> list[Session]:
+        """Learners that hold the committed state, and wait for a boundary."""
+        return [item for item in self.learners() if item.synced is not None and item.synced == self.state.committed]
+
     def donors(self) -> tuple[Member, ...]:
         """Members that hold the committed state, or have it staged."""
         view = self.state.view
@@ -93,7 +97,7 @@ class Roster:
         waiting = [item for item in members if item.blocked or self.rounds.spoke(item.ref.peer_id)]
         # Who has caught up waits for a commit boundary. If the only member hangs there is nobody else to wait for it,
         # and the learners would sit there for ever (scenarios/hung_sole_member_makes_way.toml).
-        waiting += [item for item in self.learners() if item.synced is not None and item.synced == self.state.committed]
+        waiting += self.arrived()
         result = []
         for session in self.sessions.values():
             if not self.over and self.is_excused(session) and self.state.view.world_size >= self.quorum:
@@ -234,7 +238,7 @@ class Roster:
         self.persist(ViewRecord(view=view, cause=cause[:500], excused=excused, struck=struck))
         self.weights = weights
         self.release_leases_of_strangers()
-        self.rounds.void()
+        self.rounds.begin(self.now)
         if is_cut_short:
             self.grace.interrupted(self.now)
         for ref, message in out.items():

@@ -35,6 +35,8 @@ class Rounds:
         self.voted_at: dict[PeerId, Instant] = {}
         self.reports: dict[PeerId, RoundFailed] = {}
         self.judge_at: Instant | None = None
+        self.began_at: Instant = 0.0
+        """When the view was decided in which the round is tried."""
         self.retries = 0
         """How often this outer step was tried again with unchanged members."""
         self.splits = 0
@@ -67,8 +69,12 @@ class Rounds:
         if self.judge_at is not None:
             self.judge_at = judge_at
 
-    def void(self) -> None:
+    def begin(self, now: Instant) -> None:
         """The view changed: what was said in the old one counts no more."""
+        self.began_at = now
+        self._void()
+
+    def _void(self) -> None:
         self.votes.clear()
         self.voted_at.clear()
         self.reports.clear()
@@ -76,7 +82,7 @@ class Rounds:
 
     def committed(self) -> None:
         """The outer step is made: the next one starts without a past."""
-        self.void()
+        self._void()
         self._past_links.clear()
         self.retries = 0
         self.splits = 0

@@ -27,6 +27,8 @@ class Bulk:
     def send_frame(self, node: PeerNode, to: PeerRef, frame: Frame) -> None:
         """On the link between two peers: in time, twice, or lost together with the link."""
         network = self.network
+        if not self.meet(node.peer_id, to.peer_id):
+            return
         generation = network.generation(node.peer_id, to.peer_id)
         latency_s = network.latency_s(node.peer_id, to.peer_id)
         label = f"{frame.kind} {node.peer_id}>{to.peer_id}"
@@ -65,7 +67,20 @@ class Bulk:
         there = self.sim.peers[other.peer_id]
         if there.ref != other or not there.is_up:
             return "nobody there"
+        if not self.meet(node.peer_id, other.peer_id):
+            return "refused"
         return "no answer" if self.sim.network.is_broken(node.peer_id, other.peer_id) else None
+
+    def meet(self, one: str, other: str) -> bool:
+        """Whether the two can have a link: the one with the smaller id dials, and the other cannot."""
+        dialler, target = min(one, other), max(one, other)
+        return dialler not in self.sim.peers[target].undialled_by
+
+    def becomes_dialable(self, node: PeerNode) -> None:
+        """From now on everybody reaches what it advertises."""
+        undialled_by, node.undialled_by = node.undialled_by, frozenset()
+        for peer_id in sorted(undialled_by):
+            self._renew_link(self.sim.peers[peer_id], node)
 
     def break_link(self, one: PeerNode, other: PeerNode) -> None:
         """The link between two peers breaks, with all that is on it, and is made anew."""
@@ -91,7 +106,7 @@ class Bulk:
 
     def _donor_answers(self, node: PeerNode, start: int, donor: PeerRef, transfer: Transfer, attempt: int) -> None:
         target = self.sim.peers[donor.peer_id]
-        if self.network.is_cut(node.peer_id, donor.peer_id):
+        if self.network.is_cut(node.peer_id, donor.peer_id) or node.peer_id in target.undialled_by:
             return
         state: State | None = None
         if target.alive and target.ref == donor:

@@ -5,12 +5,13 @@ keep their own, deliberately simple books and never ask a machine whether it is 
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from collective.core.types import PeerRef, RoundKey, View
 from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.events import BecomeLearner, Finish, InstallStaged
-from elastic.core.messages import CoordinatorMessage, Held, Join, PeerMessage, Refused, Synced
+from elastic.core.events import BecomeLearner, CoordinatorEffect, Finish, InstallStaged, Persist
+from elastic.core.messages import CoordinatorMessage, Held, Join, PeerMessage, Refused, RoundFailed, Synced, Vote
 from elastic.core.place import Phase
 from elastic.core.records import (
     CommitRecord,
@@ -21,11 +22,13 @@ from elastic.core.records import (
     RollbackRecord,
     ViewRecord,
 )
+from tests.simulation.blame import Blame
 from tests.simulation.history import Admissions, History, SharedState
 from tests.simulation.lies import Lies
 from tests.simulation.patience import Patience
 from tests.simulation.rebuilds import Certificates
 from tests.simulation.symbols import Payload, Result, State, name
+from tests.simulation.words import Words
 from tests.simulation.work import Contributions, Leases
 from tests.simulation.world import Violation, demand
 
@@ -51,7 +54,9 @@ class Checkers:
         self._lies = Lies(sim)
         self._admissions = Admissions(self.history, sim)
         self.certificates = Certificates(sim)
-        self.patience = Patience(sim.world, sim.options.min_peers)
+        self._blame = Blame()
+        self._words = Words(self.history)
+        self.patience = Patience(sim.world, sim.options)
         self._epochs: dict[PeerRef, int] = {}
         self._exits: list[tuple[PeerRef, Finish]] = []
         self._halted = False
@@ -65,6 +70,7 @@ class Checkers:
         self.history.coordinator_settled(machine)
         self.certificates.coordinator_started()
         self._said_to_hold.clear()
+        self._words.coordinator_started()
         self._halted = False  # a halt is no record: whoever starts everything again wants the run to go on
         self._sim.marks.coordinator_started(len(self._sim.coordinator.journal))
 
@@ -87,6 +93,8 @@ class Checkers:
                 self._leases.view_decided(view, excused)
                 self.patience.view_decided(view, excused)
                 self._admissions.view_decided(view, before)
+                self._blame.view_decided(record, before)
+                self._words.view_decided(record)
             case CommitRecord():
                 self._sim.world.say("commit", record.key, record.digest.hex()[:6])
                 demand(before is not None and before.epoch == record.key.epoch, "I8", "a commit of another epoch")
@@ -96,7 +104,9 @@ class Checkers:
                 self._work.committed(record, before)
                 self._lies.committed(record, before)
                 self._leases.consumed(record)
-                self.patience.committed()
+                self.patience.committed(record)
+                self._blame.committed(record)
+                self._words.committed(record)
             case LeaseRecord():
                 self._leases.granted(record)
             case ReleaseRecord():
@@ -111,13 +121,37 @@ class Checkers:
                 self._lies.rebuilt()
                 self._leases.rebuilt(self.history.lineage.commits)
                 self.patience.rebuilt()
+                self._blame.rebuilt()
+                self._words.rebuilt()
             case _:
                 pass
 
+    def arrived(self, sender: PeerRef) -> None:
+        """A word is in the coordinator's process; its machine may hear it later."""
+        self._words.arrived(sender, self._sim.coordinator.clock.now())
+
+    def went(self, sender: PeerRef) -> None:
+        """Its connection was lost, as the coordinator's process sees it."""
+        self._words.went(sender, self._sim.coordinator.clock.now())
+
+    def decided(self, effects: Sequence[CoordinatorEffect]) -> None:
+        """What the coordinator is about to do."""
+        for effect in effects:
+            if isinstance(effect, Persist) and isinstance(effect.record, ViewRecord):
+                self._words.decided(effect.record, self._sim.coordinator.clock.now())
+
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
         self.certificates.brought(sender, message)
-        if isinstance(message, Join | Synced) and message.held is not None:
-            self._said_to_hold[sender] = message.held
+        self._words.brought(sender, message)
+        match message:
+            case Vote():
+                self.patience.voted(sender, message)
+            case RoundFailed():
+                self._blame.reported(sender, message)
+            case Join(held=held) | Synced(held=held) if held is not None:
+                self._said_to_hold[sender] = held
+            case _:
+                pass
 
     def _demand_nothing_newer(self, target: Held | None, states: dict[int, bytes]) -> None:
         """Whoever is here and has said that it holds a newer commit has saved it."""
@@ -131,9 +165,14 @@ class Checkers:
             is_newer = said.outer_step > target.outer_step and states.get(said.outer_step) == said.digest
             demand(not is_newer, "I3", f"{name(node.ref)} has brought step {said.outer_step} in vain")
 
-    def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
+    def told(self, to: PeerRef, message: CoordinatorMessage, *, leads: bool = True) -> None:
+        if not leads:  # it may say what it knew, and nothing that it could not write
+            if not self.history.rebuilt_epoch:
+                self.history.told(to, message)
+            return
         self.history.told(to, message)
         self.certificates.told(message)
+        self._words.told(to, message)
         if isinstance(message, Refused) and "results differ" in message.reason:
             self._halted = True
         self._sim.marks.told(to, message)
@@ -158,7 +197,8 @@ class Checkers:
         self._news = True
         self._sim.marks.finished(effect)
         self._exits.append((node.ref, effect))
-        wrong = self._sim.has_wrong_manifest(node)
+        is_copied = node in self._sim.were_copied and "copy" in effect.reason
+        wrong = self._sim.has_wrong_manifest(node) or is_copied
         demand((effect.code == 5) == wrong or effect.code in (9, 20), "I4", f"{name(node.ref)} ends with {effect}")
         if effect.code == 9:
             may_differ = self._sim.options.wrong_result > 0 or self._sim.options.lie in ("digest", "two_results")
@@ -167,9 +207,9 @@ class Checkers:
             is_over = self.history.final or self.history.has_given_up_the_end
             demand(is_over, "I4", f"{name(node.ref)} is done before the run is")
         # A joiner that the others could not exchange with is sent home, unless its address was right before.
-        commits = self.history.lineage.commits
-        was_reached = any(item.ref.peer_id == node.ref.peer_id for made in commits for item in made.contributions)
-        is_unreached = "cannot exchange with" in effect.reason and not was_reached
+        was_reached = self.history.was_in_a_commit(node.peer_id)
+        is_told_so = "cannot exchange with" in effect.reason or "have no link with you" in effect.reason
+        is_unreached = is_told_so and not was_reached
         demand(effect.code != 4 or is_unreached, "I4", f"{name(node.ref)} ends with {effect}")
         if effect.code == 7:
             # When the journal is lost before a commit nobody can prove a state (seeds 66978, 83319).
@@ -266,15 +306,19 @@ class Checkers:
 
     def _end(self, first: int) -> str:
         """In which legitimate end the run has come to rest; empty while it has not."""
+        if any(ghost.is_up for ghost in self._sim.ghosts):
+            return ""  # an older start has not been told yet
         sim, core, newest = self._sim, self._sim.core(), self.history.newest
         if self.history.final or self._halted or not core:
-            if any(node.is_up and not node.hung and node not in core for node in sim.peers.values()) or core:
+            if any(node.is_up and not node.stands_still and node not in core for node in sim.peers.values()) or core:
                 return ""  # somebody has not been told yet
             if self.history.final or self._halted:
                 return "final" if self.history.final else "halted for its integrity"
             codes = {effect.code for ref, effect in self._exits if sim.peers[ref.peer_id].ref == ref}
-            demand(codes <= {5, 7, 9, 20}, "I4", f"a run without peers ended with {codes}")
+            demand(codes <= {4, 5, 7, 9, 20}, "I4", f"a run without peers ended with {codes}")
             return "lost, and said so" if 7 in codes else "everybody left"
+        if sim.coordinator.is_writing:
+            return ""  # the machine is ahead of its journal
         if newest is None or sim.coordinator.machine is None or sim.coordinator.machine.is_rebuilding:
             return ""  # the journal was lost, and the active ones have not heard yet
         if not all(node.machine is not None and node.machine.phase is Phase.ACTIVE for node in core):

@@ -20,6 +20,12 @@ class Disk:
         """The newest checkpoint that can be read."""
         return self._files[-1][1] if self._files else None
 
+    def copied(self) -> "Disk":
+        """A copy of what can be read by now."""
+        copy = Disk(self._world, self._options)
+        copy._files = [item for item in self._files if item[0] <= self._world.now]
+        return copy
+
     def write(self, state: State, *, flush: bool = False) -> None:
         """Begin to write a checkpoint; `flush` waits for it."""
         durable_at = self._world.now + (0.0 if flush else self._options.disk_lag_s)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 LOOK_S = 0.75
 STALL_S = 2.5
 LINK_TIMEOUT_S = 2.0
+FIRST_CONTACT_S = 2.5
 MAX_HELD_BACK = 512
 
 
@@ -87,6 +88,7 @@ class Exchange:
         self._incoming: ChunkValue = ()
         self._heard_at = dict.fromkeys(range(view.world_size), node.clock.now())
         self._moved_at = dict(self._heard_at)
+        self._began = node.clock.now()
 
     @property
     def is_over(self) -> bool:
@@ -104,7 +106,7 @@ class Exchange:
             return
         self._moved_at[rank] = self.node.clock.now()
         if frame.kind == "abort":
-            self.fail(frame.suspects, f"{frame.sender.peer_id} gave up", tell=False)
+            self.fail(frame.suspects, f"{frame.sender.peer_id} gave up", told_by=frame.sender.peer_id)
             return
         event: RoundEvent
         if frame.kind == "open":
@@ -136,15 +138,15 @@ class Exchange:
         if rank is not None and self.machine.needs(rank):
             self.fail((peer_id,), "connection refused")
 
-    def fail(self, suspects: tuple[PeerId, ...], cause: str, *, tell: bool = True) -> None:
+    def fail(self, suspects: tuple[PeerId, ...], cause: str, *, told_by: PeerId | None = None) -> None:
         if self.is_over:
             return
         self.failed = True
-        if tell:
+        if told_by is None:
             for member in self.view.members:
                 if member.peer_id != self.node.peer_id:
                     self._send(member.ref, "abort", suspects=suspects)
-        self.node.exchange_failed(self.key, suspects, cause)
+        self.node.exchange_failed(self.key, suspects, cause, told_by)
 
     def _look(self) -> None:
         """Suspect members whose connection is lost, and those that have opened and then stand still."""
@@ -157,9 +159,9 @@ class Exchange:
             peer_id = self.view.members[rank].peer_id
             is_silent = now - self._heard_at[rank] > STALL_S
             stands_still = machine.owes_own_parts(rank) and now - self._moved_at[rank] > STALL_S
-            if self.node.sim.network.is_broken(self.node.peer_id, peer_id, LINK_TIMEOUT_S) or (
-                machine.has_opened(rank) and (is_silent or stands_still)
-            ):
+            is_lost = self.node.sim.network.is_broken(self.node.peer_id, peer_id, LINK_TIMEOUT_S)
+            never_met = now - self._began > FIRST_CONTACT_S and not self.node.sim.bulk.meet(self.node.peer_id, peer_id)
+            if is_lost or never_met or (machine.has_opened(rank) and (is_silent or stands_still)):
                 suspects.append(peer_id)
         for rank, member in enumerate(self.view.members):
             if rank != self.rank:

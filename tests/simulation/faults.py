@@ -34,11 +34,16 @@ class FaultInjector:
             (options.partition_rate, "partition", self.partition),
             (options.swizzle_rate, "swizzle", self.swizzle),
             (options.clock_jump_rate, "clock jump", self.jump_clock),
-            (options.coordinator_crash_rate, "coordinator crash", self.sim.coordinator.crash),
+            (options.coordinator_crash_rate, "coordinator crash", self.crash_coordinator),
             (options.coordinator_pause_rate, "coordinator pause", self.pause_coordinator),
-            (options.disk_loss_rate, "disk loss", self.sim.coordinator.lose_disk),
+            (options.disk_loss_rate, "disk loss", self.lose_disk),
             (options.burst_rate, "burst", self.burst),
             (options.power_cut_rate, "power cut", self.cut_power),
+            (options.hung_absorb_rate, "hung absorb", self.hang_absorb),
+            (options.undialable_rate, "undialable", self.move_out_of_reach),
+            (options.one_way_rate, "one-way dials", self.move_behind_a_wall),
+            (options.clone_rate, "clone", self.clone),
+            (options.takeover_rate, "takeover", self.take_over),
         ):
             self._every(rate, label, strike)
 
@@ -99,13 +104,13 @@ class FaultInjector:
                 self.sim.world.after(self.rng.uniform(0.0, 0.05), f"power {node.peer_id}", self._lose_power, node)
             if self.rng.random() < 0.9:
                 self.sim.world.after(self.rng.uniform(0.5, 6.0), f"restart {node.peer_id}", self._restart, node)
-        self.sim.world.after(self.rng.uniform(0.0, 0.05), "power coordinator", self.sim.coordinator.crash)
+        self.sim.world.after(self.rng.uniform(0.0, 0.05), "power coordinator", self.crash_coordinator)
 
     def _lose_power(self, node: "PeerNode") -> None:
         node.crash(silently=True)
 
     def _restart(self, node: "PeerNode") -> None:
-        if not self.sim.network.healed:
+        if not self.sim.network.healed and self.sim.peers[node.peer_id] is node:
             node.start()
 
     def pause_peer(self) -> None:
@@ -120,6 +125,36 @@ class FaultInjector:
             self.sim.world.say(node.peer_id, "hangs, but its heart beats")
             if self.rng.random() < 0.5:
                 node.later(self.rng.uniform(1.0, 10.0), "unhang", node.hang, False)
+
+    def hang_absorb(self) -> None:
+        node = self._somebody()
+        if node is not None:
+            node.hang_absorb(True)
+            self.sim.world.say(node.peer_id, "votes no more, but its heart beats")
+            if self.rng.random() < 0.5:
+                node.later(self.rng.uniform(1.0, 15.0), "absorb again", node.hang_absorb, False)
+
+    def clone(self) -> None:
+        node = self._somebody()
+        if node is not None and not self.sim.has_wrong_manifest(node):
+            self.sim.clone(node)
+
+    def move_out_of_reach(self) -> None:
+        """Somebody starts with an address that nobody can dial."""
+        self._move(list(self.sim.peers))
+
+    def move_behind_a_wall(self) -> None:
+        """Somebody starts where some of the others cannot dial it. Whoever it has to dial itself it reaches."""
+        self._move(self.rng.sample(list(self.sim.peers), self.rng.randint(1, len(self.sim.peers))))
+
+    def _move(self, undialled_by: list[str]) -> None:
+        nodes = list(self.sim.peers.values())
+        node = self.rng.choice([node for node in nodes if not node.start_number] or nodes)  # joiners first
+        node.next_undialled_by = frozenset(undialled_by) - {node.peer_id}
+        self.sim.world.say(node.peer_id, "will not be dialled by", sorted(node.next_undialled_by))
+        if node.start_number:  # else it has not started yet
+            node.crash(silently=False)
+            self.sim.world.after(self.rng.uniform(0.05, 3.0), f"restart {node.peer_id}", self._restart, node)
 
     def leave_peer(self) -> None:
         node = self._somebody()
@@ -192,6 +227,15 @@ class FaultInjector:
         source, target = self._site(), self._site()
         self.sim.network.slow_down(source, target, self.rng.choice((3.0, 10.0, 30.0)))
         self.sim.world.after(self.rng.uniform(2.0, 8.0), "speed up", self.sim.network.slow_down, source, target, 1.0)
+
+    def crash_coordinator(self) -> None:
+        self.sim.coordinator.crash()
+
+    def lose_disk(self) -> None:
+        self.sim.coordinator.lose_disk()
+
+    def take_over(self) -> None:
+        self.sim.take_over(self.rng.choice((0.0, 0.5, 3.0)) * self.rng.uniform(0.5, 1.5))
 
     def pause_coordinator(self) -> None:
         if self.sim.coordinator.alive:

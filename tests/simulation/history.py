@@ -146,6 +146,14 @@ class History:
         counts = {Held(OuterStep(step), digest) for step, digest in self.states.items()}
         self.given_up = (self.given_up | before) - counts
 
+    def was_in_a_commit(self, peer_id: str) -> bool:
+        """Whether the members have reached this peer once."""
+        return any(item.ref.peer_id == peer_id for made in self.lineage.commits for item in made.contributions)
+
+    def is_newcomer(self, peer_id: str) -> bool:
+        """Whether the run can do without this peer: it goes on, and never had it."""
+        return bool(self.lineage.commits) and not self.was_in_a_commit(peer_id)
+
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         """Journal first: a message that tells of a decision finds it on the disk."""
         match message:
@@ -227,6 +235,7 @@ class Admissions:
             demand(known, "I5", f"{name(member.ref)} is admitted with a state that is not the run's")
             step = held.outer_step
             lag_s = self._sim.coordinator_config.admission_lag_s / self._sim.coordinator.clock.rate + 1e-6
+            lag_s += self._sim.coordinator.held_s / self._sim.coordinator.clock.rate
             recent = self._history.superseded_at.get(step, self._sim.world.now) >= self._sim.world.now - lag_s
             fits = step >= view.outer_step - 1 or recent
             self._sim.marks.admitted(view.outer_step - step)

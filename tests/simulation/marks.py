@@ -124,7 +124,8 @@ class Marks(Counter[str]):
 
     def finished(self, effect: Finish) -> None:
         late = ", without an answer" if "without an answer" in effect.reason else ""
-        self[f"exit: {effect.code}{late}"] += 1
+        copied = ", copied" if "copy" in effect.reason else ""
+        self[f"exit: {effect.code}{late}{copied}"] += 1
 
     def installed(self, effect: InstallStaged) -> None:
         self["install: learnt from a view"] += effect.position is None
@@ -146,6 +147,7 @@ KNOWN = frozenset(
         "coordinator: dropped: connection lost, and a member waits for it",
         "coordinator: dropped: did not come back",
         "coordinator: dropped: does not hear",
+        "coordinator: dropped: has not voted although nobody keeps it waiting",
         "coordinator: dropped: makes no progress",
         "coordinator: dropped: members could not finish the round with it",
         "coordinator: dropped: one member finds its numbers too large",
@@ -173,26 +175,35 @@ KNOWN = frozenset(
         "end: lost, and said so",
         "end: waits for a quorum",
         "exit: 0",
+        "exit: 4",
         "exit: 5",
+        "exit: 5, copied",
         "exit: 7",
         "exit: 9",
         "exit: 20",
         "exit: 20, without an answer",
         "fault: burst",
         "fault: clock jump",
+        "fault: clone",
         "fault: coordinator crash",
         "fault: coordinator pause",
         "fault: crash",
         "fault: cut",
         "fault: disk loss",
         "fault: hang",
+        "fault: hung absorb",
         "fault: leave",
         "fault: link break",
         "fault: partition",
+        "fault: one-way dials",
         "fault: pause",
         "fault: reset",
         "fault: slow",
+        "fault: store away",
         "fault: swizzle",
+        "fault: takeover",
+        "fault: undialable",
+        "weights: odd",
         "founder: replaced",
         "install: learnt from a view",
         "journal: died, and the record was lost",
@@ -216,6 +227,7 @@ KNOWN = frozenset(
         "refused: 9",
         "the run went back",
         "the run went back to its beginning",
+        "store: another one has written",
         "transfer: asked another donor",
         "transfer: failed",
         "transfer: fetched a snapshot",

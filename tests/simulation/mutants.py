@@ -8,11 +8,14 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from collective.core.types import Epoch, Instant, OuterStep, PeerRef, RoundKey, View
+from collective.core.types import Epoch, Instant, OuterStep, PeerId, PeerRef, RoundKey, View
+from elastic.alarm import HeldClock
 from elastic.core.admission import Admission
+from elastic.core.attempt import Attempt
 from elastic.core.certificate import Certificate
 from elastic.core.closing import Closing
 from elastic.core.config import CoordinatorConfig, RebuildRule
@@ -25,14 +28,15 @@ from elastic.core.events import (
     MemberEvent,
     Persist,
     SendToPeer,
+    StartExchange,
 )
 from elastic.core.grace import Grace
 from elastic.core.member import MemberMachine
-from elastic.core.messages import Evicted, Held, Join, NewView, RoundFailed, Vote
+from elastic.core.messages import Evicted, Held, Join, LeaseRequest, NewView, PeerMessage, RoundFailed, Vote
 from elastic.core.place import Phase, Place
 from elastic.core.rebuild import Rebuild
 from elastic.core.reception import Reception
-from elastic.core.records import Record
+from elastic.core.records import Contribution, Record
 from elastic.core.rollback import Rollback
 from elastic.core.rounds import Agreed, Rounds, Split
 from elastic.core.run_state import Past, RunState
@@ -69,16 +73,31 @@ class ForgetsItsPayload(MemberMachine):
             super()._on_new_view(message)
 
 
+class CausesWithoutEnd(Attempt):
+    """It repeats what it was told as often as it likes."""
+
+    def report(self) -> Vote | RoundFailed | None:
+        word = super().report()
+        return msgspec.structs.replace(word, cause=word.cause * 100) if isinstance(word, RoundFailed) else word
+
+
+class SaysTooMuch(MemberMachine):
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._place.attempt = CausesWithoutEnd()
+
+
 # ------------------------------------------------------------------------ coordinators
 
 
 class PatchedCoordinator(CoordinatorMachine):
-    """The real one with another `Rounds`, `Admission`, `Reception` or patience."""
+    """The real one with another part, or another patience."""
 
     rounds_type: type[Rounds] = Rounds
     admission_type: type[Admission] = Admission
     reception_type: type[Reception] = Reception
     rollback_type: type[Rollback] = Rollback
+    closing_type: type[Closing] = Closing
     patience: float = 1.0
 
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
@@ -90,9 +109,82 @@ class PatchedCoordinator(CoordinatorMachine):
         super()._start(stall, state)
         self._rounds = self._roster.rounds = self.rounds_type()
         self._admission = self.admission_type(self._roster, self._meetings)
-        self._closing = Closing(self._roster, self._admission)
+        self._closing = self.closing_type(self._roster, self._admission)
         self._reception = self.reception_type(self._roster)
         self._rollback = self.rollback_type(self._roster)
+
+
+class WaitsForVotesForEver(Closing):
+    def _votes_close_at(self) -> Instant | None:
+        return None
+
+
+class WaitsForTheVoteless(PatchedCoordinator):
+    closing_type = WaitsForVotesForEver
+
+
+class MeasuresItsOwnPatience(Closing):
+    def _exchanged_s(self, until: Instant) -> float:
+        ready_at = [item.ready_at for item in self._roster.members() if item.ready_at is not None]
+        return until - max(ready_at, default=until)
+
+
+class WaitsLongerAndLonger(PatchedCoordinator):
+    closing_type = MeasuresItsOwnPatience
+
+
+class WaitsForAMajority(Closing):
+    def _stands_still_at(self, silent: Sequence[Session]) -> Instant | None:
+        return None
+
+
+class WaitsForTheFirstVote(PatchedCoordinator):
+    closing_type = WaitsForAMajority
+
+
+class BlamesWhoIsAccused(Rounds):
+    """One accusation is enough against who made none."""
+
+    def blamed(self, view: View, newcomers: Collection[PeerId]) -> tuple[PeerId, ...]:
+        accused = {peer: number for peer, number in self.accused(view).items() if number}
+        return tuple(sorted(accused, key=lambda peer: accused[peer])[-1:])
+
+
+class BelievesTheAccuser(PatchedCoordinator):
+    rounds_type = BlamesWhoIsAccused
+
+
+class LeavesAnyNumber(Closing):
+    def _leaves_half(self, blamed: Collection[PeerId]) -> bool:
+        return True
+
+
+class AccusesAllOut(PatchedCoordinator):
+    closing_type = LeavesAnyNumber
+
+
+class LeavesNewcomersAlone(Closing):
+    def _leaves_newcomers_alone(self, members: Sequence[Session], late: Sequence[Session]) -> bool:
+        return False
+
+
+class GoesOnWithNewcomers(PatchedCoordinator):
+    closing_type = LeavesNewcomersAlone
+
+
+class TellsNoOlderStart(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._roster.tell_replaced = lambda to: None  # type: ignore[method-assign]
+
+
+class HearsOlderStarts(CoordinatorMachine):
+    """What an older start says counts as said by the newer one."""
+
+    def _on_said(self, sender: PeerRef, message: PeerMessage) -> None:
+        session = self._roster.sessions.get(sender.peer_id)
+        is_older = session is not None and sender.incarnation < session.ref.incarnation
+        super()._on_said(session.ref if session is not None and is_older else sender, message)
 
 
 class CountsVotesOfAnyEpoch(CoordinatorMachine):
@@ -266,6 +358,106 @@ class RebuildsFromTheFirst(CoordinatorMachine):
     rebuild_type = TakesTheFirst
 
 
+def recovered(machine: CoordinatorMachine) -> list[Session]:
+    """The sessions that a restarted coordinator begins with."""
+    return list(machine._roster.sessions.values())
+
+
+class TakesAllForHolders(CoordinatorMachine):
+    @classmethod
+    def recover(
+        cls,
+        config: CoordinatorConfig,
+        records: Iterable[Record],
+        now: Instant,
+        *,
+        rebuild: RebuildRule | None = None,
+    ) -> "CoordinatorMachine":
+        machine = super().recover(config, records, now, rebuild=rebuild)
+        for session in recovered(machine):
+            session.holds_state = True
+        return machine
+
+
+class ForgetsWhoWasLate(CoordinatorMachine):
+    @classmethod
+    def recover(
+        cls,
+        config: CoordinatorConfig,
+        records: Iterable[Record],
+        now: Instant,
+        *,
+        rebuild: RebuildRule | None = None,
+    ) -> "CoordinatorMachine":
+        machine = super().recover(config, records, now, rebuild=rebuild)
+        for session in recovered(machine):
+            session.excused_at = None
+        return machine
+
+
+class WritesOtherWeights(Closing):
+    def _contributions(self, members: Sequence[Session], deviants: Collection[PeerId]) -> tuple[Contribution, ...]:
+        made = super()._contributions(members, deviants)
+        return tuple(msgspec.structs.replace(item, weight=made[0].weight) for item in made)
+
+
+class WritesTokens(Closing):
+    def _contributions(self, members: Sequence[Session], deviants: Collection[PeerId]) -> tuple[Contribution, ...]:
+        made = super()._contributions(members, deviants)
+        return tuple(msgspec.structs.replace(item, weight=float(item.num_tokens)) for item in made)
+
+
+class TakesTokensForWeights(PatchedCoordinator):
+    closing_type = WritesTokens
+
+
+class RecordsOtherWeights(PatchedCoordinator):
+    closing_type = WritesOtherWeights
+
+
+class FoundsOnce(Admission):
+    def found(self) -> None:
+        founder = self._roster.founder
+        if founder is None or founder.peer_id not in self._roster.sessions:
+            super().found()
+
+
+class KeepsItsFounder(PatchedCoordinator):
+    admission_type = FoundsOnce
+
+
+class RemindsNobody(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._roster.remind = lambda to: None  # type: ignore[method-assign]
+
+
+class GrantsEveryRepeat(CoordinatorMachine):
+    def _on_lease_request(self, session: Session, request: LeaseRequest) -> None:
+        leases = self.state.leases
+        newest = leases.newest_serial
+        leases.newest_serial = lambda ref: min(newest(ref), request.serial - 1)  # type: ignore[method-assign]
+        super()._on_lease_request(session, request)
+        leases.newest_serial = newest  # type: ignore[method-assign]
+
+
+class WeighsAnew(Attempt):
+    """Another try, another weight."""
+
+    def start(self, view: View, weights: tuple[float, ...] = ()) -> Sequence[MemberEffect]:
+        effects = super().start(view, weights)
+        return [
+            dataclasses.replace(item, weight=item.weight + view.epoch % 2) if isinstance(item, StartExchange) else item
+            for item in effects
+        ]
+
+
+class ChangesItsWeight(MemberMachine):
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._place.attempt = WeighsAnew()
+
+
 class ForgetsEpochs(CoordinatorMachine):
     @classmethod
     def recover(
@@ -290,6 +482,10 @@ def send_first(effects: Sequence[CoordinatorEffect]) -> Sequence[CoordinatorEffe
     return [*sends, *(effect for effect in effects if isinstance(effect, Persist))]
 
 
+def hold_nothing(time: HeldClock) -> None:
+    """The machine's time goes on while the store is at work."""
+
+
 class OpenGate(FrameGate):
     """Takes every frame for the round that is running, whatever epoch and whose start it is of."""
 
@@ -312,6 +508,10 @@ MUTANTS: dict[str, Mutant] = {
     "no_commit_round": Mutant(
         what="a member installs what it has staged without waiting for the commit",
         parts=Parts(member=InstallsWithoutCommit),
+    ),
+    "words_unbounded": Mutant(
+        what="a member says more than its listener takes",
+        parts=Parts(member=SaysTooMuch),
     ),
     "no_epoch_fence": Mutant(
         what="chunks of abandoned rounds count in the running one",
@@ -373,6 +573,38 @@ MUTANTS: dict[str, Mutant] = {
         what="a member that makes no progress is kept as long as its heart beats",
         parts=Parts(coordinator=TrustsHeartbeats),
     ),
+    "voteless_awaited": Mutant(
+        what="a member that never votes is awaited as long as its heart beats",
+        parts=Parts(coordinator=WaitsForTheVoteless),
+    ),
+    "voteless_teaches_patience": Mutant(
+        what="the time that one vote was awaited in vain counts as the time that exchanges take",
+        parts=Parts(coordinator=WaitsLongerAndLonger),
+    ),
+    "few_votes_never_enough": Mutant(
+        what="where most do not vote, or the only member, nobody is ever given up",
+        parts=Parts(coordinator=WaitsForTheFirstVote),
+    ),
+    "accuser_believed": Mutant(
+        what="who is accused goes, whoever says it",
+        parts=Parts(coordinator=BelievesTheAccuser),
+    ),
+    "accused_out": Mutant(
+        what="accusations alone may put out more than half of the last commit's members",
+        parts=Parts(coordinator=AccusesAllOut),
+    ),
+    "newcomers_alone": Mutant(
+        what="a round goes on with newcomers alone, whom nobody may reach",
+        parts=Parts(coordinator=GoesOnWithNewcomers),
+    ),
+    "older_start_not_told": Mutant(
+        what="an older start of a copied folder is never told of the newer one",
+        parts=Parts(coordinator=TellsNoOlderStart),
+    ),
+    "older_start_heard": Mutant(
+        what="what an older start of a peer says counts",
+        parts=Parts(coordinator=HearsOlderStarts),
+    ),
     "unaware_welcomed": Mutant(
         what="a former member becomes a learner without having heard that it was dropped",
         parts=Parts(coordinator=WelcomesTheUnaware),
@@ -396,6 +628,46 @@ MUTANTS: dict[str, Mutant] = {
     "first_certificate_taken": Mutant(
         what="a lost journal is made anew from the first certificate that comes, not the newest",
         parts=Parts(coordinator=RebuildsFromTheFirst),
+    ),
+    "all_hold_after_restart": Mutant(
+        what="a restarted coordinator takes every member for a holder of the newest state",
+        parts=Parts(coordinator=TakesAllForHolders),
+    ),
+    "excused_forgotten": Mutant(
+        what="a restarted coordinator takes who was excused for a peer that shows progress",
+        parts=Parts(coordinator=ForgetsWhoWasLate),
+    ),
+    "tokens_for_weights": Mutant(
+        what="a commit records how many tokens were trained on, and not the weight",
+        parts=Parts(coordinator=TakesTokensForWeights),
+    ),
+    "other_weight_recorded": Mutant(
+        what="a commit records another weight than was voted",
+        parts=Parts(coordinator=RecordsOtherWeights),
+    ),
+    "founder_kept": Mutant(
+        what="a founder that hangs is never replaced",
+        parts=Parts(coordinator=KeepsItsFounder),
+    ),
+    "no_reminder": Mutant(
+        what="who is put out is not told of the commit that it voted for",
+        parts=Parts(coordinator=RemindsNobody),
+    ),
+    "lease_granted_twice": Mutant(
+        what="a repeated request is granted again",
+        parts=Parts(coordinator=GrantsEveryRepeat),
+    ),
+    "weight_changes": Mutant(
+        what="a payload is exchanged with another weight at the second try",
+        parts=Parts(member=ChangesItsWeight),
+    ),
+    "time_goes_on": Mutant(
+        what="a store that is away costs peers their membership",
+        parts=Parts(hold=hold_nothing, release=hold_nothing),
+    ),
+    "store_without_fence": Mutant(
+        what="a coordinator that another one has replaced goes on writing",
+        parts=Parts(fences=False),
     ),
     "epoch_forgotten": Mutant(
         what="a restarted coordinator begins to count epochs anew",

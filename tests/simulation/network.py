@@ -7,9 +7,14 @@ was on it with it, as TCP does.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tests.simulation.options import Options
 from tests.simulation.world import World
+
+if TYPE_CHECKING:
+    from tests.simulation.coordinator_node import CoordinatorNode
+    from tests.simulation.peer import PeerNode
 
 COORDINATOR = "coordinator"
 KEEPALIVE_S = (3.0, 7.0)
@@ -113,7 +118,8 @@ def pair_of(one: str, other: str) -> tuple[str, str]:
 class ControlConnection:
     """Between one start of a peer and one start of the coordinator. Each side learns by itself that it is over."""
 
-    peer_id: str
+    node: "PeerNode"
+    coordinator: "CoordinatorNode"
     peer_start: int
     coordinator_start: int
     up_at_peer: bool = True

@@ -30,6 +30,8 @@ class Options:
     snapshot_s: tuple[float, float] = (0.5, 2.0)
     replay_s: float = 0.1
     samples_per_round: int = 4
+    has_odd_weights: bool = False
+    """A payload's weight is a number of its method's, not that of its samples."""
     stall_floor_s: float = 3.0
     """Patience with who stands still. Where it is long, only the grace keeps a round from waiting."""
     grace_floor_s: float = 0.5
@@ -57,8 +59,16 @@ class Options:
     crash_rate: float = 0.0
     silent_death: float = 0.5
     """Share of crashes that nobody is notified of (the machine died, not the process)."""
+    undialable_rate: float = 0.0
+    """A peer starts (again) with an address that reaches nobody: it can dial, and be dialled by none."""
+    one_way_rate: float = 0.0
+    """The same for some of the others: dials succeed one way only."""
+    clone_rate: float = 0.0
+    """A copy of a running peer's folder is started: two live starts of one id."""
     pause_rate: float = 0.0
     hang_rate: float = 0.0
+    hung_absorb_rate: float = 0.0
+    """A peer takes part in every exchange and never votes: its outer step hangs, or it lies."""
     leave_rate: float = 0.0
     leave_now: float = 0.3
     wrong_manifest: bool = False
@@ -78,6 +88,10 @@ class Options:
     coordinator_crash_per_effect: float = 0.0
     coordinator_crash_in_persist: float = 0.0
     """Chance that it dies while a record is written: the record is on the disk or it is not, and nobody was told."""
+    store_s: float = 0.0
+    """A record takes up to so long to be durable, and now and then much longer; 0 = at once."""
+    takeover_rate: float = 0.0
+    """A coordinator freezes, another one takes over its journal, and the first one wakes up."""
     coordinator_pause_rate: float = 0.0
     power_cut_rate: float = 0.0
     """All processes are gone within 50 ms; what is on the disks stays."""
@@ -99,6 +113,11 @@ class Options:
 
         They are drawn apart from what happens: the same options given by hand make the same history.
         """
+        return cls.first_of_seed(seed)._and_more(seed)
+
+    @classmethod
+    def first_of_seed(cls, seed: int) -> "Options":
+        """Without the faults that came later: what the files of scenarios/ replay that name a seed alone."""
         rng = random.Random(f"options of {seed}")
 
         def often(rate: float, chance: float = 0.4) -> float:
@@ -163,6 +182,26 @@ class Options:
         calm = {"crash_rate": self.crash_rate / 4, "leave_rate": 0.0, "wrong_result": 0.0, "disk_loss_rate": 0.0}
         num_peers = max(4, self.num_peers)
         return self.with_(lie=lie, num_peers=num_peers, num_late=rng.randrange(2), plan="butterfly", **calm)
+
+    def _and_more(self, seed: int) -> "Options":
+        """Those faults, drawn apart: a seed that draws none of them keeps its history."""
+        rng = random.Random(f"more options of {seed}")
+
+        def often(rate: float, chance: float) -> float:
+            return rate * rng.uniform(0.3, 1.0) if rng.random() < chance else 0.0
+
+        store_s = rng.choice((0.02, 0.8, 0.8)) * rng.uniform(0.8, 1.2) if rng.random() < 0.4 else 0.0
+        return self.with_(
+            # What comes while the store is at work shows whether the machine's time stands still.
+            reset_rate=max(self.reset_rate, 0.5 if store_s else 0.0),
+            hung_absorb_rate=often(0.3, 0.25),
+            undialable_rate=often(0.3, 0.3),
+            one_way_rate=often(0.15, 0.2),
+            clone_rate=often(0.1, 0.2),
+            store_s=store_s,
+            has_odd_weights=rng.random() < 0.3,
+            takeover_rate=often(0.12, 0.25),
+        )
 
     def with_(self, **changes: object) -> "Options":
         """The same but for these."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from elastic.alarm import HeldClock
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import CoordinatorEffect
 from elastic.core.member import MemberMachine
@@ -16,9 +17,12 @@ def in_order(effects: Sequence[CoordinatorEffect]) -> Sequence[CoordinatorEffect
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The machines, the fence for frames, and the order in which effects are carried out."""
+    """The machines, the fences for frames and in the store, the machine's time, and the order of effects."""
 
     coordinator: type[CoordinatorMachine] = CoordinatorMachine
     member: type[MemberMachine] = MemberMachine
     gate: type[FrameGate] = FrameGate
+    fences: bool = True
+    hold: Callable[[HeldClock], None] = HeldClock.hold
+    release: Callable[[HeldClock], None] = HeldClock.release
     arrange: Callable[[Sequence[CoordinatorEffect]], Sequence[CoordinatorEffect]] = in_order

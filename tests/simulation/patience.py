@@ -1,28 +1,42 @@
-"""I4: a round whose quorum has handed in is not kept waiting by the late for longer than the grace may last.
+"""I4: nobody keeps a round waiting for ever: not the late, once its quorum has handed in, nor who does not vote.
 
-Looked at only when everything is healed: before, somebody who is not late may be cut off.
+The late are awaited for as long as the grace may last, the voteless for some times what an exchange takes. Looked at
+only when everything is healed: before, somebody who is not late may be cut off.
 """
 
 import math
 from collections.abc import Collection
 
 from collective.core.types import PeerRef, View
+from elastic.core.messages import Vote
+from elastic.core.records import CommitRecord
+from tests.simulation.options import Options
 from tests.simulation.world import World, demand
 
 LIMIT_S = 12.0
 """More than the longest grace (1.5 rounds of at most four seconds) and all that happens around it."""
 
+VOTE_FACTOR, GROWS_S = 4.0, 4.0
+"""How many times longer than the longest exchange a vote may take, and how long what its sender receives counts."""
+
 
 class Patience:
     """Books of who has handed in since the last commit."""
 
-    def __init__(self, world: World, min_peers: int) -> None:
+    def __init__(self, world: World, options: Options) -> None:
         self._world = world
-        self._min_peers = min_peers
+        self._min_peers = options.min_peers
+        self._stall_floor_s = options.stall_floor_s
+        self._exchange_began = 0.0
+        self._longest_exchange_s = 0.0
         self._members: set[PeerRef] = set()
         self._num_standing = 0
         self._ready: set[PeerRef] = set()
+        self._proven: set[PeerRef] = set()  # standing, and a commit holds work of it: without one no round goes on
         self._complete_since: float | None = None
+        self._epoch = 0
+        self._voted: set[PeerRef] = set()
+        self._majority_since: float | None = None
         self._is_healed = False
 
     def healed(self) -> None:
@@ -30,39 +44,84 @@ class Patience:
         self._is_healed = True
         if self._complete_since is not None:
             self._complete_since = self._world.now
+        if self._majority_since is not None:
+            self._majority_since = self._world.now
+
+    def voted(self, ref: PeerRef, vote: Vote) -> None:
+        """A vote has arrived."""
+        if vote.key.epoch != self._epoch or ref not in self._members:
+            return
+        self._voted.add(ref)
+        if self._voted >= self._members:
+            self._judge_the_voteless()
+            self._majority_since = None  # nobody's vote is missing
+        elif self._majority_since is None and 2 * len(self._voted) > len(self._members):
+            self._majority_since = self._world.now
+            self._exchanged()
 
     def made(self, ref: PeerRef) -> None:
         """A payload is made."""
         self._ready.add(ref)
+        self._exchange_began = self._world.now
         self._look()
 
     def view_decided(self, view: View, excused: Collection[PeerRef]) -> None:
         """Whoever was awaited is awaited no more, or the round was aborted."""
         self._judge()
+        self._exchange_began = self._world.now
+        self._epoch = view.epoch
         self._members = {member.ref for member in view.members}
         self._num_standing = len(self._members) + len(excused)
+        self._proven &= self._members | set(excused)
         self._ready &= self._members | set(excused)  # who was put out hands in anew, also if it is back at once
-        self._complete_since = None
+        self._begin()
         self._look()
 
     def rebuilt(self) -> None:
         """Nobody is a member any more, and what was handed in is void."""
         self._members, self._num_standing = set(), 0
         self._ready.clear()
-        self._complete_since = None
+        self._proven.clear()
+        self._begin()
 
-    def committed(self) -> None:
+    def committed(self, record: CommitRecord) -> None:
         """The next round begins."""
+        self._exchanged()
         self._judge()
+        self._proven |= {item.ref for item in record.contributions}
         self._ready.clear()
-        self._complete_since = None
+        self._begin()
+
+    def _exchanged(self) -> None:
+        self._longest_exchange_s = max(self._longest_exchange_s, self._world.now - self._exchange_began)
+
+    def _begin(self) -> None:
+        """A round, or another attempt at one: nobody waits yet."""
+        self._voted.clear()
+        self._complete_since = self._majority_since = None
 
     def _look(self) -> None:
+        if self._ready >= self._members:
+            self._judge_the_late()
+            self._complete_since = None  # nobody is late any more
+            return
         quorum = max(self._min_peers, math.ceil(0.5 * self._num_standing))
-        if self._complete_since is None and len(self._ready & self._members) >= quorum:
+        ready, proven = self._ready & self._members, self._proven & self._members
+        is_complete = len(ready) >= quorum and (not proven or bool(proven & ready))
+        if self._complete_since is None and is_complete:
             self._complete_since = self._world.now
 
     def _judge(self) -> None:
+        self._judge_the_late()
+        self._judge_the_voteless()
+
+    def _judge_the_voteless(self) -> None:
+        if self._is_healed and self._majority_since is not None:
+            waited_s = self._world.now - self._majority_since
+            limit_s = max(self._stall_floor_s, VOTE_FACTOR * self._longest_exchange_s) + GROWS_S
+            demand(waited_s <= limit_s, "I4", "a majority waited {:.1f} s for votes", waited_s)
+
+    def _judge_the_late(self) -> None:
         if self._is_healed and self._complete_since is not None:
             waited_s = self._world.now - self._complete_since
             demand(waited_s <= LIMIT_S, "I4", "a round with its quorum waited {:.1f} s for the late", waited_s)

@@ -70,6 +70,10 @@ class PeerNode(Process):
         self.incarnation = 0
         self.ref = PeerRef(self.peer_id, Incarnation(0))
         self.hung = False  # the trainer stands still, the daemon goes on
+        self.undialled_by: frozenset[str] = frozenset()
+        """Who cannot dial this start: what it advertises reaches them not."""
+        self.next_undialled_by: frozenset[str] = frozenset()
+        self.votes = True  # else its outer step hangs: it has results, and makes nothing of them
         self.died_silently = False  # nobody answers in its place
         self.flawed_step = -1  # in this round it computes other bits than the rest
         self.exit: Finish | None = None
@@ -99,6 +103,9 @@ class PeerNode(Process):
         self.incarnation += 1
         self.ref = PeerRef(self.peer_id, Incarnation(self.incarnation))
         self.exit, self.hung, self.died_silently = None, False, False
+        self.undialled_by, self.next_undialled_by = self.next_undialled_by, frozenset()
+        self.votes = True
+        self._unabsorbed: tuple[RoundKey, Result] | None = None
         self.connection = None
         self.state = self.disk.state
         self.staged = self.exchange = None
@@ -128,6 +135,13 @@ class PeerNode(Process):
         self.sim.checkers.started(self)
         self.sim.control.dial(self)
 
+    def copied(self) -> "PeerNode":
+        """Another site with what is on this disk. It does not run yet."""
+        copy = PeerNode(self.sim, self.peer_id)
+        copy.incarnation, copy.disk = self.incarnation, self.disk.copied()
+        copy.disk_certificate, copy.clock.rate = self.disk_certificate, self.clock.rate
+        return copy
+
     def stop(self, why: str) -> None:
         """The process is gone, with everything but the disk."""
         if not self.alive:
@@ -150,6 +164,21 @@ class PeerNode(Process):
         """Its trainer stands still, or goes on."""
         self.hung = hung
         self.sim.checkers.hangs_or_not()
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether the run has to go on without it, although its heart beats."""
+        return self.hung or not self.votes
+
+    def hang_absorb(self, hung: bool) -> None:
+        """It makes nothing of the results that it gets, or does so again."""
+        self.votes = not hung
+        self.sim.checkers.hangs_or_not()
+        late = self._unabsorbed
+        if self.votes and late is not None:
+            self._unabsorbed = None
+            if self.exchange is not None and self.exchange.key == late[0]:
+                self._absorb(*late)
 
     def on_told(self, connection: "ControlConnection", message: CoordinatorMessage) -> None:
         if connection.up_at_peer:
@@ -256,6 +285,7 @@ class PeerNode(Process):
         self.sim.checkers.finished(self, effect)
         self.sim.control.hang_up(self)
         self.stop("is over")
+        self.sim.is_over(self)
 
     # ------------------------------------------------------------------------ training
 
@@ -305,7 +335,7 @@ class PeerNode(Process):
                 rest.append(IndexRange(item.start + use, item.stop))
         self._leases = tuple(rest)
         step = self.state.held.outer_step
-        weight = float(self.sim.options.samples_per_round)
+        weight = self.sim.options.samples_per_round * self.sim.weight_of(self)
         if self.carried is not None:
             weight += self.carried.weight
             taken = list(merged((*self.carried.consumed, *taken)))
@@ -346,6 +376,12 @@ class PeerNode(Process):
             self.exchange.on_frame(frame)
 
     def exchange_done(self, key: RoundKey, result: Result) -> None:
+        if self.votes:
+            self._absorb(key, result)
+        else:
+            self._unabsorbed = key, result
+
+    def _absorb(self, key: RoundKey, result: Result) -> None:
         assert self.state is not None
         assert self.exchange is not None
         flawed = self.flawed_step == key.outer_step or self.sim.network.chance(self.sim.options.wrong_result)
@@ -362,9 +398,10 @@ class PeerNode(Process):
         done = ExchangeDone(key=key, digest=made.held.digest, weights=weights, sizes=sizes, results=marks)
         self.later(0.001, "absorbed", self.feed, done)
 
-    def exchange_failed(self, key: RoundKey, suspects: tuple[PeerId, ...], cause: str) -> None:
+    def exchange_failed(self, key: RoundKey, suspects: tuple[PeerId, ...], cause: str, told_by: PeerId | None) -> None:
         self.sim.world.say(self.peer_id, f"cannot finish {key.epoch}/{key.outer_step}:", cause, suspects)
-        self.later(0.0, "failed", self.feed, ExchangeFailed(key=key, suspects=suspects, cause=cause))
+        event = ExchangeFailed(key=key, suspects=suspects, cause=cause, told_by=told_by)
+        self.later(0.0, "failed", self.feed, event)
 
     def _install(self, effect: InstallStaged) -> None:
         assert self.staged is not None

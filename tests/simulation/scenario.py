@@ -6,7 +6,7 @@ A file of `scenarios/` is a TOML table:
     why       what the history has shown (optional)
     seed      of the world; the default is 1
     mutant    the broken variant that has to be caught (optional; mutants.py)
-    options   whatever differs from a calm world (options.py); without it and without a script: the swarm of the seed
+    options   whatever differs from a calm world (options.py); without it and without a script: the seed's first draw
     script    what is done, step by step (see `STEPS`); without it the seed's faults strike and everything is healed
     expect    the invariant that is violated, the end, and the story: views with their causes, and commits
 
@@ -82,7 +82,7 @@ class Scenario:
             sim = stage.sim
             outcome = sim.run(lambda: play(stage, self.script))
         else:
-            options = Options(**_read(self.options)) if self.options is not None else None
+            options = Options(**_read(self.options)) if self.options is not None else Options.first_of_seed(self.seed)
             sim = Simulator(self.seed, options=options, parts=parts, echo=echo)
             outcome = sim.run()
         violated = outcome.violation.invariant if outcome.violation is not None else ""
@@ -215,6 +215,15 @@ def _leave(stage: Stage, words: list[str]) -> None:
     _peer(stage, words[0]).feed(LeaveRequested(now="now" in words))
 
 
+def _unreachable(stage: Stage, words: list[str]) -> None:
+    node = _peer(stage, words[0])
+    node.next_undialled_by = frozenset(stage.sim.peers) - {node.peer_id}
+
+
+def _mute(stage: Stage, words: list[str]) -> None:
+    _peer(stage, words[0]).hang_absorb(True)
+
+
 def _cut(stage: Stage, words: list[str]) -> None:
     stage.sim.network.cut(_site(stage, words[0]), _site(stage, words[1]))
 
@@ -251,6 +260,8 @@ STEPS: dict[str, Callable[[Stage, list[str]], str | None]] = {
     "hang": _hang,  # hang PEER
     "unhang": _unhang,  # unhang PEER
     "flaw": _flaw,  # flaw PEER NUMBER: other bits than the rest, that many commits from now
+    "unreachable": _unreachable,  # unreachable PEER: nobody can dial its next start
+    "mute": _mute,  # mute PEER: its outer step hangs, it never votes again
     "leave": _leave,  # leave PEER [now]
     "cut": _cut,  # cut FROM TO
     "mend": _mend,  # mend FROM TO

@@ -27,6 +27,9 @@ MAX_EVENTS = 120_000
 MAX_CPU_S = 30.0
 ORPHAN_TIMEOUT_S = 40.0
 RECOVER_S = 10.0
+MAX_STALL_S = 5.0
+ODD_WEIGHTS = (1 / 3, 0.1, 0.7)
+"""None is exact in few bits, and no two add up to a third."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,6 +88,9 @@ class Simulator:
         self.coordinator = CoordinatorNode(self)
         names = [f"{index + 1:016x}" for index in range(self.options.num_peers)]
         self.peers = {peer_id: PeerNode(self, peer_id) for peer_id in names}
+        self.ghosts: list[PeerNode] = []
+        """Older starts that live on beside the copy of their folder."""
+        self.were_copied: set[PeerNode] = set()
         self._speed = {peer_id: self.world.rng.choice((1.0, 1.0, 1.5)) for peer_id in self.peers}
         if self.options.clock_drift:
             for site in (self.coordinator, *self.peers.values()):
@@ -124,6 +130,7 @@ class Simulator:
             if node.alive:
                 self.marks.peer_ended(node)
         self.marks[f"end: {end}"] += 1
+        self.marks["weights: odd"] += self.options.has_odd_weights
         return {mark: number for mark, number in self.marks.items() if number}
 
     def both_phases(self) -> str:
@@ -152,10 +159,20 @@ class Simulator:
         self.checkers.patience.healed()
         rng = self.world.rng
         everybody_back = rng.random() < 0.5
+        for ghost in self.ghosts:
+            ghost.resume(now=True)
+            if ghost.is_up:
+                self.peers[ghost.peer_id].start()
         for node in self.peers.values():
             node.resume(now=True)
             if node.hung and rng.random() < 0.5:
                 node.hang(False)
+            # Whoever stays silent costs the others a deadline each time it is a member again.
+            if not node.votes and (rng.random() < 0.5 or self.options.stall_floor_s > MAX_STALL_S):
+                node.hang_absorb(False)
+            node.next_undialled_by = frozenset()
+            if node.undialled_by and (rng.random() < 0.5 or not self._can_do_without(node)):
+                self.bulk.becomes_dialable(node)
             if not node.alive and (everybody_back or rng.random() < 0.5):
                 node.start()
         # As many as the run needs, and somebody who has its state, as long as there is anybody.
@@ -164,16 +181,51 @@ class Simulator:
             holder_up = any(self.checkers.holds_newest(item) for item in core)
             if len(core) < self.options.min_peers or not holder_up:
                 node.hang(False)
+                if not node.votes:
+                    node.hang_absorb(False)
+                self.bulk.becomes_dialable(node)
                 node.start()
         return self.checkers.converge()
 
+    def _can_do_without(self, node: PeerNode) -> bool:
+        """Whether nobody has a link to this peer, and nobody needs one: the run goes on, and never had it."""
+        is_alone = not any(self.bulk.meet(node.peer_id, other) for other in self.peers if other != node.peer_id)
+        return is_alone and self.checkers.history.is_newcomer(node.peer_id)
+
     def core(self) -> list[PeerNode]:
         """The peers that have to be members in the end."""
-        return [
-            node for node in self.peers.values() if node.is_up and not node.hung and not self.has_wrong_manifest(node)
-        ]
+        fit = [node for node in self.peers.values() if node.is_up and not node.stands_still and not node.undialled_by]
+        return [node for node in fit if not self.has_wrong_manifest(node)]
 
     # ------------------------------------------------------------------------ who is how
+
+    def clone(self, node: PeerNode) -> None:
+        """Somebody starts a copy of the folder of a running peer. The older start goes on beside it."""
+        self.world.say(node.peer_id, "is copied, and the copy starts")
+        self.ghosts.append(node)
+        self.were_copied.add(node)
+        self.peers[node.peer_id] = copy = node.copied()
+        copy.start()
+
+    def take_over(self, paused_s: float) -> None:
+        """Another coordinator leads from now on; the one before hears of that when it is awake and writes."""
+        former = self.coordinator
+        if former.alive:
+            self.world.say("another coordinator takes over")
+            former.pause(paused_s)
+            self.coordinator = former.successor()
+            self.control.leave_coordinator(former)
+            self.coordinator.start()
+
+    def is_over(self, node: PeerNode) -> None:
+        """The process of a peer has ended for good. If an older start lives on, that is the peer now."""
+        older = [ghost for ghost in self.older_starts(node.peer_id) if ghost.is_up]
+        if older and self.peers[node.peer_id] is node:
+            self.peers[node.peer_id] = older[-1]
+            self.ghosts.remove(older[-1])
+
+    def older_starts(self, peer_id: str) -> list[PeerNode]:
+        return [ghost for ghost in self.ghosts if ghost.peer_id == peer_id]
 
     def looks_into_machines(self) -> bool:
         """Whether a machine asserts its own invariants now: every third time, since that costs a tenth of a seed."""
@@ -194,6 +246,10 @@ class Simulator:
     def is_liar(self, peer_id: str) -> bool:
         """Whether this site lies, or did."""
         return peer_id == self._liar
+
+    def weight_of(self, node: PeerNode) -> float:
+        """Of one sample."""
+        return ODD_WEIGHTS[int(node.peer_id, 16) % len(ODD_WEIGHTS)] if self.options.has_odd_weights else 1.0
 
     def speed_of(self, node: PeerNode) -> float:
         return self._speed[node.peer_id]

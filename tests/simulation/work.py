@@ -120,12 +120,15 @@ class Leases:
         self._owner: dict[int, PeerRef] = {}
         self._consumed: dict[int, int] = {}  # by which step
         self._members: set[PeerRef] = set()
+        self._serials: set[tuple[PeerRef, int]] = set()
 
     def view_decided(self, view: View, excused: Collection[PeerRef]) -> None:
         self._members = {member.ref for member in view.members} | set(excused)
 
     def granted(self, record: LeaseRecord) -> None:
         demand(record.ref in self._members, "I7", f"leases for {name(record.ref)}, who is no member")
+        demand((record.ref, record.serial) not in self._serials, "I7", "{} gets for one request twice", record.ref)
+        self._serials.add((record.ref, record.serial))
         for index in (i for item in record.ranges for i in range(item.start, item.stop)):
             demand(index not in self._consumed, "I7", "sample {} is given again after it was consumed", index)
             demand(index not in self._owner, "I7", "sample {} has two owners", index)
@@ -148,6 +151,7 @@ class Leases:
         """Only what the commits that count have consumed is consumed."""
         self._consumed = consumed_by(kept)
         self._owner.clear()
+        self._serials.clear()
         self._members = set()
 
     def at_rest(self, next_index: int, free: int) -> None:

@@ -49,6 +49,21 @@ def test_an_offer_that_is_not_what_it_says_is_not_taken(tmp_path):
     assert num_descriptors() == before - 6  # the file, its mapping, four ends of pipes
 
 
+def test_memory_of_another_user_is_not_taken(monkeypatch):
+    """Who can open it may still not be trusted with it: root opens everybody's."""
+    offering = make_offering()
+    before = num_descriptors()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert take_offer(offering.offer) is None
+    assert num_descriptors() == before
+    monkeypatch.undo()
+    taken = take_offer(offering.offer)
+    assert taken is not None
+    for memory in (taken, offering.memory):
+        memory.close()
+    offering.close()
+
+
 @pytest.mark.parametrize(
     "words",
     [

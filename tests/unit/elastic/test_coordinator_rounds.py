@@ -300,7 +300,72 @@ def test_a_pause_of_the_coordinator_does_not_make_a_slow_exchange_a_quick_one() 
     assert driver.member_numbers() == [1, 2]
 
 
-def test_two_of_four_votes_start_no_deadline() -> None:
+def beat_for(driver: CoordinatorDriver, seconds: int, *numbers: int) -> None:
+    """These say each second that they have handed in and wait for others."""
+    state = driver.machine.state
+    beat = Heartbeat(epoch=state.epoch, outer_step=state.outer_step, progress=1, blocked=True, ready=True)
+    for _ in range(seconds):
+        for number in numbers:
+            driver.says(number, beat)
+        driver.wait(1.0)
+
+
+def test_who_never_votes_does_not_make_the_next_one_wait_longer() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2, 3)
+    for _ in range(3):  # it comes back each time
+        driver.vote(1)
+        driver.vote(2)
+        beat_for(driver, 10, 1, 2, 3)
+        assert driver.member_numbers() == [1, 2], "it went within the floor of 8 s"
+        driver.join(3, driver.machine.state.committed, epoch=driver.machine.state.epoch)
+        driver.vote(1)
+        driver.vote(2)
+        assert driver.member_numbers() == [1, 2, 3]
+
+
+def test_member_alone_that_never_votes_makes_way_for_a_learner_with_the_state() -> None:
+    driver = CoordinatorDriver(stall_initial_s=20.0).with_veterans(1)
+    beat_for(driver, 100, 1)
+    assert driver.member_numbers() == [1], "nobody else can go on"
+    driver.join(2, driver.machine.state.committed)
+    beat_for(driver, 2, 1)
+    assert driver.member_numbers() == [2]
+
+
+def test_member_that_has_voted_is_not_dropped_because_it_waits_itself() -> None:
+    """It waits for a quorum that is not there, and for nobody's sake but its own."""
+    driver = CoordinatorDriver(min_peers=2, stall_initial_s=5.0).with_veterans(1, 2)
+    driver.says(2, Leave(now=True))
+    driver.vote(1)
+    state = driver.machine.state
+    for _ in range(30):
+        driver.says(1, Heartbeat(epoch=state.epoch, outer_step=state.outer_step, progress=1, blocked=False))
+        driver.wait(1.0)
+    assert driver.member_numbers() == [1]
+
+
+def test_newcomer_does_not_go_on_alone_while_the_only_proven_member_is_late() -> None:
+    driver = CoordinatorDriver(grace_initial_s=2.0).with_veterans(1)
+    driver.join(2, driver.machine.state.committed)
+    driver.vote(1)
+    for _ in range(20):
+        beat_for(driver, 1, 2)
+        state = driver.machine.state
+        works = Heartbeat(epoch=state.epoch, outer_step=state.outer_step, progress=1, blocked=False)
+        driver.says(1, works)
+    assert driver.member_numbers() == [1, 2], "nobody has reached the second one yet"
+
+
+def test_few_votes_are_enough_when_nothing_moves_for_as_long_as_a_member_may_stand_still() -> None:
+    driver = CoordinatorDriver(stall_initial_s=20.0).with_veterans(1, 2, 3, 4)
+    driver.vote(1)
+    beat_for(driver, 18, 1, 2, 3, 4)
+    assert driver.member_numbers() == [1, 2, 3, 4]
+    beat_for(driver, 4, 1, 2, 3, 4)
+    assert driver.member_numbers() == [1]
+
+
+def test_two_of_four_votes_start_no_deadline_of_an_exchange() -> None:
     driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
     step, epoch = driver.machine.state.outer_step, driver.machine.state.epoch
     driver.vote(1)

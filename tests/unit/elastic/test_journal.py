@@ -230,6 +230,16 @@ def test_torn_bytes_in_the_tail_leave_a_shorter_journal_in_order(path):
     assert [record.outer_step for record in records] == list(range(len(records)))
 
 
+def test_a_record_is_on_the_disk_before_anybody_hears_of_it(path):
+    """SIGKILL cannot tell: what the kernel has, it keeps. A power cut would lose it with any other setting."""
+    journal = Journal(path, run_id="run")
+    try:
+        assert journal._database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert journal._database.execute("PRAGMA synchronous").fetchone() == (2,), "FULL"
+    finally:
+        journal.close()
+
+
 def test_full_disk_is_a_typed_error_and_the_records_before_it_stay(path):
     journal = Journal(path, run_id="run")
     journal.append(RECORDS[0])

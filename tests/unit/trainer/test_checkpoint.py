@@ -52,6 +52,28 @@ def state(outer_step: int, numel: int = 1000) -> dict[str, torch.Tensor]:
     }
 
 
+def watch_the_disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From now on: the path of everything that is flushed, and what is renamed, in their order."""
+    happened: list[str] = []
+    flush, rename, replace = os.fsync, Path.rename, Path.replace
+
+    def flushing(descriptor: int) -> None:
+        happened.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        flush(descriptor)
+
+    def moving(move: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
+        def moved(source: Path, target: Path) -> Path:
+            happened.append(f"renamed to {Path(target).name}")
+            return move(source, target)
+
+        return moved
+
+    monkeypatch.setattr(os, "fsync", flushing)
+    monkeypatch.setattr(Path, "rename", moving(rename))
+    monkeypatch.setattr(Path, "replace", moving(replace))
+    return happened
+
+
 def a_store(folder: Path, *steps: int, keep: int = 10) -> CheckpointStore:
     store = CheckpointStore(folder / "checkpoints", keep=keep)
     for step in steps:
@@ -144,6 +166,19 @@ store.save(checkpoint.CheckpointMeta(run_id="r", outer_step=2, digest=bytes(32),
     assert_is(store.load_newest(), 1)
     store.save(meta(2), state(2))
     assert_is(store.load_newest(), 2)
+
+
+def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = a_store(tmp_path, 1)
+    happened = watch_the_disk(monkeypatch)
+    store.save(meta(2), state(2))
+    renamed = happened.index(f"renamed to {store.path_of(2).name}")
+    flushed = [Path(what).name for what in happened[:renamed]]
+    assert all(any(file in name for name in flushed) for file in (STATE_NAME, MANIFEST_NAME)), "its files"
+    assert any(name.startswith(".partial") for name in flushed), "their names"
+    assert str(tmp_path / "checkpoints") in happened[renamed:], "its own name"
 
 
 # ----------------------------------------------------------------------------------------------------------- our bugs

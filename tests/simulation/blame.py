@@ -1,0 +1,63 @@
+"""I5: who is put out because a round could not be finished with it. Judged by what the members said.
+
+A member that a commit has held work of is not put out on the word of newcomers, and half of the last commit's members
+are never put out by accusations alone. Nor does a round go on without the late if newcomers alone are left.
+"""
+
+from collections import defaultdict
+
+from collective.core.types import PeerId, PeerRef, View
+from elastic.core.messages import RoundFailed
+from elastic.core.records import CommitRecord, ViewRecord
+from tests.simulation.symbols import name
+from tests.simulation.world import demand
+
+BLAMED = "members could not finish the round with it"
+
+
+class Blame:
+    """Books of who has accused whom since the last commit, and whose work is in one."""
+
+    def __init__(self) -> None:
+        self._proven: set[PeerId] = set()  # a commit holds work of it
+        self._standing: set[PeerRef] = set()  # and it has been a member, or excused, ever since
+        self._last: set[PeerRef] = set()  # whose work the last commit holds
+        self._accused: defaultdict[PeerId, set[PeerRef]] = defaultdict(set)  # by whom
+        self._complained: defaultdict[PeerRef, set[PeerId]] = defaultdict(set)  # about whom; itself if about nobody
+
+    def reported(self, sender: PeerRef, report: RoundFailed) -> None:
+        """A report has arrived. What its sender was told by another member is no word of its own."""
+        if report.told_by is not None:
+            return
+        for suspect in report.suspects or (sender.peer_id,):
+            self._accused[suspect].add(sender)
+            self._complained[sender].add(suspect)
+
+    def committed(self, record: CommitRecord) -> None:
+        self._last = {item.ref for item in record.contributions}
+        self._standing |= self._last
+        self._proven |= {ref.peer_id for ref in self._last}
+        self._accused.clear()
+        self._complained.clear()
+
+    def rebuilt(self) -> None:
+        self._proven, self._last, self._standing = set(), set(), set()
+
+    def view_decided(self, record: ViewRecord, before: View | None) -> None:
+        now = {member.ref for member in record.view.members}
+        blamed = {part.split(" ")[0] for part in record.cause.split("; ") if part.endswith(BLAMED)}
+        out = [member.ref for member in (before.members if before else ()) if member.peer_id in blamed]
+        proven = [ref for ref in out if ref.peer_id in self._proven]
+        for ref in proven:
+            voices = {voice for voice in self._accused[ref.peer_id] if voice.peer_id in self._proven}
+            demand(
+                bool(voices or self._complained[ref] & self._proven),
+                "I5",
+                f"{name(ref)} is put out on the word of newcomers",
+            )
+        if "goes on without" in record.cause:
+            alone = not now & self._standing and bool(set(record.excused) & self._standing)
+            demand(not alone, "I5", "a round goes on with newcomers alone")
+        self._standing &= now | set(record.excused)
+        if proven and self._last:
+            demand(2 * len(self._last & now) >= len(self._last), "I5", "accusations put out most of the last commit")
