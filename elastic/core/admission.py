@@ -26,11 +26,12 @@ MAX_COMMITS_BEHIND = 64
 
 
 class Admission:
-    """Decides when a roster takes learners in. Holds only which states were the newest a moment ago."""
+    """Decides when a roster takes learners in. Holds which states were the newest a moment ago, and one clock."""
 
     def __init__(self, roster: Roster, meetings: Meetings) -> None:
         self._roster = roster
         self._meetings = meetings
+        self._without_known_since: Instant | None = None  # only newcomers hold the state
         self._superseded: deque[tuple[Instant, Held]] = deque(maxlen=MAX_COMMITS_BEHIND)
 
     def at_boundary(self, deviants: Sequence[PeerRef]) -> None:
@@ -64,15 +65,23 @@ class Admission:
 
     def between_commits(self) -> None:
         """Nobody can commit: take in whoever holds the committed state."""
-        roster = self._roster
-        committed = roster.state.committed
-        if committed is None or roster.state.view.world_size >= roster.quorum:
+        roster, state = self._roster, self._roster.state
+        since, self._without_known_since = self._without_known_since, None
+        if state.committed is None or state.view.world_size >= roster.quorum:
             return
         into = self._meetings.have_met(roster.arrived(), roster.members())
         # Whoever came first would go on alone, and the others would wait for its next commit.
         if roster.awaited - {session.ref.peer_id for session in into} and roster.now < roster.awaited_until:
             return
         roster.awaited.clear()
+        is_known = any(session.ref.peer_id in state.reached for session in into)
+        if into and not is_known and not state.view.members and state.certificate is not None:
+            # Those whose work was committed have a while to come back: a newcomer that nobody could dial went on
+            # alone, and nobody could fetch what it had committed (seed 289).
+            self._without_known_since = roster.now if since is None else since
+            if roster.now < self._without_known_since + roster.config.recover_s:
+                return
+            self._without_known_since = None
         roster.cross_boundary(evicted={}, into=into)
 
     def found(self) -> None:
@@ -90,10 +99,17 @@ class Admission:
         chosen.progressed_at = roster.now
         roster.welcome(chosen)
 
+    def forgive(self, now: Instant) -> None:
+        """The coordinator itself did not run: nobody could come back."""
+        if self._without_known_since is not None:
+            self._without_known_since = now
+
     def deadlines(self) -> list[Instant]:
         """When to look again."""
         roster = self._roster
         result = [roster.awaited_until] if roster.awaited else []
+        if self._without_known_since is not None:
+            result.append(self._without_known_since + roster.config.recover_s)
         if roster.state.committed is None and len(roster.sessions) > 1 and roster.founder is not None:
             founder = roster.sessions.get(roster.founder.peer_id)
             if founder is not None:

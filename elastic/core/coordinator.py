@@ -143,6 +143,7 @@ class CoordinatorMachine:
         roster.forgive()
         self._rollback.forgive(now)
         self._meetings.forgive(now)
+        self._admission.forgive(now)
         if self._rebuild is not None:
             self._rebuild.forgive(now)
 

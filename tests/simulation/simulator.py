@@ -190,7 +190,9 @@ class Simulator:
     def _can_do_without(self, node: PeerNode) -> bool:
         """Whether nobody has a link to this peer, and nobody needs one: the run goes on, and never had it."""
         is_alone = not any(self.bulk.meet(node.peer_id, other) for other in self.peers if other != node.peer_id)
-        return is_alone and self.checkers.history.is_newcomer(node.peer_id)
+        views = self.checkers.history.views
+        is_member = bool(views) and any(member.ref == node.ref for member in views[-1].members)
+        return is_alone and not is_member and self.checkers.history.is_newcomer(node.peer_id)
 
     def core(self) -> list[PeerNode]:
         """The peers that have to be members in the end."""
