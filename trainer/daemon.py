@@ -216,7 +216,7 @@ class _Process:
             corpus=start.corpus,
             run_dir=self._run_dir,
             checkpoint=None if start.founded is None else start.founded.checkpoint,
-            hello=hello_maker(start.me, start.terms),
+            hello=hello_maker(start.me, start.terms.run_id),
             security=start.security,
         )
         return Peer(plan, chronicle)
@@ -307,7 +307,8 @@ class _Process:
         gatekeeper = Gatekeeper(
             start.me,
             start.terms,
-            secret=None if start.founded is None else start.founded.run.secret,
+            security=start.security,
+            run=None if start.founded is None else start.founded.run,
             now_s=wall_s,
             is_away=lambda: self._coordinator is not None and self._coordinator.is_away,
         )

@@ -3,7 +3,7 @@
 Rules: nothing that a stranger sends can end the process or hold more than a socket, 4 KiB and a TLS handshake for 5 s.
 At most `max_unknown` connections may be without a valid hello, of which one address gets a share, and an address may
 not try too often. Every connection that does not get through is closed and counted in `counters`, by reason. Whether
-it must be encrypted is the policy of `Security`; a hello counts only if the certificate says the same name.
+it must be encrypted is the policy of `Security`; a hello counts only if its sender has proved to be who it says.
 """
 
 import asyncio
@@ -59,7 +59,8 @@ class Listener:
             channel is closed then.
         bulk: takes an accepted BULK socket for good.
         counters: by reason, connections that did not get through; give one to share it.
-        security: encrypts what comes from outside this machine; None takes nothing but plain connections.
+        security: encrypts what comes from outside this machine, and lets everybody else prove who it is; None takes
+            nothing but plain connections, and believes them.
         limiter: how often an address may try; the usual limits if None.
     """
 
@@ -275,7 +276,7 @@ class Listener:
     def _decide(self, sock: socket.socket, hello: Hello) -> tuple[HelloReply, str]:
         """The answer to a valid hello, and what to count it as if that is no."""
         reply = self._accept(hello)
-        mismatch = name_mismatch(sock, hello.peer_id, may_be_stranger=hello.purpose is Purpose.ADMISSION)
+        mismatch = self._mismatch(sock, hello, is_wanted=reply.accepted)
         if hello.protocol_version != PROTOCOL_VERSION:
             reason = f"protocol version {hello.protocol_version}, here {PROTOCOL_VERSION}: update one side"
         elif mismatch is not None:
@@ -292,6 +293,15 @@ class Listener:
             incarnation=reply.incarnation,
         )
         return refusal, mismatch or "refused"
+
+    def _mismatch(self, sock: socket.socket, hello: Hello, *, is_wanted: bool) -> str | None:
+        """Why the dialler is not who it says, or None if it is, or is a stranger who may be one."""
+        may_be_stranger = hello.purpose is Purpose.ADMISSION
+        if isinstance(sock, TlsSocket):
+            return name_mismatch(sock, hello.peer_id, may_be_stranger=may_be_stranger)
+        if self._security is None or may_be_stranger or not is_wanted:
+            return None
+        return self._security.doubt(sock, hello)
 
 
 async def _first_byte(sock: socket.socket) -> bytes:
