@@ -162,7 +162,7 @@ def stranger_security(ticket: Ticket, tls: str) -> TicketSecurity | None:
     raise TicketRefused(
         TicketFault.NO_FINGERPRINT,
         "the ticket has no fingerprint to know the run by: the run is not encrypted",
-        cure="join with --insecure if no encryption is what you want",
+        cure="ask for a new ticket, or join with --insecure if no encryption is what you want",
     )
 
 

@@ -179,7 +179,7 @@ def join(
         _hint_at_expiry(decoded)
         run_dir = _run_dir(resolved, decoded.run_id)
     else:
-        run_dir = choose_folder(resolved.config.node.dir, holding="membership.json", or_else=ConfigError).absolute()
+        run_dir = _joined_folder(resolved)
     options = PeerOptions(resolved=resolved, run_dir=run_dir, role=Joining(ticket=decoded))
     from trainer.daemon import run_peer
 
@@ -342,6 +342,17 @@ def _peers_ticket(given: str) -> "Ticket":
             cure="join with the ticket that the coordinator printed",
         )
     return ticket
+
+
+def _joined_folder(resolved: "ResolvedConfig") -> Path:
+    """The folder of a peer that comes back."""
+    try:
+        return choose_folder(resolved.config.node.dir, holding="membership.json", or_else=NothingRuns).absolute()
+    except NothingRuns as nothing:
+        raise ConfigError(
+            f"there is no ticket, and under {RUNS_FOLDER}/ no peer that could come back without one",
+            cure="join with the ticket that the coordinator printed, or name the peer's folder with --dir",
+        ) from nothing
 
 
 def _hint_at_expiry(ticket: "Ticket") -> None:

@@ -18,6 +18,7 @@ from collective.errors import (
 )
 from collective.transport import Channel, FrameType, Hello, HelloReply, Listener, Purpose, connect
 from collective.transport.accept_limit import NO_PLACE_FOR_ADDRESS
+from collective.transport.hello import MAX_CREDENTIAL_NBYTES
 from collective.wire import PROTOCOL_VERSION, Header, pack
 
 SERVER, CLIENT = PeerId("5" * 16), PeerId("c" * 16)
@@ -138,7 +139,7 @@ MALFORMED = {
     "negative incarnation": {"incarnation": -1},
     "huge incarnation": {"incarnation": 2**63},
     "no peer id": {"peer_id": "../../etc/passwd"},
-    "long credential": {"credential": b"x" * 129},
+    "long credential": {"credential": b"x" * (MAX_CREDENTIAL_NBYTES + 1)},
     "unknown purpose": {"purpose": "root"},
     "stream out of range": {"stream": 64},
 }

@@ -133,7 +133,7 @@ def test_mistake_is_one_sentence_and_exit_code_2(tmp_path: Path, arguments: list
         ("hello", "this is not a ticket"),
         (TICKET[:-9], "the ticket's end is missing"),
         (TICKET[:30] + ("b" if TICKET[30] == "a" else "a") + TICKET[31:], "the ticket is damaged"),
-        ("isthmus2" + TICKET[8:], "this ticket is of version 2"),
+        ("isthmus1" + TICKET[8:], "this ticket is of version 1"),
     ],
 )
 def test_bad_ticket_is_one_sentence_and_exit_code_5(tmp_path: Path, ticket: str, part: str) -> None:
