@@ -11,7 +11,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 
-from collective.core.types import PeerRef, View
+from collective.core.types import PeerId, PeerRef, View
 from collective.transport.bundle import Bundle, BundleOwner
 from collective.transport.hello import Hello
 from collective.transport.link import Caps
@@ -116,6 +116,12 @@ class Mesh:
             async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as dials:
                 for bundle in wanted:
                     dials.create_task(bundle.repair())
+
+    def put_out(self, peer_id: PeerId) -> None:
+        """End the connections of a peer that others do not want any more. To a round it is one whose line broke."""
+        for ref, bundle in list(self.bundles.items()):
+            if ref.peer_id == peer_id:
+                bundle.cut("the peer was put out")
 
     def drop(self, ref: PeerRef) -> None:
         """End all links to this start of a peer."""

@@ -58,7 +58,7 @@ from elastic.core.events import (
 )
 from elastic.core.farewell import UNREACHABLE_EXIT_CODE
 from elastic.core.member import MemberMachine
-from elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding
+from elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding, Trust
 from elastic.desk import Committed, Desk
 from elastic.dialler import Dial, Dialler, NobodyAnswers
 from elastic.digest import Hasher
@@ -76,6 +76,7 @@ from elastic.observation import (
     Finished,
     Observe,
     RoundCommitted,
+    TrustHeard,
     WorkCarriedOver,
     ignore,
 )
@@ -341,6 +342,8 @@ class Membership:
                 self._learner.overruled(made, voted)
         elif isinstance(message, Rebuilding):
             self._observe(CoordinatorAsks(testified=message.testified, needed=message.needed))
+        elif isinstance(message, Trust):
+            self._observe(TrustHeard(message))
         self._feed(CoordinatorSaid(message=message))
 
     async def _dial_donor(self, member: Member) -> Channel:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from collective.core.types import PeerId, PeerRef, RoundKey, View
 from elastic.core.certificate import Certificate
-from elastic.core.messages import Held
+from elastic.core.messages import Held, Trust
 from elastic.core.records import Record
 from elastic.parity import Difference
 
@@ -151,6 +151,13 @@ class CoordinatorAsks:
     needed: int
 
 
+@dataclass(frozen=True, slots=True)
+class TrustHeard:
+    """The coordinator says whose certificates count and who is put out; it may have said so before."""
+
+    trust: Trust
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatchUpStarted:
     """This learner begins to fetch or replay, or aims at a newer target."""
@@ -209,6 +216,7 @@ ElasticEvent = (
     | RoundCommitted
     | CertificateKept
     | CoordinatorAsks
+    | TrustHeard
     | CatchUpStarted
     | CatchUpEnded
     | Deviated

@@ -10,8 +10,19 @@ from typing import assert_never
 
 from collective import RoundStats
 from collective.core.types import RoundKey, View
+from elastic.core.doors import FOR_EVER
 from elastic.core.leases import count
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    BarRecord,
+    CommitRecord,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    TicketRecord,
+    ViewRecord,
+)
 from elastic.observation import (
     BecameActive,
     BecameExcused,
@@ -33,6 +44,7 @@ from elastic.observation import (
     RoundCommitted,
     RoundStaged,
     RoundStarted,
+    TrustHeard,
     ViewInstalled,
     WorkCarriedOver,
 )
@@ -224,6 +236,8 @@ class Chronicle:
                     bytes=nbytes,
                     seconds=seconds,
                 )
+            case TrustHeard():
+                pass  # nobody needs to know but who applies it
             case Deviated():
                 self.deviated(event, ())
             case Finished(code=code, reason=reason):
@@ -280,6 +294,10 @@ class Chronicle:
                 emit("lease", of=ref.peer_id, serial=serial, samples=count(ranges))
             case ReleaseRecord(ref=ref, epoch=epoch, ranges=ranges):
                 emit("lease_returned", of=ref.peer_id, epoch=epoch, samples=count(ranges))
+            case BarRecord(bar=bar):
+                emit("put_out", of=bar.peer_id, banned=bar.certificate >= FOR_EVER)
+            case TicketRecord(ticket_id=ticket_id, used_by=used_by):
+                emit("ticket_spent", ticket=ticket_id.hex(), by=used_by)
             case _:
                 assert_never(record)
 

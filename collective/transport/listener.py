@@ -18,6 +18,7 @@ from functools import partial
 
 import msgspec
 
+from collective.core.types import PeerId
 from collective.errors import AddressInUse, CollectiveError, ConnectionLost, RemoteProtocolError, SecurityRefused
 from collective.transport.accept_limit import AcceptLimiter, Attempt
 from collective.transport.channel import Channel
@@ -90,6 +91,7 @@ class Listener:
         self._security = security
         self._limiter = limiter or AcceptLimiter()
         self._unknown: set[_Caller] = set()
+        self._channels: set[Channel] = set()
         self._sock: socket.socket | None = None
         self._accepts = False
         self._tasks = asyncio.TaskGroup()
@@ -135,6 +137,12 @@ class Listener:
             self._sock = None
             for caller in self._unknown:  # a task that never began left its socket there
                 caller.sock.close()
+
+    def put_out(self, peer_id: PeerId) -> None:
+        """End the connections of a peer that routes hold, but for CONTROL: there it is told why, and by whom."""
+        for channel in list(self._channels):
+            if channel.hello.peer_id == peer_id and channel.hello.purpose is not Purpose.CONTROL:
+                channel.close()
 
     async def __aenter__(self) -> "Listener":
         await self.start()
@@ -213,6 +221,7 @@ class Listener:
             self._bulk(sock, hello)
             return
         with contextlib.closing(Channel(sock, hello)) as channel:
+            self._channels.add(channel)
             try:
                 await self._routes[hello.purpose](channel)
             except ConnectionLost:
@@ -220,6 +229,8 @@ class Listener:
             except CollectiveError as error:
                 self.counters["broke the protocol after hello"] += 1
                 log.warning("connection_dropped purpose=%s peer_id=%s cause=%s", hello.purpose, hello.peer_id, error)
+            finally:
+                self._channels.discard(channel)
 
     # -------------------------------------------------------------------------------- before the hello
 

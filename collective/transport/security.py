@@ -21,7 +21,7 @@ import enum
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from cryptography import x509
@@ -95,8 +95,6 @@ class Security:
     Args:
         credentials: what we show, and whom we believe.
         mode: when to encrypt.
-        withdrawn: by peer, up to which number its certificates are void. Looked up at each handshake, so the owner may
-            change it.
         wall_s: the wall clock in Unix seconds, for connections that are not encrypted.
         name_of: whom a certificate speaks of. Only `shared` has another answer than `peer_id_in`.
 
@@ -109,7 +107,6 @@ class Security:
         credentials: Credentials,
         *,
         mode: Mode = Mode.AUTO,
-        withdrawn: Mapping[PeerId, int] | None = None,
         wall_s: Callable[[], float] = _wall_s,
         name_of: Callable[[x509.Certificate], PeerId | None] = peer_id_in,
     ) -> None:
@@ -122,7 +119,7 @@ class Security:
         """32 bytes for a ticket: by them a stranger knows us. The public key of who has signed our certificate."""
         self._credentials = credentials
         self._authorities: list[x509.Certificate] = []
-        self._withdrawn = {} if withdrawn is None else withdrawn
+        self._void_up_to: dict[PeerId, int] = {}
         self._wall_s = wall_s
         self._name_of = name_of
         self._dialling = _context(ssl.PROTOCOL_TLS_CLIENT)
@@ -155,6 +152,16 @@ class Security:
                 self._authorities.append(authority)
                 for context in (self._dialling, self._accepting):
                     context.load_verify_locations(cadata=authority.public_bytes(Encoding.DER))
+
+    def withdraw(self, peer_id: PeerId, up_to: int) -> bool:
+        """Let a peer's certificates up to this number be void from now on. Whether that is news.
+
+        It is looked at in handshakes: whoever owns the connections that are there already has to end them.
+        """
+        is_news = up_to > self._void_up_to.get(peer_id, 0)
+        if is_news:
+            self._void_up_to[peer_id] = up_to
+        return is_news
 
     @property
     def is_served(self) -> bool:
@@ -228,7 +235,7 @@ class Security:
         peer_id = self._name_of(certificate)
         if peer_id is None:
             raise SecurityRefused(ANOTHER_PEER)
-        if certificate.serial_number <= self._withdrawn.get(peer_id, 0):
+        if certificate.serial_number <= self._void_up_to.get(peer_id, 0):
             raise SecurityRefused(WITHDRAWN)
         return peer_id
 

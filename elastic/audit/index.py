@@ -4,7 +4,17 @@ from collections.abc import Sequence
 
 from collective.core.types import PeerId, RoundKey, View
 from elastic.audit.beginning import beginning_in
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    BarRecord,
+    CommitRecord,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    TicketRecord,
+    ViewRecord,
+)
 
 
 class RecordIndex:
@@ -46,3 +56,5 @@ class RecordIndex:
                     self.grants.add((ref.peer_id, serial, sum(len(item) for item in ranges)))
                 case ReleaseRecord(ref=ref, epoch=epoch, ranges=ranges):
                     self.returns.add((ref.peer_id, epoch, sum(len(item) for item in ranges)))
+                case BarRecord() | TicketRecord():
+                    pass  # they say nothing of what the run has done

@@ -23,7 +23,16 @@ from elastic.core.admission import Admission
 from elastic.core.certificate import Certificate
 from elastic.core.closing import Closing
 from elastic.core.config import CoordinatorConfig, RebuildRule
-from elastic.core.events import CoordinatorEffect, CoordinatorEvent, PeerConnectionLost, PeerSaid, Resign, Tick
+from elastic.core.doorkeeper import Doorkeeper
+from elastic.core.events import (
+    CoordinatorEffect,
+    CoordinatorEvent,
+    Ordered,
+    PeerConnectionLost,
+    PeerSaid,
+    Resign,
+    Tick,
+)
 from elastic.core.messages import (
     Evicted,
     Goodbye,
@@ -64,6 +73,7 @@ class CoordinatorMachine:
         self._reception = Reception(self._roster)
         self._admission = Admission(self._roster)
         self._closing = Closing(self._roster, self._admission)
+        self._doorkeeper = Doorkeeper(self._roster)
         self._rebuild: Rebuild | None = None  # while the journal is lost and not made anew yet
         self._deadline: Instant | None = None  # found after each event: looking costs as much as deciding
         self._promised: Instant | None = None  # when the last event expected the next one at the latest
@@ -121,6 +131,8 @@ class CoordinatorMachine:
                 self._on_said(event.sender, event.message)
             case PeerConnectionLost():
                 self._on_connection_lost(event.sender)
+            case Ordered():
+                self._doorkeeper.obey(event)
             case Tick():
                 pass
             case _:
@@ -195,6 +207,10 @@ class CoordinatorMachine:
 
     def _on_said(self, sender: PeerRef, message: PeerMessage) -> None:
         roster = self._roster
+        if self._doorkeeper.turn_away(sender):
+            return
+        if isinstance(message, Join):
+            self._doorkeeper.introduce(sender)
         if roster.halted is not None:
             roster.send(sender, roster.halted)
             return

@@ -39,7 +39,46 @@ class PeerConnectionLost:
     sender: PeerRef
 
 
-CoordinatorEvent = PeerSaid | PeerConnectionLost | Tick
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutOut:
+    """Evict a peer: what there is of it now, with its certificates up to this number, or whatever may come."""
+
+    peer_id: PeerId
+    certificate: int
+    for_ever: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UseTicket:
+    """A ticket for one peer is used by this one. Instants are in Unix seconds."""
+
+    ticket_id: bytes
+    expires_at_s: int
+    used_by: PeerId
+    at_s: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevokeTicket:
+    """Let a ticket admit nobody any more. Instants are in Unix seconds."""
+
+    ticket_id: bytes
+    expires_at_s: int
+    at_s: int
+
+
+Order = PutOut | UseTicket | RevokeTicket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ordered:
+    """The operator, or this process itself, wants something. Answered by `Answered` with the same serial."""
+
+    serial: int
+    order: Order
+
+
+CoordinatorEvent = PeerSaid | PeerConnectionLost | Ordered | Tick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +103,22 @@ class Resign:
     reason: str
 
 
-CoordinatorEffect = Persist | SendToPeer | Resign
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disconnect:
+    """End this peer's connection when it has been told what came before; hear nothing of it any more."""
+
+    to: PeerRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """The order with this serial is carried out, or refused for a reason."""
+
+    serial: int
+    refusal: str | None
+
+
+CoordinatorEffect = Persist | SendToPeer | Disconnect | Answered | Resign
 
 
 # ------------------------------------------------------------------------------------ member

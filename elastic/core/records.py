@@ -4,11 +4,14 @@ The journal is the list of these records in order. Replaying them gives the stat
 `recover`); auditing them proves what the run did. Records are never changed, only appended.
 """
 
-import msgspec
+from typing import Annotated
 
-from collective.core.types import Epoch, OuterStep, PeerRef, RoundKey, View
+import msgspec
+from msgspec import Meta
+
+from collective.core.types import Epoch, OuterStep, PeerId, PeerRef, RoundKey, View
 from elastic.core.certificate import Certificate
-from elastic.core.messages import Digest, IndexRange, Natural, Weight
+from elastic.core.messages import Bar, Digest, IndexRange, Natural, Weight
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -83,4 +86,22 @@ class ReleaseRecord(_Record, frozen=True, kw_only=True):
     ranges: tuple[IndexRange, ...]
 
 
-Record = Genesis | RebuildRecord | ViewRecord | CommitRecord | LeaseRecord | ReleaseRecord
+class BarRecord(_Record, frozen=True, kw_only=True):
+    """The operator has put a peer out. A later record of the same peer adds to it."""
+
+    bar: Bar
+
+
+class TicketRecord(_Record, frozen=True):
+    """A ticket admits nobody any more but the peer that has used it: nobody at all if it was revoked.
+
+    `expires_at_s` and `at_s`, when this was decided, are in Unix seconds. It may be forgotten when it has expired.
+    """
+
+    ticket_id: Annotated[bytes, Meta(min_length=8, max_length=8)]
+    expires_at_s: Natural
+    used_by: PeerId | None
+    at_s: Natural
+
+
+Record = Genesis | RebuildRecord | ViewRecord | CommitRecord | LeaseRecord | ReleaseRecord | BarRecord | TicketRecord

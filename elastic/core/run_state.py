@@ -12,9 +12,20 @@ import msgspec
 
 from collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef, View
 from elastic.core.certificate import Certificate, Contributor, genesis_link
+from elastic.core.doors import Doors
 from elastic.core.leases import LeaseLedger
 from elastic.core.messages import DataPosition, Held
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    BarRecord,
+    CommitRecord,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    TicketRecord,
+    ViewRecord,
+)
 
 BLANK_VIEW = View(epoch=Epoch(0), outer_step=OuterStep(0), digest=b"", members=())
 
@@ -27,7 +38,7 @@ class Departure(msgspec.Struct, frozen=True):
 
 
 class RunState:
-    """Epoch, members, committed state and leases of a run."""
+    """Epoch, members, committed state and leases of a run, and who is kept out of it."""
 
     def __init__(self) -> None:
         self.view = BLANK_VIEW
@@ -46,6 +57,7 @@ class RunState:
         """Peers, in whatever start, whose work a commit has held: the others have exchanged with them."""
         self.departed: dict[PeerId, Departure] = {}
         self.leases = LeaseLedger()
+        self.doors = Doors()
         self._link = b""  # what the next certificate names as its parent
 
     @classmethod
@@ -100,6 +112,8 @@ class RunState:
                 self.leases.grant(record.ref, record.serial, record.ranges)
             case ReleaseRecord():
                 self.leases.release(record.ref, record.ranges)
+            case BarRecord() | TicketRecord():
+                self.doors.apply(record)
             case _:
                 assert_never(record)
 

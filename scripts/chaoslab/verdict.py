@@ -20,7 +20,16 @@ from typing import assert_never
 
 from elastic.audit.beginning import Beginning, beginning_in
 from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    BarRecord,
+    CommitRecord,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    ReleaseRecord,
+    TicketRecord,
+    ViewRecord,
+)
 from elastic.core.run_state import RunState
 from scripts.chaoslab.evidence import COORDINATOR, Event, Evidence, Log, wall_s
 from scripts.chaoslab.recovery import table
@@ -124,6 +133,8 @@ def check_leases(evidence: Evidence) -> list[str]:
                         if owners.pop(index, None) != (item.ref.peer_id, item.ref.incarnation):
                             wrong.append(f"sample {index} is consumed by {item.ref.peer_id}, who did not have it")
                         consumed.add(index)
+            case BarRecord() | TicketRecord():
+                pass
             case _:
                 assert_never(record)
     nowhere = set(range(first_index, next_index)) - owners.keys() - consumed - free

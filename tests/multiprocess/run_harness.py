@@ -22,7 +22,17 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from elastic.core.messages import Held
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    BarRecord,
+    CommitRecord,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    TicketRecord,
+    ViewRecord,
+)
 from elastic.journal import Journal
 
 Event = dict[str, Any]
@@ -372,7 +382,7 @@ class Audit:
                             assert leased[index] == contribution.ref.peer_id
                 case RebuildRecord():
                     raise AssertionError("the journal before this one was lost: there is no whole run to audit")
-                case Genesis() | ViewRecord():
+                case Genesis() | ViewRecord() | BarRecord() | TicketRecord():
                     pass
                 case _:
                     assert_never(record)

@@ -60,6 +60,17 @@ class Control:
             delay_s = self.network.latency_s(node.peer_id, COORDINATOR)
             self.world.after(delay_s, f"lost {node.peer_id}", self._coordinator_loses, connection, ref)
 
+    def put_out(self, coordinator: CoordinatorNode, ref: PeerRef) -> None:
+        """The coordinator ends this peer's connection: what it said last may get lost, and it hears nothing more."""
+        connection = coordinator.connections.get(ref)
+        if connection is None:
+            return
+        connection.up_at_coordinator = False
+        del coordinator.connections[ref]
+        node = self.sim.peers[ref.peer_id]
+        delay_s = self.network.latency_s(COORDINATOR, ref.peer_id)
+        self.world.after(delay_s, f"put out {ref.peer_id}", self._peer_loses, node, connection)
+
     def _coordinator_loses(self, connection: ControlConnection, ref: PeerRef) -> None:
         connection.up_at_coordinator = False
         self.sim.coordinator.run(connection.coordinator_start, self.sim.coordinator.on_lost, connection, ref)

@@ -8,8 +8,10 @@ from collective.core.types import Instant, PeerRef
 from elastic.core.config import RebuildRule
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import (
+    Answered,
     CoordinatorEffect,
     CoordinatorEvent,
+    Disconnect,
     PeerConnectionLost,
     PeerSaid,
     Persist,
@@ -112,6 +114,10 @@ class CoordinatorNode(Process):
                 case SendToPeer(to=to, message=message):
                     self.sim.checkers.told(to, message)
                     self.sim.control.send_to_peer(self, to, message)
+                case Disconnect(to=to):
+                    self.sim.control.put_out(self, to)
+                case Answered():
+                    pass
                 case Resign(reason=reason):
                     raise AssertionError(f"the only coordinator resigns: {reason}")
             if self.dies_after is not None and self.dies_after(effect):

@@ -6,7 +6,17 @@ from collective.core.types import OuterStep, PeerRef, RoundKey, View
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import InstallStaged
 from elastic.core.messages import Commit, CoordinatorMessage, Held, LeaseGrant, NewView, Welcome
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
+from elastic.core.records import (
+    BarRecord,
+    CommitRecord,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    TicketRecord,
+    ViewRecord,
+)
 from tests.simulation.symbols import State, name
 from tests.simulation.world import demand
 
@@ -83,7 +93,7 @@ class History:
                 self.final = record.final
             case LeaseRecord():
                 self.grants.add((record.ref, record.serial))
-            case ReleaseRecord():
+            case ReleaseRecord() | BarRecord() | TicketRecord():
                 pass
 
     def _rebuilt(self, record: RebuildRecord) -> None:

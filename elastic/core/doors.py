@@ -1,0 +1,72 @@
+"""Who is kept out of a run, and which tickets admit nobody any more: a fold over the journal's records.
+
+A bar keeps out the starts of a peer up to one, and makes its certificates up to a number void. Evicting a peer bars
+what there is of it now; with a ticket its next start gets a newer certificate. A ban bars whatever may come
+(`FOR_EVER`). Bars only grow, so that whoever hears of them late or twice ends up with the same.
+
+Tickets are remembered when they are revoked or, if they are for one peer, used; until they would have expired. Knows no
+clock: a record says when it was made.
+"""
+
+from collections.abc import Iterable
+
+from collective.core.types import Incarnation, PeerId, PeerRef
+from elastic.core.messages import Bar
+from elastic.core.records import BarRecord, TicketRecord
+
+FOR_EVER = 2**53
+MAX_BARS = 1024
+"""So many peers may be barred: all of them are told to every member in one message."""
+MAX_TICKETS = 4096
+
+
+class Doors:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.bars: dict[PeerId, Bar] = {}
+        self.tickets: dict[bytes, TicketRecord] = {}
+
+    def apply(self, record: BarRecord | TicketRecord) -> None:
+        """Take a record in."""
+        if isinstance(record, BarRecord):
+            self.bars[record.bar.peer_id] = merged(self.bars.get(record.bar.peer_id), record.bar)
+            return
+        self.tickets[record.ticket_id] = record
+        for ticket_id, known in list(self.tickets.items()):
+            if known.expires_at_s <= record.at_s:
+                del self.tickets[ticket_id]
+
+    def keeps_out(self, ref: PeerRef) -> bool:
+        """Whether this start of a peer was put out."""
+        bar = self.bars.get(ref.peer_id)
+        return bar is not None and ref.incarnation <= bar.incarnation
+
+    def void_up_to(self, peer_id: PeerId) -> int:
+        """The newest number of a certificate of this peer that is void; 0 if none is."""
+        bar = self.bars.get(peer_id)
+        return 0 if bar is None else bar.certificate
+
+    def is_banned(self, peer_id: PeerId) -> bool:
+        """Whether the peer is kept out whatever it shows."""
+        return self.void_up_to(peer_id) >= FOR_EVER
+
+    def refusal(self, ticket_id: bytes, peer_id: PeerId) -> str | None:
+        """Why a ticket does not admit this peer; None if nothing speaks against it here."""
+        known = self.tickets.get(ticket_id)
+        if known is None or known.used_by == peer_id:
+            return None
+        return "the ticket was revoked" if known.used_by is None else "the ticket was for one peer and has been used"
+
+
+def merged(known: Bar | None, bar: Bar) -> Bar:
+    """What both keep out."""
+    if known is None:
+        return bar
+    incarnation = Incarnation(max(known.incarnation, bar.incarnation))
+    return Bar(bar.peer_id, incarnation, max(known.certificate, bar.certificate))
+
+
+def all_bars(bars: Iterable[Bar]) -> tuple[Bar, ...]:
+    """In the order of the peers' ids, so that the same ones are the same message."""
+    return tuple(sorted(bars))
