@@ -76,6 +76,10 @@ class CoordinatorStatus:
     """Epoch, members, and the committed outer step and digest."""
     learners: tuple[PeerRef, ...]
     """Peers that are connected and no members."""
+    excused: tuple[PeerRef, ...]
+    """Late members that the round goes on without."""
+    addresses: dict[PeerRef, str]
+    """Where peers say that others reach them."""
     samples_leased: int
     """Sample indices that are given out and not consumed by a commit yet."""
     next_index: int
@@ -247,6 +251,8 @@ class CoordinatorShell:
         return CoordinatorStatus(
             view=state.view,
             learners=tuple(ref for ref in self._connections if not state.view.holds(ref)),
+            excused=tuple(state.excused),
+            addresses=self._machine.addresses(),
             samples_leased=sum(len(piece) for ref in state.leases.owners() for piece in state.leases.owned_by(ref)),
             next_index=state.leases.next_index,
             finished=self.finished,

@@ -24,7 +24,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from msgspec import Meta
 
-from collective.core.types import Instant, PeerRef
+from collective.core.types import Instant, PeerId, PeerRef
 from collective.errors import CollectiveError, HandshakeRefused, PeerUnreachable, SecurityRefused
 from collective.transport import (
     Authority,
@@ -47,6 +47,10 @@ from collective.transport.certificates import (
     peer_id_of_key,
 )
 from collective.wire import PROTOCOL_VERSION
+from elastic.coordinator import CoordinatorShell
+from elastic.core.doorkeeper import BANNED
+from elastic.core.doors import Doors
+from elastic.core.events import UseTicket
 from elastic.dialler import LATER_CODE
 from trainer.errors import ExitCode, NobodyReachable, Refused
 from trainer.identity import PeerIdentity, RunIdentity
@@ -175,7 +179,7 @@ class Gatekeeper:
         security: knows who is a member. The listener has let everybody but strangers prove who they are.
         run: where a coordinator lives; None elsewhere, where nobody is admitted.
         now_s: the wall clock in Unix seconds; it judges tickets and numbers certificates.
-        is_away: whether the coordinator here must send everybody to another one for now.
+        coordinator: the one that lives here, once it does.
     """
 
     def __init__(
@@ -186,7 +190,7 @@ class Gatekeeper:
         security: Security,
         run: RunIdentity | None,
         now_s: Callable[[], float],
-        is_away: Callable[[], bool] = lambda: False,
+        coordinator: Callable[[], CoordinatorShell | None] = lambda: None,
     ) -> None:
         self._me = me
         self._terms = terms
@@ -194,7 +198,7 @@ class Gatekeeper:
         self._run = run
         self._authority = None if run is None else authority_of(run)
         self._now_s = now_s
-        self._is_away = is_away
+        self._coordinator = coordinator
 
     def accept(self, hello: Hello) -> HelloReply:
         """Yes, or no with the exit code and the sentence that the dialler should end with."""
@@ -209,18 +213,48 @@ class Gatekeeper:
                 self._judge(hello)
             except Refused as refused:
                 return self._no(str(refused))
-        if hello.purpose in (Purpose.ADMISSION, Purpose.CONTROL) and self._is_away():
+        coordinator = self._coordinator()
+        is_away = coordinator is not None and coordinator.is_away
+        if hello.purpose in (Purpose.ADMISSION, Purpose.CONTROL) and is_away:
             return self._no("this coordinator cannot reach its journal; look for another one", code=LATER_CODE)
         return HelloReply(accepted=True, peer_id=self._me.peer_id, incarnation=self._me.incarnation)
 
     async def admit(self, channel: Channel) -> None:
         """Tell an accepted stranger what run this is, and give it its certificate."""
         assert self._authority is not None, "others admit nobody"
-        request, _ = self._judge(channel.hello)
-        number = round(self._now_s() * 1000)
-        certificate = self._authority.issue(Ed25519PublicKey.from_public_bytes(request.public_key), number)
-        answer = _Admitted(self._terms, certificate_to_bytes(certificate))
+        peer_id = channel.hello.peer_id
+        answer: _Admitted | _NotAdmitted
+        try:
+            request, claims = self._judge(channel.hello)
+            if claims is not None and claims.is_once:
+                await self._use_up(claims, peer_id)
+        except Refused as refused:
+            answer = _NotAdmitted(str(refused))
+        else:
+            number = max(round(self._now_s() * 1000), self._doors().void_up_to(peer_id) + 1)
+            certificate = self._authority.issue(Ed25519PublicKey.from_public_bytes(request.public_key), number)
+            answer = _Admitted(self._terms, certificate_to_bytes(certificate))
+            log.info("admitted peer_id=%s by=%s", peer_id, "certificate" if claims is None else claims.ticket_id.hex())
         await channel.send(FrameType.CONTROL, msgspec.msgpack.encode(answer), timeout_s=_TIMEOUT_S)
+
+    def _doors(self) -> Doors:
+        coordinator = self._coordinator()
+        return Doors() if coordinator is None else coordinator.doors
+
+    async def _use_up(self, claims: Claims, peer_id: PeerId) -> None:
+        """A ticket for one peer is this one's from now on. Raises Refused: another one was faster."""
+        coordinator = self._coordinator()
+        if coordinator is None:
+            raise Refused("the coordinator is not there")
+        order = UseTicket(
+            ticket_id=claims.ticket_id,
+            expires_at_s=claims.expires_at_s,
+            used_by=peer_id,
+            at_s=round(self._now_s()),
+        )
+        refusal = await coordinator.order(order, timeout_s=_TIMEOUT_S)
+        if refusal is not None:
+            raise Refused(refusal, cure="ask for a new ticket")
 
     def _judge(self, hello: Hello) -> tuple[Request, Claims | None]:
         """What a stranger asks with, and its ticket if it has one.
@@ -230,9 +264,15 @@ class Gatekeeper:
         """
         if self._run is None:
             raise Refused("this peer is not the coordinator; use the ticket that the founder printed")
-        request = _proven_request(hello)
+        request, doors = _proven_request(hello), self._doors()
+        if doors.is_banned(hello.peer_id):
+            raise Refused(BANNED)
         try:
-            return request, verify_token(self._run.secret, hello.run_id, request.token, now_s=self._now_s())
+            claims = verify_token(self._run.secret, hello.run_id, request.token, now_s=self._now_s())
+            if (refusal := doors.refusal(claims.ticket_id, hello.peer_id)) is not None:
+                fault = TicketFault.USED if claims.is_once else TicketFault.REVOKED
+                raise TicketRefused(fault, refusal)
+            return request, claims
         except TicketRefused:
             if not request.certificate:
                 raise

@@ -19,13 +19,17 @@ from collections.abc import Awaitable, Callable, Iterator
 import torch
 
 from collective import AddressInUse
+from collective.core.types import PeerId
 from collective.transport import Channel, Hello, Listener, Purpose
 from elastic.coordinator import CoordinatorShell
 from elastic.core.config import REBUILD_SALTS, RebuildRule
 from elastic.core.events import Finish
+from elastic.core.records import BarRecord
+from elastic.observation import ElasticEvent, RecordWritten
 from trainer.admission import Gatekeeper, hello_maker
+from trainer.bouncer import Bouncer
 from trainer.chronicle import Chronicle
-from trainer.control_socket import ControlServer
+from trainer.control_socket import NO_COORDINATOR, ControlServer
 from trainer.coordination import Coordination
 from trainer.data import samples_per_data_epoch
 from trainer.errors import ConfigError, EnvironmentFault, ExitCode, IsthmusError
@@ -34,13 +38,14 @@ from trainer.founding import Founded, remember_terms, save_standby_ticket
 from trainer.identity import PeerFolder
 from trainer.interrupts import Interrupts
 from trainer.metrics import Metrics, MetricsServer
+from trainer.office import Office
 from trainer.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
 from trainer.peer import Peer, PeerPlan
 from trainer.preparation import Start, prepare, wall_s
 from trainer.progress import open_progress
 from trainer.scoreboard import Scoreboard
-from trainer.status import Status
-from trainer.ticket import encode_ticket, make_ticket
+from trainer.status import PeerStatus, Status
+from trainer.ticket import encode_ticket
 from trainer.wiring import coordinator_config
 
 log = logging.getLogger(__name__)
@@ -87,6 +92,8 @@ class _Process:
         self._run_dir = start.options.run_dir
         self._coordinator: CoordinatorShell | None = None
         self._peer: Peer | None = None
+        self._office: Office | None = None
+        self._bouncer = Bouncer(start.security)
         self._is_closing = asyncio.Event()
         self._metrics = Metrics(run_id=start.terms.run_id, peer_id=start.me.peer_id)
 
@@ -152,12 +159,15 @@ class _Process:
                         )
                         if self._coordinator is None:
                             return ExitCode.LEFT
+                        for bar in self._coordinator.doors.bars.values():
+                            self._bouncer.put_out(bar)
+                        self._office = self._open_office(self._coordinator, coordinators)
                         helpers.append(tasks.create_task(coordination.run()))
                     if isinstance(start.options, PeerOptions):
                         self._peer = self._make_peer(chronicle, address, coordinators)
                     with _address_errors():
                         await listener.start()
-                    self._announce(chronicle, listener.address, coordinators)
+                    self._announce(chronicle, listener.address)
                     return await self._take_part()
                 finally:
                     for task in helpers:
@@ -181,6 +191,7 @@ class _Process:
             start.config,
             founded.terms.digest(),
             founded.terms.seal_key,
+            authorities=founded.terms.authorities,
             rebuild_salt=secrets.randbelow(REBUILD_SALTS),
             first_index=0 if position is None else position.next_index,
             returned=() if position is None else position.returned,
@@ -195,7 +206,28 @@ class _Process:
             me=start.me,
             run_dir=self._run_dir,
             rebuild=rebuild,
-            observe=chronicle.observe,
+            observe=lambda event: self._observe(event, chronicle),
+        )
+
+    def _observe(self, event: ElasticEvent, chronicle: Chronicle) -> None:
+        chronicle.observe(event)
+        match event:
+            case RecordWritten(record=BarRecord(bar=bar)):
+                self._bouncer.put_out(bar)
+            case _:
+                pass
+
+    def _open_office(self, coordinator: CoordinatorShell, addresses: tuple[str, ...]) -> Office:
+        start = self._start
+        assert start.founded is not None, "a coordinator lives here"
+        return Office(
+            me=start.me,
+            run=start.founded.run,
+            addresses=addresses,
+            fingerprint=start.security.server_fingerprint if start.security.is_served else b"",
+            lifetime_s=start.config.members.ticket_lifetime_s,
+            coordinator=coordinator,
+            now_s=wall_s,
         )
 
     def _rebuild_rule(self, founded: Founded) -> RebuildRule | None:
@@ -218,10 +250,11 @@ class _Process:
             checkpoint=None if start.founded is None else start.founded.checkpoint,
             hello=hello_maker(start.me, start.terms.run_id),
             security=start.security,
+            bouncer=self._bouncer,
         )
         return Peer(plan, chronicle)
 
-    def _announce(self, chronicle: Chronicle, listening: str, coordinators: tuple[str, ...]) -> None:
+    def _announce(self, chronicle: Chronicle, listening: str) -> None:
         start, inner = self._start, self._start.config.inner
         corpus, seq_len = start.corpus, start.config.model.decoder_config().max_seq_len
         num_samples = None if corpus is None else samples_per_data_epoch(len(corpus.train), seq_len)
@@ -244,13 +277,8 @@ class _Process:
         if founded is None or isinstance(role, Joining):
             return
         remember_terms(start.folder, start.terms, listening)
-        ticket = make_ticket(
-            secret=founded.run.secret,
-            run_id=start.terms.run_id,
-            addresses=coordinators,
-            expires_at_s=round(wall_s()) + round(start.config.members.ticket_lifetime_s),
-            fingerprint=start.security.server_fingerprint if start.security.is_served else b"",
-        )
+        assert self._office is not None, "a coordinator lives here"
+        ticket = self._office.ticket()
         if start.config.coordinator.store == "etcd":
             save_standby_ticket(start.folder, ticket, founded.run.secret)
         role.announce_ticket(encode_ticket(ticket))
@@ -310,14 +338,16 @@ class _Process:
             security=start.security,
             run=None if start.founded is None else start.founded.run,
             now_s=wall_s,
-            is_away=lambda: self._coordinator is not None and self._coordinator.is_away,
+            coordinator=lambda: self._coordinator,
         )
         routes: dict[Purpose, Callable[[Channel], Awaitable[None]]] = {Purpose.STATE: self._donate}
         if start.founded is not None:
             routes |= {Purpose.CONTROL: self._coordinate, Purpose.ADMISSION: gatekeeper.admit}
-        return Listener(
+        listener = Listener(
             self._address(), accept=gatekeeper.accept, routes=routes, bulk=self._adopt, security=start.security
         )
+        self._bouncer.ends(listener.put_out)
+        return listener
 
     def _address(self) -> str:
         """The address of the last start, where the others look for the coordinator, unless told otherwise."""
@@ -366,6 +396,30 @@ class _Process:
         self._is_closing.set()
         if self._peer is not None:
             self._peer.leave(now=True)
+
+    def peers(self) -> tuple[PeerStatus, ...]:
+        """Who is in the run; of a peer without the coordinator, the members that it knows."""
+        if self._office is not None:
+            return self._office.peers()
+        members = self.status().members
+        return tuple(
+            PeerStatus(peer_id=one.peer_id, state="member", incarnation=one.incarnation, address=one.address)
+            for one in members
+        )
+
+    def new_ticket(self, *, is_once: bool, lifetime_s: float | None) -> str | None:
+        """A new ticket, encoded; None where the coordinator does not live."""
+        if self._office is None:
+            return None
+        return encode_ticket(self._office.ticket(is_once=is_once, lifetime_s=lifetime_s))
+
+    async def put_out(self, peer_id: PeerId, *, for_ever: bool) -> str | None:
+        """Evict a peer, or ban it."""
+        return NO_COORDINATOR if self._office is None else await self._office.put_out(peer_id, for_ever=for_ever)
+
+    async def revoke(self, ticket_id: bytes, expires_at_s: int | None) -> str | None:
+        """Let a ticket admit nobody any more."""
+        return NO_COORDINATOR if self._office is None else await self._office.revoke(ticket_id, expires_at_s)
 
 
 class _Ended(IsthmusError):

@@ -252,14 +252,18 @@ def expiry_hint(ticket: Ticket, *, now_s: float) -> str | None:
     return f"by this machine's clock the ticket expired {_age(late_s)} ago" if late_s >= 0 else None
 
 
-def read_ticket_id(argument: str) -> bytes:
-    """The id of a ticket: of the ticket itself, of `@FILE` that holds it, or written as 16 hexadecimal digits.
+def named_ticket(argument: str) -> tuple[bytes, int | None]:
+    """Which ticket is meant: itself, `@FILE` that holds it, or its id in 16 hexadecimal digits.
+
+    Returns:
+        Its id, and when it expires (Unix seconds), if that is known.
 
     Raises: as `read_ticket`.
     """
     if re.fullmatch(f"[0-9a-fA-F]{{{2 * ID_NBYTES}}}", argument.strip()):
-        return bytes.fromhex(argument.strip())
-    return read_ticket(argument).ticket_id
+        return bytes.fromhex(argument.strip()), None
+    ticket = read_ticket(argument)
+    return ticket.ticket_id, ticket.expires_at_s
 
 
 def issue_token(secret: bytes, run_id: str, expires_at_s: int, *, is_once: bool = False) -> bytes:

@@ -193,6 +193,10 @@ class CoordinatorMachine:
         """The newest events, for a crash report."""
         return tuple(self._story)
 
+    def addresses(self) -> dict[PeerRef, str]:
+        """Where peers say that others reach them, by start."""
+        return {session.ref: session.address for session in self._roster.sessions.values()}
+
     @property
     def is_rebuilding(self) -> bool:
         """Whether the journal is lost and the peers' certificates are awaited."""

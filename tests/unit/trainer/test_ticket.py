@@ -24,8 +24,8 @@ from trainer.ticket import (
     expiry_hint,
     issue_token,
     make_ticket,
+    named_ticket,
     read_ticket,
-    read_ticket_id,
     verify_token,
 )
 
@@ -234,9 +234,10 @@ def test_every_ticket_has_an_id_of_its_own_by_which_people_can_name_it(tmp_path:
     assert len({ticket.ticket_id for ticket in tickets}) == 3
     (tmp_path / "ticket").write_text(encode_ticket(tickets[0]))
     named = (encode_ticket(tickets[0]), f"@{tmp_path / 'ticket'}", tickets[0].ticket_id.hex().upper())
-    assert {read_ticket_id(text) for text in named} == {tickets[0].ticket_id}
+    known = (tickets[0].ticket_id, EXPIRES_AT_S)
+    assert [named_ticket(text) for text in named] == [known, known, (tickets[0].ticket_id, None)]
     with pytest.raises(TicketRefused):
-        read_ticket_id("0123")
+        named_ticket("0123")
 
 
 def test_a_ticket_for_one_peer_says_so_in_what_nobody_can_change() -> None:
