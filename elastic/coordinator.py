@@ -26,7 +26,7 @@ from typing import assert_never
 
 import msgspec
 
-from collective.core.types import Instant, OuterStep, PeerRef, View
+from collective.core.types import Incarnation, Instant, OuterStep, PeerId, PeerRef, View
 from collective.errors import ConnectionLost
 from collective.transport import Channel
 from elastic.alarm import Alarm, HeldClock
@@ -223,6 +223,11 @@ class CoordinatorShell:
         finally:
             self._asked = {serial: other for serial, other in self._asked.items() if other is not asked}
 
+    def newest_start(self, peer_id: PeerId) -> Incarnation | None:
+        """The newest start of a peer that is connected, whatever it has said so far; None if none is."""
+        starts = [ref.incarnation for ref in self._connections if ref.peer_id == peer_id]
+        return max(starts, default=None)
+
     @property
     def doors(self) -> Doors:
         """Who is kept out, and which tickets are void. It may be ahead of the journal by one event."""
@@ -317,10 +322,10 @@ class CoordinatorShell:
                 connection = self._connections.get(ref)
                 if connection is not None:
                     connection.send(message)
-            case Disconnect(to=ref):
-                connection = self._connections.get(ref)
-                if connection is not None:
-                    connection.finish("put out", within_s=_LAST_WORD_S)
+            case Disconnect(peer_id=peer_id, up_to=up_to):
+                for ref, connection in self._connections.items():
+                    if ref.peer_id == peer_id and ref.incarnation <= up_to:
+                        connection.finish("put out", within_s=_LAST_WORD_S)
             case Answered(serial=serial, refusal=refusal):
                 asked = self._asked.pop(serial, None)
                 if asked is not None and not asked.done():

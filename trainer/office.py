@@ -63,7 +63,12 @@ class Office:
         """Evict a peer, or ban it. None, or why that could not be done."""
         if peer_id == self.me.peer_id:
             return "the coordinator lives with this peer, and would be put out with it"
-        order = PutOut(peer_id=peer_id, certificate=round(self.now_s() * 1000), for_ever=for_ever)
+        order = PutOut(
+            peer_id=peer_id,
+            incarnation=self.coordinator.newest_start(peer_id),
+            certificate=round(self.now_s() * 1000),
+            for_ever=for_ever,
+        )
         return await self.coordinator.order(order, timeout_s=_TIMEOUT_S)
 
     def peers(self) -> tuple[PeerStatus, ...]:

@@ -43,7 +43,7 @@ class Doorkeeper:
             return False
         self._roster.counters["kept_out"] += 1
         self._roster.send(sender, self._last_word(sender))
-        self._roster.effects.append(Disconnect(to=sender))
+        self._roster.effects.append(Disconnect(peer_id=sender.peer_id, up_to=sender.incarnation))
         return True
 
     def introduce(self, to: PeerRef) -> None:
@@ -62,33 +62,34 @@ class Doorkeeper:
 
     def _put_out(self, order: PutOut) -> str | None:
         roster, doors = self._roster, self._roster.state.doors
-        known = self._newest_start(order)
+        known = Incarnation(FOR_EVER) if order.for_ever else self._newest_start(order)
         if known is None:
             return f"no peer {order.peer_id} is in the run"
         if order.peer_id not in doors.bars and len(doors.bars) >= MAX_BARS:
             return f"{MAX_BARS} peers are barred already, and no more can be"
         certificate = FOR_EVER if order.for_ever else order.certificate
-        bar = Bar(order.peer_id, Incarnation(FOR_EVER) if order.for_ever else known, certificate)
+        bar = Bar(order.peer_id, known, certificate)
         if merged(doors.bars.get(order.peer_id), bar) != doors.bars.get(order.peer_id):
             roster.persist(BarRecord(bar=bar))
         session = roster.sessions.get(order.peer_id)
         if session is not None and doors.keeps_out(session.ref):
             ref, word = session.ref, self._last_word(session.ref)
             roster.put_out(session, word, cause=f"{ref.peer_id} {'banned' if order.for_ever else 'evicted'}")
-            roster.effects.append(Disconnect(to=ref))
+        roster.effects.append(Disconnect(peer_id=order.peer_id, up_to=bar.incarnation))
         for other in roster.sessions.values():
             roster.send(other.ref, self._trust())
         return None
 
     def _newest_start(self, order: PutOut) -> Incarnation | None:
-        """The newest start of the peer that is known; None if none is, which is no hindrance to a ban."""
+        """The newest start of the peer that is known; None if none is."""
         session = self._roster.sessions.get(order.peer_id)
-        if session is not None:
-            return session.ref.incarnation
         departed = self._roster.state.departed.get(order.peer_id)
-        if departed is not None:
-            return departed.incarnation
-        return Incarnation(FOR_EVER) if order.for_ever else None
+        known = (
+            order.incarnation,
+            None if session is None else session.ref.incarnation,
+            None if departed is None else departed.incarnation,
+        )
+        return max((one for one in known if one is not None), default=None)
 
     def _use(self, order: UseTicket) -> str | None:
         doors = self._roster.state.doors
@@ -102,7 +103,7 @@ class Doorkeeper:
         known = doors.tickets.get(record.ticket_id)
         if known is not None and known.used_by is None:
             return None
-        if known is None and len(doors.tickets) >= MAX_TICKETS:
+        if known is None and doors.num_tickets(record.at_s) >= MAX_TICKETS:
             return f"{MAX_TICKETS} tickets are remembered already; they are forgotten when they have expired"
         self._roster.persist(record)
         return None

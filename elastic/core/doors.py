@@ -51,6 +51,10 @@ class Doors:
         """Whether the peer is kept out whatever it shows."""
         return self.void_up_to(peer_id) >= FOR_EVER
 
+    def num_tickets(self, at_s: int) -> int:
+        """How many tickets have to be remembered then."""
+        return sum(known.expires_at_s > at_s for known in self.tickets.values())
+
     def refusal(self, ticket_id: bytes, peer_id: PeerId) -> str | None:
         """Why a ticket does not admit this peer; None if nothing speaks against it here."""
         known = self.tickets.get(ticket_id)

@@ -10,7 +10,7 @@ Contract with whoever drives a machine:
 
 from dataclasses import dataclass
 
-from collective.core.types import Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from collective.core.types import Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
 from elastic.core.certificate import Certificate
 from elastic.core.messages import CoordinatorMessage, DataPosition, Held, IndexRange, PeerMessage
 from elastic.core.records import Record
@@ -41,9 +41,13 @@ class PeerConnectionLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutOut:
-    """Evict a peer: what there is of it now, with its certificates up to this number, or whatever may come."""
+    """Evict a peer: what there is of it now, with its certificates up to this number, or whatever may come.
+
+    `incarnation` is its newest start that is connected, if any is: it need not have said anything yet.
+    """
 
     peer_id: PeerId
+    incarnation: Incarnation | None
     certificate: int
     for_ever: bool
 
@@ -105,9 +109,13 @@ class Resign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disconnect:
-    """End this peer's connection when it has been told what came before; hear nothing of it any more."""
+    """End the connections of a peer's starts up to this one, when they have been told what came before.
 
-    to: PeerRef
+    Nothing is heard of them any more.
+    """
+
+    peer_id: PeerId
+    up_to: Incarnation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,8 +114,8 @@ class CoordinatorNode(Process):
                 case SendToPeer(to=to, message=message):
                     self.sim.checkers.told(to, message)
                     self.sim.control.send_to_peer(self, to, message)
-                case Disconnect(to=to):
-                    self.sim.control.put_out(self, to)
+                case Disconnect(peer_id=peer_id, up_to=up_to):
+                    self.sim.control.put_out(self, peer_id, up_to)
                 case Answered():
                     pass
                 case Resign(reason=reason):
