@@ -14,8 +14,7 @@ a fingerprint: only its answer tells what `net.tls` says.
 import hashlib
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -24,8 +23,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from msgspec import Meta
 
-from collective.core.types import Instant, PeerId, PeerRef
-from collective.errors import CollectiveError, HandshakeRefused, PeerUnreachable, SecurityRefused
+from collective.core.types import PeerId, PeerRef
+from collective.errors import SecurityRefused
 from collective.transport import (
     Authority,
     Channel,
@@ -36,8 +35,6 @@ from collective.transport import (
     Mode,
     Purpose,
     Security,
-    TicketSecurity,
-    connect,
 )
 from collective.transport.certificates import (
     KEY_NBYTES,
@@ -52,19 +49,15 @@ from elastic.core.doorkeeper import BANNED
 from elastic.core.doors import Doors
 from elastic.core.events import UseTicket
 from elastic.dialler import LATER_CODE
-from trainer.errors import ExitCode, NobodyReachable, Refused
+from trainer.errors import ExitCode, Refused
 from trainer.identity import PeerIdentity, RunIdentity
 from trainer.run_manifest import MAX_MANIFEST_NBYTES
-from trainer.ticket import Claims, Ticket, TicketFault, TicketRefused, verify_token
+from trainer.ticket import Claims, TicketFault, TicketRefused, verify_token
 
 log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 10.0
 """For one connection and its answer."""
-
-PATIENCE_S = 30.0
-"""How long a joiner asks on. A coordinator that is started again is back within a few seconds, and a standby takes over
-within ten."""
 
 MAX_AUTHORITIES = 8
 _PURPOSE = b"isthmus admission 1\0"
@@ -92,14 +85,6 @@ class RunTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return f"RunTerms(run_id={self.run_id!r})"
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What a joiner has learnt: the run's terms, and its own certificate."""
-
-    terms: RunTerms
-    certificate: x509.Certificate
-
-
 class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The credential of a stranger's hello. Token or certificate may be empty; the signature proves the key."""
 
@@ -114,12 +99,16 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         return _PURPOSE + msgspec.msgpack.encode((who, self.public_key, self.token, self.certificate))
 
 
-class _Admitted(msgspec.Struct, frozen=True, tag="admitted", forbid_unknown_fields=True):
+class Admitted(msgspec.Struct, frozen=True, tag="admitted", forbid_unknown_fields=True):
+    """The answer to a stranger that is let in."""
+
     terms: RunTerms
     certificate: _Certificate
 
 
-class _NotAdmitted(msgspec.Struct, frozen=True, tag="not admitted", forbid_unknown_fields=True):
+class NotAdmitted(msgspec.Struct, frozen=True, tag="not admitted", forbid_unknown_fields=True):
+    """The answer to a stranger that is not let in after all."""
+
     reason: Annotated[str, Meta(max_length=512)]
 
 
@@ -147,27 +136,6 @@ def own_security(me: PeerIdentity, certificate: x509.Certificate, terms: RunTerm
     """
     authorities = tuple(map(certificate_from_bytes, terms.authorities))
     return Security(Credentials(me.key, certificate, authorities), mode=Mode(tls))
-
-
-def stranger_security(ticket: Ticket, tls: str) -> TicketSecurity | None:
-    """How somebody with this ticket makes sure that it is the run that answers; None if nothing is encrypted.
-
-    Args:
-        ticket: as given by the operator.
-        tls: `net.tls` as given by the operator, which may not be the run's.
-
-    Raises:
-        TicketRefused: the ticket does not say how to know the run, and the operator has not asked for that.
-    """
-    if ticket.fingerprint:
-        return TicketSecurity(ticket.fingerprint, mode=Mode.ON)
-    if tls == Mode.OFF:
-        return None
-    raise TicketRefused(
-        TicketFault.NO_FINGERPRINT,
-        "the ticket has no fingerprint to know the run by: the run is not encrypted",
-        cure="ask for a new ticket, or join with --insecure if no encryption is what you want",
-    )
 
 
 class Gatekeeper:
@@ -223,17 +191,17 @@ class Gatekeeper:
         """Tell an accepted stranger what run this is, and give it its certificate."""
         assert self._authority is not None, "others admit nobody"
         peer_id = channel.hello.peer_id
-        answer: _Admitted | _NotAdmitted
+        answer: Admitted | NotAdmitted
         try:
             request, claims = self._judge(channel.hello)
             if claims is not None and claims.is_once:
                 await self._use_up(claims, peer_id)
         except Refused as refused:
-            answer = _NotAdmitted(str(refused))
+            answer = NotAdmitted(str(refused))
         else:
             number = max(round(self._now_s() * 1000), self._doors().void_up_to(peer_id) + 1)
             certificate = self._authority.issue(Ed25519PublicKey.from_public_bytes(request.public_key), number)
-            answer = _Admitted(self._terms, certificate_to_bytes(certificate))
+            answer = Admitted(self._terms, certificate_to_bytes(certificate))
             log.info("admitted peer_id=%s by=%s", peer_id, "certificate" if claims is None else claims.ticket_id.hex())
         await channel.send(FrameType.CONTROL, msgspec.msgpack.encode(answer), timeout_s=_TIMEOUT_S)
 
@@ -318,91 +286,3 @@ def hello_maker(me: PeerRef, run_id: str) -> Callable[[Purpose, int, int], Hello
         )
 
     return make
-
-
-def stranger_hello(me: PeerIdentity, run_id: str, token: bytes, certificate: x509.Certificate | None = None) -> Hello:
-    """What asks for admission, with a ticket's token or a certificate of the run, or both."""
-    hello = hello_maker(me.ref, run_id)(Purpose.ADMISSION, 0, 1)
-    shown = b"" if certificate is None else certificate_to_bytes(certificate)
-    request = Request(me.key.public_key().public_bytes_raw(), token, shown)
-    request = msgspec.structs.replace(request, signature=me.key.sign(request.words(hello)))
-    return msgspec.structs.replace(hello, credential=msgspec.msgpack.encode(request))
-
-
-async def ask_admission(
-    addresses: Sequence[str],
-    hello: Hello,
-    *,
-    security: TicketSecurity | None,
-    pause: Callable[[], Awaitable[None]],
-    clock: Callable[[], Instant],
-    patience_s: float = PATIENCE_S,
-) -> Admission:
-    """Ask at these addresses to be let into the run, again and again while nobody is there.
-
-    Args:
-        addresses: where coordinators may be, the likeliest first.
-        hello: see `stranger_hello`.
-        security: see `stranger_security`.
-        pause: awaited between two rounds of attempts.
-        clock: monotonic seconds.
-        patience_s: no round of attempts begins later than this.
-
-    Raises:
-        Refused: the coordinator does not want this peer, or whoever answers is not of the run.
-        NobodyReachable: nobody answered at any address.
-    """
-    causes: dict[str, str] = {}
-    impostor: SecurityRefused | None = None
-    give_up_at = clock() + patience_s
-    is_told = False
-    while True:
-        nowhere: set[str] = set()
-        for address in addresses:
-            try:
-                return await _ask_one(address, hello, security)
-            except HandshakeRefused as refused:
-                if refused.code != LATER_CODE:
-                    raise Refused(refused.reason) from refused
-                causes[address] = refused.reason
-            except SecurityRefused as error:
-                causes[address], impostor = error.reason, error  # another address may be the run's all the same
-            except PeerUnreachable as error:
-                causes[address] = error.cause
-                if error.is_nowhere:
-                    nowhere.add(address)
-            except CollectiveError as error:
-                causes[address] = str(error)
-        tried = ", ".join(f"{address} ({cause})" for address, cause in causes.items())
-        if impostor is not None or len(nowhere) == len(causes):
-            break  # asked again, they would say the same
-        if not is_told:
-            is_told = True
-            log.info("waiting_for_coordinator nobody_answers_at=%r up_to_s=%.0f", tried, patience_s)
-        await pause()
-        if clock() >= give_up_at:
-            break
-    if impostor is not None:
-        raise Refused(
-            f"who answers is not the run of this ticket: {tried}",
-            cure="ask for a new ticket; if that does not help, compare the machines' clocks",
-        ) from impostor
-    raise NobodyReachable(
-        f"nobody answers at {tried}",
-        cure="check that the founder runs and that this address can be reached from here, or ask for a new ticket",
-    )
-
-
-async def _ask_one(address: str, hello: Hello, security: TicketSecurity | None) -> Admission:
-    channel = await connect(address, hello, timeout_s=_TIMEOUT_S, security=security)
-    try:
-        frame = await channel.receive(timeout_s=_TIMEOUT_S)
-        answer = msgspec.msgpack.decode(frame.payload, type=_Admitted | _NotAdmitted)
-        if isinstance(answer, _NotAdmitted):
-            raise Refused(answer.reason)
-        certificate = certificate_from_bytes(answer.certificate)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise Refused("the coordinator's answer cannot be read", cure="run the same version of isthmus") from error
-    finally:
-        channel.close()
-    return Admission(answer.terms, certificate)

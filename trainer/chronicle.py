@@ -236,8 +236,8 @@ class Chronicle:
                     bytes=nbytes,
                     seconds=seconds,
                 )
-            case TrustHeard():
-                pass  # nobody needs to know but who applies it
+            case TrustHeard(trust=trust):
+                emit("trust", authorities=len(trust.authorities), barred=[bar.peer_id for bar in trust.barred])
             case Deviated():
                 self.deviated(event, ())
             case Finished(code=code, reason=reason):

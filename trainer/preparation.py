@@ -17,15 +17,7 @@ from cryptography import x509
 from collective.core.types import PeerRef
 from collective.transport import Hello, Mode, Security, TicketSecurity
 from collective.transport.certificates import certificate_from_bytes, is_signed_by, key_in
-from trainer.admission import (
-    Admission,
-    RunTerms,
-    ask_admission,
-    authority_of,
-    own_security,
-    stranger_hello,
-    stranger_security,
-)
+from trainer.admission import RunTerms, authority_of, own_security
 from trainer.config import Config
 from trainer.corpus import Corpus, load_corpus
 from trainer.errors import ConfigError, Refused
@@ -39,6 +31,7 @@ from trainer.founding import (
     take_over,
 )
 from trainer.identity import PeerFolder, PeerIdentity
+from trainer.joining import Admission, ask_admission, stranger_hello, stranger_security
 from trainer.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
 from trainer.threads import in_thread
 from trainer.ticket import Ticket, issue_token

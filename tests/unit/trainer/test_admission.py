@@ -5,7 +5,8 @@ import contextlib
 import dataclasses
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -27,23 +28,23 @@ from collective.transport import (
 )
 from collective.transport.certificates import certificate_to_bytes, key_in, peer_id_of_key
 from collective.wire import PROTOCOL_VERSION
+from elastic.coordinator import CoordinatorShell
+from elastic.core.config import CoordinatorConfig
+from elastic.core.events import PutOut, RevokeTicket
 from elastic.dialler import LATER_CODE
+from elastic.journal import Journal
 from trainer.admission import (
-    PATIENCE_S,
-    Admission,
     Gatekeeper,
     Request,
     RunTerms,
-    ask_admission,
     authority_of,
     hello_maker,
     own_security,
     seal_key_of,
-    stranger_hello,
-    stranger_security,
 )
 from trainer.errors import ExitCode, NobodyReachable, Refused
 from trainer.identity import PeerIdentity, RunIdentity
+from trainer.joining import PATIENCE_S, Admission, ask_admission, stranger_hello, stranger_security
 from trainer.ticket import Ticket, TicketFault, TicketRefused, issue_token, make_ticket
 
 NOW_S = 1_000_000.0
@@ -86,6 +87,7 @@ def ticket(
     secret: bytes = SECRET,
     expires_at_s: float = NOW_S + 60,
     fingerprint: bytes = FINGERPRINT,
+    is_once: bool = False,
 ) -> Ticket:
     return make_ticket(
         secret=secret,
@@ -93,6 +95,7 @@ def ticket(
         addresses=addresses,
         expires_at_s=round(expires_at_s),
         fingerprint=fingerprint,
+        is_once=is_once,
     )
 
 
@@ -115,8 +118,8 @@ def member_security(tls: str = "auto", me: PeerIdentity = JOINER) -> Security:
 
 
 def gatekeeper(*, run: RunIdentity | None = RUN, **more: object) -> Gatekeeper:
-    given = {"terms": TERMS, "now_s": lambda: NOW_S} | more
-    return Gatekeeper(FOUNDER.ref, run=run, security=founders_security(), **given)  # type: ignore[arg-type]
+    given = {"terms": TERMS, "now_s": lambda: NOW_S, "security": founders_security()} | more
+    return Gatekeeper(FOUNDER.ref, run=run, **given)  # type: ignore[arg-type]
 
 
 async def echo(channel: Channel) -> None:
@@ -141,6 +144,15 @@ async def door(
         security=security or founders_security(tls=tls),
     ) as listener:
         yield listener
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[CoordinatorShell]:
+    """One that nobody has joined yet."""
+    journal = Journal(tmp_path / "journal.sqlite", run_id=RUN_ID)
+    config = CoordinatorConfig(manifest_digest=TERMS.digest(), seal_key=TERMS.seal_key, outer_steps=9)
+    yield CoordinatorShell(config, journal)
+    journal.close()
 
 
 class Patience:
@@ -183,8 +195,11 @@ async def test_the_largest_manifest_that_may_be_gets_through() -> None:
         assert await terms_for(ticket(listener.address), pause=Patience()) == terms
 
 
-async def test_coordinator_that_is_away_sends_callers_to_the_next_and_refuses_nobody_for_good() -> None:
-    away = gatekeeper(is_away=lambda: True)
+async def test_coordinator_that_is_away_sends_callers_to_the_next_and_refuses_nobody_for_good(
+    coordinator: CoordinatorShell,
+) -> None:
+    coordinator.send_away("a test")
+    away = gatekeeper(coordinator=lambda: coordinator)
     async with door(away) as first, door() as second:
         assert await terms_for(ticket(first.address, second.address), pause=Patience()) == TERMS
         patience = Patience()
@@ -333,6 +348,73 @@ async def test_a_certificate_is_given_for_nothing_but_the_key_that_asks_and_only
             await connect(listener.address, as_third, timeout_s=5.0, security=security)
 
 
+async def test_a_ticket_for_one_peer_admits_the_first_again_and_again_and_nobody_else(
+    coordinator: CoordinatorShell,
+) -> None:
+    async with door(gatekeeper(coordinator=lambda: coordinator)) as listener:
+        once = ticket(listener.address, is_once=True)
+        for _ in range(2):
+            await admission_by(once, Patience())
+        with pytest.raises(Refused, match="for one peer and has been used"):
+            await admission_by(once, Patience(), me=THIRD)
+        (record,) = coordinator.doors.tickets.values()
+        assert (record.ticket_id, record.used_by) == (once.ticket_id, JOINER.peer_id)
+        await admission_by(ticket(listener.address), Patience(), me=THIRD)
+
+
+async def test_of_two_that_come_at_once_with_a_ticket_for_one_peer_one_is_let_in(
+    coordinator: CoordinatorShell,
+) -> None:
+    async with door(gatekeeper(coordinator=lambda: coordinator)) as listener:
+        once = ticket(listener.address, is_once=True)
+        asked = (admission_by(once, Patience(), me=me) for me in (JOINER, THIRD))
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["Admission", "Refused"]
+
+
+async def test_a_revoked_ticket_admits_nobody_but_who_was_let_in_before(coordinator: CoordinatorShell) -> None:
+    async with door(gatekeeper(coordinator=lambda: coordinator)) as listener:
+        given = ticket(listener.address)
+        certificate = (await admission_by(given, Patience())).certificate
+        revoked = RevokeTicket(ticket_id=given.ticket_id, expires_at_s=given.expires_at_s, at_s=round(NOW_S))
+        assert await coordinator.order(revoked, timeout_s=5.0) is None
+        with pytest.raises(Refused, match="the ticket was revoked"):
+            await admission_by(given, Patience())
+        await admission_by(given, Patience(), certificate=certificate)
+
+
+@pytest.mark.parametrize("for_ever", [False, True], ids=["evicted", "banned"])
+async def test_whoever_was_put_out_needs_a_ticket_or_gets_in_no_more(
+    coordinator: CoordinatorShell, for_ever: bool
+) -> None:
+    security = founders_security()
+    keeper = gatekeeper(coordinator=lambda: coordinator, security=security)
+    async with door(keeper, security=security) as listener:
+        given = ticket(listener.address)
+        certificate = (await admission_by(given, Patience())).certificate
+        order = PutOut(
+            peer_id=JOINER.peer_id,
+            incarnation=JOINER.incarnation,
+            certificate=certificate.serial_number + 5,
+            for_ever=for_ever,
+        )
+        assert await coordinator.order(order, timeout_s=5.0) is None
+        (bar,) = coordinator.doors.bars.values()
+        security.withdraw(bar.peer_id, bar.certificate)
+        expired = ticket(listener.address, expires_at_s=NOW_S - 1)
+        with pytest.raises(Refused, match="was banned" if for_ever else "certificate was withdrawn"):
+            await admission_by(expired, Patience(), certificate=certificate)
+        if for_ever:
+            with pytest.raises(Refused, match="the key of this peer was banned"):
+                await admission_by(given, Patience())
+        else:
+            newer = (await admission_by(given, Patience())).certificate
+            assert newer.serial_number > bar.certificate
+            own = own_security(JOINER, newer, TERMS, "auto")
+            (await connect(listener.address, CONTROL, timeout_s=5.0, security=own)).close()
+        await admission_by(given, Patience(), me=THIRD)
+
+
 @pytest.mark.parametrize("purpose", [Purpose.CONTROL, Purpose.BULK, Purpose.STATE])
 @pytest.mark.parametrize(
     "credential",
@@ -423,7 +505,7 @@ async def test_a_coordinator_that_comes_back_within_the_joiners_patience_is_wait
                 await stack.enter_async_context(door(address=address))
 
         assert await terms_for(ticket(address), pause=Patience(comes_back)) == TERMS
-    (said,) = [record.message for record in caplog.records if record.name == "trainer.admission"]
+    (said,) = [record.message for record in caplog.records if record.name == "trainer.joining"]
     assert said == f"waiting_for_coordinator nobody_answers_at='{address} (refused)' up_to_s=30"
 
 

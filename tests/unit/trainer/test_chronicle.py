@@ -9,8 +9,15 @@ import pytest
 from collective import RoundStats
 from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
 from elastic.core.certificate import Certificate, Contributor
-from elastic.core.messages import DataPosition, Held, IndexRange
+from elastic.core.messages import (
+    Bar,
+    DataPosition,
+    Held,
+    IndexRange,
+    Trust,
+)
 from elastic.core.records import (
+    BarRecord,
     CommitRecord,
     Contribution,
     Genesis,
@@ -18,6 +25,7 @@ from elastic.core.records import (
     RebuildRecord,
     Record,
     ReleaseRecord,
+    TicketRecord,
     ViewRecord,
 )
 from elastic.observation import (
@@ -41,6 +49,7 @@ from elastic.observation import (
     RoundCommitted,
     RoundStaged,
     RoundStarted,
+    TrustHeard,
     ViewInstalled,
     WorkCarriedOver,
 )
@@ -89,6 +98,7 @@ CERTIFICATE = Certificate(
     parent=bytes(32),
     seal=bytes(32),
 )
+BAR = Bar(B.peer_id, B.incarnation, 1)
 STORY: tuple[ElasticEvent, ...] = (
     CoordinatorConnected(ADDRESS),
     PeerConnected(ref=B),
@@ -97,6 +107,7 @@ STORY: tuple[ElasticEvent, ...] = (
     BecameActive(VIEW),
     CertificateKept(certificate=CERTIFICATE),
     CoordinatorAsks(testified=1, needed=2),
+    TrustHeard(Trust(authorities=(b"",), barred=(BAR,))),
     RoundStarted(key=KEY, weight=6.0),
     RoundBroke(key=KEY, suspects=(B.peer_id,), cause="silent"),
     RoundAborted(KEY),
@@ -130,6 +141,8 @@ RECORDS: tuple[Record, ...] = (
     ),
     ReleaseRecord(ref=B, epoch=Epoch(5), ranges=(IndexRange(8, 10),)),
     RebuildRecord(epoch=Epoch(9), certificate=CERTIFICATE, testified=(A,), insisted=False),
+    BarRecord(bar=BAR),
+    TicketRecord(b"ticket 1", 2, B.peer_id, 1),
 )
 
 
@@ -172,9 +185,9 @@ def test_every_observation_is_one_line_in_the_order_of_the_story(desk: Desk) -> 
         desk.chronicle.observe(event)
     lines = desk.lines()
     assert [line["event"] for line in lines] == [
-        "coordinator_connected", "peer_connected", "view", "view", "join", "certificate", "fault", "round_started",
-        "fault", "round_aborted", "vote", "commit", "excused", "carried_over", "learner", "catch_up_started",
-        "catch_up", "catch_up", "deviated", "fault", "fault", "leave",
+        "coordinator_connected", "peer_connected", "view", "view", "join", "certificate", "fault", "trust",
+        "round_started", "fault", "round_aborted", "vote", "commit", "excused", "carried_over", "learner",
+        "catch_up_started", "catch_up", "catch_up", "deviated", "fault", "fault", "leave",
     ]  # fmt: skip
     assert {type(event) for event in STORY} == set(ElasticEvent.__args__) - {RecordWritten}
 
@@ -200,7 +213,7 @@ def test_every_record_of_the_journal_is_one_line(desk: Desk) -> None:
         desk.chronicle.observe(RecordWritten(slot=slot, record=record))
     lines = desk.lines()
     assert [line["event"] for line in lines] == [
-        "genesis", "view_decided", "lease", "commit_decided", "lease_returned", "rebuilt",
+        "genesis", "view_decided", "lease", "commit_decided", "lease_returned", "rebuilt", "put_out", "ticket_spent",
     ]  # fmt: skip
     assert {type(record) for record in RECORDS} == set(Record.__args__)
     assert lines[2]["samples"] == 6

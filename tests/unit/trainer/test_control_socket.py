@@ -14,9 +14,11 @@ import msgspec
 import pytest
 import zmq
 
+from collective.core.types import PeerId
+from trainer.control_messages import PutOutRequest, RevokeRequest
 from trainer.control_socket import PEER_FILE_NAME, ControlClient, ControlServer, PeerFile, find_peer
-from trainer.errors import EnvironmentFault, ExitCode, NobodyReachable, NothingRuns
-from trainer.status import MemberStatus, RoundStatus, Status, render_status
+from trainer.errors import EnvironmentFault, ExitCode, NobodyReachable, NothingRuns, Refused
+from trainer.status import MemberStatus, PeerStatus, RoundStatus, Status, render_peers, render_status
 
 
 def a_status() -> Status:
@@ -41,11 +43,16 @@ def a_status() -> Status:
     )
 
 
+PEER_ID = PeerId("0123456789abcdef")
+PEER = PeerStatus(peer_id=PEER_ID, state="member", incarnation=5, address="127.0.0.1:1")
+
+
 class Daemon:
     """Remembers what it was asked."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.refuses = False
 
     def status(self) -> Status:
         self.asked.append("status")
@@ -56,6 +63,21 @@ class Daemon:
 
     def stop(self) -> None:
         self.asked.append("stop")
+
+    def peers(self) -> tuple[PeerStatus, ...]:
+        return (PEER,)
+
+    def new_ticket(self, *, is_once: bool, lifetime_s: float | None) -> str | None:
+        self.asked.append(f"ticket {is_once} {lifetime_s}")
+        return None if self.refuses else "isthmus2abc"
+
+    async def put_out(self, peer_id: PeerId, *, for_ever: bool) -> str | None:
+        self.asked.append(f"put out {peer_id} {for_ever}")
+        return "no such peer" if self.refuses else None
+
+    async def revoke(self, ticket_id: bytes, expires_at_s: int | None) -> str | None:
+        self.asked.append(f"revoke {ticket_id!r} {expires_at_s}")
+        return "no time" if self.refuses else None
 
 
 @contextlib.contextmanager
@@ -94,6 +116,32 @@ def test_questions_reach_the_daemon_and_answers_come_back(tmp_path: Path) -> Non
         assert not client.has_ended()
         assert daemon.asked == ["status", "leave", "stop"]
     assert client.has_ended()
+
+
+def test_an_operators_orders_reach_the_daemon_and_a_refusal_comes_back_as_one(tmp_path: Path) -> None:
+    daemon = Daemon()
+    orders = (PutOutRequest(PEER_ID, for_ever=True), RevokeRequest(b"ticket 1", 7))
+    with running(tmp_path, daemon):
+        client = ControlClient(tmp_path)
+        assert client.peers() == (PEER,)
+        assert client.ticket(is_once=True, lifetime_s=60.0) == "isthmus2abc"
+        for order in orders:
+            client.order(order)
+        assert daemon.asked == ["ticket True 60.0", f"put out {PEER_ID} True", "revoke b'ticket 1' 7"]
+        daemon.refuses = True
+        for order, reason in zip(orders, ("no such peer", "no time"), strict=True):
+            with pytest.raises(Refused, match=reason):
+                client.order(order)
+        with pytest.raises(Refused, match="does not live in this folder"):
+            client.ticket(is_once=False, lifetime_s=None)
+
+
+def test_peers_are_shown_one_a_line() -> None:
+    banned = PeerStatus(peer_id="f" * 16, state="banned")
+    assert render_peers([PEER, banned]).splitlines() == [
+        f"{PEER_ID}  member    127.0.0.1:1",
+        f"{'f' * 16}  banned    -",
+    ]
 
 
 def test_peer_file_tells_where_and_disappears_with_the_daemon(tmp_path: Path) -> None:
