@@ -237,25 +237,27 @@ def test_after_a_ban_ticket_and_key_are_refused_by_all_also_when_the_coordinator
 
 def test_a_ticket_for_one_peer_admits_one_and_a_revoked_one_nobody(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        flags = ["--members.min_peers", "1", "--run.outer_steps", str(OPEN_END)]
-        coordinator = run.coordinator(*flags)
+        flags = ["--peers", "1", "--min-peers", "1", "--outer-steps", str(OPEN_END)]
+        founder = run.found(*flags)
         run.wait_for_ticket()
-        folder = ("--dir", str(coordinator.directory))
+        folder = ("--dir", str(founder.directory))
         general = run.ticket.read_text()
 
         once = run.command("ticket", "--once", *folder).out
         assert read_ticket(once).run_id == read_ticket(general).run_id
         run.ticket.write_text(once)
         first = run.join()
-        run.until_step(2, first)
+        run.until("membership", lambda: bool(first.events("join")))
         assert "the ticket was for one peer and has been used" in _sentence(_end_of(run.join()))
 
-        coordinator.kill()
-        coordinator = run.coordinator(*flags, folder=coordinator.directory)
+        founder.kill()
+        founder = run.found(*flags, folder=founder.directory)
         run.wait_for_ticket()
         newest = run.ticket.read_text()
         run.ticket.write_text(once)
         assert "has been used" in _sentence(_end_of(run.join()))
+        run.until("membership of the founder", lambda: len(founder.events("join")) >= 1)
+        run.until_step(first.step + 2, founder, first)
         first.kill()
         again = run.join(folder=first.directory)  # whose ticket it is may use it again
         run.until("membership", lambda: len(again.events("join")) >= 2)
@@ -265,14 +267,15 @@ def test_a_ticket_for_one_peer_admits_one_and_a_revoked_one_nobody(tmp_path: Pat
         for text in (general, newest):
             run.ticket.write_text(text)
             assert "the ticket was revoked" in _sentence(_end_of(run.join()))
+        run.until_step(again.step + 2, founder, again)
         again.kill()
         # Who was let in before needs no ticket.
         back = run.start("join", "--node.threads", "1", folder=first.directory)
-        step = again.step
-        run.until_step(step + 3, back)
+        run.until("membership", lambda: len(back.events("join")) >= 3)
         refused = run.command("ticket", "--dir", str(back.directory))
         assert "the coordinator of the run does not live in this folder" in _sentence(refused)
-        _leave(run, [back], coordinator)
+        run.leave_all()
+    assert_same_commits(founder, back)
 
 
 def _leave(run: Run, peers: list[Process], coordinator: Process) -> None:
