@@ -35,7 +35,8 @@ def evict(peer: Peer, directory: Dir = None) -> int:
     """Put a peer out of the run at once. It may join again with a ticket."""
     from trainer.control_messages import PutOutRequest
 
-    _client(directory).order(PutOutRequest(_peer_id(peer), for_ever=False))
+    order = PutOutRequest(_peer_id(peer), for_ever=False)
+    _client(directory).order(order)
     return int(ExitCode.DONE)
 
 
@@ -46,7 +47,8 @@ def ban(
     """Put a peer out of the run for ever, whatever ticket it has. It need not be there."""
     from trainer.control_messages import PutOutRequest
 
-    _client(directory).order(PutOutRequest(_peer_id(peer), for_ever=True))
+    order = PutOutRequest(_peer_id(peer), for_ever=True)
+    _client(directory).order(order)
     return int(ExitCode.DONE)
 
 
@@ -72,9 +74,11 @@ def ticket(
         from trainer.control_messages import RevokeRequest
         from trainer.ticket import named_ticket
 
-        _client(directory).order(RevokeRequest(*named_ticket(revoke)))
+        order = RevokeRequest(*named_ticket(revoke))
+        _client(directory).order(order)
     else:
-        print(_client(directory).ticket(is_once=once, lifetime_s=_seconds(lifetime)))
+        lifetime_s = _seconds(lifetime)
+        print(_client(directory).ticket(is_once=once, lifetime_s=lifetime_s))
     return int(ExitCode.DONE)
 
 

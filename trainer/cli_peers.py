@@ -171,15 +171,16 @@ def join(
         | _line_flags(max_upload, max_download)
         | _net_flags(tls, None, insecure=insecure),
     )
-    _require_secure(resolved, insecure=insecure, dialled=() if decoded is None else decoded.addresses)
+    if decoded is None:
+        run_dir, addresses = _joined_folder(resolved)
+    else:
+        run_dir, addresses = _run_dir(resolved, decoded.run_id), decoded.addresses
+    _require_secure(resolved, insecure=insecure, dialled=addresses)
     _require_reachable(resolved)
     configure_logging(verbose=verbose)
     _warn_of_insecurity(resolved, insecure=insecure)
     if decoded is not None:
         _hint_at_expiry(decoded)
-        run_dir = _run_dir(resolved, decoded.run_id)
-    else:
-        run_dir = _joined_folder(resolved)
     options = PeerOptions(resolved=resolved, run_dir=run_dir, role=Joining(ticket=decoded))
     from trainer.daemon import run_peer
 
@@ -344,15 +345,19 @@ def _peers_ticket(given: str) -> "Ticket":
     return ticket
 
 
-def _joined_folder(resolved: "ResolvedConfig") -> Path:
-    """The folder of a peer that comes back."""
+def _joined_folder(resolved: "ResolvedConfig") -> tuple[Path, tuple[str, ...]]:
+    """The folder of a peer that comes back, and where the coordinators of its run may be."""
+    from trainer.founding import MEMBERSHIP_NAME, recall_membership
+
     try:
-        return choose_folder(resolved.config.node.dir, holding="membership.json", or_else=NothingRuns).absolute()
+        folder = choose_folder(resolved.config.node.dir, holding=MEMBERSHIP_NAME, or_else=NothingRuns).absolute()
     except NothingRuns as nothing:
         raise ConfigError(
             f"there is no ticket, and under {RUNS_FOLDER}/ no peer that could come back without one",
             cure="join with the ticket that the coordinator printed, or name the peer's folder with --dir",
         ) from nothing
+    kept = recall_membership(folder)
+    return folder, () if kept is None else kept.coordinators
 
 
 def _hint_at_expiry(ticket: "Ticket") -> None:

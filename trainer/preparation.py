@@ -153,6 +153,11 @@ async def _join(
         )
     authorities = [key_in(certificate_from_bytes(one)) for one in kept.terms.authorities]
     is_encrypted = options.resolved.adopt(kept.terms.manifest).config.net.tls != "off"
+    if not is_encrypted and options.resolved.config.net.tls != "off":
+        raise ConfigError(
+            f"the run that {folder.path} has joined is not encrypted",
+            cure="come back with --insecure if no encryption is what you want",
+        )
     security = TicketSecurity(*authorities, mode=Mode.ON) if is_encrypted else None
     hello = stranger_hello(me, kept.terms.run_id, b"", certificate)
     return await _ask(kept.coordinators, hello, security), kept.coordinators
