@@ -125,7 +125,9 @@ class Checkers:
         self._sim.marks.finished(effect)
         self._exits.append((node.ref, effect))
         wrong = self._sim.has_wrong_manifest(node)
-        demand((effect.code == 5) == wrong or effect.code in (9, 20), "I4", f"{name(node.ref)} ends with {effect}")
+        may_be_refused = wrong or self.history.may_be_refused(node.ref)
+        demand(effect.code != 5 or may_be_refused, "I4", f"{name(node.ref)} ends with {effect}")
+        demand(not wrong or effect.code in (5, 9, 20), "I4", f"{name(node.ref)} ends with {effect}")
         if effect.code == 9:
             demand(self._sim.options.wrong_result > 0, "I1", f"{name(node.ref)} ends with {effect}")
         if effect.code == 0:

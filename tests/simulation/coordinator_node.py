@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from collective.core.types import Instant, PeerRef
+from collective.core.types import Instant, PeerId, PeerRef
 from elastic.core.config import RebuildRule
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import (
@@ -12,9 +12,11 @@ from elastic.core.events import (
     CoordinatorEffect,
     CoordinatorEvent,
     Disconnect,
+    Ordered,
     PeerConnectionLost,
     PeerSaid,
     Persist,
+    PutOut,
     Resign,
     SendToPeer,
     Tick,
@@ -82,6 +84,15 @@ class CoordinatorNode(Process):
             self.rule = RebuildRule.INSIST
             self.crash()
             self.start()
+
+    def evict(self, peer_id: PeerId) -> None:
+        """The operator wants whatever there is of this peer to go."""
+        connected = [ref.incarnation for ref in self.connections if ref.peer_id == peer_id]
+        order = PutOut(
+            peer_id=peer_id, incarnation=max(connected, default=None), certificate=len(self.journal), for_ever=False
+        )
+        self.sim.world.say("the operator evicts", peer_id)
+        self.run(self.start_number, self.feed, Ordered(serial=len(self.journal), order=order))
 
     def on_said(self, connection: ControlConnection, sender: PeerRef, message: PeerMessage) -> None:
         if connection.up_at_coordinator:

@@ -173,6 +173,7 @@ KNOWN = frozenset(
         "fault: disk loss",
         "fault: hang",
         "fault: leave",
+        "fault: evict",
         "fault: link break",
         "fault: partition",
         "fault: pause",
