@@ -16,6 +16,7 @@ from elastic.core.certificate import Certificate
 from elastic.core.closing import Closing
 from elastic.core.config import CoordinatorConfig, RebuildRule
 from elastic.core.coordinator import CoordinatorMachine
+from elastic.core.doorkeeper import Doorkeeper
 from elastic.core.events import (
     CoordinatorEffect,
     CoordinatorEvent,
@@ -104,6 +105,17 @@ class TakesEverybodyForAware(Reception):
 
 class WelcomesTheUnaware(PatchedCoordinator):
     reception_type = TakesEverybodyForAware
+
+
+class TurnsNobodyAway(Doorkeeper):
+    def turn_away(self, sender: PeerRef) -> bool:
+        return False
+
+
+class LetsBackWhoWasPutOut(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._doorkeeper = TurnsNobodyAway(self._roster)
 
 
 class TakesTheFirstDigest(Rounds):
@@ -310,6 +322,10 @@ MUTANTS: dict[str, Mutant] = {
     "first_certificate_taken": Mutant(
         what="a lost journal is made anew from the first certificate that comes, not the newest",
         parts=Parts(coordinator=RebuildsFromTheFirst),
+    ),
+    "put_out_let_back": Mutant(
+        what="whoever was put out joins again as the same start",
+        parts=Parts(coordinator=LetsBackWhoWasPutOut),
     ),
     "epoch_forgotten": Mutant(
         what="a restarted coordinator begins to count epochs anew",
