@@ -49,7 +49,7 @@ DEFAULT_TIMEOUT_S = 5.0
 
 _MAX_MESSAGE_NBYTES = 1 << 20
 _MAX_QUEUED = 64
-NO_COORDINATOR = "the coordinator of the run does not live in this folder; name its folder with --dir"
+_ELSEWHERE = NotDone("the coordinator of the run does not live in this folder; name its folder with --dir")
 
 
 class PeerFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ class PeerFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Controlled(Protocol):
-    """What a daemon lets itself be asked. All return at once, or within seconds; `str | None` says why not."""
+    """What a daemon lets itself be asked. All return at once."""
 
     def status(self) -> Status:
         """How it is now."""
@@ -75,11 +75,21 @@ class Controlled(Protocol):
     def stop(self) -> None:
         """Begin to stop without handing in anything."""
 
-    def peers(self) -> tuple[PeerStatus, ...]:
-        """Who is in the run, as far as is known here."""
+    @property
+    def office(self) -> "Consulted | None":
+        """Where an operator asks about the run; None where its coordinator does not live."""
 
-    def new_ticket(self, *, is_once: bool, lifetime_s: float | None) -> str | None:
-        """A new ticket, encoded; None where the coordinator does not live."""
+
+class Consulted(Protocol):
+    """What the process where a run's coordinator lives can be asked besides. `str | None` says why something is not
+    done; that takes seconds at most.
+    """
+
+    def peers(self) -> tuple[PeerStatus, ...]:
+        """Who is in the run."""
+
+    def new_ticket(self, *, is_once: bool, lifetime_s: float | None) -> str:
+        """A new ticket, encoded."""
 
     async def put_out(self, peer_id: PeerId, *, for_ever: bool) -> str | None:
         """Evict a peer, or ban it."""
@@ -169,15 +179,26 @@ class ControlServer:
             case StopRequest():
                 self._controlled.stop()
                 return Accepted()
+            case PeersRequest() | TicketRequest() | PutOutRequest() | RevokeRequest():
+                return await self._consult(request)
+            case _:
+                assert_never(request)
+
+    async def _consult(self, request: PeersRequest | TicketRequest | PutOutRequest | RevokeRequest) -> Reply:
+        office = self._controlled.office
+        if office is None:
+            return (
+                PeersReply(_members_of(self._controlled.status())) if isinstance(request, PeersRequest) else _ELSEWHERE
+            )
+        match request:
             case PeersRequest():
-                return PeersReply(self._controlled.peers())
+                return PeersReply(office.peers())
             case TicketRequest(is_once=is_once, lifetime_s=lifetime_s):
-                ticket = self._controlled.new_ticket(is_once=is_once, lifetime_s=lifetime_s)
-                return NotDone(NO_COORDINATOR) if ticket is None else TicketReply(ticket)
+                return TicketReply(office.new_ticket(is_once=is_once, lifetime_s=lifetime_s))
             case PutOutRequest(peer_id=peer_id, for_ever=for_ever):
-                return _done(await self._controlled.put_out(peer_id, for_ever=for_ever))
+                return _done(await office.put_out(peer_id, for_ever=for_ever))
             case RevokeRequest(ticket_id=ticket_id, expires_at_s=expires_at_s):
-                return _done(await self._controlled.revoke(ticket_id, expires_at_s))
+                return _done(await office.revoke(ticket_id, expires_at_s))
             case _:
                 assert_never(request)
 
@@ -291,6 +312,14 @@ class ControlClient:
             return Refused(reply.reason)
         reason = reply.reason if isinstance(reply, NotUnderstood) else type(reply).__name__
         return NobodyReachable(f"the daemon in {self._run_dir} did not understand: {reason}")
+
+
+def _members_of(status: Status) -> tuple[PeerStatus, ...]:
+    """The peers that a peer knows of: those of its view."""
+    return tuple(
+        PeerStatus(peer_id=one.peer_id, state="member", incarnation=one.incarnation, address=one.address)
+        for one in status.members
+    )
 
 
 def _done(refusal: str | None) -> Reply:

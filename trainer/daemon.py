@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable, Iterator
 import torch
 
 from collective import AddressInUse
-from collective.core.types import PeerId
 from collective.transport import Channel, Hello, Listener, Purpose
 from elastic.coordinator import CoordinatorShell
 from elastic.core.config import REBUILD_SALTS, RebuildRule
@@ -29,7 +28,7 @@ from elastic.observation import ElasticEvent, RecordWritten
 from trainer.admission import Gatekeeper, hello_maker
 from trainer.bouncer import Bouncer
 from trainer.chronicle import Chronicle
-from trainer.control_socket import NO_COORDINATOR, ControlServer
+from trainer.control_socket import ControlServer
 from trainer.coordination import Coordination
 from trainer.data import samples_per_data_epoch
 from trainer.errors import ConfigError, EnvironmentFault, ExitCode, IsthmusError
@@ -44,7 +43,7 @@ from trainer.peer import Peer, PeerPlan
 from trainer.preparation import Start, prepare, wall_s
 from trainer.progress import open_progress
 from trainer.scoreboard import Scoreboard
-from trainer.status import PeerStatus, Status
+from trainer.status import Status
 from trainer.ticket import encode_ticket
 from trainer.wiring import coordinator_config
 
@@ -397,29 +396,10 @@ class _Process:
         if self._peer is not None:
             self._peer.leave(now=True)
 
-    def peers(self) -> tuple[PeerStatus, ...]:
-        """Who is in the run; of a peer without the coordinator, the members that it knows."""
-        if self._office is not None:
-            return self._office.peers()
-        members = self.status().members
-        return tuple(
-            PeerStatus(peer_id=one.peer_id, state="member", incarnation=one.incarnation, address=one.address)
-            for one in members
-        )
-
-    def new_ticket(self, *, is_once: bool, lifetime_s: float | None) -> str | None:
-        """A new ticket, encoded; None where the coordinator does not live."""
-        if self._office is None:
-            return None
-        return encode_ticket(self._office.ticket(is_once=is_once, lifetime_s=lifetime_s))
-
-    async def put_out(self, peer_id: PeerId, *, for_ever: bool) -> str | None:
-        """Evict a peer, or ban it."""
-        return NO_COORDINATOR if self._office is None else await self._office.put_out(peer_id, for_ever=for_ever)
-
-    async def revoke(self, ticket_id: bytes, expires_at_s: int | None) -> str | None:
-        """Let a ticket admit nobody any more."""
-        return NO_COORDINATOR if self._office is None else await self._office.revoke(ticket_id, expires_at_s)
+    @property
+    def office(self) -> Office | None:
+        """Whom an operator asks about the run, where its coordinator lives."""
+        return self._office
 
 
 class _Ended(IsthmusError):

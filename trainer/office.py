@@ -11,7 +11,7 @@ from elastic.coordinator import CoordinatorShell
 from elastic.core.events import PutOut, RevokeTicket
 from trainer.identity import RunIdentity
 from trainer.status import PeerStatus
-from trainer.ticket import Ticket, make_ticket
+from trainer.ticket import Ticket, encode_ticket, make_ticket
 
 _TIMEOUT_S = 4.0
 """For the journal. Shorter than the command line's patience."""
@@ -51,6 +51,10 @@ class Office:
             fingerprint=self.fingerprint,
             is_once=is_once,
         )
+
+    def new_ticket(self, *, is_once: bool, lifetime_s: float | None) -> str:
+        """The same, encoded."""
+        return encode_ticket(self.ticket(is_once=is_once, lifetime_s=lifetime_s))
 
     async def revoke(self, ticket_id: bytes, expires_at_s: int | None) -> str | None:
         """Let a ticket admit nobody any more. None, or why that could not be done."""
