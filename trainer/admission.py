@@ -194,8 +194,8 @@ class Gatekeeper:
         answer: Admitted | NotAdmitted
         try:
             request, claims = self._judge(channel.hello)
-            if claims is not None and claims.is_once:
-                await self._use_up(claims, peer_id)
+            if claims is not None:
+                await self._use(claims, peer_id)
         except Refused as refused:
             answer = NotAdmitted(str(refused))
         else:
@@ -209,8 +209,8 @@ class Gatekeeper:
         coordinator = self._coordinator()
         return Doors() if coordinator is None else coordinator.doors
 
-    async def _use_up(self, claims: Claims, peer_id: PeerId) -> None:
-        """A ticket for one peer is this one's from now on. Raises Refused: another one was faster."""
+    async def _use(self, claims: Claims, peer_id: PeerId) -> None:
+        """Remember by which ticket this peer came. Raises Refused: it was for one peer, and another one was faster."""
         coordinator = self._coordinator()
         if coordinator is None:
             raise Refused("the coordinator is not there")
@@ -219,6 +219,7 @@ class Gatekeeper:
             expires_at_s=claims.expires_at_s,
             used_by=peer_id,
             at_s=round(self._now_s()),
+            is_once=claims.is_once,
         )
         refusal = await coordinator.order(order, timeout_s=_TIMEOUT_S)
         if refusal is not None:

@@ -296,8 +296,10 @@ class Chronicle:
                 emit("lease_returned", of=ref.peer_id, epoch=epoch, samples=count(ranges))
             case BarRecord(bar=bar):
                 emit("put_out", of=bar.peer_id, banned=bar.certificate >= FOR_EVER)
+            case TicketRecord(ticket_id=ticket_id, used_by=None):
+                emit("ticket_revoked", ticket=ticket_id.hex())
             case TicketRecord(ticket_id=ticket_id, used_by=used_by):
-                emit("ticket_spent", ticket=ticket_id.hex(), by=used_by)
+                emit("admitted", of=used_by, ticket=ticket_id.hex())
             case _:
                 assert_never(record)
 

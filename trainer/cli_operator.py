@@ -44,7 +44,7 @@ def ban(
     peer: Annotated[str, typer.Argument(help="Its id, or its public key in 64 hex digits.", show_default=False)],
     directory: Dir = None,
 ) -> int:
-    """Put a peer out of the run for ever, whatever ticket it has. It need not be there."""
+    """Put a peer out of the run for ever, and revoke the ticket by which it came. It need not be there."""
     from trainer.control_messages import PutOutRequest
 
     order = PutOutRequest(_peer_id(peer), for_ever=True)

@@ -72,6 +72,7 @@ class Office:
             incarnation=self.coordinator.newest_start(peer_id),
             certificate=round(self.now_s() * 1000),
             for_ever=for_ever,
+            at_s=round(self.now_s()),
         )
         return await self.coordinator.order(order, timeout_s=_TIMEOUT_S)
 

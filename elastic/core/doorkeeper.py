@@ -1,14 +1,15 @@
 """How the coordinator puts a peer out at an operator's word, and which tickets it remembers.
 
-Rules: the word is journalled first. Whoever is put out is told why, and then its connection ends; the others get their
-next view and the bar in the same breath. What was asked for is answered in order, so that the answer means that the
-record is durable. What is asked for twice is done once and answered twice.
+Rules: the word is journalled first. With a peer that is banned goes the ticket by which it came. Whoever is put out is
+told why, and then its connection ends; the others get their next view and the bar in the same breath. What was asked
+for is answered in order, so that the answer means that the record is durable. What is asked for twice is done once and
+answered twice.
 """
 
 from typing import assert_never
 
 from collective.core.types import Incarnation, PeerRef
-from elastic.core.doors import FOR_EVER, MAX_BARS, MAX_TICKETS, all_bars, merged
+from elastic.core.doors import FOR_EVER, MAX_BARS, MAX_TICKETS, merged
 from elastic.core.events import Answered, Disconnect, Ordered, PutOut, RevokeTicket, UseTicket
 from elastic.core.messages import Bar, Refused, Trust
 from elastic.core.records import BarRecord, TicketRecord
@@ -54,7 +55,7 @@ class Doorkeeper:
 
     def _trust(self) -> Trust:
         roster = self._roster
-        return Trust(authorities=roster.config.authorities, barred=all_bars(roster.state.doors.bars.values()))
+        return Trust(authorities=roster.config.authorities, barred=tuple(sorted(roster.state.doors.bars.values())))
 
     def _last_word(self, ref: PeerRef) -> Refused:
         banned = self._roster.state.doors.is_banned(ref.peer_id)
@@ -71,6 +72,10 @@ class Doorkeeper:
         bar = Bar(order.peer_id, known, certificate)
         if merged(doors.bars.get(order.peer_id), bar) != doors.bars.get(order.peer_id):
             roster.persist(BarRecord(bar=bar))
+        came_by = doors.admitted.get(order.peer_id)
+        if order.for_ever and came_by is not None and came_by.expires_at_s > order.at_s:
+            # Another key costs it nothing. If there is no room to remember the ticket, the ban holds all the same.
+            self._remember(TicketRecord(came_by.ticket_id, came_by.expires_at_s, None, order.at_s))
         session = roster.sessions.get(order.peer_id)
         if session is not None and doors.keeps_out(session.ref):
             ref, word = session.ref, self._last_word(session.ref)
@@ -94,16 +99,19 @@ class Doorkeeper:
     def _use(self, order: UseTicket) -> str | None:
         doors = self._roster.state.doors
         refusal = doors.refusal(order.ticket_id, order.used_by)
-        if refusal is not None or order.ticket_id in doors.tickets:
+        known = doors.admitted.get(order.used_by)
+        if refusal is not None or (known is not None and known.ticket_id == order.ticket_id):
             return refusal
-        return self._remember(TicketRecord(order.ticket_id, order.expires_at_s, order.used_by, order.at_s))
+        used = TicketRecord(order.ticket_id, order.expires_at_s, order.used_by, order.at_s, order.is_once)
+        return self._remember(used)
 
     def _remember(self, record: TicketRecord) -> str | None:
         doors = self._roster.state.doors
         known = doors.tickets.get(record.ticket_id)
         if known is not None and known.used_by is None:
             return None
-        if known is None and doors.num_tickets(record.at_s) >= MAX_TICKETS:
+        is_kept = record.used_by is None or record.is_once
+        if known is None and is_kept and doors.num_tickets(record.at_s) >= MAX_TICKETS:
             return f"{MAX_TICKETS} tickets are remembered already; they are forgotten when they have expired"
         self._roster.persist(record)
         return None

@@ -4,11 +4,10 @@ A bar keeps out the starts of a peer up to one, and makes its certificates up to
 what there is of it now; with a ticket its next start gets a newer certificate. A ban bars whatever may come
 (`FOR_EVER`). Bars only grow, so that whoever hears of them late or twice ends up with the same.
 
-Tickets are remembered when they are revoked or, if they are for one peer, used; until they would have expired. Knows no
-clock: a record says when it was made.
+Tickets are remembered when they are revoked or, if they are for one peer, used; until they would have expired. By
+which one a peer was let in is remembered as well: who is banned must not come back under another key. Knows no clock:
+a record says when it was made.
 """
-
-from collections.abc import Iterable
 
 from collective.core.types import Incarnation, PeerId, PeerRef
 from elastic.core.messages import Bar
@@ -18,6 +17,8 @@ FOR_EVER = 2**53
 MAX_BARS = 1024
 """So many peers may be barred: all of them are told to every member in one message."""
 MAX_TICKETS = 4096
+MAX_ADMITTED = 4096
+"""Of so many peers it is known by which ticket they came, the newest ones."""
 
 
 class Doors:
@@ -26,16 +27,24 @@ class Doors:
     def __init__(self) -> None:
         self.bars: dict[PeerId, Bar] = {}
         self.tickets: dict[bytes, TicketRecord] = {}
+        """Those that do not admit everybody any more."""
+        self.admitted: dict[PeerId, TicketRecord] = {}
+        """By which ticket a peer was let in last."""
 
     def apply(self, record: BarRecord | TicketRecord) -> None:
         """Take a record in."""
         if isinstance(record, BarRecord):
             self.bars[record.bar.peer_id] = merged(self.bars.get(record.bar.peer_id), record.bar)
             return
-        self.tickets[record.ticket_id] = record
-        for ticket_id, known in list(self.tickets.items()):
-            if known.expires_at_s <= record.at_s:
-                del self.tickets[ticket_id]
+        if record.used_by is None or record.is_once:
+            self.tickets[record.ticket_id] = record
+        if record.used_by is not None:
+            self.admitted.pop(record.used_by, None)
+            self.admitted[record.used_by] = record
+            if len(self.admitted) > MAX_ADMITTED:
+                del self.admitted[next(iter(self.admitted))]
+        self.tickets = {key: known for key, known in self.tickets.items() if known.expires_at_s > record.at_s}
+        self.admitted = {key: known for key, known in self.admitted.items() if known.expires_at_s > record.at_s}
 
     def keeps_out(self, ref: PeerRef) -> bool:
         """Whether this start of a peer was put out."""
@@ -69,8 +78,3 @@ def merged(known: Bar | None, bar: Bar) -> Bar:
         return bar
     incarnation = Incarnation(max(known.incarnation, bar.incarnation))
     return Bar(bar.peer_id, incarnation, max(known.certificate, bar.certificate))
-
-
-def all_bars(bars: Iterable[Bar]) -> tuple[Bar, ...]:
-    """In the order of the peers' ids, so that the same ones are the same message."""
-    return tuple(sorted(bars))

@@ -43,23 +43,26 @@ class PeerConnectionLost:
 class PutOut:
     """Evict a peer: what there is of it now, with its certificates up to this number, or whatever may come.
 
-    `incarnation` is its newest start that is connected, if any is: it need not have said anything yet.
+    `incarnation` is its newest start that is connected, if any is: it need not have said anything yet. `at_s` is now in
+    Unix seconds.
     """
 
     peer_id: PeerId
     incarnation: Incarnation | None
     certificate: int
     for_ever: bool
+    at_s: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UseTicket:
-    """A ticket for one peer is used by this one. Instants are in Unix seconds."""
+    """A ticket, perhaps for one peer only, is used by this one. Instants are in Unix seconds."""
 
     ticket_id: bytes
     expires_at_s: int
     used_by: PeerId
     at_s: int
+    is_once: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,7 +93,7 @@ class BarRecord(_Record, frozen=True, kw_only=True):
 
 
 class TicketRecord(_Record, frozen=True):
-    """A ticket admits nobody any more but the peer that has used it: nobody at all if it was revoked.
+    """A peer was let in by a ticket, which admits no other one if it `is_once`; or it was revoked, by nobody.
 
     `expires_at_s` and `at_s`, when this was decided, are in Unix seconds. It may be forgotten when it has expired.
     """
@@ -102,6 +102,7 @@ class TicketRecord(_Record, frozen=True):
     expires_at_s: Natural
     used_by: PeerId | None
     at_s: Natural
+    is_once: bool = False
 
 
 Record = Genesis | RebuildRecord | ViewRecord | CommitRecord | LeaseRecord | ReleaseRecord | BarRecord | TicketRecord

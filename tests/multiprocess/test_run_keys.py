@@ -221,8 +221,10 @@ def test_after_a_ban_ticket_and_key_are_refused_by_all_also_when_the_coordinator
             assert f"{victim.peer_id}  banned" in listed
 
         is_refused_by_all()
+        assert "the ticket was revoked" in _sentence(_end_of(run.join()))  # another key costs nothing
         coordinator.kill()
         coordinator = run.coordinator(*flags, folder=coordinator.directory)
+        run.wait_for_ticket()
         step = max(peer.step for peer in others)
         run.until_step(step + 3, *others)
         late = run.join()  # it hears of the ban although it was not there

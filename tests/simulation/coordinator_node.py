@@ -89,7 +89,11 @@ class CoordinatorNode(Process):
         """The operator wants whatever there is of this peer to go."""
         connected = [ref.incarnation for ref in self.connections if ref.peer_id == peer_id]
         order = PutOut(
-            peer_id=peer_id, incarnation=max(connected, default=None), certificate=len(self.journal), for_ever=False
+            peer_id=peer_id,
+            incarnation=max(connected, default=None),
+            certificate=len(self.journal),
+            for_ever=False,
+            at_s=0,
         )
         self.sim.world.say("the operator evicts", peer_id)
         self.run(self.start_number, self.feed, Ordered(serial=len(self.journal), order=order))

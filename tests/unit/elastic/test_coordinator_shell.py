@@ -566,12 +566,12 @@ async def test_what_the_listener_of_messages_raises_ends_the_connection(journal)
 
 def order_to_evict(number, shell):
     return PutOut(
-        peer_id=peer_id(number), incarnation=shell.newest_start(peer_id(number)), certificate=1, for_ever=False
+        peer_id=peer_id(number), incarnation=shell.newest_start(peer_id(number)), certificate=1, for_ever=False, at_s=1
     )
 
 
 def order_to_use(number):
-    return UseTicket(ticket_id=b"ticket 1", expires_at_s=10, used_by=peer_id(number), at_s=1)
+    return UseTicket(ticket_id=b"ticket 1", expires_at_s=10, used_by=peer_id(number), at_s=1, is_once=True)
 
 
 async def test_an_order_is_answered_when_it_is_in_the_journal(journal):

@@ -25,12 +25,13 @@ def put_out(
         incarnation=None if connected is None else Incarnation(connected),
         certificate=NUMBER,
         for_ever=for_ever,
+        at_s=NOW_S,
     )
     return answer(driver, order)
 
 
 def use(driver: CoordinatorDriver, number: int, ticket: bytes = TICKET, **more: Any) -> str | None:
-    given = {"expires_at_s": NOW_S + 60, "at_s": NOW_S} | more
+    given = {"expires_at_s": NOW_S + 60, "at_s": NOW_S, "is_once": True} | more
     return answer(driver, UseTicket(ticket_id=ticket, used_by=ref(number).peer_id, **given))
 
 
@@ -197,6 +198,35 @@ def test_a_revoked_ticket_is_nobodys_not_even_of_who_has_used_it(restart: bool) 
     for number in (1, 2):
         assert use(driver, number) == "the ticket was revoked"
     assert len(driver.records(TicketRecord)) == 2
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_with_a_banned_peer_goes_the_ticket_by_which_it_came(restart: bool) -> None:
+    driver = CoordinatorDriver()
+    for number in (1, 2, 1):
+        assert use(driver, number, is_once=False) is None
+    assert len(driver.records(TicketRecord)) == 2, "the same once more is no news"
+    driver = driver.recovered() if restart else driver
+    put_out(driver, 1, connected=1)
+    assert use(driver, 3, is_once=False) is None, "who is evicted may come again"
+    put_out(driver, 1, for_ever=True)
+    assert use(driver, 4, is_once=False) == "the ticket was revoked"
+    assert use(driver, 4, ANOTHER, is_once=False) is None
+
+
+def test_a_ban_does_not_revoke_what_has_expired() -> None:
+    driver = CoordinatorDriver()
+    use(driver, 1, is_once=False, expires_at_s=NOW_S)
+    put_out(driver, 1, for_ever=True)
+    assert driver.machine.state.doors.tickets == {}
+
+
+def test_by_which_ticket_a_peer_came_is_known_of_the_newest_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic.core.doors.MAX_ADMITTED", 3)
+    driver = CoordinatorDriver()
+    for number in (1, 2, 3, 4):
+        use(driver, number, is_once=False)
+    assert list(driver.machine.state.doors.admitted) == [ref(number).peer_id for number in (2, 3, 4)]
 
 
 def test_what_has_expired_is_forgotten_and_there_is_a_bound() -> None:

@@ -31,6 +31,7 @@ from collective.wire import PROTOCOL_VERSION
 from elastic.coordinator import CoordinatorShell
 from elastic.core.config import CoordinatorConfig
 from elastic.core.events import PutOut, RevokeTicket
+from elastic.core.records import Record
 from elastic.dialler import LATER_CODE
 from elastic.journal import Journal
 from trainer.admission import (
@@ -75,8 +76,24 @@ def founders_security(run: RunIdentity = RUN, tls: str = "auto") -> Security:
     return own_security(FOUNDER, certificate, terms_of(run), tls)
 
 
+class Memory:
+    """A journal for whom nothing has to last."""
+
+    is_quick = True
+
+    def append(self, record: Record) -> int:
+        return 0
+
+    def replay(self) -> list[Record]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
 FOUNDER, JOINER, THIRD = identity(b"1", 5), identity(b"2", 7), identity(b"3", 9)
 TERMS = terms_of(RUN)
+CONFIG = CoordinatorConfig(manifest_digest=TERMS.digest(), seal_key=TERMS.seal_key, outer_steps=9)
 FINGERPRINT = founders_security().server_fingerprint
 CONTROL = hello_maker(JOINER.ref, RUN_ID)(Purpose.CONTROL, 0, 1)
 
@@ -118,7 +135,9 @@ def member_security(tls: str = "auto", me: PeerIdentity = JOINER) -> Security:
 
 
 def gatekeeper(*, run: RunIdentity | None = RUN, **more: object) -> Gatekeeper:
-    given = {"terms": TERMS, "now_s": lambda: NOW_S, "security": founders_security()} | more
+    shell = CoordinatorShell(CONFIG, Memory())
+    usual = {"terms": TERMS, "now_s": lambda: NOW_S, "security": founders_security(), "coordinator": lambda: shell}
+    given = usual | more
     return Gatekeeper(FOUNDER.ref, run=run, **given)  # type: ignore[arg-type]
 
 
@@ -150,8 +169,7 @@ async def door(
 def coordinator(tmp_path: Path) -> Iterator[CoordinatorShell]:
     """One that nobody has joined yet."""
     journal = Journal(tmp_path / "journal.sqlite", run_id=RUN_ID)
-    config = CoordinatorConfig(manifest_digest=TERMS.digest(), seal_key=TERMS.seal_key, outer_steps=9)
-    yield CoordinatorShell(config, journal)
+    yield CoordinatorShell(CONFIG, journal)
     journal.close()
 
 
@@ -397,6 +415,7 @@ async def test_whoever_was_put_out_needs_a_ticket_or_gets_in_no_more(
             incarnation=JOINER.incarnation,
             certificate=certificate.serial_number + 5,
             for_ever=for_ever,
+            at_s=round(NOW_S),
         )
         assert await coordinator.order(order, timeout_s=5.0) is None
         (bar,) = coordinator.doors.bars.values()
@@ -407,12 +426,15 @@ async def test_whoever_was_put_out_needs_a_ticket_or_gets_in_no_more(
         if for_ever:
             with pytest.raises(Refused, match="the key of this peer was banned"):
                 await admission_by(given, Patience())
+            with pytest.raises(Refused, match="the ticket was revoked"):
+                await admission_by(given, Patience(), me=THIRD)  # who might be the same one under another key
         else:
             newer = (await admission_by(given, Patience())).certificate
             assert newer.serial_number > bar.certificate
             own = own_security(JOINER, newer, TERMS, "auto")
             (await connect(listener.address, CONTROL, timeout_s=5.0, security=own)).close()
-        await admission_by(given, Patience(), me=THIRD)
+            await admission_by(given, Patience(), me=THIRD)
+        await admission_by(ticket(listener.address), Patience(), me=THIRD)
 
 
 @pytest.mark.parametrize("purpose", [Purpose.CONTROL, Purpose.BULK, Purpose.STATE])

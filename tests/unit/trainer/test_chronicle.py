@@ -213,7 +213,7 @@ def test_every_record_of_the_journal_is_one_line(desk: Desk) -> None:
         desk.chronicle.observe(RecordWritten(slot=slot, record=record))
     lines = desk.lines()
     assert [line["event"] for line in lines] == [
-        "genesis", "view_decided", "lease", "commit_decided", "lease_returned", "rebuilt", "put_out", "ticket_spent",
+        "genesis", "view_decided", "lease", "commit_decided", "lease_returned", "rebuilt", "put_out", "admitted",
     ]  # fmt: skip
     assert {type(record) for record in RECORDS} == set(Record.__args__)
     assert lines[2]["samples"] == 6
