@@ -47,6 +47,15 @@ class Doorkeeper:
         self._roster.effects.append(Disconnect(peer_id=sender.peer_id, up_to=sender.incarnation))
         return True
 
+    def settle(self) -> None:
+        """Let go of everybody who is kept out: also if a coordinator died between that record and the next view."""
+        roster, doors = self._roster, self._roster.state.doors
+        for session in [item for item in roster.sessions.values() if doors.bars and doors.keeps_out(item.ref)]:
+            ref, word = session.ref, self._last_word(session.ref)
+            what = "banned" if doors.is_banned(ref.peer_id) else "evicted"
+            roster.put_out(session, word, cause=f"{ref.peer_id} {what}")
+            roster.effects.append(Disconnect(peer_id=ref.peer_id, up_to=ref.incarnation))
+
     def introduce(self, to: PeerRef) -> None:
         """Tell a peer whom to believe, if that is more than it was told when it joined."""
         trust = self._trust()
@@ -76,10 +85,7 @@ class Doorkeeper:
         if order.for_ever and came_by is not None and came_by.expires_at_s > order.at_s:
             # Another key costs it nothing. If there is no room to remember the ticket, the ban holds all the same.
             self._remember(TicketRecord(came_by.ticket_id, came_by.expires_at_s, None, order.at_s))
-        session = roster.sessions.get(order.peer_id)
-        if session is not None and doors.keeps_out(session.ref):
-            ref, word = session.ref, self._last_word(session.ref)
-            roster.put_out(session, word, cause=f"{ref.peer_id} {'banned' if order.for_ever else 'evicted'}")
+        self.settle()
         roster.effects.append(Disconnect(peer_id=order.peer_id, up_to=bar.incarnation))
         for other in roster.sessions.values():
             roster.send(other.ref, self._trust())

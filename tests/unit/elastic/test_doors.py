@@ -89,6 +89,17 @@ def test_whatever_an_evicted_start_says_it_stays_out_and_its_next_start_may_come
     assert driver.told(2, Welcome, incarnation=2)
 
 
+def test_a_coordinator_that_died_right_after_it_had_written_the_bar_goes_on_without_the_peer() -> None:
+    driver = CoordinatorDriver().with_members(1, 2, 3)
+    put_out(driver, 2)
+    bar = next(place for place, record in enumerate(driver.journal) if isinstance(record, BarRecord))
+    del driver.journal[bar + 1 :]
+    driver = driver.recovered()
+    driver.says(1, Heartbeat(epoch=Epoch(2), outer_step=driver.machine.state.outer_step, progress=1, blocked=False))
+    assert driver.member_numbers() == [1, 3]
+    assert driver.told(2, Refused).reason == EVICTED
+
+
 def test_a_banned_peer_stays_out_in_every_start_and_needs_not_have_been_there() -> None:
     driver = CoordinatorDriver().with_members(1, 2)
     for number in (2, 9):
