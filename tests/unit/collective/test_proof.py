@@ -8,7 +8,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from collective.core.types import Incarnation
-from collective.errors import ConnectionLost, HandshakeRefused
+from collective.errors import ConnectionLost, HandshakeRefused, SecurityRefused
 from collective.transport import (
     Authority,
     Credentials,
@@ -187,7 +187,7 @@ def test_between_machines_ports_may_be_translated_and_clocks_may_differ_by_ten_m
     assert msgspec.msgpack.decode(said.credential, type=Proof).ports == (0, 0)
     for wall_s in (NOW_S - WINDOW_S + 1, NOW_S + WINDOW_S - 1):
         assert certificate_shown(Distant(), said, me=SERVER, wall_s=wall_s) == CERTIFICATES[CLIENT]
-    with pytest.raises(Exception, match="proof of another time"):
+    with pytest.raises(SecurityRefused, match="proof of another time"):
         certificate_shown(Distant(), said, me=SERVER, wall_s=NOW_S + WINDOW_S + 1)
 
 

@@ -139,3 +139,14 @@ def test_a_view_names_peers_in_the_order_of_their_numbers():
     assert view.epoch == 3
     assert view_of(3, ["h:0", "h:1"]) == view_of(3, {1: "h:1", 0: "h:0"})
     assert peer_id_of(255) == "00000000000000ff"
+
+
+async def test_to_a_round_a_peer_that_was_put_out_is_one_whose_line_broke():
+    """That it does not come back is for the security to see to; here it may, and the next round finds it again."""
+    async with opened(3) as communicators:
+        await install(communicators, 0)
+        assert await sums(communicators) == [[7.0]] * 3
+        for number in (0, 2):
+            communicators[number].put_out(peer_id_of(1))
+            communicators[number].put_out(peer_id_of(9))  # who was never there
+        assert await sums(communicators, 1) == [[7.0]] * 3

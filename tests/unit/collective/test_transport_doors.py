@@ -331,3 +331,19 @@ async def test_of_two_that_took_an_address_the_second_to_open_is_told():
         await second.start()
     await second.close()
     await first.close()
+
+
+async def test_connections_of_who_is_put_out_end_but_where_it_is_told_why():
+    async with listener() as door:
+        control = await connect(door.address, hello(Purpose.CONTROL), timeout_s=5)
+        state = await connect(door.address, hello(Purpose.STATE), timeout_s=5)
+        for channel, kind in ((control, FrameType.CONTROL), (state, FrameType.STATE_CHUNK)):
+            await channel.send(kind, b"there?", timeout_s=5)
+            await channel.receive(timeout_s=5)
+        door.put_out(SERVER)
+        door.put_out(CLIENT)
+        with pytest.raises(ConnectionLost):
+            await state.receive(timeout_s=5)
+        await control.send(FrameType.CONTROL, b"still?", timeout_s=5)
+        assert bytes((await control.receive(timeout_s=5)).payload) == b"still?"
+        control.close()
