@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from collective.core.types import PeerId, PeerRef, View
-from elastic.audit.beginning import beginning_in, slot_of_beginning
+from elastic.audit.beginning import beginning_in, first_slot, slot_of_beginning
 from elastic.audit.findings import Finding, Verdict, judge, short
 from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record, ViewRecord
 
@@ -34,16 +34,18 @@ def audit_contributions(records: Sequence[Record]) -> Verdict:
 
 
 def _chain(records: Sequence[Record]) -> Iterator[Finding]:
-    if records and not isinstance(records[0], Genesis | RebuildRecord):
-        yield Finding(invariant="I3", slot=0, sentence="the journal does not begin with the run's first state")
+    first = first_slot(records)
+    if first < len(records) and not isinstance(records[first], Genesis | RebuildRecord):
+        yield Finding(invariant="I3", slot=first, sentence="the journal does not begin with the run's first state")
+    beginning = slot_of_beginning(records)
     step, digest, final_at = 0, b"", -1
     for slot, record in enumerate(records):
         if isinstance(record, RebuildRecord):
-            if slot:
+            if slot != first:
                 yield Finding(invariant="I3", slot=slot, sentence="the journal was rebuilt after it had begun")
             yield from _testimony(slot, record)
         if (begins := beginning_in(record)) is not None:
-            if slot != slot_of_beginning(records):
+            if slot != beginning:
                 yield Finding(invariant="I3", slot=slot, sentence=f"the run begins again, at step {begins.outer_step}")
             step, digest = begins.outer_step, begins.digest
             final_at = slot if begins.final else final_at
