@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from collective.core.types import PeerId, PeerRef, View
 from elastic.audit.beginning import beginning_in, first_slot, slot_of_beginning
 from elastic.audit.findings import Finding, Verdict, judge, short
-from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record, ViewRecord
+from elastic.core.records import BarRecord, CommitRecord, Genesis, RebuildRecord, Record, ViewRecord
 
 
 def audit_chain(records: Sequence[Record]) -> Verdict:
@@ -96,6 +96,7 @@ def _testimony(slot: int, record: RebuildRecord) -> Iterator[Finding]:
 def _views(records: Sequence[Record]) -> Iterator[Finding]:
     epoch, step, digest, final_at = 0, 0, b"", -1
     incarnations: dict[PeerId, int] = {}
+    barred: dict[PeerId, int] = {}
     standing: set[PeerRef] = set()
     for slot, record in enumerate(records):
         match record:
@@ -127,6 +128,7 @@ def _views(records: Sequence[Record]) -> Iterator[Finding]:
                         sentence=f"view {view.epoch} is decided after the run's last commit (record {final_at})",
                     )
                 yield from _members(slot, view, incarnations)
+                yield from _put_out(slot, view, barred)
                 yield from _excused(slot, view, excused, standing)
                 epoch, standing = view.epoch, {member.ref for member in view.members} | set(excused)
             case CommitRecord():
@@ -138,8 +140,17 @@ def _views(records: Sequence[Record]) -> Iterator[Finding]:
                     )
                 step, digest = record.outer_step, record.digest
                 final_at = slot if record.final else final_at
+            case BarRecord(bar=bar):
+                barred[bar.peer_id] = max(bar.incarnation, barred.get(bar.peer_id, 0))
             case _:
                 pass  # leases: samples.py
+
+
+def _put_out(slot: int, view: View, barred: dict[PeerId, int]) -> Iterator[Finding]:
+    for member in view.members:
+        if member.incarnation <= barred.get(member.peer_id, -1):
+            said = f"{member.peer_id} is in view {view.epoch} after it was put out"
+            yield Finding(invariant="I8", slot=slot, sentence=said)
 
 
 def _members(slot: int, view: View, incarnations: dict[PeerId, int]) -> Iterator[Finding]:

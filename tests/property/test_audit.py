@@ -196,8 +196,15 @@ def change_record(record: Record, other: Record, draw: Draw) -> Record:
             ][draw(st.integers(0, 3))]
         case RebuildRecord():
             return change_rebuild(record, draw)
-        case BarRecord() | TicketRecord():
-            raise AssertionError("the simulator puts nobody out")
+        case BarRecord(bar=bar):
+            whose = getattr(other, "ref", PeerRef(PeerId("f" * 16), Incarnation(1)))
+            return [
+                replace(record, bar=replace(bar, incarnation=bar.incarnation + draw(st.integers(1, 2)))),
+                replace(record, bar=replace(bar, peer_id=whose.peer_id)),
+                replace(record, bar=replace(bar, certificate=bar.certificate + 1)),
+            ][draw(st.integers(0, 2))]
+        case TicketRecord():
+            return replace(record, used_by=None)
         case _:
             assert_never(record)
 

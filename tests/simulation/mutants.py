@@ -24,6 +24,7 @@ from elastic.core.events import (
     MemberEffect,
     MemberEvent,
     Persist,
+    PutOut,
     SendToPeer,
 )
 from elastic.core.grace import Grace
@@ -110,6 +111,14 @@ class WelcomesTheUnaware(PatchedCoordinator):
 class TurnsNobodyAway(Doorkeeper):
     def turn_away(self, sender: PeerRef) -> bool:
         return False
+
+    def settle(self) -> None:
+        pass
+
+    def _put_out(self, order: PutOut) -> str | None:
+        refusal = super()._put_out(order)
+        super().settle()
+        return refusal
 
 
 class LetsBackWhoWasPutOut(CoordinatorMachine):

@@ -154,6 +154,18 @@ def test_who_was_let_in_or_put_out_is_no_part_of_what_a_run_has_done(slot: int) 
     RunState.replay(records)
 
 
+def test_a_start_that_was_put_out_is_in_no_later_view() -> None:
+    records = history()
+    slots = [slot for slot, record in enumerate(records) if isinstance(record, ViewRecord)]
+    last = records[slots[-1]]
+    assert isinstance(last, ViewRecord)
+    member = last.view.members[0]
+    records.insert(slots[-1], BarRecord(bar=Bar(member.peer_id, member.incarnation, 1)))
+    (finding,) = all_findings(audit(records))
+    assert finding.slot == slots[-1] + 1
+    assert finding.sentence == f"{member.peer_id} is in view {last.view.epoch} after it was put out"
+
+
 OTHER = bytes([9]) * 32
 
 WRONG = {
