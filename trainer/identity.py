@@ -54,7 +54,7 @@ class PeerIdentity:
 
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One run. Who knows the secret can make tickets for it."""
+    """One run. Who knows the secret can make tickets for it, and certificates. Only its coordinators do."""
 
     run_id: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}\Z")]
     secret: Annotated[bytes, Meta(min_length=_SECRET_NBYTES, max_length=_SECRET_NBYTES)]
