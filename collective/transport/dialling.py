@@ -65,6 +65,8 @@ async def open_connection(
         else:
             reply = await _introduce(sock, hello, timeout_s=deadline - loop.time())
         mismatch = name_mismatch(sock, reply.peer_id, may_be_stranger=False)
+        if security is not None and not security.wanted_for(host):
+            mismatch = security.doubt_answer(hello, reply)
         if mismatch is not None:
             raise SecurityRefused(mismatch)
         if expect is not None and reply.peer_id != expect:

@@ -67,6 +67,8 @@ class HelloReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     incarnation: Annotated[Incarnation, Meta(ge=0, le=2**53)]
     shares_memory: bool = False
     """From here on bytes go through the memory that was offered."""
+    credential: Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_NBYTES)] = b""
+    """Proves who answers where the hello proved who dials."""
 
     @property
     def ref(self) -> PeerRef:

@@ -262,7 +262,10 @@ class Listener:
     async def _answer(self, caller: _Caller, hello: Hello, reply: HelloReply) -> None:
         """Send the reply, and take the memory that is offered for a plain bulk connection within this machine."""
         memory = None
-        is_near = is_loopback(caller.host) and not isinstance(caller.sock, TlsSocket)
+        is_plain = not isinstance(caller.sock, TlsSocket)
+        if reply.accepted and is_plain and self._security is not None and hello.purpose is not Purpose.ADMISSION:
+            reply = self._security.answer(hello, reply)
+        is_near = is_loopback(caller.host) and is_plain
         if reply.accepted and hello.purpose is Purpose.BULK and is_near and self._options.shares_memory:
             memory = None if hello.memory is None else take_offer(hello.memory)
         if memory is None:

@@ -1,9 +1,10 @@
-"""How a dialler proves who it is on a connection that is not encrypted: by its certificate, and a signed hello.
+"""How both sides prove who they are on a connection that is not encrypted: by certificates, and signed first frames.
 
 What it gives: nobody opens a connection as a peer whose key it does not have, and a proof that somebody has heard opens
 no other connection. Over loopback it names both ports, so it fits only the connection it was made for, and is good for
 `LOOPBACK_WINDOW_S`. Between machines ports may be translated and clocks differ: there it is good for `WINDOW_S`, at the
-peer it names if its dialler knew whom to expect. What it does not give, and only encryption does: that nobody on the
+peer it names if its dialler knew whom to expect. The answer signs the dialler's proof, so it fits no other hello. What
+it does not give, and only encryption does: that nobody on the
 way reads, changes or takes over the connection afterwards, or shows the same proof again within that time.
 
 Knows no policy: which connections are encrypted, and whose certificates count, is security.py.
@@ -21,7 +22,7 @@ from msgspec import Meta
 from collective.core.types import PeerId
 from collective.errors import SecurityRefused
 from collective.transport.certificates import certificate_from_bytes, certificate_to_bytes, key_in
-from collective.transport.hello import Hello
+from collective.transport.hello import Hello, HelloReply
 from collective.transport.sockets import is_loopback, lost
 
 LOOPBACK_WINDOW_S = 60.0
@@ -32,6 +33,7 @@ ANOTHER_CONNECTION = "proof of another connection"
 OUT_OF_TIME = "proof of another time"
 
 _PURPOSE = b"isthmus hello 1\0"
+_ANSWER = b"isthmus reply 1\0"
 
 
 class Proof(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -88,7 +90,45 @@ def certificate_shown(sock: socket.socket, hello: Hello, *, me: PeerId, wall_s: 
     return certificate
 
 
+class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The credential of a reply."""
+
+    certificate: Annotated[bytes, Meta(max_length=1024)]
+    signature: Annotated[bytes, Meta(max_length=64)]
+
+
+def with_answer(
+    hello: Hello, reply: HelloReply, *, key: Ed25519PrivateKey, certificate: x509.Certificate
+) -> HelloReply:
+    """The reply to a hello that came with a proof, with its credential."""
+    answer = Answer(certificate_to_bytes(certificate), key.sign(_answering(hello, reply)))
+    return msgspec.structs.replace(reply, credential=msgspec.msgpack.encode(answer))
+
+
+def certificate_answered(hello: Hello, reply: HelloReply) -> x509.Certificate:
+    """The certificate that a reply to our hello shows, and whose key its sender has. It may be worth nothing.
+
+    Raises:
+        SecurityRefused: there is none, or no proof of the key that fits our hello.
+    """
+    try:
+        answer = msgspec.msgpack.decode(reply.credential, type=Answer)
+        certificate = certificate_from_bytes(answer.certificate)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
+        raise SecurityRefused(NO_PROOF) from error
+    try:
+        Ed25519PublicKey.from_public_bytes(key_in(certificate)).verify(answer.signature, _answering(hello, reply))
+    except (InvalidSignature, ValueError) as error:
+        raise SecurityRefused(WRONG_PROOF) from error
+    return certificate
+
+
 _UNKNOWN_PORTS = (0, 0)
+
+
+def _answering(hello: Hello, reply: HelloReply) -> bytes:
+    """What an answer signs. The dialler's proof is like no other: it has a signature over an instant and ports."""
+    return _ANSWER + msgspec.msgpack.encode((hello.credential, reply.peer_id, reply.incarnation))
 
 
 def _words(hello: Hello, proof: Proof) -> bytes:

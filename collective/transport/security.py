@@ -38,8 +38,8 @@ from collective.transport.certificates import (
     peer_id_in,
     signer_of,
 )
-from collective.transport.hello import Hello
-from collective.transport.proof import certificate_shown, with_proof
+from collective.transport.hello import Hello, HelloReply
+from collective.transport.proof import certificate_answered, certificate_shown, with_answer, with_proof
 from collective.transport.sockets import is_loopback
 from collective.transport.tls import Session, TlsSocket
 
@@ -67,6 +67,10 @@ class DialSecurity(Protocol):
 
     def prove(self, sock: socket.socket, hello: Hello, *, expect: PeerId | None) -> Hello:
         """The hello for a connection that was just dialled and is not encrypted. Raises ConnectionLost."""
+        ...
+
+    def doubt_answer(self, hello: Hello, reply: HelloReply) -> str | None:
+        """Why whoever has answered that hello is not who it says, or None if it has proved that it is."""
         ...
 
     async def secure_dialled(self, sock: socket.socket, *, expect: PeerId | None, timeout_s: float) -> TlsSocket:
@@ -186,6 +190,18 @@ class Security:
             return doubt.reason
         return None
 
+    def answer(self, hello: Hello, reply: HelloReply) -> HelloReply:
+        """Our reply to a hello that `doubt` had nothing against."""
+        return with_answer(hello, reply, key=self._credentials.key, certificate=self._credentials.certificate)
+
+    def doubt_answer(self, hello: Hello, reply: HelloReply) -> str | None:
+        """See DialSecurity."""
+        try:
+            self.require_member(certificate_answered(hello, reply), reply.peer_id)
+        except SecurityRefused as doubt:
+            return doubt.reason
+        return None
+
     def require_member(self, certificate: x509.Certificate, peer_id: PeerId) -> None:
         """Check a certificate that did not come through TLS. Who shows it must have proved that it has its key.
 
@@ -262,6 +278,10 @@ class TicketSecurity:
     def prove(self, sock: socket.socket, hello: Hello, *, expect: PeerId | None) -> Hello:  # noqa: ARG002 - a ticket is
         """See DialSecurity. A stranger's hello has a ticket in it."""
         return hello
+
+    def doubt_answer(self, hello: Hello, reply: HelloReply) -> str | None:  # noqa: ARG002
+        """See DialSecurity. Where nothing is encrypted a stranger has nothing to know anybody by."""
+        return None
 
     async def secure_dialled(self, sock: socket.socket, *, expect: PeerId | None, timeout_s: float) -> TlsSocket:
         """See DialSecurity."""

@@ -21,7 +21,7 @@ from collective.transport import (
     connect,
 )
 from collective.transport.certificates import peer_id_of_key
-from collective.transport.proof import LOOPBACK_WINDOW_S, WINDOW_S, Proof, certificate_shown, with_proof
+from collective.transport.proof import LOOPBACK_WINDOW_S, WINDOW_S, Proof, certificate_shown, with_answer, with_proof
 from collective.wire import PROTOCOL_VERSION
 
 NOW_S = 1_000_000.0
@@ -55,9 +55,9 @@ async def hang_up(channel):
     channel.close()
 
 
-def listener(security=None):
+def listener(security=None, *, answers_as=SERVER):
     routes = dict.fromkeys((Purpose.CONTROL, Purpose.STATE, Purpose.ADMISSION), hang_up)
-    reply = HelloReply(accepted=True, peer_id=SERVER, incarnation=Incarnation(3))
+    reply = HelloReply(accepted=True, peer_id=answers_as, incarnation=Incarnation(3))
     return Listener(
         "127.0.0.1:0",
         accept=lambda _: reply,
@@ -78,6 +78,9 @@ class Forger:
 
     def prove(self, sock, hello, *, expect):
         return self._forge(sock, hello)
+
+    def doubt_answer(self, hello, reply):
+        return None
 
 
 def honest(sock, said, *, as_peer=CLIENT, key=None, certificate=None, to=None, wall_s=NOW_S):
@@ -144,6 +147,51 @@ async def test_only_who_has_the_key_speaks_as_its_peer_and_others_are_told_why_n
             await connect(door.address, hello(purpose=purpose), timeout_s=5, security=Forger(forge))
         assert door.counters == {reason: 1}
         (await connect(door.address, hello(), timeout_s=5, security=member())).close()
+
+
+class Impostor(Security):
+    """Answers with what it likes."""
+
+    def __init__(self, forge, who=THIRD):
+        super().__init__(Credentials(KEYS[who], CERTIFICATES[who], (AUTHORITY.certificate,)), wall_s=lambda: NOW_S)
+        self._forge = forge
+
+    def answer(self, hello, reply):
+        return self._forge(hello, reply)
+
+
+def answering(said, reply, *, key=KEYS[THIRD], certificate=CERTIFICATES[THIRD]):
+    return with_answer(said, reply, key=key, certificate=certificate)
+
+
+IMPOSTURES = {
+    "no credential": (lambda said, reply: reply, "no proof of the key"),
+    "noise": (lambda said, reply: msgspec.structs.replace(reply, credential=b"\xc1"), "no proof of the key"),
+    "its own certificate": (answering, "certificate of another peer"),
+    "the other's certificate": (
+        lambda said, reply: answering(said, reply, certificate=CERTIFICATES[SERVER]),
+        "proof of another key",
+    ),
+    "an answer to another hello": (
+        lambda said, reply: answering(hello(), reply, key=KEYS[SERVER], certificate=CERTIFICATES[SERVER]),
+        "proof of another key",
+    ),
+    "of another authority": (
+        lambda said, reply: answering(
+            said, reply, certificate=Authority(b"o" * 32).issue(KEYS[THIRD].public_key(), 1, peer_id=SERVER)
+        ),
+        "certificate of another run",
+    ),
+}
+
+
+@pytest.mark.parametrize(("forge", "reason"), IMPOSTURES.values(), ids=IMPOSTURES.keys())
+@pytest.mark.parametrize("purpose", [Purpose.CONTROL, Purpose.BULK])
+async def test_only_who_has_the_key_answers_as_its_peer(forge, reason, purpose):
+    """A member has taken the address of another one that has died."""
+    async with listener(Impostor(forge), answers_as=SERVER) as door:
+        with pytest.raises(SecurityRefused, match=reason):
+            await connect(door.address, hello(purpose=purpose), timeout_s=5, security=member())
 
 
 async def test_a_proof_that_was_heard_opens_no_other_connection():
