@@ -130,6 +130,10 @@ class Communicator:
         """Take an accepted BULK connection for good. One that cannot be meant for us is closed and counted."""
         self._mesh.adopt(sock, hello)
 
+    def put_out(self, peer_id: PeerId) -> None:
+        """End the connections of a peer that is not wanted any more; that none is opened anew is `security`'s part."""
+        self._mesh.put_out(peer_id)
+
     async def install(self, view: View) -> None:
         """Make this view current: end rounds of older ones, keep links to members that stay, drop and dial others.
 

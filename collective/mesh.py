@@ -126,6 +126,12 @@ class Mesh:
                 for bundle in wanted:
                     dials.create_task(bundle.repair())
 
+    def put_out(self, peer_id: PeerId) -> None:
+        """End the connections of a peer that others do not want any more. To a round it is one whose line broke."""
+        for ref, bundle in list(self.bundles.items()):
+            if ref.peer_id == peer_id:
+                bundle.cut("the peer was put out")
+
     def drop(self, ref: PeerRef) -> None:
         """End all links to this start of a peer."""
         bundle = self.bundles.pop(ref)

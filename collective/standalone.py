@@ -53,11 +53,11 @@ async def open_communicator(
     Args:
         number: of this peer among all, from 0 up.
         address: host:port; port 0 takes any free one.
-        secret: at most 128 bytes that all peers must show each other.
+        secret: at most 128 bytes that all peers must show each other; of no matter with `security`, which has its own.
         num_streams: see Communicator.
         chunk_nbytes: see Communicator.
         options: see Communicator.
-        security: encrypts what leaves this machine; None encrypts nothing.
+        security: encrypts what leaves this machine, see `Security.shared`; None encrypts nothing.
 
     Raises:
         AddressInUse: somebody listens there.
@@ -78,7 +78,8 @@ async def open_communicator(
         )
 
     def accept(hello: Hello) -> HelloReply:
-        is_one_of_us = hmac.compare_digest(hello.credential, secret)
+        # With a security the listener has let everybody prove who it is.
+        is_one_of_us = security is not None or hmac.compare_digest(hello.credential, secret)
         return HelloReply(
             accepted=is_one_of_us,
             code=0 if is_one_of_us else REFUSED_EXIT_CODE,

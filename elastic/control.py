@@ -55,6 +55,8 @@ class ControlConnection(Generic[_Heard]):
         self._silence_timeout_s = silence_timeout_s
         self._sign_of_life_s = sign_of_life_s
         self._ended: asyncio.Future[CollectiveError] = asyncio.get_running_loop().create_future()
+        self._last_cause: str | None = None
+        self._cut: asyncio.TimerHandle | None = None
 
     def send(self, message: msgspec.Struct) -> None:
         """Send as soon as possible, after what was given before. Does not wait and does not fail."""
@@ -73,6 +75,13 @@ class ControlConnection(Generic[_Heard]):
             self._ended.set_result(ConnectionLost(cause))
         self._drained.set()
 
+    def finish(self, cause: str, *, within_s: float) -> None:
+        """Let the connection end when all that was given to `send` is sent, or after this time. Nothing is heard."""
+        if self._last_cause is None and not self._ended.done():
+            self._last_cause = cause
+            self._cut = asyncio.get_running_loop().call_later(within_s, self.end, cause)
+            self._filled.set()
+
     async def run(self, heard: Callable[[_Heard], None]) -> CollectiveError:
         """Pass on every message to `heard`, in order, until the connection ends. Returns why it did.
 
@@ -90,6 +99,8 @@ class ControlConnection(Generic[_Heard]):
                     for pump in pumps:
                         pump.cancel()
         finally:
+            if self._cut is not None:
+                self._cut.cancel()
             self.end("closed here")
             self._channel.close()
 
@@ -111,8 +122,8 @@ class ControlConnection(Generic[_Heard]):
             frame = await self._channel.receive(timeout_s=self._silence_timeout_s)
             if frame.type is not FrameType.CONTROL:
                 raise RemoteProtocolError("not a control message")
-            if not frame.payload:
-                continue  # a sign of life
+            if not frame.payload or self._last_cause is not None:
+                continue  # a sign of life, or nobody listens any more
             heard(decode(self._decoder, frame.payload))
 
     async def _transmit_all(self) -> None:
@@ -128,3 +139,5 @@ class ControlConnection(Generic[_Heard]):
                 await self._channel.send(FrameType.CONTROL, message, timeout_s=self._send_timeout_s)
             self._filled.clear()
             self._drained.set()
+            if self._last_cause is not None:
+                self.end(self._last_cause)

@@ -26,16 +26,21 @@ from typing import assert_never
 
 import msgspec
 
-from collective.core.types import Instant, OuterStep, PeerRef, View
+from collective.core.types import Incarnation, Instant, OuterStep, PeerId, PeerRef, View
 from collective.errors import ConnectionLost, StreamBroken
 from collective.transport import Channel
 from elastic.alarm import Alarm, HeldClock
 from elastic.control import ControlConnection
 from elastic.core.config import CoordinatorConfig, RebuildRule
 from elastic.core.coordinator import CoordinatorMachine
+from elastic.core.doors import Doors
 from elastic.core.events import (
+    Answered,
     CoordinatorEffect,
     CoordinatorEvent,
+    Disconnect,
+    Order,
+    Ordered,
     PeerConnectionLost,
     PeerSaid,
     Persist,
@@ -57,6 +62,9 @@ _STORY_LENGTH = 20
 _MAX_EVENTS = 4096
 """Events that wait for the store: a second's heartbeats of every session there can be, four times."""
 
+_LAST_WORD_S = 0.3
+"""For telling a peer that it is put out, before its connection ends."""
+
 _PEER_MESSAGES: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
 
 
@@ -68,6 +76,10 @@ class CoordinatorStatus:
     """Epoch, members, and the committed outer step and digest."""
     learners: tuple[PeerRef, ...]
     """Peers that are connected and no members."""
+    excused: tuple[PeerRef, ...]
+    """Late members that the round goes on without."""
+    addresses: dict[PeerRef, str]
+    """Where peers say that others reach them."""
     samples_leased: int
     """Sample indices that are given out and not consumed by a commit yet."""
     next_index: int
@@ -120,6 +132,8 @@ class CoordinatorShell:
         """Whether peers are sent away."""
         self._connections: dict[PeerRef, ControlConnection[PeerMessage]] = {}
         self._alarm = Alarm(self._time.now)
+        self._asked: dict[int, asyncio.Future[str | None]] = {}
+        self._serial = 0
         self._over = asyncio.Event()
         self._failure: Exception | None = None
         self._stopped = False
@@ -144,7 +158,7 @@ class CoordinatorShell:
         self._observe(PeerConnected(ref=ref))
         cause: Exception = ConnectionLost("closed here")
         try:
-            cause = await connection.run(lambda message: self._feed(PeerSaid(sender=ref, message=message)))
+            cause = await connection.run(partial(self._heard, ref))
         finally:
             # Of a connection that was replaced the machine never hears: its peer is there.
             if self._connections.get(ref) is connection:
@@ -193,6 +207,32 @@ class CoordinatorShell:
             self._time.release()
             self._alarm.wake()
 
+    async def order(self, order: Order, *, timeout_s: float) -> str | None:
+        """Carry out an order; returns when it is in the journal. None, or why it was not done or may not have been."""
+        self._serial += 1
+        asked: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._asked[self._serial] = asked
+        if not self._feed(Ordered(serial=self._serial, order=order)):
+            self._asked.pop(self._serial, None)
+            return "the coordinator has no time for it now"
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asked
+        except TimeoutError:
+            return f"the coordinator's journal has not been written for {timeout_s:g} s"
+        finally:
+            self._asked = {serial: other for serial, other in self._asked.items() if other is not asked}
+
+    def newest_start(self, peer_id: PeerId) -> Incarnation | None:
+        """The newest start of a peer that is connected, whatever it has said so far; None if none is."""
+        starts = [ref.incarnation for ref in self._connections if ref.peer_id == peer_id]
+        return max(starts, default=None)
+
+    @property
+    def doors(self) -> Doors:
+        """Who is kept out, and which tickets are void. It may be ahead of the journal by one event."""
+        return self._machine.state.doors
+
     async def until_finished(self, *, flush_timeout_s: float = 5.0) -> None:
         """Wait until the run has ended, everybody has gone, and the last words are sent."""
         await self._over.wait()
@@ -216,6 +256,8 @@ class CoordinatorShell:
         return CoordinatorStatus(
             view=state.view,
             learners=tuple(ref for ref in self._connections if not state.view.holds(ref)),
+            excused=tuple(state.excused),
+            addresses=self._machine.addresses(),
             samples_leased=sum(len(piece) for ref in state.leases.owners() for piece in state.leases.owned_by(ref)),
             next_index=state.leases.next_index,
             finished=self.finished,
@@ -225,14 +267,19 @@ class CoordinatorShell:
 
     # -------------------------------------------------------------------------------- the machine
 
-    def _feed(self, event: CoordinatorEvent) -> None:
+    def _heard(self, sender: PeerRef, message: PeerMessage) -> None:
+        self._feed(PeerSaid(sender=sender, message=message))
+
+    def _feed(self, event: CoordinatorEvent) -> bool:
+        """Whether the event will be handled."""
         if self._stopped:
-            return
+            return False
         if len(self._events) >= _MAX_EVENTS:
             self._counters["event_forgotten"] += 1
-            return
+            return False
         self._events.append(event)
         self._go_on()
+        return True
 
     def _go_on(self) -> None:
         """Handle event after event, until none is left or a record is on its way to the store."""
@@ -262,6 +309,10 @@ class CoordinatorShell:
         self._stopped = True
         for connection in self._connections.values():
             connection.end(cause)
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_result(cause)
+        self._asked.clear()
 
     def _carry_out(self, effect: CoordinatorEffect) -> None:
         match effect:
@@ -271,6 +322,14 @@ class CoordinatorShell:
                 connection = self._connections.get(ref)
                 if connection is not None:
                     connection.send(message)
+            case Disconnect(peer_id=peer_id, up_to=up_to):
+                for ref, connection in self._connections.items():
+                    if ref.peer_id == peer_id and ref.incarnation <= up_to:
+                        connection.finish("put out", within_s=_LAST_WORD_S)
+            case Answered(serial=serial, refusal=refusal):
+                asked = self._asked.pop(serial, None)
+                if asked is not None and not asked.done():
+                    asked.set_result(refusal)
             case Resign(reason=reason):
                 raise JournalOutdated(reason)
             case _:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 
-from elastic.core.records import Record
+from elastic.core.records import BarRecord, Record, TicketRecord
 from elastic.errors import (
     EtcdError,
     EtcdRefused,
@@ -40,6 +40,7 @@ _CHECKSUM_NBYTES = 32
 _HEAD_NBYTES = len(_FORMAT) + TOKEN_NBYTES + _CHECKSUM_NBYTES
 _PAGE_SLOTS = 256
 """Slots read at once: records have some hundred bytes."""
+_FIRST_SLOTS = 64
 _PAGE_ATTEMPT_S = 5.0
 _ASK_S = 3.0
 _CURE = "see to the etcd cluster, then restart"
@@ -110,9 +111,18 @@ class EtcdStore:
             return self._leadership.holder() is not None or self._holds_records()
 
     def has_begun(self) -> bool:
-        """Whether there is a record of this run. Raises as `try_to_lead`."""
+        """Whether there is a record of what this run does. Raises as `try_to_lead`.
+
+        A peer may have been let in, or put out, before there was anything to be done.
+        """
         with self._lock, self._refusals():
-            return self._holds_records()
+            request: Request = {"key": self._key(0), "range_end": f"{self.path}0".encode(), "limit": _FIRST_SLOTS}
+            try:
+                first = self._client.call("kv/range", request, RangeAnswer, timeout_s=_ASK_S).kvs
+            except EtcdTooMuch:
+                return True  # there is more than who was let in
+            records = (record for _, record in verified(map(self._row, first), self.path))
+            return any(not isinstance(record, BarRecord | TicketRecord) for record in records)
 
     def keep_alive(self) -> bool:
         """Give a sign of life; lead again if our lease has ended and nobody else has led since.

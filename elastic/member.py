@@ -59,7 +59,7 @@ from elastic.core.events import (
 )
 from elastic.core.farewell import UNREACHABLE_EXIT_CODE
 from elastic.core.member import MemberMachine, went_back
-from elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding, Rebuilt
+from elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding, Rebuilt, Trust
 from elastic.desk import Committed, Desk
 from elastic.dialler import Dial, Dialler, NobodyAnswers
 from elastic.digest import Hasher
@@ -78,6 +78,7 @@ from elastic.observation import (
     Finished,
     Observe,
     RoundCommitted,
+    TrustHeard,
     WentBack,
     WorkCarriedOver,
     ignore,
@@ -354,6 +355,8 @@ class Membership:
             self._went_back_in = message.epoch  # it is told again until this peer's answer arrives
             step = 0 if message.certificate is None else message.certificate.made.outer_step
             self._observe(WentBack(epoch=message.epoch, outer_step=step, cause=went_back(message)))
+        elif isinstance(message, Trust):
+            self._observe(TrustHeard(message))
         self._feed(CoordinatorSaid(message=message))
 
     async def _dial_donor(self, member: Member) -> Channel:

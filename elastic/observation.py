@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from collective.core.types import PeerId, PeerRef, RoundKey, View
 from elastic.core.certificate import Certificate
-from elastic.core.messages import Held
+from elastic.core.messages import Held, Trust
 from elastic.core.records import Record
 from elastic.parity import Difference
 
@@ -151,6 +151,13 @@ class CoordinatorAsks:
     needed: int
 
 
+@dataclass(frozen=True, slots=True)
+class TrustHeard:
+    """The coordinator says whose certificates count and who is put out; it may have said so before."""
+
+    trust: Trust
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WentBack:
     """The run goes on under `epoch` from `outer_step`, which is not the newest one that was told, for this `cause`."""
@@ -219,6 +226,7 @@ ElasticEvent = (
     | CertificateKept
     | CoordinatorAsks
     | WentBack
+    | TrustHeard
     | CatchUpStarted
     | CatchUpEnded
     | Deviated

@@ -140,7 +140,7 @@ async def main(config: dict[str, Any]) -> None:
         number,
         addresses[number],
         options=BulkOptions(sockets=SocketOptions(congestion_control=config.get("control"))),
-        security=Security(peer_id_of(number), SECRET, mode=Mode.ON) if config["tls"] else None,
+        security=Security.shared(peer_id_of(number), SECRET, mode=Mode.ON) if config["tls"] else None,
         **chosen,
     ) as communicator:
         peer = Peer(number, addresses, communicator)

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from elastic.audit import Audit, Finding, RecordIndex, Verdict, audit, judge
+from elastic.audit.beginning import first_slot
 from elastic.core.records import RebuildRecord
 from elastic.errors import JournalUnreadable
 from elastic.journal_reader import JournalReading, read_journal
@@ -135,7 +136,8 @@ def _choose(readings: Sequence[JournalReading], given: Sequence[Path]) -> Journa
 
 
 def _rebuilt_epoch(reading: JournalReading) -> int:
-    first = reading.records[0] if reading.records else None
+    slot = first_slot(reading.records)
+    first = reading.records[slot] if slot < len(reading.records) else None
     return first.epoch if isinstance(first, RebuildRecord) else 0
 
 

@@ -33,6 +33,7 @@ from elastic.observation import (
     RoundCommitted,
     RoundStaged,
     RoundStarted,
+    TrustHeard,
     ViewInstalled,
     WentBack,
     WorkCarriedOver,
@@ -234,6 +235,8 @@ class Chronicle:
                     bytes=nbytes,
                     seconds=seconds,
                 )
+            case TrustHeard(trust=trust):
+                emit("trust", authorities=len(trust.authorities), barred=[bar.peer_id for bar in trust.barred])
             case Deviated():
                 self.deviated(event, ())
             case Finished(code=code, reason=reason):

@@ -3,7 +3,8 @@
 Rules: stdout is the result, stderr is logs and progress; a command imports what it needs when it runs, so that help,
 status and leave answer at once; every flag is known or an error. What the commands do stands elsewhere.
 
-Exit codes: see `trainer.errors.ExitCode`. `leave` and `status` end with 0, or 4 where no peer runs.
+Exit codes: see `trainer.errors.ExitCode`. What talks to a running peer ends with 0, or 4 where none runs; with 5 where
+it is not done.
 """
 
 import sys
@@ -11,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from trainer import cli_audit, cli_config, cli_models, cli_peers
+from trainer import cli_audit, cli_config, cli_models, cli_operator, cli_peers
 from trainer.cli_config import invocation_of
 from trainer.cli_support import PROGRAM, report, take_apart
 from trainer.errors import ConfigError, ExitCode
@@ -33,6 +34,10 @@ for command in (
     cli_peers.coordinator,
     cli_peers.leave,
     cli_peers.status,
+    cli_operator.peers,
+    cli_operator.evict,
+    cli_operator.ban,
+    cli_operator.ticket,
     cli_audit.audit,
     cli_models.export,
     cli_models.sample,

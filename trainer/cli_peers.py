@@ -137,7 +137,13 @@ def up(
 
 def join(
     context: typer.Context,
-    ticket: Annotated[str, typer.Argument(help="The ticket, or @FILE that holds it.", show_default=False)],
+    ticket: Annotated[
+        str | None,
+        typer.Argument(
+            help="The ticket, or @FILE that holds it. Without one this folder's peer comes back to its run.",
+            show_default=False,
+        ),
+    ] = None,
     config: ConfigFiles = None,
     data: Annotated[
         Path | None, typer.Option(help="Where this machine keeps the run's text.", show_default=False)
@@ -155,15 +161,8 @@ def join(
 ) -> int:
     """Join a run with its ticket and train in it."""
     from trainer.options import Joining, PeerOptions
-    from trainer.ticket import TicketFault, TicketRefused, expiry_hint, read_ticket
 
-    decoded = read_ticket(ticket)
-    if decoded.secret:
-        raise TicketRefused(
-            TicketFault.FOR_STANDBYS,
-            "this ticket is for standby coordinators and holds the run's secret",
-            cure="join with the ticket that the coordinator printed",
-        )
+    decoded = None if ticket is None else _peers_ticket(ticket)
     resolved = resolve(
         context,
         files=config,
@@ -172,13 +171,17 @@ def join(
         | _line_flags(max_upload, max_download)
         | _net_flags(tls, None, insecure=insecure),
     )
-    _require_secure(resolved, insecure=insecure, dialled=decoded.addresses)
+    if decoded is None:
+        run_dir, addresses = _joined_folder(resolved)
+    else:
+        run_dir, addresses = _run_dir(resolved, decoded.run_id), decoded.addresses
+    _require_secure(resolved, insecure=insecure, dialled=addresses)
     _require_reachable(resolved)
     configure_logging(verbose=verbose)
     _warn_of_insecurity(resolved, insecure=insecure)
-    if (hint := expiry_hint(decoded, now_s=datetime.now(UTC).timestamp())) is not None:
-        log.warning("ticket_old hint=%r; if the coordinator refuses it, ask for a new one", hint)
-    options = PeerOptions(resolved=resolved, run_dir=_run_dir(resolved, decoded.run_id), role=Joining(ticket=decoded))
+    if decoded is not None:
+        _hint_at_expiry(decoded)
+    options = PeerOptions(resolved=resolved, run_dir=run_dir, role=Joining(ticket=decoded))
     from trainer.daemon import run_peer
 
     return asyncio.run(run_peer(options))
@@ -326,6 +329,42 @@ def _net_flags(tls: str | None, streams: int | None, *, insecure: bool) -> dict[
         "net.tls": ("--insecure", "off") if insecure and tls is None else ("--tls", tls),
         "net.num_streams": ("--streams", streams),
     }
+
+
+def _peers_ticket(given: str) -> "Ticket":
+    """The ticket of a peer."""
+    from trainer.ticket import TicketFault, TicketRefused, read_ticket
+
+    ticket = read_ticket(given)
+    if ticket.secret:
+        raise TicketRefused(
+            TicketFault.FOR_STANDBYS,
+            "this ticket is for standby coordinators and holds the run's secret",
+            cure="join with the ticket that the coordinator printed",
+        )
+    return ticket
+
+
+def _joined_folder(resolved: "ResolvedConfig") -> tuple[Path, tuple[str, ...]]:
+    """The folder of a peer that comes back, and where the coordinators of its run may be."""
+    from trainer.founding import MEMBERSHIP_NAME, recall_membership
+
+    try:
+        folder = choose_folder(resolved.config.node.dir, holding=MEMBERSHIP_NAME, or_else=NothingRuns).absolute()
+    except NothingRuns as nothing:
+        raise ConfigError(
+            f"there is no ticket, and under {RUNS_FOLDER}/ no peer that could come back without one",
+            cure="join with the ticket that the coordinator printed, or name the peer's folder with --dir",
+        ) from nothing
+    kept = recall_membership(folder)
+    return folder, () if kept is None else kept.coordinators
+
+
+def _hint_at_expiry(ticket: "Ticket") -> None:
+    from trainer.ticket import expiry_hint
+
+    if (hint := expiry_hint(ticket, now_s=datetime.now(UTC).timestamp())) is not None:
+        log.warning("ticket_old hint=%r; if the coordinator refuses it, ask for a new one", hint)
 
 
 def _standby_ticket(given: str, resolved: "ResolvedConfig") -> "Ticket":

@@ -20,9 +20,27 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from trainer.errors import EnvironmentFault, NobodyReachable, NothingRuns
+from collective.core.types import PeerId
+from trainer.control_messages import (
+    Accepted,
+    LeaveRequest,
+    NotDone,
+    NotUnderstood,
+    PeersReply,
+    PeersRequest,
+    PutOutRequest,
+    Reply,
+    Request,
+    RevokeRequest,
+    StatusReply,
+    StatusRequest,
+    StopRequest,
+    TicketReply,
+    TicketRequest,
+)
+from trainer.errors import EnvironmentFault, IsthmusError, NobodyReachable, NothingRuns, Refused
 from trainer.files import write_atomically
-from trainer.status import Status
+from trainer.status import PeerStatus, Status
 
 log = logging.getLogger(__name__)
 
@@ -31,42 +49,7 @@ DEFAULT_TIMEOUT_S = 5.0
 
 _MAX_MESSAGE_NBYTES = 1 << 20
 _MAX_QUEUED = 64
-
-
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Base of what goes over the socket."""
-
-
-class StatusRequest(_Message, frozen=True):
-    """How are you?"""
-
-
-class LeaveRequest(_Message, frozen=True):
-    """Hand in what you have and leave the run."""
-
-
-class StopRequest(_Message, frozen=True):
-    """Leave at once."""
-
-
-class StatusReply(_Message, frozen=True):
-    """As I am."""
-
-    status: Status
-
-
-class Accepted(_Message, frozen=True):
-    """It will be done."""
-
-
-class NotUnderstood(_Message, frozen=True):
-    """No such question."""
-
-    reason: str
-
-
-Request = StatusRequest | LeaveRequest | StopRequest
-Reply = StatusReply | Accepted | NotUnderstood
+_ELSEWHERE = NotDone("the coordinator of the run does not live in this folder; name its folder with --dir")
 
 
 class PeerFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +74,28 @@ class Controlled(Protocol):
 
     def stop(self) -> None:
         """Begin to stop without handing in anything."""
+
+    @property
+    def office(self) -> "Consulted | None":
+        """Where an operator asks about the run; None where its coordinator does not live."""
+
+
+class Consulted(Protocol):
+    """What the process where a run's coordinator lives can be asked besides. `str | None` says why something is not
+    done; that takes seconds at most.
+    """
+
+    def peers(self) -> tuple[PeerStatus, ...]:
+        """Who is in the run."""
+
+    def new_ticket(self, *, is_once: bool, lifetime_s: float | None) -> str:
+        """A new ticket, encoded."""
+
+    async def put_out(self, peer_id: PeerId, *, for_ever: bool) -> str | None:
+        """Evict a peer, or ban it."""
+
+    async def revoke(self, ticket_id: bytes, expires_at_s: int | None) -> str | None:
+        """Let a ticket admit nobody any more."""
 
 
 class ControlServer:
@@ -154,13 +159,13 @@ class ControlServer:
             frames = await self._socket.recv_multipart()
             if len(frames) != 3 or frames[1]:
                 continue  # no request of a REQ socket; there is nobody to answer
-            reply = msgspec.msgpack.encode(self._answer(frames[2]))
+            reply = msgspec.msgpack.encode(await self._answer(frames[2]))
             try:
                 await self._socket.send_multipart([frames[0], b"", reply], flags=zmq.NOBLOCK)
             except zmq.Again:
                 log.debug("control_reply_dropped cause=%r", "the asker does not read")
 
-    def _answer(self, content: bytes) -> Reply:
+    async def _answer(self, content: bytes) -> Reply:
         try:
             request = msgspec.msgpack.decode(content, type=Request)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -174,6 +179,26 @@ class ControlServer:
             case StopRequest():
                 self._controlled.stop()
                 return Accepted()
+            case PeersRequest() | TicketRequest() | PutOutRequest() | RevokeRequest():
+                return await self._consult(request)
+            case _:
+                assert_never(request)
+
+    async def _consult(self, request: PeersRequest | TicketRequest | PutOutRequest | RevokeRequest) -> Reply:
+        office = self._controlled.office
+        if office is None:
+            return (
+                PeersReply(_members_of(self._controlled.status())) if isinstance(request, PeersRequest) else _ELSEWHERE
+            )
+        match request:
+            case PeersRequest():
+                return PeersReply(office.peers())
+            case TicketRequest(is_once=is_once, lifetime_s=lifetime_s):
+                return TicketReply(office.new_ticket(is_once=is_once, lifetime_s=lifetime_s))
+            case PutOutRequest(peer_id=peer_id, for_ever=for_ever):
+                return _done(await office.put_out(peer_id, for_ever=for_ever))
+            case RevokeRequest(ticket_id=ticket_id, expires_at_s=expires_at_s):
+                return _done(await office.revoke(ticket_id, expires_at_s))
             case _:
                 assert_never(request)
 
@@ -226,11 +251,34 @@ class ControlClient:
         """
         self._order(StopRequest())
 
+    def peers(self) -> tuple[PeerStatus, ...]:
+        """Who is in the run, as far as the daemon knows. Raises as `status`."""
+        reply = self._ask(PeersRequest())
+        if not isinstance(reply, PeersReply):
+            raise self._strange(reply)
+        return reply.peers
+
+    def ticket(self, *, is_once: bool, lifetime_s: float | None) -> str:
+        """A new ticket.
+
+        Raises:
+            Refused: the coordinator does not live there.
+            NobodyReachable: as in `status`.
+        """
+        reply = self._ask(TicketRequest(is_once, lifetime_s))
+        if not isinstance(reply, TicketReply):
+            raise self._strange(reply)
+        return reply.ticket
+
+    def order(self, request: PutOutRequest | RevokeRequest) -> None:
+        """Returns when it is done for good. Raises as `ticket`; also Refused where it cannot be done."""
+        self._order(request)
+
     def has_ended(self) -> bool:
         """Whether the daemon is gone: it removes its file last, unless it was killed."""
         return not (self._run_dir / PEER_FILE_NAME).exists() or not _is_alive(self.peer.pid)
 
-    def _order(self, request: LeaveRequest | StopRequest) -> None:
+    def _order(self, request: LeaveRequest | StopRequest | PutOutRequest | RevokeRequest) -> None:
         reply = self._ask(request)
         if not isinstance(reply, Accepted):
             raise self._strange(reply)
@@ -259,9 +307,23 @@ class ControlClient:
                     f"the daemon in {self._run_dir} answers in another language", cure="use its version of isthmus"
                 ) from error
 
-    def _strange(self, reply: Reply) -> NobodyReachable:
+    def _strange(self, reply: Reply) -> IsthmusError:
+        if isinstance(reply, NotDone):
+            return Refused(reply.reason)
         reason = reply.reason if isinstance(reply, NotUnderstood) else type(reply).__name__
         return NobodyReachable(f"the daemon in {self._run_dir} did not understand: {reason}")
+
+
+def _members_of(status: Status) -> tuple[PeerStatus, ...]:
+    """The peers that a peer knows of: those of its view."""
+    return tuple(
+        PeerStatus(peer_id=one.peer_id, state="member", incarnation=one.incarnation, address=one.address)
+        for one in status.members
+    )
+
+
+def _done(refusal: str | None) -> Reply:
+    return Accepted() if refusal is None else NotDone(refusal)
 
 
 def find_peer(run_dir: Path) -> PeerFile:

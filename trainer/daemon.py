@@ -23,7 +23,10 @@ from collective.transport import Channel, Hello, Listener, Purpose
 from elastic.coordinator import CoordinatorShell
 from elastic.core.config import REBUILD_SALTS, RebuildRule
 from elastic.core.events import Finish
+from elastic.core.records import BarRecord
+from elastic.observation import ElasticEvent, RecordWritten
 from trainer.admission import Gatekeeper, hello_maker
+from trainer.bouncer import Bouncer
 from trainer.chronicle import Chronicle
 from trainer.control_socket import ControlServer
 from trainer.coordination import Coordination
@@ -35,13 +38,14 @@ from trainer.identity import PeerFolder
 from trainer.interrupts import Interrupts
 from trainer.metrics import Metrics
 from trainer.metrics_server import MetricsServer
+from trainer.office import Office
 from trainer.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
 from trainer.peer import Peer, PeerPlan
 from trainer.preparation import Start, prepare, wall_s
 from trainer.progress import open_progress
 from trainer.scoreboard import Scoreboard
 from trainer.status import Status
-from trainer.ticket import encode_ticket, make_ticket
+from trainer.ticket import encode_ticket
 from trainer.wiring import coordinator_config
 
 log = logging.getLogger(__name__)
@@ -88,6 +92,8 @@ class _Process:
         self._run_dir = start.options.run_dir
         self._coordinator: CoordinatorShell | None = None
         self._peer: Peer | None = None
+        self._office: Office | None = None
+        self._bouncer = Bouncer(start.security)
         self._is_closing = asyncio.Event()
         self._metrics = Metrics(run_id=start.terms.run_id, peer_id=start.me.peer_id)
         self._metrics_server: MetricsServer | None = None
@@ -157,12 +163,15 @@ class _Process:
                         )
                         if self._coordinator is None:
                             return ExitCode.LEFT
+                        for bar in self._coordinator.doors.bars.values():
+                            self._bouncer.put_out(bar)
+                        self._office = self._open_office(self._coordinator, coordinators)
                         helpers.append(tasks.create_task(coordination.run()))
                     if isinstance(start.options, PeerOptions):
                         self._peer = self._make_peer(chronicle, address, coordinators)
                     with _address_errors():
                         await listener.start()
-                    self._announce(chronicle, listener.address, coordinators)
+                    self._announce(chronicle, listener.address)
                     return await self._take_part()
                 finally:
                     for task in helpers:
@@ -186,6 +195,7 @@ class _Process:
             start.config,
             founded.terms.digest(),
             founded.terms.seal_key,
+            authorities=founded.terms.authorities,
             rebuild_salt=secrets.randbelow(REBUILD_SALTS),
             first_index=0 if position is None else position.next_index,
             returned=() if position is None else position.returned,
@@ -200,7 +210,28 @@ class _Process:
             me=start.me,
             run_dir=self._run_dir,
             rebuild=rebuild,
-            observe=chronicle.observe,
+            observe=lambda event: self._observe(event, chronicle),
+        )
+
+    def _observe(self, event: ElasticEvent, chronicle: Chronicle) -> None:
+        chronicle.observe(event)
+        match event:
+            case RecordWritten(record=BarRecord(bar=bar)):
+                self._bouncer.put_out(bar)
+            case _:
+                pass
+
+    def _open_office(self, coordinator: CoordinatorShell, addresses: tuple[str, ...]) -> Office:
+        start = self._start
+        assert start.founded is not None, "a coordinator lives here"
+        return Office(
+            me=start.me,
+            run=start.founded.run,
+            addresses=addresses,
+            fingerprint=start.security.server_fingerprint if start.security.is_served else b"",
+            lifetime_s=start.config.members.ticket_lifetime_s,
+            coordinator=coordinator,
+            now_s=wall_s,
         )
 
     def _rebuild_rule(self, founded: Founded) -> RebuildRule | None:
@@ -221,12 +252,13 @@ class _Process:
             corpus=start.corpus,
             run_dir=self._run_dir,
             checkpoint=None if start.founded is None else start.founded.checkpoint,
-            hello=hello_maker(start.me, start.terms),
+            hello=hello_maker(start.me, start.terms.run_id),
             security=start.security,
+            bouncer=self._bouncer,
         )
         return Peer(plan, chronicle)
 
-    def _announce(self, chronicle: Chronicle, listening: str, coordinators: tuple[str, ...]) -> None:
+    def _announce(self, chronicle: Chronicle, listening: str) -> None:
         start, inner = self._start, self._start.config.inner
         corpus, seq_len = start.corpus, start.config.model.decoder_config().max_seq_len
         num_samples = None if corpus is None else samples_per_data_epoch(len(corpus.train), seq_len)
@@ -249,13 +281,8 @@ class _Process:
         if founded is None or isinstance(role, Joining):
             return
         remember_terms(start.folder, start.terms, listening)
-        ticket = make_ticket(
-            secret=founded.run.secret,
-            run_id=start.terms.run_id,
-            addresses=coordinators,
-            expires_at_s=round(wall_s()) + round(start.config.members.ticket_lifetime_s),
-            fingerprint=start.security.server_fingerprint if start.security.is_served else b"",
-        )
+        assert self._office is not None, "a coordinator lives here"
+        ticket = self._office.ticket()
         if start.config.coordinator.store == "etcd":
             save_standby_ticket(start.folder, ticket, founded.run.secret)
         role.announce_ticket(encode_ticket(ticket))
@@ -312,16 +339,19 @@ class _Process:
         gatekeeper = Gatekeeper(
             start.me,
             start.terms,
-            secret=None if start.founded is None else start.founded.run.secret,
+            security=start.security,
+            run=None if start.founded is None else start.founded.run,
             now_s=wall_s,
-            is_away=lambda: self._coordinator is not None and self._coordinator.is_away,
+            coordinator=lambda: self._coordinator,
         )
         routes: dict[Purpose, Callable[[Channel], Awaitable[None]]] = {Purpose.STATE: self._donate}
         if start.founded is not None:
             routes |= {Purpose.CONTROL: self._coordinate, Purpose.ADMISSION: gatekeeper.admit}
-        return Listener(
+        listener = Listener(
             self._address(), accept=gatekeeper.accept, routes=routes, bulk=self._adopt, security=start.security
         )
+        self._bouncer.ends(listener.put_out)
+        return listener
 
     def _address(self) -> str:
         """The address of the last start, where the others look for the coordinator, unless told otherwise."""
@@ -376,6 +406,11 @@ class _Process:
         self._is_closing.set()
         if self._peer is not None:
             self._peer.leave(now=True)
+
+    @property
+    def office(self) -> Office | None:
+        """Whom an operator asks about the run, where its coordinator lives."""
+        return self._office
 
 
 class _Ended(IsthmusError):

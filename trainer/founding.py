@@ -8,19 +8,22 @@ else is there to ask.
 
 If the journal is gone, it is made anew from the certificates of the run's peers (elastic/core/rebuild.py). If the whole
 folder is gone, that can be done in the folder of any peer, or with a copy of its `membership.json`: a peer keeps in it
-what it was told of the run. The secret is lost then, and with it all tickets; the keys that members show stay the same.
+what it was told of the run. The secret is lost then, and with it all tickets and the authority over the run's
+certificates: who comes from then on is let in by another one, and the heir keeps the certificate by which the members
+know it.
 """
 
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from trainer.admission import RunTerms, mesh_key, seal_key, tls_secret
+from collective.transport.certificates import certificate_to_bytes
+from trainer.admission import MAX_AUTHORITIES, RunTerms, authority_of, seal_key_of
 from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointStore, load_resumed, newest_usable
 from trainer.config import Config
 from trainer.corpus import Corpus
@@ -38,19 +41,23 @@ _TERMS_NAME = "terms.json"
 
 class _Keys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     run_id: str
-    mesh_key: bytes
-    tls_secret: bytes
+    authorities: tuple[bytes, ...]
+    seal_key: bytes
 
     def __repr__(self) -> str:
         return f"_Keys(run_id={self.run_id!r})"
 
 
 class _SavedTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`keys` where they do not follow from the secret in `run.json`: at a peer, and where a peer's folder was used."""
+    """`keys` where they do not follow from the secret in `run.json`: at a peer, and where a peer's folder was used.
+
+    `address` is where the run's coordinator listens, `others` are where other ones may.
+    """
 
     manifest: str
     data_digest: str
     address: str | None = None
+    others: tuple[str, ...] = ()
     keys: _Keys | None = None
 
 
@@ -129,13 +136,44 @@ def take_over(folder: PeerFolder) -> bytes:
     return saved.manifest.encode()
 
 
-def remember_membership(folder: PeerFolder, terms: RunTerms, coordinator: str) -> None:
-    """Keep what a peer was told of its run, in case that its coordinator is lost with its disk.
+def remember_membership(folder: PeerFolder, terms: RunTerms, coordinators: Sequence[str]) -> None:
+    """Keep what a peer was told of its run: to come back without a ticket, or in case that its coordinator is lost.
 
     Raises:
         EnvironmentFault: the disk refuses.
     """
-    _save_terms(folder, _saved(terms, coordinator, keys=_keys_of(terms)), MEMBERSHIP_NAME)
+    address, *others = coordinators
+    saved = msgspec.structs.replace(_saved(terms, address, keys=_keys_of(terms)), others=tuple(others))
+    _save_terms(folder, saved, MEMBERSHIP_NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipKept:
+    """What a peer's folder knows of the run that it joined last, and where its coordinators may be."""
+
+    terms: RunTerms
+    coordinators: tuple[str, ...]
+
+
+def recall_membership(path: Path) -> MembershipKept | None:
+    """The run that a peer's folder joined last; None if it never did.
+
+    Raises:
+        IntegrityError: the file is damaged.
+        EnvironmentFault: it cannot be read.
+    """
+    saved = _load_terms(path, MEMBERSHIP_NAME)
+    if saved is None or saved.keys is None or saved.address is None:
+        return None
+    keys = saved.keys
+    terms = RunTerms(
+        run_id=keys.run_id,
+        manifest=saved.manifest.encode(),
+        data_digest=saved.data_digest,
+        authorities=keys.authorities,
+        seal_key=keys.seal_key,
+    )
+    return MembershipKept(terms, (saved.address, *saved.others))
 
 
 def recall_terms(folder: PeerFolder, run_id: str) -> RunTerms | None:
@@ -159,11 +197,11 @@ def find_seal_key(path: Path, run_id: str) -> bytes | None:
         with contextlib.suppress(IntegrityError, EnvironmentFault):
             saved = _load_terms(path, name)
             if saved is not None and saved.keys is not None and saved.keys.run_id == run_id:
-                return seal_key(saved.keys.tls_secret, run_id)
+                return saved.keys.seal_key
     with contextlib.suppress(OSError, UnicodeError, msgspec.MsgspecError):
         run = msgspec.json.decode((path / "run.json").read_bytes(), type=RunIdentity)
         if run.run_id == run_id:
-            return seal_key(tls_secret(run.secret, run_id), run_id)
+            return seal_key_of(run)
     return None
 
 
@@ -180,17 +218,19 @@ def stand_by(folder: PeerFolder, terms: RunTerms, secret: bytes) -> Founded:
 
 
 def _terms_of(run: RunIdentity, manifest: bytes, data_digest: str, keys: _Keys | None) -> RunTerms:
+    own = certificate_to_bytes(authority_of(run).certificate)
+    known = () if keys is None else keys.authorities
     return RunTerms(
         run_id=run.run_id,
         manifest=manifest,
         data_digest=data_digest,
-        mesh_key=mesh_key(run.secret, run.run_id) if keys is None else keys.mesh_key,
-        tls_secret=tls_secret(run.secret, run.run_id) if keys is None else keys.tls_secret,
+        authorities=tuple(dict.fromkeys((*known, own)))[-MAX_AUTHORITIES:],
+        seal_key=seal_key_of(run) if keys is None else keys.seal_key,
     )
 
 
 def _keys_of(terms: RunTerms) -> _Keys:
-    return _Keys(run_id=terms.run_id, mesh_key=terms.mesh_key, tls_secret=terms.tls_secret)
+    return _Keys(run_id=terms.run_id, authorities=terms.authorities, seal_key=terms.seal_key)
 
 
 def _saved(terms: RunTerms, address: str | None, *, keys: _Keys | None) -> _SavedTerms:

@@ -34,10 +34,10 @@ class Joining:
     """Somebody else has decided; `PeerOptions.resolved` counts for `[node]`, and `adopt` checks the rest.
 
     Attributes:
-        ticket: decoded; may have expired.
+        ticket: decoded; may have expired. None: the run that `run_dir` joined last, as one of its peers.
     """
 
-    ticket: Ticket
+    ticket: Ticket | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

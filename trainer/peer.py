@@ -26,8 +26,16 @@ from elastic.digest import Hasher
 from elastic.donor import Donor
 from elastic.errors import StateDiverged
 from elastic.member import Membership
-from elastic.observation import BecameLearner, CertificateKept, Deviated, ElasticEvent, ViewInstalled
+from elastic.observation import (
+    BecameLearner,
+    CertificateKept,
+    Deviated,
+    ElasticEvent,
+    TrustHeard,
+    ViewInstalled,
+)
 from trainer.admission import RunTerms
+from trainer.bouncer import Bouncer
 from trainer.certificates import FILE_NAME as CERTIFICATES_NAME
 from trainer.certificates import CertificateKeeper, load_certificates
 from trainer.checkpoint import Checkpoint
@@ -75,6 +83,7 @@ class PeerPlan:
         checkpoint: the state that a founder resumes from; None: the newest of this run in `run_dir`, if there is one.
         hello: what this peer says on its own connections.
         security: which of them are encrypted, and as whom.
+        bouncer: is told whom the coordinator says to believe.
     """
 
     me: PeerRef
@@ -87,6 +96,7 @@ class PeerPlan:
     checkpoint: Checkpoint | None
     hello: HelloMaker
     security: Security
+    bouncer: Bouncer
 
 
 class Peer:
@@ -121,6 +131,7 @@ class Peer:
             options=bulk_options(config),
             security=plan.security,
         )
+        plan.bouncer.ends(self.communicator.put_out)
         self._moments = Moments(
             mailbox=self._mailbox.tensor,
             hasher=self._hasher,
@@ -297,6 +308,8 @@ class Peer:
         match event:
             case BecameLearner():
                 self._feed.reset()
+            case TrustHeard(trust=trust):
+                self._plan.bouncer.heard(trust)
             case CertificateKept(certificate=certificate):
                 self._keeper.offer(certificate)
                 if certificate.made.outer_step < self._commit_log.span.stop - 1:

@@ -1,26 +1,37 @@
 """What a process must know before its first socket is opened: the run's terms, its text, who is who.
 
     a founder     decides, or finds in its folder what it has decided before
-    a joiner      asks whoever coordinates, and must have the same text
+    a joiner      asks whoever coordinates, with a ticket or as a peer that is known, and must have the same text
     a standby     asks as a joiner does, once; its folder remembers
 
 Must not know listeners, peers or journals.
 """
 
 import asyncio
-import dataclasses
 import time
 from dataclasses import dataclass
 from typing import assert_never
 
+from cryptography import x509
+
 from collective.core.types import PeerRef
-from collective.transport import Security
-from trainer.admission import RunTerms, ask_terms, member_security, stranger_security
+from collective.transport import Hello, Mode, Security, TicketSecurity
+from collective.transport.certificates import certificate_from_bytes, is_signed_by, key_in
+from trainer.admission import RunTerms, authority_of, own_security
 from trainer.config import Config
 from trainer.corpus import Corpus, load_corpus
-from trainer.errors import Refused
-from trainer.founding import Founded, found_or_go_on, recall_terms, remember_membership, stand_by, take_over
-from trainer.identity import PeerFolder
+from trainer.errors import ConfigError, Refused
+from trainer.founding import (
+    Founded,
+    found_or_go_on,
+    recall_membership,
+    recall_terms,
+    remember_membership,
+    stand_by,
+    take_over,
+)
+from trainer.identity import PeerFolder, PeerIdentity
+from trainer.joining import Admission, ask_admission, stranger_hello, stranger_security
 from trainer.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
 from trainer.threads import in_thread
 from trainer.ticket import Ticket, issue_token
@@ -53,7 +64,7 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
     Raises:
         IsthmusError: what the operator must act on.
     """
-    me = folder.start_identity().ref
+    me = folder.start_identity()
     match options.role:
         case Founding(resume_dir=resume_dir, rebuild=rebuild):
             resolved = options.resolved if rebuild is None else options.resolved.adopt(take_over(folder))
@@ -61,9 +72,11 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
             fragments_of(config)  # what cannot be split is told before there is a run
             corpus = await in_thread(_read_corpus, config)
             founded = found_or_go_on(folder, config, corpus, resume_dir)
-            return _start(options, folder, me, config, founded.terms, corpus, founded=founded)
+            security = _coordinators_security(me, founded, config, folder.load_certificate())
+            return _start(options, folder, me.ref, config, founded.terms, corpus, security, founded=founded)
         case Joining(ticket=ticket):
-            terms = await _ask(options, ticket, me)
+            admission, coordinators = await _join(options, folder, me, ticket)
+            terms = admission.terms
             config = options.resolved.adopt(terms.manifest).config
             corpus = await in_thread(_read_corpus, config)
             if corpus.digest != terms.data_digest:
@@ -72,16 +85,27 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
                     cure="use the same Python version, or name a copy of the run's text with --data",
                     fields=("data.path",),
                 )
-            remember_membership(folder, terms, ticket.addresses[0])
-            return _start(options, folder, me, config, terms, corpus, coordinators=ticket.addresses)
+            security = _members_security(me, admission, config)
+            folder.keep_certificate(admission.certificate)
+            remember_membership(folder, terms, coordinators)
+            return _start(options, folder, me.ref, config, terms, corpus, security, coordinators=coordinators)
         case StandingBy(ticket=ticket):
             # Whoever has the secret may ask at any time.
             token = issue_token(ticket.secret, ticket.run_id, round(wall_s()) + _STANDBY_TOKEN_S)
-            lasting = dataclasses.replace(ticket, token=token)
-            terms = recall_terms(folder, ticket.run_id) or await _ask(options, lasting, me)
+            terms = (
+                recall_terms(folder, ticket.run_id)
+                or (
+                    await _ask(
+                        ticket.addresses,
+                        stranger_hello(me, ticket.run_id, token),
+                        stranger_security(ticket, options.resolved.config.net.tls),
+                    )
+                ).terms
+            )
             config = options.resolved.adopt(terms.manifest).config
             founded = stand_by(folder, terms, ticket.secret)
-            return _start(options, folder, me, config, terms, None, founded=founded)
+            security = _coordinators_security(me, founded, config, None)
+            return _start(options, folder, me.ref, config, terms, None, security, founded=founded)
         case _:
             assert_never(options.role)
 
@@ -93,6 +117,7 @@ def _start(
     config: Config,
     terms: RunTerms,
     corpus: Corpus | None,
+    security: Security,
     *,
     founded: Founded | None = None,
     coordinators: tuple[str, ...] = (),
@@ -104,21 +129,68 @@ def _start(
         config=config,
         terms=terms,
         corpus=corpus,
-        security=member_security(me, terms, config.net.tls),
+        security=security,
         coordinators=coordinators,
         founded=founded,
     )
 
 
-async def _ask(options: PeerOptions | CoordinatorOptions, ticket: Ticket, me: PeerRef) -> RunTerms:
-    security = stranger_security(ticket, options.resolved.config.net.tls)
-    return await ask_terms(
-        ticket,
-        me,
+async def _join(
+    options: PeerOptions | CoordinatorOptions, folder: PeerFolder, me: PeerIdentity, ticket: Ticket | None
+) -> tuple[Admission, tuple[str, ...]]:
+    """Ask to be let in, with the ticket or as a peer that was there before. Also: where the run's coordinators are."""
+    kept, certificate = recall_membership(folder.path), folder.load_certificate()
+    if certificate is not None and key_in(certificate) != me.key.public_key().public_bytes_raw():
+        certificate = None
+    if ticket is not None:
+        is_known = kept is not None and kept.terms.run_id == ticket.run_id
+        hello = stranger_hello(me, ticket.run_id, ticket.token, certificate if is_known else None)
+        security = stranger_security(ticket, options.resolved.config.net.tls)
+        return await _ask(ticket.addresses, hello, security), ticket.addresses
+    if kept is None or certificate is None:
+        raise ConfigError(
+            f"{folder.path} has joined no run yet", cure="join with a ticket, which the run's coordinator prints"
+        )
+    authorities = [key_in(certificate_from_bytes(one)) for one in kept.terms.authorities]
+    is_encrypted = options.resolved.adopt(kept.terms.manifest).config.net.tls != "off"
+    if not is_encrypted and options.resolved.config.net.tls != "off":
+        raise ConfigError(
+            f"the run that {folder.path} has joined is not encrypted",
+            cure="come back with --insecure if no encryption is what you want",
+        )
+    security = TicketSecurity(*authorities, mode=Mode.ON) if is_encrypted else None
+    hello = stranger_hello(me, kept.terms.run_id, b"", certificate)
+    return await _ask(kept.coordinators, hello, security), kept.coordinators
+
+
+async def _ask(addresses: tuple[str, ...], hello: Hello, security: TicketSecurity | None) -> Admission:
+    return await ask_admission(
+        addresses,
+        hello,
         security=security,
         pause=lambda: asyncio.sleep(_RETRY_PAUSE_S),
         clock=asyncio.get_running_loop().time,
     )
+
+
+def _members_security(me: PeerIdentity, admission: Admission, config: Config) -> Security:
+    try:
+        return own_security(me, admission.certificate, admission.terms, config.net.tls)
+    except (ValueError, OSError) as error:  # an SSLError is one: the certificate is of another key
+        raise Refused(f"the coordinator's answer does not fit this peer: {error}") from error
+
+
+def _coordinators_security(
+    me: PeerIdentity, founded: Founded, config: Config, kept: x509.Certificate | None
+) -> Security:
+    """By its own authority; but the heir of a run whose secret is lost shows the certificate that the members know."""
+    terms = founded.terms
+    first = certificate_from_bytes(terms.authorities[0])
+    public_key = me.key.public_key()
+    if kept is not None and key_in(kept) == public_key.public_bytes_raw() and is_signed_by(key_in(first), kept):
+        return own_security(me, kept, terms, config.net.tls)
+    certificate = authority_of(founded.run).issue(public_key, round(wall_s() * 1000))
+    return own_security(me, certificate, terms, config.net.tls)
 
 
 def _read_corpus(config: Config) -> Corpus:
@@ -131,5 +203,5 @@ def _read_corpus(config: Config) -> Corpus:
 
 
 def wall_s() -> float:
-    """Unix seconds, for tickets: they are the one thing that two clocks must agree on."""
+    """Unix seconds, for tickets and the numbers of certificates."""
     return time.time_ns() / 1e9

@@ -3,8 +3,10 @@
 from typing import assert_never
 
 from collective.core.types import RoundKey, View
+from elastic.core.doors import FOR_EVER
 from elastic.core.leases import count
 from elastic.core.records import (
+    BarRecord,
     CommitRecord,
     Genesis,
     LeaseRecord,
@@ -12,6 +14,7 @@ from elastic.core.records import (
     Record,
     ReleaseRecord,
     RollbackRecord,
+    TicketRecord,
     ViewRecord,
 )
 from trainer.events import Field
@@ -44,6 +47,12 @@ def line_of(record: Record) -> Line:
             return "lease", {"of": ref.peer_id, "serial": serial, "samples": count(ranges)}
         case ReleaseRecord(ref=ref, epoch=epoch, ranges=ranges):
             return "lease_returned", {"of": ref.peer_id, "epoch": epoch, "samples": count(ranges)}
+        case BarRecord(bar=bar):
+            return "put_out", {"of": bar.peer_id, "banned": bar.certificate >= FOR_EVER}
+        case TicketRecord(ticket_id=ticket_id, used_by=None):
+            return "ticket_revoked", {"ticket": ticket_id.hex()}
+        case TicketRecord(ticket_id=ticket_id, used_by=used_by):
+            return "admitted", {"of": used_by, "ticket": ticket_id.hex()}
         case _:
             assert_never(record)
 

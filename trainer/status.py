@@ -4,6 +4,7 @@ Rules: fields are added without a new schema, none changes its meaning within on
 JSON of `--json` is these structs, field for field. Must not know how a status travels or who draws it.
 """
 
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -66,6 +67,15 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float = 0.0
 
 
+class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One peer of the run, or one that is kept out of it. `state`: member, late, learner, evicted or banned."""
+
+    peer_id: str
+    state: str
+    incarnation: int | None = None
+    address: str | None = None
+
+
 def render_status(status: Status) -> str:
     """The status for people, a few lines without colours."""
     lines = [
@@ -95,6 +105,11 @@ def render_status(status: Status) -> str:
         notes = [note for note, holds in (("this", member.is_me), ("coordinator", member.is_coordinator)) if holds]
         lines.append(f"  {member.peer_id}  {member.address}" + (f"  ({', '.join(notes)})" if notes else ""))
     return "\n".join(lines)
+
+
+def render_peers(peers: Sequence[PeerStatus]) -> str:
+    """For people, one line a peer."""
+    return "\n".join(f"{peer.peer_id}  {peer.state:8}  {peer.address or '-'}" for peer in peers)
 
 
 def format_nbytes(nbytes: int) -> str:

@@ -6,10 +6,12 @@ Layout: `isthmus1` and lower-case base32 (no padding) of ::
     body            msgpack array (addresses, run_id, fingerprint, token)
     check     4     first bytes of SHA-256 over length and body: a slip of the hand, not an attacker
 
-The token is what admits: expires_at (u64, Unix seconds) and HMAC-SHA-256 of it and the run id under the run's secret,
-so the coordinator checks it without remembering whom it gave one. The fingerprint is what protects the token on its
-way: it is shown to nobody who cannot prove to be of the run. A standby's ticket holds the run's secret besides, as the
-fifth element of the body: with it a coordinator admits others, so it is for the run's own coordinators only.
+The token is what admits: the ticket's id (8 random bytes), expires_at (u64, Unix seconds), whether it is for one peer
+only (u8), and HMAC-SHA-256 of these and the run id under the run's secret, so the coordinator checks it without
+remembering whom it gave one; it remembers those that were revoked or used up. The fingerprint is what protects the
+token on its way: it is shown to nobody who cannot prove to be of the run. A standby's ticket holds the run's secret
+besides, as the fifth element of the body: with it a coordinator admits others, so it is for the run's own
+coordinators only.
 
 Rules: the coordinator decides about expiry, a joiner's clock is only a hint; tokens are compared in constant time; a
 token is never logged. Must not know sockets.
@@ -23,6 +25,8 @@ import enum
 import hashlib
 import hmac
 import os
+import re
+import secrets
 import select
 import stat
 import struct
@@ -38,17 +42,18 @@ from msgspec import Meta
 from trainer.errors import ConfigError, Refused
 
 PREFIX = "isthmus"
-VERSION = "1"
-TOKEN_NBYTES = 40
+VERSION = "2"
+ID_NBYTES = 8
+TOKEN_NBYTES = 49
 FINGERPRINT_NBYTES = 32
 SECRET_NBYTES = 32
 
 _MAX_TEXT_LENGTH = 8192
 _PIPE_TIMEOUT_S = 5.0
-_EXPIRY = struct.Struct(">Q")
+_CLAIMS = struct.Struct(f">{ID_NBYTES}sQB")
 _LENGTH = struct.Struct(">H")
 _CHECK_NBYTES = 4
-_PURPOSE = b"isthmus join token 1\0"
+_PURPOSE = b"isthmus join token 2\0"
 _ASK_AGAIN = "ask for a new ticket"
 
 
@@ -61,6 +66,8 @@ class TicketFault(enum.Enum):
     GARBLED = "garbled"
     EXPIRED = "expired"
     FORGED = "forged"
+    REVOKED = "revoked"
+    USED = "used"
     NO_FINGERPRINT = "no fingerprint"
     FOR_PEERS = "for peers"
     FOR_STANDBYS = "for standbys"
@@ -100,11 +107,24 @@ class Ticket:
     @property
     def expires_at_s(self) -> int:
         """When the token ends, in Unix seconds of the coordinator's clock."""
-        expires_at_s: int = _EXPIRY.unpack_from(self.token)[0]
-        return expires_at_s
+        return _claims_of(self.token).expires_at_s
+
+    @property
+    def ticket_id(self) -> bytes:
+        """`ID_NBYTES` bytes by which it can be revoked."""
+        return _claims_of(self.token).ticket_id
 
     def __repr__(self) -> str:
         return f"Ticket(addresses={self.addresses}, run_id={self.run_id!r}, expires_at_s={self.expires_at_s})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claims:
+    """What a token says of its ticket."""
+
+    ticket_id: bytes
+    expires_at_s: int
+    is_once: bool
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -119,10 +139,16 @@ class _StandbyBody(_Body, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 def make_ticket(
-    *, secret: bytes, run_id: str, addresses: Sequence[str], expires_at_s: int, fingerprint: bytes = b""
+    *,
+    secret: bytes,
+    run_id: str,
+    addresses: Sequence[str],
+    expires_at_s: int,
+    fingerprint: bytes = b"",
+    is_once: bool = False,
 ) -> Ticket:
-    """A ticket for whoever gets to see it, until `expires_at_s`."""
-    token = issue_token(secret, run_id, expires_at_s)
+    """A ticket for whoever gets to see it, until `expires_at_s`; with `is_once` for the first peer that uses it."""
+    token = issue_token(secret, run_id, expires_at_s, is_once=is_once)
     return Ticket(addresses=tuple(addresses), run_id=run_id, fingerprint=fingerprint, token=token)
 
 
@@ -226,14 +252,28 @@ def expiry_hint(ticket: Ticket, *, now_s: float) -> str | None:
     return f"by this machine's clock the ticket expired {_age(late_s)} ago" if late_s >= 0 else None
 
 
-def issue_token(secret: bytes, run_id: str, expires_at_s: int) -> bytes:
+def named_ticket(argument: str) -> tuple[bytes, int | None]:
+    """Which ticket is meant: itself, `@FILE` that holds it, or its id in 16 hexadecimal digits.
+
+    Returns:
+        Its id, and when it expires (Unix seconds), if that is known.
+
+    Raises: as `read_ticket`.
+    """
+    if re.fullmatch(f"[0-9a-fA-F]{{{2 * ID_NBYTES}}}", argument.strip()):
+        return bytes.fromhex(argument.strip()), None
+    ticket = read_ticket(argument)
+    return ticket.ticket_id, ticket.expires_at_s
+
+
+def issue_token(secret: bytes, run_id: str, expires_at_s: int, *, is_once: bool = False) -> bytes:
     """`TOKEN_NBYTES` bytes that admit to a run until `expires_at_s` (Unix seconds)."""
-    expiry = _EXPIRY.pack(expires_at_s)
-    return expiry + _mac(secret, run_id, expiry)
+    claims = _CLAIMS.pack(secrets.token_bytes(ID_NBYTES), expires_at_s, is_once)
+    return claims + _mac(secret, run_id, claims)
 
 
-def verify_token(secret: bytes, run_id: str, token: bytes, *, now_s: float) -> None:
-    """Check a token; the coordinator's side of a join.
+def verify_token(secret: bytes, run_id: str, token: bytes, *, now_s: float) -> Claims:
+    """Check a token; the coordinator's side of a join. Whether it was revoked or used up is not known here.
 
     Args:
         secret: the run's.
@@ -244,16 +284,23 @@ def verify_token(secret: bytes, run_id: str, token: bytes, *, now_s: float) -> N
     Raises:
         TicketRefused: `FORGED` (also: of another run) or `EXPIRED`.
     """
-    expiry, mac = token[: _EXPIRY.size], token[_EXPIRY.size :]
-    if len(token) != TOKEN_NBYTES or not hmac.compare_digest(mac, _mac(secret, run_id, expiry)):
+    mac = token[_CLAIMS.size :]
+    if len(token) != TOKEN_NBYTES or not hmac.compare_digest(mac, _mac(secret, run_id, token[: _CLAIMS.size])):
         raise TicketRefused(TicketFault.FORGED, f"the ticket was not made for run {run_id}")
-    late_s = now_s - _EXPIRY.unpack(expiry)[0]
+    claims = _claims_of(token)
+    late_s = now_s - claims.expires_at_s
     if late_s >= 0:
         raise TicketRefused(TicketFault.EXPIRED, f"the ticket expired {_age(late_s)} ago")
+    return claims
 
 
-def _mac(secret: bytes, run_id: str, expiry: bytes) -> bytes:
-    return hmac.digest(secret, _PURPOSE + expiry + run_id.encode(), "sha256")
+def _claims_of(token: bytes) -> Claims:
+    ticket_id, expires_at_s, is_once = _CLAIMS.unpack_from(token)
+    return Claims(ticket_id=ticket_id, expires_at_s=expires_at_s, is_once=bool(is_once))
+
+
+def _mac(secret: bytes, run_id: str, claims: bytes) -> bytes:
+    return hmac.digest(secret, _PURPOSE + claims + run_id.encode(), "sha256")
 
 
 def _unpack(encoded: str) -> bytes:

@@ -104,6 +104,7 @@ def coordinator_config(
     terms_digest: bytes,
     seal_key: bytes,
     *,
+    authorities: tuple[bytes, ...] = (),
     first_index: int,
     returned: tuple[IndexRange, ...],
     rebuild_salt: int = 0,
@@ -113,6 +114,7 @@ def coordinator_config(
     return CoordinatorConfig(
         manifest_digest=terms_digest,
         seal_key=seal_key,
+        authorities=authorities,
         rebuild_salt=rebuild_salt,
         outer_steps=config.run.outer_steps,
         min_peers=members.min_peers,

@@ -3,6 +3,7 @@
 The layer above speaks of frames. Operating system errors end here: they become the errors of collective/errors.py.
 """
 
+from collective.transport.certificates import Authority, Credentials
 from collective.transport.channel import Channel, connect
 from collective.transport.hello import Hello, HelloReply, Purpose
 from collective.transport.listener import Listener
@@ -11,7 +12,9 @@ from collective.transport.sockets import SocketOptions
 from collective.wire import FrameType
 
 __all__ = [
+    "Authority",
     "Channel",
+    "Credentials",
     "FrameType",
     "Hello",
     "HelloReply",

@@ -321,6 +321,11 @@ class Bundle:
         for link in tuple(self._links.values()):
             link.close()
 
+    def cut(self, cause: str) -> None:
+        """End all links as if they had broken."""
+        for link in tuple(self._links.values()):
+            link.close(ConnectionLost(cause))
+
     async def repair(self) -> None:
         """Make missing streams anew, again and again until they are all there or the peer refuses.
 

@@ -1,4 +1,6 @@
-"""The dialler's whole way: TCP, encryption where it is wanted, hello. Control, state and bulk connections all go it.
+"""The dialler's whole way: TCP, encryption where it is wanted or else a proof of who we are, hello.
+
+Control, state and bulk connections all go it.
 
 Rules: one deadline for everything. Nothing is left open after an error. Does not know what the connection is for.
 """
@@ -15,6 +17,7 @@ from collective.transport.security import DialSecurity, name_mismatch
 from collective.transport.shared_memory import make_offering
 from collective.transport.shared_socket import SharedSocket
 from collective.transport.sockets import EncryptionFailed, SocketOptions, dial, is_loopback, lost
+from collective.transport.tls import TlsSocket
 
 
 async def open_connection(
@@ -33,7 +36,7 @@ async def open_connection(
         hello: what to say.
         timeout_s: for all of it.
         options: of the socket.
-        security: None never encrypts.
+        security: None never encrypts and proves nothing.
         expect: who must answer; None for anybody.
 
     Returns:
@@ -54,12 +57,16 @@ async def open_connection(
         host = _host_of(sock)
         if security is not None and security.wanted_for(host):
             sock = await security.secure_dialled(sock, expect=expect, timeout_s=deadline - loop.time())
-            reply = await _introduce(sock, hello, timeout_s=deadline - loop.time())
-        elif hello.purpose is Purpose.BULK and options.shares_memory and is_loopback(host):
+        elif security is not None:
+            hello = security.prove(sock, hello, expect=expect)
+        is_near = is_loopback(host) and not isinstance(sock, TlsSocket)
+        if is_near and hello.purpose is Purpose.BULK and options.shares_memory:
             sock, reply = await _introduce_offering(sock, hello, timeout_s=deadline - loop.time())
         else:
             reply = await _introduce(sock, hello, timeout_s=deadline - loop.time())
         mismatch = name_mismatch(sock, reply.peer_id, may_be_stranger=False)
+        if security is not None and not security.wanted_for(host):
+            mismatch = security.doubt_answer(hello, reply)
         if mismatch is not None:
             raise SecurityRefused(mismatch)
         if expect is not None and reply.peer_id != expect:

@@ -19,6 +19,7 @@ from collective.transport.sockets import lost
 from collective.wire import BEFORE_HELLO, BEFORE_REPLY, Frame, FrameReader, FrameType, Header, Limits, pack
 
 MAX_STREAMS = 64
+MAX_CREDENTIAL_NBYTES = 2048
 REFUSED_EXIT_CODE = 5
 """For a dialler of another version: the product's table of exit codes calls that refused."""
 
@@ -34,14 +35,14 @@ class Purpose(enum.StrEnum):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who dials. `credential` proves it to whoever listens; this package does not look into it."""
+    """Who dials. `credential` proves it where encryption does not (proof.py), or is a stranger's ticket."""
 
     protocol_version: Annotated[int, Meta(ge=0, le=2**16)]
     run_id: Annotated[str, Meta(max_length=64)]
     purpose: Purpose
     peer_id: Annotated[PeerId, Meta(pattern=PEER_ID_PATTERN)]
     incarnation: Annotated[Incarnation, Meta(ge=0, le=2**53)]
-    credential: Annotated[bytes, Meta(max_length=128)] = b""
+    credential: Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_NBYTES)] = b""
     stream: Annotated[int, Meta(ge=0, lt=MAX_STREAMS)] = 0
     num_streams: Annotated[int, Meta(ge=1, le=MAX_STREAMS)] = 1
     memory: Offer | None = None
@@ -66,6 +67,8 @@ class HelloReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     incarnation: Annotated[Incarnation, Meta(ge=0, le=2**53)]
     shares_memory: bool = False
     """From here on bytes go through the memory that was offered."""
+    credential: Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_NBYTES)] = b""
+    """Proves who answers where the hello proved who dials."""
 
     @property
     def ref(self) -> PeerRef:

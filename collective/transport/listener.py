@@ -4,7 +4,7 @@ Rules: nothing that a stranger sends can end the process or hold more than a soc
 At most `max_unknown` connections may be without a valid hello, of which one address gets a share, and an address may
 not try too often. Every connection that does not get through, or that ends for what came over it, is closed, counted in
 `counters` by reason and told of (`refusal_log.py`). Whether it must be encrypted is the policy of `Security`; a hello
-counts only if the certificate says the same name.
+counts only if its sender has proved to be who it says.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from functools import partial
 
 import msgspec
 
+from collective.core.types import PeerId
 from collective.errors import (
     AddressInUse,
     CollectiveError,
@@ -67,7 +68,8 @@ class Listener:
             channel is closed then.
         bulk: takes an accepted BULK socket for good.
         counters: by reason, connections that did not get through; give one to share it.
-        security: encrypts what comes from outside this machine; None takes nothing but plain connections.
+        security: encrypts what comes from outside this machine, and lets everybody else prove who it is; None takes
+            nothing but plain connections, and believes them.
         limiter: how often an address may try; the usual limits if None.
     """
 
@@ -97,6 +99,7 @@ class Listener:
         self._security = security
         self._limiter = limiter or AcceptLimiter()
         self._unknown: set[_Caller] = set()
+        self._channels: set[Channel] = set()
         self._sock: socket.socket | None = None
         self._accepts = False
         self._tasks = asyncio.TaskGroup()
@@ -142,6 +145,12 @@ class Listener:
             self._sock = None
             for caller in self._unknown:  # a task that never began left its socket there
                 caller.sock.close()
+
+    def put_out(self, peer_id: PeerId) -> None:
+        """End the connections of a peer that routes hold, but for CONTROL: there it is told why, and by whom."""
+        for channel in list(self._channels):
+            if channel.hello.peer_id == peer_id and channel.hello.purpose is not Purpose.CONTROL:
+                channel.close()
 
     async def __aenter__(self) -> "Listener":
         await self.start()
@@ -219,6 +228,7 @@ class Listener:
             self._bulk(sock, hello)
             return
         with contextlib.closing(Channel(sock, hello)) as channel:
+            self._channels.add(channel)
             try:
                 await self._routes[hello.purpose](channel)
             except (RemoteProtocolError, StreamBroken) as error:
@@ -229,6 +239,8 @@ class Listener:
             except CollectiveError as error:
                 kind = f"{hello.purpose}: {type(error).__name__}"
                 self._ended(kind, caller.host, peer_id=hello.peer_id, detail=str(error))
+            finally:
+                self._channels.discard(channel)
 
     # -------------------------------------------------------------------------------- before the hello
 
@@ -261,7 +273,10 @@ class Listener:
     async def _answer(self, caller: _Caller, hello: Hello, reply: HelloReply) -> None:
         """Send the reply, and take the memory that is offered for a plain bulk connection within this machine."""
         memory = None
-        is_near = is_loopback(caller.host) and not isinstance(caller.sock, TlsSocket)
+        is_plain = not isinstance(caller.sock, TlsSocket)
+        if reply.accepted and is_plain and self._security is not None and hello.purpose is not Purpose.ADMISSION:
+            reply = self._security.answer(hello, reply)
+        is_near = is_loopback(caller.host) and is_plain
         if reply.accepted and hello.purpose is Purpose.BULK and is_near and self._options.shares_memory:
             memory = None if hello.memory is None else take_offer(hello.memory)
         if memory is None:
@@ -289,7 +304,7 @@ class Listener:
     def _decide(self, sock: socket.socket, hello: Hello) -> tuple[HelloReply, str]:
         """The answer to a valid hello, and what to count it as if that is no."""
         reply = self._accept(hello)
-        mismatch = name_mismatch(sock, hello.peer_id, may_be_stranger=hello.purpose is Purpose.ADMISSION)
+        mismatch = self._mismatch(sock, hello, is_wanted=reply.accepted)
         if hello.protocol_version != PROTOCOL_VERSION:
             reason = f"protocol version {hello.protocol_version}, here {PROTOCOL_VERSION}: update one side"
         elif mismatch is not None:
@@ -306,6 +321,15 @@ class Listener:
             incarnation=reply.incarnation,
         )
         return refusal, mismatch or "refused"
+
+    def _mismatch(self, sock: socket.socket, hello: Hello, *, is_wanted: bool) -> str | None:
+        """Why the dialler is not who it says, or None if it is, or is a stranger who may be one."""
+        may_be_stranger = hello.purpose is Purpose.ADMISSION
+        if isinstance(sock, TlsSocket):
+            return name_mismatch(sock, hello.peer_id, may_be_stranger=may_be_stranger)
+        if self._security is None or may_be_stranger or not is_wanted:
+            return None
+        return self._security.doubt(sock, hello)
 
 
 async def _first_byte(sock: socket.socket) -> bytes:

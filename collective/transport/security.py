@@ -1,28 +1,27 @@
 """Which connections are encrypted, with whom: TLS 1.3, both sides with a certificate of the run.
 
-What it gives. Nobody without the run's secret can open a connection, listen in, change a byte, or read later what was
-recorded today (each connection has keys of its own). What it does not give: a member has the secret and could sign
-itself a certificate with another member's name. `pins` close that hole: a mapping from peer to the fingerprint of its
-key, which whoever makes the views can fill. With pins the secret need not be one, except that a ticket then proves
-nothing about who answers.
+What it gives. Nobody without a certificate of the run's authority can open a connection, and nobody as a peer whose key
+it does not have. What is encrypted nobody can listen in on, change, or read later when it was recorded today (each
+connection has keys of its own). What is not encrypted, over loopback or where the operator wants it so, is opened with
+a proof of the key (proof.py) and no more.
 
 A stranger with a ticket knows the authority's public key (`server_fingerprint` of any member) and nothing else: it
 encrypts as `TicketSecurity`, showing no certificate. The acceptor lets such a connection live only if its hello then
 says that it wants admission; `name_mismatch` tells.
 
 Rules: both sides follow the same policy without a word between them. In mode `auto` whatever leaves the machine is
-encrypted; over loopback the dialler does not, and the listener takes both. Certificates are renewed here while half of
-their life is left; the key stays that of this object, so that pins stay true. A connection outlives its certificate.
-AES-GCM keeps its promises for about 400 GB under one key, and Python does not offer the change of keys that TLS 1.3
-has: a stream that has carried that much should be dialled anew.
+encrypted; over loopback the dialler does not, and the listener takes both. Who is put out of the run has its
+certificates withdrawn; that is looked at in every handshake, and a connection that is there already is for its owner to
+end. AES-GCM keeps its promises for about 400 GB under one key, and Python does not offer the change of keys that TLS
+1.3 has: a stream that has carried that much should be dialled anew.
 """
 
 import asyncio
-import datetime
 import enum
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from cryptography import x509
@@ -31,14 +30,23 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from collective.core.types import PeerId
 from collective.errors import DeadlineExceeded, SecurityRefused
-from collective.transport.certificates import LIFE, Authority, fingerprint_of, is_signed_by, peer_id_in
+from collective.transport.certificates import (
+    Authority,
+    Credentials,
+    is_signed_by,
+    name_in,
+    peer_id_in,
+    signer_of,
+)
+from collective.transport.hello import Hello, HelloReply
+from collective.transport.proof import certificate_answered, certificate_shown, with_answer, with_proof
 from collective.transport.sockets import is_loopback
 from collective.transport.tls import Session, TlsSocket
 
 NO_CERTIFICATE = "no certificate"
 ANOTHER_PEER = "certificate of another peer"
-NOT_PINNED = "certificate is not the pinned one"
 ANOTHER_RUN = "certificate of another run"
+WITHDRAWN = "certificate was withdrawn"
 
 
 class Mode(enum.StrEnum):
@@ -57,6 +65,14 @@ class DialSecurity(Protocol):
         """Whether a connection to or from this address (no name, no port) must be encrypted."""
         ...
 
+    def prove(self, sock: socket.socket, hello: Hello, *, expect: PeerId | None) -> Hello:
+        """The hello for a connection that was just dialled and is not encrypted. Raises ConnectionLost."""
+        ...
+
+    def doubt_answer(self, hello: Hello, reply: HelloReply) -> str | None:
+        """Why whoever has answered that hello is not who it says, or None if it has proved that it is."""
+        ...
+
     async def secure_dialled(self, sock: socket.socket, *, expect: PeerId | None, timeout_s: float) -> TlsSocket:
         """Encrypt a connection that was just dialled.
 
@@ -72,48 +88,84 @@ class DialSecurity(Protocol):
         ...
 
 
-def _utc_now() -> datetime.datetime:
-    return datetime.datetime.now(datetime.UTC)
+def _wall_s() -> float:
+    """Unix seconds. A proof is made for now, and two machines must agree on when that is."""
+    return time.time_ns() / 1e9
 
 
 class Security:
     """A member's side. One for all connections of a process, in one event loop.
 
     Args:
-        peer_id: who we are.
-        secret: 32 bytes that every member of the run has, see the module.
+        credentials: what we show, and whom we believe.
         mode: when to encrypt.
-        pins: fingerprint of each peer's key. Looked up at each handshake, so the owner may change it; a peer that is
-            not in there is refused. None pins nobody.
-        now: the wall clock in UTC.
+        wall_s: the wall clock in Unix seconds, for connections that are not encrypted.
+        name_of: whom a certificate speaks of. Only `shared` has another answer than `peer_id_in`.
+
+    Raises:
+        ValueError: none of the authorities has signed the certificate, or it speaks of nobody.
     """
 
     def __init__(
         self,
-        peer_id: PeerId,
-        secret: bytes,
+        credentials: Credentials,
         *,
         mode: Mode = Mode.AUTO,
-        pins: Mapping[PeerId, bytes] | None = None,
-        now: Callable[[], datetime.datetime] = _utc_now,
+        wall_s: Callable[[], float] = _wall_s,
+        name_of: Callable[[x509.Certificate], PeerId | None] = peer_id_in,
     ) -> None:
         self.mode = mode
-        self._peer_id = peer_id
-        self._authority = Authority(secret)
-        self._key = Ed25519PrivateKey.generate()
-        self._pins = pins
-        self._now = now
-        self._renew()
+        me, signer = name_of(credentials.certificate), signer_of(credentials.certificate, credentials.authorities)
+        if me is None or signer is None:
+            raise ValueError("these credentials are nobody's in this run")
+        self.peer_id = me
+        self.server_fingerprint = signer
+        """32 bytes for a ticket: by them a stranger knows us. The public key of who has signed our certificate."""
+        self._credentials = credentials
+        self._authorities: list[x509.Certificate] = []
+        self._void_up_to: dict[PeerId, int] = {}
+        self._wall_s = wall_s
+        self._name_of = name_of
+        self._dialling = _context(ssl.PROTOCOL_TLS_CLIENT)
+        self._accepting = _context(ssl.PROTOCOL_TLS_SERVER)
+        self._dialling.verify_mode = ssl.CERT_REQUIRED
+        self._accepting.verify_mode = ssl.CERT_OPTIONAL  # a stranger has none; its hello decides
+        self._accepting.num_tickets = 0
+        with credentials.as_file() as path:
+            for context in (self._dialling, self._accepting):
+                context.load_cert_chain(path)
+        self.believe(credentials.authorities)
 
-    @property
-    def server_fingerprint(self) -> bytes:
-        """32 bytes for a ticket: by them a stranger knows any member of the run. The authority's public key."""
-        return self._authority.public_key
+    @classmethod
+    def shared(cls, peer_id: PeerId, secret: bytes, *, mode: Mode = Mode.AUTO) -> "Security":
+        """For scripts whose peers trust each other: whoever has the secret can speak as anybody.
 
-    @property
-    def fingerprint(self) -> bytes:
-        """32 bytes for the pins of others: of our own key."""
-        return self._identity.fingerprint
+        Args:
+            peer_id: who we are.
+            secret: 32 bytes that all peers have, and nobody else.
+            mode: when to encrypt.
+        """
+        authority, key = Authority(secret), Ed25519PrivateKey.generate()
+        certificate = authority.issue(key.public_key(), 1, peer_id=peer_id)
+        return cls(Credentials(key, certificate, (authority.certificate,)), mode=mode, name_of=name_in)
+
+    def believe(self, authorities: Iterable[x509.Certificate]) -> None:
+        """Take certificates of these authorities too from now on. Of those that are known already nothing is done."""
+        for authority in authorities:
+            if authority not in self._authorities:
+                self._authorities.append(authority)
+                for context in (self._dialling, self._accepting):
+                    context.load_verify_locations(cadata=authority.public_bytes(Encoding.DER))
+
+    def withdraw(self, peer_id: PeerId, up_to: int) -> bool:
+        """Let a peer's certificates up to this number be void from now on. Whether that is news.
+
+        It is looked at in handshakes: whoever owns the connections that are there already has to end them.
+        """
+        is_news = up_to > self._void_up_to.get(peer_id, 0)
+        if is_news:
+            self._void_up_to[peer_id] = up_to
+        return is_news
 
     @property
     def is_served(self) -> bool:
@@ -124,9 +176,45 @@ class Security:
         """See DialSecurity."""
         return _is_wanted(self.mode, host)
 
+    def prove(self, sock: socket.socket, hello: Hello, *, expect: PeerId | None) -> Hello:
+        """See DialSecurity."""
+        own = self._credentials
+        return with_proof(sock, hello, to=expect, key=own.key, certificate=own.certificate, wall_s=self._wall_s())
+
+    def doubt(self, sock: socket.socket, hello: Hello) -> str | None:
+        """Why a dialler that is not encrypted is not who its hello says, or None if it has proved that it is."""
+        try:
+            certificate = certificate_shown(sock, hello, me=self.peer_id, wall_s=self._wall_s())
+            self.require_member(certificate, hello.peer_id)
+        except SecurityRefused as doubt:
+            return doubt.reason
+        return None
+
+    def answer(self, hello: Hello, reply: HelloReply) -> HelloReply:
+        """Our reply to a hello that `doubt` had nothing against."""
+        return with_answer(hello, reply, key=self._credentials.key, certificate=self._credentials.certificate)
+
+    def doubt_answer(self, hello: Hello, reply: HelloReply) -> str | None:
+        """See DialSecurity."""
+        try:
+            self.require_member(certificate_answered(hello, reply), reply.peer_id)
+        except SecurityRefused as doubt:
+            return doubt.reason
+        return None
+
+    def require_member(self, certificate: x509.Certificate, peer_id: PeerId) -> None:
+        """Check a certificate that did not come through TLS. Who shows it must have proved that it has its key.
+
+        Raises:
+            SecurityRefused: it is not of this run, of another peer, or withdrawn.
+        """
+        if signer_of(certificate, self._authorities) is None:
+            raise SecurityRefused(ANOTHER_RUN)
+        if self._proven(certificate) != peer_id:
+            raise SecurityRefused(ANOTHER_PEER)
+
     async def secure_dialled(self, sock: socket.socket, *, expect: PeerId | None, timeout_s: float) -> TlsSocket:
         """See DialSecurity."""
-        self._renew_if_due()
         session = await _session(sock, self._dialling, server_side=False, timeout_s=timeout_s)
         peer_id = self._peer_in(session)
         if peer_id is None:
@@ -136,13 +224,12 @@ class Security:
         return TlsSocket(sock, session, peer_id)
 
     async def secure_accepted(self, sock: socket.socket, *, timeout_s: float) -> TlsSocket:
-        """Encrypt a connection that was just accepted. It may be a stranger's, or of a peer that is not the pinned one.
+        """Encrypt a connection that was just accepted. It may be a stranger's, or of a peer that was put out.
 
         So what its hello says must be held against `name_mismatch`: then the refusal can say why.
 
         Raises: as `secure_dialled`.
         """
-        self._renew_if_due()
         session = await _session(sock, self._accepting, server_side=True, timeout_s=timeout_s)
         try:
             return TlsSocket(sock, session, self._peer_in(session))
@@ -157,54 +244,29 @@ class Security:
     def _peer_in(self, session: Session) -> PeerId | None:
         """Who the other side is; the TLS library has checked its certificate, if it showed one."""
         der = session.certificate
-        if der is None:
-            return None
-        certificate = _parsed(der)
-        peer_id = peer_id_in(certificate)
+        return None if der is None else self._proven(_parsed(der))
+
+    def _proven(self, certificate: x509.Certificate) -> PeerId:
+        """Whom a certificate speaks of that an authority has signed."""
+        peer_id = self._name_of(certificate)
         if peer_id is None:
             raise SecurityRefused(ANOTHER_PEER)
-        if self._pins is not None and self._pins.get(peer_id) != fingerprint_of(certificate):
-            raise SecurityRefused(NOT_PINNED)
+        if certificate.serial_number <= self._void_up_to.get(peer_id, 0):
+            raise SecurityRefused(WITHDRAWN)
         return peer_id
-
-    def _renew_if_due(self) -> None:
-        if not self._made_at <= self._now() < self._made_at + LIFE / 2:
-            self._renew()
-
-    def _renew(self) -> None:
-        self._made_at = self._now()
-        self._identity = self._authority.issue(self._peer_id, self._made_at, key=self._key)
-        self._dialling = _context(ssl.PROTOCOL_TLS_CLIENT)
-        self._accepting = _context(ssl.PROTOCOL_TLS_SERVER)
-        self._dialling.verify_mode = ssl.CERT_REQUIRED
-        self._accepting.verify_mode = ssl.CERT_OPTIONAL  # a stranger has none; its hello decides
-        self._accepting.num_tickets = 0
-        with self._identity.as_file() as path:
-            for context in (self._dialling, self._accepting):
-                context.load_cert_chain(path)
-        for context in (self._dialling, self._accepting):
-            context.load_verify_locations(cadata=self._authority.certificate.public_bytes(Encoding.DER))
 
 
 class TicketSecurity:
     """The side of a stranger with a ticket: it knows the run's authority and has no certificate.
 
     Args:
-        server_fingerprint: out of the ticket.
+        server_fingerprints: one out of the ticket; several where any of them will do.
         mode: when to encrypt.
-        now: the wall clock in UTC.
     """
 
-    def __init__(
-        self,
-        server_fingerprint: bytes,
-        *,
-        mode: Mode = Mode.AUTO,
-        now: Callable[[], datetime.datetime] = _utc_now,
-    ) -> None:
+    def __init__(self, *server_fingerprints: bytes, mode: Mode = Mode.AUTO) -> None:
         self.mode = mode
-        self._authority_key = server_fingerprint
-        self._now = now
+        self._authority_keys = server_fingerprints
         self._context = _context(ssl.PROTOCOL_TLS_CLIENT)
         # The library cannot check against a key alone, so we do. It does check that the other side has its own key.
         self._context.verify_mode = ssl.CERT_NONE
@@ -213,6 +275,14 @@ class TicketSecurity:
         """See DialSecurity."""
         return _is_wanted(self.mode, host)
 
+    def prove(self, sock: socket.socket, hello: Hello, *, expect: PeerId | None) -> Hello:  # noqa: ARG002 - a ticket is
+        """See DialSecurity. A stranger's hello has a ticket in it."""
+        return hello
+
+    def doubt_answer(self, hello: Hello, reply: HelloReply) -> str | None:  # noqa: ARG002
+        """See DialSecurity. Where nothing is encrypted a stranger has nothing to know anybody by."""
+        return None
+
     async def secure_dialled(self, sock: socket.socket, *, expect: PeerId | None, timeout_s: float) -> TlsSocket:
         """See DialSecurity."""
         session = await _session(sock, self._context, server_side=False, timeout_s=timeout_s)
@@ -220,7 +290,7 @@ class TicketSecurity:
         if der is None:
             raise SecurityRefused(NO_CERTIFICATE)
         certificate = _parsed(der)
-        if not is_signed_by(self._authority_key, certificate, self._now()):
+        if not any(is_signed_by(key, certificate) for key in self._authority_keys):
             raise SecurityRefused(ANOTHER_RUN)
         peer_id = peer_id_in(certificate)
         if peer_id is None or (expect is not None and peer_id != expect):

@@ -7,7 +7,7 @@ import msgspec
 
 from collective.core.types import OuterStep
 from elastic.core.messages import DataPosition
-from elastic.core.records import Genesis, RebuildRecord, Record
+from elastic.core.records import BarRecord, Genesis, RebuildRecord, Record, TicketRecord
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,9 +37,19 @@ def beginning_in(record: Record) -> Beginning | None:
             return None
 
 
+def first_slot(records: Sequence[Record]) -> int:
+    """Where what the run did starts. Peers may have been let in or put out before; `len(records)` if that is all."""
+    slots = (slot for slot, record in enumerate(records) if not isinstance(record, BarRecord | TicketRecord))
+    return next(slots, len(records))
+
+
 def slot_of_beginning(records: Sequence[Record]) -> int:
     """Where the beginning belongs: first, or second where nothing was proved when the journal was lost."""
-    return int(bool(records) and isinstance(records[0], RebuildRecord) and records[0].certificate is None)
+    first = first_slot(records)
+    record = records[first] if first < len(records) else None
+    if isinstance(record, RebuildRecord) and record.certificate is None:
+        return first + 1 + first_slot(records[first + 1 :])
+    return first
 
 
 def first_state(records: Sequence[Record]) -> Beginning | None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from collective.core.types import PeerId, RoundKey, View
 from elastic.audit.beginning import beginning_in
 from elastic.core.records import (
+    BarRecord,
     CommitRecord,
     Genesis,
     LeaseRecord,
@@ -12,6 +13,7 @@ from elastic.core.records import (
     Record,
     ReleaseRecord,
     RollbackRecord,
+    TicketRecord,
     ViewRecord,
 )
 
@@ -59,3 +61,5 @@ class RecordIndex:
                     self.grants.add((ref.peer_id, serial, sum(len(item) for item in ranges)))
                 case ReleaseRecord(ref=ref, epoch=epoch, ranges=ranges):
                     self.returns.add((ref.peer_id, epoch, sum(len(item) for item in ranges)))
+                case BarRecord() | TicketRecord():
+                    pass  # they say nothing of what the run has done

@@ -8,6 +8,7 @@ from elastic.audit.beginning import beginning_in
 from elastic.audit.findings import Finding
 from elastic.core.messages import IndexRange
 from elastic.core.records import (
+    BarRecord,
     CommitRecord,
     Genesis,
     LeaseRecord,
@@ -15,6 +16,7 @@ from elastic.core.records import (
     Record,
     ReleaseRecord,
     RollbackRecord,
+    TicketRecord,
     ViewRecord,
 )
 
@@ -50,6 +52,8 @@ def lease_findings(records: Sequence[Record]) -> Iterator[Finding]:
             case CommitRecord():
                 for item in record.contributions:
                     wrong += _order(f"the work of {item.ref.peer_id}", item.consumed)
+            case BarRecord() | TicketRecord():
+                pass
             case _:
                 assert_never(record)
         for sentence in wrong:

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from collective.core.types import PeerId, PeerRef, View
-from elastic.audit.beginning import beginning_in, slot_of_beginning
+from elastic.audit.beginning import beginning_in, first_slot, slot_of_beginning
 from elastic.audit.findings import Finding, Verdict, judge, short
 from elastic.audit.lineage import state_after
-from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record, RollbackRecord, ViewRecord
+from elastic.core.records import BarRecord, CommitRecord, Genesis, RebuildRecord, Record, RollbackRecord, ViewRecord
 
 
 def audit_chain(records: Sequence[Record]) -> Verdict:
@@ -35,16 +35,18 @@ def audit_contributions(records: Sequence[Record]) -> Verdict:
 
 
 def _chain(records: Sequence[Record]) -> Iterator[Finding]:
-    if records and not isinstance(records[0], Genesis | RebuildRecord):
-        yield Finding(invariant="I3", slot=0, sentence="the journal does not begin with the run's first state")
+    first = first_slot(records)
+    if first < len(records) and not isinstance(records[first], Genesis | RebuildRecord):
+        yield Finding(invariant="I3", slot=first, sentence="the journal does not begin with the run's first state")
+    beginning = slot_of_beginning(records)
     step, digest, final_at = 0, b"", -1
     for slot, record in enumerate(records):
         if isinstance(record, RebuildRecord):
-            if slot:
+            if slot != first:
                 yield Finding(invariant="I3", slot=slot, sentence="the journal was rebuilt after it had begun")
             yield from _testimony(slot, record)
         if (begins := beginning_in(record)) is not None:
-            if slot != slot_of_beginning(records):
+            if slot != beginning:
                 yield Finding(invariant="I3", slot=slot, sentence=f"the run begins again, at step {begins.outer_step}")
             step, digest = begins.outer_step, begins.digest
             final_at = slot if begins.final else final_at
@@ -98,6 +100,7 @@ def _testimony(slot: int, record: RebuildRecord) -> Iterator[Finding]:
 def _views(records: Sequence[Record]) -> Iterator[Finding]:
     epoch, step, digest, final_at = 0, 0, b"", -1
     incarnations: dict[PeerId, int] = {}
+    barred: dict[PeerId, int] = {}
     standing: set[PeerRef] = set()
     for slot, record in enumerate(records):
         match record:
@@ -129,6 +132,7 @@ def _views(records: Sequence[Record]) -> Iterator[Finding]:
                         sentence=f"view {view.epoch} is decided after the run's last commit (record {final_at})",
                     )
                 yield from _members(slot, view, incarnations)
+                yield from _put_out(slot, view, barred)
                 yield from _excused(slot, view, excused, standing)
                 epoch, standing = view.epoch, {member.ref for member in view.members} | set(excused)
             case CommitRecord():
@@ -147,8 +151,17 @@ def _views(records: Sequence[Record]) -> Iterator[Finding]:
                 yield from _holding(slot, record, incarnations)
                 step, digest = state_after(record, records)
                 epoch, standing, final_at = record.epoch, set(), -1
+            case BarRecord(bar=bar):
+                barred[bar.peer_id] = max(bar.incarnation, barred.get(bar.peer_id, 0))
             case _:
                 pass  # leases: samples.py
+
+
+def _put_out(slot: int, view: View, barred: dict[PeerId, int]) -> Iterator[Finding]:
+    for member in view.members:
+        if member.incarnation <= barred.get(member.peer_id, -1):
+            said = f"{member.peer_id} is in view {view.epoch} after it was put out"
+            yield Finding(invariant="I8", slot=slot, sentence=said)
 
 
 def _members(slot: int, view: View, incarnations: dict[PeerId, int]) -> Iterator[Finding]:

@@ -28,6 +28,8 @@ class CoordinatorConfig:
     """Digest of the run manifest. A peer that was started with another one is refused."""
     seal_key: bytes = field(repr=False)
     """Key of the run's certificates; its members have it too, and nobody else."""
+    authorities: tuple[bytes, ...] = ()
+    """Certificates of those whose word on who is who counts, for peers to believe. Of no matter here."""
     outer_steps: int
     """The commit that makes this outer step is the final one."""
     min_peers: int = 1

@@ -23,7 +23,16 @@ from elastic.core.admission import Admission
 from elastic.core.certificate import Certificate
 from elastic.core.closing import Closing
 from elastic.core.config import CoordinatorConfig, RebuildRule
-from elastic.core.events import CoordinatorEffect, CoordinatorEvent, PeerConnectionLost, PeerSaid, Resign, Tick
+from elastic.core.doorkeeper import Doorkeeper
+from elastic.core.events import (
+    CoordinatorEffect,
+    CoordinatorEvent,
+    Ordered,
+    PeerConnectionLost,
+    PeerSaid,
+    Resign,
+    Tick,
+)
 from elastic.core.meetings import Meetings
 from elastic.core.messages import (
     Evicted,
@@ -69,6 +78,7 @@ class CoordinatorMachine:
         self._admission = Admission(self._roster, self._meetings)
         self._closing = Closing(self._roster, self._admission)
         self._rollback = Rollback(self._roster)
+        self._doorkeeper = Doorkeeper(self._roster)
         self._rebuild: Rebuild | None = None  # while the journal is lost and not made anew yet
         self._deadline: Instant | None = None  # found after each event: looking costs as much as deciding
         self._promised: Instant | None = None  # when the last event expected the next one at the latest
@@ -126,6 +136,8 @@ class CoordinatorMachine:
                 self._on_said(event.sender, event.message)
             case PeerConnectionLost():
                 self._on_connection_lost(event.sender)
+            case Ordered():
+                self._doorkeeper.obey(event)
             case Tick():
                 pass
             case _:
@@ -190,6 +202,10 @@ class CoordinatorMachine:
         """The newest events, for a crash report."""
         return tuple(self._story)
 
+    def addresses(self) -> dict[PeerRef, str]:
+        """Where peers say that others reach them, by start."""
+        return {session.ref: session.address for session in self._roster.sessions.values()}
+
     @property
     def is_rebuilding(self) -> bool:
         """Whether the journal is lost and the peers' certificates are awaited."""
@@ -204,6 +220,10 @@ class CoordinatorMachine:
 
     def _on_said(self, sender: PeerRef, message: PeerMessage) -> None:
         roster = self._roster
+        if self._doorkeeper.turn_away(sender):
+            return
+        if isinstance(message, Join):
+            self._doorkeeper.introduce(sender)
         if roster.halted is not None:
             roster.send(sender, roster.halted)
             return
@@ -380,6 +400,7 @@ class CoordinatorMachine:
     def _settle(self) -> None:
         """Decide everything that the known facts decide."""
         self._roster.release_leases_of_strangers()
+        self._doorkeeper.settle()
         self._drop_the_lost()
         if self.state.view.members and not self._roster.over and not self._roster.donors():
             self._roster.change_view(out={}, cause="nobody holds the state")

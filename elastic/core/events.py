@@ -10,7 +10,7 @@ Contract with whoever drives a machine:
 
 from dataclasses import dataclass
 
-from collective.core.types import Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from collective.core.types import Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
 from elastic.core.certificate import Certificate
 from elastic.core.messages import CoordinatorMessage, DataPosition, Held, IndexRange, PeerMessage
 from elastic.core.records import Record
@@ -39,7 +39,53 @@ class PeerConnectionLost:
     sender: PeerRef
 
 
-CoordinatorEvent = PeerSaid | PeerConnectionLost | Tick
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutOut:
+    """Evict a peer: what there is of it now, with its certificates up to this number, or whatever may come.
+
+    `incarnation` is its newest start that is connected, if any is: it need not have said anything yet. `at_s` is now in
+    Unix seconds.
+    """
+
+    peer_id: PeerId
+    incarnation: Incarnation | None
+    certificate: int
+    for_ever: bool
+    at_s: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UseTicket:
+    """A ticket, perhaps for one peer only, is used by this one. Instants are in Unix seconds."""
+
+    ticket_id: bytes
+    expires_at_s: int
+    used_by: PeerId
+    at_s: int
+    is_once: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevokeTicket:
+    """Let a ticket admit nobody any more. Instants are in Unix seconds."""
+
+    ticket_id: bytes
+    expires_at_s: int
+    at_s: int
+
+
+Order = PutOut | UseTicket | RevokeTicket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ordered:
+    """The operator, or this process itself, wants something. Answered by `Answered` with the same serial."""
+
+    serial: int
+    order: Order
+
+
+CoordinatorEvent = PeerSaid | PeerConnectionLost | Ordered | Tick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +110,26 @@ class Resign:
     reason: str
 
 
-CoordinatorEffect = Persist | SendToPeer | Resign
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disconnect:
+    """End the connections of a peer's starts up to this one, when they have been told what came before.
+
+    Nothing is heard of them any more.
+    """
+
+    peer_id: PeerId
+    up_to: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """The order with this serial is carried out, or refused for a reason."""
+
+    serial: int
+    refusal: str | None
+
+
+CoordinatorEffect = Persist | SendToPeer | Disconnect | Answered | Resign
 
 
 # ------------------------------------------------------------------------------------ member

@@ -69,6 +69,7 @@ from elastic.core.messages import (
     Rebuilt,
     Refused,
     Synced,
+    Trust,
     Unmet,
     Welcome,
 )
@@ -298,7 +299,7 @@ class MemberMachine:
     # -------------------------------------------------------------------------------- what the coordinator says
 
     def _on_message(self, message: CoordinatorMessage) -> None:
-        self._is_asked = isinstance(message, Rebuilding)
+        self._is_asked = isinstance(message, Rebuilding) or (self._is_asked and isinstance(message, Trust))
         match message:
             case Welcome():
                 self._on_welcome(message)
@@ -312,6 +313,8 @@ class MemberMachine:
                 pass  # the timer repeats the Join
             case Rebuilt():
                 self._on_rebuilt(message)
+            case Trust():
+                pass  # whose connections are taken is decided elsewhere
             case Refused():
                 self._finish(Finish(code=message.code, reason=message.reason))
             case LeaseGrant():

@@ -10,7 +10,17 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from collective.core.types import Epoch, Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from collective.core.types import (
+    PEER_ID_PATTERN,
+    Epoch,
+    Incarnation,
+    Member,
+    OuterStep,
+    PeerId,
+    PeerRef,
+    RoundKey,
+    View,
+)
 from elastic.core.certificate import Certificate
 
 # Everybody has these from here: whoever speaks of messages speaks of what is in them.
@@ -211,6 +221,21 @@ class Refused(_Message, frozen=True, kw_only=True):
     reason: Annotated[str, Meta(max_length=4096)]
 
 
+class Bar(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """A peer's starts up to `incarnation` are kept out, and its certificates up to this number are void."""
+
+    peer_id: Annotated[PeerId, Meta(pattern=PEER_ID_PATTERN)]
+    incarnation: Annotated[Incarnation, Meta(ge=0, le=2**53)]
+    certificate: Natural
+
+
+class Trust(_Message, frozen=True, kw_only=True):
+    """Whom to believe: certificates of these authorities, except for what is barred. Adds to what was said before."""
+
+    authorities: Annotated[tuple[Annotated[bytes, Meta(max_length=1024)], ...], Meta(max_length=8)]
+    barred: Annotated[tuple[Bar, ...], Meta(max_length=1024)]
+
+
 class LeaseGrant(_Message, frozen=True, kw_only=True):
     """These sample indices are yours until you are no member any more. Repeats the request's serial."""
 
@@ -230,4 +255,6 @@ class Meet(_Message, frozen=True, kw_only=True):
     peers: Annotated[tuple[Member, ...], Meta(max_length=2048)]
 
 
-CoordinatorMessage = Welcome | NewView | Commit | Evicted | Rebuilding | Rebuilt | Refused | LeaseGrant | Goodbye | Meet
+CoordinatorMessage = (
+    Welcome | NewView | Commit | Evicted | Rebuilding | Rebuilt | Refused | Trust | LeaseGrant | Goodbye | Meet
+)

@@ -4,11 +4,14 @@ The journal is the list of these records in order. Replaying them gives the stat
 `recover`); auditing them proves what the run did. Records are never changed, only appended.
 """
 
-import msgspec
+from typing import Annotated
 
-from collective.core.types import Epoch, OuterStep, PeerRef, RoundKey, View
+import msgspec
+from msgspec import Meta
+
+from collective.core.types import Epoch, OuterStep, PeerId, PeerRef, RoundKey, View
 from elastic.core.certificate import Certificate
-from elastic.core.messages import Digest, IndexRange, Natural, Weight
+from elastic.core.messages import Bar, Digest, IndexRange, Natural, Weight
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -105,4 +108,33 @@ class ReleaseRecord(_Record, frozen=True, kw_only=True):
     ranges: tuple[IndexRange, ...]
 
 
-Record = Genesis | RebuildRecord | RollbackRecord | ViewRecord | CommitRecord | LeaseRecord | ReleaseRecord
+class BarRecord(_Record, frozen=True, kw_only=True):
+    """The operator has put a peer out. A later record of the same peer adds to it."""
+
+    bar: Bar
+
+
+class TicketRecord(_Record, frozen=True):
+    """A peer was let in by a ticket, which admits no other one if it `is_once`; or it was revoked, by nobody.
+
+    `expires_at_s` and `at_s`, when this was decided, are in Unix seconds. It may be forgotten when it has expired.
+    """
+
+    ticket_id: Annotated[bytes, Meta(min_length=8, max_length=8)]
+    expires_at_s: Natural
+    used_by: PeerId | None
+    at_s: Natural
+    is_once: bool = False
+
+
+Record = (
+    Genesis
+    | RebuildRecord
+    | RollbackRecord
+    | ViewRecord
+    | CommitRecord
+    | LeaseRecord
+    | ReleaseRecord
+    | BarRecord
+    | TicketRecord
+)

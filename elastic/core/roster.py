@@ -176,6 +176,15 @@ class Roster:
         )
         return Refused(code=INTEGRITY_EXIT_CODE, reason=said)
 
+    def put_out(self, session: Session, word: Refused, *, cause: str) -> None:
+        """The operator wants it gone: it hears this, and the others go on without it."""
+        self.counters["put_out"] += 1
+        if self.state.standing_since(session.ref) is not None and not self.over:
+            self.change_view(out={session.ref: word}, cause=cause)
+        else:
+            self.close(session)
+            self.send(session.ref, word)
+
     def forgive(self) -> None:
         """The coordinator itself did not run: nobody was silent, late or away for that long."""
         now, config = self.now, self.config

@@ -13,9 +13,11 @@ import msgspec
 
 from collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef, View
 from elastic.core.certificate import Certificate, Contributor, genesis_link
+from elastic.core.doors import Doors
 from elastic.core.leases import LeaseLedger
 from elastic.core.messages import DataPosition, Held
 from elastic.core.records import (
+    BarRecord,
     CommitRecord,
     Genesis,
     LeaseRecord,
@@ -23,6 +25,7 @@ from elastic.core.records import (
     Record,
     ReleaseRecord,
     RollbackRecord,
+    TicketRecord,
     ViewRecord,
 )
 from elastic.core.values import Digest
@@ -58,7 +61,7 @@ def _is_of(past: Past, certificate: Certificate | None) -> bool:
 
 
 class RunState:
-    """Epoch, members, committed state and leases of a run."""
+    """Epoch, members, committed state and leases of a run, and who is kept out of it."""
 
     def __init__(self) -> None:
         self.view = BLANK_VIEW
@@ -80,6 +83,7 @@ class RunState:
         self.leases = LeaseLedger()
         self.work = WorkBook()
         self.strikes = Strikes()
+        self.doors = Doors()
         self._link = b""  # what the next certificate names as its parent
         self._past: deque[Past] = deque(maxlen=MAX_COMMITS_BACK)  # oldest first, the committed state last
 
@@ -143,6 +147,8 @@ class RunState:
                 self.leases.grant(record.ref, record.serial, record.ranges)
             case ReleaseRecord():
                 self.leases.release(record.ref, record.ranges)
+            case BarRecord() | TicketRecord():
+                self.doors.apply(record)
             case _:
                 assert_never(record)
 

@@ -22,12 +22,14 @@ from collective.core.types import RoundKey
 from elastic.audit.beginning import Beginning, beginning_in
 from elastic.core.messages import IndexRange
 from elastic.core.records import (
+    BarRecord,
     CommitRecord,
     Genesis,
     LeaseRecord,
     RebuildRecord,
     ReleaseRecord,
     RollbackRecord,
+    TicketRecord,
     ViewRecord,
 )
 from elastic.core.run_state import RunState
@@ -168,6 +170,8 @@ def check_leases(evidence: Evidence) -> list[str]:
                         consumed.add(index)
                 if record.key in targets:
                     pasts[record.key] = set(consumed), free | owners.keys(), next_index
+            case BarRecord() | TicketRecord():
+                pass
             case _:
                 assert_never(record)
     nowhere = set(range(first_index, next_index)) - owners.keys() - consumed - free

@@ -15,7 +15,7 @@ import msgspec
 from collective.core.types import Incarnation, PeerId
 from collective.notices import AbortNotice, Mismatch, Opening
 from collective.plan import Terms
-from collective.transport.hello import Hello, HelloReply, Purpose
+from collective.transport.hello import MAX_CREDENTIAL_NBYTES, Hello, HelloReply, Purpose
 from collective.wire import HEADER_NBYTES, PROTOCOL_VERSION, Frame, FrameType, Header, pack
 
 _CHUNK_TYPES = (FrameType.CONTRIBUTION, FrameType.RESULT)
@@ -158,7 +158,7 @@ class Hostile:
             purpose=self._rng.choice(tuple(Purpose)),
             peer_id=self._rng.choice((self._victim, PeerId("../../x"))),
             incarnation=Incarnation(self._rng.choice((0, 2**53 + 1))),
-            credential=self._rng.randbytes(self._rng.choice((0, 128, 129))),
+            credential=self._rng.randbytes(self._rng.choice((0, 128, MAX_CREDENTIAL_NBYTES + 1))),
             stream=self._rng.choice((0, 63, 64)),
         )
 

@@ -23,6 +23,7 @@ from typing import Any, assert_never
 
 from elastic.core.messages import Held
 from elastic.core.records import (
+    BarRecord,
     CommitRecord,
     Genesis,
     LeaseRecord,
@@ -30,6 +31,7 @@ from elastic.core.records import (
     Record,
     ReleaseRecord,
     RollbackRecord,
+    TicketRecord,
     ViewRecord,
 )
 from elastic.journal import Journal
@@ -391,7 +393,7 @@ class Audit:
                     leased = {index: leased[index] for index in audit.consumed}
                 case RebuildRecord():
                     raise AssertionError("the journal before this one was lost: there is no whole run to audit")
-                case Genesis() | ViewRecord():
+                case Genesis() | ViewRecord() | BarRecord() | TicketRecord():
                     pass
                 case _:
                     assert_never(record)

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from collective.core.types import Incarnation, PeerId
 from elastic import etcd, etcd_store
-from elastic.core.messages import IndexRange
-from elastic.core.records import Genesis
+from elastic.core.messages import Bar, IndexRange
+from elastic.core.records import BarRecord, Genesis, TicketRecord
 from elastic.errors import EtcdRefused, EtcdUnavailable, JournalCorrupted, JournalUnwritable, Superseded
 from elastic.etcd import EtcdAccess, EtcdClient
 from elastic.etcd_store import EtcdStore
@@ -115,6 +116,17 @@ def test_records_come_back_in_order_and_the_journal_goes_on_where_it_ended(run: 
     assert list(again.replay()) == [record(number) for number in range(3)]
     assert again.append(record(3)) == 3
     assert run.steps() == [0, 1, 2, 3]
+
+
+def test_a_run_has_not_begun_for_who_was_let_in_or_put_out_before_it_did(run: Coordinators) -> None:
+    store, beside = run.leading("one"), run.store("two")
+    bar = Bar(PeerId("0123456789abcdef"), Incarnation(1), 1)
+    for early in (TicketRecord(b"ticket 1", 2, bar.peer_id, 1, True), BarRecord(bar=bar)):
+        store.append(early)
+        assert not beside.has_begun()
+        assert beside.knows_run()
+    store.append(record(0))
+    assert beside.has_begun()
 
 
 def test_runs_do_not_see_each_other(run: Coordinators, node: Cluster) -> None:

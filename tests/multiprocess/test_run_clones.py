@@ -20,7 +20,7 @@ def test_a_peer_whose_folder_was_copied_and_started_ends_and_says_why(tmp_path: 
         run.until_step(3, founder, older)
 
         copy = tmp_path / "copy"
-        shutil.copytree(older.directory, copy)
+        shutil.copytree(older.directory, copy, ignore=shutil.ignore_patterns("*.partial"))
         older.is_judged = True
         newer = run.join(folder=copy)
         outcome = older.outcome()

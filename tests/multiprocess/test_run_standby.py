@@ -269,3 +269,35 @@ def test_a_second_coordinator_of_a_run_is_refused_with_a_sentence(tmp_path: Path
         assert first.is_running
         first.signal(signal.SIGINT)
         assert run.until_ended(first) == [0]
+
+
+def test_a_standby_that_takes_over_knows_who_is_banned_and_lets_in_who_is_not(tmp_path: Path) -> None:
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    members = ["--members.start_peers", "2", "--members.min_peers", "1", "--run.outer_steps", str(OPEN_END)]
+    with etcd_nodes(tmp_path, 1) as cluster, running(tmp_path) as run:
+        coordinator = run.coordinator(*_flags(cluster, addresses, "--listen", addresses[0]), *members)
+        run.wait_for_ticket()
+        once = run.command("ticket", "--once", "--dir", str(coordinator.directory)).out
+        standby = _standby(run, coordinator, cluster, addresses[1])
+        peers = [run.join(), run.join()]
+        run.until_step(3, *peers)
+        peers[1].is_judged = True
+        assert run.command("ban", peers[1].peer_id, "--dir", str(coordinator.directory)).code == 0
+        assert peers[1].outcome().code == REFUSED
+        run.ticket.write_text(once)
+        last = run.join()  # its ticket is used up
+        run.until("membership", lambda: bool(last.events("join")))
+        coordinator.kill()
+        step = last.step
+        run.until_step(step + 3, peers[0], last)
+
+        for folder, reason in ((peers[1].directory, "was banned from the run"), (None, "has been used")):
+            refused = run.join(folder=folder)
+            refused.is_judged = True
+            (sentence,) = refused.outcome().sentences
+            assert reason in sentence
+        run.ticket.write_text(run.command("ticket", "--dir", str(standby.directory)).out)
+        newcomer = run.join()
+        run.until("membership", lambda: bool(newcomer.events("join")))
+        _end(run, [peers[0], last, newcomer], standby)
+    assert_same_commits(*peers, last, newcomer)

@@ -19,6 +19,7 @@ from elastic.audit import audit
 from elastic.core.certificate import Certificate
 from elastic.core.messages import IndexRange
 from elastic.core.records import (
+    BarRecord,
     CommitRecord,
     Contribution,
     Genesis,
@@ -27,6 +28,7 @@ from elastic.core.records import (
     Record,
     ReleaseRecord,
     RollbackRecord,
+    TicketRecord,
     ViewRecord,
 )
 from elastic.core.run_state import RunState
@@ -96,7 +98,7 @@ def could_have_been(records: list[Record]) -> bool:
                         return False
                     if record.insisted == (2 * len(brought) > len(named)):
                         return False
-                case Genesis():
+                case Genesis() | BarRecord() | TicketRecord():
                     pass
                 case _:
                     assert_never(record)
@@ -308,6 +310,15 @@ def change_record(record: Record, other: Record, draw: Draw) -> Record:
             return change_rebuild(record, draw)
         case RollbackRecord():
             return change_rollback(record, draw)
+        case BarRecord(bar=bar):
+            whose = getattr(other, "ref", PeerRef(PeerId("f" * 16), Incarnation(1)))
+            return [
+                replace(record, bar=replace(bar, incarnation=bar.incarnation + draw(st.integers(1, 2)))),
+                replace(record, bar=replace(bar, peer_id=whose.peer_id)),
+                replace(record, bar=replace(bar, certificate=bar.certificate + 1)),
+            ][draw(st.integers(0, 2))]
+        case TicketRecord():
+            return replace(record, used_by=None)
         case _:
             assert_never(record)
 

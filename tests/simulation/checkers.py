@@ -198,8 +198,10 @@ class Checkers:
         self._sim.marks.finished(effect)
         self._exits.append((node.ref, effect))
         is_copied = node in self._sim.were_copied and "copy" in effect.reason
-        wrong = self._sim.has_wrong_manifest(node) or is_copied
-        demand((effect.code == 5) == wrong or effect.code in (9, 20), "I4", f"{name(node.ref)} ends with {effect}")
+        wrong = self._sim.has_wrong_manifest(node)
+        may_be_refused = wrong or is_copied or self.history.may_be_refused(node.ref)
+        demand(effect.code != 5 or may_be_refused, "I4", f"{name(node.ref)} ends with {effect}")
+        demand(not wrong or effect.code in (5, 9, 20), "I4", f"{name(node.ref)} ends with {effect}")
         if effect.code == 9:
             may_differ = self._sim.options.wrong_result > 0 or self._sim.options.lie in ("digest", "two_results")
             demand(may_differ or self._sim.is_liar(node.peer_id), "I1", f"{name(node.ref)} ends with {effect}")

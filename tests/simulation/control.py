@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from collective.core.types import PeerRef
+from collective.core.types import Incarnation, PeerId, PeerRef
 from collective.errors import RemoteProtocolError
 from elastic.core.events import Connected, Disconnected
 from elastic.core.messages import CoordinatorMessage, Join, PeerMessage
@@ -77,6 +77,15 @@ class Control:
             ref = node.ref
             delay_s = self.network.latency_s(node.peer_id, COORDINATOR)
             self.world.after(delay_s, f"lost {node.peer_id}", self._coordinator_loses, connection, ref)
+
+    def put_out(self, coordinator: CoordinatorNode, peer_id: PeerId, up_to: Incarnation) -> None:
+        """The coordinator ends connections of a peer: what it said last may get lost, and it hears nothing more."""
+        for ref, connection in list(coordinator.connections.items()):
+            if ref.peer_id == peer_id and ref.incarnation <= up_to:
+                connection.up_at_coordinator = False
+                del coordinator.connections[ref]
+                delay_s = self.network.latency_s(COORDINATOR, peer_id)
+                self.world.after(delay_s, f"put out {peer_id}", self._peer_loses, self.sim.peers[peer_id], connection)
 
     def _coordinator_loses(self, connection: ControlConnection, ref: PeerRef) -> None:
         connection.up_at_coordinator = False

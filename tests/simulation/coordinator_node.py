@@ -7,16 +7,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from collective.core.types import Instant, PeerRef
+from collective.core.types import Instant, PeerId, PeerRef
 from elastic.alarm import HeldClock
 from elastic.core.config import RebuildRule
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import (
+    Answered,
     CoordinatorEffect,
     CoordinatorEvent,
+    Disconnect,
+    Ordered,
     PeerConnectionLost,
     PeerSaid,
     Persist,
+    PutOut,
     Resign,
     SendToPeer,
     Tick,
@@ -123,6 +127,19 @@ class CoordinatorNode(Process):
             self.crash()
             self.start()
 
+    def evict(self, peer_id: PeerId) -> None:
+        """The operator wants whatever there is of this peer to go."""
+        connected = [ref.incarnation for ref in self.connections if ref.peer_id == peer_id]
+        order = PutOut(
+            peer_id=peer_id,
+            incarnation=max(connected, default=None),
+            certificate=len(self.journal),
+            for_ever=False,
+            at_s=0,
+        )
+        self.sim.world.say("the operator evicts", peer_id)
+        self.run(self.start_number, self.feed, Ordered(serial=len(self.journal), order=order))
+
     def on_said(self, connection: ControlConnection, sender: PeerRef, message: PeerMessage) -> None:
         if connection.up_at_coordinator:
             if self.leads:
@@ -195,6 +212,10 @@ class CoordinatorNode(Process):
             case SendToPeer(to=to, message=message):
                 self.sim.checkers.told(to, message, leads=self.leads)
                 self.sim.control.send_to_peer(self, to, message)
+            case Disconnect(peer_id=peer_id, up_to=up_to):
+                self.sim.control.put_out(self, peer_id, up_to)
+            case Answered():
+                pass
             case Resign(reason=reason):
                 assert not self.leads, f"the only coordinator resigns: {reason}"
                 self.crash()

@@ -44,6 +44,7 @@ class FaultInjector:
             (options.one_way_rate, "one-way dials", self.move_behind_a_wall),
             (options.clone_rate, "clone", self.clone),
             (options.takeover_rate, "takeover", self.take_over),
+            (options.evict_rate, "evict", self.evict_peer),
         ):
             self._every(rate, label, strike)
 
@@ -165,6 +166,14 @@ class FaultInjector:
         node.run(node.start_number, node.feed, LeaveRequested(now=now))
         if self.rng.random() < 0.7:
             self.sim.world.after(self.rng.uniform(5.0, 15.0), f"return {node.peer_id}", self._restart, node)
+
+    def evict_peer(self) -> None:
+        node = self._somebody()
+        if node is None:
+            return
+        self.sim.coordinator.evict(node.peer_id)
+        if self.rng.random() < 0.8:
+            self.sim.world.after(self.rng.uniform(1.0, 8.0), f"return {node.peer_id}", self._restart, node)
 
     def break_link(self) -> None:
         one, other = self._somebody(), self._somebody()

@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from collective.core.types import OuterStep, PeerRef, RoundKey, View
+from collective.core.types import Incarnation, OuterStep, PeerId, PeerRef, RoundKey, View
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import InstallStaged
 from elastic.core.messages import Commit, CoordinatorMessage, Held, LeaseGrant, NewView, Welcome
 from elastic.core.records import (
+    BarRecord,
     CommitRecord,
     Genesis,
     LeaseRecord,
@@ -14,6 +15,7 @@ from elastic.core.records import (
     Record,
     ReleaseRecord,
     RollbackRecord,
+    TicketRecord,
     ViewRecord,
 )
 from tests.simulation.symbols import State, name
@@ -68,9 +70,17 @@ class History:
         self.final = False
         self.rebuilt_epoch = 0
         self._epoch = 0  # the newest one in the journal
+        self.put_out: dict[PeerId, Incarnation] = {}
+        """The newest start of a peer that the journal keeps out."""
+        self.was_put_out: set[tuple[PeerId, Incarnation]] = set()
+        """The same, also by journals that were lost since."""
         self.given_up: set[Held] = set()  # committed, and proved by nobody when the journal was lost
         self.has_given_up_the_end = False
         self._coordinator = (0, 0)
+
+    def may_be_refused(self, ref: PeerRef) -> bool:
+        """Whether this start was put out by an operator, in this journal or in one that was lost."""
+        return any(peer_id == ref.peer_id and ref.incarnation <= newest for peer_id, newest in self.was_put_out)
 
     def persisted(self, record: Record, now: float) -> None:
         match record:
@@ -87,6 +97,9 @@ class History:
                 demand(view.epoch > self._epoch, "I8", "epoch {} is not newer", view.epoch)
                 self._epoch = view.epoch
                 demand(not self.final, "I3", "a view after the final commit")
+                for member in view.members:
+                    is_out = member.incarnation <= self.put_out.get(member.peer_id, 0)
+                    demand(not is_out, "doors", "{} is a member after it was put out", member.ref)
                 self.views.append(view)
             case CommitRecord():
                 demand(self.newest is not None, "I3", "a commit before the genesis")
@@ -102,7 +115,10 @@ class History:
                 self.final = record.final
             case LeaseRecord():
                 self.grants.add((record.ref, record.serial))
-            case ReleaseRecord():
+            case BarRecord(bar=bar):
+                self.put_out[bar.peer_id] = max(bar.incarnation, self.put_out.get(bar.peer_id, Incarnation(0)))
+                self.was_put_out.add((bar.peer_id, bar.incarnation))
+            case ReleaseRecord() | TicketRecord():
                 pass
 
     def _rolled_back(self, record: RollbackRecord) -> None:
@@ -126,6 +142,7 @@ class History:
     def _rebuilt(self, record: RebuildRecord) -> None:
         """What was committed after the certificate is given up, and nothing else."""
         epoch, certificate = record.epoch, record.certificate
+        self.put_out = {}
         self.rebuilt_epoch = self._epoch = epoch
         # Epochs of a lost journal are nobody's once all who have heard of them have started again.
         self._coordinator = (0, 0)

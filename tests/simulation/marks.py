@@ -193,6 +193,7 @@ KNOWN = frozenset(
         "fault: hang",
         "fault: hung absorb",
         "fault: leave",
+        "fault: evict",
         "fault: link break",
         "fault: partition",
         "fault: one-way dials",

@@ -20,6 +20,7 @@ from elastic.core.certificate import Certificate
 from elastic.core.closing import Closing
 from elastic.core.config import CoordinatorConfig, RebuildRule
 from elastic.core.coordinator import CoordinatorMachine
+from elastic.core.doorkeeper import Doorkeeper
 from elastic.core.events import (
     CoordinatorEffect,
     CoordinatorEvent,
@@ -27,6 +28,7 @@ from elastic.core.events import (
     MemberEffect,
     MemberEvent,
     Persist,
+    PutOut,
     SendToPeer,
     StartExchange,
 )
@@ -200,6 +202,25 @@ class TakesEverybodyForAware(Reception):
 
 class WelcomesTheUnaware(PatchedCoordinator):
     reception_type = TakesEverybodyForAware
+
+
+class TurnsNobodyAway(Doorkeeper):
+    def turn_away(self, sender: PeerRef) -> bool:
+        return False
+
+    def settle(self) -> None:
+        pass
+
+    def _put_out(self, order: PutOut) -> str | None:
+        refusal = super()._put_out(order)
+        super().settle()
+        return refusal
+
+
+class LetsBackWhoWasPutOut(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._doorkeeper = TurnsNobodyAway(self._roster)
 
 
 class TakesTheFirstDigest(Rounds):
@@ -668,6 +689,10 @@ MUTANTS: dict[str, Mutant] = {
     "store_without_fence": Mutant(
         what="a coordinator that another one has replaced goes on writing",
         parts=Parts(fences=False),
+    ),
+    "put_out_let_back": Mutant(
+        what="whoever was put out joins again as the same start",
+        parts=Parts(coordinator=LetsBackWhoWasPutOut),
     ),
     "epoch_forgotten": Mutant(
         what="a restarted coordinator begins to count epochs anew",

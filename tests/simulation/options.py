@@ -71,6 +71,8 @@ class Options:
     """A peer takes part in every exchange and never votes: its outer step hangs, or it lies."""
     leave_rate: float = 0.0
     leave_now: float = 0.3
+    evict_rate: float = 0.0
+    """The operator puts a peer out. Its next start has a ticket."""
     wrong_manifest: bool = False
     wrong_result: float = 0.0
     """Chance that a peer computes other bits than the rest."""
@@ -201,6 +203,7 @@ class Options:
             store_s=store_s,
             has_odd_weights=rng.random() < 0.3,
             takeover_rate=often(0.12, 0.25),
+            evict_rate=often(0.08, 0.3),
         )
 
     def with_(self, **changes: object) -> "Options":

@@ -20,7 +20,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from elastic.core.events import CoordinatorEffect, LeaveRequested, Persist, Resign, SendToPeer
+from elastic.core.events import Answered, CoordinatorEffect, Disconnect, LeaveRequested, Persist, Resign, SendToPeer
 from elastic.core.records import CommitRecord, Genesis, Record, ViewRecord
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.network import COORDINATOR
@@ -184,7 +184,7 @@ def _dies_after(stage: Stage, words: list[str]) -> None:
         match effect:
             case Persist(record=content) | SendToPeer(message=content):
                 number -= type(content).__name__ == kind
-            case Resign():
+            case Resign() | Disconnect() | Answered():
                 pass
         return number == 0
 

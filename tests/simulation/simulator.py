@@ -185,6 +185,11 @@ class Simulator:
                     node.hang_absorb(False)
                 self.bulk.becomes_dialable(node)
                 node.start()
+        # If nobody whose work was committed brings the state, a newcomer will: that one must be within reach.
+        known = [item for item in self.core() if self.checkers.history.was_in_a_commit(item.peer_id)]
+        if not any(self.checkers.holds_newest(item) for item in known):
+            for node in self.peers.values():
+                self.bulk.becomes_dialable(node)
         return self.checkers.converge()
 
     def _can_do_without(self, node: PeerNode) -> bool:

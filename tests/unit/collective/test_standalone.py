@@ -10,6 +10,7 @@ from collective import AddressInUse, BulkOptions, NonFiniteInput, OperationAbort
 from collective.core.progress import StallLimits
 from collective.standalone import open_communicator, peer_id_of, view_of
 from collective.supervision import Patience
+from collective.transport import Mode, Security
 
 QUICK = BulkOptions(
     patience=Patience(stall=StallLimits(floor_s=1.5), redial_s=0.2, first_contact_s=0.5, round_s=20.0),
@@ -139,3 +140,33 @@ def test_a_view_names_peers_in_the_order_of_their_numbers():
     assert view.epoch == 3
     assert view_of(3, ["h:0", "h:1"]) == view_of(3, {1: "h:1", 0: "h:0"})
     assert peer_id_of(255) == "00000000000000ff"
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_peers_with_a_security_reduce_and_who_has_another_secret_is_a_stranger(mode):
+    async with contextlib.AsyncExitStack() as stack:
+        secrets = (b"o" * 32, b"o" * 32, b"t" * 32)
+        communicators = [
+            await stack.enter_async_context(
+                open_communicator(
+                    number, options=QUICK, security=Security.shared(peer_id_of(number), secret, mode=mode)
+                )
+            )
+            for number, secret in enumerate(secrets)
+        ]
+        await install(communicators[:2], 0)
+        assert await sums(communicators[:2]) == [[3.0]] * 2
+        await install(communicators, 1)
+        with pytest.raises(OperationAborted):
+            await communicators[0].barrier(communicators[0].key(1))
+
+
+async def test_to_a_round_a_peer_that_was_put_out_is_one_whose_line_broke():
+    """That it does not come back is for the security to see to; here it may, and the next round finds it again."""
+    async with opened(3) as communicators:
+        await install(communicators, 0)
+        assert await sums(communicators) == [[7.0]] * 3
+        for number in (0, 2):
+            communicators[number].put_out(peer_id_of(1))
+            communicators[number].put_out(peer_id_of(9))  # who was never there
+        assert await sums(communicators, 1) == [[7.0]] * 3

@@ -18,6 +18,7 @@ from collective.errors import (
 )
 from collective.transport import Channel, FrameType, Hello, HelloReply, Listener, Purpose, connect
 from collective.transport.accept_limit import NO_PLACE_FOR_ADDRESS
+from collective.transport.hello import MAX_CREDENTIAL_NBYTES
 from collective.wire import PROTOCOL_VERSION, Header, pack
 
 SERVER, CLIENT = PeerId("5" * 16), PeerId("c" * 16)
@@ -138,7 +139,7 @@ MALFORMED = {
     "negative incarnation": {"incarnation": -1},
     "huge incarnation": {"incarnation": 2**63},
     "no peer id": {"peer_id": "../../etc/passwd"},
-    "long credential": {"credential": b"x" * 129},
+    "long credential": {"credential": b"x" * (MAX_CREDENTIAL_NBYTES + 1)},
     "unknown purpose": {"purpose": "root"},
     "stream out of range": {"stream": 64},
 }
@@ -346,3 +347,19 @@ async def test_caller_that_comes_in_the_moment_of_closing_is_no_error():
         sock.settimeout(5)
         with contextlib.suppress(ConnectionError):
             assert sock.recv(1) == b""
+
+
+async def test_connections_of_who_is_put_out_end_but_where_it_is_told_why():
+    async with listener() as door:
+        control = await connect(door.address, hello(Purpose.CONTROL), timeout_s=5)
+        state = await connect(door.address, hello(Purpose.STATE), timeout_s=5)
+        for channel, kind in ((control, FrameType.CONTROL), (state, FrameType.STATE_CHUNK)):
+            await channel.send(kind, b"there?", timeout_s=5)
+            await channel.receive(timeout_s=5)
+        door.put_out(SERVER)
+        door.put_out(CLIENT)
+        with pytest.raises(ConnectionLost):
+            await state.receive(timeout_s=5)
+        await control.send(FrameType.CONTROL, b"still?", timeout_s=5)
+        assert bytes((await control.receive(timeout_s=5)).payload) == b"still?"
+        control.close()

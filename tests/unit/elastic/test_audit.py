@@ -9,8 +9,9 @@ from collective.core.types import View
 from elastic.audit import Audit, audit
 from elastic.audit.coverage import DataEpoch, all_but, count_data_epochs, used_up
 from elastic.audit.findings import MAX_KEPT, Finding, judge
-from elastic.core.messages import IndexRange
+from elastic.core.messages import Bar, IndexRange
 from elastic.core.records import (
+    BarRecord,
     CommitRecord,
     Contribution,
     Genesis,
@@ -18,6 +19,7 @@ from elastic.core.records import (
     RebuildRecord,
     Record,
     ReleaseRecord,
+    TicketRecord,
     ViewRecord,
 )
 from elastic.core.run_state import RunState
@@ -136,6 +138,33 @@ def test_the_account_says_who_did_how_much_and_who_went_why() -> None:
 @pytest.mark.parametrize("length", range(len(history()) + 1))
 def test_a_history_cut_anywhere_is_clean(length: int) -> None:
     assert audit(history()[:length]).holds
+
+
+DOORS: tuple[Record, ...] = (
+    TicketRecord(b"ticket 1", 2, A.peer_id, 1),
+    BarRecord(bar=Bar(ref(9).peer_id, ref(9).incarnation, 1)),
+)
+
+
+@pytest.mark.parametrize("slot", range(len(history()) + 1))
+def test_who_was_let_in_or_put_out_is_no_part_of_what_a_run_has_done(slot: int) -> None:
+    records = history()
+    records[slot:slot] = DOORS
+    assert audit(records).holds
+    assert audit(records).samples == audit(history()).samples
+    RunState.replay(records)
+
+
+def test_a_start_that_was_put_out_is_in_no_later_view() -> None:
+    records = history()
+    slots = [slot for slot, record in enumerate(records) if isinstance(record, ViewRecord)]
+    last = records[slots[-1]]
+    assert isinstance(last, ViewRecord)
+    member = last.view.members[0]
+    records.insert(slots[-1], BarRecord(bar=Bar(member.peer_id, member.incarnation, 1)))
+    (finding,) = all_findings(audit(records))
+    assert finding.slot == slots[-1] + 1
+    assert finding.sentence == f"{member.peer_id} is in view {last.view.epoch} after it was put out"
 
 
 OTHER = bytes([9]) * 32
@@ -401,3 +430,4 @@ def test_journal_that_was_rebuilt_against_the_rule_is_found(record: Record, inva
 )
 def test_journal_that_was_rebuilt_by_the_rule_is_clean(record: Record) -> None:
     assert audit([record]).holds
+    assert audit([*DOORS, record, *DOORS]).holds

@@ -6,13 +6,15 @@ import threading
 import msgspec
 import pytest
 
-from collective.core.types import PeerRef
+from collective.core.types import Incarnation, PeerRef
 from collective.errors import ConnectionLost
 from collective.transport import FrameType, Purpose, connect
 from elastic.alarm import HeldClock
 from elastic.control import ControlConnection
 from elastic.coordinator import CoordinatorShell
 from elastic.core.config import CoordinatorConfig
+from elastic.core.doorkeeper import EVICTED
+from elastic.core.events import PutOut, UseTicket
 from elastic.core.messages import (
     CoordinatorMessage,
     Evicted,
@@ -26,7 +28,7 @@ from elastic.core.messages import (
     Synced,
     Welcome,
 )
-from elastic.core.records import Genesis, LeaseRecord, ViewRecord
+from elastic.core.records import BarRecord, Genesis, LeaseRecord, TicketRecord, ViewRecord
 from elastic.errors import JournalUnwritable, Superseded
 from elastic.journal import Journal
 from elastic.observation import PeerConnected, PeerDisconnected, RecordWritten
@@ -557,3 +559,69 @@ async def test_what_the_listener_of_messages_raises_ends_the_connection(journal)
         await until(lambda: bool(seen))
         channel.close()
     assert isinstance(seen[0][0], ValueError)
+
+
+# ------------------------------------------------------------------------ orders
+
+
+def order_to_evict(number, shell):
+    return PutOut(
+        peer_id=peer_id(number), incarnation=shell.newest_start(peer_id(number)), certificate=1, for_ever=False, at_s=1
+    )
+
+
+def order_to_use(number):
+    return UseTicket(ticket_id=b"ticket 1", expires_at_s=10, used_by=peer_id(number), at_s=1, is_once=True)
+
+
+async def test_an_order_is_answered_when_it_is_in_the_journal(journal):
+    async with _hosting(journal) as host:
+        assert await host.shell.order(order_to_use(1), timeout_s=5.0) is None
+        (written,) = host.saw(RecordWritten)
+        assert isinstance(written.record, TicketRecord)
+        assert "has been used" in await host.shell.order(order_to_use(2), timeout_s=5.0)
+
+
+async def test_whoever_is_put_out_hears_why_and_is_cut_off_at_once_in_all_its_starts(journal):
+    async with _hosting(journal) as host:
+        client, silent = await host.dial(1), await host.dial(1, incarnation=3)
+        await client.become_member()
+        assert host.shell.newest_start(peer_id(1)) == Incarnation(3)
+        assert await host.shell.order(order_to_evict(1, host.shell), timeout_s=5.0) is None
+        assert (await client.hear(Refused)).reason == EVICTED
+        async with asyncio.timeout(1.0):
+            await client.cut_off()
+            await silent.cut_off()
+        await until(lambda: host.shell.newest_start(peer_id(1)) is None)
+        assert any(isinstance(event.record, BarRecord) for event in host.saw(RecordWritten))
+        again = await host.dial(1)
+        await again.say(Join(address="127.0.0.1:1", manifest_digest=MANIFEST))
+        assert (await again.hear(Refused)).reason == EVICTED
+
+
+async def test_whoever_is_put_out_and_does_not_read_is_cut_off_all_the_same():
+    channel = StuckChannel()
+    connection = ControlConnection(channel, msgspec.msgpack.Decoder(CoordinatorMessage))
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(connection.run(lambda message: None))
+        connection.send(Evicted(epoch=1, reason=""))
+        async with asyncio.timeout(2):
+            connection.finish("put out", within_s=0.05)
+            await running
+    assert "put out" in str(running.result())
+    assert channel.closed
+
+
+async def test_a_coordinator_that_stops_leaves_no_order_without_an_answer(slow):
+    async with asyncio.TaskGroup() as tasks, _hosting(slow) as host:
+        waiting = [tasks.create_task(host.shell.order(order_to_use(number), timeout_s=9.0)) for number in (1, 2)]
+        await slow.until_it_writes()
+    assert [one.result() for one in waiting] == ["the coordinator stops"] * 2
+    assert "no time" in await host.shell.order(order_to_use(3), timeout_s=5.0)
+
+
+async def test_an_order_whose_record_is_not_written_in_time_is_not_called_done(slow):
+    async with _hosting(slow) as host:
+        told = await host.shell.order(order_to_use(1), timeout_s=0.05)
+        assert told == "the coordinator's journal has not been written for 0.05 s"
+        slow.let(10)

@@ -1,16 +1,19 @@
-"""Who gets in, at a real door: tickets for strangers, the mesh key for everybody else, and what each refusal costs."""
+"""Who gets in, at a real door: tickets for strangers, keys for everybody else, and what each refusal costs."""
 
 import asyncio
 import contextlib
 import dataclasses
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from collective.core.types import Incarnation, PeerId, PeerRef
+from collective.core.types import Incarnation
 from collective.errors import HandshakeRefused
 from collective.transport import (
     Channel,
@@ -23,36 +26,76 @@ from collective.transport import (
     TicketSecurity,
     connect,
 )
+from collective.transport.certificates import certificate_to_bytes, key_in, peer_id_of_key
 from collective.wire import PROTOCOL_VERSION
+from elastic.coordinator import CoordinatorShell
+from elastic.core.config import CoordinatorConfig
+from elastic.core.events import PutOut, RevokeTicket
+from elastic.core.records import Record
 from elastic.dialler import LATER_CODE
+from elastic.journal import Journal
 from trainer.admission import (
-    PATIENCE_S,
     Gatekeeper,
+    Request,
     RunTerms,
-    ask_terms,
+    authority_of,
     hello_maker,
-    member_security,
-    mesh_key,
-    stranger_security,
-    tls_secret,
+    own_security,
+    seal_key_of,
 )
 from trainer.errors import ExitCode, NobodyReachable, Refused
+from trainer.identity import PeerIdentity, RunIdentity
+from trainer.joining import PATIENCE_S, Admission, ask_admission, stranger_hello, stranger_security
 from trainer.ticket import Ticket, TicketFault, TicketRefused, issue_token, make_ticket
 
 NOW_S = 1_000_000.0
 SECRET = b"s" * 32
 RUN_ID = "demo-0123abcd"
-FOUNDER = PeerRef(PeerId("a" * 16), Incarnation(5))
-JOINER = PeerRef(PeerId("b" * 16), Incarnation(7))
-TERMS = RunTerms(
-    run_id=RUN_ID,
-    manifest=b'{"format":1}',
-    data_digest="d" * 64,
-    mesh_key=mesh_key(SECRET, RUN_ID),
-    tls_secret=tls_secret(SECRET, RUN_ID),
-)
-FINGERPRINT = member_security(FOUNDER, TERMS, "auto").server_fingerprint
-ANOTHER_FINGERPRINT = Security(FOUNDER.peer_id, b"t" * 32).server_fingerprint
+RUN = RunIdentity(run_id=RUN_ID, secret=SECRET)
+ANOTHER_RUN = RunIdentity(run_id=RUN_ID, secret=b"t" * 32)
+
+
+def identity(seed: bytes, incarnation: int) -> PeerIdentity:
+    key = Ed25519PrivateKey.from_private_bytes(seed * 32)
+    peer_id = peer_id_of_key(key.public_key().public_bytes_raw())
+    return PeerIdentity(peer_id=peer_id, incarnation=Incarnation(incarnation), key=key)
+
+
+def terms_of(run: RunIdentity) -> RunTerms:
+    return RunTerms(
+        run_id=run.run_id,
+        manifest=b'{"format":1}',
+        data_digest="d" * 64,
+        authorities=(certificate_to_bytes(authority_of(run).certificate),),
+        seal_key=seal_key_of(run),
+    )
+
+
+def founders_security(run: RunIdentity = RUN, tls: str = "auto") -> Security:
+    certificate = authority_of(run).issue(FOUNDER.key.public_key(), 1)
+    return own_security(FOUNDER, certificate, terms_of(run), tls)
+
+
+class Memory:
+    """A journal for whom nothing has to last."""
+
+    is_quick = True
+
+    def append(self, record: Record) -> int:
+        return 0
+
+    def replay(self) -> list[Record]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+FOUNDER, JOINER, THIRD = identity(b"1", 5), identity(b"2", 7), identity(b"3", 9)
+TERMS = terms_of(RUN)
+CONFIG = CoordinatorConfig(manifest_digest=TERMS.digest(), seal_key=TERMS.seal_key, outer_steps=9)
+FINGERPRINT = founders_security().server_fingerprint
+CONTROL = hello_maker(JOINER.ref, RUN_ID)(Purpose.CONTROL, 0, 1)
 
 
 def ticket(
@@ -61,6 +104,7 @@ def ticket(
     secret: bytes = SECRET,
     expires_at_s: float = NOW_S + 60,
     fingerprint: bytes = FINGERPRINT,
+    is_once: bool = False,
 ) -> Ticket:
     return make_ticket(
         secret=secret,
@@ -68,17 +112,33 @@ def ticket(
         addresses=addresses,
         expires_at_s=round(expires_at_s),
         fingerprint=fingerprint,
+        is_once=is_once,
     )
 
 
-async def terms_for(given: Ticket, pause: "Patience") -> RunTerms:
+async def admission_by(
+    given: Ticket, pause: "Patience", *, me: PeerIdentity = JOINER, certificate: x509.Certificate | None = None
+) -> Admission:
     """What a joiner with this ticket and no wishes of its own learns."""
     security = stranger_security(given, "auto")
-    return await ask_terms(given, JOINER, security=security, pause=pause, clock=pause.now_s)
+    hello = stranger_hello(me, given.run_id, given.token, certificate)
+    return await ask_admission(given.addresses, hello, security=security, pause=pause, clock=pause.now_s)
 
 
-def gatekeeper(*, secret: bytes | None = SECRET) -> Gatekeeper:
-    return Gatekeeper(FOUNDER, TERMS, secret=secret, now_s=lambda: NOW_S)
+async def terms_for(given: Ticket, pause: "Patience") -> RunTerms:
+    return (await admission_by(given, pause)).terms
+
+
+def member_security(tls: str = "auto", me: PeerIdentity = JOINER) -> Security:
+    """Of a peer that was admitted."""
+    return own_security(me, authority_of(RUN).issue(me.key.public_key(), 1), TERMS, tls)
+
+
+def gatekeeper(*, run: RunIdentity | None = RUN, **more: object) -> Gatekeeper:
+    shell = CoordinatorShell(CONFIG, Memory())
+    usual = {"terms": TERMS, "now_s": lambda: NOW_S, "security": founders_security(), "coordinator": lambda: shell}
+    given = usual | more
+    return Gatekeeper(FOUNDER.ref, run=run, **given)  # type: ignore[arg-type]
 
 
 async def echo(channel: Channel) -> None:
@@ -100,9 +160,17 @@ async def door(
         accept=keeper.accept,
         routes={Purpose.ADMISSION: keeper.admit, Purpose.CONTROL: echo},
         bulk=lambda sock, _: sock.close(),
-        security=security or member_security(FOUNDER, TERMS, tls),
+        security=security or founders_security(tls=tls),
     ) as listener:
         yield listener
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[CoordinatorShell]:
+    """One that nobody has joined yet."""
+    journal = Journal(tmp_path / "journal.sqlite", run_id=RUN_ID)
+    yield CoordinatorShell(CONFIG, journal)
+    journal.close()
 
 
 class Patience:
@@ -124,29 +192,32 @@ class Patience:
 @pytest.mark.parametrize("tls", ["auto", "on"])
 async def test_a_ticket_brings_the_terms_and_the_terms_open_every_other_door(tls: str) -> None:
     async with door(tls=tls) as listener:
-        terms = await terms_for(ticket(listener.address), pause=Patience())
-        assert terms == TERMS
+        admission = await admission_by(ticket(listener.address), pause=Patience())
+        assert admission.terms == TERMS
         channel = await connect(
             listener.address,
-            hello_maker(JOINER, terms)(Purpose.CONTROL),
+            hello_maker(JOINER.ref, RUN_ID)(Purpose.CONTROL, 0, 1),
             timeout_s=5.0,
-            security=member_security(JOINER, terms, tls),
+            security=own_security(JOINER, admission.certificate, admission.terms, tls),
         )
         await channel.send(FrameType.CONTROL, b"hello", timeout_s=5.0)
         assert bytes((await channel.receive(timeout_s=5.0)).payload) == b"hello"
-        assert channel.hello.ref == FOUNDER
+        assert channel.hello.ref == FOUNDER.ref
         channel.close()
 
 
 async def test_the_largest_manifest_that_may_be_gets_through() -> None:
     terms = msgspec.structs.replace(TERMS, manifest=b"x" * (64 << 10))
-    keeper = Gatekeeper(FOUNDER, terms, secret=SECRET, now_s=lambda: NOW_S)
+    keeper = gatekeeper(terms=terms)
     async with door(keeper) as listener:
         assert await terms_for(ticket(listener.address), pause=Patience()) == terms
 
 
-async def test_coordinator_that_is_away_sends_callers_to_the_next_and_refuses_nobody_for_good() -> None:
-    away = Gatekeeper(FOUNDER, TERMS, secret=SECRET, now_s=lambda: NOW_S, is_away=lambda: True)
+async def test_coordinator_that_is_away_sends_callers_to_the_next_and_refuses_nobody_for_good(
+    coordinator: CoordinatorShell,
+) -> None:
+    coordinator.send_away("a test")
+    away = gatekeeper(coordinator=lambda: coordinator)
     async with door(away) as first, door() as second:
         assert await terms_for(ticket(first.address, second.address), pause=Patience()) == TERMS
         patience = Patience()
@@ -154,7 +225,7 @@ async def test_coordinator_that_is_away_sends_callers_to_the_next_and_refuses_no
             await terms_for(ticket(first.address), pause=patience)
         assert patience.num_pauses == PATIENCE_S
         with pytest.raises(HandshakeRefused) as refused:
-            await connect(first.address, hello_maker(JOINER, TERMS)(Purpose.CONTROL), timeout_s=5.0)
+            await connect(first.address, CONTROL, timeout_s=5.0, security=member_security())
     assert refused.value.code == ExitCode.NOBODY_REACHABLE == LATER_CODE
 
 
@@ -187,7 +258,7 @@ async def test_whoever_cannot_prove_to_be_of_the_tickets_run_does_not_get_to_see
 
     keeper = gatekeeper()
     keeper.accept = accept  # type: ignore[method-assign]
-    async with door(keeper, security=Security(FOUNDER.peer_id, b"t" * 32)) as listener:
+    async with door(keeper, security=founders_security(ANOTHER_RUN)) as listener:
         with pytest.raises(Refused) as refused:
             await terms_for(ticket(listener.address), pause=patience)
         assert str(refused.value) == (
@@ -202,7 +273,7 @@ async def test_whoever_cannot_prove_to_be_of_the_tickets_run_does_not_get_to_see
 
 
 async def test_an_impostor_at_one_address_does_not_keep_a_joiner_from_the_run_at_another() -> None:
-    async with door(security=Security(FOUNDER.peer_id, b"t" * 32)) as impostor, door() as listener:
+    async with door(security=founders_security(ANOTHER_RUN)) as impostor, door() as listener:
         assert await terms_for(ticket(impostor.address, listener.address), Patience()) == TERMS
 
 
@@ -217,9 +288,10 @@ async def test_a_ticket_without_fingerprint_serves_only_who_wants_no_encryption(
         assert refused.value.exit_code is ExitCode.REFUSED
     assert stranger_security(bare, "off") is None
     async with door(tls="off") as listener:
-        open_ticket = ticket(listener.address, fingerprint=b"")
-        patience = Patience()
-        assert await ask_terms(open_ticket, JOINER, security=None, pause=patience, clock=patience.now_s) == TERMS
+        patience, hello = Patience(), stranger_hello(JOINER, RUN_ID, ticket().token)
+        addresses = [listener.address]
+        admission = await ask_admission(addresses, hello, security=None, pause=patience, clock=patience.now_s)
+    assert admission.terms == TERMS
 
 
 async def test_a_ticket_with_fingerprint_is_never_shown_unencrypted_whatever_the_joiner_wants() -> None:
@@ -232,45 +304,172 @@ async def test_a_ticket_with_fingerprint_is_never_shown_unencrypted_whatever_the
 async def test_a_run_that_encrypts_everything_hears_no_unencrypted_stranger() -> None:
     patience = Patience()
     async with door(tls="on") as listener:
-        given = ticket(listener.address)
+        hello = stranger_hello(JOINER, RUN_ID, ticket().token)
         with pytest.raises(NobodyReachable, match=r"closed in the handshake|ECONNRESET"):
-            await ask_terms(given, JOINER, security=None, pause=patience, clock=patience.now_s, patience_s=1.0)
+            await ask_admission(
+                [listener.address], hello, security=None, pause=patience, clock=patience.now_s, patience_s=1.0
+            )
         assert listener.counters["not encrypted"] == 1
 
 
 async def test_a_peer_that_is_not_the_coordinator_admits_nobody() -> None:
-    async with door(gatekeeper(secret=None)) as listener:
+    async with door(gatekeeper(run=None)) as listener:
         with pytest.raises(Refused, match="not the coordinator"):
             await terms_for(ticket(listener.address), pause=Patience())
 
 
 async def test_expiry_keeps_strangers_out_and_never_throws_a_member_out() -> None:
-    keeper = Gatekeeper(FOUNDER, TERMS, secret=SECRET, now_s=lambda: NOW_S + 1e9)
+    keeper = gatekeeper(now_s=lambda: NOW_S + 1e9)
+    async with door() as listener:
+        certificate = (await admission_by(ticket(listener.address), pause=Patience())).certificate
     async with door(keeper) as listener:
-        (await connect(listener.address, hello_maker(JOINER, TERMS)(Purpose.CONTROL), timeout_s=5.0)).close()
+        (await connect(listener.address, CONTROL, timeout_s=5.0, security=member_security())).close()
         with pytest.raises(Refused):
             await terms_for(ticket(listener.address), pause=Patience())
+        # Who has been a peer of the run comes back, whatever became of its ticket.
+        again = await admission_by(ticket(listener.address), Patience(), certificate=certificate)
+        assert again.certificate.serial_number > certificate.serial_number
+        assert key_in(again.certificate) == key_in(certificate)
+
+
+async def test_a_certificate_of_another_peer_or_run_admits_nobody() -> None:
+    another_run = authority_of(ANOTHER_RUN).issue(JOINER.key.public_key(), 1)
+    another_peer = authority_of(RUN).issue(THIRD.key.public_key(), 1)
+    wrong_name = authority_of(RUN).issue(THIRD.key.public_key(), 1, peer_id=JOINER.peer_id)
+    async with door() as listener:
+        old = ticket(listener.address, expires_at_s=NOW_S - 1)
+        for certificate in (another_run, another_peer, wrong_name):
+            with pytest.raises(Refused, match="neither ticket nor certificate admits"):
+                await admission_by(old, Patience(), certificate=certificate)
+
+
+async def test_a_certificate_is_given_for_nothing_but_the_key_that_asks_and_only_under_its_own_name() -> None:
+    async with door() as listener:
+        given = ticket(listener.address)
+        security = stranger_security(given, "auto")
+        honest = stranger_hello(JOINER, RUN_ID, given.token)
+        request = msgspec.msgpack.decode(honest.credential, type=Request)
+        theirs = msgspec.structs.replace(request, public_key=THIRD.key.public_key().public_bytes_raw())
+        forged = {
+            "another name": msgspec.structs.replace(honest, peer_id=THIRD.peer_id),
+            "another key": msgspec.structs.replace(honest, credential=msgspec.msgpack.encode(theirs)),
+            "another start": msgspec.structs.replace(honest, incarnation=Incarnation(8)),
+            "no request": msgspec.structs.replace(honest, credential=given.token),
+        }
+        for hello in forged.values():
+            with pytest.raises(HandshakeRefused, match="not signed with the key"):
+                await connect(listener.address, hello, timeout_s=5.0, security=security)
+        as_third = msgspec.structs.replace(
+            stranger_hello(dataclasses.replace(JOINER, peer_id=THIRD.peer_id), RUN_ID, given.token)
+        )
+        with pytest.raises(HandshakeRefused, match="the peer id is not that of the key"):
+            await connect(listener.address, as_third, timeout_s=5.0, security=security)
+
+
+async def test_a_ticket_for_one_peer_admits_the_first_again_and_again_and_nobody_else(
+    coordinator: CoordinatorShell,
+) -> None:
+    async with door(gatekeeper(coordinator=lambda: coordinator)) as listener:
+        once = ticket(listener.address, is_once=True)
+        for _ in range(2):
+            await admission_by(once, Patience())
+        with pytest.raises(Refused, match="for one peer and has been used"):
+            await admission_by(once, Patience(), me=THIRD)
+        (record,) = coordinator.doors.tickets.values()
+        assert (record.ticket_id, record.used_by) == (once.ticket_id, JOINER.peer_id)
+        await admission_by(ticket(listener.address), Patience(), me=THIRD)
+
+
+async def test_of_two_that_come_at_once_with_a_ticket_for_one_peer_one_is_let_in(
+    coordinator: CoordinatorShell,
+) -> None:
+    async with door(gatekeeper(coordinator=lambda: coordinator)) as listener:
+        once = ticket(listener.address, is_once=True)
+        asked = (admission_by(once, Patience(), me=me) for me in (JOINER, THIRD))
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["Admission", "Refused"]
+
+
+async def test_a_revoked_ticket_admits_nobody_but_who_was_let_in_before(coordinator: CoordinatorShell) -> None:
+    async with door(gatekeeper(coordinator=lambda: coordinator)) as listener:
+        given = ticket(listener.address)
+        certificate = (await admission_by(given, Patience())).certificate
+        revoked = RevokeTicket(ticket_id=given.ticket_id, expires_at_s=given.expires_at_s, at_s=round(NOW_S))
+        assert await coordinator.order(revoked, timeout_s=5.0) is None
+        with pytest.raises(Refused, match="the ticket was revoked"):
+            await admission_by(given, Patience())
+        await admission_by(given, Patience(), certificate=certificate)
+
+
+@pytest.mark.parametrize("for_ever", [False, True], ids=["evicted", "banned"])
+async def test_whoever_was_put_out_needs_a_ticket_or_gets_in_no_more(
+    coordinator: CoordinatorShell, for_ever: bool
+) -> None:
+    security = founders_security()
+    keeper = gatekeeper(coordinator=lambda: coordinator, security=security)
+    async with door(keeper, security=security) as listener:
+        given = ticket(listener.address)
+        certificate = (await admission_by(given, Patience())).certificate
+        order = PutOut(
+            peer_id=JOINER.peer_id,
+            incarnation=JOINER.incarnation,
+            certificate=certificate.serial_number + 5,
+            for_ever=for_ever,
+            at_s=round(NOW_S),
+        )
+        assert await coordinator.order(order, timeout_s=5.0) is None
+        (bar,) = coordinator.doors.bars.values()
+        security.withdraw(bar.peer_id, bar.certificate)
+        expired = ticket(listener.address, expires_at_s=NOW_S - 1)
+        with pytest.raises(Refused, match="was banned" if for_ever else "certificate was withdrawn"):
+            await admission_by(expired, Patience(), certificate=certificate)
+        if for_ever:
+            with pytest.raises(Refused, match="the key of this peer was banned"):
+                await admission_by(given, Patience())
+            with pytest.raises(Refused, match="the ticket was revoked"):
+                await admission_by(given, Patience(), me=THIRD)  # who might be the same one under another key
+        else:
+            newer = (await admission_by(given, Patience())).certificate
+            assert newer.serial_number > bar.certificate
+            own = own_security(JOINER, newer, TERMS, "auto")
+            (await connect(listener.address, CONTROL, timeout_s=5.0, security=own)).close()
+            await admission_by(given, Patience(), me=THIRD)
+        await admission_by(ticket(listener.address), Patience(), me=THIRD)
 
 
 @pytest.mark.parametrize("purpose", [Purpose.CONTROL, Purpose.BULK, Purpose.STATE])
-@pytest.mark.parametrize("credential", [b"", b"x" * 32, TERMS.mesh_key[:-1], issue_token(SECRET, RUN_ID, 2**40)])
-def test_without_the_mesh_key_no_connection_of_the_run_is_accepted(purpose: Purpose, credential: bytes) -> None:
-    hello = msgspec.structs.replace(hello_maker(JOINER, TERMS)(purpose), credential=credential)
-    reply = gatekeeper().accept(hello)
-    assert (reply.accepted, reply.code) == (False, ExitCode.REFUSED)
+@pytest.mark.parametrize(
+    "credential",
+    [b"", b"x" * 32, issue_token(SECRET, RUN_ID, 2**40), stranger_hello(JOINER, RUN_ID, b"t").credential],
+    ids=["none", "noise", "token", "request"],
+)
+async def test_without_a_key_of_the_run_no_connection_of_it_is_accepted(purpose: Purpose, credential: bytes) -> None:
+    hello = hello_maker(JOINER.ref, RUN_ID)(purpose, 0, 1)
+    async with door() as listener:
+        with pytest.raises(HandshakeRefused, match="no proof of the key") as refused:
+            await connect(
+                listener.address, msgspec.structs.replace(hello, credential=credential), timeout_s=5.0, security=None
+            )
+    assert refused.value.code == ExitCode.REFUSED
 
 
-def test_the_mesh_key_is_no_ticket() -> None:
-    assert not gatekeeper().accept(hello_maker(JOINER, TERMS)(Purpose.ADMISSION)).accepted
+@pytest.mark.parametrize("tls", ["auto", "on"])
+@pytest.mark.parametrize("purpose", [Purpose.CONTROL, Purpose.BULK, Purpose.STATE])
+async def test_a_member_cannot_speak_as_another_one(tls: str, purpose: Purpose) -> None:
+    as_third = hello_maker(THIRD.ref, RUN_ID)(purpose, 0, 1)
+    async with door(tls=tls) as listener:
+        with pytest.raises(HandshakeRefused, match="certificate of another peer"):
+            await connect(listener.address, as_third, timeout_s=5.0, security=member_security(tls))
+
+
+def test_a_certificate_is_no_ticket() -> None:
+    hello = hello_maker(JOINER.ref, RUN_ID)(Purpose.ADMISSION, 0, 1)
+    assert not gatekeeper().accept(hello).accepted
 
 
 def test_keys_of_different_runs_and_secrets_differ() -> None:
-    keys = {
-        derive(secret, run)
-        for derive in (mesh_key, tls_secret)
-        for secret in (SECRET, b"t" * 32)
-        for run in (RUN_ID, "demo-0123abce")
-    }
+    runs = [RunIdentity(run_id=run, secret=secret) for secret in (SECRET, b"t" * 32) for run in (RUN_ID, "demo-1")]
+    keys = {derive(run) for derive in (seal_key_of, lambda run: authority_of(run).public_key) for run in runs}
     assert len(keys) == 8
     assert all(len(key) == 32 for key in keys)
 
@@ -285,21 +484,19 @@ async def test_another_protocol_version_ends_with_the_exit_code_of_a_refusal() -
         accept=accept,
         routes={},
         bulk=lambda sock, _: sock.close(),
-        security=member_security(FOUNDER, TERMS, "auto"),
+        security=founders_security(),
     ) as listener:
         with pytest.raises(Refused, match="update one side") as refused:
             await terms_for(ticket(listener.address), pause=Patience())
     assert refused.value.exit_code == 5
-    older = msgspec.structs.replace(hello_maker(JOINER, TERMS)(Purpose.CONTROL), protocol_version=PROTOCOL_VERSION + 1)
+    older = msgspec.structs.replace(CONTROL, protocol_version=PROTOCOL_VERSION + 1)
     async with door() as listener:
         with pytest.raises(HandshakeRefused, match="protocol"):
-            await connect(listener.address, older, timeout_s=5.0)
+            await connect(listener.address, older, timeout_s=5.0, security=member_security())
 
 
 async def test_a_reason_cannot_carry_a_strangers_control_characters_into_a_log() -> None:
-    hello = msgspec.structs.replace(
-        hello_maker(JOINER, TERMS)(Purpose.CONTROL), run_id="x\n\x1b[31mfounder: all is well"
-    )
+    hello = msgspec.structs.replace(CONTROL, run_id="x\n\x1b[31mfounder: all is well")
     reply = gatekeeper().accept(hello)
     assert not reply.accepted
     assert reply.reason.isprintable()
@@ -330,7 +527,7 @@ async def test_a_coordinator_that_comes_back_within_the_joiners_patience_is_wait
                 await stack.enter_async_context(door(address=address))
 
         assert await terms_for(ticket(address), pause=Patience(comes_back)) == TERMS
-    (said,) = [record.message for record in caplog.records if record.name == "trainer.admission"]
+    (said,) = [record.message for record in caplog.records if record.name == "trainer.joining"]
     assert said == f"waiting_for_coordinator nobody_answers_at='{address} (refused)' up_to_s=30"
 
 
@@ -367,7 +564,7 @@ async def test_an_answer_that_cannot_be_read_is_a_refusal() -> None:
         accept=gatekeeper().accept,
         routes=routes,
         bulk=lambda sock, _: sock.close(),
-        security=member_security(FOUNDER, TERMS, "auto"),
+        security=founders_security(),
     ) as listener:
         with pytest.raises(Refused, match="cannot be read"):
             await terms_for(ticket(listener.address), pause=Patience())
@@ -381,7 +578,7 @@ async def test_no_secret_is_logged_or_shown(caplog: pytest.LogCaptureFixture) ->
         with pytest.raises(Refused) as refused:
             await terms_for(dataclasses.replace(wrong, addresses=(listener.address,)), Patience())
     shown = f"{caplog.text} {refused.value} {TERMS!r} {wrong!r}"
-    for secret in (SECRET, TERMS.mesh_key, TERMS.tls_secret, wrong.token):
+    for secret in (SECRET, TERMS.seal_key, wrong.token, JOINER.key.private_bytes_raw()):
         assert secret.hex() not in shown
         assert repr(secret)[2:-1] not in shown
 
@@ -392,4 +589,4 @@ def test_the_digest_of_the_terms_sees_settings_and_text() -> None:
         msgspec.structs.replace(TERMS, data_digest="e" * 64),
     )
     assert len({TERMS.digest(), *(other.digest() for other in others)}) == 3
-    assert msgspec.structs.replace(TERMS, mesh_key=b"k" * 32).digest() == TERMS.digest()
+    assert msgspec.structs.replace(TERMS, seal_key=b"k" * 32).digest() == TERMS.digest()

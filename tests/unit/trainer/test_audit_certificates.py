@@ -14,7 +14,7 @@ from elastic.core.run_state import RunState
 from tests.unit.elastic.machines import certificate, held, key
 from tests.unit.elastic.test_audit import A, history, view
 from tests.unit.trainer.test_audit import RUN_ID, findings, write_journal
-from trainer.admission import RunTerms, mesh_key, seal_key, tls_secret
+from trainer.admission import RunTerms, seal_key_of
 from trainer.audit import audit_run
 from trainer.audit_report import render_audit
 from trainer.certificates import FILE_NAME
@@ -22,7 +22,7 @@ from trainer.founding import remember_membership
 from trainer.identity import PeerFolder, RunIdentity
 
 SECRET = b"s" * 32
-KEY = seal_key(tls_secret(SECRET, RUN_ID), RUN_ID)
+KEY = seal_key_of(RunIdentity(run_id=RUN_ID, secret=SECRET))
 replace = msgspec.structs.replace
 
 
@@ -134,11 +134,11 @@ def test_the_keys_that_a_peer_was_told_are_as_good_as_the_founders_secret(tmp_pa
         run_id=RUN_ID,
         manifest=b"{}",
         data_digest="",
-        mesh_key=mesh_key(SECRET, RUN_ID),
-        tls_secret=tls_secret(SECRET, RUN_ID),
+        authorities=(b"of no matter here",),
+        seal_key=KEY,
     )
     with PeerFolder(tmp_path / "peer") as peer:
-        remember_membership(peer, terms, "somewhere:1")
+        remember_membership(peer, terms, ["somewhere:1"])
     keep(tmp_path / "peer", [TOLD[0].sealed(b"o" * 32)])
     (finding,) = found_in(folder, tmp_path / "peer")
     assert finding.invariant == "I9"

@@ -9,8 +9,15 @@ import pytest
 from collective import RoundStats
 from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
 from elastic.core.certificate import Certificate, Contributor
-from elastic.core.messages import DataPosition, Held, IndexRange
+from elastic.core.messages import (
+    Bar,
+    DataPosition,
+    Held,
+    IndexRange,
+    Trust,
+)
 from elastic.core.records import (
+    BarRecord,
     CommitRecord,
     Contribution,
     Genesis,
@@ -19,6 +26,7 @@ from elastic.core.records import (
     Record,
     ReleaseRecord,
     RollbackRecord,
+    TicketRecord,
     ViewRecord,
 )
 from elastic.observation import (
@@ -42,6 +50,7 @@ from elastic.observation import (
     RoundCommitted,
     RoundStaged,
     RoundStarted,
+    TrustHeard,
     ViewInstalled,
     WentBack,
     WorkCarriedOver,
@@ -91,6 +100,7 @@ CERTIFICATE = Certificate(
     parent=bytes(32),
     seal=bytes(32),
 )
+BAR = Bar(B.peer_id, B.incarnation, 1)
 STORY: tuple[ElasticEvent, ...] = (
     CoordinatorConnected(ADDRESS),
     PeerConnected(ref=B),
@@ -100,6 +110,7 @@ STORY: tuple[ElasticEvent, ...] = (
     CertificateKept(certificate=CERTIFICATE),
     CoordinatorAsks(testified=1, needed=2),
     WentBack(epoch=7, outer_step=2, cause="nobody holds outer step 3 any more"),
+    TrustHeard(Trust(authorities=(b"",), barred=(BAR,))),
     RoundStarted(key=KEY, weight=6.0),
     RoundBroke(key=KEY, suspects=(B.peer_id,), cause="silent"),
     RoundAborted(KEY),
@@ -134,6 +145,8 @@ RECORDS: tuple[Record, ...] = (
     ReleaseRecord(ref=B, epoch=Epoch(5), ranges=(IndexRange(8, 10),)),
     RebuildRecord(epoch=Epoch(9), certificate=CERTIFICATE, testified=(A,), insisted=False),
     RollbackRecord(epoch=Epoch(11), certificate=CERTIFICATE, given_up=OuterStep(5), holders=(A, B)),
+    BarRecord(bar=BAR),
+    TicketRecord(b"ticket 1", 2, B.peer_id, 1),
 )
 
 
@@ -176,10 +189,9 @@ def test_every_observation_is_one_line_in_the_order_of_the_story(desk: Desk) -> 
         desk.chronicle.observe(event)
     lines = desk.lines()
     assert [line["event"] for line in lines] == [
-        "coordinator_connected", "peer_connected", "view", "view", "join", "certificate", "fault", "went_back",
+        "coordinator_connected", "peer_connected", "view", "view", "join", "certificate", "fault", "went_back", "trust",
         "round_started", "fault", "round_aborted", "vote", "commit", "excused", "carried_over", "learner",
-        "catch_up_started",
-        "catch_up", "catch_up", "deviated", "fault", "fault", "leave",
+        "catch_up_started", "catch_up", "catch_up", "deviated", "fault", "fault", "leave",
     ]  # fmt: skip
     assert {type(event) for event in STORY} == set(ElasticEvent.__args__) - {RecordWritten}
 
@@ -206,7 +218,7 @@ def test_every_record_of_the_journal_is_one_line(desk: Desk) -> None:
     lines = desk.lines()
     assert [line["event"] for line in lines] == [
         "genesis", "view_decided", "lease", "commit_decided", "lease_returned", "rebuilt",
-        "rolled_back",
+        "rolled_back", "put_out", "admitted",
     ]  # fmt: skip
     assert {type(record) for record in RECORDS} == set(Record.__args__)
     assert lines[2]["samples"] == 6

@@ -108,7 +108,11 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *part
         (["coordinator", "--max-upload", "1MB"], ["no such option: --max-upload"]),
         (["up", "--streams", "65"], ["net.num_streams from --streams is 65, expected at most 64"]),
         (["join", TICKET, "--device", "abacus"], ["node.device from --device"]),
-        (["join"], ["ticket"]),
+        (["join"], ["there is no ticket, and under runs/ no peer that could come back without one", "--dir"]),
+        (["join", "--dir", "nowhere"], ["nowhere has joined no run yet; join with a ticket"]),
+        (["evict", "somebody"], ["somebody is no peer; give the 16 hexadecimal digits of its id"]),
+        (["ticket", "--once", "--revoke", "0" * 16], ["--revoke is about a ticket that exists"]),
+        (["ticket", "--lifetime", "soon"], ["--lifetime is soon, expected"]),
         (["join", TICKET, "surplus"], ["surplus"]),
         (["join", "@nowhere"], ["the ticket's file nowhere cannot be read: No such file or directory"]),
         (["status", "--inner.lr", "1"], ["no such option --inner.lr", "isthmus status takes no configuration"]),
@@ -133,7 +137,7 @@ def test_mistake_is_one_sentence_and_exit_code_2(tmp_path: Path, arguments: list
         ("hello", "this is not a ticket"),
         (TICKET[:-9], "the ticket's end is missing"),
         (TICKET[:30] + ("b" if TICKET[30] == "a" else "a") + TICKET[31:], "the ticket is damaged"),
-        ("isthmus2" + TICKET[8:], "this ticket is of version 2"),
+        ("isthmus1" + TICKET[8:], "this ticket is of version 1"),
     ],
 )
 def test_bad_ticket_is_one_sentence_and_exit_code_5(tmp_path: Path, ticket: str, part: str) -> None:

@@ -14,9 +14,11 @@ import msgspec
 import pytest
 import zmq
 
+from collective.core.types import PeerId
+from trainer.control_messages import PutOutRequest, RevokeRequest
 from trainer.control_socket import PEER_FILE_NAME, ControlClient, ControlServer, PeerFile, find_peer
-from trainer.errors import EnvironmentFault, ExitCode, NobodyReachable, NothingRuns
-from trainer.status import MemberStatus, RoundStatus, Status, render_status
+from trainer.errors import EnvironmentFault, ExitCode, NobodyReachable, NothingRuns, Refused
+from trainer.status import MemberStatus, PeerStatus, RoundStatus, Status, render_peers, render_status
 
 
 def a_status() -> Status:
@@ -41,11 +43,17 @@ def a_status() -> Status:
     )
 
 
+PEER_ID = PeerId("0123456789abcdef")
+PEER = PeerStatus(peer_id=PEER_ID, state="member", incarnation=5, address="127.0.0.1:1")
+BANNED = PeerStatus(peer_id="f" * 16, state="banned")
+
+
 class Daemon:
     """Remembers what it was asked."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.office: Office | None = None
 
     def status(self) -> Status:
         self.asked.append("status")
@@ -56,6 +64,29 @@ class Daemon:
 
     def stop(self) -> None:
         self.asked.append("stop")
+
+
+class Office:
+    """Where a coordinator lives."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.refuses = False
+
+    def peers(self) -> tuple[PeerStatus, ...]:
+        return (PEER, BANNED)
+
+    def new_ticket(self, *, is_once: bool, lifetime_s: float | None) -> str:
+        self.asked.append(f"ticket {is_once} {lifetime_s}")
+        return "isthmus2abc"
+
+    async def put_out(self, peer_id: PeerId, *, for_ever: bool) -> str | None:
+        self.asked.append(f"put out {peer_id} {for_ever}")
+        return "no such peer" if self.refuses else None
+
+    async def revoke(self, ticket_id: bytes, expires_at_s: int | None) -> str | None:
+        self.asked.append(f"revoke {ticket_id!r} {expires_at_s}")
+        return "no time" if self.refuses else None
 
 
 @contextlib.contextmanager
@@ -94,6 +125,41 @@ def test_questions_reach_the_daemon_and_answers_come_back(tmp_path: Path) -> Non
         assert not client.has_ended()
         assert daemon.asked == ["status", "leave", "stop"]
     assert client.has_ended()
+
+
+def test_an_operators_orders_reach_the_coordinators_process_and_a_refusal_comes_back_as_one(tmp_path: Path) -> None:
+    daemon = Daemon()
+    daemon.office = office = Office()
+    orders = (PutOutRequest(PEER_ID, for_ever=True), RevokeRequest(b"ticket 1", 7))
+    with running(tmp_path, daemon):
+        client = ControlClient(tmp_path)
+        assert client.peers() == (PEER, BANNED)
+        assert client.ticket(is_once=True, lifetime_s=60.0) == "isthmus2abc"
+        for order in orders:
+            client.order(order)
+        assert office.asked == ["ticket True 60.0", f"put out {PEER_ID} True", "revoke b'ticket 1' 7"]
+        office.refuses = True
+        for order, reason in zip(orders, ("no such peer", "no time"), strict=True):
+            with pytest.raises(Refused, match=reason):
+                client.order(order)
+
+
+def test_a_peer_without_the_coordinator_tells_whom_it_knows_and_where_to_ask_for_more(tmp_path: Path) -> None:
+    with running(tmp_path, Daemon()):
+        client = ControlClient(tmp_path)
+        assert client.peers() == (PEER,)
+        with pytest.raises(Refused, match="does not live in this folder"):
+            client.ticket(is_once=False, lifetime_s=None)
+        for order in (PutOutRequest(PEER_ID, for_ever=False), RevokeRequest(b"ticket 1")):
+            with pytest.raises(Refused, match="does not live in this folder"):
+                client.order(order)
+
+
+def test_peers_are_shown_one_a_line() -> None:
+    assert render_peers([PEER, BANNED]).splitlines() == [
+        f"{PEER_ID}  member    127.0.0.1:1",
+        f"{'f' * 16}  banned    -",
+    ]
 
 
 def test_peer_file_tells_where_and_disappears_with_the_daemon(tmp_path: Path) -> None:

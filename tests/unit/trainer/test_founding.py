@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from collective.transport.certificates import certificate_to_bytes
 from elastic.core.messages import IndexRange
 from trainer import founding
+from trainer.admission import authority_of
 from trainer.checkpoint import FOLDER_NAME, CheckpointMeta, CheckpointStore
 from trainer.config import Config
 from trainer.config_sources import Override, load_config
@@ -20,7 +22,9 @@ from trainer.founding import (
     MEMBERSHIP_NAME,
     STANDBY_TICKET_NAME,
     Founded,
+    MembershipKept,
     found_or_go_on,
+    recall_membership,
     recall_terms,
     remember_membership,
     remember_terms,
@@ -84,8 +88,8 @@ def test_a_new_folder_gets_a_new_run(folder: PeerFolder) -> None:
 def test_keys_are_the_same_at_every_start_and_none_is_another_or_the_secret_itself(tmp_path: Path) -> None:
     with PeerFolder(tmp_path / "one") as one, PeerFolder(tmp_path / "other") as other:
         first, again, another = found(one), found(one), found(other)
-    assert (again.terms.mesh_key, again.terms.tls_secret) == (first.terms.mesh_key, first.terms.tls_secret)
-    keys = {key for run in (first, another) for key in (run.run.secret, run.terms.mesh_key, run.terms.tls_secret)}
+    assert (again.terms.authorities, again.terms.seal_key) == (first.terms.authorities, first.terms.seal_key)
+    keys = {key for run in (first, another) for key in (run.run.secret, run.terms.seal_key, *run.terms.authorities)}
     assert len(keys) == 6
 
 
@@ -241,24 +245,26 @@ def test_coordinators_own_folder_is_taken_over_as_it_is(folder: PeerFolder) -> N
 def test_folder_of_a_peer_is_taken_over_with_the_keys_that_the_members_know(folder: PeerFolder, tmp_path: Path) -> None:
     lost = start(folder)
     with PeerFolder(tmp_path / "member") as member:
-        remember_membership(member, lost.terms, "127.0.0.1:1234")
+        remember_membership(member, lost.terms, ["127.0.0.1:1234"])
         for _ in range(2):  # a second time, as after a start that was cut short
             assert take_over(member) == lost.terms.manifest
         again = found(member)
-        assert again.terms == lost.terms
         assert again.terms.seal_key == lost.terms.seal_key
+        old, new = again.terms.authorities
+        assert lost.terms.authorities == (old,), "whose certificates the members have"
+        assert new == certificate_to_bytes(authority_of(again.run).certificate), "who lets others in"
         assert again.address == "127.0.0.1:1234"
         assert again.run.run_id == lost.run.run_id
         assert again.run.secret != lost.run.secret, "the secret that tickets are made with is lost"
         assert again.has_lost_its_journal
         remember_terms(member, again.terms, "127.0.0.1:4321")
-        assert found(member).terms == lost.terms, "and at every later start"
+        assert found(member).terms == again.terms, "and at every later start"
 
 
 def test_what_a_peer_remembers_is_for_this_user_alone_and_founds_nothing(folder: PeerFolder, tmp_path: Path) -> None:
     lost = start(folder)
     with PeerFolder(tmp_path / "member") as member:
-        remember_membership(member, lost.terms, "127.0.0.1:1234")
+        remember_membership(member, lost.terms, ["127.0.0.1:1234"])
         assert os.stat(member.path / MEMBERSHIP_NAME).st_mode & 0o077 == 0
         assert found(member).run.run_id != lost.run.run_id, "without --rebuild it is a folder like any other"
 
@@ -271,8 +277,16 @@ def test_folder_that_knows_of_no_run_cannot_be_taken_over(folder: PeerFolder) ->
 
 def test_keys_are_shown_in_no_text(folder: PeerFolder) -> None:
     founded = start(folder)
-    remember_membership(folder, founded.terms, "127.0.0.1:1234")
+    remember_membership(folder, founded.terms, ["127.0.0.1:1234"])
     saved = founding._load_terms(folder.path, MEMBERSHIP_NAME)
     assert saved is not None
-    assert repr(founded.terms.tls_secret) not in repr(saved)
-    assert repr(founded.terms.mesh_key) not in repr(saved)
+    assert repr(founded.terms.seal_key) not in repr(saved)
+
+
+def test_a_peer_remembers_where_all_coordinators_of_its_run_may_be(folder: PeerFolder, tmp_path: Path) -> None:
+    terms = start(folder).terms
+    with PeerFolder(tmp_path / "member") as member:
+        assert recall_membership(member.path) is None
+        remember_membership(member, terms, ["127.0.0.1:1", "127.0.0.1:2"])
+        kept = recall_membership(member.path)
+    assert kept == MembershipKept(terms, ("127.0.0.1:1", "127.0.0.1:2"))

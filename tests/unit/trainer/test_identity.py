@@ -1,5 +1,6 @@
 """Who a peer is from one start to the next."""
 
+import hashlib
 import json
 import multiprocessing
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from collective.transport import Authority
 from trainer.errors import EnvironmentFault, ExitCode, IntegrityError
 from trainer.identity import PeerFolder
 
@@ -19,6 +21,51 @@ def test_peer_keeps_its_id_and_each_start_is_later(tmp_path: Path) -> None:
     assert len({start.peer_id for start in starts}) == 1
     assert starts[0].incarnation < starts[1].incarnation < starts[2].incarnation
     assert starts[0].ref.peer_id == starts[0].peer_id
+    assert starts[0].key.private_bytes_raw() == starts[2].key.private_bytes_raw()
+
+
+def test_the_id_is_that_of_the_key_and_two_folders_have_two(tmp_path: Path) -> None:
+    with PeerFolder(tmp_path / "one") as one, PeerFolder(tmp_path / "other") as other:
+        identity, another = one.start_identity(), other.start_identity()
+    hashed = hashlib.sha256(identity.key.public_key().public_bytes_raw()).hexdigest()
+    assert identity.peer_id == hashed[:16] == (tmp_path / "one" / "peer_id").read_text()
+    assert identity.peer_id != another.peer_id
+    assert "key" not in repr(identity)
+
+
+def test_a_folder_whose_key_is_gone_says_so_and_makes_no_other_peer_of_it(tmp_path: Path) -> None:
+    (tmp_path / "peer_id").write_text("0123456789abcdef")
+    with PeerFolder(tmp_path) as folder:
+        for _ in range(2):
+            with pytest.raises(IntegrityError, match=r"has a peer id and no key.* older isthmus") as caught:
+                folder.start_identity()
+            assert "--dir" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"noise", b"-----BEGIN PRIVATE KEY-----\n"])
+def test_a_damaged_key_is_told(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "key.pem").write_bytes(content)
+    with PeerFolder(tmp_path) as folder, pytest.raises(IntegrityError, match=r"key\.pem is damaged"):
+        folder.start_identity()
+
+
+def test_the_id_of_another_key_is_damage(tmp_path: Path) -> None:
+    with PeerFolder(tmp_path) as folder:
+        folder.start_identity()
+        (tmp_path / "peer_id").write_text("0123456789abcdef")
+        with pytest.raises(IntegrityError, match="peer_id is damaged"):
+            folder.start_identity()
+
+
+def test_a_certificate_is_kept_for_the_next_start(tmp_path: Path) -> None:
+    with PeerFolder(tmp_path) as folder:
+        assert folder.load_certificate() is None
+        certificate = Authority(b"s" * 32).issue(folder.start_identity().key.public_key(), 1)
+        folder.keep_certificate(certificate)
+        assert folder.load_certificate() == certificate
+        (tmp_path / "certificate.pem").write_bytes(b"noise")
+        with pytest.raises(IntegrityError, match=r"certificate\.pem is damaged"):
+            folder.load_certificate()
 
 
 def test_start_is_later_also_when_the_clock_went_back(tmp_path: Path) -> None:
@@ -43,7 +90,8 @@ def test_files_are_only_ours_to_read(tmp_path: Path) -> None:
         folder.start_identity()
         folder.found_run("demo")
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
-    assert modes == {"lock": 0o600, "peer_id": 0o600, "incarnation": 0o600, "run.json": 0o600}
+    assert set(modes) == {"lock", "key.pem", "peer_id", "incarnation", "run.json"}
+    assert set(modes.values()) == {0o600}
 
 
 def test_second_daemon_in_the_same_folder_is_told_so(tmp_path: Path) -> None:

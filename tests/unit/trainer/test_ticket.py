@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 import string
@@ -23,6 +24,7 @@ from trainer.ticket import (
     expiry_hint,
     issue_token,
     make_ticket,
+    named_ticket,
     read_ticket,
     verify_token,
 )
@@ -32,7 +34,8 @@ RUN_ID = "demo-0123abcd"
 EXPIRES_AT_S = 1_900_000_000
 
 
-def a_ticket() -> Ticket:
+@functools.cache
+def a_ticket(number: int = 0) -> Ticket:
     return make_ticket(
         secret=SECRET,
         run_id=RUN_ID,
@@ -93,18 +96,18 @@ def test_what_was_never_a_ticket_is_told(text: str) -> None:
 
 
 def test_ticket_of_another_version_is_told() -> None:
-    assert fault_of("isthmus2" + encode_ticket(a_ticket())[8:]) is TicketFault.OTHER_VERSION
+    assert fault_of("isthmus1" + encode_ticket(a_ticket())[8:]) is TicketFault.OTHER_VERSION
 
 
 def test_every_cut_is_told_as_a_missing_end() -> None:
     text = encode_ticket(a_ticket())
-    faults = {fault_of(text[:length]) for length in range(len("isthmus1"), len(text) - 1)}
+    faults = {fault_of(text[:length]) for length in range(len("isthmus2"), len(text) - 1)}
     assert faults == {TicketFault.TRUNCATED}
 
 
 def test_every_changed_letter_is_noticed() -> None:
     text = encode_ticket(a_ticket())
-    for position in range(len("isthmus1"), len(text) - 1):  # the last letter has bits that mean nothing
+    for position in range(len("isthmus2"), len(text) - 1):  # the last letter has bits that mean nothing
         changed = text[:position] + ("b" if text[position] == "a" else "a") + text[position + 1 :]
         assert fault_of(changed) in (TicketFault.GARBLED, TicketFault.TRUNCATED)
 
@@ -121,9 +124,9 @@ def test_letters_that_base32_does_not_have_are_damage() -> None:
         b"",
         b"\xc0",
         b"\x94\x90\xa1a\xc4\x00\xc4\x00",  # no address
-        b"\x95\x91\xa3a:1\xa1a\xc4\x00\xc4\x28" + b"t" * 40 + b"\xc0",  # a fifth field
-        b"\x94\x91\xa3a:1\xa1A\xc4\x00\xc4\x28" + b"t" * 40,  # a run id with a capital
-        b"\x94\x91\xa3a:1\xa1a\xc4\x00\xc4\x27" + b"t" * 39,  # a short token
+        b"\x95\x91\xa3a:1\xa1a\xc4\x00\xc4\x31" + b"t" * 49 + b"\xc0",  # a fifth field
+        b"\x94\x91\xa3a:1\xa1A\xc4\x00\xc4\x31" + b"t" * 49,  # a run id with a capital
+        b"\x94\x91\xa3a:1\xa1a\xc4\x00\xc4\x30" + b"t" * 48,  # a short token
         b"\x91" * 60_000,
         b"\xdf\xff\xff\xff\xff",
     ],
@@ -131,13 +134,13 @@ def test_letters_that_base32_does_not_have_are_damage() -> None:
 def test_bodies_that_are_not_ours_are_damage_even_with_a_right_check(body: bytes) -> None:
     framed = len(body).to_bytes(2, "big") + body
     packed = framed + hashlib.sha256(framed).digest()[:4]
-    text = "isthmus1" + base64.b32encode(packed).decode().rstrip("=").lower()
+    text = "isthmus2" + base64.b32encode(packed).decode().rstrip("=").lower()
     assert fault_of(text) in (TicketFault.GARBLED, TicketFault.NO_TICKET)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.text(max_size=300) | st.text(alphabet=string.ascii_lowercase + "234567", max_size=300).map("isthmus1".__add__)
+    st.text(max_size=300) | st.text(alphabet=string.ascii_lowercase + "234567", max_size=300).map("isthmus2".__add__)
 )
 def test_any_text_is_a_ticket_or_is_refused(text: str) -> None:
     with contextlib.suppress(TicketRefused):
@@ -193,7 +196,8 @@ def test_ticket_comes_through_a_pipe_and_nothing_else_is_waited_for(tmp_path: Pa
 def test_token_admits_until_it_expires() -> None:
     token = issue_token(SECRET, RUN_ID, EXPIRES_AT_S)
     assert len(token) == TOKEN_NBYTES
-    verify_token(SECRET, RUN_ID, token, now_s=EXPIRES_AT_S - 0.001)
+    claims = verify_token(SECRET, RUN_ID, token, now_s=EXPIRES_AT_S - 0.001)
+    assert (claims.expires_at_s, claims.is_once) == (EXPIRES_AT_S, False)
     with pytest.raises(TicketRefused, match="expired 2 hours ago") as caught:
         verify_token(SECRET, RUN_ID, token, now_s=EXPIRES_AT_S + 7200)
     assert caught.value.fault is TicketFault.EXPIRED
@@ -219,10 +223,26 @@ def test_no_bit_of_a_token_can_be_changed() -> None:
         assert caught.value.fault is TicketFault.FORGED
 
 
-@pytest.mark.parametrize("token", [b"", b"\0", b"\0" * 8, b"\xff" * 40, b"\0" * 4096])
+@pytest.mark.parametrize("token", [b"", b"\0", b"\0" * 8, b"\xff" * 49, b"\0" * 4096])
 def test_bytes_that_are_no_token_are_refused(token: bytes) -> None:
     with pytest.raises(TicketRefused):
         verify_token(SECRET, RUN_ID, token, now_s=0)
+
+
+def test_every_ticket_has_an_id_of_its_own_by_which_people_can_name_it(tmp_path: Path) -> None:
+    tickets = [a_ticket(number) for number in range(3)]
+    assert len({ticket.ticket_id for ticket in tickets}) == 3
+    (tmp_path / "ticket").write_text(encode_ticket(tickets[0]))
+    named = (encode_ticket(tickets[0]), f"@{tmp_path / 'ticket'}", tickets[0].ticket_id.hex().upper())
+    known = (tickets[0].ticket_id, EXPIRES_AT_S)
+    assert [named_ticket(text) for text in named] == [known, known, (tickets[0].ticket_id, None)]
+    with pytest.raises(TicketRefused):
+        named_ticket("0123")
+
+
+def test_a_ticket_for_one_peer_says_so_in_what_nobody_can_change() -> None:
+    token = issue_token(SECRET, RUN_ID, EXPIRES_AT_S, is_once=True)
+    assert verify_token(SECRET, RUN_ID, token, now_s=0).is_once
 
 
 def test_expiry_by_our_clock_is_only_a_hint() -> None:

@@ -1,0 +1,109 @@
+"""What an operator asks of a coordinator, and what follows for the connections of a process that hears of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from collective.core.types import Incarnation, PeerId, PeerRef
+from collective.errors import SecurityRefused
+from collective.transport import Authority, Credentials, Security
+from collective.transport.certificates import certificate_to_bytes
+from elastic.coordinator import CoordinatorShell
+from elastic.core.config import CoordinatorConfig
+from elastic.core.events import UseTicket
+from elastic.core.messages import Bar, Trust
+from elastic.journal import Journal
+from trainer.bouncer import Bouncer
+from trainer.identity import RunIdentity
+from trainer.office import Office
+from trainer.status import PeerStatus
+from trainer.ticket import decode_ticket, verify_token
+
+NOW_S = 1_000_000.0
+RUN = RunIdentity(run_id="demo-0123abcd", secret=b"s" * 32)
+ME = PeerRef(PeerId("a" * 16), Incarnation(1))
+STRANGER = PeerId("f" * 16)
+
+
+@pytest.fixture
+def office(tmp_path: Path) -> Iterator[Office]:
+    journal = Journal(tmp_path / "journal.sqlite", run_id=RUN.run_id)
+    config = CoordinatorConfig(manifest_digest=bytes(32), seal_key=bytes(32), outer_steps=9)
+    yield Office(
+        me=ME,
+        run=RUN,
+        addresses=("127.0.0.1:1", "127.0.0.1:2"),
+        fingerprint=b"f" * 32,
+        lifetime_s=60.0,
+        coordinator=CoordinatorShell(config, journal),
+        now_s=lambda: NOW_S,
+    )
+    journal.close()
+
+
+def test_a_new_ticket_admits_for_as_long_and_as_many_as_was_asked_for(office: Office) -> None:
+    usual = decode_ticket(office.new_ticket(is_once=False, lifetime_s=None))
+    assert usual.addresses == office.addresses
+    assert usual.fingerprint == office.fingerprint
+    assert usual.expires_at_s == NOW_S + 60
+    short = decode_ticket(office.new_ticket(is_once=True, lifetime_s=5.0))
+    claims = verify_token(RUN.secret, RUN.run_id, short.token, now_s=NOW_S)
+    assert (claims.expires_at_s, claims.is_once) == (NOW_S + 5, True)
+
+
+async def test_a_ticket_is_revoked_for_as_long_as_it_could_admit(office: Office) -> None:
+    ticket = office.ticket()
+    assert await office.revoke(ticket.ticket_id, None) is None
+    (record,) = office.coordinator.doors.tickets.values()
+    assert (record.ticket_id, record.used_by) == (ticket.ticket_id, None)
+    assert record.expires_at_s > NOW_S + 365 * 86_400
+
+
+async def test_the_peer_that_the_coordinator_lives_with_is_not_put_out(office: Office) -> None:
+    assert "lives with this peer" in (await office.put_out(ME.peer_id, for_ever=True) or "")
+    assert office.coordinator.doors.bars == {}
+
+
+async def test_whoever_is_banned_is_listed_as_such_and_goes_with_its_ticket(office: Office) -> None:
+    ticket = office.ticket()
+    used = UseTicket(
+        ticket_id=ticket.ticket_id,
+        expires_at_s=ticket.expires_at_s,
+        used_by=STRANGER,
+        at_s=round(NOW_S),
+        is_once=False,
+    )
+    assert await office.coordinator.order(used, timeout_s=5.0) is None
+    assert "is in the run" in (await office.put_out(STRANGER, for_ever=False) or "")
+    assert await office.put_out(STRANGER, for_ever=True) is None
+    assert office.peers() == (PeerStatus(peer_id=STRANGER, state="banned"),)
+    assert set(office.coordinator.doors.tickets) == {ticket.ticket_id}
+
+
+# ------------------------------------------------------------------------ the bouncer
+
+
+def test_connections_end_once_for_every_news_of_a_bar_and_new_authorities_are_believed() -> None:
+    key, other = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+    authority, another = Authority(b"s" * 32), Authority(b"o" * 32)
+    own = Credentials(key, authority.issue(key.public_key(), 1), (authority.certificate,))
+    security = Security(own)
+    newcomer = another.issue(other.public_key(), 7)
+    bouncer, ended = Bouncer(security), []
+    bouncer.ends(ended.append)
+    their_id = Security(Credentials(other, newcomer, (another.certificate,))).peer_id
+    with pytest.raises(SecurityRefused, match="another run"):
+        security.require_member(newcomer, their_id)
+
+    both = tuple(certificate_to_bytes(one.certificate) for one in (authority, another))
+    for barred, calls in (((), []), ((Bar(their_id, Incarnation(1), 6),), [their_id]), ((), [their_id])):
+        bouncer.heard(Trust(authorities=both, barred=barred))
+        bouncer.heard(Trust(authorities=both, barred=barred))
+        assert ended == calls
+        security.require_member(newcomer, their_id)  # its certificate is newer than the bar
+    bouncer.heard(Trust(authorities=(b"noise",), barred=(Bar(their_id, Incarnation(1), 7),)))
+    assert ended == [their_id, their_id]
+    with pytest.raises(SecurityRefused, match="withdrawn"):
+        security.require_member(newcomer, their_id)

@@ -1,0 +1,94 @@
+"""What an operator can ask of the process where a run's coordinator lives: tickets, who is there, who has to go.
+
+Rules: what is answered with None is in the journal. Must not know how a question travels.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from collective.core.types import PeerId, PeerRef
+from elastic.coordinator import CoordinatorShell
+from elastic.core.events import PutOut, RevokeTicket
+from trainer.identity import RunIdentity
+from trainer.status import PeerStatus
+from trainer.ticket import Ticket, encode_ticket, make_ticket
+
+_TIMEOUT_S = 4.0
+"""For the journal. Shorter than the command line's patience."""
+_LONGEST_LIFE_S = 366 * 86_400
+"""Of a ticket of which only the id is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Office:
+    """See the module.
+
+    Attributes:
+        me: this start of this process.
+        run: its id and secret.
+        addresses: where the run's coordinators listen, the likeliest first.
+        fingerprint: for tickets; empty if nothing is encrypted.
+        lifetime_s: of a ticket, if nobody says otherwise.
+        coordinator: the run's.
+        now_s: the wall clock in Unix seconds.
+    """
+
+    me: PeerRef
+    run: RunIdentity
+    addresses: Sequence[str]
+    fingerprint: bytes
+    lifetime_s: float
+    coordinator: CoordinatorShell
+    now_s: Callable[[], float]
+
+    def ticket(self, *, is_once: bool = False, lifetime_s: float | None = None) -> Ticket:
+        """A new one."""
+        return make_ticket(
+            secret=self.run.secret,
+            run_id=self.run.run_id,
+            addresses=self.addresses,
+            expires_at_s=round(self.now_s() + (self.lifetime_s if lifetime_s is None else lifetime_s)),
+            fingerprint=self.fingerprint,
+            is_once=is_once,
+        )
+
+    def new_ticket(self, *, is_once: bool, lifetime_s: float | None) -> str:
+        """The same, encoded."""
+        return encode_ticket(self.ticket(is_once=is_once, lifetime_s=lifetime_s))
+
+    async def revoke(self, ticket_id: bytes, expires_at_s: int | None) -> str | None:
+        """Let a ticket admit nobody any more. None, or why that could not be done."""
+        now_s = round(self.now_s())
+        expires_at_s = now_s + _LONGEST_LIFE_S if expires_at_s is None else expires_at_s
+        order = RevokeTicket(ticket_id=ticket_id, expires_at_s=expires_at_s, at_s=now_s)
+        return await self.coordinator.order(order, timeout_s=_TIMEOUT_S)
+
+    async def put_out(self, peer_id: PeerId, *, for_ever: bool) -> str | None:
+        """Evict a peer, or ban it. None, or why that could not be done."""
+        if peer_id == self.me.peer_id:
+            return "the coordinator lives with this peer, and would be put out with it"
+        order = PutOut(
+            peer_id=peer_id,
+            incarnation=self.coordinator.newest_start(peer_id),
+            certificate=round(self.now_s() * 1000),
+            for_ever=for_ever,
+            at_s=round(self.now_s()),
+        )
+        return await self.coordinator.order(order, timeout_s=_TIMEOUT_S)
+
+    def peers(self) -> tuple[PeerStatus, ...]:
+        """Members by rank, then the late, learners, and who is kept out."""
+        status = self.coordinator.status()
+        there = [(member.ref, "member") for member in status.view.members]
+        there += [(ref, "late") for ref in status.excused]
+        there += [(ref, "learner") for ref in status.learners if ref not in status.excused]
+        found = [
+            PeerStatus(peer_id=ref.peer_id, state=state, incarnation=ref.incarnation, address=status.addresses.get(ref))
+            for ref, state in there
+        ]
+        doors, present = self.coordinator.doors, {ref.peer_id for ref, _ in there}
+        found += [
+            PeerStatus(peer_id=peer_id, state="banned" if doors.is_banned(peer_id) else "evicted")
+            for peer_id in sorted(doors.bars.keys() - present)
+        ]
+        return tuple(found)
