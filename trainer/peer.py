@@ -324,7 +324,7 @@ class Peer:
     def _tell_progress(self) -> None:
         if self._membership is not None:
             progress = self._inner_steps + self._signs_of_life + self.communicator.progress()
-            self._membership.progressed(progress, blocked=self._blocked)
+            self._membership.progressed(progress, inner_steps=self._inner_steps, blocked=self._blocked)
 
     def _on_round(self, report: RoundReport) -> None:
         self._num_rounds += 1

@@ -41,7 +41,12 @@ class Checkers:
         self._leases = Leases()
         self._admissions = Admissions(self.history, sim)
         self.certificates = Certificates(sim)
-        self.patience = Patience(sim.world, sim.options.min_peers)
+        self.patience = Patience(
+            sim.world,
+            sim.options.min_peers,
+            work_of=lambda ref: sim.peers[ref.peer_id].work_of(ref),
+            round_work=sim.coordinator_config.round_inner_steps,
+        )
         self._epochs: dict[PeerRef, int] = {}
         self._exits: list[tuple[PeerRef, Finish]] = []
         self._halted = False

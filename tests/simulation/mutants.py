@@ -27,7 +27,7 @@ from elastic.core.events import (
 )
 from elastic.core.grace import Grace
 from elastic.core.member import MemberMachine
-from elastic.core.messages import Evicted, Held, Join, NewView, RoundFailed, Vote
+from elastic.core.messages import Evicted, Heartbeat, Held, Join, NewView, RoundFailed, Vote
 from elastic.core.place import Phase, Place
 from elastic.core.rebuild import Rebuild
 from elastic.core.reception import Reception
@@ -65,6 +65,16 @@ class ForgetsItsPayload(MemberMachine):
                 place._take_part()
         else:
             super()._on_new_view(message)
+
+
+class CallsBytesSteps(Place):
+    def heartbeat(self, epoch: Epoch) -> Heartbeat:
+        beat = super().heartbeat(epoch)
+        return msgspec.structs.replace(beat, inner_steps=beat.progress)
+
+
+class CountsBytesAsWork(MemberMachine):
+    place_type = CallsBytesSteps
 
 
 # ------------------------------------------------------------------------ coordinators
@@ -298,6 +308,10 @@ MUTANTS: dict[str, Mutant] = {
     "late_work_lost": Mutant(
         what="work that came too late for its round is thrown away",
         parts=Parts(member=ForgetsLateWork),
+    ),
+    "bytes_are_work": Mutant(
+        what="an excused peer whose trainer hangs is a member again, because it follows the commits",
+        parts=Parts(member=CountsBytesAsWork),
     ),
     "payload_forgotten": Mutant(
         what="a member drops its payload when the view changes",

@@ -1,12 +1,14 @@
-"""I4: a round whose quorum has handed in is not kept waiting by the late for longer than the grace may last.
+"""I4: the late keep nobody waiting for longer than the grace may last, and those who stand still only once.
 
-Looked at only when everything is healed: before, somebody who is not late may be cut off.
+How long a round with its quorum waits is looked at only when everything is healed: before, somebody who is not late may
+be cut off. That nobody is a member again who has done no work since it was excused is looked at always.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from collective.core.types import PeerRef, View
+from tests.simulation.symbols import name
 from tests.simulation.world import World, demand
 
 LIMIT_S = 12.0
@@ -14,10 +16,22 @@ LIMIT_S = 12.0
 
 
 class Patience:
-    """Books of who has handed in since the last commit."""
+    """Books of who has handed in since the last commit, and of what the excused have done.
 
-    def __init__(self, world: World, min_peers: int) -> None:
+    Args:
+        world: for the time.
+        min_peers: of a commit.
+        work_of: how many inner steps this start of a peer has done; None if it is gone.
+        round_work: as many are a round.
+    """
+
+    def __init__(
+        self, world: World, min_peers: int, *, work_of: Callable[[PeerRef], int | None], round_work: int
+    ) -> None:
         self._world = world
+        self._work_of = work_of
+        self._round_work = round_work
+        self._idle: dict[PeerRef, int] = {}  # excused, and has handed nothing in since; its work until then
         self._min_peers = min_peers
         self._members: set[PeerRef] = set()
         self._num_standing = 0
@@ -34,12 +48,22 @@ class Patience:
     def made(self, ref: PeerRef) -> None:
         """A payload is made."""
         self._ready.add(ref)
+        self._idle.pop(ref, None)
         self._look()
 
     def view_decided(self, view: View, excused: Collection[PeerRef]) -> None:
         """Whoever was awaited is awaited no more, or the round was aborted."""
         self._judge()
-        self._members = {member.ref for member in view.members}
+        members = {member.ref for member in view.members}
+        for ref, before in self._idle.items():
+            work = self._work_of(ref)
+            if ref in members and work is not None:
+                done = work - before
+                demand(done >= self._round_work, "I4", f"{name(ref)} is awaited again after {done} steps")
+        self._idle = {ref: done for ref, done in self._idle.items() if ref in excused}
+        for ref in self._members.intersection(excused) - self._ready:  # the word of a payload may be on its way
+            self._idle[ref] = self._work_of(ref) or 0
+        self._members = members
         self._num_standing = len(self._members) + len(excused)
         self._ready &= self._members | set(excused)  # who was put out hands in anew, also if it is back at once
         self._complete_since = None
@@ -48,6 +72,7 @@ class Patience:
     def rebuilt(self) -> None:
         """Nobody is a member any more, and what was handed in is void."""
         self._members, self._num_standing = set(), 0
+        self._idle.clear()
         self._ready.clear()
         self._complete_since = None
 
