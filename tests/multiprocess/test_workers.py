@@ -231,7 +231,6 @@ async def test_workers_that_hang_are_replaced_and_train_on(mailbox: SharedBuffer
         pidfds = [os.pidfd_open(pid) for pid in pool.pids]
         os.kill(pool.pids[0], signal.SIGSTOP)
         with pytest.raises(WorkerStalled):
-            await pool.store()
             await pool.step(range(4), inner_step=2)
         _wait_for_ends(pidfds)
         mailbox.tensor.copy_(initial_parameters(MODEL, 0))
