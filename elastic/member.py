@@ -179,6 +179,7 @@ class Membership:
         self._work: asyncio.Queue[MemberEffect] = asyncio.Queue(_MAX_QUEUED_EFFECTS)
         self._round_began: Instant = 0.0
         self._progress = 0
+        self._inner_steps = 0
         self._borrowing_progress = 0
         self._blocked = False
         self._went_back_in = 0
@@ -261,9 +262,13 @@ class Membership:
         """Leave at the next commit boundary, with the steps done so far, or at once. `run` returns when it is done."""
         self._feed(LeaveRequested(now=now))
 
-    def progressed(self, progress: int, *, blocked: bool) -> None:
-        """Something got done: `progress` only grows. `blocked`: this peer stands still because it waits for others."""
+    def progressed(self, progress: int, *, inner_steps: int, blocked: bool) -> None:
+        """Something got done: `progress` only grows, and so does the number of `inner_steps` of this start.
+
+        `blocked`: this peer stands still because it waits for others.
+        """
         self._progress, self._blocked = max(self._progress, progress), blocked
+        self._inner_steps = max(self._inner_steps, inner_steps)
         self._tell_progress()
 
     # -------------------------------------------------------------------------------- the machine
@@ -314,7 +319,7 @@ class Membership:
 
     def _tell_progress(self) -> None:
         progress = self._progress + self._learner.received_nbytes + self._borrowing_progress
-        self._feed(Progressed(progress=progress, blocked=self._blocked))
+        self._feed(Progressed(progress=progress, blocked=self._blocked, inner_steps=self._inner_steps))
 
     # -------------------------------------------------------------------------------- line
 

@@ -43,6 +43,7 @@ from trainer.events import EventLog, Field
 from trainer.record_lines import key_fields, line_of, view_fields
 from trainer.scoreboard import Scoreboard
 from trainer.training_loop import RoundReport
+from trainer.worker_link import WorkerStalled
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +110,24 @@ class Chronicle:
         self._board.checkpoint_failed()
         self._log.emit("fault", kind="checkpoint_failed", cause=str(failure))
         log.warning("checkpoint_failed cause=%r", str(failure))
+
+    def worker_hung(self, hang: WorkerStalled) -> None:
+        """Workers do not answer. They are killed and replaced; what they did since the last commit is done again."""
+        self._board.worker_hung()
+        self._log.emit(
+            "fault",
+            kind="worker_hung",
+            request=hang.request,
+            local_ranks=hang.local_ranks,
+            seconds=hang.timeout_s,
+            cause=hang.what,
+        )
+        log.warning(
+            "worker_hung request=%s seconds=%.0f cause=%r; the workers of this peer are killed and replaced",
+            hang.request,
+            hang.timeout_s,
+            hang.what,
+        )
 
     def counted(self, *, refused: Mapping[str, int], served_nbytes: int) -> None:
         """So far: connections that were not let in, by reason, and bytes of state for learners. For the figures."""

@@ -130,6 +130,8 @@ class NodeSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, Field(ge=0, le=4096)] = 0
     """CPU threads of one worker; 0: as many as there are cores for it."""
+    hang_timeout_s: Annotated[Seconds, Field(gt=0, le=86400)] = 60.0
+    """A worker that gives no answer for so long, and for ten times as long as that took before, is replaced."""
     listen: Address = "127.0.0.1:0"
     advertise: Maybe[Address] = None
     """Where other peers reach this one, if that is not `listen`."""

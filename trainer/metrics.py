@@ -47,6 +47,8 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
+        # Workers.
+        self.worker_hangs = self._counter("worker_hangs_total", "Workers replaced because one gave no answer.")
         # Disk.
         self.checkpoints = self._counter("checkpoints_total", "Checkpoints written.")
         self.checkpoint_failures = self._counter("checkpoint_failures_total", "Checkpoints not written. Alarm on it.")

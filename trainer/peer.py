@@ -53,7 +53,7 @@ from trainer.sample_feed import SampleFeed
 from trainer.shared_buffer import SharedBuffer
 from trainer.training_loop import RoundReport, TrainingLoop
 from trainer.wiring import bulk_options, fragments_of, member_config, outer_of, samples_in_stock, training_job
-from trainer.worker_pool import WorkerPool
+from trainer.worker_pool import WorkerPool, WorkerStalled
 from trainer.worker_values import WorkerValues
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,8 @@ _DIAL_TIMEOUT_S = 5.0
 _LAST_ROUND_TIMEOUT_S = 600.0
 """For the evaluation and the checkpoint of the final state, after everybody has said goodbye."""
 _SIGN_OF_LIFE_S = 1.0
+_MAX_REPLACED = 3
+"""Workers that hang again and again, and never train a round, hang for a reason that a new start does not mend."""
 _LAST_STEP_TIMEOUT_S = 20.0
 """For the inner step that is under way when this peer's part ends early."""
 
@@ -176,6 +178,7 @@ class Peer:
         self._inner_steps = 0
         self._signs_of_life = 0
         self._num_rounds = 0
+        self._num_replaced = 0  # since a commit held work of this peer
         self._blocked = False
 
     # -------------------------------------------------------------------------------- life
@@ -229,6 +232,7 @@ class Peer:
             device=node.device,
             num_threads=node.threads or None,
             log_dir=plan.run_dir,
+            hang_timeout_s=node.hang_timeout_s,
         )
 
     async def _take_part(self, pool: WorkerPool) -> Finish:
@@ -296,6 +300,7 @@ class Peer:
             on_landed=self._on_landed,
             on_inner_step=self._on_inner_step,
             on_blocked=self._on_blocked,
+            replace_workers=self._replace_workers,
         )
 
     async def _dial(self, address: str, purpose: Purpose) -> Channel:
@@ -341,10 +346,19 @@ class Peer:
     def _tell_progress(self) -> None:
         if self._membership is not None:
             progress = self._inner_steps + self._signs_of_life + self.communicator.progress()
-            self._membership.progressed(progress, blocked=self._blocked)
+            self._membership.progressed(progress, inner_steps=self._inner_steps, blocked=self._blocked)
+
+    async def _replace_workers(self, hang: WorkerStalled) -> None:
+        """Once more, unless that has not helped before."""
+        if self._num_replaced == _MAX_REPLACED:
+            raise hang
+        self._num_replaced += 1
+        self._chronicle.worker_hung(hang)
+        await self._pool.renew()
 
     def _on_round(self, report: RoundReport) -> None:
         self._num_rounds += 1
+        self._num_replaced = 0
         self._chronicle.trained(report)
         self._durability.reported(report.outer_step, report.digest, report.position)
 
@@ -356,10 +370,13 @@ class Peer:
 
     async def _evaluate(self) -> float:
         """Judge the anchor. That may take long and has the pool's deadline; the others must not call it a stall."""
-        async with asyncio.TaskGroup() as tasks:
-            judged = tasks.create_task(self._values.judge_anchor(self._pool.evaluate))
+        judged = asyncio.ensure_future(self._values.judge_anchor(self._pool.evaluate))
+        try:
             while not judged.done():
                 await asyncio.wait([judged], timeout=_SIGN_OF_LIFE_S)
                 self._signs_of_life += 1
                 self._tell_progress()
-        return judged.result()
+            return judged.result()
+        finally:
+            judged.cancel()
+            await asyncio.wait([judged])

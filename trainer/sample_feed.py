@@ -1,9 +1,10 @@
 """Sample indices this peer may train on: leased ahead, handed out step by step, reported with the vote.
 
 Rules: an index is handed out only while its lease is held; what was handed out since the last commit is `consumed`
-and goes into the next vote; when the membership is lost, so are all leases (`reset`), whatever was trained. `reset` is
-called once for each loss, in the order of what happens: a later one would throw away the leases of the next membership,
-which nobody else gets while this peer is there. It must not know text, batches or what a view is.
+and goes into the next vote, unless the work is lost and not the membership: then it is handed out again (`take_back`).
+When the membership is lost, so are all leases (`reset`), whatever was trained. `reset` is called once for each loss, in
+the order of what happens: a later one would throw away the leases of the next membership, which nobody else gets while
+this peer is there. It must not know text, batches or what a view is.
 """
 
 import asyncio
@@ -68,6 +69,14 @@ class SampleFeed:
     def settle(self, consumed: Iterable[IndexRange]) -> None:
         """These ranges are committed: the next vote must not name them again."""
         self._consumed = list(without(self._consumed, consumed))
+
+    def take_back(self) -> None:
+        """What was handed out since the last `settle` is to be trained on again: who had it is gone, the leases not."""
+        again = merged(self._consumed)
+        self._ranges.extendleft(reversed(again))
+        self._available += count(again)
+        self._consumed.clear()
+        self._changed.set()
 
     def reset(self) -> None:
         """The membership is lost and every lease with it."""

@@ -158,6 +158,10 @@ class Scoreboard:
         """A checkpoint could not be written."""
         self._metrics.checkpoint_failures.inc()
 
+    def worker_hung(self) -> None:
+        """The workers are replaced, because one of them hangs."""
+        self._metrics.worker_hangs.inc()
+
     def counted(self, *, refused: Mapping[str, int], num_events_lost: int, served_nbytes: int) -> None:
         """So far: connections that were not let in, by reason; lines that were lost; bytes of state for learners."""
         for reason, count in refused.items():

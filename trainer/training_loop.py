@@ -32,6 +32,7 @@ from trainer.round_runner import RoundRunner
 from trainer.round_schedule import RoundSchedule
 from trainer.sample_feed import LeasesLost, SampleFeed
 from trainer.tally import HandedIn, Tally
+from trainer.worker_link import WorkerStalled
 from trainer.worker_values import WorkerValues
 
 T = TypeVar("T")
@@ -75,6 +76,7 @@ class TrainingLoop:
         on_landed: told of it again before the workers go on from its outcome; may have them judge it.
         on_inner_step: told of every inner step (global number, loss, tokens), for progress.
         on_blocked: told when this peer begins and ceases to stand still for the others.
+        replace_workers: gets others in the place of those that hang, or raises.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class TrainingLoop:
         on_landed: Callable[[RoundReport], Awaitable[None]],
         on_inner_step: Callable[[int, float, int], None],
         on_blocked: Callable[[bool], None],
+        replace_workers: Callable[[WorkerStalled], Awaitable[None]],
     ) -> None:
         self._membership = membership
         self._runner = runner
@@ -109,6 +112,7 @@ class TrainingLoop:
         self._on_landed = on_landed
         self._on_inner_step = on_inner_step
         self._on_blocked = on_blocked
+        self._replace_workers = replace_workers
         self._clock = asyncio.get_running_loop().time
         self._tally = Tally()
         self._inner_step = 0  # global number of the newest one, or of the last one that was left out
@@ -117,13 +121,20 @@ class TrainingLoop:
         self._blocked_since: float | None = None
 
     async def run(self) -> None:
-        """Train until the final commit or the end of the membership. Errors of the workers come through."""
+        """Train until the final commit or the end of the membership. Errors of the workers come through, but for hangs.
+
+        Who hangs takes the work since the last commit along, and nothing else: no round is out then, the leases stay.
+        """
         with contextlib.suppress(RunFinished):
             while True:
                 admitted = await self._membership.activated()
-                with contextlib.suppress(LeasesLost, NotAMember):
-                    await self._train_as_member(admitted)
-                    return
+                try:
+                    with contextlib.suppress(LeasesLost, NotAMember):
+                        await self._train_as_member(admitted)
+                        return
+                except WorkerStalled as hang:
+                    self._feed.take_back()
+                    await self._replace_workers(hang)
 
     async def _train_as_member(self, admitted: View) -> None:
         """Until the run's last commit. `admitted` is the view in which this peer became active."""
@@ -184,7 +195,8 @@ class TrainingLoop:
         try:
             async with _beside(self._commit(round_, ready, handed_in)) as outcome:
                 if round_.delay and ready.outer_step + 1 < self._outer_steps:
-                    await self._train(round_.due_step, admitted, is_behind=False, outcome=outcome)
+                    with contextlib.suppress(WorkerStalled):  # it will be raised again, once this round is out
+                        await self._train(round_.due_step, admitted, is_behind=False, outcome=outcome)
                 self._block()
                 report = await outcome
         finally:

@@ -117,6 +117,7 @@ def coordinator_config(
         authorities=authorities,
         rebuild_salt=rebuild_salt,
         outer_steps=config.run.outer_steps,
+        round_inner_steps=config.inner_steps_per_round,
         min_peers=members.min_peers,
         start_peers=members.start_peers,
         first_index=first_index,

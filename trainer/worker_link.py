@@ -6,7 +6,7 @@ way or new, raises that failure. Must not know processes: whoever sees one end s
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -21,11 +21,17 @@ from trainer.errors import ConfigError, EnvironmentFault, IsthmusError, Training
 WINDOW = 2
 """Requests under way at once: the next step is with the workers before the daemon has heard of this one."""
 
+_LOOK_S = 1.0
+"""A daemon that was suspended wakes with every time limit behind it, and its workers too."""
+
 _FAULTS: Mapping[str, type[TrainingFault | EnvironmentFault | ConfigError]] = MappingProxyType(
     {"training_fault": TrainingFault, "environment": EnvironmentFault, "config": ConfigError}
 )
 
-_ReplyT = TypeVar("_ReplyT", bound=ipc.Loaded | ipc.StepDone | ipc.Stored | ipc.Evaluated)
+Request = ipc.Load | ipc.Step | ipc.Store | ipc.Evaluate
+"""What a worker answers."""
+
+ReplyT = TypeVar("ReplyT", bound=ipc.Loaded | ipc.StepDone | ipc.Stored | ipc.Evaluated)
 
 
 class WorkerStalled(WorkerCrashed):
@@ -35,17 +41,19 @@ class WorkerStalled(WorkerCrashed):
         request: what they were asked: "step", "load" and so on, or "start" before they were ready.
         local_ranks: who owes the answer.
         timeout_s: how long they had.
+        what: what they did instead, a sentence about each; who hangs before who waits for it.
     """
 
-    def __init__(self, request: str, local_ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, request: str, local_ranks: Sequence[int], timeout_s: float, what: str) -> None:
         who = ", ".join(map(str, local_ranks))
         super().__init__(
-            f"no answer to {request} from worker {who} in {timeout_s:g} s",
+            f"no answer to {request} from worker {who} in {timeout_s:.3g} s: {what}",
             cure="see the workers' logs, then start the peer again",
         )
         self.request = request
         self.local_ranks = tuple(local_ranks)
         self.timeout_s = timeout_s
+        self.what = what
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -64,11 +72,20 @@ class WorkerLink:
         path: of the socket, in a folder that only this user can enter.
         num_workers: who will connect, as `ipc.worker_identity` names them.
         on_failure: called once, at the first failure, before anybody is told.
+        explain: says what workers do that owe an answer; within seconds.
     """
 
-    def __init__(self, path: Path, num_workers: int, *, on_failure: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        num_workers: int,
+        *,
+        on_failure: Callable[[], None],
+        explain: Callable[[Sequence[int]], Awaitable[str]],
+    ) -> None:
         self._local_ranks = {ipc.worker_identity(local_rank): local_rank for local_rank in range(num_workers)}
         self._on_failure = on_failure
+        self._explain = explain
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         ipc.configure(self._socket, linger_s=0.0)
@@ -103,40 +120,49 @@ class WorkerLink:
             async with asyncio.timeout(timeout_s):
                 await self._all_ready.wait()
         except TimeoutError:
-            self.fail(WorkerStalled("start", self._missing(self._ready), timeout_s))
+            missing = self._missing(self._ready)
+            self.fail(WorkerStalled("start", missing, timeout_s, await self._explain(missing)))
         if self._failure is not None:
             raise self._failure
         return tuple(self._ready[local_rank] for local_rank in self._local_ranks.values())
 
-    async def ask(
-        self, request: ipc.Load | ipc.Step | ipc.Store | ipc.Evaluate, kind: type[_ReplyT], timeout_s: float
-    ) -> list[_ReplyT]:
+    async def ask(self, request: Request, kind: type[ReplyT], timeout_s: float) -> list[ReplyT]:
         """Send a request to all workers and collect their replies, of this kind, by local rank.
 
         A caller that is cancelled leaves the request under way.
 
         Raises:
-            IsthmusError: the first failure. WorkerStalled if it is the time that ran out, waiting for earlier
-                requests included.
+            IsthmusError: the first failure. WorkerStalled if it is the time that ran out, for earlier requests or
+                for this one. Time in which this process itself did not run is not counted.
         """
         wire = ipc.encode(request)
         name = type(request).__name__.lower()
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._window.acquire()
-        except TimeoutError:
-            self._stall(name, timeout_s)
-        if self._failure is not None:
-            raise self._failure
+        await self._enter_window(timeout_s)
         pending = _Pending(name=name, done=asyncio.Future())
         self._pending[request.serial] = pending
         self._broadcast(wire)
-        # `wait` leaves the future alone whatever happens to the caller: the reply is for the books as well.
-        await asyncio.wait({pending.done}, timeout=deadline - asyncio.get_running_loop().time())
-        if not pending.done.done():
-            self._stall(name, timeout_s)
+        left_s = timeout_s
+        while not pending.done.done():
+            # `wait` leaves the future alone whatever happens to the caller: the reply is for the books as well.
+            await asyncio.wait({pending.done}, timeout=min(_LOOK_S, left_s))
+            left_s -= _LOOK_S
+            if left_s <= 0.0 and not pending.done.done():
+                await self._stall(timeout_s)
+                left_s = timeout_s  # it was answered while we asked why it is not, or the one before it was
         return _of_kind(pending.done.result(), kind)
+
+    async def _enter_window(self, timeout_s: float) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._window.acquire()
+            except TimeoutError:
+                await self._stall(timeout_s)
+                if self._failure is None:
+                    continue
+            if self._failure is not None:
+                raise self._failure
+            return
 
     def fail(self, error: IsthmusError) -> None:
         """Everything under way ends with this error; a second one is only a consequence of the first, and ignored."""
@@ -208,15 +234,19 @@ class WorkerLink:
     def _missing(self, replies: dict[int, ipc.Ready] | dict[int, ipc.Reply]) -> list[int]:
         return [local_rank for local_rank in self._local_ranks.values() if local_rank not in replies]
 
-    def _stall(self, name: str, timeout_s: float) -> None:
-        """The time of a request ran out; to blame is the oldest one that is under way."""
+    async def _stall(self, timeout_s: float) -> None:
+        """The time of a request ran out; to blame is the oldest one that is under way, if it still is."""
         oldest = next(iter(self._pending.values()), None)
-        missing = tuple(self._local_ranks.values()) if oldest is None else self._missing(oldest.replies)
-        self.fail(WorkerStalled(name if oldest is None else oldest.name, missing, timeout_s))
+        if oldest is None:
+            return
+        missing = self._missing(oldest.replies)
+        what = await self._explain(missing)
+        if not oldest.done.done():
+            self.fail(WorkerStalled(oldest.name, missing, timeout_s, what))
 
 
-def _of_kind(replies: list[ipc.Reply], kind: type[_ReplyT]) -> list[_ReplyT]:
-    answers: list[_ReplyT] = [reply for reply in replies if isinstance(reply, kind)]
+def _of_kind(replies: list[ipc.Reply], kind: type[ReplyT]) -> list[ReplyT]:
+    answers: list[ReplyT] = [reply for reply in replies if isinstance(reply, kind)]
     if len(answers) != len(replies):
         raise ipc.MalformedMessage(f"{kind.__name__} was expected, not {replies}")
     return answers

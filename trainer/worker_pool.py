@@ -1,8 +1,9 @@
 """The workers of this peer: started together, driven together, and gone together.
 
-Owns L processes, their private folder and what they inherit. Rules: when one worker fails, all are killed at once,
-because the others would wait for it; leaving the pool leaves no process, no descriptor and no file behind. Must not
-know what an outer step is, and imports neither torch.distributed nor the training loop.
+Owns what L processes inherit, and one start of them after the other (worker_crew.py). Rules: a request has a limit,
+which follows from how long its kind has taken before (worker_pace.py); leaving the pool leaves no process, no
+descriptor and no file behind. Must not know what an outer step is, and imports neither torch.distributed nor the
+training loop.
 
 Errors, all of them for the operator (trainer/errors.py)::
 
@@ -13,15 +14,14 @@ Errors, all of them for the operator (trainer/errors.py)::
     ├── WorkerDied       a process ended unasked
     └── WorkerStalled    an answer did not come in its time
 
-After the first of them the pool is broken and raises it again whatever it is asked. Start a new pool.
+After the first of them the pool is broken and raises it again whatever it is asked. After a WorkerStalled, and if only
+the parameters and the optimizer's state are lost by it, `renew` mends it.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -32,19 +32,16 @@ import msgspec
 from optim.inner import Moment
 from trainer import ipc
 from trainer.corpus import Corpus
-from trainer.errors import EnvironmentFault
 from trainer.shared_buffer import SharedBuffer, SharedTokens
+from trainer.worker_crew import WorkerCrew
 from trainer.worker_job import Device, FilePart, TrainingJob, WorkerJob
-from trainer.worker_link import WINDOW, WorkerLink, WorkerStalled
-from trainer.worker_process import WorkerDied, WorkerProcess
+from trainer.worker_link import WINDOW, ReplyT, Request, WorkerLink, WorkerStalled
+from trainer.worker_pace import WorkerPace
+from trainer.worker_process import WorkerDied
 
 __all__ = ["WINDOW", "WorkerDied", "WorkerPool", "WorkerStalled"]
 
 log = logging.getLogger(__name__)
-
-_MAX_SOCKET_PATH_NBYTES = 100  # the kernel's limit is 107
-_EXPLANATION_GRACE_S = 0.5
-_KILL_TIMEOUT_S = 5.0
 
 
 class WorkerPool:
@@ -61,7 +58,9 @@ class WorkerPool:
         num_threads: CPU threads of each; None: this process's CPUs, divided.
         log_dir: existing folder for their output, `worker-0.log` and so on; appended to.
         ready_timeout_s: from the start to the last worker's `Ready`.
-        request_timeout_s: for an answer, from the request on; also for a worker's wait for the others.
+        request_timeout_s: for the first answer to a kind of request, from the request on, and for any later one at
+            most; also for a worker's wait for the others.
+        hang_timeout_s: for any later one at least: longer where that kind has taken long before.
         stop_timeout_s: for the workers' way out.
     """
 
@@ -77,6 +76,7 @@ class WorkerPool:
         log_dir: Path,
         ready_timeout_s: float = 180.0,
         request_timeout_s: float = 600.0,
+        hang_timeout_s: float = 60.0,
         stop_timeout_s: float = 10.0,
     ) -> None:
         if num_workers < 1:
@@ -90,13 +90,13 @@ class WorkerPool:
         self._log_dir = log_dir
         self._ready_timeout_s = ready_timeout_s
         self._request_timeout_s = request_timeout_s
+        self._hang_timeout_s = hang_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._resources = contextlib.AsyncExitStack()
-        self._link: WorkerLink  # made on entry
-        self._processes: list[WorkerProcess] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._group: asyncio.TaskGroup  # made on entry; so are the next two
+        self._pace: WorkerPace
+        self._crew: WorkerCrew | None = None
         self._ready: tuple[ipc.Ready, ...] = ()
-        self._is_stopping = False
 
     # ------------------------------------------------------------------------------------------- requests
 
@@ -109,7 +109,7 @@ class WorkerPool:
         Args:
             indices: samples, 1 to 65536 of them.
             inner_step: global number of the step, from 1.
-            timeout_s: instead of `request_timeout_s`.
+            timeout_s: instead of what follows from the pace.
 
         Returns:
             Loss, norm and tokens of the whole batch; the seconds of the slowest worker.
@@ -120,7 +120,7 @@ class WorkerPool:
         if not 1 <= len(indices) <= ipc.MAX_STEP_SAMPLES:
             raise ValueError(f"a step takes 1 to {ipc.MAX_STEP_SAMPLES} samples, not {len(indices)}")
         request = ipc.Step(serial=self._link.next_serial(), inner_step=inner_step, indices=tuple(indices))
-        replies = await self._link.ask(request, ipc.StepDone, self._timeout_s(timeout_s))
+        replies = await self._ask(request, ipc.StepDone, timeout_s)
         return msgspec.structs.replace(replies[0], seconds=max(reply.seconds for reply in replies))
 
     async def load(
@@ -139,7 +139,7 @@ class WorkerPool:
             ranges: parts of the flat vector (`Fragment.ranges`); empty: everything.
             keep: in [0, 1].
             reset_optimizer: also forget the inner optimizer's state.
-            timeout_s: instead of `request_timeout_s`.
+            timeout_s: instead of what follows from the pace.
 
         Raises:
             WorkerDied, WorkerStalled: the pool is broken.
@@ -147,7 +147,7 @@ class WorkerPool:
         request = ipc.Load(
             serial=self._link.next_serial(), spans=_spans(ranges), keep=keep, reset_optimizer=reset_optimizer
         )
-        await self._link.ask(request, ipc.Loaded, self._timeout_s(timeout_s))
+        await self._ask(request, ipc.Loaded, timeout_s)
 
     async def store(self, ranges: Sequence[slice] = (), *, timeout_s: float | None = None) -> None:
         """Make the workers write parameters into the mailbox, which is the caller's again when this returns.
@@ -155,7 +155,7 @@ class WorkerPool:
         Steps asked for before are in it, those asked for later are not. Arguments and errors as for `load`.
         """
         request = ipc.Store(serial=self._link.next_serial(), spans=_spans(ranges))
-        await self._link.ask(request, ipc.Stored, self._timeout_s(timeout_s))
+        await self._ask(request, ipc.Stored, timeout_s)
 
     async def load_moment(self, name: Moment, *, own_steps: int) -> None:
         """Make the workers' inner optimizer take one of its moments from the mailbox.
@@ -168,7 +168,7 @@ class WorkerPool:
             WorkerDied, WorkerStalled: the pool is broken.
         """
         request = ipc.Load(serial=self._link.next_serial(), values=name, own_steps=own_steps)
-        await self._link.ask(request, ipc.Loaded, self._timeout_s(None))
+        await self._ask(request, ipc.Loaded, None)
 
     async def store_moment(self, name: Moment) -> int:
         """Make the workers write one of the moments into the mailbox; returns after how many inner steps it is.
@@ -176,33 +176,52 @@ class WorkerPool:
         Errors as for `load_moment`.
         """
         request = ipc.Store(serial=self._link.next_serial(), values=name)
-        replies = await self._link.ask(request, ipc.Stored, self._timeout_s(None))
+        replies = await self._ask(request, ipc.Stored, None)
         return replies[0].own_steps
 
     async def evaluate(self, *, timeout_s: float | None = None) -> float:
         """Held-out loss of the present parameters, in nats per token. Errors as for `load`."""
         request = ipc.Evaluate(serial=self._link.next_serial())
-        replies = await self._link.ask(request, ipc.Evaluated, self._timeout_s(timeout_s))
+        replies = await self._ask(request, ipc.Evaluated, timeout_s)
         return replies[0].loss
 
     async def failed(self) -> None:
-        """Wait for the pool's failure and raise it: for a task that watches while nothing is asked."""
-        await self._link.failed()
-        assert self._link.failure is not None
-        raise self._link.failure
+        """Wait for the pool's failure and raise it: for a task that watches while nothing is asked.
+
+        A hang is not raised here: whoever has asked hears of it, and renews the pool or ends.
+        """
+        before: WorkerCrew | None = None
+        while (crew := self._crew) is not before:
+            assert crew is not None, "the pool was entered"
+            await crew.link.failed()
+            failure = crew.link.failure
+            if failure is not None and not isinstance(failure, WorkerStalled):
+                raise failure
+            await crew.closed.wait()  # by then there is another one, or the pool is left
+            before = crew
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids by local rank."""
-        return tuple(process.pid for process in self._processes)
+        return () if self._crew is None else tuple(process.pid for process in self._crew.processes)
 
     @property
     def devices(self) -> tuple[str, ...]:
         """What each worker computes on, for people."""
         return tuple(ready.device for ready in self._ready)
 
-    def _timeout_s(self, wanted_s: float | None) -> float:
-        return self._request_timeout_s if wanted_s is None else wanted_s
+    @property
+    def _link(self) -> WorkerLink:
+        assert self._crew is not None, "the pool was entered"
+        return self._crew.link
+
+    async def _ask(self, request: Request, kind: type[ReplyT], timeout_s: float | None) -> list[ReplyT]:
+        """The replies of all workers, and how long they took."""
+        name, clock = type(request).__name__, asyncio.get_running_loop().time
+        began = clock()
+        replies = await self._link.ask(request, kind, self._pace.limit_s(name) if timeout_s is None else timeout_s)
+        self._pace.took(name, clock() - began)
+        return replies
 
     # ----------------------------------------------------------------------------------------------- life
 
@@ -215,6 +234,7 @@ class WorkerPool:
             EnvironmentFault: no such devices, or no place for the socket.
         """
         try:
+            self._group = await self._resources.enter_async_context(asyncio.TaskGroup())
             await self._start()
         except BaseException:
             await self._close()
@@ -226,34 +246,31 @@ class WorkerPool:
     ) -> None:
         """Stop the workers: in order after an orderly body, at once otherwise."""
         try:
-            if error is None and self._link.failure is None:
-                await self._stop()
+            if error is None and self._crew is not None and self._crew.link.failure is None:
+                await self._crew.stop(timeout_s=self._stop_timeout_s)
         finally:
             await self._close()
 
+    async def renew(self) -> None:
+        """Other workers in the place of these, which are killed: after a WorkerStalled. They know no parameters.
+
+        Raises:
+            WorkerDied, WorkerStalled, EnvironmentFault: as at the first start.
+        """
+        assert self._crew is not None, "the pool was entered"
+        await self._crew.close()
+        await self._start()
+
     async def _start(self) -> None:
-        folder = _private_folder()
-        self._resources.callback(shutil.rmtree, folder, ignore_errors=True)
-        self._link = WorkerLink(folder / "socket", self.num_workers, on_failure=self._kill)
-        self._resources.callback(self._link.close)
-        group = await self._resources.enter_async_context(asyncio.TaskGroup())
-        self._resources.callback(self._cancel_tasks)
-        self._tasks.append(group.create_task(self._link.run()))
+        self._crew = crew = WorkerCrew(self.num_workers, self._log_dir, self._group)
+        self._pace = WorkerPace(floor_s=self._hang_timeout_s, first_s=self._request_timeout_s)
         with (
             contextlib.closing(await asyncio.to_thread(SharedTokens.share, self._corpus.train)) as train,
             contextlib.closing(await asyncio.to_thread(SharedTokens.share, self._corpus.validation)) as validation,
         ):
-            job = self._job(folder, train, validation)
-            for local_rank in range(self.num_workers):
-                process = await WorkerProcess.start(
-                    job,
-                    local_rank=local_rank,
-                    num_workers=self.num_workers,
-                    log_path=self._log_dir / f"worker-{local_rank}.log",
-                )
-                self._processes.append(process)
-                self._tasks.append(group.create_task(self._watch(process)))
-        self._ready = await self._link.ready(self._ready_timeout_s)
+            self._ready = await crew.start(
+                lambda folder: self._job(folder, train, validation), timeout_s=self._ready_timeout_s
+            )
         log.info("workers_ready num_workers=%d devices=%s", self.num_workers, ",".join(self.devices))
 
     def _job(self, folder: Path, train: SharedTokens, validation: SharedTokens) -> WorkerJob:
@@ -270,68 +287,17 @@ class WorkerPool:
             validation=FilePart(fd=validation.fd, offset=validation.offset, numel=validation.numel),
         )
 
-    async def _watch(self, process: WorkerProcess) -> None:
-        """Tell the link when a process ends unasked."""
-        exit_code = await process.wait()
-        if exit_code >= 0 and not self._is_stopping:
-            # It ended by itself: its last words may still be in the socket, or it was a victim of another's death.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_EXPLANATION_GRACE_S):
-                    await self._link.failed()
-        if not self._is_stopping:
-            self._link.fail(process.died(exit_code))
-        elif exit_code > 0 and self._link.failure is None:
-            log.warning("worker_stopped_badly %s", process.died(exit_code))
-
-    async def _stop(self) -> None:
-        """Ask the workers to exit and wait for it."""
-        self._is_stopping = True
-        self._link.stop_workers()
-        try:
-            async with asyncio.timeout(self._stop_timeout_s):
-                for process in self._processes:
-                    await process.wait()
-        except TimeoutError:
-            log.warning("workers_killed reason=%r", f"did not stop in {self._stop_timeout_s:g} s")
-
     async def _close(self) -> None:
-        self._is_stopping = True
         try:
-            self._kill()
-            async with asyncio.timeout(_KILL_TIMEOUT_S):
-                for process in self._processes:
-                    await process.wait()
-        except TimeoutError:
-            # Only a process that hangs in the kernel, in a broken driver say, outlives SIGKILL.
-            log.critical("workers_survive_sigkill pids=%s", self.pids)
+            if self._crew is not None:
+                await self._crew.close()
         finally:
             await self._resources.aclose()
-
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-
-    def _cancel_tasks(self) -> None:
-        for task in self._tasks:
-            task.cancel()
 
 
 def num_cpus() -> int:
     """CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _private_folder() -> Path:
-    """A new folder that only this user can enter, short enough for a unix socket's path.
-
-    Raises:
-        EnvironmentFault: there is none.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="isthmus-"))
-    if len(os.fsencode(folder / "socket")) > _MAX_SOCKET_PATH_NBYTES:
-        folder.rmdir()
-        raise EnvironmentFault(f"{folder.parent} is too long a path for a socket", cure="set TMPDIR to a shorter one")
-    return folder
 
 
 def _spans(ranges: Sequence[slice]) -> tuple[ipc.Span, ...]:

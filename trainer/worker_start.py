@@ -4,6 +4,7 @@ To load torch takes seconds. A daemon that is killed meanwhile must not leave a 
 daemon's whole group end one: so both are seen to before anything is loaded.
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -12,12 +13,16 @@ import sys
 from trainer.errors import ExitCode
 from trainer.lifeline import die_with
 
+STACK_SIGNAL = signal.SIGUSR1
+"""A worker that gets it writes the stacks of its threads to its log, and goes on."""
+
 
 def main() -> None:
     """Tie this process to its daemon, then become the worker that the only argument describes."""
     # A supervisor that stops a service signals all its processes; the daemon then still needs us to leave in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(STACK_SIGNAL, all_threads=True)
     if not die_with(int(json.loads(sys.argv[1])["parent_pid"])):
         os._exit(ExitCode.UNEXPECTED)
     from trainer.worker import main as work

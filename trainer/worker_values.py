@@ -130,8 +130,8 @@ class WorkerValues:
         moved = new.moved_from(old)
         ranges = tuple(place for index in moved for place in self._fragments[index].ranges)
         if moved:
-            await self._pool.store(ranges)
             try:
+                await self._pool.store(ranges)
                 require()
             except BaseException:
                 new.release()

@@ -5,8 +5,9 @@
   within the last `admission_lag_s`; what it misses it replays from a member. It must not be asked for the newest
   state only: every commit moves that, and a learner that chases it never arrives. One commit of slack is not enough
   where commits come faster than a message and its answer (test_scenarios.py: far learner).
+* Whom the others have waited for in vain comes in when its pause is over (pauses.py).
 * While the members are too few to commit there is no boundary to wait for: who holds the committed state comes in
-  at once. This is also how a run goes on after its last member died.
+  at once, pause or not. This is also how a run goes on after its last member died.
 * Without any state, exactly one learner is asked to make it.
 * If nobody holds the committed state: rollback.py.
 """
@@ -59,6 +60,7 @@ class Admission:
             session
             for session in roster.learners()
             if session.synced is not None and session.synced in enough and session.ref not in evicted
+            if roster.pauses.is_over(session.ref, state.outer_step)
         ]
         into = self._meetings.have_met(into, stays)
         roster.cross_boundary(evicted=evicted, into=into)

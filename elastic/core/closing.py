@@ -19,9 +19,6 @@ from elastic.core.rounds import Agreed, Split
 from elastic.core.sessions import Session
 from elastic.core.witnesses import Verdict, Witnesses
 
-VOTE_LIMIT = 10
-"""How many times longer a vote is awaited at most while its sender makes progress."""
-
 MAX_CAUSES = 400
 """Characters of the members' reports that a reason quotes."""
 
@@ -133,7 +130,7 @@ class Closing:
         allowed_s = max(roster.config.stall_floor_s, roster.config.stall_factor * taken_s)
         grew_at = max(session.grew_at for session in silent)
         awaited_until = max(voted_at + allowed_s, grew_at + roster.config.stall_floor_s)
-        return min(awaited_until, voted_at + VOTE_LIMIT * allowed_s)
+        return min(awaited_until, voted_at + roster.config.vote_limit * allowed_s)
 
     def _stands_still_at(self, silent: Sequence[Session]) -> Instant | None:
         """When a round that all have handed in for stands still, since most members do not vote, or the only one.
@@ -160,6 +157,8 @@ class Closing:
         if close_at is None or roster.now < close_at:
             return
         silent = [item.ref for item in roster.members() if not roster.rounds.spoke(item.ref.peer_id)]
+        for ref in silent:
+            roster.pauses.missed(ref, roster.state.outer_step)
         roster.drop(dict.fromkeys(silent, "has not voted although nobody keeps it waiting"))
 
     def _closes_at(self) -> Instant | None:
@@ -283,6 +282,7 @@ class Closing:
         for session in roster.sessions.values():
             session.ready_at, session.blocked = None, False  # it has what it waited for
         deviants = [session.ref for session in members if session.ref.peer_id in agreed.deviants]
+        roster.pauses.contributed(session.ref for session in members if session.ref not in deviants)
         for session in roster.sessions.values():
             roster.tell_commit(session.ref)  # deviants too: it tells them in which round they were overruled
         for session in members:

@@ -60,6 +60,12 @@ class CoordinatorConfig:
     """A member stalls when it stands still for this many times its own slowest measured interval."""
     stall_initial_s: float = 300.0
     """The stall timeout while nothing is measured yet: the first inner step may compile for minutes."""
+    vote_limit: float = 10.0
+    """While the progress of a member that has not voted still grows, its vote is awaited so many times longer at most:
+    a tenth of the others' speed still arrives, and bytes that never come to an end do not keep a round for ever."""
+    round_inner_steps: int = 1
+    """Inner steps of a round. Who is excused comes back when it has done as many, or has handed in: with less it would
+    most likely be late once more, and every time that costs the others a whole grace."""
     round_quorum: float = 0.5
     """A round is closed without the late ones when this share of its members has handed in, and the grace is over."""
     grace_floor_s: float = 2.0
@@ -106,13 +112,15 @@ class CoordinatorConfig:
             raise ValueError(f"seal_key must have {SEAL_KEY_NBYTES} bytes")
         if not 1 <= self.min_peers <= self.max_peers <= 1024:
             raise ValueError("1 <= min_peers <= max_peers <= 1024 must hold")
-        if self.outer_steps < 1 or self.first_index < 0 or self.max_split_votes < 1:
-            raise ValueError("outer_steps and max_split_votes must be at least 1, first_index at least 0")
+        if min(self.outer_steps, self.max_split_votes, self.round_inner_steps) < 1 or self.first_index < 0:
+            raise ValueError(
+                "outer_steps, max_split_votes and round_inner_steps must be at least 1, first_index at least 0"
+            )
         times = [self.heartbeat_timeout_s, self.suspect_silence_s, self.reconnect_grace_s, self.recover_grace_s]
         times += [self.report_window_s, self.stall_floor_s, self.stall_factor, self.stall_initial_s]
         times += [self.admission_lag_s, self.lateness_s, self.resend_interval_s, self.orphan_timeout_s]
         times += [self.recover_s, self.meet_interval_s, self.meet_timeout_s]
-        times += [self.grace_floor_s, self.grace_factor, self.grace_limit, self.grace_initial_s]
+        times += [self.grace_floor_s, self.grace_factor, self.grace_limit, self.grace_initial_s, self.vote_limit]
         if not 0.0 < self.round_quorum <= 1.0:
             raise ValueError("round_quorum must be more than 0 and at most 1")
         if not self.norm_guard > 1.0 or (self.weight_per_sample is not None and not self.weight_per_sample > 0.0):

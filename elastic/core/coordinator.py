@@ -55,7 +55,7 @@ from elastic.core.records import LeaseRecord, Record
 from elastic.core.rollback import Rollback
 from elastic.core.roster import Roster
 from elastic.core.run_state import RunState
-from elastic.core.sessions import Session
+from elastic.core.sessions import STANDS_STILL, Session
 
 STORY_LENGTH = 512
 
@@ -111,7 +111,7 @@ class CoordinatorMachine:
         for ref in state.excused:
             session = roster.open(ref, "")
             session.last_heard = session.awaited_until = now + config.recover_grace_s
-            session.excused_at = session.progress
+            session.excused_in = state.epoch
         for member in state.view.members:
             session = roster.open(member.ref, member.address)
             session.last_heard = session.awaited_until = now + config.recover_grace_s
@@ -337,6 +337,7 @@ class CoordinatorMachine:
     def _on_heartbeat(self, session: Session, beat: Heartbeat) -> None:
         roster, now = self._roster, self._roster.now
         session.beat(beat, now)
+        session.works(beat, self.config.round_inner_steps)
         if beat.ready and beat.epoch >= self.state.epoch and beat.outer_step == self.state.outer_step:
             session.hands_in(now)
         if beat.epoch >= self.state.epoch:
@@ -418,6 +419,8 @@ class CoordinatorMachine:
         for deadline, reason, session in roster.deadlines():
             if deadline <= roster.now:
                 lost.setdefault(session.ref, reason)
+                if reason == STANDS_STILL and roster.is_member(session):
+                    roster.pauses.missed(session.ref, self.state.outer_step)
         for session in roster.members():
             if session.disconnected and accused[session.ref.peer_id]:
                 lost.setdefault(session.ref, "connection lost, and a member waits for it")

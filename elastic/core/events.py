@@ -208,10 +208,11 @@ class CatchUpFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progressed:
-    """Something got done: `progress` only grows. `blocked` = waiting for others."""
+    """Something got done: `progress` and `inner_steps` only grow. `blocked` = waiting for others."""
 
     progress: int
     blocked: bool
+    inner_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

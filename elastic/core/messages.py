@@ -61,8 +61,9 @@ class Join(_Message, frozen=True, kw_only=True):
 class Heartbeat(_Message, frozen=True, kw_only=True):
     """Sent every `heartbeat_interval_s`, and when a payload is handed in.
 
-    `progress` grows whenever the peer gets anything done. `blocked` says that it waits for others, so that standing
-    still is not its fault; `ready`, that its payload of the round from `outer_step` is handed in.
+    `progress` grows whenever the peer gets anything done, bytes included; `inner_steps` counts those of this start
+    alone. `blocked` says that it waits for others, so that standing still is not its fault; `ready`, that its payload
+    of the round from `outer_step` is handed in.
     """
 
     epoch: Epoch
@@ -70,6 +71,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     progress: Natural
     blocked: bool
     ready: bool = False
+    inner_steps: Natural = 0
 
 
 class Synced(_Message, frozen=True, kw_only=True):

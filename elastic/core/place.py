@@ -67,6 +67,7 @@ class Place:
         self.leases = LeaseDesk()
         self._counters = counters
         self._progress = 0
+        self._inner_steps = 0
         self._waits = False  # for others, as the trainer says
         self._weights: tuple[View, tuple[float, ...]] | None = None  # what the parts weigh in this view's first round
 
@@ -92,6 +93,7 @@ class Place:
             progress=self._progress,
             blocked=at_rest and (is_ready or self._waits),
             ready=at_rest and is_ready,
+            inner_steps=self._inner_steps,
         )
 
     def check_invariants(self) -> None:
@@ -234,6 +236,7 @@ class Place:
     def progressed(self, event: Progressed) -> None:
         """The trainer got on."""
         self._progress = max(self._progress, event.progress)
+        self._inner_steps = max(self._inner_steps, event.inner_steps)
         self._waits = event.blocked
 
     def has_leases(self) -> None:

@@ -14,6 +14,7 @@ from elastic.core.config import CoordinatorConfig
 from elastic.core.events import CoordinatorEffect, Persist, SendToPeer
 from elastic.core.grace import Grace
 from elastic.core.messages import Commit, CoordinatorMessage, Evicted, Goodbye, NewView, Rebuilt, Refused, Welcome
+from elastic.core.pauses import Pauses
 from elastic.core.records import Record, ReleaseRecord, RollbackRecord, ViewRecord
 from elastic.core.rounds import Rounds
 from elastic.core.run_state import RunState
@@ -34,6 +35,7 @@ class Roster:
         self.state = state
         self.rounds = Rounds()
         self.grace = Grace(config)
+        self.pauses = Pauses(config.max_peers)
         self.sessions: dict[PeerId, Session] = {}  # in the order they came; the view says who is a member
         self.founder: PeerRef | None = None
         self.awaited: set[PeerId] = set()
@@ -77,7 +79,7 @@ class Roster:
         return self.state.is_excused(session.ref)
 
     def learners(self) -> list[Session]:
-        """Sessions of whoever may become a member and can be reached: learners, and the excused that woke up."""
+        """Sessions of whoever may become a member and can be reached: learners, and the excused that have worked."""
         admitted = self.state.admitted
         sessions = self.sessions.values()
         return [item for item in sessions if item.ref not in admitted and not item.disconnected and item.comes_back]
@@ -226,7 +228,8 @@ class Roster:
         for session in into:
             session.admit(holds_state=session.synced == committed, now=self.now)
         for session in excuse:
-            session.excuse(committed)
+            session.excuse(epoch, committed)
+            self.pauses.missed(session.ref, committed.outer_step)
         stays = [session for session in self.members() if session.ref not in out and session not in excuse]
         for session in excuse:  # they were members together, and need not meet again
             session.met.update(other.ref for other in stays)

@@ -10,9 +10,12 @@ All of this dies with the coordinator's process; what must not is in run_state.p
 
 from dataclasses import dataclass, field
 
-from collective.core.types import Instant, OuterStep, PeerRef
+from collective.core.types import Epoch, Instant, OuterStep, PeerRef
 from elastic.core.config import CoordinatorConfig
 from elastic.core.messages import Heartbeat, Held
+
+STANDS_STILL = "makes no progress"
+"""Why a stalled peer is given up."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -52,23 +55,42 @@ class Session:
     """When it was last asked to meet others."""
     asked: dict[PeerRef, Instant] = field(default_factory=dict)
     """When it was first asked to meet each of them."""
-    excused_at: int | None = None
-    """Its progress when it was excused; None if it is not."""
+    inner_steps: int = 0
+    """As many as it was heard to have done."""
+    excused_in: Epoch | None = None
+    """The view that went on without it; None if it is not excused."""
+    worked_from: int | None = None
+    """Its inner steps when it was first heard to know that view: what counts was done since."""
+    has_worked: bool = False
+    """Whether it has done a round's work since, or handed one in."""
 
     @property
     def comes_back(self) -> bool:
         """Whether it may be a member (again): an excused peer that stands still would only be late once more."""
-        return self.excused_at is None or self.ready_at is not None or self.progress > self.excused_at
+        return self.excused_in is None or self.has_worked
 
     def hands_in(self, now: Instant) -> None:
         """Its payload of the round in progress is ready."""
+        self.has_worked = True
         if self.ready_at is None:
             self.ready_at = now
 
-    def excuse(self, held: Held) -> None:
-        """The round goes on without it. It holds the state that the round starts from."""
-        self.excused_at = self.progress
+    def excuse(self, epoch: Epoch, held: Held) -> None:
+        """The round goes on without it, in the view of this epoch. It holds the state that the round starts from.
+
+        Bytes are no work: a peer whose worker hangs follows the commits as long as its daemon lives.
+        """
+        self.excused_in, self.worked_from, self.has_worked = epoch, None, False
         self.synced = held
+
+    def works(self, beat: Heartbeat, round_inner_steps: int) -> None:
+        """Count what it has done since it was excused; a round has so many inner steps."""
+        self.inner_steps = max(self.inner_steps, beat.inner_steps)
+        if self.excused_in is None or beat.epoch < self.excused_in:
+            return  # an older word: the steps that it does not tell of were done before
+        if self.worked_from is None:
+            self.worked_from = self.inner_steps
+        self.has_worked |= self.inner_steps >= self.worked_from + round_inner_steps
 
     def heard(self, now: Instant) -> None:
         """Anything arrived from it."""
@@ -100,7 +122,7 @@ class Session:
         self.holds_state = holds_state
         self.progressed_at = now
         self.slowest_s = None
-        self.excused_at = None
+        self.excused_in = None
 
     def shows(self, held: OuterStep, needed: OuterStep, now: Instant) -> None:
         """It says which outer step it holds. Who once held the view's state does not lose it."""
@@ -143,5 +165,5 @@ class Session:
         if self.behind_since is not None:
             result.append((self.behind_since + config.heartbeat_timeout_s, "does not hear"))
         if others_wait and not self.blocked:
-            result.append((self.stalls_at(config), "makes no progress"))
+            result.append((self.stalls_at(config), STANDS_STILL))
         return tuple(result)

@@ -21,8 +21,10 @@ from trainer.corpus import Corpus
 from trainer.errors import ConfigError, EnvironmentFault, ExitCode, TrainingFault
 from trainer.model import ModelConfig, initial_parameters, num_parameters
 from trainer.shared_buffer import SharedBuffer
+from trainer.worker_inquest import frames_of
 from trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
 from trainer.worker_pool import WorkerDied, WorkerPool, WorkerStalled
+from trainer.worker_start import STACK_SIGNAL
 
 pytestmark = pytest.mark.multiprocess
 
@@ -199,6 +201,57 @@ async def test_a_worker_that_hangs_is_stalled_in_bounded_time(mailbox: SharedBuf
         with pytest.raises(WorkerStalled) as caught:
             await pool.store(timeout_s=0.5)
         assert (caught.value.request, caught.value.local_ranks) == ("store", (1,))
+        assert caught.value.what.startswith("worker 1 is stopped in do_signal_stop, does not answer a signal"), caught
+
+
+async def test_the_worker_that_hangs_is_told_from_the_one_that_waits_for_it(
+    mailbox: SharedBuffer, tmp_path: Path
+) -> None:
+    async with _pool(mailbox, tmp_path, 2, hang_timeout_s=1.0) as pool:
+        await pool.load()
+        await pool.step(range(4), inner_step=1)  # the first one may take as long as it likes
+        os.kill(pool.pids[1], signal.SIGSTOP)
+        with pytest.raises(WorkerStalled) as caught:
+            await pool.step(range(4), inner_step=2)
+        assert (caught.value.request, caught.value.local_ranks) == ("step", (0, 1))
+        hangs, waits = caught.value.what.split("; ")
+        assert hangs.startswith("worker 1 is stopped")
+        assert waits.startswith("worker 0 is ")
+        assert "distributed_c10d" in waits, "its stack"
+        assert waits.endswith("waits for the others")
+        log = (tmp_path / "worker-0.log").read_text()
+        assert "most recent call first" in log
+
+
+async def test_workers_that_hang_are_replaced_and_train_on(mailbox: SharedBuffer, tmp_path: Path) -> None:
+    async with _pool(mailbox, tmp_path, 2, hang_timeout_s=1.0) as pool:
+        watching = asyncio.ensure_future(pool.failed())
+        await pool.load()
+        before = await pool.step(range(4), inner_step=1)
+        pidfds = [os.pidfd_open(pid) for pid in pool.pids]
+        os.kill(pool.pids[0], signal.SIGSTOP)
+        with pytest.raises(WorkerStalled):
+            await pool.step(range(4), inner_step=2)
+        _wait_for_ends(pidfds)
+        mailbox.tensor.copy_(initial_parameters(MODEL, 0))
+        await pool.renew()
+        assert not watching.done(), "whoever asked knows of the hang"
+        await pool.load()
+        again = await pool.step(range(4), inner_step=1)
+        assert again.loss == before.loss, "from the same parameters on the same samples"
+        os.kill(pool.pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            async with asyncio.timeout(5.0):
+                await watching
+
+
+async def test_a_worker_that_is_asked_for_its_stack_goes_on(mailbox: SharedBuffer, tmp_path: Path) -> None:
+    async with _pool(mailbox, tmp_path) as pool:
+        await pool.load()
+        os.kill(pool.pids[0], STACK_SIGNAL)
+        assert (await pool.step([0], inner_step=1)).num_tokens == 8
+        frames = frames_of((tmp_path / "worker-0.log").read_text())
+        assert any(name == "main" for _, _, name in frames), frames
 
 
 async def test_a_loss_that_is_not_finite_is_a_training_fault(mailbox: SharedBuffer, tmp_path: Path) -> None:

@@ -56,7 +56,12 @@ class Checkers:
         self.certificates = Certificates(sim)
         self._blame = Blame()
         self._words = Words(self.history)
-        self.patience = Patience(sim.world, sim.options)
+        self.patience = Patience(
+            sim.world,
+            sim.options,
+            work_of=lambda ref: sim.peers[ref.peer_id].work_of(ref),
+            round_work=sim.coordinator_config.round_inner_steps,
+        )
         self._epochs: dict[PeerRef, int] = {}
         self._exits: list[tuple[PeerRef, Finish]] = []
         self._halted = False

@@ -34,7 +34,7 @@ from elastic.core.events import (
 )
 from elastic.core.grace import Grace
 from elastic.core.member import MemberMachine
-from elastic.core.messages import Evicted, Held, Join, LeaseRequest, NewView, PeerMessage, RoundFailed, Vote
+from elastic.core.messages import Evicted, Heartbeat, Held, Join, LeaseRequest, NewView, PeerMessage, RoundFailed, Vote
 from elastic.core.place import Phase, Place
 from elastic.core.rebuild import Rebuild
 from elastic.core.reception import Reception
@@ -87,6 +87,16 @@ class SaysTooMuch(MemberMachine):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._place.attempt = CausesWithoutEnd()
+
+
+class CallsBytesSteps(Place):
+    def heartbeat(self, epoch: Epoch) -> Heartbeat:
+        beat = super().heartbeat(epoch)
+        return msgspec.structs.replace(beat, inner_steps=beat.progress)
+
+
+class CountsBytesAsWork(MemberMachine):
+    place_type = CallsBytesSteps
 
 
 # ------------------------------------------------------------------------ coordinators
@@ -412,7 +422,7 @@ class ForgetsWhoWasLate(CoordinatorMachine):
     ) -> "CoordinatorMachine":
         machine = super().recover(config, records, now, rebuild=rebuild)
         for session in recovered(machine):
-            session.excused_at = None
+            session.has_worked = True
         return machine
 
 
@@ -637,6 +647,10 @@ MUTANTS: dict[str, Mutant] = {
     "late_work_lost": Mutant(
         what="work that came too late for its round is thrown away",
         parts=Parts(member=ForgetsLateWork),
+    ),
+    "bytes_are_work": Mutant(
+        what="an excused peer whose trainer hangs is a member again, because it follows the commits",
+        parts=Parts(member=CountsBytesAsWork),
     ),
     "payload_forgotten": Mutant(
         what="a member drops its payload when the view changes",

@@ -1,16 +1,19 @@
-"""I4: nobody keeps a round waiting for ever: not the late, once its quorum has handed in, nor who does not vote.
+"""I4: nobody keeps a round waiting for ever: not the late, once its quorum has handed in, nor who does not vote; and
+those who stand still keep the others waiting only once.
 
 The late are awaited for as long as the grace may last, the voteless for some times what an exchange takes. Looked at
-only when everything is healed: before, somebody who is not late may be cut off.
+only when everything is healed: before, somebody who is not late may be cut off. That nobody is a member again who has
+done no work since it was excused is looked at always.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from collective.core.types import PeerRef, View
 from elastic.core.messages import Vote
 from elastic.core.records import CommitRecord
 from tests.simulation.options import Options
+from tests.simulation.symbols import name
 from tests.simulation.world import World, demand
 
 LIMIT_S = 12.0
@@ -21,10 +24,22 @@ VOTE_FACTOR, GROWS_S = 4.0, 4.0
 
 
 class Patience:
-    """Books of who has handed in since the last commit."""
+    """Books of who has handed in since the last commit, and of what the excused have done.
 
-    def __init__(self, world: World, options: Options) -> None:
+    Args:
+        world: for the time.
+        options: of the seed.
+        work_of: how many inner steps this start of a peer has done; None if it is gone.
+        round_work: as many are a round.
+    """
+
+    def __init__(
+        self, world: World, options: Options, *, work_of: Callable[[PeerRef], int | None], round_work: int
+    ) -> None:
         self._world = world
+        self._work_of = work_of
+        self._round_work = round_work
+        self._idle: dict[PeerRef, int] = {}  # excused, and has handed nothing in since; its work until then
         self._min_peers = options.min_peers
         self._stall_floor_s = options.stall_floor_s
         self._exchange_began = 0.0
@@ -63,6 +78,7 @@ class Patience:
         """A payload is made."""
         self._ready.add(ref)
         self._exchange_began = self._world.now
+        self._idle.pop(ref, None)
         self._look()
 
     def view_decided(self, view: View, excused: Collection[PeerRef]) -> None:
@@ -70,7 +86,16 @@ class Patience:
         self._judge()
         self._exchange_began = self._world.now
         self._epoch = view.epoch
-        self._members = {member.ref for member in view.members}
+        members = {member.ref for member in view.members}
+        for ref, before in self._idle.items():
+            work = self._work_of(ref)
+            if ref in members and work is not None:
+                done = work - before
+                demand(done >= self._round_work, "I4", f"{name(ref)} is awaited again after {done} steps")
+        self._idle = {ref: done for ref, done in self._idle.items() if ref in excused}
+        for ref in self._members.intersection(excused) - self._ready:  # the word of a payload may be on its way
+            self._idle[ref] = self._work_of(ref) or 0
+        self._members = members
         self._num_standing = len(self._members) + len(excused)
         self._proven &= self._members | set(excused)
         self._ready &= self._members | set(excused)  # who was put out hands in anew, also if it is back at once
@@ -80,6 +105,7 @@ class Patience:
     def rebuilt(self) -> None:
         """Nobody is a member any more, and what was handed in is void."""
         self._members, self._num_standing = set(), 0
+        self._idle.clear()
         self._ready.clear()
         self._proven.clear()
         self._begin()

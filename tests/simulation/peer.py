@@ -93,6 +93,10 @@ class PeerNode(Process):
         """Its process exists and its part is not over."""
         return self.alive and self.exit is None
 
+    def work_of(self, ref: PeerRef) -> int | None:
+        """Inner steps of that start; None if it is not the one that runs."""
+        return self.inner_steps if self.alive and self.ref == ref else None
+
     # ------------------------------------------------------------------------ the process
 
     def start(self) -> None:
@@ -115,6 +119,7 @@ class PeerNode(Process):
         self._leases: tuple[IndexRange, ...] = ()
         self._serial = 0
         self.progress = 0
+        self.inner_steps = 0
         self._training = 0  # token of the training in progress; 0 = none
         self._trainings = 0
         self.transfer: Transfer | None = None
@@ -310,7 +315,8 @@ class PeerNode(Process):
             self.feed(LeasesWanted(num_samples=missing))
         starving = missing > 0 and self.clock.now() >= until
         self.progress += not starving
-        self.feed(Progressed(progress=self.progress, blocked=starving))
+        self.inner_steps += not starving
+        self.feed(Progressed(progress=self.progress, blocked=starving, inner_steps=self.inner_steps))
         if training != self._training:
             return
         if self.clock.now() >= until and not starving:

@@ -71,6 +71,7 @@ class Simulator:
             seal_key=self.seal_key,
             rebuild_grace_s=2.0,
             outer_steps=self.options.outer_steps,
+            round_inner_steps=2,
             min_peers=self.options.min_peers,
             stall_floor_s=self.options.stall_floor_s,
             stall_initial_s=2 * self.options.stall_floor_s,

@@ -329,6 +329,8 @@ def test_member_alone_that_never_votes_makes_way_for_a_learner_with_the_state() 
     assert driver.member_numbers() == [1], "nobody else can go on"
     driver.join(2, driver.machine.state.committed)
     beat_for(driver, 2, 1)
+    assert driver.member_numbers() == [], "a newcomer waits a while for those whose work was committed"
+    beat_for(driver, 40, 2)
     assert driver.member_numbers() == [2]
 
 

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from collective.core.types import Member, PeerRef, RoundKey, View
-from elastic.core.messages import IndexRange
+from elastic.core.messages import Bar, IndexRange
 from elastic.core.records import (
+    BarRecord,
     CommitRecord,
     Contribution,
     Genesis,
@@ -20,6 +21,7 @@ from elastic.core.records import (
     Record,
     ReleaseRecord,
     RollbackRecord,
+    TicketRecord,
     ViewRecord,
 )
 from elastic.errors import JournalCorrupted, JournalInUse, JournalOfAnotherRun, JournalUnwritable
@@ -43,6 +45,8 @@ RECORDS = [
     ReleaseRecord(ref=PeerRef(PEER, 1), epoch=2, ranges=(IndexRange(32, 64),)),
     RebuildRecord(epoch=9, certificate=CERTIFICATE, testified=(PeerRef(PEER, 1),), insisted=False),
     RollbackRecord(epoch=10, certificate=CERTIFICATE, given_up=4, holders=(PeerRef(PEER, 2),)),
+    BarRecord(bar=Bar(PEER, 1, 2)),
+    TicketRecord(b"ticket 1", 2, PEER, 1),
 ]
 
 

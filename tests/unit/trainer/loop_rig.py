@@ -35,6 +35,7 @@ from trainer.outer_state import OuterState
 from trainer.round_schedule import RoundSchedule
 from trainer.sample_feed import SampleFeed
 from trainer.training_loop import RoundReport, TrainingLoop
+from trainer.worker_link import WorkerStalled
 from trainer.worker_values import WorkerValues
 
 NUMEL = 64
@@ -88,9 +89,24 @@ class Pool:
     """All since it began from the anchor."""
     emitted: dict[int, int] = field(default_factory=dict)
     """How many of them there were when a fragment was last in a commit of this peer."""
+    hangs_at: int = -1
+    """Which request gives no answer, nor does any after it."""
+    num_hangs: int = 0
+
+    def answer(self) -> None:
+        self.hangs_at -= self.hangs_at > 0
+        if self.hangs_at == 0:
+            raise WorkerStalled("step", (0,), 1.0, "hangs")
+
+    async def renew(self, _hang: WorkerStalled) -> None:
+        self.hangs_at = -1
+        self.num_hangs += 1
+        self.local.fill_(torch.nan)
+        await self.rig.wait()
 
     async def load(self, ranges: Sequence[slice] = (), *, keep: float = 0.0) -> None:
         await self.rig.wait()
+        self.answer()
         for place in ranges or (slice(0, NUMEL),):
             theirs = self.rig.mailbox[place]
             self.local[place] = theirs if keep == 0.0 else keep * self.local[place] + (1 - keep) * theirs
@@ -102,6 +118,7 @@ class Pool:
 
     async def step(self, indices: tuple[int, ...], *, inner_step: int) -> StepDone:
         await self.rig.wait()
+        self.answer()
         for index in indices:
             self.local[index % NUMEL] -= 1.0
         self.inner_steps.append(inner_step)
@@ -111,6 +128,7 @@ class Pool:
 
     async def store(self, ranges: Sequence[slice] = ()) -> None:
         await self.rig.wait()
+        self.answer()
         for place in ranges or (slice(0, NUMEL),):
             self.rig.mailbox[place] = self.local[place]
         await self.rig.wait()
@@ -180,6 +198,7 @@ class Rig:
             on_landed=self._on_landed,
             on_inner_step=lambda *_: None,
             on_blocked=self.blocked.append,
+            replace_workers=self.pool.renew,
         )
 
     def _outer(self, settings: Mapping[str, object], streaming: Mapping[str, object] | None) -> DiLoCo:

@@ -229,7 +229,8 @@ def test_every_record_of_the_journal_is_one_line(desk: Desk) -> None:
 
 
 def test_a_run_that_went_back_is_warned_of(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    desk.chronicle.observe(RecordWritten(slot=0, record=RECORDS[-1]))
+    (record,) = (record for record in RECORDS if isinstance(record, RollbackRecord))
+    desk.chronicle.observe(RecordWritten(slot=0, record=record))
     assert "rolled_back epoch=11 from=5 to=3" in caplog.text
     caplog.clear()
     to_beginning = RollbackRecord(epoch=Epoch(12), certificate=None, given_up=OuterStep(5), holders=(A,))

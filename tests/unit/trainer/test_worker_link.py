@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,12 +42,22 @@ class Peer:
 
     def __init__(self, path: Path) -> None:
         self.num_failures = 0
-        self.link = WorkerLink(path, 2, on_failure=self._count)
+        self.wanted: list[int] = []
+        self.looking = asyncio.Event()
+        self.seen = asyncio.Event()
+        self.seen.set()
+        self.link = WorkerLink(path, 2, on_failure=self._count, explain=self._explain)
         self.context = zmq.asyncio.Context()
         self.workers = [PlayedWorker(self.context, path, local_rank) for local_rank in range(2)]
 
     def _count(self) -> None:
         self.num_failures += 1
+
+    async def _explain(self, local_ranks: Sequence[int]) -> str:
+        self.wanted += local_ranks
+        self.looking.set()
+        await self.seen.wait()
+        return "sleeps"
 
     async def store(self, timeout_s: float = TIMEOUT_S) -> int:
         request = ipc.Store(serial=self.link.next_serial())
@@ -126,9 +136,26 @@ async def test_who_is_silent_has_stalled_and_the_oldest_request_is_named(tmp_pat
             newer = group.create_task(_error_of(peer.link.ask(request, ipc.Evaluated, 0.2)))
         stalled = newer.result()
         assert isinstance(stalled, WorkerStalled)
-        assert (stalled.request, stalled.local_ranks) == ("store", (1,))
+        assert (stalled.request, stalled.local_ranks, stalled.what) == ("store", (1,), "sleeps")
+        assert peer.wanted == [1]
         assert older.result() is stalled
         assert peer.num_failures == 1
+
+
+async def test_an_answer_that_comes_while_it_is_asked_why_there_is_none_is_taken(tmp_path: Path) -> None:
+    async with _peer(tmp_path) as peer, asyncio.TaskGroup() as group:
+        peer.seen.clear()
+        asked = group.create_task(peer.store(timeout_s=0.1))
+        await peer.looking.wait()
+        next_one = group.create_task(peer.store())
+        for serial in (1, 2):
+            for worker in peer.workers:
+                assert (await worker.receive()).serial == serial
+                await worker.send(ipc.Stored(serial=serial))
+        assert await next_one == 2  # so the answers to the first one are here too
+        peer.seen.set()
+        assert await asked == 1
+        assert peer.num_failures == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,75 @@
+"""Trainers that stand still while their daemons live: the others go on as if these peers had never been there."""
+
+from collections.abc import Callable
+
+import pytest
+
+from collective.core.types import OuterStep, PeerRef
+from elastic.core.config import CoordinatorConfig
+from elastic.core.coordinator import CoordinatorMachine
+from elastic.core.pauses import Pauses
+from elastic.core.run_state import RunState
+from tests.simulation.mutants import CountsBytesAsWork
+from tests.simulation.parts import Parts
+from tests.simulation.peer import PeerNode
+from tests.simulation.stage import Stage
+from tests.simulation.world import Violation
+
+WINDOW_S = 60.0
+LOOK_S = 0.05
+
+
+class NoPauses(Pauses):
+    def is_over(self, ref: PeerRef, outer_step: OuterStep) -> bool:
+        return True
+
+
+class ComesBackAtOnce(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._roster.pauses = NoPauses(config.max_peers)
+
+
+def _commits(num_peers: int, strike: Callable[[PeerNode], None], parts: Parts | None = None) -> int:
+    """Commits in a window. The last peer is struck all the time, from half a window before it on."""
+    stage = Stage(num_peers, stall_floor_s=20.0, parts=parts)
+    stage.start()
+    stage.until_active(*range(num_peers))
+    stage.until_committed(5)
+    node, begin = stage.peers[-1], stage.sim.world.now
+    before = 0
+    while stage.sim.world.now < begin + 1.5 * WINDOW_S:
+        strike(node)
+        stage.run(LOOK_S)
+        if stage.sim.world.now < begin + 0.5 * WINDOW_S:
+            before = len(stage.commits)
+    return len(stage.commits) - before
+
+
+def _healthy(node: PeerNode) -> None:
+    pass
+
+
+def _hang(node: PeerNode) -> None:
+    node.hang(True)
+
+
+def _hang_as_a_member(node: PeerNode) -> None:
+    """It works until it is a member again."""
+    assert node.machine is not None
+    node.hang(node.machine.view is not None)
+
+
+def test_a_peer_whose_trainer_hangs_is_awaited_once() -> None:
+    assert _commits(4, _hang) >= 0.9 * _commits(3, _healthy)
+
+
+def test_bytes_that_a_hung_peer_receives_are_no_work() -> None:
+    with pytest.raises(Violation, match="awaited again"):
+        _commits(4, _hang, Parts(member=CountsBytesAsWork))
+
+
+def test_a_peer_that_works_until_it_is_a_member_again_costs_less_and_less() -> None:
+    healthy = _commits(3, _healthy)
+    assert _commits(4, _hang_as_a_member) >= 0.9 * healthy
+    assert _commits(4, _hang_as_a_member, Parts(coordinator=ComesBackAtOnce)) < 0.8 * healthy

@@ -1,0 +1,156 @@
+"""Who was late comes back when it has worked, and later each time it was waited for in vain. On the pure machine."""
+
+import pytest
+
+from collective.core.types import Epoch, OuterStep
+from elastic.core.messages import Heartbeat, Leave, Synced
+from elastic.core.pauses import LONGEST, Pauses
+from tests.unit.elastic.machines import CoordinatorDriver, ref
+
+OTHERS, LATE = (1, 2, 3), 4
+
+
+def _beat(
+    driver: CoordinatorDriver, number: int, *, progress: int = 0, steps: int = 0, ready: bool = False, epoch: int = -1
+) -> None:
+    state = driver.machine.state
+    beat = Heartbeat(
+        epoch=state.epoch if epoch < 0 else Epoch(epoch),
+        outer_step=state.outer_step,
+        progress=progress,
+        blocked=ready,
+        ready=ready,
+        inner_steps=steps,
+    )
+    driver.says(number, beat)
+
+
+def _commit(driver: CoordinatorDriver) -> None:
+    """One round of whoever is a member; the late one follows it."""
+    for number in driver.member_numbers():
+        driver.vote(number)
+    if LATE not in driver.member_numbers():
+        committed = driver.machine.state.committed
+        assert committed is not None
+        driver.says(LATE, Synced(held=committed))
+
+
+def _excused(driver: CoordinatorDriver, steps: int) -> None:
+    """The others have handed in and waited; the late one has been heard of so many steps before."""
+    _beat(driver, LATE, progress=steps, steps=steps)
+    while LATE in driver.member_numbers():
+        for number in OTHERS:
+            _beat(driver, number, ready=True)
+        _beat(driver, LATE, progress=steps, steps=steps)
+        driver.wait(0.5)
+    assert driver.machine.state.is_excused(ref(LATE))
+
+
+@pytest.fixture
+def driver() -> CoordinatorDriver:
+    made = CoordinatorDriver(round_inner_steps=3).with_veterans(*OTHERS, LATE)
+    _excused(made, steps=10)
+    return made
+
+
+def test_bytes_bring_nobody_back(driver: CoordinatorDriver) -> None:
+    for progress in range(100, 2000, 100):
+        _beat(driver, LATE, progress=progress, steps=10)
+        _commit(driver)
+        assert driver.member_numbers() == list(OTHERS)
+    assert driver.machine.state.is_excused(ref(LATE)), "nor is it put out: it keeps payload and leases"
+
+
+@pytest.mark.parametrize(("steps", "is_back"), [(12, False), (13, True)])
+def test_inner_steps_of_a_round_bring_it_back_at_the_next_commit(
+    driver: CoordinatorDriver, steps: int, is_back: bool
+) -> None:
+    _beat(driver, LATE, steps=10)
+    _commit(driver)
+    _beat(driver, LATE, steps=steps)
+    assert driver.member_numbers() == list(OTHERS)
+    _commit(driver)
+    assert (LATE in driver.member_numbers()) == is_back
+
+
+def test_steps_that_it_did_before_it_heard_of_its_excuse_do_not_count(driver: CoordinatorDriver) -> None:
+    _beat(driver, LATE, steps=50, epoch=driver.machine.state.epoch - 1)
+    _beat(driver, LATE, steps=60)  # the first word of who knows: so far, and then it hung
+    for _ in range(5):
+        _beat(driver, LATE, steps=60)
+        _commit(driver)
+    assert driver.member_numbers() == list(OTHERS)
+
+
+def test_work_that_is_handed_in_brings_it_back(driver: CoordinatorDriver) -> None:
+    _beat(driver, LATE, steps=10, ready=True)
+    _commit(driver)
+    assert LATE in driver.member_numbers()
+
+
+def test_a_restarted_coordinator_counts_from_what_it_hears_first(driver: CoordinatorDriver) -> None:
+    again = driver.recovered()
+    for progress in (100, 200, 300):
+        for number in OTHERS:
+            _beat(again, number)
+        _beat(again, LATE, progress=progress, steps=40)
+        _commit(again)
+    assert again.member_numbers() == list(OTHERS)
+    _beat(again, LATE, steps=43)
+    _commit(again)
+    assert LATE in again.member_numbers()
+
+
+def test_every_wait_in_vain_doubles_the_pause_and_a_contribution_ends_that(driver: CoordinatorDriver) -> None:
+    pauses, steps = [], 10
+    for _ in range(5):
+        num_commits = 0
+        while LATE not in driver.member_numbers():
+            _beat(driver, LATE, steps=steps)
+            steps += 3
+            _beat(driver, LATE, steps=steps)
+            _commit(driver)
+            num_commits += 1
+        pauses.append(num_commits)
+        _excused(driver, steps)
+    assert pauses == [1, 2, 4, 8, 16]
+    while LATE not in driver.member_numbers():
+        steps += 3
+        _beat(driver, LATE, steps=steps)
+        _commit(driver)
+    _commit(driver)  # with its work
+    _excused(driver, steps)
+    _beat(driver, LATE, steps=steps)
+    _beat(driver, LATE, steps=steps + 3)
+    _commit(driver)
+    assert LATE in driver.member_numbers()
+
+
+def test_who_is_needed_for_a_commit_is_awaited_before_its_pause_is_over() -> None:
+    driver = CoordinatorDriver(min_peers=3, round_inner_steps=3).with_veterans(*OTHERS, LATE)
+    _excused(driver, steps=10)
+    for steps in (10, 13):
+        _beat(driver, LATE, steps=steps)
+    _commit(driver)
+    assert LATE in driver.member_numbers()
+    _excused(driver, steps=20)  # again: the pause is two commits now
+    for steps in (20, 23):
+        _beat(driver, LATE, steps=steps)
+    _commit(driver)
+    assert driver.member_numbers() == list(OTHERS)
+    driver.says(3, Leave(now=True))
+    assert driver.member_numbers() == [1, 2, LATE]
+
+
+def test_pause_is_of_one_start_and_bounded() -> None:
+    pauses = Pauses(max_peers=2)
+    for _ in range(20):
+        pauses.missed(ref(1), OuterStep(100))
+    assert not pauses.is_over(ref(1), OuterStep(99 + LONGEST))
+    assert pauses.is_over(ref(1), OuterStep(100 + LONGEST))
+    assert pauses.is_over(ref(1, 2), OuterStep(100)), "a new start begins anew"
+    pauses.missed(ref(2), OuterStep(100))
+    pauses.missed(ref(3), OuterStep(100))
+    assert pauses.is_over(ref(1), OuterStep(100)), "forgotten"
+    pauses.contributed([ref(2)])
+    assert pauses.is_over(ref(2), OuterStep(100))

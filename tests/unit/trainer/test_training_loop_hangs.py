@@ -1,0 +1,51 @@
+"""Workers that hang and are replaced: no sample is lost or used twice, whatever they were asked for."""
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from elastic.digest import Hasher
+from tests.unit.trainer.loop_rig import BATCH, INNER_STEPS, Happening, Rig
+
+STREAMING = {"inner_steps": 8, "num_fragments": 4, "delay": 1, "keep": 1.0}
+
+
+@pytest.fixture
+def hasher() -> Iterator[Hasher]:
+    threads = Hasher(num_threads=1, chunk_nbytes=1024)
+    yield threads
+    threads.close()
+
+
+@pytest.mark.parametrize("streaming", [None, STREAMING], ids=["diloco", "streaming"])
+@pytest.mark.parametrize("place", range(1, 14))
+async def test_samples_of_a_hung_worker_are_trained_on_again(
+    hasher: Hasher, place: int, streaming: Mapping[str, object] | None
+) -> None:
+    rig = Rig(hasher, outer_steps=4, streaming=streaming)
+    rig.pool.hangs_at = place
+    await rig.run()
+    assert rig.pool.num_hangs == 1
+    rig.audit_the_end()
+    samples = sorted(index for commit in rig.commits for index in commit.samples)
+    assert samples == list(range(len(samples))), "one is left out"
+
+
+@pytest.mark.parametrize("place", range(1, 14))
+@pytest.mark.parametrize("what", [Happening.MISSED_ROUND, Happening.BLINK_WITH_COMMITS, Happening.EVICTION])
+@pytest.mark.parametrize("later", [0, 1, 2, 5])
+async def test_what_happens_to_the_membership_meanwhile_changes_nothing(
+    hasher: Hasher, place: int, what: Happening, later: int
+) -> None:
+    rig = Rig(hasher, [Happening.NOTHING] * (2 * place + later) + [what], outer_steps=5)
+    rig.pool.hangs_at = place
+    await rig.run()
+    assert rig.pool.num_hangs == 1
+    rig.audit_the_end()
+
+
+async def test_the_others_get_whole_rounds_from_it_afterwards(hasher: Hasher) -> None:
+    rig = Rig(hasher, outer_steps=4)
+    rig.pool.hangs_at = 3
+    await rig.run()
+    assert [len(commit.samples) for commit in rig.commits] == [INNER_STEPS * BATCH] * 4
