@@ -175,7 +175,7 @@ class Closing:
         """Whether only peers would go on that no commit holds work of. Nobody has reached them in an exchange yet.
 
         A joiner that nobody can dial took the run over so: the founder was late once, and could not fetch from it
-        what it had committed alone (scenarios/late_beside_an_unreachable_joiner.toml).
+        what it had committed alone.
         """
         proven = self._roster.state.contributed
         stay = [session for session in members if session not in late]
