@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes collective/transport/stream_copy.so when the project is installed or packed. Where it cannot, it goes on."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """WHAT is exchanged, given a view: an all-reduce that survives the internet, and the connections under it.
 
 Read README.md first, it says how a byte travels. `Communicator` is the face for tensors, `collective.transport` the

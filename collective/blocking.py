@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The communicator for ordinary scripts: a loop in a thread of its own, futures instead of coroutines.
 
     with BlockingCommunicator(rank, "0.0.0.0:4000", secret=secret) as communicator:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The values of one round: the caller's tensors, cut into chunks. Bytes as they lie in memory, any dtype.
 
 Who owns memory: the caller owns `source` and `out`. Whoever adds parts up does so in the chunk's place in `out`, which

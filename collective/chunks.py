@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A round's ends at the links: a chunk that waits to be sent, and the inbox that takes those of one member.
 
 Rules: references only; whose memory the bytes are is the round's business.

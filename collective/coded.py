@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The values of a MEAN or SUM of fp32 whose chunks travel in a lossy codec's wire form.
 
 A part is encoded on its way into the slice's root, sums of parts on the way there travel as they are; the root

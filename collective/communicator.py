@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The awaitable face of this package: install a view, then run operations among its members.
 
 Rules: one event loop, one thread. `install` and the rounds are the only places where connections are made; nothing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where bulk frames and rounds meet: every frame is judged by the fence, then goes to its round, waits, or is dropped.
 
 Rules:

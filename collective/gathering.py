@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who takes part in a round with a quorum: one small round before the round itself.
 
 The member of rank 0 keeps the list (core/quorum.py) and broadcasts it, one byte a member. To be late is to post after

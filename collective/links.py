@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this peer measures of its links: round trips, and how fast bytes get through while more are waiting.
 
 The transfers themselves are the measurement; where there were none, `probe` sends padding for a fraction of a second.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Large buffers. Those of operations are used again: fresh memory costs a page fault for every 4 KiB, as copying does.
 
 Rules: one event loop, no locks. What is given back is kept up to what was out at once; more is freed. What is freed

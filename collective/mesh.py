@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connections of one peer to the others of its view: dialled, adopted, kept across views, dropped.
 
 Rules: of a pair, the peer with the smaller id dials. Links to members that stay outlive a view. Nothing runs in the

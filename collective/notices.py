@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The small frames of a round, as they travel: who opens it with which terms, and who gives it up."""
 
 from collections.abc import Sequence

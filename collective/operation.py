@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One operation between its caller's tensors and its round: plan, memory, codec.
 
 Rules: results go to memory that the input does not share, so that an abort leaves the input untouched; in place that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each operation as a plan over its caller's tensors: which trees, which cut, what goes where.
 
 Rules: arguments are checked here, before anything is sent. Every function gives an `Operation` that a round can run.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a caller may choose about moving bulk bytes, and what it is told afterwards. Values only."""
 
 from dataclasses import dataclass, field

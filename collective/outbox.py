@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a round sends: its frames, and which of its chunks are not the kernel's yet.
 
 Rules: a chunk waits as a reference and is encoded when a socket can take it; its memory is the round's until `release`.

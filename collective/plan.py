@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a buffer is cut into slices and chunks, and the terms that all members of a round must share.
 
 Borders of a reduced buffer lie on multiples of 256 elements, so that no codec's block crosses one; the last chunk

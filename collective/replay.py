@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results that were recorded, replayed: what a learner does that missed a round."""
 
 import torch

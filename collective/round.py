@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One running round: carries out what core/round.py orders, on real buffers.
 
 The values are in buffers.py, what is sent in outbox.py, the order of things is the machine's; this file joins them with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How an operation becomes a round and is seen through: memory, pace, watch, and what is kept of an aborted one.
 
 Rules: the caller's memory is taken back at the end, however that comes. Each running round has one watch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This package without the rest: a communicator with its own listener, for scripts that decide membership themselves.
 
     async with open_communicator(rank, "0.0.0.0:4000") as communicator:

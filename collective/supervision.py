@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deadlines of one running round: who is gone, who stands still, when it is over anyway.
 
 Rules: every round ends. A member is a suspect when its connection broke and cannot be made anew within a short grace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The values of an all-reduce between two: both give all they have, and both add it up alike.
 
 As many bytes as the butterfly, one way instead of two, so it is what two members do with small tensors. For the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a caller may hand in, seen as a flat tensor on the CPU.
 
 Torch tensors and numpy arrays are seen without a copy. A CUDA tensor passes through pinned memory: one copy down,

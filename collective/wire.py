@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Framing without IO: what a frame looks like, and how frames come out of a stream of bytes.
 
 A frame is a fixed header of 48 bytes in network order, then `payload_nbytes` bytes:

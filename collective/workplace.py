@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the operations of one communicator share: memory, codecs, and what is known of the links.
 
 Rules: the same view, table and tensor lead to the same plan on every member. Nothing here moves a byte.

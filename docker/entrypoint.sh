@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Shapes the link as root, gives root up for good, then runs the command it was given.
 #
 #   SHAPE_LINK       the link of the scenario that this container is; empty: not shaped

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Make one network interface behave like one wide-area link, with `tc`.
 
 Owns: reading the scenario, building the commands, applying them, and reading back what the kernel has in force.

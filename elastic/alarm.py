@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A machine's time: waiting for its next deadline, which any event may move, and a clock that can be held."""
 
 import asyncio

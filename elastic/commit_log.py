@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The newest committed results, for learners that are only a few steps behind.
 
 Rules: entries are consecutive steps, newest last; a gap or a step back empties the log first, because a learner can

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recorded commits, as a learner gets them: known by the coordinator's word, fetched from whoever still keeps them.
 
 Rules: a commit of another digest than the coordinator named is a lie, and its donor is dropped; one that lacks a commit

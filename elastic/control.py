@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One control connection, at either end: messages in, messages out, an end with a cause.
 
 Rules: `send` never waits. What cannot be sent at once goes into a bounded outbox; a side that does not empty its

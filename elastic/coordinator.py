@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The coordinator's shell: its machine, its journal, and the control connections of the peers.
 
 Rules:

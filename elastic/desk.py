@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the trainer waits for: to be a member, the outcome of its round, samples to train on.
 
 Rules: every wait ends, with its answer, `NotAMember` or `RunFinished`. Answers are given in the order of the machine's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finding the coordinator: a list of addresses, patience, and no stampede.
 
 Rules: all addresses are tried in turn, the one that answered last comes first. An address that takes long has the next

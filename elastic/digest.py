@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of the shared state: which bits a committed step has.
 
 The state is cut into chunks of `CHUNK_NBYTES`. Every chunk has a SHA-256, and the root is a SHA-256 over the step,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serving the shared state to learners while training goes on.
 
 Rules: the members never wait for a learner. A snapshot is pinned, not copied, and its digests were made when its step

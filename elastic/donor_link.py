@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A donor as the learner sees it: questions with verified answers.
 
 Rules: nothing a donor says is believed. Manifests are checked against their own root, chunks against the manifest,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The members that may serve a learner: whom to ask next, and who has done it badly.
 
 Rules: a donor that lied, broke off or stalled is dropped for this catch-up and forgiven in the next one, because what

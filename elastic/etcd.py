@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client of etcd (3.4 and newer) over its JSON gateway, /v3/..., with the standard library alone.
 
     EtcdClient.call     one request, repeated at one endpoint after the other until it is answered or its time is over

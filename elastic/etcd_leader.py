@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who leads a run: one key of etcd, bound to a lease that ends some seconds after its holder's last sign of life.
 
 Rules: the key is made only where it is not there. Its `create_revision`, its life, names one leadership: whoever

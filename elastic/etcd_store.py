@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The coordinator's memory in an etcd cluster, for those who already run one, and for coordinators that stand by.
 
     /isthmus/RUN_ID/leader              who may write (etcd_leader.py)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What etcd's JSON gateway says, as far as we listen: bounded, typed, unknown fields passed over.
 
 The gateway leaves out zeros and empty lists, writes 64-bit numbers as texts and bytes as base64.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was wrong with a peer whose result the others overruled: the first tensor that differs, and whose fault it was.
 
 The peer voted for one digest, the others agreed on another in the same round. Its staged result is kept by its digests

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The coordinator's memory on disk: every record, in order, before anybody hears of it.
 
 SQLite in WAL mode with synchronous=FULL: a record is on disk when `append` returns, and a torn tail is SQLite's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading a journal that is not ours to open: finished, copied, damaged, or being written by its coordinator.
 
 `Journal` (elastic/journal.py) opens a file in order to write it: it takes the writer's lock, makes what is missing and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Getting to a state as the machine orders it: founding it, or catching up with the others.
 
 Rules: one of them runs at a time, as a task of the member's TaskGroup, and ends with exactly one event. A newer order

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Making links with peers that may become members with this one, beside whatever it does.
 
 Rules: one attempt at a time for each start of a peer, as a task of the member's TaskGroup; it ends with one event. Must

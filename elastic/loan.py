@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Borrowing a donor's private state, such as its inner optimizer's moments, before this peer trains for the first time.
 
 Rules: nobody waits for it but this peer, which is a learner as yet. Whatever goes wrong, the next donor is asked, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The member's shell: one peer's machine, its line to the coordinator, its rounds, and the trainer's questions.
 
     Membership.run()      owns everything below until the peer's part is over

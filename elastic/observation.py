@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the elastic layer tells whoever watches: event logs, metrics, the page.
 
 Rules: observations are facts after they happened, frozen, and cheap. An observer runs on the event loop between two

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where two states differ, and what of a state is here already: comparing manifests, chunk by chunk.
 
 Chunks are counted through all tensors, as `ChunkMap` does. Rules: a manifest is a claim about memory. It says where to

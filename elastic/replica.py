@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shared state as elastic sees it: named bytes of a committed step, with no meaning.
 
 The trainer implements `Replica` (parameters, outer momentum, whatever must be equal everywhere); elastic pins it for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The member's long work: views, exchanges and commits, in exactly the machine's order.
 
 `RoundRunner` is what the trainer brings along; `Rounds` owns the one exchange that may run, and makes sure that it

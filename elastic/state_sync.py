@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The learner's side: from what is held to the newest committed state, without anybody waiting for it.
 
 Two ways lead there: replaying the commits that are missing, or fetching the chunks that differ from a snapshot, from

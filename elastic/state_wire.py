@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What learner and donor say to each other on a STATE connection, and how long each may take.
 
 The learner asks, the donor answers in the order of the questions. Requests and headers are msgpack; chunks are raw

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the coordinator keeps its records: what every store promises, and the chain that proves a journal whole.
 
 A journal is numbered slots, each with one record and a checksum over everything up to it. Stores differ in where the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A snapshot on its way: where its chunks belong, which are missing, which are under way.
 
 Rules: a chunk is with one donor at a time, so that no two ever write to the same memory; what a donor did not deliver

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes from the network into validated values, or one typed error.
 
 Rules: whatever arrives, the only error is RemoteProtocolError; msgspec's own errors are not all of one kind (broken

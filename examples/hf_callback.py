@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An outer optimizer in a Hugging Face Trainer: one callback. Needs the extra `hf`: pip install 'isthmus[hf]'.
 
     python examples/hf_callback.py --peers 2     two Trainers on this machine, a small GPT-2 from scratch, no download

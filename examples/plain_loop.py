@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DiLoCo around a plain PyTorch loop: every peer trains on its own text, and all meet every 20 steps.
 
     python examples/plain_loop.py --peers 2                    both on this machine

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How parameters move: outer optimizers, and what the inner loop needs beside them. See README.md."""
 
 from optim.diloco import DiLoCo, default_outer_lr

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ADOPT: Adam that converges with any beta2, here with one or several first moments.
 
     first step:   v <- g²

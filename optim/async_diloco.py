@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asynchronous DiLoCo: delayed Nesterov on a server that every member keeps a copy of, and local steps by speed.
 
 A worker sends its difference when it has done its steps, and goes on from the anchor of that moment; nobody waits for

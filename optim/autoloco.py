@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AutoLoCo: DiLoCo whose rounds grow as the inner learning rate falls, with outer steps that know how long they were.
 
 A base round is one at the peak learning rate: H inner steps at factor 1. A round from inner step s to t has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order in which sparse methods send a fragment: matrices as blocks of up to 64 x 64 elements.
 
 A codec that keeps the k largest of every 4096 consecutive elements should find what belongs together in such a run. So

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CO2: heavy-ball momentum on parameters that were averaged during the block before.
 
 After every tau inner steps, block k of them, with anchor_k where it began:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data parallelism: the gradient is averaged in every step. The baseline of all that communicates less.
 
     every inner step:   g <- mean over workers of g;   then the inner optimizer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The orthonormal DCT-II of blocks, in both directions, and its inverse with the same bits on every machine.
 
     Y = C_h · X · C_wᵀ        X = C_hᵀ · Y · C_w        C_n[k, i] = √((k ? 2 : 1) / n) · cos(π k (2 i + 1) / 2 n)

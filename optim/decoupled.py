@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoupled DiLoCo: many balanced fragments that take turns, late results, and a mean that does not shrink.
 
 The mean of M differences that point anywhere is shorter than they are, by up to 1/√M. Radial-directional averaging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One-step delayed DiLoCo: the mean travels during the whole next outer round.
 
 After every H inner steps, block k of them:

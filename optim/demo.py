@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeMo: data parallelism whose workers keep their momentum and send only its strongest frequencies, at every step.
 
     d <- decay · d + gradient;    q = sent(DCT(d));    d <- d - IDCT(q)

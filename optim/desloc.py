@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DES-LOC: parameters and states of the inner optimizer are averaged, each with a period of its own.
 
     after inner step t:   x <- mean over workers of x   if K_x divides t     (the parameters)

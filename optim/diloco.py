@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DiLoCo: H inner steps, then one Nesterov step on the mean of how far the workers went.
 
     delta  = mean over workers of (anchor - local)

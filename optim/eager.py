@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Eager updates: delayed DiLoCo in which every worker uses its own newest difference at once.
 
 With the mean of the block before, of which its own part is replaced by the fresh one, worker m steps an anchor and a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EDiT: DiLoCo by layers, each guarded by itself against workers that went astray.
 
 Every H inner steps all layers are exchanged, as fragments of their own; guards.py has what is judged, the equations and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small rules about flat tensors that every outer optimizer needs.
 
 It must not know rounds, states or methods.

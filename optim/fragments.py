@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where each tensor lies in the flat vector, and which tensors are exchanged together.
 
 A `FragmentTable` lays the parameters of a model end to end, in the order given, in one flat fp32 vector. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Guards against workers that went astray, EDiT's, around any method that averages pseudo-gradients.
 
 A worker judges its own payload before it sends it. Of a fragment's payload Δ it looks at the stride, its length per

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The inner optimizer: what a worker runs between outer steps, on its own shards and its own device.
 
 Its state is private: its bits matter to nobody else, even where a method averages it. So torch's own optimizers, fused

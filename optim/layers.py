@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tensors make up a layer, read from their names.
 
 It must not know rounds, states or methods.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """L-GreCo: every layer gets its own codec; together they send least and lose no more than one codec for all would.
 
     minimise  Σ nbytes(layer, c_layer)    subject to    Σ ‖layer - decoded(c_layer)‖²  <=  the same sum, c = reference

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local Adam: every K inner steps the workers average parameters and both moments.
 
     every K inner steps:   x <- mean of x;   u <- mean of u;   v <- mean of v

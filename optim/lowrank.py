@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PowerSGD (arXiv 1905.13727): a matrix as two thin factors, which are additive, so their MEAN is what travels.
 
 A round for A [n, m] and the shared state Q [m, r]:

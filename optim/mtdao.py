@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MT-DAO: several first moments of different speed, averaged each with a period of its own.
 
     inner step:   u_j <- beta_j u_j + (1 - beta_j) g                     for j = 1..N

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nesterov's momentum on an averaged pseudo-gradient, with the same bits on every machine.
 
     momentum <- mu * momentum + delta

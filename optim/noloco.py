@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NoLoCo: no all-reduce. Every H inner steps workers meet in random pairs, and no value is ever equal everywhere.
 
 Worker i has slow weights φ_i, from which it set out, and fast ones θ_i, which it trains. It meets worker j:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an outer optimizer is: named state, exchanged on a schedule, then absorbed.
 
 Every low-communication method answers the same questions. Which tensors are exchanged together (`fragments`),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PowerSGD: DiLoCo whose pseudo-gradient travels as one thin factor a round.
 
 A is a matrix of the pseudo-gradient plus what was left out so far, [n, m]. All members hold an orthonormal factor for

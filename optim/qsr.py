@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """QSR: workers average their parameters, the less often the lower the inner learning rate is.
 
     a round that begins after t inner steps lasts   H = max(H_base, floor((alpha / lr_t)^2))   inner steps

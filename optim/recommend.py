@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which method suits a network and a model: predictions from arithmetic, losses from papers, a choice by rule.
 
 An exchange is predicted as the collective layer makes it, on the slowest peer's link, b bytes a value in wire form:

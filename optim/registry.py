@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outer optimizers by name, as a run's configuration spells them.
 
 A method registers itself: it is one module of this package with `@register("name")` above its frozen dataclass. The

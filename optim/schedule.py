@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning-rate schedules of the inner optimizer: pure functions from the inner step to a factor on the peak rate.
 
 Inner steps count from 0: `schedule(t)` is the factor for the step that follows t finished ones. The first step is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """N workers in one process, without a network: the smallest engine that keeps every promise of the protocol.
 
 It serves tests and convergence tables, and is the shortest reading of what an engine owes an `Outer`. Everything

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SparseLoCo: DiLoCo without outer momentum, whose workers send one element in 64 and remember the others.
 
     a_r = β e_r + (anchor - local_r)        Δ_r = sent(a_r)        e_r <- a_r - Δ_r

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums and products with the same bits on every machine, whatever its vector units, libraries or threads.
 
 A library's sum adds in the order that suits its registers, so it rounds differently from one CPU to the next. Here

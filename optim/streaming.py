@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streaming DiLoCo: the layers take turns, and the workers go on while a fragment is under way.
 
     every H inner steps, fragment p at an offset of its own:    send delta_p = mean over workers of (anchor_p - local_p)

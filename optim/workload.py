@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What simulated workers train, and what their rounds cost: the two things `simulate` leaves to its caller.
 
 It must not know outer optimizers.

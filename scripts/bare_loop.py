@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is left of an all-reduce when everything but its bytes is taken away: the floor of scripts/bench collective.
 
 The same butterfly, checksums and kept input as ours: one cubic socket a pair, one epoll loop that does nothing else,

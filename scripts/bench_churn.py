@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Churn: up to 8 peers start and are killed at random, an action every 0.5 to 2 s, while the rest goes on.
 
 `scripts/bench churn --minutes 10`: values and bits of every result are checked, see scripts/faults. Exits with 1 if

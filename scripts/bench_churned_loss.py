@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does churn harm the model? Calm runs with several seeds, and runs whose peers are killed and frozen all the time.
 
 `scripts/bench churned_loss`: real peers (`isthmus up`, `isthmus join`) train configs/demo.toml with a constant rate.

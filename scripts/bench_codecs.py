@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speed and error of every codec on one core, on chunks as a round sees them.
 
 GB/s are of the fp32 input. Encoding includes the finite check, decoding and accumulating include `check`. Median of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-reduce (mean, fp32) between processes on loopback: torch's gloo and ours, in turn, in one run.
 
 Every repetition runs each contender once, after a barrier; a contender's time is that of its slowest peer. Gloo

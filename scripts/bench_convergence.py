@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Held-out loss against bytes: every outer optimizer on the same real text, with the same tokens, each tuned alike.
 
 M workers train small decoders (trainer.model), all in one batched pass (scripts/convergence/fleet.py), under

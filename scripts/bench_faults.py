@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults in the middle of an all-reduce: is every result right, and how soon do the survivors have their next one?
 
 `scripts/bench faults --kills 100` kills (SIGKILL) a random peer at a random moment, in each mode and world size; with

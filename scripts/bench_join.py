@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """A peer joins a running run of three, is frozen, and comes back: what does it cost it, and what the members?
 
 Processes of scripts/join_peer.py: all of a peer but its workers, over a synthetic model (25 M parameters: 100 MB,

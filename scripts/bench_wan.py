@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The exchange over emulated wide-area networks, against the best time that their links allow. Needs root.
 
 Peers have the settings that a user gets by default, but where a row's name says otherwise. Between the view and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Three peers on this machine train one model; one is killed, one joins late, one leaves; the rest end equal.
 
 Every peer is what a user would start: `isthmus up`, `isthmus join`, `isthmus leave`, each with its own processes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a demo run did, read from the peers' event logs and the coordinator's journal; nothing is taken on trust."""
 
 import itertools

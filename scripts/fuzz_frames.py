@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Mutated frames against everything that reads frames: `scripts/fuzz_frames.py --frames 1000000`.
 
 Half of them go through a FrameReader with the limits of each kind of connection, and what comes out is decoded as its

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """One peer of `scripts/bench join`: everything of a peer but its workers. It says what happens as lines of JSON.
 
 The daemon's own parts (communicator, outer state, round runner, membership, donor, journal) move a synthetic model;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The processes of `scripts/bench join`, and what they say.
 
 Rules: whatever is waited for has a deadline; a peer that ends by itself ends the run.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What scripts/dependencies does with the files.
 
     lock_files.py FROM TO                     what uv has resolved → what is kept: all with hashes, torch apart

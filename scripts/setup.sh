@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Sourced by the other scripts: goes to the repository root and makes .venv with the project and its tools.
 # Installs again only when what is installed has changed since. Needs Python 3.11 or newer and pip, nothing else.
 # What is installed is locked with hashes in requirements/ (scripts/dependencies), but for torch, of which only the version

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """One peer of `scripts/bench wan`: a communicator that does what it is told on its standard input, line by line.
 
     {"do": "connect"}                              -> {}

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The product: peers that train one model together. See trainer/README.md."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a stranger with a ticket becomes somebody whom the run knows, and who is let in afterwards.
 
 A joiner's first connection (purpose `admission`) shows the ticket's token, its own public key, and a signature that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`isthmus audit`: what a run did, proved from its folders.
 
 The journal says it all, and the peers' logs, certificates and checkpoints say whether the journal is all there is.

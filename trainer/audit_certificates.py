@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The certificates that peers keep, against the journal: sealed, of its commits, each naming the one before it.
 
 A certificate outlives the journal: whoever has one can prove a commit that the journal has lost. So one that the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checkpoints in the peers' folders, against the journal: whole, of a committed step, at the right sample.
 
 One of a step that the run has gone back behind is as good as others: it was committed once.

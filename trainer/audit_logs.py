@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the peers wrote down themselves (events.jsonl and its older parts), against the journal.
 
 A commit that a peer saw must be in the journal, with the same digest, also if the run has gone back behind it: of

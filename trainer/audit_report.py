@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An audit for people and for programs. Schema `isthmus.audit/1`; fields are added without a new one."""
 
 from collections.abc import Iterator, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whom this process believes and whom it does not, applied to its connections.
 
 Members hear of it from the coordinator, the coordinator's own process from its journal. Rules: what is withdrawn here

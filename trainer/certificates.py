@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commits that this peer can prove, on its disk: from them a run goes on whose coordinator has lost its journal.
 
 One small file in the peer's folder holds the newest `KEPT` certificates, the one that counts last. Rules: it is

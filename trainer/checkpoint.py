@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shared state at an outer step, on this peer's disk.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is a checkpoint what was voted for? Proved without loading it, in the memory of one chunk.
 
 `load_checkpoint` finds bytes that changed since they were written. Whether what was written is the state that the run

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes checkpoints beside the training: pins the shared state, saves it from a thread, lets it go.
 
 Rules: training never waits for the disk, except for the last checkpoint of a run; while one is being written, a new one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From what happens to what is written down: elastic's observations, rounds and faults as lines of events.jsonl.
 
 Every fact also goes to the scoreboard, whose figures `status` and the metrics show. Rules: one line a fact; digests in

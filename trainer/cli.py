@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `isthmus`.
 
 Rules: stdout is the result, stderr is logs and progress; a command imports what it needs when it runs, so that help,

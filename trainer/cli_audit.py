@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command that proves what a run did."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layers of the configuration as a command line gives them, and `isthmus config`.
 
 Rules: a command's own flags (`--listen`) stand below the config's (`--node.listen`), and say which flag they are.

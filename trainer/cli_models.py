@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands that get a model out of a run and try it."""
 
 from pathlib import Path

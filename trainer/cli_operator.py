@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands by which an operator says who may be in a run: they talk to the process where its coordinator lives."""
 
 import hashlib

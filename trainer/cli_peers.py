@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands that run a peer, and those that talk to one."""
 
 import asyncio

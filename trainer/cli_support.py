@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every command needs: arguments that Typer cannot know, one sentence for an error, the folder of a run.
 
 Rules: an operator's error is one sentence on stderr and its exit code; our bug is exit code 1 and a file with the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything a run and a peer can be told: all sections, what follows from several of them, and what must fit.
 
 Rules: a key stands in one section with one meaning; what a key means, its default and its range stand in

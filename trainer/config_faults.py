@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What pydantic finds wrong, as the sentence an operator needs: key, origin, value, what is expected.
 
 Must not know how values are merged.

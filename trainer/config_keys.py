@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which keys a configuration can have, found by looking at its sections.
 
 Rules: nothing is listed twice; a new field of `trainer.config` is known here by itself. Must not know values.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How peers keep a run going: who is waited for, how bytes travel, what is kept and told; and what is local to one.
 
 Rules: `[node]` is local to a peer and `[coordinator]` to a coordinator; `[members]`, `[net]`, `[checkpoint]`, `[eval]`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration as text: what `isthmus config show` prints.
 
 Rules: the TOML reads back to the same configuration ("none" stands for a value that is not set); the JSON has the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the values of a configuration come from, and which one counts.
 
 Layers, later ones win key by key: defaults < run manifest < files in the order given < `ISTHMUS__SECTION__KEY` <

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is trained, on which text and by which steps: `[run]`, `[model]`, `[data]`, `[inner]` and `[outer]`.
 
 Rules: all of it is part of the run manifest. Must not know torch, nor what else a run is told (`trainer.config`).

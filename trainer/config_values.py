@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a value of the configuration can be, and how its key is spelled.
 
 Rules: a quantity's Python name ends in its unit and its TOML key does not (`heartbeat_timeout_s` is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the command line and a daemon say to each other: msgpack, one answer a question."""
 
 from typing import Annotated

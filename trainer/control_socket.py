@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the command line talks to the daemon of this machine: ZeroMQ over a Unix socket, msgpack, one answer a question.
 
 A daemon binds a socket in a private folder (0700) under the system's temporary one, because a Unix socket's path may

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The coordinator in this process: the store that its configuration names, the right to write there, and its shell.
 
     SQLite    the file's lock is the right; nobody stands by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text that a run trains on, as bytes.
 
 Owns the reading of a corpus (`load_corpus`) and the split that holds some of it out. Rules: the same files give the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process from its first line to its exit code: a peer, a peer with the coordinator in it, or a coordinator alone.
 
     run_peer          folder, identity ─► terms (founded, or asked for) ─► text ─► listener ─► Peer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tokens a sample number stands for.
 
 Owns the rule that makes an integer the name of a sample (`SampleSource`), so that a range of integers is a lease

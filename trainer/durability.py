@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this peer's disk holds of the run: a checkpoint now and then, and the results of all commits since.
 
     commit ─► its result goes to the disk, beside the training ─► written before this peer votes for the next one

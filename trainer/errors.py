@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How this program ends: exit codes, and the errors that an operator can do something about.
 
 Rules: an operator's error is one sentence that says what is wrong and, behind it, what to do; it is printed without a

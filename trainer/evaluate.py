@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How good the model is on held-out text: one number.
 
 Knows a model only as something that maps tokens to logits, so a decoder sharded by `fully_shard` is evaluated by the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happened, one JSON object a line, for people, plots and audits.
 
 Schema `isthmus.events/1`, first line of every start: `{"event": "log_opened", "schema": "isthmus.events/1", …}`. Every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model out of a run: the parameters of the newest checkpoint, in a folder that `isthmus sample` reads.
 
 Rules: the anchor is the model (every peer's is the same); a checkpoint is verified before it is used. Must not know

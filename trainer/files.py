@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small files that must be whole: written beside their place, flushed to the disk, then renamed.
 
 Rules: a reader sees the old content or the new, also after a power cut. Must not know what the files mean.

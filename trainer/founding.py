@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a founder decides before anybody else is there: the run, its terms, and the state it goes on from.
 
 A run lives in its founder's folder: `run.json` (id and secret), `terms.json` (the run manifest, the digest of its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text out of a trained model, and the two files that a trained model is kept in.
 
 A model directory holds `model.safetensors` (the parameters by their canonical names) and `config.json` (the shape of

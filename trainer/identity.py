@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who this peer is, and which run a coordinator serves: what a peer's folder keeps from one start to the next.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One worker's training: model, inner optimizer, learning rate, and its share of every step.
 
 Owns the sharded model. Rules: a step's gradient is the mean over all samples of the peer's batch, whatever the number

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What SIGINT and SIGTERM do to a process: the first one leaves in order, the second one stops at once.
 
 Rules: they count from the first line of the work on, also while there is nothing to leave yet: then the first one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the daemon and its workers say to each other, and how it is written down.
 
 Owns the messages, their wire form and the two ends of the socket's settings. Rules: every reply names the serial of

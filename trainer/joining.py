@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The joiner's side of an admission: whom to ask, with what, and how long.
 
 Must not know what the answer is used for. Errors: `Refused` (5), `NobodyReachable` (4).

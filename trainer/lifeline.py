@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process that must not outlive the one that started it, however that one ends. Nothing slow is loaded for it."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers for Prometheus, all of them here: `isthmus_…`, units in their names.
 
 Rules: an own registry, nothing global; counters end in `_total`, sizes in `_bytes`, durations in `_seconds`; no label

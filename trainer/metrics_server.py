@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serves the numbers of metrics.py over HTTP, from a thread of its own, and lets nobody hold more than a little.
 
 At most `_MAX_OPEN` connections are open, each with a thread, for at most `_DEADLINE_S` and `_MAX_REQUEST_NBYTES` of

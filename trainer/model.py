@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model that the trainer trains by default: a Llama-style decoder, every formula written out.
 
 Owns the architecture (`ModelConfig`, `Decoder`), the presets, the canonical order of the parameters and their

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The inner optimizer's moments between peers: a copy for who asks, and another's to begin with.
 
     a donor      asked ─► after its next inner step the workers write their moments into the mailbox ─► copied, hashed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an operator can ask of the process where a run's coordinator lives: tickets, who is there, who has to go.
 
 Rules: what is answered with None is in the journal. Must not know how a question travels.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the command line tells a daemon. Frozen; everything in it has been checked as far as it can be without acting.
 
 Must not know how flags are spelled (`trainer.cli`), nor what the daemon does with them.

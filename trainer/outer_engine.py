@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine that asks an outer optimizer its questions: what optim/outer.py says an engine does, on one real peer.
 
 After global inner step t: emit what the plan of t names and start its exchange, then absorb (or drop) what is due, and

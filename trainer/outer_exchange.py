@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a planned round becomes operations of the collective layer, and when it counts.
 
 A round is two operations, one after the other, while the script goes on training:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The drop-in: an outer optimizer around somebody's own training loop.
 
     with BlockingCommunicator(rank, addresses[rank], secret=secret) as communicator:

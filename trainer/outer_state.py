@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This peer's copy of the shared state: live, staged for a commit, pinned for learners.
 
 A version of the state is never changed once it is live. An outer step moves one fragment: it writes that fragment's

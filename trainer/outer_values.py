@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tensors of one model and its inner optimizer, seen as fragments: flat, fp32, on the CPU.
 
 Parameters may live on any device and in any floating dtype; what is exchanged is fp32. Frozen parameters take no part.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What members say about a round when its payload operation has ended, and what follows from it. Values only.
 
 Whoever has everybody's vote comes to the same conclusions: whether the round counts, whether members hold different

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One peer of a run, put together: network, membership, shared state, workers.
 
 Everything here belongs to one `Peer`, lives in one task group and ends with it. The order of the start matters:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a process must know before its first socket is opened: the run's terms, its text, who is who.
 
     a founder     decides, or finds in its folder what it has decided before

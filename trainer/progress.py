@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A progress bar on a terminal, nothing where there is none.
 
 Rules: draws on stderr only, at most ten times a second; what is logged meanwhile appears above the bar, whole. Must

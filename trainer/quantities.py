@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantities as people write them: "30min", "64MiB", "3B", "20mbit".
 
 Rules: a number without a unit is in the base unit (seconds, bytes, one, bytes a second), so that what a manifest holds

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The journal's records as lines of events.jsonl: the log of a coordinator's process repeats each of them."""
 
 from typing import assert_never

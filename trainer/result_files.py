@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The results of the newest commits on this peer's disk, in their wire form: what its newest checkpoint lacks.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A round as the membership asks for it: exchange the payload, absorb the mean into staging, install or forget it.
 
 This is the trainer's half of elastic/member.py. Rules: the payload stays as it is until the round's outcome is known,

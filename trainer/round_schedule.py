@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which round makes which outer step: the method's plan, counted.
 
 The n-th round of the plan, in the order of inner steps, makes outer step n. It follows from the method's settings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The run manifest: all sections that peers share, equal on all of them, canonical JSON byte for byte.
 
 Rules: `[node]` and `[coordinator]` are no part of it. Must not know what the keys mean (`trainer.config`).

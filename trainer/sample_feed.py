@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sample indices this peer may train on: leased ahead, handed out step by step, reported with the vote.
 
 Rules: an index is handed out only while its lease is held; what was handed out since the last commit is `consumed`

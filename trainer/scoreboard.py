@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The figures of one peer as they stand: what `status`, the metrics and the progress bar show.
 
 Fed by chronicle.py with the same facts that go into the event log. It must not decide anything.

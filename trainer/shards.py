@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where this worker's shards lie in the flat vector of parameters, and the copies between the two.
 
 FSDP2 cuts every parameter along its first dimension by the rule of `torch.chunk`: with n rows on L local ranks each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that the daemon and its workers have in common: the mailbox of parameters, and the text.
 
 Owns anonymous files: they have no name, are inherited as file descriptors and are gone when the last process that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One version of the shared state: its fragments' tensors, their names, and which bits they have.
 
 Rules: nothing in a version is ever written to. A version shares the states of those fragments that its outer step left

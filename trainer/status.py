@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `isthmus status` tells: schema `isthmus.status/1`.
 
 Rules: fields are added without a new schema, none changes its meaning within one; null means "not known yet". The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this peer has done since it became a member, and how much of it no commit holds yet.
 
 Rules: only a commit of this peer's own round settles anything. Work goes on while a round is out, so that a round names

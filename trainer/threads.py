@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Work in a thread that a cancellation cannot leave behind."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One string that lets a second machine join: addresses, run, how to know the run again, a token that expires.
 
 Layout: `isthmus1` and lower-case base32 (no padding) of ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One peer's training, from the anchor to the next commit and on.
 
     start from the anchor ─► inner steps on leased samples ─► store ─► emit ─► hand in ─┬─ exchange, vote, commit ─┬─►

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the configuration to the parts' own settings: pure, no part is started here.
 
 One function a part, so that a reader finds in one place what a key of the configuration does.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker process (worker_start.py begins it), with RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them.
 
 Owns the process: its device, its process group, its end of the socket, its exit code. Rules: it does what the daemon

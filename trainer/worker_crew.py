@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One start of all workers of a peer: their processes, their folder, the socket to them, and their end.
 
 Rules: when one worker fails, all are killed at once, because the others would wait for it; a crew that is closed leaves

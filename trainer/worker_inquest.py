@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a worker does that does not answer: what the kernel says of it, and its Python stack if it can still tell.
 
 A worker writes the stacks of all its threads to its log when it gets the signal for that (worker_start.py), also while

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a worker is told when it is started: one JSON text, as its only argument.
 
 Owns the words of that text. Rules: no secrets (arguments can be read by every user of the machine), and nothing that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The daemon's end of the socket to its workers: who was asked what, and who owes an answer.
 
 Rules: all workers get the same requests in the same order, because most of them are collectives of the site; a request

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From when on a worker hangs: by how long it has taken for the same kind of request before.
 
 Rules: the first request of a kind has the longest limit, since a first step compiles and loads; afterwards each kind

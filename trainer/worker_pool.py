@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workers of this peer: started together, driven together, and gone together.
 
 Owns what L processes inherit, and one start of them after the other (worker_crew.py). Rules: a request has a limit,

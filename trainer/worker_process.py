@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One worker process as its daemon sees it.
 
 Owns the command line, the environment and the log of the process, and how it is ended. Rules: it runs in a session of

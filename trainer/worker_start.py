@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first thing a worker process does: `python -m trainer.worker_start JOB`.
 
 To load torch takes seconds. A daemon that is killed meanwhile must not leave a worker behind, nor a signal for the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workers' parameters, and the version of the shared state that they are trained from.
 
     start_from      all of it becomes the anchor

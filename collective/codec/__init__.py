@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a chunk of fp32 becomes bytes and back. One codec, one file; `codec_named` finds them."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The seam between chunks and bytes.
 
 Rules: everything works on flat contiguous tensors and into buffers that the caller gives; scratch is made once per

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bfloat16: fp32 rounded to 8 significant bits, half to even. 2 bytes an element.
 
 Error: |decoded - x| <= |x| / 256 for normal numbers, 2^-134 below; 0.17 % in L2 on Gaussian data.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the codecs with one scale for every 256 elements share: wire layout, tiles, the short last block.
 
 Wire form: the scales of all blocks (fp32, little-endian), then the codes of all elements in order, `code_bits` each,

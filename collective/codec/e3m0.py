@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """E3M0: four bits a value, a sign and a three-bit exponent; one fp32 scale for 256 elements. 0.516 bytes an element.
 
 The pseudo-gradient's wire form in Streaming DiLoCo (arXiv 2501.18512), which publishes no scaling; here

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block int8: one fp32 scale for 256 elements, codes from -127 to 127. 1.016 bytes an element.
 
     scale = absmax(block) / 127        code = round_half_even(x · (1 / scale))        decoded = code · scale

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fp32 as it lies in memory: 4 bytes an element, nothing lost, nothing copied.
 
 Error: none; every bit pattern of a finite number stays, -0.0 and subnormal ones too. Encoding does not look for NaN and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Top-k: of every 4096 elements the k largest magnitudes, the rest is zero. k = 64: 0.0293 bytes an element.
 
 SparseLoCo's wire form (arXiv 2508.15706) with a symmetric value: sign, and one of two levels of the chunk:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Symmetric two bits: sign and small or large; one fp32 scale for 256 elements. 0.266 bytes an element.
 
     scale = mean(|x|)        large if |x| >= 1.2297 · scale        decoded = ± 0.5674 · scale or ± 1.8929 · scale

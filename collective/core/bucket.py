@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A token bucket: at most `rate` units a second in the long run, `burst` at once.
 
 Caps bytes for all links of a process, and connections at the door. Rules: one number of state, the instant at which

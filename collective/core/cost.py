@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a plan takes over known links, and how to size its slices.
 
 A slice of share x moves x · (whole buffer) over each edge of its two trees: `nbytes_up` if the hop ends in the root,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One decision for every frame: of the past, of now, or of a view we have not installed yet.
 
 Rules: a frame is current only if exactly this start of its sender is a member of exactly this view. An older

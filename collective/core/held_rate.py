@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a line carries, from windows of a fraction of a second: what it has held for a while.
 
 While all send, acknowledgements wait in the queues of what goes the other way, and windows of one steady line differ by

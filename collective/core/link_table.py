@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is known about the links between members: the input of every plan.
 
 Rules: values only, no measuring and no choosing. Ranks are those of one view. What nobody has measured is written as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a plan means for one member, before anything has happened: where its round begins.
 
 Rules: pure, and the same whenever it is asked for; so it is read from the plan once.

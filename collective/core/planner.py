@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which plan a view uses: the butterfly, a ring, or two levels.
 
     butterfly   two one-way trips; every pair exchanges

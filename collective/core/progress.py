@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who stands still? A pure watch over counters that only grow while bytes move.
 
 Three questions. Is its host there: what we send, signs of life too, is acknowledged by its kernel, also while its

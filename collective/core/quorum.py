@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who takes part in a round that does not wait for everybody.
 
 The member of rank 0 is the clerk. Everybody tells it that it is ready. Once `min_members` are, the others have

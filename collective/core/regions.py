@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which members are near each other, and which lines between such groups several pairs seem to share.
 
 Rules: follows from the table alone. A guess about a shared line is made only where the measured rates speak for one.

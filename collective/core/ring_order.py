@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of a ring: the shortest round trip through all members.
 
     minimise  max of bottleneck[a][b] + sum of cost[a][b]   over the edges a → b of the round

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One member's part in one round, as a pure machine over chunk references (ARCHITECTURE §6).
 
 A round is any collective operation. The plan (core/slices.py) gives every slice of the buffer two trees: parts go up

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a round's machine hears and what it orders: events in, effects out (core/round.py).
 
 Rules: plain values; a chunk is a number. `rank` and `to` are places in the round's view.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who reduces what, and by which way: slices of the buffer, each with its two trees.
 
 A plan cuts the buffer into chunks and deals them to slices. A slice has a root. Parts travel up a tree to the root,

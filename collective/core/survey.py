@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From what members saw of their own links to a table that all of them share.
 
 A member sees only what it moved: how much it sent in all and to each other member while more was waiting to be sent,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The values that every layer speaks of: peers, views, rounds.
 
 Rules: immutable, comparable, wire-ready (msgspec structs, decoded with unknown fields forbidden). No behaviour

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sockets and everything that is only known about sockets: options, handshakes, links, channels, the listener.
 
 The layer above speaks of frames. Operating system errors end here: they become the errors of collective/errors.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many connections strangers may open: a bucket for each address, one for all strangers together, and places.
 
 An attempt costs a token and gets it back when the connection shows a valid hello. So whoever belongs here can open

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All links to one start of one peer, and the one queue of what is to be sent to it.
 
 Several streams share the queue: whichever can write takes the next frame. Small notices go first.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who is who: every peer's own key, and the certificates by which a run's authority lets its peers in.
 
 A peer makes its key itself, and its id is the beginning of the key's hash, so nobody can take the name of another. The

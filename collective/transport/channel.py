@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An awaitable connection for control messages and state transfer: send a frame, receive a frame.
 
 Rules: one receive at a time, and bytes are read only while somebody receives, so the kernel's buffer is the only

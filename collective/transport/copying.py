@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How bytes are copied within one machine: into our own memory, and into memory that another process reads.
 
 Who writes a cache line must own it. A slot's lines lie in the cache of the core that has just read them, and to take

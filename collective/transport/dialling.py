@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dialler's whole way: TCP, encryption where it is wanted or else a proof of who we are, hello.
 
 Control, state and bulk connections all go it.

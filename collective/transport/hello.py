@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first two frames of every connection: who dials and what for, and whether that is welcome.
 
 Rules: before the hello a connection may send nothing else and at most 4 KiB; the dialler sends no further frame

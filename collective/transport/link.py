@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One bulk connection: frames in and out of a non-blocking socket, as callbacks of the event loop.
 
 How it is fast: `sendmsg` takes header and payload in one call, `recvmsg_into` puts the payload straight where it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One port per peer: accept, encrypt, read the hello within its deadline, hand the connection to whom it is for.
 
 Rules: nothing that a stranger sends can end the process or hold more than a socket, 4 KiB and a TLS handshake for 5 s.

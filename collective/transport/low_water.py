@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much must have come before a link on a long path is woken.
 
 There a chunk comes in dozens of packets, and to wake for each costs more than to take it: tens of microseconds of

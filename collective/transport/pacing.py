@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast the streams of a pair send on a long path, and how many of them do.
 
 Flows that each look for the whole line fill its queue and lose packets, and the pair that came off worst ends the

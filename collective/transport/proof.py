@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How both sides prove who they are on a connection that is not encrypted: by certificates, and signed first frames.
 
 What it gives: nobody opens a connection as a peer whose key it does not have, and a proof that somebody has heard opens

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Making the missing streams of one bundle anew: by its dialler; the other side may only look who is there.
 
 Rules: a repair is somebody's task and ends with it. One at a time; there is none in the background.

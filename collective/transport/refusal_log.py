@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Says why connections were ended for what came over them: each is counted, and one line a kind and minute is logged.
 
 Rules: a flood writes no more than so many lines. A kind is one of our own words, and what else is in a line is quoted

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which connections are encrypted, with whom: TLS 1.3, both sides with a certificate of the run.
 
 What it gives. Nobody without a certificate of the run's authority can open a connection, and nobody as a peer whose key

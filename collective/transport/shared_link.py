@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A link whose bytes go through shared memory: what it does otherwise than one over a plain socket.
 
 A frame that lies whole in one slot is used there, or copied straight to where it belongs. All other reading is that of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that two processes of one machine share for one connection: how it is offered, found and taken.
 
 One anonymous file with slots for either direction, and a pipe each way. The dialler of a plain connection to loopback

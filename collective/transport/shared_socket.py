@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A connection between two processes of one machine: its bytes lie in memory that both have mapped, pipes ring.
 
 Half of the processor time of an exchange over loopback is the kernel's. Here a byte is copied once in and once out,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Opening TCP sockets with the options that notice a dead peer and keep a link full.
 
 Rules: every socket is non-blocking, sends at once (TCP_NODELAY) and breaks within seconds when the other host is

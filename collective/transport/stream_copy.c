@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* memcpy whose stores pass the caches by: see copying.py for why. x86-64 only, where SSE2 always is. */
 
 #include <emmintrin.h>

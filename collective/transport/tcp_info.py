@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the kernel knows about a connection: round trips, delivery rate, what is lost, what it waits for.
 
 Rules: read from TCP_INFO of Linux, whose struct only ever grows at its end. A field that this kernel does not have is

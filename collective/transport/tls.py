@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An encrypted TCP socket that can be used wherever a plain non-blocking one is: by a link, and by loop.sock_*.
 
 Why not `ssl.SSLSocket`: asyncio refuses it, and it makes two system calls for every 16 KiB. Here the TLS library

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run did, proved from its journal.
 
 `audit` is a function from records to verdicts: no file, no clock, no network, and none of the coordinator's own

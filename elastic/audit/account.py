@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who did what: the figures of a run that its journal holds. Judges nothing."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a journal begins with: the run's first state, or, where the journal before it was lost, the newest commit that
 the peers could prove."""
 

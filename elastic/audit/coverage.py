@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which samples are used up, as ranges: at any record, and how far that is through the data.
 
 Ranges here are sorted, disjoint and maximal, so that equal sets are equal tuples.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an audit says: findings, and one verdict a check.
 
 Rules: a finding names the invariant of ARCHITECTURE.md that does not hold, the journal slot where that shows, and says

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The records by what others call them, to compare what somebody else wrote down with the journal."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who may have samples, whichever they are: what a single record may say of its peer (I7)."""
 
 from collections.abc import Iterator, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the run went back, and which commits count no more since then.
 
 A rollback names the state that the run goes on from. What was committed after it is given up, whatever was leased is

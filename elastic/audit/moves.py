@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the records did to ranges of samples, and the pieces that all of these cut the samples into."""
 
 import enum

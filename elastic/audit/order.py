@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Do the records follow each other? Three checks: the chain of commits, the views, who is in each commit.
 
 Each walks the journal with the least memory that its rules need, and with none of the coordinator's own state

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the certificates of a journal's commits must say: they follow from its records alone."""
 
 from collections.abc import Collection, Iterator, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Was the run allowed to go back? The check over rollbacks; their epochs are checked with the views (order.py).
 
 A rollback gives commits up, so whoever could make one freely could take work away. It must name the newest step, which

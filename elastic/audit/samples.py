@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where did every sample go? The fourth check (I7), and the figures that prove "exactly once".
 
 A sweep over the sample indices, not over time: all ranges that the records name are cut where another one begins or

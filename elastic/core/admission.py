@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How learners become members, and who makes the first state.
 
 * Only learners come in that have met all members, and each other (meetings.py).

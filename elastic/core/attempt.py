@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The round in progress at one peer: its payload, the attempt to exchange it, and how that ended.
 
 Rules: the payload is kept until its outcome is known. An attempt belongs to one view (its key names the epoch); when

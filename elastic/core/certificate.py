@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a commit leaves with every peer: enough to go on from it when the coordinator's disk is lost.
 
 A certificate says of one commit what was made out of what, by whom, and where the data stood. Each one names the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a peer believes of the run's commits: the newest certificate it has heard of, and what may come after it.
 
 Rules: a wrong seal is nobody's word. The next commit names this one as its parent; what claims to be the next and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the round in progress ends: committed, tried once more, or without whoever is silent or late.
 
 Decided from what is known now (rounds.py counts, grace.py measures, sessions.py remembers); what follows for the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How patient and how demanding the two elastic machines are.
 
 Every number that decides about life and death of a peer stands here with its reason. Seconds are seconds of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The coordinator: who is a member, what is committed, who trains on which samples.
 
 A deterministic machine without IO. Events only note facts; every decision is made in `_settle`, which runs after

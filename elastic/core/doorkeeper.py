@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the coordinator puts a peer out at an operator's word, and which tickets it remembers.
 
 Rules: the word is journalled first. With a peer that is banned goes the ticket by which it came. Whoever is put out is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who is kept out of a run, and which tickets admit nobody any more: a fold over the journal's records.
 
 A bar keeps out the starts of a peer up to one, and makes its certificates up to a number void. Evicting a peer bars

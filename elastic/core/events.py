@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events (facts that happened) and effects (orders to carry out) of the two elastic machines.
 
 Contract with whoever drives a machine:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a peer goes: on request at a commit boundary or at once, or with the run's last commit.
 
 It says Leave until the coordinator says Goodbye. Rules: a commit boundary is awaited without limit while one is to be

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a round that has its quorum waits for the others.
 
 The grace follows what was measured: some times the lateness that is usual in this run, never less than a floor and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a member asks for data: one request at a time, recognisable by its serial, valid for one membership."""
 
 from collective.core.types import Epoch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which samples are given to whom: exactly-once data under churn (I7).
 
 Sample indices count up for ever; what an index means (which sample of which pass over the data) is the trainer's

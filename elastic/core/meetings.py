@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Links before membership: a learner becomes a member after both ends say that they are connected.
 
 A member that the others cannot exchange with costs all of them a round. So whoever may become a member with whom is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One peer's part in the run: from its first Join to its exit code.
 
 A deterministic machine without IO; `Phase` says where it stands:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What peers and the coordinator say to each other.
 
 Every message is idempotent and may arrive late, twice or out of order: senders repeat on timers, receivers decide

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a peer that the others have waited for in vain stays out of the views.
 
 Every wait in vain in a row doubles its pause, which is counted in commits: who is late once may be a member again at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a peer stands in the run, and what follows from that at home.
 
 Its phase and its view, the state it holds, the payload and its exchange, the leases: whatever its trainer is told. It

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Getting to the committed state: what a peer holds, what it aims at, who can help.
 
 Rules: one catch-up at a time, and a running one is left alone, because restarted at every commit it would never

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Making a lost journal anew from what the run's peers can prove.
 
 Every peer keeps the certificate of the newest commit that it has heard of. A coordinator with an empty journal asks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the coordinator receives who is no member: strangers, joiners and learners.
 
 Rules:

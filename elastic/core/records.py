@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the coordinator writes down before anybody hears of it.
 
 The journal is the list of these records in order. Replaying them gives the state of the coordinator (its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What becomes of a run whose committed state nobody holds any more.
 
 All processes may lose power at once, and what a peer's disk can replay may end one commit before the newest. Then the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who is in the run, how views change, and what peers are told about it.
 
 The roster holds the durable state (run_state.py), one session per peer (sessions.py) and what was said in the round

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Votes and failures of the round in progress, and what they amount to.
 
 A round is over for its view when every member has voted, or when somebody reported that it cannot finish. Votes are

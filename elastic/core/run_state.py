@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the journal says: the durable state of a run as a fold over its records.
 
 The coordinator changes this state only by `apply`, with a record it persists in the same breath; a restarted one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the coordinator knows of one start of one peer, and when it gives it up.
 
 Liveness is progress, not heartbeats. A peer is given up when it is

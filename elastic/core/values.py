@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The values that messages, records and certificates speak of: digests, samples, states.
 
 Rules: immutable, comparable, wire-ready. No behaviour beyond look-ups.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What members saw of each other's parts of a round, and whose part or word it was that does not fit.
 
 Every vote says with which weight its sender counted each member's part, how large that part's numbers were where the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the journal knows of each peer's work: how many samples its next payload may hold, and how often it was wrong.
 
 Rules: both follow from the journal's records alone, so that a restarted coordinator judges as the one before it.

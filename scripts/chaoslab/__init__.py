@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real `isthmus` processes train while they are killed, frozen, cut off and starved of disk; what is left is judged.
 
 cli.py        the command

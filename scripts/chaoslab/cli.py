@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`scripts/chaos --minutes 10 --json FILE`: real peers train while they are killed, frozen, cut off, out of disk.
 
 A coordinator and up to seven peers run as processes of this machine, each in a network namespace and with a disk of its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is left when it is over, and all that the verdict knows: journal, logs, faults, waits, ends.
 
 Times are seconds of this machine's wall clock, as the logs have them. Sites are numbers: 0 is the coordinator's, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What can be done to a site, and how it is undone.
 
     kill          SIGKILL of a member; it is started again, in its folder or as a peer that nobody knows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What root makes of this machine: network namespaces whose paths can be cut, and disks that can be full.
 
 The network is the emulator of scripts/wanlink: one-way and two-way cuts of single paths, and a rate for an access. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When what is done: kinds from a shuffled bag, mostly with a breath between them, sometimes without.
 
 A breath ends some seconds after the run has made two more commits. So most faults meet a run that goes on, with whoever

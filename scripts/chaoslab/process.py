@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One start of one `isthmus` process at a site, and what /proc says about it and its workers."""
 
 import contextlib

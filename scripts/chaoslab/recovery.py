@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How soon the others went on, fault by fault, and how soon who was hit took part again.
 
     kill donor joiner   from the signal to the survivors' next commit

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must hold, checked against the evidence: every check returns sentences about what does not.
 
     digests     whoever says a digest of an outer step says the journal's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What can be seen of the processes from outside, as it happens: logs as they grow, ends, answers, health.
 
 The pulse, twenty times a second, reads the logs on, notices ends, and keeps the account of when enough of the run was

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A coordinator and its peers as processes of this machine: started, killed, and surely gone afterwards.
 
 Every site has one process at a time, in a folder of its own: the one before's, or a fresh one, as a peer that nobody

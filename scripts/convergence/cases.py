@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is compared: a row a method, with the paper's settings, what may be tuned, and what its paper claims.
 
 Every method is tuned with the same number of runs, `RUNS_PER_SWEEP`: inner learning rates alone for those that have

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the papers claim, each as a question to the table, beside which the bench prints what it found.
 
 A comparison is paired: the relative difference of held-out loss, (left - right) / right, run by run of the same seed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A wire for `optim.simulate` that sends all through the codecs of the collective layer, and counts what they made.
 
     MEAN     cut by the collective's own plan (a butterfly with equal shares). A part is encoded on its way to the root

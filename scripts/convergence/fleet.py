@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fleet: M workers' small decoders, trained by one forward and one backward pass over a leading dimension of workers.
 
 The architecture is the trainer's (`trainer.model.Decoder`), in its canonical order of parameters, so a row of the fleet

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From single runs to the table, the orderings and the plot."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text that the fleet reads: real, and on every machine that has this project.
 
 Without a file it is a sample of the running interpreter's own standard library (trainer/corpus.py), so bytes are tokens

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run of one case, from the first weights to the last held-out loss."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the fault benchmarks are made of: peers in processes of their own, and a server that makes the views.
 
     values      inputs whose mean over any subset of peers is exact, and the check of a result

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the view server knows: peers, faults, what was posted in which view, how it ended, and the tally.
 
 Rules: look-ups and decisions, no waiting. A decision follows from what peers have said and from the ends of their

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers come and go while the others never stop: the longest gap between two operations, and what a survivor holds.
 
 Rules: peer 0 is never killed. Everything else is drawn at random: an action every 0.5 to 2 s, three starts to two

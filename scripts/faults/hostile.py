@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames that no honest peer sends: valid ones, changed in one of many ways.
 
 Most carry a checksum that fits, so that they reach what lies behind it: another header field, a hostile payload, a

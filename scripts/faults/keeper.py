@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peers' processes: started, signalled, cut off, listened to, and known to be alive or not.
 
 Every peer is asked for a sign of life each second; one that leaves five of them unanswered is mute until it speaks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that starts peers: it has loaded everything before, so a peer is there after a few milliseconds.
 
 With `--namespaces` it lives in a network namespace of its own with a bridge in it, and gives every peer a namespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One peer: does what the view server says, reports how each operation ended, checks every result it ever had.
 
 It keeps no copy of its inputs. Where an operation was aborted it posts the same memory again; only where it had

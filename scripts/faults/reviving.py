@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One fault after another: each is followed until the survivors have finished an operation without its victim.
 
 The moment is spread over the whole operation: half of the faults are the victim's own, when a random part of its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs whose mean over any subset of peers is exact, and the check of a result against its members.
 
 Peer p's input at a step is 840 · 2^p times a pattern of the integers −127 to 127 that repeats every 255 elements; the

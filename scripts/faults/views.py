@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The view server: says who is a member, has every step repeated until it counts, and keeps the tally.
 
 A step is one operation, or several at once, of all members. Whether it counts is decided here, as the layer above the

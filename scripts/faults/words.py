@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the view server, the nursery and the peers say to each other: one JSON line each. Times are CLOCK_MONOTONIC.
 
 Rules: values only. All of these processes are ours and on one machine, so nothing is hostile here.

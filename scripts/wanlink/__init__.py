@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A wide-area network between 2 to 8 network namespaces of one machine.
 
     from scripts.wanlink.wan import Wan

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast an exchange could be at best on a given network.
 
 Rules: pure arithmetic; no overhead is counted (headers, losses, computation), so nothing can be faster.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`scripts/wan`: what this machine offers, how good the emulation is here, and a command on an emulated network.
 
     scripts/wan probe

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that is the network: a TUN device in each peer's namespace, and the switch between them.
 
 It is started by `wan.Wan` with one end of a socket pair, over which JSON messages come and are answered one by one:

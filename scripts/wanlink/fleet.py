@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One process in each namespace, all of which are told the same and answer: orders and answers are lines of JSON.
 
 Rules: every answer has a deadline; one thread. A process that dies is reported with the end of what it said on its

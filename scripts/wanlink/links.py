@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one path, and one port, do to the segments that pass.
 
 A path leads from one peer to another, one way: delay, jitter, losses, and rarer accidents. A port is a peer's access

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is asked of the kernel: network namespaces, a TUN device in each, and an end of all that runs in them.
 
 The namespaces have no name: nothing but open descriptors and processes holds them, so none can be left behind. Another

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One frame as a TUN device gives and takes it: a virtio-net header, then an IPv4 packet.
 
 With segmentation offload the kernel hands over super-packets: one TCP header and up to 64 KiB of payload, which a

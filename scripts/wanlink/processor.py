@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A processor of its own for what stands for a machine of its own, as far as there are any.
 
 Peers and emulator share few cores here. Ordinary scheduling lets a process wait tens of milliseconds behind another

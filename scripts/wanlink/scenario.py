@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What paths and ports are to be, and when they change: read from JSON, checked, and written back.
 
     {"peers": 4, "seed": 1, "sysctls": {"net.ipv4.tcp_no_metrics_save": "1"},

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A packet's way from one peer's port to another's, and what arrives when.
 
     frame -> cut? -> uplink's queue -> losses -> delay, jitter -> downlink's queue -> frame

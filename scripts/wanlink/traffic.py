@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that measure a path from its two ends; each runs in one peer's namespace and prints one line of JSON.
 
     python -m scripts.wanlink.traffic echo      ADDRESS                         UDP: sends back what comes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The network as tests and benchmarks use it: start, change, look, and be sure that it is gone afterwards.
 
 Rules: synchronous; every request to the emulator has a deadline. Closing kills whatever still runs in the namespaces,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A peer in its own process, driven by JSON lines on stdin. Not a test; those of test_collective_*.py start it."""
 
 import asyncio

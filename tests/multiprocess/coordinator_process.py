@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A coordinator alone in a process: `python -m tests.multiprocess.coordinator_process JOURNAL ADDRESS`.
 
 Prints its address when it listens, then runs until it is killed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real etcd nodes for tests: one or three, on free loopback ports, with elections of half a second.
 
 Not a test. `with etcd_nodes(folder, 3) as cluster:` starts them and waits until they have a leader; on the way out

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real peer that lies: `python liar.py KIND join ...`, the program with one thing about its work made untrue.
 
     weight       its worker claims to have trained on a million million tokens a step, and sends noise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real `isthmus` processes for the tests of the whole product: started, watched by their own events, and cleared away.
 
 Not a test. `with running(tmp_path) as run:` gives a `Run`; `run.found()`, `run.join()` and the like start processes,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`scripts/chaos` itself, for less than a minute: it does faults, judges what is left, and leaves nothing behind."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every collective operation promises, between real processes: exact values, named errors, survivors.
 
 The same promises in one process, and many more of them, are those of tests/unit/collective/test_operations.py.

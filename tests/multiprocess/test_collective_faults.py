@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real peers that are killed, frozen and cut off in the middle of an operation: every value right, nobody hung.
 
 The peers, the faults and the checks are those of `scripts/bench faults` and `scripts/bench churn`.

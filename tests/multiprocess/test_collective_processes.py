@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The collective layer between real processes: exact values, and what is left when one is killed or frozen."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The coordinator is killed for real, at moments nobody chose, and started again on its port and journal."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An etcd that wants to see certificates or a password."""
 
 import contextlib

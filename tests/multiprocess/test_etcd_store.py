@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The journal in a real etcd: order, fences, lost answers, lost nodes."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One founder from its first line to a text: a run of one peer, its status, its checkpoints, its model."""
 
 import json

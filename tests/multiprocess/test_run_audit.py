@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`isthmus audit` over a real run: while it goes on, when it is over, and after somebody has touched its journal."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A copied folder, as a disk image makes it: two live starts of one peer."""
 
 import shutil

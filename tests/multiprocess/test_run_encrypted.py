@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encryption and caps as users meet them: nothing in plain, joiners that would not encrypt, a line that is capped."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A peer whose disk is full goes on training, says so, and keeps the checkpoint it has."""
 
 import os

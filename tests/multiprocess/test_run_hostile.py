@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a stranger can send to a peer's port: it is closed and counted, and the run does not notice."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers that stand still behind a beating heart: the others pay for it once."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every peer its own key: nobody speaks as another, who is put out is gone at once, tickets end when told to."""
 
 import asyncio

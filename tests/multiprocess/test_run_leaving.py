@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers that are asked to go: in order by the command or the first signal, at once by the second."""
 
 import signal

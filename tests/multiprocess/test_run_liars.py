@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Members that lie about their work: each loses only itself, by name, and the run goes on."""
 
 import math

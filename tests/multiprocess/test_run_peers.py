@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several real peers train one model: their anchors stay equal, whoever dies, freezes or comes late."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The power goes for all at once, and the same commands are given again: the run goes on, nobody types --resume."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The coordinator is killed and its disk is lost: the run goes on from its peers' certificates."""
 
 import shutil

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What people get wrong: each mistake is one sentence on stderr, the right exit code, and nothing on stdout."""
 
 from pathlib import Path

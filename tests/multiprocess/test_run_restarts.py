@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that die and are started again in their folders: they find their run, and the run finds them."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole product on a real etcd: a coordinator, a standby that takes over, and peers that find it."""
 
 import contextlib

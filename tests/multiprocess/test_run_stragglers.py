@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers that are late: the others go on, and nothing that the late one did is lost."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streaming DiLoCo in real daemons: four fragments in turn, inner steps while one is under way, deaths and returns."""
 
 import json

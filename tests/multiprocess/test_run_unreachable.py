@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A joiner that the members cannot dial: it ends with the cause and the cure, and the run goes on without it."""
 
 from pathlib import Path

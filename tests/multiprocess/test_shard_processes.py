@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shards of real FSDP2 processes against a reference that gathers every parameter."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real worker processes under a real pool."""
 
 import asyncio

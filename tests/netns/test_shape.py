@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docker/shape.py on a real kernel: between two network namespaces that the test makes and removes.
 
 Where the kernel has netem its delay and loss are measured; where it has not, the refusal is tested instead.

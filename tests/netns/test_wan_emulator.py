@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The emulated network on a real kernel: what is set against what two ends measure, and what is left afterwards.
 
 Tolerances are those of a machine that does other work too; `scripts/wan bench` prints the figures themselves.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever single thing is changed in a valid history, the audit finds it, or the history is one that could have been.
 
 "Could have been" is not for the audit to say: the coordinator's own fold over the records accepts it, and so do the

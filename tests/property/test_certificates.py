@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No bit of a certificate can be changed without being noticed."""
 
 import msgspec

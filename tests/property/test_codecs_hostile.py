@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes from a peer that lies: a codec refuses them or decodes them to finite numbers inside the tensor."""
 
 import pytest

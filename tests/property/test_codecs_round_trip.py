@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codecs keep their documented bounds on any finite input, and give the same bits by every path."""
 
 import math

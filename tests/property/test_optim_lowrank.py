@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PowerSGD's factors: exact where they must be, linear, and with equal bits on unequal machines."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tiled outer step against the plain formula, in numpy."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """I1: whoever joins, leaves or fails, all members hold the same shared state after every committed round."""
 
 import itertools

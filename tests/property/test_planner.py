@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever the links are: shares are shares, better links are never worse, and names do not matter."""
 
 from dataclasses import replace

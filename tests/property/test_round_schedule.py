@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any plan, any order, any duplicates, any broken link: every result holds each member exactly once (invariant I2)."""
 
 from itertools import pairwise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """I2, I6 and I7 at one peer: whatever happens to its membership, and wherever it waits meanwhile, every payload is
 exactly the work on the samples that its vote names, no sample is in two commits, and no lease is forgotten."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever the stream does to the bytes, frames come out whole or a RemoteProtocolError does."""
 
 import pytest

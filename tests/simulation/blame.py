@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """I5: who is put out because a round could not be finished with it. Judged by what the members said.
 
 A member that a commit has held work of is not put out on the word of newcomers, and half of the last commit's members

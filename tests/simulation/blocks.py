@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many seeds: in blocks, on several processes, with one report that does not depend on how many.
 
 A block is a range of seeds that one process runs. Blocks are added up in the order of their seeds, and the first one

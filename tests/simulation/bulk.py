@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wires between peers: links that carry an exchange's frames, and the transfer of state."""
 
 from typing import TYPE_CHECKING

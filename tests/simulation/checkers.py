@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must never happen, and what must: one object per concern (history.py, work.py), each naming its invariants.
 
 The checkers see what the nodes do (install, stage, make payloads, end) and what the coordinator writes and tells. They

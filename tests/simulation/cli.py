@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`scripts/simulate`: run seeds until one of them breaks an invariant; replay, shrink and keep the ones that do."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Control connections: how peers reach the coordinator, what is lost, doubled or late on the way, how they break."""
 
 from typing import TYPE_CHECKING, TypeVar

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The coordinator's process: the real machine, a journal that survives, and crashes between any two effects."""
 
 from collections import deque

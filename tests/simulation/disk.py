@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What outlives a peer's process: its newest checkpoints, unless the power went away while they were written."""
 
 from tests.simulation.options import Options

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One peer's end of the collective layer: the real MEAN machine and the real fence over symbolic chunks.
 
 Stands in for collective's shells (engine, supervision): holds back frames of views and rounds to come, renews links,

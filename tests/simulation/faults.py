@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What strikes during the safety phase, each fault class on its own clock."""
 
 import random

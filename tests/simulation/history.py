@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """I1, I3, I5, I8: what the run has decided, and who holds what of it."""
 
 from typing import TYPE_CHECKING

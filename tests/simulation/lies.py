@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who lies loses only itself: what a lie may not do to a commit, and whom the coordinator may call a liar."""
 
 from collections import defaultdict

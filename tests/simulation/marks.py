@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rules a seed has exercised: marks that the checkers and nodes hit, and a list of those that must be hit.
 
 A rule that no seed ever reaches is a rule that nothing tests. The machines count what their fences drop; the rest can

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The smallest history that still breaks the same invariant: fault classes off, fewer peers, shorter, fewer strikes.
 
 Options are drawn apart from what happens, and every fault class has chance of its own, so much stays as it was when

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The test of the tests: broken variants of the protocol, each of which the simulator has to catch.
 
 Every mutant is the real thing with one rule taken out, by subclassing or patching from here. Production code has no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wires of the simulated world: latency, jitter, cuts (also one-way), slow pairs, resets.
 
 Sites are peer ids; the coordinator's site is `COORDINATOR`. Control connections are between a start of a peer and a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one seed is put through: every fault class is drawn on or off, and how hard it hits (swarm testing)."""
 
 import random

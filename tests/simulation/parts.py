@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which machines a simulation runs: the real ones, or broken variants of them (mutants.py)."""
 
 from collections.abc import Callable, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """I4: nobody keeps a round waiting for ever: not the late, once its quorum has handed in, nor who does not vote; and
 those who stand still keep the others waiting only once.
 

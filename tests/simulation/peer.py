@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One simulated peer: the real member machine, and a symbolic trainer, replica and donor around it.
 
 A `PeerNode` is a site; each start of its process has a fresh machine, and everything but the disk is gone after a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the processes of all sites have in common: they start again, are paused, and have clocks."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every peer can prove, and what a coordinator without a journal may make of it: I1, I3.
 
 The books are kept from what is told and what arrives. A rebuilt run begins with the newest commit that any of those who

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Histories in files: a seed with its options, or a script on a calm stage, and what has to come of it.
 
 A file of `scenarios/` is a TOML table:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One seed: real machines in a simulated world, first under faults, then healed.
 
 Safety phase: whatever the options allow strikes at random; the checkers watch every step. Then everything heals,

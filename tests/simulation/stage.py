@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A calm world in which a scenario does one thing on purpose."""
 
 from collections.abc import Callable

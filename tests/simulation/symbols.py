@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared state and payloads as symbols: what they are made of instead of what they are.
 
 A payload is who made it and when; a chunk of a result is the sorted tuple of the payloads that are in it, with their

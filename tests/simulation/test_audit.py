@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The audit and the simulator judge the same histories: what the checkers let pass is clean, what breaks is found."""
 
 from collections.abc import Collection, Sequence

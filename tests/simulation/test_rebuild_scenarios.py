@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Histories with a name in which the coordinator's disk is lost."""
 
 from elastic.core.events import CoordinatorEffect, SendToPeer

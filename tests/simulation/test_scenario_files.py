@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every file of scenarios/ still tells its story."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Histories that ask more than a file of scenarios/ can: each death, join and leave once on purpose, bugs of seeds."""
 
 import pytest

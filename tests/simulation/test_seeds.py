@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seeds of the swarm: the real protocol breaks no invariant, every mutant does, and a seed is one history."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainers that stand still while their daemons live: the others go on as if these peers had never been there."""
 
 from collections.abc import Callable

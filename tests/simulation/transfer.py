@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One catch-up: ask donor after donor, receive a snapshot or replay commits, verify, give up on who falls silent."""
 
 from typing import TYPE_CHECKING

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """I3, I5: what the coordinator says and whom it takes back, held against the words that its process has heard.
 
 Donors hold what they are named for, as far as anybody has said. Who is put out hears first of the commit that it voted

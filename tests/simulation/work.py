@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """I2, I3, I6, I7: whose work is in a commit, and where every sample is."""
 
 from collections.abc import Collection, Iterable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Virtual time: a heap of things to happen, one source of chance, one trace.
 
 Everything in a simulated run happens because it was put on this heap, in the order of (time, sequence number), and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an operation leaves to the next attempt, and what it puts into the queues."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One peer's end of all links to one start of another, and the queues: stands in for transport/bundle.py."""
 
 from collections import deque

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must never happen in the collective layer, and what must. Keeps its own books and asks no machine.
 
 I2 a result holds each member of its round once, with its weight, and is the same on all that have it; nothing of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What strikes while the safety phase lasts, each fault class on its own clock."""
 
 from collections.abc import Callable

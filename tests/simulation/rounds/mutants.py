@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The test of the test: broken variants of the collective layer, each of which the round simulator has to catch.
 
 Some are rules of a machine that are taken out, some rules of the shell. Production code has no flag for any of them.

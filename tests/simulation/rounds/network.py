@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wires of the round simulator: streams of TCP's kind, and a control line between each peer and the view server.
 
 A link is one stream between two starts of peers. Each way keeps its order; two streams overtake each other. What one

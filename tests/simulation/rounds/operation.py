@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One operation at one peer: the real machine, and chunks that are made of parts. Stands in for collective/round.py and
 supervision.py.
 

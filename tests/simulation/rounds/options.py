@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one seed of the round simulator is put through: shape, plans, credit, faults (swarm testing).
 
 Times are shorter than in life, in proportion: a silence counts after 1 s, a cut breaks its connections after 1.5 to 3.

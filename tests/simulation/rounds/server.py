@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The test's own view server: it hears who failed and whom they suspect, and issues the next view.
 
 No part of the product. It is never down, knows at once whom it cannot reach itself, and lets everybody back in who

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One seed of the collective layer alone: peers with operations in flight under a simple view server, with faults.
 
 Safety phase: whatever the options allow strikes at random. Then everything heals, what is down comes up, and the run

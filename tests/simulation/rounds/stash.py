@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What came before its round was posted, or before its view. Stands in for the stashes of collective/engine.py."""
 
 from collective.core.types import PeerRef, RoundKey

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Histories of the collective layer with a name: each fault once on purpose, and every bug that seeds have found."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What travels in the round simulator: frames, and chunks that are made of who is in them.
 
 A part names its member, its round and its chunk; a sum is a tuple of parts. A result also carries the number of its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Communicators of several peers in one process and one loop, on real sockets."""
 
 import asyncio

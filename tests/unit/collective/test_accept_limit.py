@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How often strangers may knock, and that nobody who belongs here ever meets that limit."""
 
 from hypothesis import given

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Futures for ordinary scripts."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The token bucket: never more than its rate and burst, and nobody waits for ever."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All links to one peer: which stream takes what, how fast, in which order. Real sockets; their distance is set."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What chunks become on the wire, and what they must never become: one case each."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a caller of the mean may rely on, whatever happens to links and members. Values: test_operations.py."""
 
 import asyncio

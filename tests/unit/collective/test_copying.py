@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies within one machine: every byte, and none beside it."""
 
 import platform

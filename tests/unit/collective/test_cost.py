@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a plan costs, by hand; and the shares that cost least, against trying them all."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One decision for every frame: of the past, of now, or of the future."""
 
 import pytest

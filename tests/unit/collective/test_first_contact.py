@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers that come one after the other, and keep their loops busy meanwhile."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small run of scripts/fuzz_frames.py: whatever arrives, only RemoteProtocolError comes of it, and life goes on."""
 
 from scripts.fuzz_frames import fuzz

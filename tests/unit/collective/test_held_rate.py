@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a line carries, from noisy windows of it."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a peer learns from its own transfers: rates, limits, whose turn it is. Bundles are mere counters."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """For how many bytes a link is woken. Real sockets; their distance is set."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every kind of malformed bytes at a real port leaves a counter and one line, whoever sends it and when."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Links before a view names their peers: made by who dials, seen by both, and kept for the view."""
 
 import asyncio

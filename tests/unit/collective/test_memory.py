@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Large buffers are used again, and no more are kept than were out at once."""
 
 import torch

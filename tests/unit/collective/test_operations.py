@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every operation gives the values it promises, for every dtype, size and number of members, whatever is in flight.
 
 Expected values are computed apart: with numpy in int64 or float64, from numbers small enough to be exact there.

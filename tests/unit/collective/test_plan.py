@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a buffer is cut, and the terms that name the cut."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which plan is chosen where, and how long it is said to take."""
 
 import random

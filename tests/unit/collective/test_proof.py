@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who somebody is on a connection that is not encrypted: who has the key, on this connection, now."""
 
 import contextlib

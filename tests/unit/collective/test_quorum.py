@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds that do not wait for everybody."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who is near whom, and which lines are shared."""
 
 from math import inf

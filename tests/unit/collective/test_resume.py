@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An operation that was aborted and runs again among the same members does not send twice what it has."""
 
 import asyncio

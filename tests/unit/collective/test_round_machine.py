@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A round as a pure machine: who sends what, what is counted, what is refused. Schedules: tests/property."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an all-reduce tells of the members' parts: how large their numbers were, and with which weights it counted."""
 
 import asyncio

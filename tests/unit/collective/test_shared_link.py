@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who shares memory at the door, and whole operations over it."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of two processes: what is offered, and what is taken."""
 
 import errno

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connections within one machine: bytes through memory of both, bells through pipes."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two trees of every slice: whole, without circles, and shared out among the members."""
 
 import pytest

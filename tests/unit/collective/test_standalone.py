@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package without the rest: scripts that say themselves who takes part."""
 
 import asyncio

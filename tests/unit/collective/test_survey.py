@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From what members saw of their links to one table."""
 
 import asyncio

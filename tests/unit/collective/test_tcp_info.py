@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the kernel tells about a connection, and kernels that tell less."""
 
 import socket

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a caller may hand in, and the errors that say what to do instead."""
 
 import math

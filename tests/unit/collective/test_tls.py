@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encrypted connections: the socket does what a plain one does, and nobody gets in who should not."""
 
 import asyncio

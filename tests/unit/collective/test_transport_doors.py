@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The door of a peer: who gets in, what becomes of those who do not, and what a channel promises."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long chunks are, by codec and plan."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """compose.yml, the Dockerfile and the entrypoint, checked as far as they can be without a Docker engine."""
 
 import ipaddress

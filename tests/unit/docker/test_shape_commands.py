@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What docker/shape.py reads, builds and understands; nothing here touches an interface."""
 
 import importlib.util

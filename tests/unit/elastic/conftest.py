@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What many tests of catching up need."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A replica of whole numbers in memory, and donors behind real loopback connections.
 
 The state is two int64 vectors. A commit adds a sum to the anchor and keeps the sum as momentum, so that a wrong,

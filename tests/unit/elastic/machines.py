@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Driving the pure machines by hand: short names for what tests say again and again."""
 
 from collections.abc import Sequence

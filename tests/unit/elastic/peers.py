@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole run in one event loop: a coordinator with its journal, and peers that really sum numbers.
 
 Control and state connections are real TCP over loopback. Only the exchange itself is a rendezvous in memory, which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The audit of a journal: a good history is clean, and every single thing that it says can be wrong is found."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The audit of a run that went back: what it gave up is free again, and nobody can make it go back against the rule."""
 
 from collections.abc import Sequence

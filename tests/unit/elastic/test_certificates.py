@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a certificate proves, and what it does not let pass."""
 
 import itertools

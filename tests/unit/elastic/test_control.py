@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A control connection between two that have nothing to say."""
 
 import asyncio

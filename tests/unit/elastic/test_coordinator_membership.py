@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who gets in, who is dropped, and what everybody is told."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Votes, failures, commits, leases, and what a restart knows of them."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What travels when a peer catches up: never more than the cheaper of the missing commits and the differing chunks."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A peer whose result the others overrule: named by the first tensor that differs, repaired by what differs alone."""
 
 import asyncio

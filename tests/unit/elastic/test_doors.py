@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who is put out of a run stays out, and who was let in by a ticket has used it: in the machine and in its journal."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who was late comes back when it has worked, and later each time it was waited for in vain. On the pure machine."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a peer goes: until when it waits for a boundary or an answer, and which exit code it ends with."""
 
 import pytest

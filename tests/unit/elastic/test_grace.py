@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a round with its quorum waits: by what rounds took that nothing interrupted. Four members, quorum two."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A joiner that dies or freezes on its way to the state: the members commit on, and nothing of theirs is held."""
 
 import asyncio

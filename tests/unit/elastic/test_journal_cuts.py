@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The journal's real files, cut or damaged at any byte: what was acknowledged before that byte, or a named error."""
 
 import tempfile

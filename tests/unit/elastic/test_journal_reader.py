@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading a journal without being its writer: beside a live one, after a killed one, and past nothing that is bad."""
 
 import os

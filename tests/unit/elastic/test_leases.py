@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranges of samples and the ledger that says where each sample is (I7)."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Members that lie: about their weight, their numbers, each other, or the result. Each loses only itself."""
 
 import pytest

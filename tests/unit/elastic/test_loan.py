@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Borrowing private state from real donors over loopback."""
 
 import asyncio

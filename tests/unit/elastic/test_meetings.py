@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Links before membership: who has not met the members does not become one, and they never notice."""
 
 from elastic.core.events import CoordinatorSaid, LinkMade, MakeLinks, SendToCoordinator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One peer's way through a run, told as what it hears and what it then orders."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A full house: who comes back finds a place, and nobody fills the house alone."""
 
 from collective.core.types import Epoch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A coordinator whose journal is lost: what it asks, when it goes on, from what, and who is told."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nobody holds the committed state: the run goes back, openly, to the newest commit that somebody holds who is here."""
 
 import pytest

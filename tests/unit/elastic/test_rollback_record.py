@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the coordinator writes down and says when a run goes back: it can be read back, proved, and audited."""
 
 from collections.abc import Callable

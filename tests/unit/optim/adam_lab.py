@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workers of lab.py with an inner optimizer that has states, so that a method can average these too."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small world in which a method shows what it is: a few tensors, workers that pull in different directions."""
 
 import torch

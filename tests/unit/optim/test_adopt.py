@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ADOPT (arXiv:2411.02853v3), clipped:
 
 m ← β₁m + (1 - β₁) clip(g / max(√v, ε), ±t^¼);   θ ← θ - αm;   v ← β₂v + (1 - β₂)g²,   with v₀ = g₀²

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asynchronous Local-SGD (arXiv:2401.09135), delayed Nesterov. A server gets one difference g at a time, acc += g:
 
 every N-th:  m ← β m + acc/N;   θ ← θ - ε((1 - cN + c) β m + g/N);   acc ← 0

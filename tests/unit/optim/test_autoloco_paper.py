@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AutoLoCo, as we read a secondary account of it. Of a round of p base lengths that could go as far as g base rounds:
 
 m ← μ^p·m + Δ/g;   θ ← θ - η·g·(Δ/g + μ^p·m)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """I1 on unlike machines: from the same results every method makes the same bits, whatever the CPU and its threads."""
 
 import functools

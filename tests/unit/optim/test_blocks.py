@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of the blocks: a permutation whose runs of 4096 elements are blocks of 64 x 64."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CO2 (arXiv:2401.16265), every τ inner steps, with x̄ the mean launched τ steps ago and x_old where its block began:
 
 m ← μ·m + (x_old - x̄) / Λ;   m ← clamp(m, -φ, φ);   x ← x - lr·m

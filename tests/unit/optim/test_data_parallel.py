@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data parallelism: g ← mean of g in every step."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DCT-II of blocks: orthonormal, invertible, and back with the same bits everywhere."""
 
 import math

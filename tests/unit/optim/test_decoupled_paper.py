@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoupled DiLoCo (arXiv:2604.21428), with w = tokens²/steps and v = anchor - local of a fragment:
 
 RDA = (Σ w‖v‖ / Σ w) · unit(Σ w · unit(v) / Σ w);   anchor ← Nesterov(anchor, RDA);   local ← anchor

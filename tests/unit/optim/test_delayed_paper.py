@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One-step delayed DiLoCo (PCCL's asynchronous DiLoCo; arXiv:2502.12996, algorithm 2), at boundary t:
 
 Δ^(t) = θ - θ_m;   θ ← Nesterov(θ, mean Δ^(t-1));   θ_m ← θ;   send Δ^(t)

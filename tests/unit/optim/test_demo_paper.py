@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeMo (arXiv:2411.19870):
 
 m ← β m + g;   q = TopK(DCT(m));   m ← m - IDCT(q);   θ ← θ - η sign(IDCT(mean over the senders of q))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DES-LOC (arXiv:2505.22549), algorithm 1:
 
 if t mod K_u = 0: u ← mean u;  if t mod K_v = 0: v ← mean v;  if t mod K_x = 0: x ← mean x

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DiLoCo (arXiv:2311.08105), algorithm 1:
 
 Δ = 1/k Σ_i (θ^(t-1) - θ_i^(t));   θ^(t) ← OuterOpt(θ^(t-1), Δ)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Eager updates (arXiv:2502.12996, algorithm 3), at boundary t, on a worker's own anchor and momentum:
 
 Δ~_m^(t) = mean Δ^(t-H) + (Δ_m^(t) - Δ_m^(t-H)) / M;   θ_m ← Nesterov(θ_m, Δ~_m^(t))

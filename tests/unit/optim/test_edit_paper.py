@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EDiT (arXiv:2412.07210), pseudo-gradient penalty, per layer, of Δ = anchor - local and G = ‖Δ‖:
 
 w = softmax(-G);  G > mean + 3 deviations of its own past → w = 0;  Δ̄ = Σ w Δ;  Δ̄ ← Δ̄ · min(1, φ / (‖Δ̄‖ + 1e-6))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where tensors lie, and how fragments are cut."""
 
 import pytest

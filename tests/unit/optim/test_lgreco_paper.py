@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """L-GreCo (arXiv:2210.17357): minimise Σ nbytes(c) subject to Σ error(c)² <= that of one reference for all layers."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local Adam (arXiv:2409.13155): every K steps x, u and v become their means."""
 
 import pytest

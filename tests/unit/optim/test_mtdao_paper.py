@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MT-DAO (arXiv:2510.05361): x ← x - η [(1 - Σω)ĝ + Σω_j u_j]; x, each u_j and v are averaged by their own periods."""
 
 import pytest

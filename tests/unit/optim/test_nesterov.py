@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The outer step: its bits, its memory, its arithmetic.
 
 m ← μ·m + Δ;  θ ← θ - η·(Δ + μ·m): the outer optimizer of DiLoCo (arXiv:2311.08105).

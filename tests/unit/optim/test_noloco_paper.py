@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NoLoCo (arXiv:2506.10911), as its code has it, with two tensors sent:
 
 m_i ← μ m_i + η mean(θ - φ) + η (mean φ - φ_i);   φ_i ← φ_i + m_i;   θ_i ← φ_i

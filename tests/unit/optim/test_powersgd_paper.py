@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PowerSGD (arXiv:1905.13727), one side a round:
 
 P = mean(A·Q̂), Â = P·Q̂ᵀ;   then Q = mean(Aᵀ·P̂), Â = P̂·Qᵀ;   A = Δ + e;   e ← A - Â

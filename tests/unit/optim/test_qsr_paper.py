@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """QSR (arXiv:2310.14423): H = max(H_base, floor((α/η_t)²)), at the start of each round; parameters are averaged."""
 
 import itertools

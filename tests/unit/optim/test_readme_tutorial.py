@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The method that optim/README.md teaches works as printed."""
 
 import re

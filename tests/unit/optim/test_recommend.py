@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is recommended follows the stated policy, from predictions that can be checked by hand."""
 
 import dataclasses

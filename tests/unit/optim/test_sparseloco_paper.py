@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SparseLoCo (arXiv:2508.15706):
 
 a_r = β e_r + Δ_r;   Δ̂_r = Q(TopK(a_r));   e_r ← a_r - Δ̂_r;   θ ← θ - α · 1/R Σ_r Δ̂_r

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums and products whose bits depend on nothing but their arguments."""
 
 import math

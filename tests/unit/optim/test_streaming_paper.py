@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streaming DiLoCo (arXiv:2501.18512):
 
 send at (t - t_p) mod H = 0:          Δ_p = θ_p - θ_m,p

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run of three peers without a flaw, as scripts/chaos would find it, for tests that doctor it. Not a test.
 
 The coordinator decides an outer step every second; every peer votes half a second before and has the commit a tenth

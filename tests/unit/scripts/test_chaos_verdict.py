@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The verdict of scripts/chaos: a sound run passes, and every check catches what it is there for."""
 
 import msgspec

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of scripts/bench_convergence.py against plain versions of what they do."""
 
 import dataclasses

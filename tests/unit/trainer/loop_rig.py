@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One peer's training without processes or network: workers that count samples, and a coordinator in memory.
 
 Training on sample `i` takes 1 from parameter `i % NUMEL`, and the outer optimizer takes the mean as it is. So a payload

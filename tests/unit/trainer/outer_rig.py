@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real peers on loopback, each in a thread, that train a small model whose gradients are plain functions."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of a peer without processes: a small outer state, and communicators on loopback in one event loop."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who gets in, at a real door: tickets for strangers, keys for everybody else, and what each refusal costs."""
 
 import asyncio

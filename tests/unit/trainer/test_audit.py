@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`isthmus audit`: a run's folders against each other, what can be wrong in each, and how that is told."""
 
 import functools

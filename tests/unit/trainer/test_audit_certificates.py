@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`isthmus audit` on the certificates that peers keep: what can be wrong with them is found, and nothing else is."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`isthmus audit` on a run that went back: what its peers kept of the commits it gave up is legal, and nothing else."""
 
 import json

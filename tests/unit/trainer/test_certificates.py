@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The certificates on a peer's disk: the newest stay, one way to write them, nothing counts without the run's seal."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: whole or not there, verified before use, and a full disk costs no earlier one."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints beside the training: pinned until they are saved, one at a time, and a full disk ends nothing."""
 
 import asyncio

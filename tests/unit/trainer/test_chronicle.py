@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happens is a line of JSON, a figure, or both, and an audit needs nothing but the lines."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: exit codes, one sentence on stderr for every mistake, results on stdout."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration: layers, origins, the sentences for every mistake, the run manifest."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A damaged journal ends its coordinator, unless the operator wants the run rebuilt: then it is moved aside."""
 
 import asyncio

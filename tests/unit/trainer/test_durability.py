@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a peer's disk brings back: the newest checkpoint and all results since, of this run and this history only."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The event log: one whole line an event, and a full disk never reaches the training."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a run's checkpoint to a model that continues a text."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small files: the old content or the new, also after a power cut."""
 
 import os

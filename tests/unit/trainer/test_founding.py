@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A founder's folder: a new run, the same run again, or a new lineage from a checkpoint."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who a peer is from one start to the next."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training loop of one worker that is alone; several workers are in tests/multiprocess/test_workers.py."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first interrupt leaves, the second stops, from the first line of the work on."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The numbers for Prometheus, read the way Prometheus reads them."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The inner optimizer's moments between peers; over real connections in tests/unit/elastic/test_loan.py."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an operator asks of a coordinator, and what follows for the connections of a process that hears of it."""
 
 from collections.abc import Iterator

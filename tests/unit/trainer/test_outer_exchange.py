@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One round on real communicators: what arrives, when it counts, and that it ends."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Somebody's own loop on real communicators, against the simulator and against accidents."""
 
 import itertools

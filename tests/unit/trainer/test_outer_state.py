@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shared state: live versions never change, staging is nothing until it is installed, memory is recycled."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shared state in fragments: a step writes, hashes and allocates one of them, and shares the others."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds between the mailbox and the outer state, with real communicators on loopback."""
 
 import asyncio

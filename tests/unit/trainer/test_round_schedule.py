@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The n-th round of the plan makes outer step n."""
 
 import pytest

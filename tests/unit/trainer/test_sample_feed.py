@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leased indices: handed out once, reported once, never kept beyond the membership."""
 
 import asyncio

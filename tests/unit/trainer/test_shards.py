@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where shards lie in the flat vector; real FSDP2 processes are in tests/multiprocess/test_shard_processes.py."""
 
 import pytest

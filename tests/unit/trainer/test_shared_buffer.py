@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory without a name that processes share."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What no commit holds yet: of all work, and of each fragment's."""
 
 import pytest

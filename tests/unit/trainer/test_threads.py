@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Work in a thread ends before its caller does."""
 
 import asyncio

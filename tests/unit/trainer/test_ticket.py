@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tickets: whatever happens to them on their way is told apart; tokens admit to one run until they expire."""
 
 import base64

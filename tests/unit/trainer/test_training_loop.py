@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the anchor to the commit and on, whatever happens to the membership meanwhile."""
 
 import asyncio

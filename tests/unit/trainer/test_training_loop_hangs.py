@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers that hang and are replaced: no sample is lost or used twice, whatever they were asked for."""
 
 from collections.abc import Iterator, Mapping

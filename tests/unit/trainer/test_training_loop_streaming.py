@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fragments in turn, and inner steps that go on while one of them is under way, whatever happens to the membership."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a key of the configuration does, part by part."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests, replies and deadlines, over real sockets with workers that the test itself plays."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames as a TUN device gives them, and what a receiver reads in one."""
 
 import struct

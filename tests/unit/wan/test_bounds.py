@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The best possible time of a butterfly all-reduce, against values worked out by hand."""
 
 import pytest

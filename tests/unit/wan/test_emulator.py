@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the emulator does to be a network although it is a process: when frames came, and where it runs."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a path and a port do: chances in the long run, times to the last digit."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames: where they go, how many segments they hold, and what a cut piece looks like to the receiving kernel."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scenarios: what is understood, and what is refused with which words."""
 
 import dataclasses

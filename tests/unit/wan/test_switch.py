@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The packet's way: who gets what, when, and what is counted."""
 
 from random import Random
