@@ -313,10 +313,22 @@ def test_one_round_that_a_deviant_agrees_to_ends_the_row() -> None:
         driver.join(3, driver.machine.state.committed, epoch=driver.machine.state.epoch)
         for number in (1, 2):
             driver.vote(number)
-        for number in (1, 2, 3):
-            driver.vote(number)
+        driver.all_vote_but()
         assert driver.member_numbers() == [1, 2, 3]
     assert driver.machine.state.strikes.of(ref(3).peer_id) == 0
+
+
+def test_a_commit_to_which_a_liar_gave_nothing_does_not_end_the_row() -> None:
+    driver = members(1, 2, 3)
+    driver.vote(1)
+    driver.vote(3, OTHER)
+    driver.vote(2)
+    driver.join(3, driver.machine.state.committed, epoch=driver.machine.state.epoch)
+    for number in (1, 2):
+        driver.vote(number)
+    for number in (1, 2, 3):
+        driver.vote(number)  # without a weight
+    assert driver.machine.state.strikes.of(ref(3).peer_id) == 1
 
 
 def test_strikes_are_kept_of_so_many_peers_and_no_more() -> None:
