@@ -337,3 +337,12 @@ def test_strikes_are_kept_of_so_many_peers_and_no_more() -> None:
         strikes.add(ref(number).peer_id)
     assert strikes.of(ref(1999).peer_id) == 1
     assert strikes.of(ref(0).peer_id) == 0
+
+
+def test_a_veteran_among_newcomers_that_warm_up_is_measured_by_what_was_usual() -> None:
+    driver = members(1, 2, 3)
+    driver.all_vote_but()
+    step = driver.step
+    for number in (1, 2, 3):
+        driver.votes(number, sizes={1: 1.0, 2: 0.05, 3: 0.05})
+    assert driver.step == step + 1
