@@ -215,10 +215,10 @@ class RunState:
         for item in record.contributions:
             self.leases.consume(item.ref, item.consumed)
             self.work.committed(item.ref, record.key.fragment, item.consumed)
-            if item.agreed:
-                self.strikes.clear(item.ref.peer_id)
-            elif item.ref not in record.disputed:
+            if not item.agreed and item.ref not in record.disputed:
                 self.strikes.add(item.ref.peer_id)
+            elif item.agreed and item.weight > 0.0:  # who gives nothing has shown nothing
+                self.strikes.clear(item.ref.peer_id)
         self.previous = self.committed
         self.committed = Held(record.outer_step, record.digest)
         self.reached.update(item.ref.peer_id for item in record.contributions)

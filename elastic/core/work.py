@@ -44,7 +44,10 @@ class WorkBook:
 
 
 class Strikes:
-    """How often in a row a peer was overruled or has said what is not true. A commit that it agreed to ends the row."""
+    """How often in a row a peer was overruled or has said what is not true.
+
+    A commit of its work that it agreed to ends the row.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[PeerId, int] = {}

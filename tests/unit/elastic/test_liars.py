@@ -314,10 +314,22 @@ def test_one_round_that_a_deviant_agrees_to_ends_the_row() -> None:
         driver.join(3, driver.machine.state.committed, epoch=driver.machine.state.epoch)
         for number in (1, 2):
             driver.vote(number)
-        for number in (1, 2, 3):
-            driver.vote(number)
+        driver.all_vote_but()
         assert driver.member_numbers() == [1, 2, 3]
     assert driver.machine.state.strikes.of(ref(3).peer_id) == 0
+
+
+def test_a_commit_to_which_a_liar_gave_nothing_does_not_end_the_row() -> None:
+    driver = members(1, 2, 3)
+    driver.vote(1)
+    driver.vote(3, OTHER)
+    driver.vote(2)
+    driver.join(3, driver.machine.state.committed, epoch=driver.machine.state.epoch)
+    for number in (1, 2):
+        driver.vote(number)
+    for number in (1, 2, 3):
+        driver.vote(number)  # without a weight
+    assert driver.machine.state.strikes.of(ref(3).peer_id) == 1
 
 
 def test_strikes_are_kept_of_so_many_peers_and_no_more() -> None:
@@ -326,3 +338,12 @@ def test_strikes_are_kept_of_so_many_peers_and_no_more() -> None:
         strikes.add(ref(number).peer_id)
     assert strikes.of(ref(1999).peer_id) == 1
     assert strikes.of(ref(0).peer_id) == 0
+
+
+def test_a_veteran_among_newcomers_that_warm_up_is_measured_by_what_was_usual() -> None:
+    driver = members(1, 2, 3)
+    driver.all_vote_but()
+    step = driver.step
+    for number in (1, 2, 3):
+        driver.votes(number, sizes={1: 1.0, 2: 0.05, 3: 0.05})
+    assert driver.step == step + 1
