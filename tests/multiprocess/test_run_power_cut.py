@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 NUM_CUTS = int(os.environ.get("ISTHMUS_TEST_POWER_CUTS", "3"))
 FLAGS = ("--peers", "3", "--min-peers", "2", "--outer-steps", str(OPEN_END), "--eval.every", "0")
-BACK_AGAIN_S = 20.0
+BACK_AGAIN_S = 60.0
+"""Alone it takes 8 to 13 s, most of which are the processes' starts; before there was a disk log, ten minutes."""
 
 
 def cut_power(processes: list[Process]) -> float:
@@ -71,7 +72,7 @@ def test_a_power_cut_of_all_costs_at_most_one_outer_step(tmp_path: Path, durable
             peers = start_again(run, peers, *flags)
             took_s = wait_for_commits(run, peers, cut_at_s)
             cuts.append((told, took_s))
-            assert took_s < BACK_AGAIN_S + 10.0, f"cut {number}: {took_s:.1f} s\n{run.story()}"
+            assert took_s < BACK_AGAIN_S, f"cut {number}: {took_s:.1f} s\n{run.story()}"
         run.leave_all()
     records = read_journal(peers[0].directory)
     assert_goes_back_by_one_at_most(records, allowed=0 if durable else 1)

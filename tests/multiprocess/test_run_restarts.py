@@ -85,10 +85,10 @@ def test_a_peer_that_is_killed_comes_back_from_its_disk_and_fetches_only_what_it
         run.until_step(joined + 3, founder, again)
         run.leave_all()
     assert_same_commits(founder, again)
-    # The one that was left waited for the other, so that only the steps since the checkpoint were missed.
+    # The one that was left waited for the other, and the disk has the results since the checkpoint.
     fetched = [event["bytes"] for event in again.events("catch_up")[num_catch_ups:]]
     assert kept < joined <= kept + 8
-    assert 0 < sum(fetched) < 8 * num_parameters / 2
+    assert sum(fetched) < 8 * num_parameters / 2
     err = again.console.with_suffix(".err").read_text()
     assert f"checkpoint_adopted outer_step={kept}" in err
 

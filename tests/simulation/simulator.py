@@ -173,7 +173,8 @@ class Simulator:
             if not node.votes and (rng.random() < 0.5 or self.options.stall_floor_s > MAX_STALL_S):
                 node.hang_absorb(False)
             node.next_undialled_by = frozenset()
-            if node.undialled_by and (rng.random() < 0.5 or not self._can_do_without(node)):
+            is_needed = self.options.evict_rate > 0 or not self._can_do_without(node)  # who has it may be put out
+            if node.undialled_by and (rng.random() < 0.5 or is_needed):
                 self.bulk.becomes_dialable(node)
             if not node.alive and (everybody_back or rng.random() < 0.5):
                 node.start()

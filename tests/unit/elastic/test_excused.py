@@ -98,6 +98,8 @@ def test_a_restarted_coordinator_counts_from_what_it_hears_first(driver: Coordin
         _commit(again)
     assert again.member_numbers() == list(OTHERS)
     _beat(again, LATE, steps=43)
+    for number in OTHERS:
+        _beat(again, number)  # a coordinator that has started again asks whether they have links
     _commit(again)
     assert LATE in again.member_numbers()
 
