@@ -20,7 +20,7 @@ from tests.simulation.world import World, demand
 LIMIT_S = 12.0
 """More than the longest grace (1.5 rounds of at most four seconds) and all that happens around it."""
 
-VOTE_FACTOR, GROWS_S = 4.0, 4.0
+VOTE_FACTOR, GROWS_S = 4.0, 8.0
 """How many times longer than the longest exchange a vote may take, and how long what its sender receives counts."""
 
 

@@ -108,7 +108,8 @@ class PeerNode(Process):
         self.incarnation += 1
         self.ref = PeerRef(self.peer_id, Incarnation(self.incarnation))
         self.exit, self.hung, self.died_silently = None, False, False
-        self.undialled_by, self.next_undialled_by = self.next_undialled_by, frozenset()
+        undialled_by, self.next_undialled_by = self.next_undialled_by, frozenset()
+        self.undialled_by = frozenset() if self.sim.network.healed else undialled_by
         self.votes = True
         self._unabsorbed: tuple[RoundKey, Result] | None = None
         self.connection = None
