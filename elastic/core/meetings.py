@@ -45,11 +45,14 @@ class Meetings:
         session.unmet = {ref: cause for ref, cause in session.unmet.items() if ref in known - session.met}
 
     def ask(self, session: Session) -> None:
-        """Name those that it has not met, unless it was asked a moment ago."""
+        """Name those that it has not met, or that have not met it, unless it was asked a moment ago.
+
+        A link that one side has made may have ended since with the other's view: whoever dials must dial again.
+        """
         roster = self._roster
         if roster.now < session.asked_at + roster.config.meet_interval_s:
             return
-        missing = [other for other in self._wanted(session) if other.ref not in session.met]
+        missing = [other for other in self._wanted(session) if not _met(session, other)]
         if not missing:
             return
         session.asked_at = roster.now

@@ -131,6 +131,20 @@ def test_those_who_have_not_met_are_asked_again_with_their_heartbeats() -> None:
     assert driver.told(2, Meet).peers == (member(1),)
 
 
+def test_who_has_a_link_that_the_other_side_does_not_see_is_asked_again() -> None:
+    """It had dialled while the other side still dropped the links of its former member."""
+    driver = CoordinatorDriver().with_veterans(1)
+    joins(driver, 2)
+    meet(driver, 2, 1)
+    driver.wait(2.5)
+    beat(driver, 2)
+    assert driver.told(2, Meet).peers == (member(1),)
+    meet(driver, 1, 2)
+    driver.wait(2.5)
+    beat(driver, 2)
+    assert not any(isinstance(said, Meet) for said in driver.all_told(2))
+
+
 def test_who_comes_back_after_it_was_put_out_meets_the_others_anew() -> None:
     driver = CoordinatorDriver(heartbeat_timeout_s=5.0).with_veterans(1, 2, 3)
     for _ in range(8):
