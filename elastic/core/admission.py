@@ -88,7 +88,8 @@ class Admission:
     def send_orphans_home(self) -> None:
         """No member, no learner that holds the committed state, and nobody came for a long time: say so."""
         roster = self._roster
-        if roster.state.committed is None or roster.state.view.members or not roster.sessions:
+        is_held = bool(roster.state.view.members or roster.handover.donors())
+        if roster.state.committed is None or is_held or not roster.sessions:
             self._orphaned_since = None
         elif self._orphaned_since is None:
             self._orphaned_since = roster.now

@@ -76,6 +76,9 @@ class CoordinatorConfig:
     """A member that is behind is told the view again at most this often."""
     orphan_timeout_s: float = 600.0
     """If nobody who holds the committed state shows up for this long, the waiting learners are sent home."""
+    handover_timeout_s: float = 60.0
+    """A leaver that alone holds the committed state waits no longer than this for peers that get no further in fetching
+    it: several times what a transfer allows a donor to be silent."""
     rebuild_grace_s: float = 5.0
     """With a lost journal: how long the other members of the newest certificate are awaited when enough are there. All
     who live have dialled again by then (2 s is the longest pause) and said their Join twice. Afterwards, how long those
@@ -101,7 +104,7 @@ class CoordinatorConfig:
         times += [self.grace_floor_s, self.grace_factor, self.grace_limit, self.grace_initial_s]
         if not 0.0 < self.round_quorum <= 1.0:
             raise ValueError("round_quorum must be more than 0 and at most 1")
-        times += [self.rebuild_grace_s]
+        times += [self.rebuild_grace_s, self.handover_timeout_s]
         if not 0 <= self.rebuild_salt < REBUILD_SALTS:
             raise ValueError("rebuild_salt must be below REBUILD_SALTS")
         if min(times) <= 0:

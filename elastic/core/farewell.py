@@ -1,7 +1,8 @@
 """How a peer goes: on request at a commit boundary or at once, or with the run's last commit.
 
 It says Leave until the coordinator says Goodbye. Rules: a commit boundary is awaited without limit while one is to be
-expected, and nothing else is; a Leave that asks for more replaces one that asked for less, never the reverse.
+expected, and nothing else is; a Leave that asks for more replaces one that asked for less, never the reverse. Who is
+told to stay, because nobody else holds the state, waits for as long as it would wait for a coordinator (handover.py).
 """
 
 from collections.abc import Callable
@@ -25,6 +26,8 @@ class Farewell:
         self.word: Leave | None = None
         """What is said until it is answered."""
         self.by: Instant | None = None
+        self.is_keeper = False
+        """Nobody else holds the state: this peer stays to serve it."""
         self.is_final = False
         """The run's last state is committed."""
         self._timeout_s = timeout_s
@@ -54,10 +57,24 @@ class Farewell:
         if self.word.now or not self._boundary_ahead():
             self.by = now + self._timeout_s
 
+    def stay(self, until: Instant) -> None:
+        """The coordinator answers that this peer is needed; unless it says so again, until then."""
+        if self.word is not None and not self.word.now:
+            self.is_keeper, self.by = True, until
+
+    @property
+    def waits_for(self) -> str | None:
+        """What keeps this peer: a `commit`, a `handover` or an `answer`. None: it does not want to go."""
+        if self.word is None:
+            return None
+        if self.is_keeper and not self.word.now:
+            return "handover"
+        return "commit" if self.by is None else "answer"
+
     def await_boundary(self) -> None:
         """There is one ahead again."""
         if self.word is not None and not self.word.now:
-            self.by = None
+            self.is_keeper, self.by = False, None
 
     def is_overdue(self, now: Instant) -> bool:
         """Whether to go without an answer."""

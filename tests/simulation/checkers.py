@@ -14,6 +14,7 @@ from elastic.core.messages import CoordinatorMessage, PeerMessage, Refused
 from elastic.core.place import Phase
 from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, ReleaseRecord, ViewRecord
 from tests.simulation.history import Admissions, History, SharedState
+from tests.simulation.leavers import Leavers
 from tests.simulation.patience import Patience
 from tests.simulation.rebuilds import Certificates
 from tests.simulation.symbols import Payload, Result, State, name
@@ -46,6 +47,7 @@ class Checkers:
         self._exits: list[tuple[PeerRef, Finish]] = []
         self._halted = False
         self._had: defaultdict[PeerRef, set[bytes]] = defaultdict(set)  # what each start has held or staged
+        self._leavers = Leavers(sim, self.history, self._had)
         self._news = True  # something happened that may end the seed
 
     # ------------------------------------------------------------------------ the coordinator
@@ -53,6 +55,7 @@ class Checkers:
     def coordinator_started(self, machine: CoordinatorMachine) -> None:
         self.history.coordinator_settled(machine)
         self.certificates.coordinator_started()
+        self._leavers.coordinator_started()
         self._halted = False  # a halt is no record: whoever starts everything again wants the run to go on
         self._sim.marks.coordinator_started(len(self._sim.coordinator.journal))
 
@@ -97,9 +100,11 @@ class Checkers:
 
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
         self.certificates.brought(sender, message)
+        self._leavers.brought(sender, message)
 
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         self.history.told(to, message)
+        self._leavers.told(to, message)
         self.certificates.told(message)
         if isinstance(message, Refused) and "results differ" in message.reason:
             self._halted = True

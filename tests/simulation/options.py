@@ -60,6 +60,8 @@ class Options:
     hang_rate: float = 0.0
     leave_rate: float = 0.0
     leave_now: float = 0.3
+    last_leave_rate: float = 0.0
+    """All who hold the committed state leave in order while somebody fetches it."""
     wrong_manifest: bool = False
     wrong_result: float = 0.0
     """Chance that a peer computes other bits than the rest."""
@@ -146,6 +148,7 @@ class Options:
             stall_floor_s=rng.choice((3.0, 3.0, 3.0, 20.0)),
             disk_loss_rate=often(0.1, 0.4),
             forged_certificates=often(0.4, 0.3),
+            last_leave_rate=often(0.2, 0.3),
         )
 
     def with_(self, **changes: object) -> "Options":

@@ -26,6 +26,7 @@ from tests.simulation.world import OutOfBudget, Violation, World
 MAX_EVENTS = 120_000
 MAX_CPU_S = 30.0
 ORPHAN_TIMEOUT_S = 40.0
+HANDOVER_TIMEOUT_S = 20.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +73,7 @@ class Simulator:
             stall_initial_s=2 * self.options.stall_floor_s,
             recover_grace_s=3.0,
             orphan_timeout_s=ORPHAN_TIMEOUT_S,
+            handover_timeout_s=HANDOVER_TIMEOUT_S,
             grace_floor_s=self.options.grace_floor_s,
             grace_initial_s=6.0,
         )

@@ -1,0 +1,81 @@
+"""I3: nobody who leaves in order takes the committed state away from those who are in the run.
+
+The books are kept from what is said: who is in the run as the coordinator has told it, and who has asked to go.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from collective.core.types import PeerRef
+from elastic.core.messages import (
+    CoordinatorMessage,
+    Evicted,
+    Goodbye,
+    Leave,
+    NewView,
+    PeerMessage,
+    Rebuilding,
+    Refused,
+    Welcome,
+)
+from tests.simulation.history import History
+from tests.simulation.symbols import name
+from tests.simulation.world import demand
+
+if TYPE_CHECKING:
+    from tests.simulation.simulator import Simulator
+
+
+class Leavers:
+    """Judges every Goodbye. `had`: digests of the states that each start has held or staged."""
+
+    def __init__(self, sim: "Simulator", history: History, had: Mapping[PeerRef, set[bytes]]) -> None:
+        self._sim = sim
+        self._history = history
+        self._had = had
+        self._in_run: set[PeerRef] = set()
+        self._leaving: set[PeerRef] = set()
+        self._hasty: set[PeerRef] = set()
+        self._stays_since: dict[PeerRef, float] = {}
+
+    def coordinator_started(self) -> None:
+        """It knows nobody; whom it has told to stay it may have to tell again."""
+        self._in_run.clear()
+
+    def brought(self, sender: PeerRef, message: PeerMessage) -> None:
+        if isinstance(message, Leave):
+            (self._hasty if message.now else self._leaving).add(sender)
+
+    def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
+        match message:
+            case Welcome():
+                self._in_run.add(to)
+                if to in self._leaving and to not in self._stays_since:
+                    self._stays_since[to] = self._sim.world.now
+                    self._sim.marks["leave: stays for the state"] += 1
+            case NewView():
+                self._in_run.add(to)
+            case Goodbye():
+                self._judge(to)
+                self._in_run.discard(to)
+            case Evicted() | Refused():
+                self._in_run.discard(to)
+            case Rebuilding():
+                self._in_run.clear()
+            case _:
+                pass
+
+    def _judge(self, to: PeerRef) -> None:
+        newest, node = self._history.newest, self._sim.peers[to.peer_id]
+        is_here = node.alive and node.ref == to and self._sim.checkers.holds_newest(node)
+        if newest is None or self._history.final or not is_here or to in self._hasty or to not in self._in_run:
+            return
+        others = self._in_run - {to}
+        if any(newest.digest in self._had[ref] for ref in others) or others <= self._leaving | self._hasty:
+            self._sim.marks["leave: handed over"] += to in self._stays_since
+            return
+        config, clock = self._sim.coordinator_config, self._sim.coordinator.clock
+        waited_s = self._sim.world.now - self._stays_since.get(to, self._sim.world.now)
+        patience_s = config.handover_timeout_s / clock.rate - 1e-6
+        names = [name(ref) for ref in others]
+        demand(waited_s >= patience_s, "I3", f"{name(to)} leaves in order with the state that {names} still need")
