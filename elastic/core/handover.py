@@ -75,7 +75,8 @@ class Handover:
         """A peer that is no member wants to go."""
         roster, held = self._roster, leave.held
         if held is not None and held.outer_step <= roster.state.outer_step:
-            session.synced = held
+            known = session.synced  # a word from before the last commit may come after it
+            session.synced = held if known is None or held.outer_step >= known.outer_step else known
         session.leaving = True
         self.settle()
         if roster.sessions.get(session.ref.peer_id) is session:

@@ -49,12 +49,12 @@ class Leavers:
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         match message:
             case Welcome():
-                self._in_run.add(to)
+                self._enters(to)
                 if to in self._leaving and to not in self._stays_since:
                     self._stays_since[to] = self._sim.world.now
                     self._sim.marks["leave: stays for the state"] += 1
             case NewView():
-                self._in_run.add(to)
+                self._enters(to)
             case Goodbye():
                 self._judge(to)
                 self._in_run.discard(to)
@@ -64,6 +64,10 @@ class Leavers:
                 self._in_run.clear()
             case _:
                 pass
+
+    def _enters(self, ref: PeerRef) -> None:
+        """A newer start of a peer takes the place of the older one."""
+        self._in_run = {item for item in self._in_run if item.peer_id != ref.peer_id} | {ref}
 
     def _judge(self, to: PeerRef) -> None:
         newest, node = self._history.newest, self._sim.peers[to.peer_id]
