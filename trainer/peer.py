@@ -20,7 +20,7 @@ from collective.transport import Channel, Hello, Purpose, Security, connect
 from elastic.commit_log import CommitLog
 from elastic.core.events import Finish
 from elastic.core.member import MemberMachine
-from elastic.core.messages import Held
+from elastic.core.messages import DataPosition, Held
 from elastic.digest import Hasher
 from elastic.donor import Donor
 from elastic.errors import StateMismatch
@@ -42,6 +42,7 @@ from trainer.round_runner import RoundRunner
 from trainer.round_schedule import RoundSchedule
 from trainer.sample_feed import SampleFeed
 from trainer.shared_buffer import SharedBuffer
+from trainer.status import FetchStatus, LeavingStatus
 from trainer.threads import in_thread
 from trainer.training_loop import RoundReport, TrainingLoop
 from trainer.wiring import bulk_options, fragments_of, member_config, outer_of, samples_in_stock, training_job
@@ -155,7 +156,10 @@ class Peer:
         self._keeper = CertificateKeeper(path, self._certificates)
         self._membership: Membership | None = None
         self._leaving: bool | None = None
+        self._finish: Finish | None = None
         self._unsaved: CheckpointMeta | None = None
+        self._kept: Held | None = None  # what the newest checkpoint holds, or will
+        self._newest = self._certificates[-1] if self._certificates else None
         self._inner_steps = 0
         self._signs_of_life = 0
         self._num_rounds = 0
@@ -184,6 +188,20 @@ class Peer:
         if self._membership is not None:
             self._membership.leave(now=now)
 
+    def farewell(self) -> LeavingStatus | None:
+        """What keeps this peer that wants to go; None if it does not."""
+        if self._leaving is None:
+            return None
+        if self._finish is not None:
+            return LeavingStatus(waits_for="checkpoint", reason=self._finish.reason)
+        if self._membership is None:
+            return LeavingStatus(waits_for="start")
+        fetches = tuple(
+            FetchStatus(peer_id=peer_id, sent_bytes=sent, total_bytes=total)
+            for peer_id, (sent, total) in sorted(self.donor.fetches().items())
+        )
+        return LeavingStatus(waits_for=self._membership.leaves_after or "answer", fetches=fetches)
+
     @property
     def membership(self) -> Membership | None:
         """This peer's part in the run, once it has one."""
@@ -201,6 +219,7 @@ class Peer:
         except StateMismatch as error:
             log.warning("checkpoint_unusable path=%s cause=%r", checkpoint.path, str(error))
         else:
+            self._kept = Held(OuterStep(meta.outer_step), meta.digest)
             log.info("checkpoint_adopted outer_step=%d path=%s", meta.outer_step, checkpoint.path)
 
     def _workers(self) -> WorkerPool:
@@ -245,12 +264,12 @@ class Peer:
             trained = tasks.create_task(training.run())
             helping = (feed.run(), self._checkpointer.run(), self._keeper.run(), pool.failed())
             helpers = [tasks.create_task(task) for task in helping]
-            finish = await membership.run()
+            self._finish = finish = await membership.run()
             # We have said goodbye; the last state is still to be judged (if the run is complete) and kept.
             is_complete = finish.code == ExitCode.DONE
             await asyncio.wait([trained], timeout=_LAST_ROUND_TIMEOUT_S if is_complete else _LAST_STEP_TIMEOUT_S)
             await self._checkpointer.drain()
-            self._save()
+            self._save_whatever_is_held()
             await self._checkpointer.drain()
             for task in (trained, *helpers):
                 task.cancel()
@@ -293,7 +312,10 @@ class Peer:
         match event:
             case BecameLearner():
                 self._feed.reset()
+                if self._leaving is not None:
+                    self._save_whatever_is_held()  # it may be the only one, and is not to die with this process
             case CertificateKept(certificate=certificate):
+                self._newest = certificate
                 self._keeper.offer(certificate)
                 if certificate.made.outer_step < self._commit_log.span.stop - 1:
                     self._commit_log.clear()  # the run went back behind commits that nobody else has heard of
@@ -352,16 +374,30 @@ class Peer:
         every, position = self._plan.config.checkpoint.every, report.position
         if position is None:
             return
-        self._unsaved = CheckpointMeta(
+        self._unsaved = self._meta(Held(OuterStep(report.outer_step), report.digest), position)
+        if every and report.outer_step % every == 0:
+            self._save()
+
+    def _meta(self, held: Held, position: DataPosition) -> CheckpointMeta:
+        return CheckpointMeta(
             run_id=self._plan.terms.run_id,
-            outer_step=report.outer_step,
-            digest=report.digest,
+            outer_step=held.outer_step,
+            digest=held.digest,
             run_manifest=self._plan.terms.manifest,
             next_index=position.next_index,
             returned=position.unconsumed,
         )
-        if every and report.outer_step % every == 0:
-            self._save()
+
+    def _save_whatever_is_held(self) -> None:
+        """Offer the state to the disk, also if it came from others, or is the run's first."""
+        held, newest = self._state.held(), self._newest
+        if held is None or held == self._kept:
+            return
+        if newest is not None and newest.made == held:
+            self._unsaved = self._meta(held, newest.position)
+        elif held.outer_step == 0:
+            self._unsaved = self._meta(held, DataPosition(0, ()))
+        self._save()
 
     def _save(self) -> None:
         """Offer the live state to the disk, unless it is there already or no commit of ours made it."""
@@ -369,4 +405,4 @@ class Peer:
         if meta is None or self._state.held() != Held(OuterStep(meta.outer_step), meta.digest):
             return
         if self._checkpointer.offer(meta, self._state.live):
-            self._unsaved = None
+            self._unsaved, self._kept = None, Held(OuterStep(meta.outer_step), meta.digest)

@@ -6,10 +6,13 @@ told to stay, because nobody else holds the state, waits for as long as it would
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 from collective.core.types import Instant
 from elastic.core.events import Finish, LeaveRequested
 from elastic.core.messages import Leave
+
+LeavesAfter = Literal["commit", "handover", "answer"]
 
 DONE_EXIT_CODE, UNREACHABLE_EXIT_CODE, LEFT_EXIT_CODE = 0, 4, 20
 
@@ -63,7 +66,7 @@ class Farewell:
             self.is_keeper, self.by = True, until
 
     @property
-    def waits_for(self) -> str | None:
+    def waits_for(self) -> LeavesAfter | None:
         """What keeps this peer: a `commit`, a `handover` or an `answer`. None: it does not want to go."""
         if self.word is None:
             return None

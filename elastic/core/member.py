@@ -50,7 +50,7 @@ from elastic.core.events import (
     TakeLeases,
     Tick,
 )
-from elastic.core.farewell import UNREACHABLE_EXIT_CODE, Farewell
+from elastic.core.farewell import UNREACHABLE_EXIT_CODE, Farewell, LeavesAfter
 from elastic.core.messages import (
     Commit,
     CoordinatorMessage,
@@ -141,8 +141,8 @@ class MemberMachine:
         return self._place.held
 
     @property
-    def leaves_after(self) -> str | None:
-        """What keeps this peer that wants to go: `commit`, `handover` or `answer`; None if it does not want to."""
+    def leaves_after(self) -> LeavesAfter | None:
+        """What keeps this peer that wants to go; None if it does not want to."""
         return self._farewell.waits_for
 
     @property
