@@ -97,7 +97,9 @@ class Handover:
             return
         is_safe = any(self._holds(item) for item in others)
         is_vain = not self._is_awaited() or (bool(others) and roster.now >= self._gives_up_at(keepers, others))
-        stays = None if is_safe or is_vain else next((item for item in keepers if self._holds(item)), None)
+        held = [item for item in keepers if item.synced == roster.state.committed]
+        held.sort(key=lambda item: not self._holds(item))  # one whose connection broke may be back in a moment
+        stays = None if is_safe or is_vain or not held else held[0]
         for session in keepers:
             if session is not stays:
                 is_last = self.is_last(session)
