@@ -11,6 +11,7 @@ from elastic.core.messages import (
     CoordinatorMessage,
     Evicted,
     Goodbye,
+    Held,
     Leave,
     NewView,
     PeerMessage,
@@ -65,6 +66,12 @@ class Leavers:
             case _:
                 pass
 
+    def _has(self, ref: PeerRef, newest: Held) -> bool:
+        """Whether this start has held or staged it, from a round, from others, from its disk, or as the founder."""
+        node = self._sim.peers[ref.peer_id]
+        is_here = node.alive and node.ref == ref and self._sim.checkers.holds_newest(node)
+        return is_here or newest.digest in self._had[ref]
+
     def _enters(self, ref: PeerRef) -> None:
         """A newer start of a peer takes the place of the older one."""
         self._in_run = {item for item in self._in_run if item.peer_id != ref.peer_id} | {ref}
@@ -75,7 +82,7 @@ class Leavers:
         if newest is None or self._history.final or not is_here or to in self._hasty or to not in self._in_run:
             return
         others = self._in_run - {to}
-        if any(newest.digest in self._had[ref] for ref in others) or others <= self._leaving | self._hasty:
+        if any(self._has(ref, newest) for ref in others) or others <= self._leaving | self._hasty:
             self._sim.marks["leave: handed over"] += to in self._stays_since
             return
         config, clock = self._sim.coordinator_config, self._sim.coordinator.clock
