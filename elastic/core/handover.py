@@ -54,9 +54,13 @@ class Handover:
         others = (item for item in self._roster.sessions.values() if item is not session)
         return self._holds(session) and not any(self._holds(item) for item in others)
 
+    def is_held(self) -> bool:
+        """Whether anybody is known to hold the committed state."""
+        return any(self._holds(item) for item in self._roster.sessions.values())
+
     def is_wanted(self) -> bool:
         """Whether somebody needs the state, and nobody is known to hold it."""
-        return self._is_awaited() and not any(self._holds(item) for item in self._roster.sessions.values())
+        return self._is_awaited() and not self.is_held()
 
     def deadlines(self) -> list[Instant]:
         """When to look again."""

@@ -61,12 +61,14 @@ class Reception:
         departure = roster.state.departed.get(sender.peer_id)
         is_newest = departure is None or departure.incarnation <= sender.incarnation
         may_stay = not leave.now and not roster.over and is_newest and sender.peer_id not in roster.sessions
-        if may_stay and held is not None and held == committed and roster.handover.is_wanted():
+        has_newest = held is not None and held == committed
+        if may_stay and has_newest and roster.handover.is_wanted():
             roster.handover.asked(roster.open(sender, leave.address), leave)
         elif may_stay and roster.handover.is_wanted() and self._has_staged(sender, held):
             self._turn_away(sender, "hear of the commit that you voted for, and say again what you hold")
         else:
-            roster.send(sender, Goodbye(outer_step=roster.state.outer_step))
+            alone = has_newest and not roster.over and not roster.handover.is_held()
+            roster.send(sender, Goodbye(outer_step=roster.state.outer_step, alone=alone))
 
     def _has_staged(self, sender: PeerRef, held: Held | None) -> bool:
         """Whether it may have the newest commit staged, and not have heard of it."""

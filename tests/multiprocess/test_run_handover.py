@@ -103,19 +103,19 @@ def test_who_leaves_at_once_says_that_nobody_else_holds_the_state_and_brings_it_
 
 def test_the_command_tells_what_a_long_leave_waits_for_and_may_be_interrupted(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        founder = run.found("--peers", "1", "--outer-steps", str(OPEN_END), "--outer.inner_steps", "2000")
+        founder = run.found("--peers", "1", "--outer-steps", str(OPEN_END), "--outer.inner_steps", "1500")
         run.wait_for_ticket()
         run.until("training", lambda: bool(founder.events("lease")))
 
         command = [ISTHMUS, "leave", "--dir", str(founder.directory)]
-        first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert first.stderr is not None
-        line = first.stderr.readline()
-        assert "waits for the commit that holds its last steps" in line
-        assert "of 2000" in line
-        first.send_signal(signal.SIGINT)
-        assert "the peer goes on leaving" in first.stderr.read()
-        assert first.wait(20) == 130
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as first:
+            assert first.stderr is not None
+            line = first.stderr.readline()
+            assert "waits for the commit that holds its last steps" in line
+            assert "of 1500" in line
+            first.send_signal(signal.SIGINT)
+            assert "the peer goes on leaving" in first.stderr.read()
+            assert first.wait(20) == 130
         assert founder.is_running
 
         done = run.command("leave", "--dir", str(founder.directory))

@@ -81,7 +81,8 @@ class Leavers:
         is_here = node.alive and node.ref == to and self._sim.checkers.holds_newest(node)
         if newest is None or self._history.final or not is_here or to in self._hasty or to not in self._in_run:
             return
-        others = self._in_run - {to}
+        # A restarted coordinator knows the members from its journal, before it has told them anything.
+        others = (self._in_run | {member.ref for view in self._history.views[-1:] for member in view.members}) - {to}
         if any(self._has(ref, newest) for ref in others) or others <= self._leaving | self._hasty:
             self._sim.marks["leave: handed over"] += to in self._stays_since
             return
