@@ -81,8 +81,10 @@ class Leavers:
         is_here = node.alive and node.ref == to and self._sim.checkers.holds_newest(node)
         if newest is None or self._history.final or not is_here or to in self._hasty or to not in self._in_run:
             return
-        # A restarted coordinator knows the members from its journal, before it has told them anything.
-        others = (self._in_run | {member.ref for view in self._history.views[-1:] for member in view.members}) - {to}
+        # A restarted coordinator knows the members from its journal, before it has told them anything. The view may
+        # have changed just now, and one of those that went with this one stays.
+        members = {member.ref for view in self._history.views[-2:] for member in view.members}
+        others = (self._in_run | members) - {to}
         if any(self._has(ref, newest) for ref in others) or others <= self._leaving | self._hasty:
             self._sim.marks["leave: handed over"] += to in self._stays_since
             return
