@@ -241,6 +241,8 @@ class Checkers:
                 return "final" if self.history.final else "halted for its integrity"
             codes = {effect.code for ref, effect in self._exits if sim.peers[ref.peer_id].ref == ref}
             demand(codes <= {5, 7, 9, 20}, "I4", f"a run without peers ended with {codes}")
+            if 7 in codes:
+                self._leavers.lost(self._exits)
             return "lost, and said so" if 7 in codes else "everybody left"
         if newest is None or sim.coordinator.machine is None or sim.coordinator.machine.is_rebuilding:
             return ""  # the journal was lost, and the active ones have not heard yet

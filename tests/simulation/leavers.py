@@ -3,10 +3,12 @@
 The books are kept from what is said: who is in the run as the coordinator has told it, and who has asked to go.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from collective.core.types import PeerRef
+from elastic.core.events import Finish
+from elastic.core.farewell import LEFT_EXIT_CODE
 from elastic.core.messages import (
     CoordinatorMessage,
     Evicted,
@@ -66,6 +68,16 @@ class Leavers:
             case _:
                 pass
 
+    def lost(self, exits: Sequence[tuple[PeerRef, Finish]]) -> None:
+        """Nobody can bring the state back: then nobody who went in order had it, or it was there again since."""
+        newest = self._history.newest
+        for ref, effect in exits:
+            went_in_order = effect.code == LEFT_EXIT_CODE and ref not in self._hasty
+            if newest is not None and went_in_order and newest.digest in self._had[ref]:
+                demand(
+                    self._sim.peers[ref.peer_id].ref != ref, "I3", f"{name(ref)} left in order, and the state is lost"
+                )
+
     def _has(self, ref: PeerRef, newest: Held) -> bool:
         """Whether this start has held or staged it, from a round, from others, from its disk, or as the founder."""
         node = self._sim.peers[ref.peer_id]
@@ -81,11 +93,12 @@ class Leavers:
         is_here = node.alive and node.ref == to and self._sim.checkers.holds_newest(node)
         if newest is None or self._history.final or not is_here or to in self._hasty or to not in self._in_run:
             return
-        # A restarted coordinator knows the members from its journal, before it has told them anything. The view may
-        # have changed just now, and one of those that went with this one stays.
-        members = {member.ref for view in self._history.views[-2:] for member in view.members}
-        others = (self._in_run | members) - {to}
-        if any(self._has(ref, newest) for ref in others) or others <= self._leaving | self._hasty:
+        # A restarted coordinator knows the members from its journal, before it has told them anything.
+        members = [{member.ref for member in view.members} for view in self._history.views[-2:]]
+        others = self._in_run.union(*members[-1:]) - {to}
+        # The view may have changed just now, and one of those that go together stays.
+        holders = others.union(*members) - {to}
+        if any(self._has(ref, newest) for ref in holders) or others <= self._leaving | self._hasty:
             self._sim.marks["leave: handed over"] += to in self._stays_since
             return
         config, clock = self._sim.coordinator_config, self._sim.coordinator.clock
