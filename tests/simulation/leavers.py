@@ -61,6 +61,8 @@ class Leavers:
             case Goodbye():
                 self._judge(to)
                 self._in_run.discard(to)
+            case Evicted(reason="a learner, no member"):
+                pass  # it spoke as the member that it was; it has a session all the same
             case Evicted() | Refused():
                 self._in_run.discard(to)
             case Rebuilding():
