@@ -71,10 +71,14 @@ class Leavers:
                 pass
 
     def lost(self, exits: Sequence[tuple[PeerRef, Finish]]) -> None:
-        """Nobody can bring the state back: then nobody who went in order had it, or it was there again since."""
+        """Nobody can bring the state back: then nobody who went in order had it, or it was there again since.
+
+        Who was told that nobody else holds the state waited in vain, or nobody was there; its operator knows.
+        """
         newest = self._history.newest
         for ref, effect in exits:
             went_in_order = effect.code == LEFT_EXIT_CODE and ref not in self._hasty
+            went_in_order = went_in_order and "nobody else holds" not in effect.reason
             if newest is not None and went_in_order and newest.digest in self._had[ref]:
                 demand(
                     self._sim.peers[ref.peer_id].ref != ref, "I3", f"{name(ref)} left in order, and the state is lost"
