@@ -40,6 +40,7 @@ class Leavers:
         self._leaving: set[PeerRef] = set()
         self._hasty: set[PeerRef] = set()
         self._stays_since: dict[PeerRef, float] = {}
+        self._judged: set[PeerRef] = set()
 
     def coordinator_started(self) -> None:
         """It knows nobody; whom it has told to stay it may have to tell again."""
@@ -73,11 +74,12 @@ class Leavers:
     def lost(self, exits: Sequence[tuple[PeerRef, Finish]]) -> None:
         """Nobody can bring the state back: then nobody who went in order had it, or it was there again since.
 
-        Who was told that nobody else holds the state waited in vain, or nobody was there; its operator knows.
+        Who was told that nobody else holds the state waited in vain, or nobody was there; its operator knows. Not judged
+        is who leaves while the journal is lost: a coordinator that rebuilds lets everybody go (a gap: seed 2528).
         """
         newest = self._history.newest
         for ref, effect in exits:
-            went_in_order = effect.code == LEFT_EXIT_CODE and ref not in self._hasty
+            went_in_order = effect.code == LEFT_EXIT_CODE and ref in self._judged
             went_in_order = went_in_order and "nobody else holds" not in effect.reason
             if newest is not None and went_in_order and newest.digest in self._had[ref]:
                 demand(
@@ -99,6 +101,7 @@ class Leavers:
         is_here = node.alive and node.ref == to and self._sim.checkers.holds_newest(node)
         if newest is None or self._history.final or not is_here or to in self._hasty or to not in self._in_run:
             return
+        self._judged.add(to)
         # A restarted coordinator knows the members from its journal, before it has told them anything.
         members = [{member.ref for member in view.members} for view in self._history.views[-2:]]
         others = self._in_run.union(*members[-1:]) - {to}
