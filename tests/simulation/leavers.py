@@ -75,7 +75,7 @@ class Leavers:
         """Nobody can bring the state back: then nobody who went in order had it, or it was there again since.
 
         Who was told that nobody else holds the state waited in vain, or nobody was there; its operator knows. Not
-        judged is who leaves while the journal is lost: a coordinator that rebuilds lets everybody go (a gap: seed 2528).
+        judged is who leaves while the journal is lost: who rebuilds lets everybody go (a gap: seed 2528).
         """
         newest = self._history.newest
         for ref, effect in exits:
