@@ -32,8 +32,8 @@ RARE = frozenset(
         "time_goes_on",
     )
 )
-"""Broken variants that fewer seeds meet since peers out of reach are no members and disks bring states back. The unit
-tests of rounds, of blame and of the coordinator's shell catch them; seeds that do within 300 are to be drawn again."""
+"""Broken variants that fewer seeds meet since peers out of reach are no members and disks bring states back. They
+are left out of the test below until faults are drawn that meet them within 300 seeds again."""
 
 pytestmark = pytest.mark.timeout(300)  # hundreds of seeds take their time on a busy machine
 
