@@ -87,7 +87,6 @@ class Checkers:
         self._news = True
         views = self.history.views
         before = views[-1] if views else None
-        before_it = dict(self.history.states)
         self.history.persisted(record, self._sim.world.now)
         self.certificates.persisted(record)
         self._sim.marks.persisted(record, before, self._sim.options.min_peers)
@@ -119,8 +118,6 @@ class Checkers:
                 self._leases.released(record)
             case RebuildRecord(epoch=epoch) | RollbackRecord(epoch=epoch):
                 witnesses = record.testified if isinstance(record, RebuildRecord) else record.holders
-                if isinstance(record, RollbackRecord):
-                    self._demand_nothing_newer(self.history.newest, before_it)
                 self._sim.world.say("goes back", epoch, self.history.newest, [name(ref) for ref in witnesses])
                 self._state.rebuilt(record)
                 self._work.rebuilt(record)
@@ -143,8 +140,13 @@ class Checkers:
     def decided(self, effects: Sequence[CoordinatorEffect]) -> None:
         """What the coordinator is about to do."""
         for effect in effects:
-            if isinstance(effect, Persist) and isinstance(effect.record, ViewRecord):
-                self._words.decided(effect.record, self._sim.coordinator.clock.now())
+            match effect:
+                case Persist(record=ViewRecord() as record):
+                    self._words.decided(record, self._sim.coordinator.clock.now())
+                case Persist(record=RollbackRecord() as record):
+                    self._demand_nothing_newer(record)
+                case _:
+                    pass
 
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
         self.certificates.brought(sender, message)
@@ -159,16 +161,16 @@ class Checkers:
             case _:
                 pass
 
-    def _demand_nothing_newer(self, target: Held | None, states: dict[int, bytes]) -> None:
-        """Whoever is here and has said that it holds a newer commit has saved it."""
-        assert target is not None
+    def _demand_nothing_newer(self, record: RollbackRecord) -> None:
+        """Whoever is here when the run is to go back, and has said that it holds a newer commit, has saved it."""
+        target = min(self.history.states, default=0) if record.certificate is None else record.certificate.made.outer_step
         for node in self._sim.peers.values():
             said = self._said_to_hold.get(node.ref)
             connection = node.connection
             is_here = node.alive and connection is not None and connection.up_at_coordinator and connection.up_at_peer
             if said is None or not is_here or node.died_silently:
                 continue
-            is_newer = said.outer_step > target.outer_step and states.get(said.outer_step) == said.digest
+            is_newer = said.outer_step > target and self.history.states.get(said.outer_step) == said.digest
             demand(not is_newer, "I3", f"{name(node.ref)} has brought step {said.outer_step} in vain")
 
     def told(self, to: PeerRef, message: CoordinatorMessage, *, leads: bool = True) -> None:

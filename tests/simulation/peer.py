@@ -105,7 +105,7 @@ class PeerNode(Process):
         if self.alive:
             return
         self.born()
-        self.incarnation += 1
+        self.incarnation = self.sim.number_of_new_start(self)
         self.ref = PeerRef(self.peer_id, Incarnation(self.incarnation))
         self.exit, self.hung, self.died_silently = None, False, False
         undialled_by, self.next_undialled_by = self.next_undialled_by, frozenset()

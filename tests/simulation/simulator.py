@@ -226,6 +226,15 @@ class Simulator:
     def older_starts(self, peer_id: str) -> list[PeerNode]:
         return [ghost for ghost in self.ghosts if ghost.peer_id == peer_id]
 
+    def number_of_new_start(self, node: PeerNode) -> int:
+        """A start's number is the time of day: no two copies of a folder have the same, and the newer is the peer."""
+        if node in self.ghosts:
+            self.were_copied.add(self.peers[node.peer_id])
+            self.ghosts[self.ghosts.index(node)] = self.peers[node.peer_id]
+            self.peers[node.peer_id] = node
+        others = (other.incarnation for other in self.older_starts(node.peer_id))
+        return 1 + max((node.incarnation, *others))
+
     def looks_into_machines(self) -> bool:
         """Whether a machine asserts its own invariants now: every third time, since that costs a tenth of a seed."""
         self._looks += 1

@@ -326,20 +326,23 @@ class SlowStore:
         self.journal = journal
         self.began = threading.Semaphore(0)
         self.may_write = threading.Semaphore(0)
+        self.writing = threading.Lock()  # SQLite crashes where a connection is closed while a thread writes by it
         self.failure = None
 
     def append(self, record):
         self.began.release()
         assert self.may_write.acquire(timeout=20.0), "the test has forgotten this store"
-        if self.failure is not None:
-            raise self.failure
-        return self.journal.append(record)
+        with self.writing:
+            if self.failure is not None:
+                raise self.failure
+            return self.journal.append(record)
 
     def replay(self):
         return self.journal.replay()
 
     def close(self):
-        self.failure = JournalUnwritable(self.journal.path, "it is closed")
+        with self.writing:
+            self.failure = JournalUnwritable(self.journal.path, "it is closed")
         self.let(1000)
 
     def let(self, num_records):
