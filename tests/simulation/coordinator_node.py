@@ -4,6 +4,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -66,6 +67,7 @@ class CoordinatorNode(Process):
         self.time = HeldClock(self.clock.now)
         self.is_writing: Record | None = None
         """What is on its way to the store."""
+        self._end_write: Callable[[], None] = lambda: None
         self._events: deque[CoordinatorEvent] = deque()
         self._effects: deque[CoordinatorEffect] = deque()  # of the event handled last, not carried out yet
         self._survives: bool | None = None  # that event's end, unless it has come
@@ -154,6 +156,11 @@ class CoordinatorNode(Process):
                 self.sim.checkers.went(sender)
             self.feed(PeerConnectionLost(sender=sender))
 
+    def store_is_back(self) -> None:
+        """All faults end: what is on its way to the store is soon there, also if the store was away (seed 2093)."""
+        if self.is_writing is not None:
+            self.later(HEALED_STORE_S, "written", self._end_write)
+
     # ------------------------------------------------------------------------ as the shell does it
 
     def feed(self, event: CoordinatorEvent) -> None:
@@ -237,9 +244,12 @@ class CoordinatorNode(Process):
         self.is_writing = effect.record
         self.sim.parts.hold(self.time)
         duration_s = rng.uniform(*STORE_AWAY_S) if is_away else rng.uniform(0.5 * store_s, store_s)
-        self.later(duration_s, "written", self._written, effect)
+        self._end_write = partial(self._written, effect)
+        self.later(duration_s, "written", self._end_write)
 
     def _written(self, effect: Persist) -> None:
+        if self.is_writing is not effect.record:
+            return  # it was away when all faults ended
         self.is_writing = None
         self.sim.parts.release(self.time)
         if self._write(effect.record):

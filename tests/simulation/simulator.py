@@ -157,6 +157,7 @@ class Simulator:
         self.network.heal()
         self.coordinator.start()
         self.coordinator.resume(now=True)
+        self.coordinator.store_is_back()
         self.coordinator.insist()
         self.checkers.patience.healed()
         rng = self.world.rng
