@@ -77,6 +77,7 @@ class Checkers:
         self.certificates.coordinator_started()
         self._said_to_hold.clear()
         self._words.coordinator_started()
+        self._blame.coordinator_started()
         self._halted = False  # a halt is no record: whoever starts everything again wants the run to go on
         self._sim.marks.coordinator_started(len(self._sim.coordinator.journal))
 
@@ -131,18 +132,18 @@ class Checkers:
 
     def arrived(self, sender: PeerRef) -> None:
         """A word is in the coordinator's process; its machine may hear it later."""
-        self._words.arrived(sender, self._sim.coordinator.clock.now())
+        self._words.arrived(sender, self._sim.coordinator.awake_s())
 
     def went(self, sender: PeerRef) -> None:
         """Its connection was lost, as the coordinator's process sees it."""
-        self._words.went(sender, self._sim.coordinator.clock.now())
+        self._words.went(sender, self._sim.coordinator.awake_s())
 
     def decided(self, effects: Sequence[CoordinatorEffect]) -> None:
         """What the coordinator is about to do."""
         for effect in effects:
             match effect:
                 case Persist(record=ViewRecord() as record):
-                    self._words.decided(record, self._sim.coordinator.clock.now())
+                    self._words.decided(record, self._sim.coordinator.awake_s())
                 case Persist(record=RollbackRecord() as record):
                     self._demand_nothing_newer(record)
                 case _:
@@ -163,7 +164,8 @@ class Checkers:
 
     def _demand_nothing_newer(self, record: RollbackRecord) -> None:
         """Whoever is here when the run is to go back, and has said that it holds a newer commit, has saved it."""
-        target = min(self.history.states, default=0) if record.certificate is None else record.certificate.made.outer_step
+        certificate = record.certificate
+        target = min(self.history.states, default=0) if certificate is None else certificate.made.outer_step
         for node in self._sim.peers.values():
             said = self._said_to_hold.get(node.ref)
             connection = node.connection

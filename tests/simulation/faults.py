@@ -46,6 +46,7 @@ class FaultInjector:
             (options.clone_rate, "clone", self.clone),
             (options.takeover_rate, "takeover", self.take_over),
             (options.evict_rate, "evict", self.evict_peer),
+            (options.lines_rate, "lines", self.cut_lines),
         ):
             self._every(rate, label, strike)
 
@@ -129,12 +130,16 @@ class FaultInjector:
                 node.later(self.rng.uniform(1.0, 10.0), "unhang", node.hang, False)
 
     def hang_absorb(self) -> None:
-        node = self._somebody()
-        if node is not None:
+        """Of one, or of all: what one cannot make anything of the others often cannot either."""
+        nodes = [node for node in self.sim.peers.values() if node.alive]
+        if nodes and self.rng.random() < 0.7:
+            nodes = [self.rng.choice(nodes)]
+        hangs_s = self.rng.uniform(1.0, 15.0) if self.rng.random() < 0.5 else None
+        for node in nodes:
             node.hang_absorb(True)
             self.sim.world.say(node.peer_id, "votes no more, but its heart beats")
-            if self.rng.random() < 0.5:
-                node.later(self.rng.uniform(1.0, 15.0), "absorb again", node.hang_absorb, False)
+            if hangs_s is not None:
+                node.later(hangs_s, "absorb again", node.hang_absorb, False)
 
     def clone(self) -> None:
         node = self._somebody()
@@ -196,6 +201,22 @@ class FaultInjector:
         ways = self.rng.choice(("out", "in", "both", "both"))
         pairs = [(one, other) for other in others if ways != "in"] + [(other, one) for other in others if ways != "out"]
         self._cut_for(pairs, self.rng.choice((0.5, 3.0, 10.0)) * self.rng.uniform(0.5, 1.5))
+
+    def cut_lines(self) -> None:
+        """All among some peers, or all that one of them hears or says; long enough for two attempts at a round."""
+        peers = list(self.sim.peers)
+        if self.rng.random() < 0.5:
+            chosen = peers if self.rng.random() < 0.5 else self.rng.sample(peers, (len(peers) + 2) // 2)
+            pairs = [(one, other) for one in chosen for other in chosen if one != other]
+        else:
+            one = self.rng.choice(self.sim.checkers.history.newcomers() or peers)
+            ways = self.rng.choice((("in",), ("in",), ("out",), ("in", "out")))
+            others = [other for other in peers if other != one]
+            pairs = [(other, one) for other in others if "in" in ways] + [
+                (one, other) for other in others if "out" in ways
+            ]
+        self.sim.world.say("lines cut:", pairs)
+        self._cut_for(pairs, self.rng.uniform(4.0, 15.0))
 
     def partition(self) -> None:
         """All sites in two parts that do not reach each other, but for a bridge that both reach."""

@@ -172,6 +172,11 @@ class History:
         """Whether the run can do without this peer: it goes on, and never had it."""
         return bool(self.lineage.commits) and not self.was_in_a_commit(peer_id)
 
+    def newcomers(self) -> list[PeerId]:
+        """Members whom nobody has exchanged with yet."""
+        members = self.views[-1].members if self.views else ()
+        return [member.peer_id for member in members if not self.was_in_a_commit(member.peer_id)]
+
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         """Journal first: a message that tells of a decision finds it on the disk."""
         match message:

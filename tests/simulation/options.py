@@ -2,10 +2,37 @@
 """What one seed is put through: every fault class is drawn on or off, and how hard it hits (swarm testing)."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 PLANS = ("butterfly", "ring", "two_level")
+PATIENT_S = 5.0
+"""A stall timeout that is longer than this is a long one."""
 LIES = ("weight", "size", "two_weights", "one_weight", "framing", "digest", "two_results")
+
+SHAPE = (
+    *("num_fragments", "chunks_per_peer", "eager_chunks", "plan", "latency_s", "jitter_s", "snapshot_s"),
+    *("replay_s", "has_odd_weights", "checkpoint_every"),
+)
+"""What is no fault."""
+
+FOCUSED = 0.4
+"""Share of seeds with few kinds of faults."""
+
+FOCUSES: tuple[dict[str, Any], ...] = (
+    {"lines_rate": 0.12, "plan": "butterfly"},
+    {"lines_rate": 0.12, "plan": "butterfly"},
+    {"wrong_result": 0.15, "coordinator_crash_at_commit": 0.15, "crash_rate": 0.1},
+    {"hung_absorb_rate": 0.25},
+    {"hang_rate": 0.2, "stall_floor_s": 20.0},
+    {"store_s": 0.8, "reset_rate": 1.5},
+    {"lie": "size"},
+    {"lie": "one_weight"},
+    {"lie": "digest", "plan": "butterfly"},
+    {"lie": "framing"},
+    {"disk_loss_rate": 0.08, "forged_certificates": 0.3, "crash_rate": 0.15},
+)
+"""Which kinds go together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +79,8 @@ class Options:
     slow_rate: float = 0.0
     partition_rate: float = 0.0
     """All sites in two parts: halves, a majority and a minority, or two halves with one site that both can reach."""
+    lines_rate: float = 0.0
+    """Lines between some of the peers are cut, one way or both; the coordinator hears all of them."""
     swizzle_rate: float = 0.0
     """Some links cut one after the other, and healed in another order."""
     burst_rate: float = 0.0
@@ -69,7 +98,7 @@ class Options:
     pause_rate: float = 0.0
     hang_rate: float = 0.0
     hung_absorb_rate: float = 0.0
-    """A peer takes part in every exchange and never votes: its outer step hangs, or it lies."""
+    """A peer, or all of them, take part in every exchange and never vote: their outer step hangs, or they lie."""
     leave_rate: float = 0.0
     leave_now: float = 0.3
     evict_rate: float = 0.0
@@ -91,6 +120,8 @@ class Options:
     coordinator_crash_per_effect: float = 0.0
     coordinator_crash_in_persist: float = 0.0
     """Chance that it dies while a record is written: the record is on the disk or it is not, and nobody was told."""
+    coordinator_crash_at_commit: float = 0.0
+    """The same right after a commit is written: nobody has heard of it, and nothing has followed."""
     store_s: float = 0.0
     """A record takes up to so long to be durable, and now and then much longer; 0 = at once."""
     takeover_rate: float = 0.0
@@ -116,7 +147,7 @@ class Options:
 
         They are drawn apart from what happens: the same options given by hand make the same history.
         """
-        return cls.first_of_seed(seed)._and_more(seed)
+        return cls.first_of_seed(seed)._and_more(seed)._or_few(seed)
 
     @classmethod
     def first_of_seed(cls, seed: int) -> "Options":
@@ -205,7 +236,22 @@ class Options:
             has_odd_weights=rng.random() < 0.3,
             takeover_rate=often(0.12, 0.25),
             evict_rate=often(0.08, 0.3),
+            lines_rate=often(0.2, 0.25),
+            coordinator_crash_at_commit=often(0.2, 0.25),
         )
+
+    def _or_few(self, seed: int) -> "Options":
+        """Some seeds have few kinds of faults and many peers: what needs a large view, or quiet before it, is met there.
+
+        They are drawn apart as well.
+        """
+        rng = random.Random(f"focus of {seed}")
+        if rng.random() > FOCUSED:
+            return self
+        num_peers = rng.randint(3, 6)
+        shape = {field.name: getattr(self, field.name) for field in fields(self) if field.name in SHAPE}
+        quiet = Options(**shape, num_peers=num_peers, num_late=rng.randrange(3), silent_death=self.silent_death)
+        return quiet.with_(safety_s=rng.uniform(25.0, 40.0), train_s=(0.3, 1.0), **rng.choice(FOCUSES))
 
     def with_(self, **changes: object) -> "Options":
         """The same but for these."""

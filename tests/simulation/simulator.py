@@ -19,7 +19,7 @@ from tests.simulation.coordinator_node import CoordinatorNode
 from tests.simulation.faults import FaultInjector
 from tests.simulation.marks import Marks
 from tests.simulation.network import Network
-from tests.simulation.options import Options
+from tests.simulation.options import PATIENT_S, Options
 from tests.simulation.parts import Parts
 from tests.simulation.peer import PeerNode
 from tests.simulation.world import OutOfBudget, Violation, World
@@ -28,7 +28,6 @@ MAX_EVENTS = 120_000
 MAX_CPU_S = 30.0
 ORPHAN_TIMEOUT_S = 40.0
 RECOVER_S = 10.0
-MAX_STALL_S = 5.0
 ODD_WEIGHTS = (1 / 3, 0.1, 0.7)
 """None is exact in few bits, and no two add up to a third."""
 
@@ -171,7 +170,7 @@ class Simulator:
             if node.hung and rng.random() < 0.5:
                 node.hang(False)
             # Whoever stays silent costs the others a deadline each time it is a member again.
-            if not node.votes and (rng.random() < 0.5 or self.options.stall_floor_s > MAX_STALL_S):
+            if not node.votes and (rng.random() < 0.5 or self.options.stall_floor_s > PATIENT_S):
                 node.hang_absorb(False)
             node.next_undialled_by = frozenset()
             if (

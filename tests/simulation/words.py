@@ -23,7 +23,7 @@ from tests.simulation.history import History
 from tests.simulation.world import demand
 
 SILENCE_S = 4.0
-"""By the coordinator's clock; less than its timeout."""
+"""Of the coordinator's time in which it did not wait for the store; less than its timeout."""
 
 RECONNECT_S = 0.4
 """The same for who has lost its connection."""
@@ -71,7 +71,8 @@ class Words:
                     now - self._heard_at[ref] > SILENCE_S, "I4", "{} is dropped for its silence, and has spoken", ref
                 )
             if ref.peer_id in gone:
-                demand(ref in self._lost_at, "I4", "{} is dropped for being away, and is here", ref)
+                lost_at = self._lost_at.get(ref, now)
+                demand(now - lost_at > RECONNECT_S, "I4", "{} is dropped for being away, and is here", ref)
 
     def coordinator_started(self) -> None:
         self._held, self._progress, self._last_told = {}, {}, {}
@@ -81,7 +82,8 @@ class Words:
             self._agreed(self._history.lineage.commits[-1])
 
     def _agreed(self, record: CommitRecord) -> None:
-        self._held |= {item.ref: record.outer_step for item in record.contributions if item.agreed}
+        """Who was overruled still has what the round began with, until it says more."""
+        self._held |= {item.ref: record.outer_step - (not item.agreed) for item in record.contributions}
 
     def committed(self, record: CommitRecord) -> None:
         self._agreed(record)
