@@ -63,7 +63,7 @@ class Blame:
 
     def view_decided(self, record: ViewRecord, before: View | None) -> None:
         now = {member.ref for member in record.view.members}
-        blamed = {part.split(" ")[0] for part in record.cause.split("; ") if part.endswith(BLAMED)}
+        blamed = {PeerId(part.split(" ")[0]) for part in record.cause.split("; ") if part.endswith(BLAMED)}
         out = [member.ref for member in (before.members if before else ()) if member.peer_id in blamed]
         proven = [ref for ref in out if ref.peer_id in self._proven]
         for ref in proven:

@@ -241,9 +241,9 @@ class Options:
         )
 
     def _or_few(self, seed: int) -> "Options":
-        """Some seeds have few kinds of faults and many peers: what needs a large view, or quiet before it, is met there.
+        """Some seeds, drawn apart as well, have few kinds of faults and many peers.
 
-        They are drawn apart as well.
+        What needs a large view, or quiet before it strikes, is met there.
         """
         rng = random.Random(f"focus of {seed}")
         if rng.random() > FOCUSED:
