@@ -141,7 +141,7 @@ class RunState:
             case ViewRecord(view=view, excused=excused, struck=struck):
                 self._apply_view(view, excused)
                 for ref in struck:
-                    self.strikes.add(ref.peer_id)
+                    self.strikes.add(ref)
             case CommitRecord():
                 self._apply_commit(record)
             case LeaseRecord():
@@ -216,7 +216,7 @@ class RunState:
             self.leases.consume(item.ref, item.consumed)
             self.work.committed(item.ref, record.key.fragment, item.consumed)
             if not item.agreed and item.ref not in record.disputed:
-                self.strikes.add(item.ref.peer_id)
+                self.strikes.add(item.ref)
             elif item.agreed and item.weight > 0.0:  # who gives nothing has shown nothing
                 self.strikes.clear(item.ref.peer_id)
         self.previous = self.committed

@@ -347,6 +347,12 @@ class ForgivesForEver(CoordinatorMachine):
         state.strikes.of = lambda _: 0  # type: ignore[method-assign, assignment]
 
 
+class ForgetsToSayGoodbye(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        state.strikes.is_out = lambda _: False  # type: ignore[method-assign, assignment]
+
+
 class AnswersNoStranger(CoordinatorMachine):
     def handle(self, event: CoordinatorEvent, now: Instant) -> Sequence[CoordinatorEffect]:
         effects = super().handle(event, now)
@@ -596,6 +602,10 @@ MUTANTS: dict[str, Mutant] = {
     "deviants_for_ever": Mutant(
         what="who deviates in every round is never put out for good",
         parts=Parts(coordinator=ForgivesForEver),
+    ),
+    "struck_stay": Mutant(
+        what="who had its strikes stays if the coordinator dies before it says so",
+        parts=Parts(coordinator=ForgetsToSayGoodbye),
     ),
     "stranger_not_answered": Mutant(
         what="whoever was dropped is never told",

@@ -28,7 +28,7 @@ FOCUSES: tuple[dict[str, Any], ...] = (
     {"store_s": 0.8, "reset_rate": 1.5},
     {"lie": "size"},
     {"lie": "one_weight"},
-    {"lie": "digest", "plan": "butterfly"},
+    {"lie": "digest", "plan": "butterfly", "coordinator_crash_at_commit": 0.1},
     {"lie": "framing"},
     {"disk_loss_rate": 0.08, "forged_certificates": 0.3, "crash_rate": 0.15},
 )
