@@ -57,7 +57,7 @@ class Words:
             self._was_away.add(sender)
 
     def went(self, sender: PeerRef, now: float) -> None:
-        self._lost_at[sender] = now
+        self._lost_at.setdefault(sender, now)
 
     def decided(self, record: ViewRecord, now: float) -> None:
         """Who is dropped for its silence has been silent, also while the store was at work."""
