@@ -24,6 +24,7 @@ from elastic.core.records import (
     ViewRecord,
 )
 from tests.simulation.blame import Blame
+from tests.simulation.entries import Entries
 from tests.simulation.history import Admissions, History, SharedState
 from tests.simulation.lies import Lies
 from tests.simulation.patience import Patience
@@ -57,6 +58,7 @@ class Checkers:
         self.certificates = Certificates(sim)
         self._blame = Blame()
         self._words = Words(self.history)
+        self._entries = Entries(sim.options.min_peers, sim.coordinator_config.rebuild_grace_s)
         self.patience = Patience(
             sim.world,
             sim.options,
@@ -78,6 +80,8 @@ class Checkers:
         self._said_to_hold.clear()
         self._words.coordinator_started()
         self._blame.coordinator_started()
+        self._entries.coordinator_started()
+        self._lies.coordinator_started()
         self._halted = False  # a halt is no record: whoever starts everything again wants the run to go on
         self._sim.marks.coordinator_started(len(self._sim.coordinator.journal))
 
@@ -101,6 +105,7 @@ class Checkers:
                 self._admissions.view_decided(view, before)
                 self._blame.view_decided(record, before)
                 self._words.view_decided(record)
+                self._entries.view_decided(record, before, self._sim.coordinator.awake_s())
             case CommitRecord():
                 self._sim.world.say("commit", record.key, record.digest.hex()[:6])
                 demand(before is not None and before.epoch == record.key.epoch, "I8", "a commit of another epoch")
@@ -113,6 +118,7 @@ class Checkers:
                 self.patience.committed(record)
                 self._blame.committed(record)
                 self._words.committed(record)
+                self._entries.committed(record)
             case LeaseRecord():
                 self._leases.granted(record)
             case ReleaseRecord():
@@ -127,6 +133,7 @@ class Checkers:
                 self.patience.rebuilt()
                 self._blame.rebuilt()
                 self._words.rebuilt()
+                self._entries.rebuilt(record, self._sim.coordinator.awake_s())
             case _:
                 pass
 
@@ -152,6 +159,7 @@ class Checkers:
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
         self.certificates.brought(sender, message)
         self._words.brought(sender, message)
+        self._entries.brought(sender, message)
         match message:
             case Vote():
                 self.patience.voted(sender, message)

@@ -26,12 +26,24 @@ class Lies:
     def __init__(self, sim: "Simulator") -> None:
         self._sim = sim
         self._sizes: dict[RoundKey, dict[PeerRef, tuple[float, ...]]] = defaultdict(dict)
+        self._disputes: set[frozenset[str]] = set()  # pairs that differed about a weight, to this coordinator
         self._overruled: dict[PeerId, tuple[int, PeerRef]] = {}  # in a row, the last time as this start
 
     def staged(self, node: "PeerNode", key: RoundKey, sizes: tuple[float, ...]) -> None:
         self._sizes[key][node.ref] = sizes
 
+    def coordinator_started(self) -> None:
+        self._disputes.clear()
+
     def view_decided(self, record: ViewRecord) -> None:
+        struck = {ref.peer_id for ref in record.struck}
+        self._disputes = {pair for pair in self._disputes if not pair & struck}
+        if "differ about a weight" in record.cause:
+            one, _, other = record.cause.split(" ")[:3]
+            self._disputes.add(frozenset((one, other)))
+            for peer in (one, other):
+                others = {item for pair in self._disputes if peer in pair for item in pair - {peer}}
+                demand(len(others) < 2, "liars", f"{peer} is at odds with {sorted(others)}, and stays")
         for ref in record.struck:
             demand(self._sim.is_liar(ref.peer_id), "liars", f"{name(ref)} is called a liar: {record.cause}")
             demand(not record.view.holds(ref), "liars", f"{name(ref)} is called a liar and stays")

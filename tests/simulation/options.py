@@ -25,12 +25,16 @@ FOCUSES: tuple[dict[str, Any], ...] = (
     {"wrong_result": 0.15, "coordinator_crash_at_commit": 0.15, "crash_rate": 0.1},
     {"hung_absorb_rate": 0.25},
     {"hang_rate": 0.2, "stall_floor_s": 20.0},
+    {"hang_rate": 0.4, "stall_floor_s": 20.0, "train_s": (0.3, 0.5)},
     {"store_s": 0.8, "reset_rate": 1.5},
     {"lie": "size"},
-    {"lie": "one_weight"},
+    {"lie": "one_weight", "crash_rate": 0.1},
+    {"lie": "framing", "crash_rate": 0.1},
     {"lie": "digest", "plan": "butterfly", "coordinator_crash_at_commit": 0.1},
-    {"lie": "framing"},
     {"disk_loss_rate": 0.08, "forged_certificates": 0.3, "crash_rate": 0.15},
+    {"power_cut_rate": 0.08, "disk_lag_s": 1.0, "checkpoint_every": 3, "coordinator_pause_rate": 0.05},
+    {"undialable_rate": 0.08, "one_way_rate": 0.05, "safety_s": 60.0, "train_s": (1.0, 2.5)},
+    {"leave_rate": 0.05, "safety_s": 90.0, "train_s": (1.0, 2.5)},
 )
 """Which kinds go together."""
 
@@ -251,7 +255,8 @@ class Options:
         num_peers = rng.randint(3, 6)
         shape = {field.name: getattr(self, field.name) for field in fields(self) if field.name in SHAPE}
         quiet = Options(**shape, num_peers=num_peers, num_late=rng.randrange(3), silent_death=self.silent_death)
-        return quiet.with_(safety_s=rng.uniform(25.0, 40.0), train_s=(0.3, 1.0), **rng.choice(FOCUSES))
+        pace = {"safety_s": rng.uniform(25.0, 40.0), "train_s": (0.3, 1.0)}
+        return quiet.with_(**(pace | rng.choice(FOCUSES)))
 
     def with_(self, **changes: object) -> "Options":
         """The same but for these."""
