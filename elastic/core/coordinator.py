@@ -413,6 +413,7 @@ class CoordinatorMachine:
             self._admission.found()
             self._rollback.settle()
             self._meetings.send_home()
+            self._meetings.make_way()
 
     def _drop_the_lost(self) -> None:
         roster = self._roster

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING
 from collective.core.types import PeerRef, RoundKey, View
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import BecomeLearner, CoordinatorEffect, Finish, InstallStaged, Persist
-from elastic.core.messages import CoordinatorMessage, Held, Join, PeerMessage, Refused, RoundFailed, Synced, Vote
+from elastic.core.messages import (
+    CoordinatorMessage,
+    Held,
+    Join,
+    LeaseGrant,
+    PeerMessage,
+    Refused,
+    RoundFailed,
+    Synced,
+    Vote,
+)
 from elastic.core.place import Phase
 from elastic.core.records import (
     CommitRecord,
@@ -191,6 +201,8 @@ class Checkers:
         self.history.told(to, message)
         self.certificates.told(message)
         self._words.told(to, message)
+        if isinstance(message, LeaseGrant):
+            self._leases.told(to, message)
         if isinstance(message, Refused) and "results differ" in message.reason:
             self._halted = True
         self._sim.marks.told(to, message)

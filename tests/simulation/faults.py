@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from tests.simulation.peer import PeerNode
     from tests.simulation.simulator import Simulator
 
+RELAPSE_S = 0.25
+
 
 class FaultInjector:
     """Strikes at random times until the network is healed."""
@@ -47,6 +49,7 @@ class FaultInjector:
             (options.takeover_rate, "takeover", self.take_over),
             (options.evict_rate, "evict", self.evict_peer),
             (options.lines_rate, "lines", self.cut_lines),
+            (options.relapse_rate, "relapse", self.relapse),
         ):
             self._every(rate, label, strike)
 
@@ -128,6 +131,18 @@ class FaultInjector:
             self.sim.world.say(node.peer_id, "hangs, but its heart beats")
             if self.rng.random() < 0.5:
                 node.later(self.rng.uniform(1.0, 10.0), "unhang", node.hang, False)
+
+    def relapse(self) -> None:
+        """One hangs whenever it is a member, and works until it is one again."""
+        node = self._somebody()
+        if node is not None:
+            self.sim.world.say(node.peer_id, "hangs whenever it is a member")
+            self._relapse(node, node.start_number)
+
+    def _relapse(self, node: "PeerNode", start: int) -> None:
+        if node.start_number == start and node.machine is not None and not self.sim.network.healed:
+            node.hang(node.machine.view is not None)
+            self.sim.world.after(RELAPSE_S, "relapse", self._relapse, node, start)
 
     def hang_absorb(self) -> None:
         """Of one, or of all: what one cannot make anything of the others often cannot either."""

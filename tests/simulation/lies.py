@@ -27,6 +27,7 @@ class Lies:
         self._sim = sim
         self._sizes: dict[RoundKey, dict[PeerRef, tuple[float, ...]]] = defaultdict(dict)
         self._disputes: set[frozenset[str]] = set()  # pairs that differed about a weight, to this coordinator
+        self._told: set[tuple[int, tuple[PeerRef, ...]]] = set()  # in which rounds the members heard what parts weigh
         self._overruled: dict[PeerId, tuple[int, PeerRef]] = {}  # in a row, the last time as this start
 
     def staged(self, node: "PeerNode", key: RoundKey, sizes: tuple[float, ...]) -> None:
@@ -34,6 +35,7 @@ class Lies:
 
     def coordinator_started(self) -> None:
         self._disputes.clear()
+        self._told.clear()
 
     def view_decided(self, record: ViewRecord) -> None:
         struck = {ref.peer_id for ref in record.struck}
@@ -41,6 +43,10 @@ class Lies:
         if "differ about a weight" in record.cause:
             one, _, other = record.cause.split(" ")[:3]
             self._disputes.add(frozenset((one, other)))
+            demand(one != other, "liars", f"{one} contradicts itself, and stays")
+            round_ = record.view.outer_step, tuple(member.ref for member in record.view.members)
+            demand(round_ not in self._told, "liars", f"{one} or {other} counts with other weights than it was told to")
+            self._told.add(round_)
             for peer in (one, other):
                 others = {item for pair in self._disputes if peer in pair for item in pair - {peer}}
                 demand(len(others) < 2, "liars", f"{peer} is at odds with {sorted(others)}, and stays")

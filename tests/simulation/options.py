@@ -16,7 +16,7 @@ SHAPE = (
 )
 """What is no fault."""
 
-FOCUSED = 0.4
+FOCUSED = 0.5
 """Share of seeds with few kinds of faults."""
 
 FOCUSES: tuple[dict[str, Any], ...] = (
@@ -32,9 +32,12 @@ FOCUSES: tuple[dict[str, Any], ...] = (
     {"lie": "framing", "crash_rate": 0.1},
     {"lie": "digest", "plan": "butterfly", "coordinator_crash_at_commit": 0.1},
     {"disk_loss_rate": 0.08, "forged_certificates": 0.3, "crash_rate": 0.15},
-    {"power_cut_rate": 0.08, "disk_lag_s": 1.0, "checkpoint_every": 3, "coordinator_pause_rate": 0.05},
+    {"power_cut_rate": 0.08, "disk_lag_s": 1.0, "checkpoint_every": 3, "coordinator_pause_rate": 0.15},
     {"undialable_rate": 0.08, "one_way_rate": 0.05, "safety_s": 60.0, "train_s": (1.0, 2.5)},
-    {"leave_rate": 0.05, "safety_s": 90.0, "train_s": (1.0, 2.5)},
+    {"link_break_rate": 0.1, "num_late": 0, "safety_s": 70.0, "train_s": (1.0, 2.5)},
+    {"relapse_rate": 0.1, "stall_floor_s": 20.0, "train_s": (0.3, 0.5)},
+    {"lie": "own_weight"},
+    {"train_s": (0.2, 3.0), "grace_floor_s": 0.2},
 )
 """Which kinds go together."""
 
@@ -101,6 +104,8 @@ class Options:
     """A copy of a running peer's folder is started: two live starts of one id."""
     pause_rate: float = 0.0
     hang_rate: float = 0.0
+    relapse_rate: float = 0.0
+    """A peer's trainer hangs whenever the peer is a member, and works when it is none."""
     hung_absorb_rate: float = 0.0
     """A peer, or all of them, take part in every exchange and never vote: their outer step hangs, or they lie."""
     leave_rate: float = 0.0
@@ -140,7 +145,7 @@ class Options:
     lie: str = ""
     """What one member says in every round that is not true, see LIES: more weight than its leases allow; numbers that
     are far too large; another weight to each of the others, or to one of them; that one of them has told it another
-    weight; another digest than it has staged; another sum to half of the others."""
+    weight; another weight of its own part; another digest than it has staged; another sum to half of the others."""
     # - Bound
     max_strikes: int = 1_000_000
     """How many faults strike at most; what shrinks a failing seed (minimise.py)."""

@@ -94,6 +94,9 @@ class Patience:
             if ref in members and work is not None:
                 done = work - before
                 demand(done >= self._round_work, "I4", f"{name(ref)} is awaited again after {done} steps")
+        late = self._members.intersection(excused)
+        few = bool(late) and 2 * len(members) < self._num_standing
+        demand(not few, "quorum", f"{len(members)} of {self._num_standing} go on without {len(late)} that are late")
         self._idle = {ref: done for ref, done in self._idle.items() if ref in excused}
         for ref in self._members.intersection(excused) - self._ready:  # the word of a payload may be on its way
             self._idle[ref] = self._work_of(ref) or 0

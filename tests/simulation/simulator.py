@@ -173,9 +173,7 @@ class Simulator:
             if not node.votes and (rng.random() < 0.5 or self.options.stall_floor_s > PATIENT_S):
                 node.hang_absorb(False)
             node.next_undialled_by = frozenset()
-            if (
-                node.undialled_by
-            ):  # that a proven peer cannot reach a newcomer that is a member has no rule yet (seed 556)
+            if node.undialled_by and (rng.random() < 0.5 or not self._can_do_without(node)):
                 self.bulk.becomes_dialable(node)
             if not node.alive and (everybody_back or rng.random() < 0.5):
                 node.start()
@@ -189,7 +187,22 @@ class Simulator:
                     node.hang_absorb(False)
                 self.bulk.becomes_dialable(node)
                 node.start()
+        # If nobody whose work was committed brings the state, a newcomer will: that one must be within reach.
+        known = [item for item in self.core() if self.checkers.history.was_in_a_commit(item.peer_id)]
+        if not any(self.checkers.holds_newest(item) for item in known):
+            for node in self.peers.values():
+                self.bulk.becomes_dialable(node)
         return self.checkers.converge()
+
+    def _can_do_without(self, node: PeerNode) -> bool:
+        """Whether this peer may stay out of reach: it gave nothing yet, and nobody else will make way.
+
+        Members that have no link with somebody make way for who came before them. But where the others may be put out
+        or stand still, it may be all that is left of the run.
+        """
+        options = self.options
+        others_stay = not (options.evict_rate or options.hang_rate or options.hung_absorb_rate)
+        return others_stay and self.checkers.history.is_newcomer(node.peer_id)
 
     def core(self) -> list[PeerNode]:
         """The peers that have to be members in the end."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from collective.core.types import PeerRef, RoundKey, View
 from elastic.core.leases import without
-from elastic.core.messages import Held
+from elastic.core.messages import Held, LeaseGrant
 from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, ReleaseRecord, RollbackRecord
 from tests.simulation.history import History
 from tests.simulation.symbols import Payload, Result, State, name
@@ -134,6 +134,12 @@ class Leases:
             demand(index not in self._consumed, "I7", "sample {} is given again after it was consumed", index)
             demand(index not in self._owner, "I7", "sample {} has two owners", index)
             self._owner[index] = record.ref
+
+    def told(self, to: PeerRef, grant: LeaseGrant) -> None:
+        """A grant is told once more: it is still its receiver's, or used up."""
+        for index in (i for item in grant.ranges for i in range(item.start, item.stop)):
+            is_its = self._owner.get(index) == to or index in self._consumed
+            demand(is_its, "I7", "{} is told that sample {} is its own", to, index)
 
     def consumed(self, record: CommitRecord) -> None:
         for contribution in record.contributions:
