@@ -182,6 +182,8 @@ class Checkers:
 
     def _demand_nothing_newer(self, record: RollbackRecord) -> None:
         """Whoever is here when the run is to go back, and has said that it holds a newer commit, has saved it."""
+        members = self.history.members()
+        demand(not members, "I3", "the run goes back, and {} hold its state", len(members))
         certificate = record.certificate
         target = min(self.history.states, default=0) if certificate is None else certificate.made.outer_step
         for node in self._sim.peers.values():

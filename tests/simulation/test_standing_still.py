@@ -10,7 +10,7 @@ from elastic.core.config import CoordinatorConfig
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.pauses import Pauses
 from elastic.core.run_state import RunState
-from tests.simulation.mutants import CountsBytesAsWork
+from tests.simulation.broken_members import CountsBytesAsWork
 from tests.simulation.parts import Parts
 from tests.simulation.peer import PeerNode
 from tests.simulation.stage import Stage
