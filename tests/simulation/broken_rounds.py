@@ -197,6 +197,16 @@ class GrantsEveryRepeat(CoordinatorMachine):
         leases.newest_serial = newest  # type: ignore[method-assign]
 
 
+class TakesBackReports(Rounds):
+    def vote(self, peer_id: PeerId, vote: Vote, now: Instant) -> bool:
+        self.reports.pop(peer_id, None)
+        return super().vote(peer_id, vote, now)
+
+
+class CountsVotesAfterFailures(PatchedCoordinator):
+    rounds_type = TakesBackReports
+
+
 class NeedsOnlyOne(CoordinatorMachine):
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
         super()._start(config, state)

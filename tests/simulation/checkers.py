@@ -17,6 +17,7 @@ from elastic.core.messages import (
     Held,
     Join,
     LeaseGrant,
+    LeaseRequest,
     PeerMessage,
     Refused,
     RoundFailed,
@@ -97,6 +98,7 @@ class Checkers:
 
     def coordinator_settled(self, machine: CoordinatorMachine) -> None:
         self.history.coordinator_settled(machine)
+        self._entries.looked(self._sim.coordinator.awake_s())
 
     def persisted(self, record: Record) -> None:
         self._news = True
@@ -175,6 +177,9 @@ class Checkers:
                 self.patience.voted(sender, message)
             case RoundFailed():
                 self._blame.reported(sender, message)
+                self._lies.reported(sender, message)
+            case LeaseRequest():
+                self._leases.requested(sender, message)
             case Join(held=held) | Synced(held=held) if held is not None:
                 self._said_to_hold[sender] = held
             case _:

@@ -11,6 +11,9 @@ from elastic.core.records import CommitRecord, RebuildRecord, RollbackRecord, Vi
 from tests.simulation.symbols import name
 from tests.simulation.world import demand
 
+LOOKS_EVERY_S = 1.2
+"""A coordinator that is awake looks at its clock that often, at the least."""
+
 
 class Entries:
     """Books of links, of waits in vain, and of who is awaited.
@@ -29,13 +32,20 @@ class Entries:
         self._excused: dict[PeerRef, int] = {}  # after how many commits
         self._num_commits = 0
         self._awaited: tuple[set[PeerId], float] | None = None
+        self._looked_at: float | None = None
+        self._without_s = 0.0  # so long there are no members; a gap in which the coordinator slept is a short one
 
     def coordinator_started(self) -> None:
         """Its own patience is forgotten with it."""
         self._met.clear()
         self._waits.clear()
         self._excused.clear()
-        self._awaited = None
+        self._awaited, self._looked_at, self._without_s = None, None, 0.0
+
+    def looked(self, now: float) -> None:
+        """The coordinator has handled an event."""
+        gap_s, self._looked_at = now - (now if self._looked_at is None else self._looked_at), now
+        self._without_s += min(max(gap_s, 0.0), LOOKS_EVERY_S)
 
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
         if isinstance(message, Met):
@@ -48,11 +58,17 @@ class Entries:
 
     def rebuilt(self, record: RebuildRecord | RollbackRecord, now: float) -> None:
         refs = record.testified if isinstance(record, RebuildRecord) else record.holders
+        if isinstance(record, RollbackRecord):
+            self.looked(now)
+            waited = self._without_s >= self._patience_s - 1e-6
+            demand(waited, "I3", f"the run goes back after {self._without_s:.1f} s without members")
         self._awaited = {ref.peer_id for ref in refs}, now
         self._excused.clear()
 
     def view_decided(self, record: ViewRecord, before: View | None, now: float) -> None:
         members = [member.ref for member in record.view.members]
+        if members or (before is not None and before.members):
+            self._without_s = 0.0
         old = {member.ref for member in before.members} if before is not None else set()
         for ref in (ref for ref in members if ref not in old):
             self._demand_links(ref, members)

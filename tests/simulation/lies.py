@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from collective.core.types import PeerId, PeerRef, RoundKey, View
 from elastic.core.leases import count
-from elastic.core.messages import CoordinatorMessage, Refused
+from elastic.core.messages import CoordinatorMessage, Refused, RoundFailed
 from elastic.core.records import CommitRecord, ViewRecord
 from elastic.core.work import MAX_STRIKES
 from tests.simulation.symbols import name
@@ -26,6 +26,7 @@ class Lies:
     def __init__(self, sim: "Simulator") -> None:
         self._sim = sim
         self._sizes: dict[RoundKey, dict[PeerRef, tuple[float, ...]]] = defaultdict(dict)
+        self._failed: dict[RoundKey, set[PeerRef]] = defaultdict(set)  # who could not finish
         self._disputes: set[frozenset[str]] = set()  # pairs that differed about a weight, to this coordinator
         self._told: set[tuple[int, tuple[PeerRef, ...]]] = set()  # in which rounds the members heard what parts weigh
         self._overruled: dict[PeerId, tuple[int, PeerRef]] = {}  # in a row, the last time as this start
@@ -36,6 +37,7 @@ class Lies:
     def coordinator_started(self) -> None:
         self._disputes.clear()
         self._told.clear()
+        self._failed.clear()
 
     def view_decided(self, record: ViewRecord) -> None:
         struck = {ref.peer_id for ref in record.struck}
@@ -71,7 +73,12 @@ class Lies:
         """The journal is lost, and with it who was wrong how often."""
         self._overruled.clear()
 
+    def reported(self, sender: PeerRef, report: RoundFailed) -> None:
+        self._failed[report.key].add(sender)
+
     def committed(self, record: CommitRecord, view: View) -> None:
+        failed = self._failed.pop(record.key, set()) & {item.ref for item in record.contributions}
+        demand(not failed, "I1", f"committed with {[name(ref) for ref in failed]}, which could not finish")
         seen = self._sizes.pop(record.key, {})
         for ref, sizes in seen.items():
             own = view.rank_of(ref.peer_id)

@@ -27,6 +27,7 @@ from tests.simulation.broken_rounds import (
     ComparesNoSums,
     ComparesNoWeights,
     CountsEveryPart,
+    CountsVotesAfterFailures,
     CountsVotesOfAnyEpoch,
     ForgetsToSayGoodbye,
     ForgivesForEver,
@@ -263,6 +264,10 @@ MUTANTS: dict[str, Mutant] = {
     "put_out_let_back": Mutant(
         what="whoever was put out joins again as the same start",
         parts=Parts(coordinator=LetsBackWhoWasPutOut),
+    ),
+    "vote_after_failure": Mutant(
+        what="who has said that it cannot finish a round votes on it",
+        parts=Parts(coordinator=CountsVotesAfterFailures),
     ),
     "no_links": Mutant(
         what="a learner becomes a member whoever has a link with it",

@@ -37,6 +37,8 @@ FOCUSES: tuple[dict[str, Any], ...] = (
     {"link_break_rate": 0.1, "num_late": 0, "safety_s": 70.0, "train_s": (1.0, 2.5)},
     {"relapse_rate": 0.1, "stall_floor_s": 20.0, "train_s": (0.3, 0.5)},
     {"lie": "own_weight"},
+    {"lie": "recants"},
+    {"lie": "accuses"},
     {"train_s": (0.2, 3.0), "grace_floor_s": 0.2},
 )
 """Which kinds go together."""
@@ -145,7 +147,8 @@ class Options:
     lie: str = ""
     """What one member says in every round that is not true, see LIES: more weight than its leases allow; numbers that
     are far too large; another weight to each of the others, or to one of them; that one of them has told it another
-    weight; another weight of its own part; another digest than it has staged; another sum to half of the others."""
+    weight; another digest than it has staged; another sum to half of the others. In seeds with few faults also: another
+    weight of its own part; that it cannot finish, before it votes; that one after the other cannot be reached."""
     # - Bound
     max_strikes: int = 1_000_000
     """How many faults strike at most; what shrinks a failing seed (minimise.py)."""
