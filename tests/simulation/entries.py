@@ -11,8 +11,8 @@ from elastic.core.records import CommitRecord, RebuildRecord, RollbackRecord, Vi
 from tests.simulation.symbols import name
 from tests.simulation.world import demand
 
-LOOKS_EVERY_S = 1.2
-"""A coordinator that is awake looks at its clock that often, at the least."""
+LOOKS_EVERY_S = 2.1
+"""A coordinator that has slept for less than this is not sure to notice it."""
 
 
 class Entries:

@@ -140,8 +140,10 @@ class FaultInjector:
             self._relapse(node, node.start_number)
 
     def _relapse(self, node: "PeerNode", start: int) -> None:
-        if node.start_number == start and node.machine is not None and not self.sim.network.healed:
-            node.hang(node.machine.view is not None)
+        if node.start_number != start or node.machine is None:
+            return
+        node.hang(node.machine.view is not None and not self.sim.network.healed)
+        if not self.sim.network.healed:
             self.sim.world.after(RELAPSE_S, "relapse", self._relapse, node, start)
 
     def hang_absorb(self) -> None:

@@ -36,6 +36,8 @@ FOCUSES: tuple[dict[str, Any], ...] = (
     {"undialable_rate": 0.08, "one_way_rate": 0.05, "safety_s": 60.0, "train_s": (1.0, 2.5)},
     {"link_break_rate": 0.1, "num_late": 0, "safety_s": 70.0, "train_s": (1.0, 2.5)},
     {"relapse_rate": 0.1, "stall_floor_s": 20.0, "train_s": (0.3, 0.5)},
+    {"control_reorders": 0.4, "control_duplicates": 0.4, "cut_rate": 0.2, "reset_rate": 1.0},
+    {"control_reorders": 0.4, "control_duplicates": 0.4, "cut_rate": 0.2, "reset_rate": 1.0},
     {"lie": "own_weight"},
     {"lie": "recants"},
     {"lie": "accuses"},

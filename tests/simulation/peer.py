@@ -410,7 +410,8 @@ class PeerNode(Process):
         # The outer optimizer runs in a thread: its end is an event of its own.
         weights = self.exchange.seen_weights()
         marks = self.exchange.marks()
-        if self.sim.lie_of(self.peer_id) in ("recants", "accuses"):
+        is_known = self.sim.checkers.history.was_in_a_commit(self.peer_id)  # what a newcomer says would harm nobody
+        if is_known and self.sim.lie_of(self.peer_id) in ("recants", "accuses"):
             others = [member.peer_id for member in self.exchange.view.members if member.peer_id != self.peer_id]
             suspects = () if self.sim.options.lie == "recants" or not others else (others[key.epoch % len(others)],)
             said = RoundFailed(key=key, suspects=suspects, cause="says so, and votes")
