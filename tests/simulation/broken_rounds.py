@@ -34,6 +34,9 @@ class MeasuresItsOwnPatience(Closing):
         ready_at = [item.ready_at for item in self._roster.members() if item.ready_at is not None]
         return until - max(ready_at, default=until)
 
+    def _learn(self, taken_s: float) -> None:
+        self._exchange_s = max(taken_s, 0.9 * self._exchange_s)
+
 
 class WaitsLongerAndLonger(PatchedCoordinator):
     closing_type = MeasuresItsOwnPatience

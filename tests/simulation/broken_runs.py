@@ -222,12 +222,6 @@ class MeetsNobody(PatchedCoordinator):
         self._meetings.have_met = lambda candidates, stays: list(candidates)  # type: ignore[method-assign]
 
 
-class YieldsToNobody(PatchedCoordinator):
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-        self._meetings.make_way = lambda: None  # type: ignore[method-assign]
-
-
 class PausesNobody(PatchedCoordinator):
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
         super()._start(config, state)

@@ -149,7 +149,7 @@ class FaultInjector:
     def hang_absorb(self) -> None:
         """Of one, or of all: what one cannot make anything of the others often cannot either."""
         nodes = [node for node in self.sim.peers.values() if node.alive]
-        if nodes and self.rng.random() < 0.7:
+        if nodes and self.rng.random() < 0.4:
             nodes = [self.rng.choice(nodes)]
         hangs_s = self.rng.uniform(1.0, 15.0) if self.rng.random() < 0.5 else None
         for node in nodes:

@@ -27,8 +27,9 @@ class Lies:
         self._sim = sim
         self._sizes: dict[RoundKey, dict[PeerRef, tuple[float, ...]]] = defaultdict(dict)
         self._failed: dict[RoundKey, set[PeerRef]] = defaultdict(set)  # who could not finish
+        self._epoch = 0
         self._disputes: set[frozenset[str]] = set()  # pairs that differed about a weight, to this coordinator
-        self._told: set[tuple[int, tuple[PeerRef, ...]]] = set()  # in which rounds the members heard what parts weigh
+        self._told: int | None = None  # the epoch, while its members count with weights that they were told
         self._overruled: dict[PeerId, tuple[int, PeerRef]] = {}  # in a row, the last time as this start
 
     def staged(self, node: "PeerNode", key: RoundKey, sizes: tuple[float, ...]) -> None:
@@ -36,7 +37,7 @@ class Lies:
 
     def coordinator_started(self) -> None:
         self._disputes.clear()
-        self._told.clear()
+        self._told = None
         self._failed.clear()
 
     def view_decided(self, record: ViewRecord) -> None:
@@ -46,12 +47,13 @@ class Lies:
             one, _, other = record.cause.split(" ")[:3]
             self._disputes.add(frozenset((one, other)))
             demand(one != other, "liars", f"{one} contradicts itself, and stays")
-            round_ = record.view.outer_step, tuple(member.ref for member in record.view.members)
-            demand(round_ not in self._told, "liars", f"{one} or {other} counts with other weights than it was told to")
-            self._told.add(round_)
+            as_told = self._told is None or self._told != self._epoch
+            demand(as_told, "liars", f"{one} or {other} counts with other weights than it was told to")
+            self._told = record.view.epoch
             for peer in (one, other):
                 others = {item for pair in self._disputes if peer in pair for item in pair - {peer}}
                 demand(len(others) < 2, "liars", f"{peer} is at odds with {sorted(others)}, and stays")
+        self._epoch = record.view.epoch
         for ref in record.struck:
             demand(self._sim.is_liar(ref.peer_id), "liars", f"{name(ref)} is called a liar: {record.cause}")
             demand(not record.view.holds(ref), "liars", f"{name(ref)} is called a liar and stays")
@@ -77,6 +79,7 @@ class Lies:
         self._failed[report.key].add(sender)
 
     def committed(self, record: CommitRecord, view: View) -> None:
+        self._told = None
         failed = self._failed.pop(record.key, set()) & {item.ref for item in record.contributions}
         demand(not failed, "I1", f"committed with {[name(ref) for ref in failed]}, which could not finish")
         seen = self._sizes.pop(record.key, {})

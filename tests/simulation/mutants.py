@@ -65,7 +65,6 @@ from tests.simulation.broken_runs import (
     TakesAllForHolders,
     TellsNoOlderStart,
     WelcomesTheUnaware,
-    YieldsToNobody,
 )
 from tests.simulation.parts import Parts
 
@@ -272,10 +271,6 @@ MUTANTS: dict[str, Mutant] = {
     "no_links": Mutant(
         what="a learner becomes a member whoever has a link with it",
         parts=Parts(coordinator=MeetsNobody),
-    ),
-    "nobody_yields": Mutant(
-        what="a member keeps out whom it has no link with, though that one's work was committed before",
-        parts=Parts(coordinator=YieldsToNobody),
     ),
     "no_pauses": Mutant(
         what="who was awaited in vain again and again is a member at every boundary",

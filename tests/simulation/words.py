@@ -40,6 +40,8 @@ class Words:
         self._members: set[PeerRef] = set()
         self._excused: set[PeerRef] = set()
         self._put_out: set[PeerRef] = set()  # by the newest view
+        self._gone_since: dict[PeerRef, int] = {}  # in which epoch it was put out
+        self._aware_of: dict[PeerRef, int] = {}  # the newest epoch that its Joins name
         self._last_told: dict[PeerRef, CoordinatorMessage] = {}
         self._held: dict[PeerRef, int] = {}  # the newest outer step that each is known to hold
         self._progress: dict[PeerRef, int] = {}
@@ -90,6 +92,7 @@ class Words:
 
     def rebuilt(self) -> None:
         self._members, self._excused, self._excused_at = set(), set(), {}
+        self._gone_since.clear()
         self._held = {}
 
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
@@ -102,7 +105,8 @@ class Words:
                 self._gets_on(sender, message)
             case Synced(held=held):
                 self._holds(sender, held.outer_step)
-            case Join(held=held):
+            case Join(epoch=epoch, held=held):
+                self._aware_of[sender] = max(epoch, self._aware_of.get(sender, 0))
                 self._holds(sender, held.outer_step if held is not None else 0)
             case Vote() | RoundFailed() if message.key.epoch == self._epoch:
                 self._holds(sender, message.key.outer_step)
@@ -126,10 +130,14 @@ class Words:
         for ref in excused - self._excused:
             self._excused_at[ref] = self._progress.get(ref, -1)
         self._put_out = (self._members | self._excused) - members - excused
+        self._gone_since |= dict.fromkeys(self._put_out, view.epoch)
         self._members, self._excused, self._epoch = members, excused, view.epoch
 
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         before, self._last_told[to] = self._last_told.get(to), message
+        if isinstance(message, Welcome):
+            is_aware = self._aware_of.get(to, 0) >= self._gone_since.get(to, 0)
+            demand(is_aware, "I5", "{} is welcome before it has heard that it was put out", to)
         match message:
             case Welcome(target=target, donors=donors) if target is not None:
                 for donor in donors:
