@@ -250,6 +250,8 @@ class Roster:
         if all(session.holds_state is False for session in (*stays, *into)):
             # Everybody is one commit behind and whoever could serve it is gone. As members they would wait for a
             # donor for ever; as learners they wait for any peer that brings the state back.
+            for session in stays:
+                self.remind(session.ref)
             out |= {session.ref: Evicted(epoch=epoch, reason="nobody holds the state") for session in stays}
             stays, into = [], ()
         by_ref = {member.ref: member for member in self.state.view.members}
