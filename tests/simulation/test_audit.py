@@ -97,7 +97,7 @@ class SkipsSamples(CoordinatorMachine):
 BROKEN = {
     "lease_returned_twice": (MUTANTS["lease_returned_twice"].parts, "I7", "without owning them"),
     "lease_never_returned": (Parts(coordinator=NeverTakesLeasesBack), "I7", "gone by then, owns"),
-    "lease_given_twice": (Parts(coordinator=GrantsTheSameTwice), "I7", "while"),
+    "lease_given_twice": (Parts(coordinator=GrantsTheSameTwice), "I7", "is given"),
     "member_left_out": (Parts(coordinator=LeavesAMemberOut), "I2", "lacks the work of its member"),
     "sample_skipped": (Parts(coordinator=SkipsSamples), "I7", "never were"),
 }
