@@ -187,7 +187,7 @@ class Simulator:
                     node.hang_absorb(False)
                 self.bulk.becomes_dialable(node)
                 node.start()
-        # Who stands still must be fewer than those who work: two silent members of three keep the third out (seed 1587),
+        # Who stands still must be fewer than those who work: two silent ones of three keep the third out (seed 1587),
         # and four that hang of six cost more deadlines than this run has time for (seed 2712).
         up = [node for node in self.peers.values() if node.is_up]
         still = [node for node in up if node.stands_still]
