@@ -86,7 +86,7 @@ class Control:
                 connection.up_at_coordinator = False
                 del coordinator.connections[ref]
                 delay_s = self.network.latency_s(COORDINATOR, peer_id)
-                self.world.after(delay_s, f"put out {peer_id}", self._peer_loses, self.sim.peers[peer_id], connection)
+                self.world.after(delay_s, f"put out {peer_id}", self._peer_loses, connection.node, connection)
 
     def _coordinator_loses(self, connection: ControlConnection, ref: PeerRef) -> None:
         connection.up_at_coordinator = False
