@@ -136,7 +136,7 @@ class Leases:
         demand(record.ref in self._members, "I7", f"leases for {name(record.ref)}, who is no member")
         demand((record.ref, record.serial) not in self._serials, "I7", "{} gets for one request twice", record.ref)
         self._serials.add((record.ref, record.serial))
-        is_old = self._asked.get((record.ref, record.serial), 0) < self._since[record.ref]
+        is_old = self._asked.get((record.ref, record.serial), self._since[record.ref]) < self._since[record.ref]
         demand(not is_old, "I7", "{} gets what an older membership of it has asked for", record.ref)
         for index in (i for item in record.ranges for i in range(item.start, item.stop)):
             demand(index not in self._consumed, "I7", "sample {} is given again after it was consumed", index)
