@@ -146,8 +146,17 @@ class Coordination:
             ) from error
 
     def _read_file(self) -> CoordinatorShell:
-        journal = self._store = Journal(self._run_dir / JOURNAL_NAME, run_id=self._run_id)
-        self._shell = CoordinatorShell(self._config, journal, rebuild=self._rebuild, observe=self._observe)
+        section = self._section
+        journal = self._store = Journal(
+            self._run_dir / JOURNAL_NAME, run_id=self._run_id, keep_archives=section.keep_archives
+        )
+        self._shell = CoordinatorShell(
+            self._config,
+            journal,
+            rebuild=self._rebuild,
+            compact_every=section.compact_every,
+            observe=self._observe,
+        )
         return self._shell
 
     async def _read(self, store: EtcdStore) -> CoordinatorShell:

@@ -14,6 +14,7 @@ from elastic.core.records import (
     Record,
     ReleaseRecord,
     RollbackRecord,
+    SnapshotRecord,
     TicketRecord,
     ViewRecord,
 )
@@ -62,5 +63,5 @@ class RecordIndex:
                     self.grants.add((ref.peer_id, serial, sum(len(item) for item in ranges)))
                 case ReleaseRecord(ref=ref, epoch=epoch, ranges=ranges):
                     self.returns.add((ref.peer_id, epoch, sum(len(item) for item in ranges)))
-                case BarRecord() | TicketRecord():
+                case BarRecord() | TicketRecord() | SnapshotRecord():
                     pass  # they say nothing of what the run has done

@@ -32,6 +32,7 @@ from elastic.core.records import (
     Record,
     ReleaseRecord,
     RollbackRecord,
+    SnapshotRecord,
     TicketRecord,
     ViewRecord,
 )
@@ -394,7 +395,7 @@ class Audit:
                     leased = {index: leased[index] for index in audit.consumed}
                 case RebuildRecord():
                     raise AssertionError("the journal before this one was lost: there is no whole run to audit")
-                case Genesis() | ViewRecord() | BarRecord() | TicketRecord():
+                case Genesis() | ViewRecord() | BarRecord() | TicketRecord() | SnapshotRecord():
                     pass
                 case _:
                     assert_never(record)

@@ -36,13 +36,14 @@ from elastic.core.events import (
 from elastic.core.grace import Grace
 from elastic.core.member import MemberMachine
 from elastic.core.messages import Evicted, Heartbeat, Held, Join, LeaseRequest, NewView, PeerMessage, RoundFailed, Vote
+from elastic.core.past import Past
 from elastic.core.place import Phase, Place
 from elastic.core.rebuild import Rebuild
 from elastic.core.reception import Reception
 from elastic.core.records import Contribution, Record
 from elastic.core.rollback import Rollback
 from elastic.core.rounds import Agreed, Rounds, Split
-from elastic.core.run_state import Past, RunState
+from elastic.core.run_state import RunState
 from elastic.core.sessions import Session
 from tests.simulation.exchange import Frame, FrameGate
 from tests.simulation.parts import Parts
