@@ -7,7 +7,7 @@ flag for any of them.
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ from elastic.core.past import Past
 from elastic.core.place import Phase, Place
 from elastic.core.rebuild import Rebuild
 from elastic.core.reception import Reception
-from elastic.core.records import Contribution, Record
+from elastic.core.records import Contribution, Record, SnapshotRecord
 from elastic.core.rollback import Rollback
 from elastic.core.rounds import Agreed, Rounds, Split
 from elastic.core.run_state import RunState
@@ -519,6 +519,18 @@ def hold_nothing(time: HeldClock) -> None:
     """The machine's time goes on while the store is at work."""
 
 
+def without(**forgotten: object) -> Callable[[RunState], SnapshotRecord]:
+    """A snapshot that says nothing, or something else, in these fields."""
+    return lambda state: msgspec.structs.replace(state.snapshot(), **forgotten)
+
+
+def with_the_newest_commit_alone(state: RunState) -> SnapshotRecord:
+    snapshot = state.snapshot()
+    if not snapshot.commits:
+        return snapshot
+    return msgspec.structs.replace(snapshot, beginning=None, commits=snapshot.commits[-1:])
+
+
 class OpenGate(FrameGate):
     """Takes every frame for the round that is running, whatever epoch and whose start it is of."""
 
@@ -713,6 +725,22 @@ MUTANTS: dict[str, Mutant] = {
     "epoch_forgotten": Mutant(
         what="a restarted coordinator begins to count epochs anew",
         parts=Parts(coordinator=ForgetsEpochs),
+    ),
+    "snapshot_without_leases": Mutant(
+        what="a snapshot of the journal forgets who owns which samples",
+        parts=Parts(snapshot=without(owned=())),
+    ),
+    "snapshot_without_excused": Mutant(
+        what="a snapshot of the journal forgets who is excused",
+        parts=Parts(snapshot=without(excused=())),
+    ),
+    "snapshot_without_past": Mutant(
+        what="a snapshot of the journal keeps the newest commit alone",
+        parts=Parts(snapshot=with_the_newest_commit_alone),
+    ),
+    "snapshot_without_departed": Mutant(
+        what="a snapshot of the journal forgets who was a member",
+        parts=Parts(snapshot=without(departed=())),
     ),
     "rolled_back_too_far": Mutant(
         what="a run that goes back takes the oldest state that somebody holds, not the newest",

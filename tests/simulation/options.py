@@ -91,6 +91,9 @@ class Options:
     coordinator_crash_per_effect: float = 0.0
     coordinator_crash_in_persist: float = 0.0
     """Chance that it dies while a record is written: the record is on the disk or it is not, and nobody was told."""
+    compaction: float = 0.0
+    """Chance, after each event, that a snapshot is written, and that the next start begins with it; a store that takes
+    its time keeps all of its records."""
     store_s: float = 0.0
     """A record takes up to so long to be durable, and now and then much longer; 0 = at once."""
     takeover_rate: float = 0.0
@@ -205,6 +208,7 @@ class Options:
             has_odd_weights=rng.random() < 0.3,
             takeover_rate=often(0.12, 0.25),
             evict_rate=often(0.08, 0.3),
+            compaction=often(0.05, 0.6),
         )
 
     def with_(self, **changes: object) -> "Options":

@@ -30,6 +30,7 @@ from elastic.core.records import (
     TicketRecord,
     ViewRecord,
 )
+from elastic.core.run_state import RunState
 from elastic.observation import (
     BecameActive,
     BecameExcused,
@@ -148,6 +149,7 @@ RECORDS: tuple[Record, ...] = (
     RollbackRecord(epoch=Epoch(11), certificate=CERTIFICATE, given_up=OuterStep(5), holders=(A, B)),
     BarRecord(bar=BAR),
     TicketRecord(b"ticket 1", 2, B.peer_id, 1),
+    RunState().snapshot(),
 )
 
 
