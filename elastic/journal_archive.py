@@ -37,14 +37,18 @@ def write_archive(database: sqlite3.Connection, path: Path) -> Path:
     """Copy all that this journal holds now into its next archive; it is on the disk when this returns.
 
     Raises:
-        OSError, sqlite3.Error: it could not be written; what is left of it is no archive, and does not matter.
+        OSError, sqlite3.Error: it could not be written, and there is none.
     """
     part = path.with_name(f"{path.name}.part")
-    part.unlink(missing_ok=True)
-    os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    database.execute("VACUUM INTO ?", (str(part),))
-    _flush(part)
-    part.chmod(0o400)
+    part.unlink(missing_ok=True)  # of a process that died
+    try:
+        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        database.execute("VACUUM INTO ?", (str(part),))
+        _flush(part)
+        part.chmod(0o400)
+    except BaseException:
+        part.unlink(missing_ok=True)  # a disk that is full needs the space
+        raise
     number = 1 + max((known for known, _ in _numbered(path)), default=0)
     archive = path.with_name(f"{path.stem}-{number:04}{path.suffix}")
     part.rename(archive)
