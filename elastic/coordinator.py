@@ -55,7 +55,7 @@ from elastic.core.messages import PeerMessage
 from elastic.core.records import Record, SnapshotRecord
 from elastic.errors import JournalOutdated
 from elastic.observation import Observe, PeerConnected, PeerDisconnected, RecordWritten, ignore
-from elastic.store import Store
+from elastic.store import Store, pack
 
 _log = logging.getLogger(__name__)
 
@@ -296,7 +296,7 @@ class CoordinatorShell:
                 if self._effects:
                     self._carry_out(self._effects.popleft())
                 elif self._is_snapshot_due:
-                    self._persist(self._machine.state.snapshot())
+                    self._write_snapshot(self._machine.state.snapshot())
                 elif self._events:
                     self._effects.extend(self._machine.handle(self._events.popleft(), self._time.now()))
                 else:
@@ -311,6 +311,14 @@ class CoordinatorShell:
     def _is_snapshot_due(self) -> bool:
         has_begun = self._machine.state.committed is not None
         return has_begun and 0 < self._compact_every <= self._num_since_snapshot
+
+    def _write_snapshot(self, record: SnapshotRecord) -> None:
+        nbytes = len(pack(record))
+        if nbytes <= self._store.longest_nbytes:
+            self._persist(record)
+        else:
+            _log.warning("journal_not_compacted cause='a snapshot has %d bytes'; it is longer than it need be", nbytes)
+            self._num_since_snapshot = 0
 
     def _counted(self, records: Iterable[Record]) -> Iterator[Record]:
         for record in records:

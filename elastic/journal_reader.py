@@ -222,6 +222,8 @@ class _Reader:
                 return JournalBreak(slot=due, cause=f"it is no record of this version: {error}")
             self.checksums.append(checksum)
             previous = checksum
+        if self.base.slot and not self.records:
+            return JournalBreak(slot=self.base.slot, cause="it is missing")
         return None
 
 

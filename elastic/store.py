@@ -39,6 +39,11 @@ class Store(Protocol):
         """Whether `append` takes less time than handing it to a thread would be worth."""
         ...
 
+    @property
+    def longest_nbytes(self) -> int:
+        """No record may be longer, packed. Only a snapshot could be."""
+        ...
+
     def append(self, record: Record) -> int:
         """Make the record durable; returns its slot. Blocks until it is. What is before a snapshot may be forgotten.
 
@@ -85,7 +90,7 @@ def verified(
     Raises:
         JournalCorrupted: a slot is missing, or holds what was not written there.
     """
-    previous = base.checksum
+    previous, due = base.checksum, base.slot
     for expected, (slot, checksum, data) in enumerate(rows, base.slot):
         if slot != expected:
             raise JournalCorrupted(path, expected, "it is missing")
@@ -96,4 +101,6 @@ def verified(
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise JournalCorrupted(path, slot, f"it is no record of this version: {error}") from error
         yield checksum, record
-        previous = checksum
+        previous, due = checksum, slot + 1
+    if due == base.slot and base != FIRST:
+        raise JournalCorrupted(path, base.slot, "it is missing")  # the snapshot that all begins with

@@ -276,8 +276,9 @@ class CoordinatorNode(Process):
 
     def _compact(self, machine: CoordinatorMachine) -> None:
         """Now and then, between two events. It may die before what the snapshot makes unnecessary is dropped."""
-        options = self.sim.options
-        if options.store_s > 0 or machine.state.committed is None or self._dice.random() >= options.compaction:
+        if machine.state.committed is None or self._dice.random() >= self.sim.options.compaction:
+            return
+        if self.sim.parts.fences and not self.leads:
             return
         self._append(self.sim.parts.snapshot(machine.state))
         if self._dice.random() < 0.8:
