@@ -221,7 +221,7 @@ def test_every_record_of_the_journal_is_one_line(desk: Desk) -> None:
     lines = desk.lines()
     assert [line["event"] for line in lines] == [
         "genesis", "view_decided", "lease", "commit_decided", "lease_returned", "rebuilt",
-        "rolled_back", "put_out", "admitted",
+        "rolled_back", "put_out", "admitted", "snapshot",
     ]  # fmt: skip
     assert {type(record) for record in RECORDS} == set(Record.__args__)
     assert lines[2]["samples"] == 6
