@@ -81,7 +81,7 @@ class End:
 
 @dataclass(slots=True, frozen=True)
 class Glimpse:
-    """How far the journal was when the coordinator was dead: its rows, archived ones too, and the last one's checksum."""
+    """How far the journal was when the coordinator was dead: rows, archived ones too, and the last one's checksum."""
 
     num_rows: int
     checksum: bytes

@@ -92,7 +92,7 @@ class Options:
     coordinator_crash_in_persist: float = 0.0
     """Chance that it dies while a record is written: the record is on the disk or it is not, and nobody was told."""
     compaction: float = 0.0
-    """Chance, after each event, that a snapshot is written, and that the next start begins with it. It takes no time."""
+    """Chance, after each event, that a snapshot is written, with which the next start begins. It takes no time."""
     store_s: float = 0.0
     """A record takes up to so long to be durable, and now and then much longer; 0 = at once."""
     takeover_rate: float = 0.0
