@@ -227,6 +227,21 @@ def test_archives_of_a_journal_that_was_lost_are_neither_replaced_nor_read(path:
     assert [archive.name for archive in read_journal(path).archives] == ["journal-0002.sqlite"]
 
 
+@pytest.mark.parametrize("kept", [0, 100, 5000])
+def test_an_archive_of_which_a_power_cut_left_a_part_harms_nobody(path: Path, kept: int) -> None:
+    records = compacted(1)
+    write(path, records[:-3])
+    torn = path.with_name("journal-0001.sqlite")
+    torn.write_bytes(path.read_bytes()[:kept])
+    assert list(read_journal(path).records) == records[:-3]  # it was not dropped from the journal yet
+    write(path, records[-3:])
+    reading = read_journal(path)
+    assert (list(reading.records), reading.broken, reading.damaged) == (records, None, ())
+    archives_of(path)[1].unlink()
+    (damaged,) = read_journal(path).damaged
+    assert damaged.path == torn
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_whatever_step_the_process_is_killed_at_one_whole_journal_is_left(path: Path, moment: str) -> None:
