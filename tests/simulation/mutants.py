@@ -34,6 +34,7 @@ from elastic.core.events import (
     StartExchange,
 )
 from elastic.core.grace import Grace
+from elastic.core.handover import Handover
 from elastic.core.member import MemberMachine
 from elastic.core.messages import Evicted, Heartbeat, Held, Join, LeaseRequest, NewView, PeerMessage, RoundFailed, Vote
 from elastic.core.place import Phase, Place
@@ -282,6 +283,17 @@ class HasUnboundedGrace(CoordinatorMachine):
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
         super()._start(config, state)
         self._roster.grace = WaitsForEver(config)
+
+
+class LetsEverybodyGo(Handover):
+    def _is_awaited(self) -> bool:
+        return False
+
+
+class LeavesWithTheState(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._roster.handover = LetsEverybodyGo(self._roster)
 
 
 class ThrowsLateWorkAway(Place):
@@ -644,6 +656,10 @@ MUTANTS: dict[str, Mutant] = {
     "grace_unbounded": Mutant(
         what="a round waits for the late as long as they live",
         parts=Parts(coordinator=HasUnboundedGrace),
+    ),
+    "state_taken_away": Mutant(
+        what="the last holder of the state leaves in order while others still need it",
+        parts=Parts(coordinator=LeavesWithTheState),
     ),
     "late_work_lost": Mutant(
         what="work that came too late for its round is thrown away",
