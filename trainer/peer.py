@@ -22,7 +22,7 @@ from collective.transport import Channel, Hello, Purpose, Security, connect
 from elastic.commit_log import CommitLog
 from elastic.core.events import Finish
 from elastic.core.member import MemberMachine
-from elastic.core.messages import DataPosition, Held
+from elastic.core.messages import Held
 from elastic.digest import Hasher
 from elastic.donor import Donor
 from elastic.errors import StateDiverged

@@ -409,6 +409,7 @@ class CoordinatorMachine:
         """Decide everything that the known facts decide."""
         self._roster.release_leases_of_strangers()
         self._doorkeeper.settle()
+        self._roster.let_go_of_the_struck()
         self._drop_the_lost()
         if self.state.view.members and not self._roster.over and not self._roster.holders():
             self._roster.change_view(out={}, cause="nobody holds the state")
@@ -419,6 +420,7 @@ class CoordinatorMachine:
             self._admission.found()
             self._rollback.settle()
             self._meetings.send_home()
+            self._meetings.make_way()
 
     def _drop_the_lost(self) -> None:
         roster = self._roster

@@ -9,6 +9,8 @@ told so (`Meet`), makes the links beside whatever else it does, and says what be
 * A learner that a member which answers us has not met within `meet_timeout_s` is told who tried which address with
   which error, and is sent home. The members never notice.
 * A peer whose work a commit has held is never sent home for that: its line is broken, its address is not wrong.
+* If it comes back and waits as long for links with members that came after it, these make way for it: all who have no
+  commit yet, or a single one that has. More of them reach more of the run than it does, and it waits.
 
 Nothing is repeated but in answer to a heartbeat.
 """
@@ -81,12 +83,60 @@ class Meetings:
         for session in list(roster.learners()):
             if self._due_at(session) <= roster.now:
                 roster.counters["unreached"] += 1
-                roster.send(session.ref, Refused(code=UNREACHABLE_EXIT_CODE, reason=self._reason(session)))
+                roster.send(
+                    session.ref,
+                    Refused(code=UNREACHABLE_EXIT_CODE, reason=self._reason(session, self._lacking(session))),
+                )
                 roster.close(session)
+
+    def make_way(self) -> None:
+        """Members go that keep out somebody whose work was committed before theirs.
+
+        Without this an excused peer and a newcomer that had become a member meanwhile, neither of which could dial the
+        other, were never in one view: neither was a newcomer any more (seed 556).
+        """
+        roster = self._roster
+        for session in roster.learners():
+            keeps_out = self._keep_out(session)
+            if not keeps_out:
+                continue
+            last_words = {
+                other.ref: Refused(code=UNREACHABLE_EXIT_CODE, reason=self._reason(other, [session]))
+                for other in keeps_out
+                if other.ref.peer_id not in roster.state.reached
+            }
+            reason = f"has no link with {session.ref.peer_id}, whose work was committed before"
+            roster.counters["made_way"] += len(keeps_out)
+            roster.drop({other.ref: reason for other in keeps_out}, last_words, counted_as="has no link")
+            return  # the others look again at the members that are left
+
+    def _keep_out(self, session: Session) -> list[Session]:
+        """The members that are to make way for this learner now."""
+        roster, state = self._roster, self._roster.state
+        since = state.reached.get(session.ref.peer_id)
+        is_fit = session.synced in (state.committed, state.previous) and session.synced is not None
+        if since is None or not is_fit or not roster.pauses.is_over(session.ref, state.outer_step):
+            return []
+        lacking = self._lacking(session)
+        if not lacking or any(
+            _asked_at(session, other) + roster.config.meet_timeout_s > roster.now for other in lacking
+        ):
+            return []
+        known = [state.reached[other.ref.peer_id] for other in lacking if other.ref.peer_id in state.reached]
+        if len(known) > 1 or any(first <= since for first in known):
+            return []
+        stay = [other for other in roster.members() if other not in lacking]
+        is_held = session.synced == state.committed or any(other.holds_state for other in stay)
+        return lacking if is_held else []
 
     def deadlines(self) -> list[Instant]:
         """When to look again."""
-        instants = (self._due_at(session) for session in self._roster.learners())
+        roster, learners = self._roster, self._roster.learners()
+        instants = [self._due_at(session) for session in learners]
+        for session in learners:
+            if session.ref.peer_id in roster.state.reached:
+                due = (_asked_at(session, other) + roster.config.meet_timeout_s for other in self._lacking(session))
+                instants += [instant for instant in due if instant > roster.now]
         return [instant for instant in instants if instant != _NEVER]
 
     def forgive(self, now: Instant) -> None:
@@ -113,14 +163,12 @@ class Meetings:
         roster = self._roster
         if session.ref.peer_id in roster.state.reached or session.disconnected:
             return _NEVER
-        asked = (
-            max(session.asked.get(other.ref, _NEVER), other.asked.get(session.ref, _NEVER))
-            for other in self._lacking(session)
+        return (
+            min((_asked_at(session, other) for other in self._lacking(session)), default=_NEVER)
+            + roster.config.meet_timeout_s
         )
-        return min(asked, default=_NEVER) + roster.config.meet_timeout_s
 
-    def _reason(self, session: Session) -> str:
-        lacking = self._lacking(session)
+    def _reason(self, session: Session, lacking: Sequence[Session]) -> str:
         attempts: list[str] = []
         for other in lacking:
             if session.ref not in other.met:
@@ -138,3 +186,8 @@ class Meetings:
 
 def _met(one: Session, other: Session) -> bool:
     return other.ref in one.met and one.ref in other.met
+
+
+def _asked_at(one: Session, other: Session) -> Instant:
+    """Since when both know that they should meet."""
+    return max(one.asked.get(other.ref, _NEVER), other.asked.get(one.ref, _NEVER))

@@ -30,7 +30,7 @@ from elastic.core.messages import (
     Vote,
 )
 from elastic.core.records import Genesis
-from elastic.core.roster import INTEGRITY_EXIT_CODE, REFUSED_EXIT_CODE, Roster
+from elastic.core.roster import INTEGRITY_EXIT_CODE, REFUSED_EXIT_CODE, WRONG, Roster
 from elastic.core.sessions import Session
 
 DONE_EXIT_CODE = 0
@@ -206,6 +206,8 @@ class Reception:
         if self._roster.state.final:
             reason = f"the run is complete at outer step {self._roster.state.outer_step}"
             return Refused(code=DONE_EXIT_CODE, reason=reason)
+        if self._roster.state.strikes.is_out(sender):
+            return self._roster.sends_home(sender, WRONG)  # the word of it was lost
         if message.epoch > self._roster.state.epoch:
             reason = f"you have seen epoch {message.epoch}, this journal ends at {self._roster.state.epoch}: restore it"
             return Refused(code=INTEGRITY_EXIT_CODE, reason=reason)

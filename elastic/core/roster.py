@@ -25,6 +25,9 @@ from elastic.core.work import MAX_STRIKES
 
 REFUSED_EXIT_CODE, INTEGRITY_EXIT_CODE = 5, 9
 
+WRONG = "had another result than the others, or said what is not true"
+"""What is said of a peer that was wrong too often, where the last time is not known."""
+
 Departures = Mapping[PeerRef, CoordinatorMessage | None]
 """Members that the next view does without, each with what it is told (None: it is dead, nobody listens)."""
 
@@ -176,6 +179,12 @@ class Roster:
         last_words = {ref: self.sends_home(ref, liars[ref]) for ref in out}
         self.drop(liars, last_words, struck=tuple(liars), counted_as="said what is not true")
 
+    def let_go_of_the_struck(self) -> None:
+        """Send home who has had its strikes: a coordinator died between the last of them and the next view."""
+        out = [session.ref for session in self.sessions.values() if self.state.strikes.is_out(session.ref)]
+        if out and not self.over:
+            self.drop(dict.fromkeys(out, WRONG), {ref: self.sends_home(ref, WRONG) for ref in out}, counted_as=WRONG)
+
     def sends_home(self, ref: PeerRef, reason: str) -> Refused:
         """What a peer hears that was wrong too often."""
         self.counters["sent_home"] += 1
@@ -248,6 +257,8 @@ class Roster:
         if all(session.holds_state is False for session in (*stays, *into)):
             # Everybody is one commit behind and whoever could serve it is gone. As members they would wait for a
             # donor for ever; as learners they wait for any peer that brings the state back.
+            for session in stays:
+                self.remind(session.ref)
             out |= {session.ref: Evicted(epoch=epoch, reason="nobody holds the state") for session in stays}
             stays, into = [], ()
         by_ref = {member.ref: member for member in self.state.view.members}

@@ -78,8 +78,8 @@ class RunState:
         """Late members that the round goes on without, with the epoch of their admission."""
         self.contributed: dict[PeerRef, Held] = {}
         """The newest committed state that holds work of this member or excused peer."""
-        self.reached: set[PeerId] = set()
-        """Peers, in whatever start, whose work a commit has held: the others have exchanged with them."""
+        self.reached: dict[PeerId, OuterStep] = {}
+        """Peers, in whatever start, whose work a commit has held: the others have exchanged with them. Since when."""
         self.departed: dict[PeerId, Departure] = {}
         self.leases = LeaseLedger()
         self.work = WorkBook()
@@ -141,7 +141,7 @@ class RunState:
             case ViewRecord(view=view, excused=excused, struck=struck):
                 self._apply_view(view, excused)
                 for ref in struck:
-                    self.strikes.add(ref.peer_id)
+                    self.strikes.add(ref)
             case CommitRecord():
                 self._apply_commit(record)
             case LeaseRecord():
@@ -175,7 +175,9 @@ class RunState:
         if certificate is not None:
             assert record.epoch > certificate.key.epoch, "epochs only grow (I8)"
             self._begin(Past(certificate.made, certificate.position, certificate.link, certificate))
-            self.reached.update(item.peer_id for item in certificate.contributors)
+            self.reached = dict.fromkeys(
+                (item.peer_id for item in certificate.contributors), certificate.made.outer_step
+            )
 
     def _apply_rollback(self, record: RollbackRecord) -> None:
         assert record.epoch > self.view.epoch, "epochs only grow (I8)"
@@ -216,12 +218,13 @@ class RunState:
             self.leases.consume(item.ref, item.consumed)
             self.work.committed(item.ref, record.key.fragment, item.consumed)
             if not item.agreed and item.ref not in record.disputed:
-                self.strikes.add(item.ref.peer_id)
+                self.strikes.add(item.ref)
             elif item.agreed and item.weight > 0.0:  # who gives nothing has shown nothing
                 self.strikes.clear(item.ref.peer_id)
         self.previous = self.committed
         self.committed = Held(record.outer_step, record.digest)
-        self.reached.update(item.ref.peer_id for item in record.contributions)
+        for item in record.contributions:
+            self.reached.setdefault(item.ref.peer_id, record.outer_step)
         self.contributed |= {item.ref: self.committed for item in record.contributions}
         self.last_commit = record
         self._certify(record)

@@ -44,21 +44,27 @@ class WorkBook:
 
 
 class Strikes:
-    """How often in a row a peer was overruled or has said what is not true.
+    """How often in a row a peer was overruled or has said what is not true, and which start of it was the last time.
 
     A commit of its work that it agreed to ends the row.
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[PeerId, int] = {}
+        self._numbers: dict[PeerId, tuple[int, PeerRef]] = {}
 
     def of(self, peer_id: PeerId) -> int:
         """How many."""
-        return self._numbers.get(peer_id, 0)
+        return self._numbers[peer_id][0] if peer_id in self._numbers else 0
 
-    def add(self, peer_id: PeerId) -> None:
+    def is_out(self, ref: PeerRef) -> bool:
+        """Whether this start of the peer has had its strikes. Another one may show that it was mended."""
+        return self.of(ref.peer_id) >= MAX_STRIKES and self._numbers[ref.peer_id][1] == ref
+
+    def add(self, ref: PeerRef) -> None:
         """One more."""
-        self._numbers[peer_id] = self._numbers.pop(peer_id, 0) + 1
+        before = self.of(ref.peer_id)
+        self.clear(ref.peer_id)  # the newest ones are last
+        self._numbers[ref.peer_id] = before + 1, ref
         if len(self._numbers) > _MAX_KNOWN:
             del self._numbers[next(iter(self._numbers))]
 

@@ -2,7 +2,8 @@
 """I5: who is put out because a round could not be finished with it. Judged by what the members said.
 
 A member that a commit has held work of is not put out on the word of newcomers, and half of the last commit's members
-are never put out by accusations alone. Nor does a round go on without the late if newcomers alone are left.
+are never put out by accusations alone. Nor does a round go on without the late if newcomers alone are left. One voice
+never outweighs members who reach each other: who goes alone has at least as many broken links as any who stay.
 """
 
 from collections import defaultdict
@@ -25,9 +26,20 @@ class Blame:
         self._last: set[PeerRef] = set()  # whose work the last commit holds
         self._accused: defaultdict[PeerId, set[PeerRef]] = defaultdict(set)  # by whom
         self._complained: defaultdict[PeerRef, set[PeerId]] = defaultdict(set)  # about whom; itself if about nobody
+        self._view: View | None = None
+        self._said: dict[PeerRef, tuple[PeerId, ...]] = {}  # in this view, about whom
+        self._broken: set[tuple[PeerId, PeerId]] = set()  # links that were judged since the last commit
+
+    def coordinator_started(self) -> None:
+        """What was said is forgotten with the process that heard it."""
+        self._said.clear()
+        self._broken.clear()
 
     def reported(self, sender: PeerRef, report: RoundFailed) -> None:
         """A report has arrived. What its sender was told by another member is no word of its own."""
+        view = self._view
+        if view is not None and view.holds(sender) and report.key.epoch == view.epoch:
+            self._said[sender] = report.suspects if report.told_by is None else ()
         if report.told_by is not None:
             return
         for suspect in report.suspects or (sender.peer_id,):
@@ -35,6 +47,8 @@ class Blame:
             self._complained[sender].add(suspect)
 
     def committed(self, record: CommitRecord) -> None:
+        self._said.clear()
+        self._broken.clear()
         self._last = {item.ref for item in record.contributions}
         self._standing |= self._last
         self._proven |= {ref.peer_id for ref in self._last}
@@ -42,11 +56,14 @@ class Blame:
         self._complained.clear()
 
     def rebuilt(self) -> None:
+        self._view = None
+        self._said.clear()
+        self._broken.clear()
         self._proven, self._last, self._standing = set(), set(), set()
 
     def view_decided(self, record: ViewRecord, before: View | None) -> None:
         now = {member.ref for member in record.view.members}
-        blamed = {part.split(" ")[0] for part in record.cause.split("; ") if part.endswith(BLAMED)}
+        blamed = {PeerId(part.split(" ")[0]) for part in record.cause.split("; ") if part.endswith(BLAMED)}
         out = [member.ref for member in (before.members if before else ()) if member.peer_id in blamed]
         proven = [ref for ref in out if ref.peer_id in self._proven]
         for ref in proven:
@@ -59,6 +76,28 @@ class Blame:
         if "goes on without" in record.cause:
             alone = not now & self._standing and bool(set(record.excused) & self._standing)
             demand(not alone, "I5", "a round goes on with newcomers alone")
+        self._judge_links(record, before, blamed)
         self._standing &= now | set(record.excused)
         if proven and self._last:
             demand(2 * len(self._last & now) >= len(self._last), "I5", "accusations put out most of the last commit")
+
+    def _judge_links(self, record: ViewRecord, before: View | None, blamed: set[PeerId]) -> None:
+        """Who goes alone, against all who stay and have said something, or of whom something was said, in this view."""
+        members = {member.peer_id for member in before.members} if before is not None else set()
+        now = {(ref.peer_id, peer) for ref, peers in self._said.items() for peer in peers if peer in members}
+        if "round failed, one more try" in record.cause or blamed:
+            self._broken |= now
+        if len(blamed) == 1:
+            (out,) = blamed
+            stay = {peer for link in now for peer in link} - blamed
+            for peer in stay & {member.peer_id for member in record.view.members}:
+                fewer = self._num_broken(peer) <= self._num_broken(out)
+                demand(fewer, "I5", f"{out} is put out, and {peer} stays with more broken links")
+        self._said.clear()
+        self._view = record.view
+
+    def _num_broken(self, peer: PeerId) -> int:
+        """What newcomers say of each other counts, and of others it does not."""
+        links = (link for link in self._broken if peer in link)
+        others = {other for link in links for other in link if other != peer}
+        return len(others & self._proven if peer in self._proven else others)

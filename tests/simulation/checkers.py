@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING
 from collective.core.types import PeerRef, RoundKey, View
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import BecomeLearner, CoordinatorEffect, Finish, InstallStaged, Persist
-from elastic.core.messages import CoordinatorMessage, Held, Join, PeerMessage, Refused, RoundFailed, Synced, Vote
+from elastic.core.messages import (
+    CoordinatorMessage,
+    Held,
+    Join,
+    LeaseGrant,
+    LeaseRequest,
+    PeerMessage,
+    Refused,
+    RoundFailed,
+    Synced,
+    Vote,
+)
 from elastic.core.place import Phase
 from elastic.core.records import (
     CommitRecord,
@@ -24,6 +35,7 @@ from elastic.core.records import (
     ViewRecord,
 )
 from tests.simulation.blame import Blame
+from tests.simulation.entries import Entries
 from tests.simulation.history import Admissions, History, SharedState
 from tests.simulation.leavers import Leavers
 from tests.simulation.lies import Lies
@@ -58,6 +70,7 @@ class Checkers:
         self.certificates = Certificates(sim)
         self._blame = Blame()
         self._words = Words(self.history)
+        self._entries = Entries(sim.options.min_peers, sim.coordinator_config.rebuild_grace_s)
         self.patience = Patience(
             sim.world,
             sim.options,
@@ -80,11 +93,15 @@ class Checkers:
         self._said_to_hold.clear()
         self._words.coordinator_started()
         self._leavers.coordinator_started()
+        self._blame.coordinator_started()
+        self._entries.coordinator_started()
+        self._lies.coordinator_started()
         self._halted = False  # a halt is no record: whoever starts everything again wants the run to go on
         self._sim.marks.coordinator_started(len(self._sim.coordinator.journal))
 
     def coordinator_settled(self, machine: CoordinatorMachine) -> None:
         self.history.coordinator_settled(machine)
+        self._entries.looked(self._sim.coordinator.awake_s())
 
     def persisted(self, record: Record) -> None:
         self._news = True
@@ -103,6 +120,7 @@ class Checkers:
                 self._admissions.view_decided(view, before)
                 self._blame.view_decided(record, before)
                 self._words.view_decided(record)
+                self._entries.view_decided(record, before, self._sim.coordinator.awake_s())
             case CommitRecord():
                 self._sim.world.say("commit", record.key, record.digest.hex()[:6])
                 demand(before is not None and before.epoch == record.key.epoch, "I8", "a commit of another epoch")
@@ -115,6 +133,7 @@ class Checkers:
                 self.patience.committed(record)
                 self._blame.committed(record)
                 self._words.committed(record)
+                self._entries.committed(record)
             case LeaseRecord():
                 self._leases.granted(record)
             case ReleaseRecord():
@@ -129,23 +148,24 @@ class Checkers:
                 self.patience.rebuilt()
                 self._blame.rebuilt()
                 self._words.rebuilt()
+                self._entries.rebuilt(record, self._sim.coordinator.awake_s())
             case _:
                 pass
 
     def arrived(self, sender: PeerRef) -> None:
         """A word is in the coordinator's process; its machine may hear it later."""
-        self._words.arrived(sender, self._sim.coordinator.clock.now())
+        self._words.arrived(sender, self._sim.coordinator.awake_s())
 
     def went(self, sender: PeerRef) -> None:
         """Its connection was lost, as the coordinator's process sees it."""
-        self._words.went(sender, self._sim.coordinator.clock.now())
+        self._words.went(sender, self._sim.coordinator.awake_s())
 
     def decided(self, effects: Sequence[CoordinatorEffect]) -> None:
         """What the coordinator is about to do."""
         for effect in effects:
             match effect:
                 case Persist(record=ViewRecord() as record):
-                    self._words.decided(record, self._sim.coordinator.clock.now())
+                    self._words.decided(record, self._sim.coordinator.awake_s())
                 case Persist(record=RollbackRecord() as record):
                     self._demand_nothing_newer(record)
                 case _:
@@ -155,11 +175,15 @@ class Checkers:
         self.certificates.brought(sender, message)
         self._words.brought(sender, message)
         self._leavers.brought(sender, message)
+        self._entries.brought(sender, message)
         match message:
             case Vote():
                 self.patience.voted(sender, message)
             case RoundFailed():
                 self._blame.reported(sender, message)
+                self._lies.reported(sender, message)
+            case LeaseRequest():
+                self._leases.requested(sender, message)
             case Join(held=held) | Synced(held=held) if held is not None:
                 self._said_to_hold[sender] = held
             case _:
@@ -167,7 +191,10 @@ class Checkers:
 
     def _demand_nothing_newer(self, record: RollbackRecord) -> None:
         """Whoever is here when the run is to go back, and has said that it holds a newer commit, has saved it."""
-        target = min(self.history.states, default=0) if record.certificate is None else record.certificate.made.outer_step
+        members = self.history.members()
+        demand(not members, "I3", "the run goes back, and {} hold its state", len(members))
+        certificate = record.certificate
+        target = min(self.history.states, default=0) if certificate is None else certificate.made.outer_step
         for node in self._sim.peers.values():
             said = self._said_to_hold.get(node.ref)
             connection = node.connection
@@ -186,6 +213,8 @@ class Checkers:
         self._leavers.told(to, message)
         self.certificates.told(message)
         self._words.told(to, message)
+        if isinstance(message, LeaseGrant):
+            self._leases.told(to, message)
         if isinstance(message, Refused) and "results differ" in message.reason:
             self._halted = True
         self._sim.marks.told(to, message)

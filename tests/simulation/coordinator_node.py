@@ -4,6 +4,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,7 +28,7 @@ from elastic.core.events import (
     Tick,
 )
 from elastic.core.messages import PeerMessage
-from elastic.core.records import Record
+from elastic.core.records import CommitRecord, Record
 from elastic.wire import decode, encode
 from tests.simulation.network import COORDINATOR, ControlConnection
 from tests.simulation.process import Process
@@ -66,6 +67,8 @@ class CoordinatorNode(Process):
         self.time = HeldClock(self.clock.now)
         self.is_writing: Record | None = None
         """What is on its way to the store."""
+        self._wrote_s, self._writes_since = 0.0, 0.0
+        self._end_write: Callable[[], None] = lambda: None
         self._events: deque[CoordinatorEvent] = deque()
         self._effects: deque[CoordinatorEffect] = deque()  # of the event handled last, not carried out yet
         self._survives: bool | None = None  # that event's end, unless it has come
@@ -74,6 +77,10 @@ class CoordinatorNode(Process):
     def leads(self) -> bool:
         """Whether nobody else does."""
         return self.sim.coordinator is self
+
+    def awake_s(self) -> float:
+        """This process's time without what the store took: nobody's silence in that counts."""
+        return (self.clock.now() if self.is_writing is None else self._writes_since) - self._wrote_s
 
     def successor(self) -> "CoordinatorNode":
         """Another site over the same store."""
@@ -89,7 +96,7 @@ class CoordinatorNode(Process):
         self.born()
         self.connections = {}
         self._events, self._effects, self._survives = deque(), deque(), None
-        self.is_writing, self.time = None, HeldClock(self.clock.now)
+        self.is_writing, self._wrote_s, self.time = None, 0.0, HeldClock(self.clock.now)
         config = replace(self.sim.coordinator_config, rebuild_salt=1000 * self.start_number)
         self.machine = self.sim.parts.coordinator.recover(
             config, [_read_back(record) for record in self.journal], self.time.now(), rebuild=self.rule
@@ -153,6 +160,11 @@ class CoordinatorNode(Process):
             if self.leads:
                 self.sim.checkers.went(sender)
             self.feed(PeerConnectionLost(sender=sender))
+
+    def store_is_back(self) -> None:
+        """All faults end: what is on its way to the store is soon there, also if the store was away (seed 2093)."""
+        if self.is_writing is not None:
+            self.later(HEALED_STORE_S, "written", self._end_write)
 
     # ------------------------------------------------------------------------ as the shell does it
 
@@ -234,13 +246,16 @@ class CoordinatorNode(Process):
         store_s = min(self.sim.options.store_s, HEALED_STORE_S) if is_healed else self.sim.options.store_s
         is_away = not is_healed and rng.random() < STORE_AWAY
         self.sim.marks["fault: store away"] += is_away
-        self.is_writing = effect.record
+        self.is_writing, self._writes_since = effect.record, self.clock.now()
         self.sim.parts.hold(self.time)
         duration_s = rng.uniform(*STORE_AWAY_S) if is_away else rng.uniform(0.5 * store_s, store_s)
-        self.later(duration_s, "written", self._written, effect)
+        self._end_write = partial(self._written, effect)
+        self.later(duration_s, "written", self._end_write)
 
     def _written(self, effect: Persist) -> None:
-        self.is_writing = None
+        if self.is_writing is not effect.record:
+            return  # it was away when all faults ended
+        self._wrote_s, self.is_writing = self.clock.now() - self.awake_s(), None
         self.sim.parts.release(self.time)
         if self._write(effect.record):
             self._is_carried_out(effect)
@@ -258,6 +273,14 @@ class CoordinatorNode(Process):
             self.crash()
             return False
         self._append(record)
+        if isinstance(record, CommitRecord):
+            chance = self.sim.options.coordinator_crash_at_commit
+            chance *= (
+                1 if all(item.agreed for item in record.contributions) else 4
+            )  # nobody knows yet that it was wrong
+            if self.sim.network.chance(chance):
+                self.crash()
+                return False
         return True
 
     def _append(self, record: Record) -> None:

@@ -225,8 +225,9 @@ class Exchange:
     def seen_weights(self) -> tuple[float, ...]:
         """What the members' parts weigh, as this one says that it has seen it."""
         seen = [0.0 if weight is None else weight for weight in self.weights]
-        if self.node.sim.lie_of(self.node.peer_id) == "framing" and len(seen) > 1:
-            seen[self.rank - 1] += 1.0
+        lie = self.node.sim.lie_of(self.node.peer_id)
+        if lie in ("framing", "own_weight") and len(seen) > 1:
+            seen[self.rank - (lie == "framing")] += 1.0
         return tuple(seen)
 
     def _send(

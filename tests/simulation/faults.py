@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from tests.simulation.peer import PeerNode
     from tests.simulation.simulator import Simulator
 
+RELAPSE_S = 0.25
+
 
 class FaultInjector:
     """Strikes at random times until the network is healed."""
@@ -47,6 +49,8 @@ class FaultInjector:
             (options.clone_rate, "clone", self.clone),
             (options.takeover_rate, "takeover", self.take_over),
             (options.evict_rate, "evict", self.evict_peer),
+            (options.lines_rate, "lines", self.cut_lines),
+            (options.relapse_rate, "relapse", self.relapse),
         ):
             self._every(rate, label, strike)
 
@@ -129,13 +133,31 @@ class FaultInjector:
             if self.rng.random() < 0.5:
                 node.later(self.rng.uniform(1.0, 10.0), "unhang", node.hang, False)
 
-    def hang_absorb(self) -> None:
+    def relapse(self) -> None:
+        """One hangs whenever it is a member, and works until it is one again."""
         node = self._somebody()
         if node is not None:
+            self.sim.world.say(node.peer_id, "hangs whenever it is a member")
+            self._relapse(node, node.start_number)
+
+    def _relapse(self, node: "PeerNode", start: int) -> None:
+        if node.start_number != start or node.machine is None:
+            return
+        node.hang(node.machine.view is not None and not self.sim.network.healed)
+        if not self.sim.network.healed:
+            self.sim.world.after(RELAPSE_S, "relapse", self._relapse, node, start)
+
+    def hang_absorb(self) -> None:
+        """Of one, or of all: what one cannot make anything of the others often cannot either."""
+        nodes = [node for node in self.sim.peers.values() if node.alive]
+        if nodes and self.rng.random() < 0.4:
+            nodes = [self.rng.choice(nodes)]
+        hangs_s = self.rng.uniform(1.0, 15.0) if self.rng.random() < 0.5 else None
+        for node in nodes:
             node.hang_absorb(True)
             self.sim.world.say(node.peer_id, "votes no more, but its heart beats")
-            if self.rng.random() < 0.5:
-                node.later(self.rng.uniform(1.0, 15.0), "absorb again", node.hang_absorb, False)
+            if hangs_s is not None:
+                node.later(hangs_s, "absorb again", node.hang_absorb, False)
 
     def clone(self) -> None:
         node = self._somebody()
@@ -176,6 +198,7 @@ class FaultInjector:
         self.sim.coordinator.evict(node.peer_id)
         if self.rng.random() < 0.8:
             self.sim.world.after(self.rng.uniform(1.0, 8.0), f"return {node.peer_id}", self._restart, node)
+
     def leave_of_the_last(self, tries: int = 60) -> None:
         """Everybody who holds the committed state leaves in order, as soon as somebody is fetching it."""
         sim = self.sim
@@ -209,6 +232,22 @@ class FaultInjector:
         ways = self.rng.choice(("out", "in", "both", "both"))
         pairs = [(one, other) for other in others if ways != "in"] + [(other, one) for other in others if ways != "out"]
         self._cut_for(pairs, self.rng.choice((0.5, 3.0, 10.0)) * self.rng.uniform(0.5, 1.5))
+
+    def cut_lines(self) -> None:
+        """All among some peers, or all that one of them hears or says; long enough for two attempts at a round."""
+        peers = list(self.sim.peers)
+        if self.rng.random() < 0.5:
+            chosen = peers if self.rng.random() < 0.5 else self.rng.sample(peers, (len(peers) + 2) // 2)
+            pairs = [(one, other) for one in chosen for other in chosen if one != other]
+        else:
+            one = self.rng.choice(self.sim.checkers.history.newcomers() or peers)
+            ways = self.rng.choice((("in",), ("in",), ("out",), ("in", "out")))
+            others = [other for other in peers if other != one]
+            pairs = [(other, one) for other in others if "in" in ways] + [
+                (one, other) for other in others if "out" in ways
+            ]
+        self.sim.world.say("lines cut:", pairs)
+        self._cut_for(pairs, self.rng.uniform(4.0, 15.0))
 
     def partition(self) -> None:
         """All sites in two parts that do not reach each other, but for a bridge that both reach."""

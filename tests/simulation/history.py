@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING
 
-from collective.core.types import Incarnation, OuterStep, PeerId, PeerRef, RoundKey, View
+from collective.core.types import Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import InstallStaged
 from elastic.core.messages import Commit, CoordinatorMessage, Held, LeaseGrant, NewView, Welcome
@@ -171,6 +171,14 @@ class History:
     def is_newcomer(self, peer_id: str) -> bool:
         """Whether the run can do without this peer: it goes on, and never had it."""
         return bool(self.lineage.commits) and not self.was_in_a_commit(peer_id)
+
+    def members(self) -> tuple[Member, ...]:
+        """Of the newest view, unless the run went back since."""
+        return self.views[-1].members if self.views and self.views[-1].epoch == self._epoch else ()
+
+    def newcomers(self) -> list[PeerId]:
+        """Members whom nobody has exchanged with yet."""
+        return [member.peer_id for member in self.members() if not self.was_in_a_commit(member.peer_id)]
 
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         """Journal first: a message that tells of a decision finds it on the disk."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from collective.core.types import PeerId, PeerRef, RoundKey, View
 from elastic.core.leases import count
-from elastic.core.messages import CoordinatorMessage, Refused
+from elastic.core.messages import CoordinatorMessage, Refused, RoundFailed
 from elastic.core.records import CommitRecord, ViewRecord
 from elastic.core.work import MAX_STRIKES
 from tests.simulation.symbols import name
@@ -26,12 +26,34 @@ class Lies:
     def __init__(self, sim: "Simulator") -> None:
         self._sim = sim
         self._sizes: dict[RoundKey, dict[PeerRef, tuple[float, ...]]] = defaultdict(dict)
+        self._failed: dict[RoundKey, set[PeerRef]] = defaultdict(set)  # who could not finish
+        self._epoch = 0
+        self._disputes: set[frozenset[str]] = set()  # pairs that differed about a weight, to this coordinator
+        self._told: int | None = None  # the epoch, while its members count with weights that they were told
         self._overruled: dict[PeerId, tuple[int, PeerRef]] = {}  # in a row, the last time as this start
 
     def staged(self, node: "PeerNode", key: RoundKey, sizes: tuple[float, ...]) -> None:
         self._sizes[key][node.ref] = sizes
 
+    def coordinator_started(self) -> None:
+        self._disputes.clear()
+        self._told = None
+        self._failed.clear()
+
     def view_decided(self, record: ViewRecord) -> None:
+        struck = {ref.peer_id for ref in record.struck}
+        self._disputes = {pair for pair in self._disputes if not pair & struck}
+        if "differ about a weight" in record.cause:
+            one, _, other = record.cause.split(" ")[:3]
+            self._disputes.add(frozenset((one, other)))
+            demand(one != other, "liars", f"{one} contradicts itself, and stays")
+            as_told = self._told is None or self._told != self._epoch
+            demand(as_told, "liars", f"{one} or {other} counts with other weights than it was told to")
+            self._told = record.view.epoch
+            for peer in (one, other):
+                others = {item for pair in self._disputes if peer in pair for item in pair - {peer}}
+                demand(len(others) < 2, "liars", f"{peer} is at odds with {sorted(others)}, and stays")
+        self._epoch = record.view.epoch
         for ref in record.struck:
             demand(self._sim.is_liar(ref.peer_id), "liars", f"{name(ref)} is called a liar: {record.cause}")
             demand(not record.view.holds(ref), "liars", f"{name(ref)} is called a liar and stays")
@@ -53,7 +75,13 @@ class Lies:
         """The journal is lost, and with it who was wrong how often."""
         self._overruled.clear()
 
+    def reported(self, sender: PeerRef, report: RoundFailed) -> None:
+        self._failed[report.key].add(sender)
+
     def committed(self, record: CommitRecord, view: View) -> None:
+        self._told = None
+        failed = self._failed.pop(record.key, set()) & {item.ref for item in record.contributions}
+        demand(not failed, "I1", f"committed with {[name(ref) for ref in failed]}, which could not finish")
         seen = self._sizes.pop(record.key, {})
         for ref, sizes in seen.items():
             own = view.rank_of(ref.peer_id)

@@ -260,7 +260,6 @@ DEFENCES = frozenset(
     (
         "coordinator: lease_clipped",
         "coordinator: lease_shredded",
-        "coordinator: vote_after_failure",
         "member: broken_chain",
         "member: forged_certificate",
         "member: leases_wanted_by_learner",

@@ -5,519 +5,69 @@ Every mutant is the real thing with one rule taken out, by subclassing or patchi
 flag for any of them.
 """
 
-import dataclasses
-import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
-
-from collective.core.types import Epoch, Instant, OuterStep, PeerId, PeerRef, RoundKey, View
 from elastic.alarm import HeldClock
-from elastic.core.admission import Admission
-from elastic.core.attempt import Attempt
-from elastic.core.certificate import Certificate
-from elastic.core.closing import Closing
-from elastic.core.config import CoordinatorConfig, RebuildRule
-from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.doorkeeper import Doorkeeper
-from elastic.core.events import (
-    CoordinatorEffect,
-    CoordinatorEvent,
-    ExchangeDone,
-    MemberEffect,
-    MemberEvent,
-    Persist,
-    PutOut,
-    SendToPeer,
-    StartExchange,
+from elastic.core.events import CoordinatorEffect, Persist, SendToPeer
+from tests.simulation.broken_members import (
+    ChangesItsWeight,
+    CountsBytesAsWork,
+    ForgetsItsPayload,
+    ForgetsLateWork,
+    InstallsWithoutCommit,
+    OpenGate,
+    SaysTooMuch,
 )
-from elastic.core.grace import Grace
-from elastic.core.handover import Handover
-from elastic.core.member import MemberMachine
-from elastic.core.messages import Evicted, Heartbeat, Held, Join, LeaseRequest, NewView, PeerMessage, RoundFailed, Vote
-from elastic.core.place import Phase, Place
-from elastic.core.rebuild import Rebuild
-from elastic.core.reception import Reception
-from elastic.core.records import Contribution, Record
-from elastic.core.rollback import Rollback
-from elastic.core.rounds import Agreed, Rounds, Split
-from elastic.core.run_state import Past, RunState
-from elastic.core.sessions import Session
-from tests.simulation.exchange import Frame, FrameGate
+from tests.simulation.broken_rounds import (
+    AccusesAllOut,
+    BelievesEveryWeight,
+    BelievesOneVoice,
+    BelievesTheAccuser,
+    ComparesNoSums,
+    ComparesNoWeights,
+    CountsEveryPart,
+    CountsVotesAfterFailures,
+    CountsVotesOfAnyEpoch,
+    ForgetsToSayGoodbye,
+    ForgivesForEver,
+    GoesOnWithNewcomers,
+    GrantsEveryRepeat,
+    HasUnboundedGrace,
+    NeedsOnlyOne,
+    RecordsOtherWeights,
+    ReturnsConsumedLeases,
+    TakesTokensForWeights,
+    TrustsHeartbeats,
+    VotesWithoutDigest,
+    WaitsForTheFirstVote,
+    WaitsForTheVoteless,
+    WaitsLongerAndLonger,
+)
+from tests.simulation.broken_runs import (
+    AnswersNoStranger,
+    BeginsAgainAlone,
+    ChecksNoCertificate,
+    CountsLearnersEarly,
+    ForgetsEpochs,
+    ForgetsWhoWasLate,
+    HearsOlderStarts,
+    KeepsItsFounder,
+    LeavesWithTheState,
+    LetsBackWhoWasPutOut,
+    LetsLearnersChase,
+    MeetsNobody,
+    PausesNobody,
+    RebuildsFromTheFirst,
+    RemindsNobody,
+    RollsBackAtOnce,
+    RollsBackTooFar,
+    RollsBackWithMembers,
+    TakesAllForHolders,
+    TellsNoOlderStart,
+    WelcomesTheUnaware,
+)
 from tests.simulation.parts import Parts
-
-# ------------------------------------------------------------------------ members
-
-
-class InstallsWithoutCommit(MemberMachine):
-    def handle(self, event: MemberEvent, now: Instant) -> Sequence[MemberEffect]:
-        effects = list(super().handle(event, now))
-        place = self._place
-        key, staged = place.attempt.key, place.attempt.staged
-        if isinstance(event, ExchangeDone) and key is not None and staged is not None:
-            place.effects = effects
-            place.install_if_staged(Held(OuterStep(key.outer_step + 1), staged))
-        return effects
-
-
-class ForgetsItsPayload(MemberMachine):
-    def _on_new_view(self, message: NewView) -> None:
-        place, view = self._place, message.view
-        if place.view is not None and view.epoch > place.view.epoch and place.attempt.staged is None:
-            had_payload = place.attempt.payload is not None
-            place.effects += place.attempt.forget()
-            super()._on_new_view(message)
-            if had_payload and place.view is not None:
-                place._stop_training("starts over in the new view")
-                place.phase = Phase.SYNCING
-                place._take_part()
-        else:
-            super()._on_new_view(message)
-
-
-class CausesWithoutEnd(Attempt):
-    """It repeats what it was told as often as it likes."""
-
-    def report(self) -> Vote | RoundFailed | None:
-        word = super().report()
-        return msgspec.structs.replace(word, cause=word.cause * 100) if isinstance(word, RoundFailed) else word
-
-
-class SaysTooMuch(MemberMachine):
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self._place.attempt = CausesWithoutEnd()
-
-
-class CallsBytesSteps(Place):
-    def heartbeat(self, epoch: Epoch) -> Heartbeat:
-        beat = super().heartbeat(epoch)
-        return msgspec.structs.replace(beat, inner_steps=beat.progress)
-
-
-class CountsBytesAsWork(MemberMachine):
-    place_type = CallsBytesSteps
-
-
-# ------------------------------------------------------------------------ coordinators
-
-
-class PatchedCoordinator(CoordinatorMachine):
-    """The real one with another part, or another patience."""
-
-    rounds_type: type[Rounds] = Rounds
-    admission_type: type[Admission] = Admission
-    reception_type: type[Reception] = Reception
-    rollback_type: type[Rollback] = Rollback
-    closing_type: type[Closing] = Closing
-    patience: float = 1.0
-
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        stall = dataclasses.replace(
-            config,
-            stall_floor_s=config.stall_floor_s * self.patience,
-            stall_initial_s=config.stall_initial_s * self.patience,
-        )
-        super()._start(stall, state)
-        self._rounds = self._roster.rounds = self.rounds_type()
-        self._admission = self.admission_type(self._roster, self._meetings)
-        self._closing = self.closing_type(self._roster, self._admission)
-        self._reception = self.reception_type(self._roster)
-        self._rollback = self.rollback_type(self._roster)
-
-
-class WaitsForVotesForEver(Closing):
-    def _votes_close_at(self) -> Instant | None:
-        return None
-
-
-class WaitsForTheVoteless(PatchedCoordinator):
-    closing_type = WaitsForVotesForEver
-
-
-class MeasuresItsOwnPatience(Closing):
-    def _exchanged_s(self, until: Instant) -> float:
-        ready_at = [item.ready_at for item in self._roster.members() if item.ready_at is not None]
-        return until - max(ready_at, default=until)
-
-
-class WaitsLongerAndLonger(PatchedCoordinator):
-    closing_type = MeasuresItsOwnPatience
-
-
-class WaitsForAMajority(Closing):
-    def _stands_still_at(self, silent: Sequence[Session]) -> Instant | None:
-        return None
-
-
-class WaitsForTheFirstVote(PatchedCoordinator):
-    closing_type = WaitsForAMajority
-
-
-class BlamesWhoIsAccused(Rounds):
-    """One accusation is enough against who made none."""
-
-    def blamed(self, view: View, newcomers: Collection[PeerId]) -> tuple[PeerId, ...]:
-        accused = {peer: number for peer, number in self.accused(view).items() if number}
-        return tuple(sorted(accused, key=lambda peer: accused[peer])[-1:])
-
-
-class BelievesTheAccuser(PatchedCoordinator):
-    rounds_type = BlamesWhoIsAccused
-
-
-class LeavesAnyNumber(Closing):
-    def _leaves_half(self, blamed: Collection[PeerId]) -> bool:
-        return True
-
-
-class AccusesAllOut(PatchedCoordinator):
-    closing_type = LeavesAnyNumber
-
-
-class LeavesNewcomersAlone(Closing):
-    def _leaves_newcomers_alone(self, members: Sequence[Session], late: Sequence[Session]) -> bool:
-        return False
-
-
-class GoesOnWithNewcomers(PatchedCoordinator):
-    closing_type = LeavesNewcomersAlone
-
-
-class TellsNoOlderStart(CoordinatorMachine):
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-        self._roster.tell_replaced = lambda to: None  # type: ignore[method-assign]
-
-
-class HearsOlderStarts(CoordinatorMachine):
-    """What an older start says counts as said by the newer one."""
-
-    def _on_said(self, sender: PeerRef, message: PeerMessage) -> None:
-        session = self._roster.sessions.get(sender.peer_id)
-        is_older = session is not None and sender.incarnation < session.ref.incarnation
-        super()._on_said(session.ref if session is not None and is_older else sender, message)
-
-
-class CountsVotesOfAnyEpoch(CoordinatorMachine):
-    def _on_round(self, session: Session, message: Vote | RoundFailed) -> None:
-        key = RoundKey(self.state.epoch, message.key.outer_step, message.key.fragment)
-        super()._on_round(session, msgspec.structs.replace(message, key=key))
-
-
-class TakesEverybodyForAware(Reception):
-    def join(self, sender: PeerRef, message: Join) -> None:
-        super().join(sender, msgspec.structs.replace(message, epoch=self._roster.state.epoch))
-
-
-class WelcomesTheUnaware(PatchedCoordinator):
-    reception_type = TakesEverybodyForAware
-
-
-class TurnsNobodyAway(Doorkeeper):
-    def turn_away(self, sender: PeerRef) -> bool:
-        return False
-
-    def settle(self) -> None:
-        pass
-
-    def _put_out(self, order: PutOut) -> str | None:
-        refusal = super()._put_out(order)
-        super().settle()
-        return refusal
-
-
-class LetsBackWhoWasPutOut(CoordinatorMachine):
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-        self._doorkeeper = TurnsNobodyAway(self._roster)
-
-
-class TakesTheFirstDigest(Rounds):
-    def outcome(self, view: View) -> Agreed | Split | None:
-        if super().outcome(view) is None:
-            return None
-        first = self.votes[view.members[0].peer_id]
-        return Agreed(key=first.key, digest=first.digest, deviants=())
-
-
-class VotesWithoutDigest(PatchedCoordinator):
-    rounds_type = TakesTheFirstDigest
-
-
-class AdmitsWhoeverWaits(Admission):
-    def at_boundary(self, deviants: Sequence[PeerRef]) -> None:
-        for session in self._roster.learners():
-            session.synced = self._roster.state.committed
-        super().at_boundary(deviants)
-
-
-class CountsLearnersEarly(PatchedCoordinator):
-    admission_type = AdmitsWhoeverWaits
-
-
-class AdmitsOnlyTheNewest(Admission):
-    def at_boundary(self, deviants: Sequence[PeerRef]) -> None:
-        for session in self._roster.learners():
-            if session.synced != self._roster.state.committed:
-                session.synced = None
-        super().at_boundary(deviants)
-
-
-class LetsLearnersChase(PatchedCoordinator):
-    admission_type = AdmitsOnlyTheNewest
-
-
-class TrustsHeartbeats(PatchedCoordinator):
-    patience = 1e9
-
-
-class WaitsForEver(Grace):
-    def closes_at(self, ready_at: Collection[Instant], num_standing: int) -> Instant | None:
-        return None
-
-
-class HasUnboundedGrace(CoordinatorMachine):
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-        self._roster.grace = WaitsForEver(config)
-
-
-class LetsEverybodyGo(Handover):
-    def _is_awaited(self) -> bool:
-        return False
-
-
-class LeavesWithTheState(CoordinatorMachine):
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-        self._roster.handover = LetsEverybodyGo(self._roster)
-
-
-class ThrowsLateWorkAway(Place):
-    def _carry_over(self) -> None:
-        """As who was put out does."""
-        payload, held = self.attempt.payload, self.held
-        if payload is not None and held is not None and payload.outer_step != held.outer_step:
-            self._stop_training("late")
-
-
-class ForgetsLateWork(MemberMachine):
-    place_type = ThrowsLateWorkAway
-
-
-class ReturnsConsumedLeases(CoordinatorMachine):
-    """What a commit consumed stays with its owner, and returns with the rest when that is gone."""
-
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-
-        def keep(ref: PeerRef, ranges: object) -> None:
-            del ref, ranges
-
-        state.leases.consume = keep  # type: ignore[method-assign]
-
-
-class BelievesEveryWeight(CoordinatorMachine):
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(dataclasses.replace(config, weight_per_sample=None), state)
-
-
-class CountsEveryPart(CoordinatorMachine):
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(dataclasses.replace(config, norm_guard=math.inf), state)
-
-
-class ComparesNoWeights(CoordinatorMachine):
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-        witnesses = self._closing._witnesses
-        witnesses._judge_words = lambda *_: None  # type: ignore[method-assign]
-        witnesses._judge_weights = lambda *_: None  # type: ignore[method-assign]
-
-
-class ComparesNoSums(CoordinatorMachine):
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-        self._closing._witnesses._judge_results = lambda *_: None  # type: ignore[method-assign]
-
-
-class BelievesOneVoice(CoordinatorMachine):
-    """Whom one member points at has lied."""
-
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-        witnesses = self._closing._witnesses
-        witnesses._at_odds_with_two = lambda points: [points[0][1]]  # type: ignore[method-assign]
-
-
-class ForgivesForEver(CoordinatorMachine):
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-        state.strikes.of = lambda _: 0  # type: ignore[method-assign, assignment]
-
-
-class AnswersNoStranger(CoordinatorMachine):
-    def handle(self, event: CoordinatorEvent, now: Instant) -> Sequence[CoordinatorEffect]:
-        effects = super().handle(event, now)
-        return [item for item in effects if not (isinstance(item, SendToPeer) and isinstance(item.message, Evicted))]
-
-
-class BelievesEverybody(Rebuild):
-    def is_genuine(self, certificate: Certificate) -> bool:
-        return True
-
-
-class ChecksNoCertificate(CoordinatorMachine):
-    rebuild_type = BelievesEverybody
-
-
-class GoesBackTooFar(Rollback):
-    def _newest_of(self, learners: Sequence[Session]) -> Past | None:
-        found = [self._roster.state.past(item.synced) for item in learners if item.synced]
-        return min((at for at in found if at is not None), key=lambda at: at.held.outer_step, default=None)
-
-
-class RollsBackTooFar(PatchedCoordinator):
-    rollback_type = GoesBackTooFar
-
-
-class GoesBackAtOnce(Rollback):
-    def _due_at(self, *, is_possible: bool) -> Instant:
-        return self._roster.now if is_possible else super()._due_at(is_possible=False)
-
-
-class RollsBackAtOnce(PatchedCoordinator):
-    rollback_type = GoesBackAtOnce
-
-
-class TakesTheFirst(Rebuild):
-    def newest(self, certificates: list[Certificate]) -> Certificate | None:
-        return certificates[0] if certificates else None
-
-
-class RebuildsFromTheFirst(CoordinatorMachine):
-    rebuild_type = TakesTheFirst
-
-
-def recovered(machine: CoordinatorMachine) -> list[Session]:
-    """The sessions that a restarted coordinator begins with."""
-    return list(machine._roster.sessions.values())
-
-
-class TakesAllForHolders(CoordinatorMachine):
-    @classmethod
-    def recover(
-        cls,
-        config: CoordinatorConfig,
-        records: Iterable[Record],
-        now: Instant,
-        *,
-        rebuild: RebuildRule | None = None,
-    ) -> "CoordinatorMachine":
-        machine = super().recover(config, records, now, rebuild=rebuild)
-        for session in recovered(machine):
-            session.holds_state = True
-        return machine
-
-
-class ForgetsWhoWasLate(CoordinatorMachine):
-    @classmethod
-    def recover(
-        cls,
-        config: CoordinatorConfig,
-        records: Iterable[Record],
-        now: Instant,
-        *,
-        rebuild: RebuildRule | None = None,
-    ) -> "CoordinatorMachine":
-        machine = super().recover(config, records, now, rebuild=rebuild)
-        for session in recovered(machine):
-            session.has_worked = True
-        return machine
-
-
-class WritesOtherWeights(Closing):
-    def _contributions(self, members: Sequence[Session], deviants: Collection[PeerId]) -> tuple[Contribution, ...]:
-        made = super()._contributions(members, deviants)
-        return tuple(msgspec.structs.replace(item, weight=made[0].weight) for item in made)
-
-
-class WritesTokens(Closing):
-    def _contributions(self, members: Sequence[Session], deviants: Collection[PeerId]) -> tuple[Contribution, ...]:
-        made = super()._contributions(members, deviants)
-        return tuple(msgspec.structs.replace(item, weight=float(item.num_tokens)) for item in made)
-
-
-class TakesTokensForWeights(PatchedCoordinator):
-    closing_type = WritesTokens
-
-
-class RecordsOtherWeights(PatchedCoordinator):
-    closing_type = WritesOtherWeights
-
-
-class FoundsOnce(Admission):
-    def found(self) -> None:
-        founder = self._roster.founder
-        if founder is None or founder.peer_id not in self._roster.sessions:
-            super().found()
-
-
-class KeepsItsFounder(PatchedCoordinator):
-    admission_type = FoundsOnce
-
-
-class RemindsNobody(CoordinatorMachine):
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-        self._roster.remind = lambda to: None  # type: ignore[method-assign]
-
-
-class GrantsEveryRepeat(CoordinatorMachine):
-    def _on_lease_request(self, session: Session, request: LeaseRequest) -> None:
-        leases = self.state.leases
-        newest = leases.newest_serial
-        leases.newest_serial = lambda ref: min(newest(ref), request.serial - 1)  # type: ignore[method-assign]
-        super()._on_lease_request(session, request)
-        leases.newest_serial = newest  # type: ignore[method-assign]
-
-
-class WeighsAnew(Attempt):
-    """Another try, another weight."""
-
-    def start(self, view: View, weights: tuple[float, ...] = ()) -> Sequence[MemberEffect]:
-        effects = super().start(view, weights)
-        return [
-            dataclasses.replace(item, weight=item.weight + view.epoch % 2) if isinstance(item, StartExchange) else item
-            for item in effects
-        ]
-
-
-class ChangesItsWeight(MemberMachine):
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self._place.attempt = WeighsAnew()
-
-
-class ForgetsEpochs(CoordinatorMachine):
-    @classmethod
-    def recover(
-        cls,
-        config: CoordinatorConfig,
-        records: Iterable[Record],
-        now: Instant,
-        *,
-        rebuild: RebuildRule | None = None,
-    ) -> "CoordinatorMachine":
-        machine = super().recover(config, records, now, rebuild=rebuild)
-        machine.state.view = msgspec.structs.replace(machine.state.view, epoch=Epoch(0))
-        return machine
-
-
-# ------------------------------------------------------------------------ shells
 
 
 def send_first(effects: Sequence[CoordinatorEffect]) -> Sequence[CoordinatorEffect]:
@@ -530,16 +80,6 @@ def hold_nothing(time: HeldClock) -> None:
     """The machine's time goes on while the store is at work."""
 
 
-class OpenGate(FrameGate):
-    """Takes every frame for the round that is running, whatever epoch and whose start it is of."""
-
-    def arrive(self, frame: Frame, current: RoundKey | None, outer_step: int) -> None:
-        if current is not None:
-            self._deliver(frame)
-        else:
-            super().arrive(frame, current, outer_step)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
     """Which rule is missing, and the machines without it."""
@@ -549,6 +89,10 @@ class Mutant:
 
 
 MUTANTS: dict[str, Mutant] = {
+    "state_taken_away": Mutant(
+        what="the last holder of the state leaves in order while others still need it",
+        parts=Parts(coordinator=LeavesWithTheState),
+    ),
     "no_commit_round": Mutant(
         what="a member installs what it has staged without waiting for the commit",
         parts=Parts(member=InstallsWithoutCommit),
@@ -609,6 +153,10 @@ MUTANTS: dict[str, Mutant] = {
         what="who deviates in every round is never put out for good",
         parts=Parts(coordinator=ForgivesForEver),
     ),
+    "struck_stay": Mutant(
+        what="who had its strikes stays if the coordinator dies before it says so",
+        parts=Parts(coordinator=ForgetsToSayGoodbye),
+    ),
     "stranger_not_answered": Mutant(
         what="whoever was dropped is never told",
         parts=Parts(coordinator=AnswersNoStranger),
@@ -656,10 +204,6 @@ MUTANTS: dict[str, Mutant] = {
     "grace_unbounded": Mutant(
         what="a round waits for the late as long as they live",
         parts=Parts(coordinator=HasUnboundedGrace),
-    ),
-    "state_taken_away": Mutant(
-        what="the last holder of the state leaves in order while others still need it",
-        parts=Parts(coordinator=LeavesWithTheState),
     ),
     "late_work_lost": Mutant(
         what="work that came too late for its round is thrown away",
@@ -724,6 +268,30 @@ MUTANTS: dict[str, Mutant] = {
     "put_out_let_back": Mutant(
         what="whoever was put out joins again as the same start",
         parts=Parts(coordinator=LetsBackWhoWasPutOut),
+    ),
+    "vote_after_failure": Mutant(
+        what="who has said that it cannot finish a round votes on it",
+        parts=Parts(coordinator=CountsVotesAfterFailures),
+    ),
+    "no_links": Mutant(
+        what="a learner becomes a member whoever has a link with it",
+        parts=Parts(coordinator=MeetsNobody),
+    ),
+    "no_pauses": Mutant(
+        what="who was awaited in vain again and again is a member at every boundary",
+        parts=Parts(coordinator=PausesNobody),
+    ),
+    "begins_alone": Mutant(
+        what="a run that went back begins with whoever comes first",
+        parts=Parts(coordinator=BeginsAgainAlone),
+    ),
+    "goes_back_with_members": Mutant(
+        what="a run goes back although it has members",
+        parts=Parts(coordinator=RollsBackWithMembers),
+    ),
+    "one_goes_on": Mutant(
+        what="a round goes on with however few have handed in",
+        parts=Parts(coordinator=NeedsOnlyOne),
     ),
     "epoch_forgotten": Mutant(
         what="a restarted coordinator begins to count epochs anew",

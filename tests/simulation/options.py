@@ -2,10 +2,48 @@
 """What one seed is put through: every fault class is drawn on or off, and how hard it hits (swarm testing)."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 PLANS = ("butterfly", "ring", "two_level")
+PATIENT_S = 5.0
+"""A stall timeout that is longer than this is a long one."""
 LIES = ("weight", "size", "two_weights", "one_weight", "framing", "digest", "two_results")
+
+SHAPE = (
+    *("num_fragments", "chunks_per_peer", "eager_chunks", "plan", "latency_s", "jitter_s", "snapshot_s"),
+    *("replay_s", "has_odd_weights", "checkpoint_every"),
+)
+"""What is no fault."""
+
+FOCUSES: tuple[dict[str, Any], ...] = (
+    {"lines_rate": 0.12, "plan": "butterfly"},
+    {"lines_rate": 0.12, "plan": "butterfly"},
+    {"wrong_result": 0.15, "coordinator_crash_at_commit": 0.15, "crash_rate": 0.1},
+    {"hung_absorb_rate": 0.12},
+    {"hung_absorb_rate": 0.12},
+    {"hang_rate": 0.2, "stall_floor_s": 20.0},
+    {"hang_rate": 0.4, "stall_floor_s": 20.0, "train_s": (0.3, 0.5)},
+    {"store_s": 0.8, "reset_rate": 1.5},
+    {"lie": "size"},
+    {"lie": "one_weight", "crash_rate": 0.1},
+    {"lie": "framing", "crash_rate": 0.1},
+    {"lie": "digest", "plan": "butterfly", "coordinator_crash_at_commit": 0.1},
+    {"disk_loss_rate": 0.08, "forged_certificates": 0.3, "crash_rate": 0.15},
+    {"power_cut_rate": 0.08, "disk_lag_s": 1.0, "checkpoint_every": 3, "coordinator_pause_rate": 0.15},
+    {"one_way_rate": 0.06, "crash_rate": 0.08, "safety_s": 60.0, "train_s": (1.0, 2.5)},
+    {"undialable_rate": 0.08, "one_way_rate": 0.05, "safety_s": 60.0, "train_s": (1.0, 2.5)},
+    {"link_break_rate": 0.1, "num_late": 0, "safety_s": 70.0, "train_s": (1.0, 2.5)},
+    {"relapse_rate": 0.1, "stall_floor_s": 20.0, "train_s": (0.3, 0.5)},
+    {"control_reorders": 0.4, "control_duplicates": 0.4, "cut_rate": 0.2, "reset_rate": 1.0},
+    {"control_loss": 0.15, "control_duplicates": 0.4, "cut_rate": 0.2, "reset_rate": 0.3, "crash_rate": 0.05},
+    {"lie": "own_weight"},
+    {"lie": "recants"},
+    {"lie": "accuses"},
+    {"train_s": (0.2, 3.0), "grace_floor_s": 0.2},
+    {"train_s": (0.2, 3.0), "grace_floor_s": 0.2},
+)
+"""Which kinds go together, in turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +90,8 @@ class Options:
     slow_rate: float = 0.0
     partition_rate: float = 0.0
     """All sites in two parts: halves, a majority and a minority, or two halves with one site that both can reach."""
+    lines_rate: float = 0.0
+    """Lines between some of the peers are cut, one way or both; the coordinator hears all of them."""
     swizzle_rate: float = 0.0
     """Some links cut one after the other, and healed in another order."""
     burst_rate: float = 0.0
@@ -68,8 +108,10 @@ class Options:
     """A copy of a running peer's folder is started: two live starts of one id."""
     pause_rate: float = 0.0
     hang_rate: float = 0.0
+    relapse_rate: float = 0.0
+    """A peer's trainer hangs whenever the peer is a member, and works when it is none."""
     hung_absorb_rate: float = 0.0
-    """A peer takes part in every exchange and never votes: its outer step hangs, or it lies."""
+    """A peer, or all of them, take part in every exchange and never vote: their outer step hangs, or they lie."""
     leave_rate: float = 0.0
     leave_now: float = 0.3
     evict_rate: float = 0.0
@@ -93,6 +135,8 @@ class Options:
     coordinator_crash_per_effect: float = 0.0
     coordinator_crash_in_persist: float = 0.0
     """Chance that it dies while a record is written: the record is on the disk or it is not, and nobody was told."""
+    coordinator_crash_at_commit: float = 0.0
+    """The same right after a commit is written: nobody has heard of it, and nothing has followed."""
     store_s: float = 0.0
     """A record takes up to so long to be durable, and now and then much longer; 0 = at once."""
     takeover_rate: float = 0.0
@@ -107,7 +151,8 @@ class Options:
     lie: str = ""
     """What one member says in every round that is not true, see LIES: more weight than its leases allow; numbers that
     are far too large; another weight to each of the others, or to one of them; that one of them has told it another
-    weight; another digest than it has staged; another sum to half of the others."""
+    weight; another digest than it has staged; another sum to half of the others. In seeds with few faults also: another
+    weight of its own part; that it cannot finish, before it votes; that one after the other cannot be reached."""
     # - Bound
     max_strikes: int = 1_000_000
     """How many faults strike at most; what shrinks a failing seed (minimise.py)."""
@@ -118,7 +163,7 @@ class Options:
 
         They are drawn apart from what happens: the same options given by hand make the same history.
         """
-        return cls.first_of_seed(seed)._and_more(seed)
+        return cls.first_of_seed(seed)._and_more(seed)._or_few(seed)
 
     @classmethod
     def first_of_seed(cls, seed: int) -> "Options":
@@ -208,7 +253,23 @@ class Options:
             takeover_rate=often(0.12, 0.25),
             evict_rate=often(0.08, 0.3),
             last_leave_rate=often(0.2, 0.3),
+            lines_rate=often(0.2, 0.25),
+            coordinator_crash_at_commit=often(0.2, 0.25),
         )
+
+    def _or_few(self, seed: int) -> "Options":
+        """Every other seed has few kinds of faults and many peers.
+
+        What needs a large view, or quiet before it strikes, is met there.
+        """
+        if seed % 2:
+            return self
+        rng = random.Random(f"focus of {seed}")
+        num_peers = rng.randint(3, 6)
+        shape = {field.name: getattr(self, field.name) for field in fields(self) if field.name in SHAPE}
+        quiet = Options(**shape, num_peers=num_peers, num_late=rng.randrange(3), silent_death=self.silent_death)
+        pace = {"safety_s": rng.uniform(25.0, 40.0), "train_s": (0.3, 1.0)}
+        return quiet.with_(**(pace | FOCUSES[seed // 2 % len(FOCUSES)]))
 
     def with_(self, **changes: object) -> "Options":
         """The same but for these."""

@@ -20,7 +20,7 @@ from tests.simulation.world import World, demand
 LIMIT_S = 12.0
 """More than the longest grace (1.5 rounds of at most four seconds) and all that happens around it."""
 
-VOTE_FACTOR, GROWS_S = 4.0, 8.0
+VOTE_FACTOR, GROWS_S = 4.0, 4.0
 """How many times longer than the longest exchange a vote may take, and how long what its sender receives counts."""
 
 
@@ -78,7 +78,8 @@ class Patience:
     def made(self, ref: PeerRef) -> None:
         """A payload is made."""
         self._ready.add(ref)
-        self._exchange_began = self._world.now
+        if ref in self._members:  # whoever is excused keeps no exchange waiting (seed 591)
+            self._exchange_began = self._world.now
         self._idle.pop(ref, None)
         self._look()
 
@@ -93,6 +94,9 @@ class Patience:
             if ref in members and work is not None:
                 done = work - before
                 demand(done >= self._round_work, "I4", f"{name(ref)} is awaited again after {done} steps")
+        late = self._members.intersection(excused)
+        few = bool(late) and 2 * len(members) < self._num_standing
+        demand(not few, "quorum", f"{len(members)} of {self._num_standing} go on without {len(late)} that are late")
         self._idle = {ref: done for ref, done in self._idle.items() if ref in excused}
         for ref in self._members.intersection(excused) - self._ready:  # the word of a payload may be on its way
             self._idle[ref] = self._work_of(ref) or 0

@@ -42,12 +42,13 @@ from elastic.core.events import (
 from elastic.core.farewell import LEFT_EXIT_CODE
 from elastic.core.leases import count, merged
 from elastic.core.member import MemberMachine
-from elastic.core.messages import CoordinatorMessage, Held, IndexRange
+from elastic.core.messages import CoordinatorMessage, Evicted, Held, IndexRange, RoundFailed, Vote
 from tests.simulation.disk import Disk
 from tests.simulation.exchange import Exchange, Frame
 from tests.simulation.process import Process
 from tests.simulation.symbols import Payload, Result, State, first_state
 from tests.simulation.transfer import Transfer
+from tests.simulation.world import demand
 
 if TYPE_CHECKING:
     from tests.simulation.network import ControlConnection
@@ -88,6 +89,7 @@ class PeerNode(Process):
         self.machine: MemberMachine | None = None
         self.state: State | None = None
         self.staged: tuple[RoundKey, State, Result] | None = None
+        self.voted: RoundKey | None = None
         self.exchange: Exchange | None = None
 
     @property
@@ -209,6 +211,9 @@ class PeerNode(Process):
         if machine is None or self.exit is not None:
             return
         effects = machine.handle(event, self.clock.now())
+        if isinstance(event, CoordinatorSaid) and isinstance(event.message, Evicted) and self.staged is not None:
+            is_lost = self.voted == self.staged[0] and AbortExchange(key=self.voted) in effects
+            demand(not is_lost, "I3", f"{self.peer_id} is put out, and forgets what it has voted for")
         if effects and self.sim.looks_into_machines():
             machine.check_invariants()
         start = self.start_number
@@ -229,6 +234,8 @@ class PeerNode(Process):
         checkers = self.sim.checkers
         match effect:
             case SendToCoordinator(message=message):
+                if isinstance(message, Vote):
+                    self.voted = message.key
                 self.sim.control.send_to_coordinator(self, message)
             case FoundState():
                 self.later(self.sim.world.rng.uniform(0.1, 1.0), "found", self._found)
@@ -405,6 +412,12 @@ class PeerNode(Process):
         # The outer optimizer runs in a thread: its end is an event of its own.
         weights = self.exchange.seen_weights()
         marks = self.exchange.marks()
+        is_known = self.sim.checkers.history.was_in_a_commit(self.peer_id)  # what a newcomer says would harm nobody
+        if is_known and self.sim.lie_of(self.peer_id) in ("recants", "accuses"):
+            others = [member.peer_id for member in self.exchange.view.members if member.peer_id != self.peer_id]
+            suspects = () if self.sim.options.lie == "recants" or not others else (others[key.epoch % len(others)],)
+            said = RoundFailed(key=key, suspects=suspects, cause="says so, and votes")
+            self.sim.control.send_to_coordinator(self, said)
         done = ExchangeDone(key=key, digest=made.held.digest, weights=weights, sizes=sizes, results=marks)
         self.later(0.001, "absorbed", self.feed, done)
 

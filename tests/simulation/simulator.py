@@ -19,7 +19,7 @@ from tests.simulation.coordinator_node import CoordinatorNode
 from tests.simulation.faults import FaultInjector
 from tests.simulation.marks import Marks
 from tests.simulation.network import Network
-from tests.simulation.options import Options
+from tests.simulation.options import PATIENT_S, Options
 from tests.simulation.parts import Parts
 from tests.simulation.peer import PeerNode
 from tests.simulation.world import OutOfBudget, Violation, World
@@ -28,7 +28,6 @@ MAX_EVENTS = 120_000
 MAX_CPU_S = 30.0
 ORPHAN_TIMEOUT_S = 40.0
 RECOVER_S = 10.0
-MAX_STALL_S = 5.0
 ODD_WEIGHTS = (1 / 3, 0.1, 0.7)
 """None is exact in few bits, and no two add up to a third."""
 HANDOVER_TIMEOUT_S = 20.0
@@ -159,6 +158,7 @@ class Simulator:
         self.network.heal()
         self.coordinator.start()
         self.coordinator.resume(now=True)
+        self.coordinator.store_is_back()
         self.coordinator.insist()
         self.checkers.patience.healed()
         rng = self.world.rng
@@ -172,12 +172,10 @@ class Simulator:
             if node.hung and rng.random() < 0.5:
                 node.hang(False)
             # Whoever stays silent costs the others a deadline each time it is a member again.
-            if not node.votes and (rng.random() < 0.5 or self.options.stall_floor_s > MAX_STALL_S):
+            if not node.votes and (rng.random() < 0.5 or self.options.stall_floor_s > PATIENT_S):
                 node.hang_absorb(False)
             node.next_undialled_by = frozenset()
-            if (
-                node.undialled_by
-            ):  # that a proven peer cannot reach a newcomer that is a member has no rule yet (seed 556)
+            if node.undialled_by and (rng.random() < 0.5 or not self._can_do_without(node)):
                 self.bulk.becomes_dialable(node)
             if not node.alive and (everybody_back or rng.random() < 0.5):
                 node.start()
@@ -191,7 +189,22 @@ class Simulator:
                     node.hang_absorb(False)
                 self.bulk.becomes_dialable(node)
                 node.start()
+        # If nobody whose work was committed brings the state, a newcomer will: that one must be within reach.
+        known = [item for item in self.core() if self.checkers.history.was_in_a_commit(item.peer_id)]
+        if not any(self.checkers.holds_newest(item) for item in known):
+            for node in self.peers.values():
+                self.bulk.becomes_dialable(node)
         return self.checkers.converge()
+
+    def _can_do_without(self, node: PeerNode) -> bool:
+        """Whether this peer may stay out of reach: it gave nothing yet, and nobody else will make way.
+
+        Members that have no link with somebody make way for who came before them. But where the others may be put out
+        or stand still, it may be all that is left of the run.
+        """
+        options = self.options
+        others_stay = not (options.evict_rate or options.hang_rate or options.hung_absorb_rate)
+        return others_stay and self.checkers.history.is_newcomer(node.peer_id)
 
     def core(self) -> list[PeerNode]:
         """The peers that have to be members in the end."""

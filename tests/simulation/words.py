@@ -23,7 +23,7 @@ from tests.simulation.history import History
 from tests.simulation.world import demand
 
 SILENCE_S = 4.0
-"""By the coordinator's clock; less than its timeout."""
+"""Of the coordinator's time in which it did not wait for the store; less than its timeout."""
 
 RECONNECT_S = 0.4
 """The same for who has lost its connection."""
@@ -40,6 +40,8 @@ class Words:
         self._members: set[PeerRef] = set()
         self._excused: set[PeerRef] = set()
         self._put_out: set[PeerRef] = set()  # by the newest view
+        self._gone_since: dict[PeerRef, int] = {}  # in which epoch it was put out
+        self._aware_of: dict[PeerRef, int] = {}  # the newest epoch that its Joins name
         self._last_told: dict[PeerRef, CoordinatorMessage] = {}
         self._held: dict[PeerRef, int] = {}  # the newest outer step that each is known to hold
         self._progress: dict[PeerRef, int] = {}
@@ -57,7 +59,7 @@ class Words:
             self._was_away.add(sender)
 
     def went(self, sender: PeerRef, now: float) -> None:
-        self._lost_at[sender] = now
+        self._lost_at.setdefault(sender, now)
 
     def decided(self, record: ViewRecord, now: float) -> None:
         """Who is dropped for its silence has been silent, also while the store was at work."""
@@ -71,7 +73,8 @@ class Words:
                     now - self._heard_at[ref] > SILENCE_S, "I4", "{} is dropped for its silence, and has spoken", ref
                 )
             if ref.peer_id in gone:
-                demand(ref in self._lost_at, "I4", "{} is dropped for being away, and is here", ref)
+                lost_at = self._lost_at.get(ref, now)
+                demand(now - lost_at > RECONNECT_S, "I4", "{} is dropped for being away, and is here", ref)
 
     def coordinator_started(self) -> None:
         self._held, self._progress, self._last_told = {}, {}, {}
@@ -81,13 +84,15 @@ class Words:
             self._agreed(self._history.lineage.commits[-1])
 
     def _agreed(self, record: CommitRecord) -> None:
-        self._held |= {item.ref: record.outer_step for item in record.contributions if item.agreed}
+        """Who was overruled still has what the round began with, until it says more."""
+        self._held |= {item.ref: record.outer_step - (not item.agreed) for item in record.contributions}
 
     def committed(self, record: CommitRecord) -> None:
         self._agreed(record)
 
     def rebuilt(self) -> None:
         self._members, self._excused, self._excused_at = set(), set(), {}
+        self._gone_since.clear()
         self._held = {}
 
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
@@ -100,7 +105,8 @@ class Words:
                 self._gets_on(sender, message)
             case Synced(held=held):
                 self._holds(sender, held.outer_step)
-            case Join(held=held):
+            case Join(epoch=epoch, held=held):
+                self._aware_of[sender] = max(epoch, self._aware_of.get(sender, 0))
                 self._holds(sender, held.outer_step if held is not None else 0)
             case Vote() | RoundFailed() if message.key.epoch == self._epoch:
                 self._holds(sender, message.key.outer_step)
@@ -124,10 +130,14 @@ class Words:
         for ref in excused - self._excused:
             self._excused_at[ref] = self._progress.get(ref, -1)
         self._put_out = (self._members | self._excused) - members - excused
+        self._gone_since |= dict.fromkeys(self._put_out, view.epoch)
         self._members, self._excused, self._epoch = members, excused, view.epoch
 
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         before, self._last_told[to] = self._last_told.get(to), message
+        if isinstance(message, Welcome):
+            is_aware = self._aware_of.get(to, 0) >= self._gone_since.get(to, 0)
+            demand(is_aware, "I5", "{} is welcome before it has heard that it was put out", to)
         match message:
             case Welcome(target=target, donors=donors) if target is not None:
                 for donor in donors:

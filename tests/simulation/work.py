@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from collective.core.types import PeerRef, RoundKey, View
 from elastic.core.leases import without
-from elastic.core.messages import Held
+from elastic.core.messages import Held, LeaseGrant, LeaseRequest
 from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, ReleaseRecord, RollbackRecord
 from tests.simulation.history import History
 from tests.simulation.symbols import Payload, Result, State, name
@@ -122,18 +122,32 @@ class Leases:
         self._consumed: dict[int, int] = {}  # by which step
         self._members: set[PeerRef] = set()
         self._serials: set[tuple[PeerRef, int]] = set()
+        self._since: dict[PeerRef, int] = {}  # in which epoch it was admitted
+        self._asked: dict[tuple[PeerRef, int], int] = {}  # in which epoch it said so
 
     def view_decided(self, view: View, excused: Collection[PeerRef]) -> None:
         self._members = {member.ref for member in view.members} | set(excused)
+        self._since = {ref: self._since.get(ref, view.epoch) for ref in self._members}
+
+    def requested(self, sender: PeerRef, request: LeaseRequest) -> None:
+        self._asked[sender, request.serial] = request.epoch
 
     def granted(self, record: LeaseRecord) -> None:
         demand(record.ref in self._members, "I7", f"leases for {name(record.ref)}, who is no member")
         demand((record.ref, record.serial) not in self._serials, "I7", "{} gets for one request twice", record.ref)
         self._serials.add((record.ref, record.serial))
+        is_old = self._asked.get((record.ref, record.serial), 0) < self._since[record.ref]
+        demand(not is_old, "I7", "{} gets what an older membership of it has asked for", record.ref)
         for index in (i for item in record.ranges for i in range(item.start, item.stop)):
             demand(index not in self._consumed, "I7", "sample {} is given again after it was consumed", index)
             demand(index not in self._owner, "I7", "sample {} has two owners", index)
             self._owner[index] = record.ref
+
+    def told(self, to: PeerRef, grant: LeaseGrant) -> None:
+        """A grant is told once more: it is still its receiver's, or used up."""
+        for index in (i for item in grant.ranges for i in range(item.start, item.stop)):
+            is_its = self._owner.get(index) == to or index in self._consumed
+            demand(is_its, "I7", "{} is told that sample {} is its own", to, index)
 
     def consumed(self, record: CommitRecord) -> None:
         for contribution in record.contributions:
@@ -153,7 +167,7 @@ class Leases:
         self._consumed = consumed_by(kept)
         self._owner.clear()
         self._serials.clear()
-        self._members = set()
+        self._members, self._since = set(), {}
 
     def at_rest(self, next_index: int, free: int) -> None:
         """Nothing is lost: whatever was given is owned by a member, consumed, or free again."""

@@ -281,14 +281,10 @@ def test_votes_may_take_as_long_as_a_slow_exchange_makes_likely() -> None:
 
 def test_a_pause_of_the_coordinator_does_not_make_a_slow_exchange_a_quick_one() -> None:
     driver = CoordinatorDriver().with_veterans(1, 2)
-    step, epoch = driver.machine.state.outer_step, driver.machine.state.epoch
-    ready = Heartbeat(epoch=epoch, outer_step=step, progress=1, blocked=True, ready=True)
-    for _ in range(10):
+    for _ in range(3):  # rounds that take ten seconds teach what the next one may take
+        beat_for(driver, 10, 1, 2)
         for number in (1, 2):
-            driver.says(number, ready)
-        driver.wait(1.0)
-    for number in (1, 2):
-        driver.vote(number)  # a round that took ten seconds teaches what the next one may take
+            driver.vote(number)
     step, epoch = driver.machine.state.outer_step, driver.machine.state.epoch
     driver.vote(1)
     driver.now += 30.0
@@ -309,6 +305,16 @@ def beat_for(driver: CoordinatorDriver, seconds: int, *numbers: int) -> None:
         for number in numbers:
             driver.says(number, beat)
         driver.wait(1.0)
+
+
+def test_one_exchange_that_hung_does_not_make_the_next_one_wait_four_times_as_long() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2)
+    beat_for(driver, 60, 1, 2)
+    for number in (1, 2):
+        driver.vote(number)
+    driver.vote(1)
+    beat_for(driver, 9, 1, 2)
+    assert driver.member_numbers() == [1]
 
 
 def test_who_never_votes_does_not_make_the_next_one_wait_longer() -> None:

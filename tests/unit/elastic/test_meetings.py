@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links before membership: who has not met the members does not become one, and they never notice."""
 
-from elastic.core.events import CoordinatorSaid, LinkMade, MakeLinks, SendToCoordinator
-from elastic.core.messages import Heartbeat, Meet, Met, Refused, Synced, Unmet, Welcome
+from elastic.core.events import CoordinatorSaid, LinkMade, MakeLinks, SendToCoordinator, SendToPeer
+from elastic.core.messages import Heartbeat, Leave, Meet, Met, Refused, Synced, Unmet, Welcome
 from tests.unit.elastic.machines import CoordinatorDriver, MemberDriver, held, member, ref, view
 
 TIMEOUT_S = 20.0
@@ -183,3 +183,87 @@ def test_a_learner_makes_links_before_it_holds_anything() -> None:
     driver.hears(Welcome(epoch=view(1, 0).epoch, target=held(0), donors=()))
     driver.hears(Meet(peers=(member(2),)))
     assert MakeLinks(peers=(member(2),)) in driver.effects
+
+
+def comes_back(driver: CoordinatorDriver, number: int, *unreached: int) -> None:
+    """A new start of it, with the newest state, and with links to all members but these, for as long as it takes."""
+    again = ref(number, 2)
+    driver.unreachable.add(again)
+    driver.join(number, driver.machine.state.committed, epoch=driver.machine.state.epoch, incarnation=2)
+    for other in set(driver.member_numbers()) - set(unreached):
+        driver.says(again, Met(peers=(ref(other),)))
+        driver.says(other, Met(peers=(again,)))
+
+
+def stands(driver: CoordinatorDriver, number: int, seconds: float) -> list[SendToPeer]:
+    """Time passes, in which this second start and the members say that they live. What everybody is told."""
+    told: list[SendToPeer] = []
+    for _ in range(int(seconds)):
+        driver.wait(1.0)
+        told += [effect for effect in driver.effects if isinstance(effect, SendToPeer)]
+        state = driver.machine.state
+        for other in driver.member_numbers():
+            beat(driver, other)
+        word = Heartbeat(epoch=state.epoch, outer_step=state.outer_step, progress=1, blocked=False)
+        driver.says(ref(number, 2), word)
+    return told
+
+
+def is_away(driver: CoordinatorDriver, number: int) -> None:
+    driver.says(number, Leave(now=True))
+    assert number not in driver.member_numbers()
+
+
+def test_a_newcomer_makes_way_for_a_veteran_that_it_has_no_link_with_and_is_told_why() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2)
+    is_away(driver, 2)
+    driver.join(3, driver.machine.state.committed)
+    commit(driver)
+    assert driver.member_numbers() == [1, 3]
+    comes_back(driver, 2, 3)
+    stands(driver, 2, TIMEOUT_S - 3)
+    assert driver.member_numbers() == [1, 3]
+    told = [item.message for item in stands(driver, 2, 6) if item.to == ref(3)]
+    refused = next(message for message in told if isinstance(message, Refused))
+    assert refused.code == 4
+    assert f"you with {ref(2).peer_id}" in refused.reason
+    commit(driver)
+    assert driver.member_numbers() == [1, 2]
+
+
+def test_who_came_later_makes_way_also_after_its_first_commit_but_is_not_sent_home() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2)
+    is_away(driver, 2)
+    driver.join(3, driver.machine.state.committed)
+    commit(driver)
+    commit(driver)
+    comes_back(driver, 2, 3)
+    told = [item.message for item in stands(driver, 2, TIMEOUT_S + 3) if item.to == ref(3)]
+    assert driver.member_numbers() == [1]
+    assert not any(isinstance(message, Refused) for message in told)
+
+
+def test_who_was_committed_first_makes_no_way() -> None:
+    driver = CoordinatorDriver().with_veterans(1)
+    driver.join(2, driver.machine.state.committed)
+    driver.join(3, driver.machine.state.committed)
+    commit(driver)
+    commit(driver)
+    is_away(driver, 2)
+    assert driver.member_numbers() == [1, 3]
+    comes_back(driver, 2, 1)
+    stands(driver, 2, TIMEOUT_S + 3)
+    assert driver.member_numbers() == [1, 3]
+
+
+def test_a_veteran_waits_where_several_with_commits_have_no_link_with_it() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2)
+    is_away(driver, 2)
+    for number in (3, 4):
+        driver.join(number, driver.machine.state.committed)
+    commit(driver)
+    commit(driver)
+    assert driver.member_numbers() == [1, 3, 4]
+    comes_back(driver, 2, 3, 4)
+    stands(driver, 2, TIMEOUT_S + 10)
+    assert driver.member_numbers() == [1, 3, 4]

@@ -15,6 +15,7 @@ from elastic.core.messages import DataPosition, Held
 from elastic.digest import Hasher
 from elastic.replica import CommitEntry, ResultChunk
 from tests.unit.trainer.rig import numbers, outer_state
+from tests.unit.trainer.test_checkpoint import watch_the_disk
 from trainer.checkpoint import FOLDER_NAME, CheckpointStore
 from trainer.durability import Durability, Origin
 from trainer.errors import CheckpointFailed
@@ -110,6 +111,20 @@ async def test_results_since_the_checkpoint_are_replayed(hasher: Hasher, tmp_pat
     held = await a_past(tmp_path, hasher, 5, every=3)
     assert CheckpointStore(tmp_path / FOLDER_NAME, keep=1).steps()[-1] == 3
     assert await come_back(tmp_path, hasher) == held
+
+
+def test_a_result_is_on_the_disk_before_it_has_its_name_and_then_its_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened = watch_the_disk(monkeypatch)
+    chunk = ResultChunk(0, b"mean")
+    files = ResultFiles(tmp_path / RESULTS_NAME, "run")
+    files.save(bytes(32), CommitEntry(OuterStep(1), bytes(32), 0, "raw", (("a", 1.0),), (chunk,)))
+    content, name, folder = happened
+    assert Path(content).name.endswith(".partial")
+    assert name.startswith("renamed to ")
+    assert folder == str(tmp_path / RESULTS_NAME)
+    assert files.steps() == (1,)
 
 
 async def test_a_run_that_has_made_no_checkpoint_yet_comes_back_to_its_newest_commit(

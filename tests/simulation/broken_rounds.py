@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Coordinators that judge rounds, work and words without one of their rules (mutants.py)."""
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from collective.core.types import Instant, PeerId, PeerRef, RoundKey, View
+from elastic.core.closing import Closing
+from elastic.core.config import CoordinatorConfig
+from elastic.core.coordinator import CoordinatorMachine
+from elastic.core.grace import Grace
+from elastic.core.messages import LeaseRequest, RoundFailed, Vote
+from elastic.core.records import Contribution
+from elastic.core.rounds import Agreed, Rounds, Split
+from elastic.core.run_state import RunState
+from elastic.core.sessions import Session
+from tests.simulation.broken_runs import PatchedCoordinator
+
+
+class WaitsForVotesForEver(Closing):
+    def _votes_close_at(self) -> Instant | None:
+        return None
+
+
+class WaitsForTheVoteless(PatchedCoordinator):
+    closing_type = WaitsForVotesForEver
+
+
+class MeasuresItsOwnPatience(Closing):
+    def _exchanged_s(self, until: Instant) -> float:
+        ready_at = [item.ready_at for item in self._roster.members() if item.ready_at is not None]
+        return until - max(ready_at, default=until)
+
+    def _learn(self, taken_s: float) -> None:
+        self._exchange_s = max(taken_s, 0.9 * self._exchange_s)
+
+
+class WaitsLongerAndLonger(PatchedCoordinator):
+    closing_type = MeasuresItsOwnPatience
+
+
+class WaitsForAMajority(Closing):
+    def _stands_still_at(self, silent: Sequence[Session]) -> Instant | None:
+        return None
+
+
+class WaitsForTheFirstVote(PatchedCoordinator):
+    closing_type = WaitsForAMajority
+
+
+class BlamesWhoIsAccused(Rounds):
+    """One accusation is enough against who made none."""
+
+    def blamed(self, view: View, newcomers: Collection[PeerId]) -> tuple[PeerId, ...]:
+        accused = {peer: number for peer, number in self.accused(view).items() if number}
+        return tuple(sorted(accused, key=lambda peer: accused[peer])[-1:])
+
+
+class BelievesTheAccuser(PatchedCoordinator):
+    rounds_type = BlamesWhoIsAccused
+
+
+class LeavesAnyNumber(Closing):
+    def _leaves_half(self, blamed: Collection[PeerId]) -> bool:
+        return True
+
+
+class AccusesAllOut(PatchedCoordinator):
+    closing_type = LeavesAnyNumber
+
+
+class LeavesNewcomersAlone(Closing):
+    def _leaves_newcomers_alone(self, members: Sequence[Session], late: Sequence[Session]) -> bool:
+        return False
+
+
+class GoesOnWithNewcomers(PatchedCoordinator):
+    closing_type = LeavesNewcomersAlone
+
+
+class CountsVotesOfAnyEpoch(CoordinatorMachine):
+    def _on_round(self, session: Session, message: Vote | RoundFailed) -> None:
+        key = RoundKey(self.state.epoch, message.key.outer_step, message.key.fragment)
+        super()._on_round(session, msgspec.structs.replace(message, key=key))
+
+
+class TakesTheFirstDigest(Rounds):
+    def outcome(self, view: View) -> Agreed | Split | None:
+        if super().outcome(view) is None:
+            return None
+        first = self.votes[view.members[0].peer_id]
+        return Agreed(key=first.key, digest=first.digest, deviants=())
+
+
+class VotesWithoutDigest(PatchedCoordinator):
+    rounds_type = TakesTheFirstDigest
+
+
+class TrustsHeartbeats(PatchedCoordinator):
+    patience = 1e9
+
+
+class WaitsForEver(Grace):
+    def closes_at(self, ready_at: Collection[Instant], num_standing: int) -> Instant | None:
+        return None
+
+
+class HasUnboundedGrace(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._roster.grace = WaitsForEver(config)
+
+
+class ReturnsConsumedLeases(CoordinatorMachine):
+    """What a commit consumed stays with its owner, and returns with the rest when that is gone."""
+
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+
+        def keep(ref: PeerRef, ranges: object) -> None:
+            del ref, ranges
+
+        state.leases.consume = keep  # type: ignore[method-assign]
+
+
+class BelievesEveryWeight(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(dataclasses.replace(config, weight_per_sample=None), state)
+
+
+class CountsEveryPart(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(dataclasses.replace(config, norm_guard=math.inf), state)
+
+
+class ComparesNoWeights(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        witnesses = self._closing._witnesses
+        witnesses._judge_words = lambda *_: None  # type: ignore[method-assign]
+        witnesses._judge_weights = lambda *_: None  # type: ignore[method-assign]
+
+
+class ComparesNoSums(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._closing._witnesses._judge_results = lambda *_: None  # type: ignore[method-assign]
+
+
+class BelievesOneVoice(CoordinatorMachine):
+    """Whom one member points at has lied."""
+
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        witnesses = self._closing._witnesses
+        witnesses._at_odds_with_two = lambda points: [points[0][1]]  # type: ignore[method-assign]
+
+
+class ForgivesForEver(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        state.strikes.of = lambda _: 0  # type: ignore[method-assign, assignment]
+
+
+class ForgetsToSayGoodbye(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        state.strikes.is_out = lambda _: False  # type: ignore[method-assign, assignment]
+
+
+class WritesOtherWeights(Closing):
+    def _contributions(self, members: Sequence[Session], deviants: Collection[PeerId]) -> tuple[Contribution, ...]:
+        made = super()._contributions(members, deviants)
+        return tuple(msgspec.structs.replace(item, weight=made[0].weight) for item in made)
+
+
+class WritesTokens(Closing):
+    def _contributions(self, members: Sequence[Session], deviants: Collection[PeerId]) -> tuple[Contribution, ...]:
+        made = super()._contributions(members, deviants)
+        return tuple(msgspec.structs.replace(item, weight=float(item.num_tokens)) for item in made)
+
+
+class TakesTokensForWeights(PatchedCoordinator):
+    closing_type = WritesTokens
+
+
+class RecordsOtherWeights(PatchedCoordinator):
+    closing_type = WritesOtherWeights
+
+
+class GrantsEveryRepeat(CoordinatorMachine):
+    def _on_lease_request(self, session: Session, request: LeaseRequest) -> None:
+        leases = self.state.leases
+        newest = leases.newest_serial
+        leases.newest_serial = lambda ref: min(newest(ref), request.serial - 1)  # type: ignore[method-assign]
+        super()._on_lease_request(session, request)
+        leases.newest_serial = newest  # type: ignore[method-assign]
+
+
+class TakesBackReports(Rounds):
+    def vote(self, peer_id: PeerId, vote: Vote, now: Instant) -> bool:
+        self.reports.pop(peer_id, None)
+        return super().vote(peer_id, vote, now)
+
+
+class CountsVotesAfterFailures(PatchedCoordinator):
+    rounds_type = TakesBackReports
+
+
+class NeedsOnlyOne(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._roster.grace.quorum_of = lambda num_standing: config.min_peers  # type: ignore[method-assign]

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""I5: who comes in, and when.
+
+Whoever becomes a member has links with all others, as both ends have said. Whom the others waited for in vain several
+times in a row stays out for twice as many commits each time. A run that went back begins with all who hold its state.
+"""
+
+from collective.core.types import PeerId, PeerRef, View
+from elastic.core.messages import Met, PeerMessage
+from elastic.core.records import CommitRecord, RebuildRecord, RollbackRecord, ViewRecord
+from tests.simulation.symbols import name
+from tests.simulation.world import demand
+
+LOOKS_EVERY_S = 2.1
+"""A coordinator that has slept for less than this is not sure to notice it."""
+
+
+class Entries:
+    """Books of links, of waits in vain, and of who is awaited.
+
+    Args:
+        min_peers: with fewer members nobody pauses.
+        patience_s: how long a run that went back waits for those that hold its state.
+    """
+
+    def __init__(self, min_peers: int, patience_s: float) -> None:
+        self._min_peers = min_peers
+        self._patience_s = patience_s
+        self._met: set[tuple[PeerRef, PeerRef]] = set()  # as the first one says
+        self._together: set[frozenset[PeerRef]] = set()  # were in one view
+        self._waits: dict[PeerRef, int] = {}  # in vain, in a row
+        self._excused: dict[PeerRef, int] = {}  # after how many commits
+        self._num_commits = 0
+        self._awaited: tuple[set[PeerId], float] | None = None
+        self._looked_at: float | None = None
+        self._without_s = 0.0  # so long there are no members; a gap in which the coordinator slept is a short one
+
+    def coordinator_started(self) -> None:
+        """Its own patience is forgotten with it."""
+        self._met.clear()
+        self._waits.clear()
+        self._excused.clear()
+        self._awaited, self._looked_at, self._without_s = None, None, 0.0
+
+    def looked(self, now: float) -> None:
+        """The coordinator has handled an event."""
+        gap_s, self._looked_at = now - (now if self._looked_at is None else self._looked_at), now
+        self._without_s += min(max(gap_s, 0.0), LOOKS_EVERY_S)
+
+    def brought(self, sender: PeerRef, message: PeerMessage) -> None:
+        if isinstance(message, Met):
+            self._met |= {(sender, peer) for peer in message.peers}
+
+    def committed(self, record: CommitRecord) -> None:
+        self._num_commits += 1
+        for item in record.contributions:
+            self._waits.pop(item.ref, None)
+
+    def rebuilt(self, record: RebuildRecord | RollbackRecord, now: float) -> None:
+        refs = record.testified if isinstance(record, RebuildRecord) else record.holders
+        if isinstance(record, RollbackRecord):
+            self.looked(now)
+            waited = self._without_s >= self._patience_s - 1e-6
+            demand(waited, "I3", f"the run goes back after {self._without_s:.1f} s without members")
+        self._awaited = {ref.peer_id for ref in refs}, now
+        self._excused.clear()
+
+    def view_decided(self, record: ViewRecord, before: View | None, now: float) -> None:
+        members = [member.ref for member in record.view.members]
+        if members or (before is not None and before.members):
+            self._without_s = 0.0
+        old = {member.ref for member in before.members} if before is not None else set()
+        for ref in (ref for ref in members if ref not in old):
+            self._demand_links(ref, members)
+            if len(old) >= self._min_peers:
+                self._demand_pause(ref)
+        self._together |= {frozenset((one, other)) for one in members for other in members if one != other}
+        for ref in old.intersection(record.excused):
+            self._waits[ref] = self._waits.get(ref, 0) + 1
+            self._excused[ref] = self._num_commits
+        self._excused = {ref: since for ref, since in self._excused.items() if ref in record.excused}
+        if members and self._awaited is not None:
+            (awaited, since), self._awaited = self._awaited, None
+            missing = awaited - {ref.peer_id for ref in members}
+            is_early = now < since + self._patience_s - 1e-6
+            demand(not (missing and is_early), "I5", f"the run begins again without {sorted(missing)}")
+
+    def _demand_links(self, ref: PeerRef, members: list[PeerRef]) -> None:
+        for other in members:
+            if other != ref and frozenset((ref, other)) not in self._together:
+                both = (ref, other) in self._met and (other, ref) in self._met
+                demand(both, "I5", f"{name(ref)} and {name(other)} are members, and have not both said that they met")
+
+    def _demand_pause(self, ref: PeerRef) -> None:
+        if ref in self._excused:
+            out, least = self._num_commits - self._excused[ref], 2 ** (self._waits[ref] - 1)
+            demand(out >= least, "I4", f"{name(ref)} was late {self._waits[ref]} times and is back after {out} commits")
