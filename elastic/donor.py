@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 
 from collective.core.bucket import TokenBucket
-from collective.core.types import Instant, OuterStep
+from collective.core.types import Instant, OuterStep, PeerId
 from collective.errors import RemoteProtocolError
 from collective.transport import Channel
 from collective.wire import FrameType
@@ -84,8 +84,7 @@ class Donor:
         self._exchanged_before = exchanged()
         self._moved_at = -math.inf
         self._turn = asyncio.Lock()
-        self.num_connections = 0
-        """Connections that are open now."""
+        self._sessions: set[_Session] = set()
         self.bytes_served = 0
         """Bytes of chunks and results sent since the start."""
 
@@ -96,11 +95,11 @@ class Donor:
             CollectiveError: always, in the end: that is how a connection ends. The pin is released before.
         """
         session = _Session(self, channel)
-        self.num_connections += 1
+        self._sessions.add(session)
         try:
             await session.run()
         finally:
-            self.num_connections -= 1
+            self._sessions.discard(session)
             session.release()
             channel.close()
 
@@ -125,6 +124,20 @@ class Donor:
         return now - self._moved_at < _QUIET_S
 
     @property
+    def num_connections(self) -> int:
+        """Connections that are open now."""
+        return len(self._sessions)
+
+    def fetches(self) -> dict[PeerId, tuple[int, int]]:
+        """Bytes of a snapshot that were sent to each learner, and bytes of the whole state."""
+        result: dict[PeerId, tuple[int, int]] = {}
+        for session in self._sessions:
+            if session.snapshot_nbytes:
+                sent_nbytes, _ = result.get(session.peer_id, (0, 0))
+                result[session.peer_id] = sent_nbytes + session.sent_nbytes, session.snapshot_nbytes
+        return result
+
+    @property
     def is_full(self) -> bool:
         """Whether one connection more than allowed is open."""
         return self.num_connections > self._max_connections
@@ -136,6 +149,10 @@ class _Session:
     def __init__(self, donor: Donor, channel: Channel) -> None:
         self._donor = donor
         self._channel = channel
+        self.peer_id = channel.hello.ref.peer_id
+        self.sent_nbytes = 0
+        """Of the snapshot that this learner was offered last."""
+        self.snapshot_nbytes = 0
         self._pinned: Pinned | None = None
         self._chunks: ChunkMap | None = None
 
@@ -177,7 +194,9 @@ class _Session:
         if self._donor._replica.held() is None:
             await self._refuse("this peer holds no state")
             return
-        await self._offer(self._donor._replica.pin())
+        pinned = self._donor._replica.pin()
+        self.sent_nbytes, self.snapshot_nbytes = 0, pinned.manifest.nbytes
+        await self._offer(pinned)
 
     async def _describe_private(self) -> None:
         self.release()
@@ -213,6 +232,7 @@ class _Session:
             await self._donor.room_for(piece.nbytes, is_urgent=is_urgent)
             await self._send(FrameType.STATE_CHUNK, piece, chunk=number)
             self._donor.bytes_served += piece.nbytes
+            self.sent_nbytes += piece.nbytes
 
     async def _refuse(self, reason: str) -> None:
         await self._send(FrameType.STATE_ERROR, encode(Refusal(reason)))

@@ -58,7 +58,7 @@ from elastic.core.events import (
     TakeLeases,
     Tick,
 )
-from elastic.core.farewell import UNREACHABLE_EXIT_CODE
+from elastic.core.farewell import UNREACHABLE_EXIT_CODE, LeavesAfter
 from elastic.core.member import MemberMachine, went_back
 from elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding, Rebuilt, Trust
 from elastic.desk import Committed, Desk
@@ -262,6 +262,11 @@ class Membership:
     def leave(self, *, now: bool = False) -> None:
         """Leave at the next commit boundary, with the steps done so far, or at once. `run` returns when it is done."""
         self._feed(LeaveRequested(now=now))
+
+    @property
+    def leaves_after(self) -> LeavesAfter | None:
+        """What keeps this peer that wants to go; None if it does not want to."""
+        return self._machine.leaves_after
 
     def progressed(self, progress: int, *, inner_steps: int, blocked: bool) -> None:
         """Something got done: `progress` only grows, and so does the number of `inner_steps` of this start.

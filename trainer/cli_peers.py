@@ -3,7 +3,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 
 from trainer.cli_config import AsJson, ConfigFiles, Dir, resolve
 from trainer.cli_support import RUNS_FOLDER, choose_folder, configure_logging, is_loopback
-from trainer.errors import ConfigError, EnvironmentFault, ExitCode, NobodyReachable, NothingRuns
+from trainer.errors import ConfigError, EnvironmentFault, ExitCode, NothingRuns
 
 if TYPE_CHECKING:
     from elastic.core.config import RebuildRule
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from trainer.ticket import Ticket
 
 log = logging.getLogger(__name__)
-
-_LEAVE_POLL_S = 0.1
 
 LocalWorkers = Annotated[int | None, typer.Option(help="Worker processes, one a GPU.", show_default=False)]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", show_default=False)]
@@ -243,10 +240,10 @@ def coordinator(
 def leave(
     directory: Dir = None,
     now: Annotated[bool, typer.Option("--now", help="Stop at once; the steps since the last commit are lost.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for the peer to end.", min=0.0)] = 120.0,
 ) -> int:
-    """Let this machine's peer hand in its work and leave the run."""
+    """Let this machine's peer hand in its work and leave the run. Ctrl-C ends this command, not the leaving."""
     from trainer.control_socket import PEER_FILE_NAME, ControlClient
+    from trainer.leaving import follow, say_on_stderr
 
     folder = choose_folder(directory, holding=PEER_FILE_NAME, or_else=NothingRuns)
     client = ControlClient(folder)
@@ -254,14 +251,13 @@ def leave(
         client.stop()
     else:
         client.leave()
-    deadline = time.monotonic() + timeout
-    while not client.has_ended():
-        if time.monotonic() >= deadline:
-            raise NobodyReachable(
-                f"the peer in {folder} is still handing in its work after {timeout:g} s",
-                cure="wait for it, or stop it with isthmus leave --now",
-            )
-        time.sleep(_LEAVE_POLL_S)
+    try:
+        sentence = follow(client, folder, say_on_stderr)
+    except KeyboardInterrupt:
+        say_on_stderr("the peer goes on leaving; isthmus leave shows how far it is, isthmus leave --now does not wait")
+        raise
+    if sentence is not None:
+        print(sentence)
     return int(ExitCode.DONE)
 
 

@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 
+import msgspec
 import torch
 
 from collective import AddressInUse
@@ -96,6 +97,8 @@ class _Process:
         self._office: Office | None = None
         self._bouncer = Bouncer(start.security)
         self._is_closing = asyncio.Event()
+        self._has_left = False
+        """The peer's part is over; its coordinator goes on."""
         self._metrics = Metrics(run_id=start.terms.run_id, peer_id=start.me.peer_id)
         self._metrics_server: MetricsServer | None = None
 
@@ -296,6 +299,7 @@ class _Process:
         log.info("finished code=%d reason=%r", finish.code, finish.reason)
         if self._coordinator is not None:
             is_complete = finish.code == ExitCode.DONE
+            self._has_left = True
             self._is_closing.clear()  # that was about the peer; from now on it is about the coordinator
             await self._everybody_gone(timeout_s=_FAREWELL_TIMEOUT_S if is_complete else None)
         if finish.code not in (ExitCode.DONE, ExitCode.LEFT):
@@ -393,7 +397,12 @@ class _Process:
 
     def status(self) -> Status:
         """How it is now."""
-        return self._board.status(os.getpid())
+        farewell = None if self._peer is None else self._peer.farewell()
+        if farewell is not None and self._has_left and self._coordinator is not None:
+            now = self._coordinator.status()
+            num_others = len({*(member.ref for member in now.view.members), *now.learners})
+            farewell = msgspec.structs.replace(farewell, waits_for="others", num_others=num_others)
+        return msgspec.structs.replace(self._board.status(os.getpid()), leaving=farewell)
 
     def leave(self) -> None:
         """Begin to leave in order."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from collective.core.types import OuterStep, RoundKey
 from collective.errors import CollectiveError
 from elastic.commit_log import CommitLog
+from elastic.core.certificate import Certificate
 from elastic.core.messages import DataPosition, Held
 from elastic.errors import StateDiverged, StateMismatch
 from elastic.replica import CommitEntry
@@ -100,6 +101,7 @@ class Durability:
         """The state that the disk leads to, once all that is queued is written; None: to none that is of use."""
         self._results_nbytes = 0  # since the newest checkpoint
         self._unsaved: CheckpointMeta | None = None
+        self._newest: Certificate | None = None
         self._unneeded_before = 0
         self._has_failed = False
         self._is_recovering = False
@@ -190,6 +192,20 @@ class Durability:
         if is_due or is_broken or is_long:
             self._save()
 
+    def certified(self, certificate: Certificate) -> None:
+        """This is the newest commit that this peer has heard of."""
+        self._newest = certificate
+
+    def save_held(self) -> None:
+        """Offer the state to the disk, also if it came from others and no commit of ours follows it."""
+        held, newest = self._state.held(), self._newest
+        if held is not None and held != self._end:
+            if newest is not None and newest.made == held:
+                self._unsaved = self._meta(held, newest.position)
+            elif held.outer_step == 0:
+                self._unsaved = self._meta(held, DataPosition(OuterStep(0)))
+        self._save()
+
     async def before_vote(self, key: RoundKey, entry: CommitEntry) -> None:
         """This result is staged: what was committed before it is on the disk when this returns, or cannot be."""
         try:
@@ -214,7 +230,7 @@ class Durability:
         """Put the last state on the disk, if it is not there; `run` still runs."""
         await self._is_idle.wait()
         await self._checkpoints.drain()
-        self._save()
+        self.save_held()
         await self._checkpoints.drain()
 
     # -------------------------------------------------------------------------------- writing
@@ -249,8 +265,7 @@ class Durability:
         if self._checkpoints.offer(meta, self._state.live):
             self._unsaved = None
             self._results_nbytes = 0
-            if self._every:
-                self._end = Held(OuterStep(meta.outer_step), meta.digest)
+            self._end = Held(OuterStep(meta.outer_step), meta.digest)
 
     def _saved(self, outer_step: int, seconds: float) -> None:
         self._has_failed = False

@@ -52,6 +52,7 @@ from trainer.round_runner import RoundRunner
 from trainer.round_schedule import RoundSchedule
 from trainer.sample_feed import SampleFeed
 from trainer.shared_buffer import SharedBuffer
+from trainer.status import FetchStatus, LeavingStatus
 from trainer.training_loop import RoundReport, TrainingLoop
 from trainer.wiring import bulk_options, fragments_of, member_config, outer_of, samples_in_stock, training_job
 from trainer.worker_pool import WorkerPool, WorkerStalled
@@ -173,9 +174,12 @@ class Peer:
         path = plan.run_dir / CERTIFICATES_NAME
         self._certificates = load_certificates(path, plan.terms.seal_key)
         self._keeper = CertificateKeeper(path, self._certificates)
+        if self._certificates:
+            self._durability.certified(self._certificates[-1])
         self._membership: Membership | None = None
         self._leaving: bool | None = None
         self._aside: tuple[RoundKey, Held] | None = None
+        self._finish: Finish | None = None
         self._inner_steps = 0
         self._signs_of_life = 0
         self._num_rounds = 0
@@ -204,6 +208,20 @@ class Peer:
         self._leaving = now or bool(self._leaving)
         if self._membership is not None:
             self._membership.leave(now=now)
+
+    def farewell(self) -> LeavingStatus | None:
+        """What keeps this peer that wants to go; None if it does not."""
+        if self._leaving is None:
+            return None
+        if self._finish is not None:
+            return LeavingStatus(waits_for="checkpoint", reason=self._finish.reason)
+        if self._membership is None:
+            return LeavingStatus(waits_for="start")
+        fetches = tuple(
+            FetchStatus(peer_id=peer_id, sent_bytes=sent, total_bytes=total)
+            for peer_id, (sent, total) in sorted(self.donor.fetches().items())
+        )
+        return LeavingStatus(waits_for=self._membership.leaves_after or "answer", fetches=fetches)
 
     @property
     def membership(self) -> Membership | None:
@@ -267,7 +285,7 @@ class Peer:
             trained = tasks.create_task(training.run())
             helping = (feed.run(), self._durability.run(), self._keeper.run(), pool.failed())
             helpers = [tasks.create_task(task) for task in helping]
-            finish = await membership.run()
+            self._finish = finish = await membership.run()
             # We have said goodbye; the last state is still to be judged (if the run is complete) and kept.
             is_complete = finish.code == ExitCode.DONE
             await asyncio.wait([trained], timeout=_LAST_ROUND_TIMEOUT_S if is_complete else _LAST_STEP_TIMEOUT_S)
@@ -314,9 +332,12 @@ class Peer:
         match event:
             case BecameLearner():
                 self._feed.reset()
+                if self._leaving is not None:
+                    self._durability.save_held()  # it may be the only one, and is not to die with this process
             case TrustHeard(trust=trust):
                 self._plan.bouncer.heard(trust)
             case CertificateKept(certificate=certificate):
+                self._durability.certified(certificate)
                 self._keeper.offer(certificate)
                 if certificate.made.outer_step < self._commit_log.span.stop - 1:
                     self._commit_log.clear()  # the run went back behind commits that nobody else has heard of

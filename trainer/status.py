@@ -35,6 +35,28 @@ class RoundStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_members: int
 
 
+class FetchStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One learner that fetches the state from this peer. `total_bytes` is the whole state: it may need less."""
+
+    peer_id: str
+    sent_bytes: int
+    total_bytes: int
+
+
+class LeavingStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer that wants to go waits for.
+
+    `commit`: the one that holds its last steps; `handover`: until another peer holds the state; `answer`: of the
+    coordinator; `checkpoint`: it has left, for `reason`, and writes its state to the disk; `others`: it has left, and
+    its process coordinates `num_others` peers.
+    """
+
+    waits_for: Literal["start", "commit", "handover", "answer", "checkpoint", "others"]
+    reason: str | None = None
+    fetches: tuple[FetchStatus, ...] = ()
+    num_others: int = 0
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """One peer at one moment.
 
@@ -65,6 +87,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     last_round: RoundStatus | None = None
     checkpoint_outer_step: int | None = None
     metrics_address: str | None = None
+    leaving: LeavingStatus | None = None
     uptime_s: float = 0.0
 
 

@@ -92,6 +92,9 @@ class CoordinatorConfig:
     goes back to what they hold."""
     orphan_timeout_s: float = 600.0
     """Fewer wait so long. If nobody holds anything that was committed, they are sent home then."""
+    handover_timeout_s: float = 60.0
+    """A leaver that alone holds the committed state waits no longer than this for peers that get no further in fetching
+    it: several times what a transfer allows a donor to be silent."""
     rebuild_grace_s: float = 5.0
     """With a lost journal: how long the other members of the newest certificate are awaited when enough are there. All
     who live have dialled again by then (2 s is the longest pause) and said their Join twice. Afterwards, how long those
@@ -126,7 +129,7 @@ class CoordinatorConfig:
             raise ValueError("round_quorum must be more than 0 and at most 1")
         if not self.norm_guard > 1.0 or (self.weight_per_sample is not None and not self.weight_per_sample > 0.0):
             raise ValueError("norm_guard must be more than 1, and weight_per_sample more than 0")
-        times += [self.rebuild_grace_s]
+        times += [self.rebuild_grace_s, self.handover_timeout_s]
         if not 0 <= self.rebuild_salt < REBUILD_SALTS:
             raise ValueError("rebuild_salt must be below REBUILD_SALTS")
         if min(times) <= 0:

@@ -105,6 +105,8 @@ class CoordinatorMachine:
         machine._start(config, state := RunState.replay(records))
         roster = machine._roster
         roster.now = now
+        if state.committed is not None:
+            roster.handover.expect(now + config.recover_grace_s)
         if rebuild is not None and state.committed is None and state.rebuilt is None:
             machine._rebuild = machine.rebuild_type(roster, rebuild)
         votes = () if state.last_commit is None else state.last_commit.contributions
@@ -173,6 +175,7 @@ class CoordinatorMachine:
             deadlines += self._closing.deadlines()
             deadlines += self._rollback.deadlines()
             deadlines += self._meetings.deadlines()
+            deadlines += self._roster.handover.deadlines()
         if not deadlines:
             return None
         # Were the clock looked at only when something is due, an absence that ends just then would be no absence.
@@ -190,7 +193,7 @@ class CoordinatorMachine:
             assert self.state.committed == Held(view.outer_step, view.digest), "the view names another state"
         if view.members and not roster.over:
             assert [session.ref.peer_id for session in roster.members()] == ids, "a member without a session"
-            assert roster.donors(), "nobody holds the view's state"
+            assert roster.holders(), "nobody holds the view's state"
         self.state.leases.check_invariants()
 
     @property
@@ -370,15 +373,18 @@ class CoordinatorMachine:
                 assert_never(message)
 
     def _on_leave(self, session: Session, message: Leave) -> None:
-        roster = self._roster
-        goodbye = Goodbye(outer_step=self.state.outer_step)
-        if self.state.standing_since(session.ref) is None or roster.over:
+        roster, is_standing = self._roster, self.state.standing_since(session.ref) is not None
+        alone = not roster.over and roster.handover.is_last(session)
+        goodbye = Goodbye(outer_step=self.state.outer_step, alone=alone)
+        if roster.over or (message.now and not is_standing):
             roster.close(session)
             roster.send(session.ref, goodbye)
         elif message.now:
             roster.change_view(out={session.ref: goodbye}, cause=f"{session.ref.peer_id} left at once")
-        else:
+        elif is_standing:
             session.leaving = True  # it goes at the next commit boundary, with its last steps committed
+        else:
+            roster.handover.asked(session, message)
 
     def _on_lease_request(self, session: Session, request: LeaseRequest) -> None:
         roster, ref, leases = self._roster, session.ref, self.state.leases
@@ -405,11 +411,12 @@ class CoordinatorMachine:
         self._doorkeeper.settle()
         self._roster.let_go_of_the_struck()
         self._drop_the_lost()
-        if self.state.view.members and not self._roster.over and not self._roster.donors():
+        if self.state.view.members and not self._roster.over and not self._roster.holders():
             self._roster.change_view(out={}, cause="nobody holds the state")
         self._closing.settle()
         if not self._roster.over:
             self._admission.between_commits()
+            self._roster.handover.settle()
             self._admission.found()
             self._rollback.settle()
             self._meetings.send_home()

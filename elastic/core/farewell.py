@@ -2,14 +2,18 @@
 """How a peer goes: on request at a commit boundary or at once, or with the run's last commit.
 
 It says Leave until the coordinator says Goodbye. Rules: a commit boundary is awaited without limit while one is to be
-expected, and nothing else is; a Leave that asks for more replaces one that asked for less, never the reverse.
+expected, and nothing else is; a Leave that asks for more replaces one that asked for less, never the reverse. Who is
+told to stay, because nobody else holds the state, waits for as long as it would wait for a coordinator (handover.py).
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 from collective.core.types import Instant
 from elastic.core.events import Finish, LeaveRequested
 from elastic.core.messages import Leave
+
+LeavesAfter = Literal["commit", "handover", "answer"]
 
 DONE_EXIT_CODE, UNREACHABLE_EXIT_CODE, LEFT_EXIT_CODE = 0, 4, 20
 
@@ -26,6 +30,8 @@ class Farewell:
         self.word: Leave | None = None
         """What is said until it is answered."""
         self.by: Instant | None = None
+        self.is_keeper = False
+        """Nobody else holds the state: this peer stays to serve it."""
         self.is_final = False
         """The run's last state is committed."""
         self._timeout_s = timeout_s
@@ -55,10 +61,24 @@ class Farewell:
         if self.word.now or not self._boundary_ahead():
             self.by = now + self._timeout_s
 
+    def stay(self, until: Instant) -> None:
+        """The coordinator answers that this peer is needed; unless it says so again, until then."""
+        if self.word is not None and not self.word.now:
+            self.is_keeper, self.by = True, until
+
+    @property
+    def waits_for(self) -> LeavesAfter | None:
+        """What keeps this peer: a `commit`, a `handover` or an `answer`. None: it does not want to go."""
+        if self.word is None:
+            return None
+        if self.is_keeper and not self.word.now:
+            return "handover"
+        return "commit" if self.by is None else "answer"
+
     def await_boundary(self) -> None:
         """There is one ahead again."""
         if self.word is not None and not self.word.now:
-            self.by = None
+            self.is_keeper, self.by = False, None
 
     def is_overdue(self, now: Instant) -> bool:
         """Whether to go without an answer."""

@@ -53,7 +53,7 @@ from elastic.core.events import (
     TakeLeases,
     Tick,
 )
-from elastic.core.farewell import UNREACHABLE_EXIT_CODE, Farewell
+from elastic.core.farewell import UNREACHABLE_EXIT_CODE, Farewell, LeavesAfter
 from elastic.core.messages import (
     Commit,
     CoordinatorMessage,
@@ -62,6 +62,7 @@ from elastic.core.messages import (
     Held,
     Join,
     LeaseGrant,
+    Leave,
     Meet,
     Met,
     NewView,
@@ -156,6 +157,11 @@ class MemberMachine:
     def held(self) -> Held | None:
         """The committed state it holds."""
         return self._place.held
+
+    @property
+    def leaves_after(self) -> LeavesAfter | None:
+        """What keeps this peer that wants to go; None if it does not want to."""
+        return self._farewell.waits_for
 
     @property
     def certificate(self) -> Certificate | None:
@@ -279,7 +285,10 @@ class MemberMachine:
     def _outstanding(self) -> list[PeerMessage]:
         """What waits for an answer, and is said again until it comes."""
         place = self._place
-        messages: list[PeerMessage | None] = [place.attempt.report(), place.leases.request, self._farewell.word]
+        leave = self._farewell.word
+        if leave is not None and not leave.now:
+            leave = Leave(held=self.held, address=self._address)
+        messages: list[PeerMessage | None] = [place.attempt.report(), place.leases.request, leave]
         if self._farewell.word is None:
             is_nobody = place.phase is Phase.JOINING or (place.phase is Phase.LEARNING and self.held is None)
             if is_nobody or self._is_asked:
@@ -324,7 +333,10 @@ class MemberMachine:
                 self._place.effects.append(MakeLinks(peers=tuple(peer for peer in peers if peer.ref != self.me)))
             case Goodbye():
                 if self._farewell.word is not None:
-                    self._finish(self._farewell.end(f"left at outer step {message.outer_step}"))
+                    where = f"outer step {message.outer_step}"
+                    if message.alone:
+                        where += ", which nobody else holds: start this peer again to go on from there"
+                    self._finish(self._farewell.end(f"left at {where}"))
             case _:
                 assert_never(message)
 
@@ -340,12 +352,15 @@ class MemberMachine:
         if self._is_stale(welcome.epoch):
             return
         self._epoch = welcome.epoch
-        self._lose_membership("welcomed as a learner")
+        leaves = self._farewell.word is not None
+        self._lose_membership("stays until another peer holds the state" if leaves else "welcomed as a learner")
         self._place.phase = Phase.LEARNING
         if welcome.found:
             self._place.effects += self._place.pursuit.found()
         if welcome.target is not None:
             self._aim(welcome.target, welcome.donors)
+            if welcome.target == self.held:
+                self._farewell.stay(self._now + self.config.coordinator_timeout_s)
 
     def _on_new_view(self, message: NewView) -> None:
         view, mine = message.view, self._place.view

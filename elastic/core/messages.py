@@ -113,9 +113,15 @@ class RoundFailed(_Message, frozen=True, kw_only=True):
 
 
 class Leave(_Message, frozen=True, kw_only=True):
-    """Let me go at the next commit boundary (`now` = at once, handing back leases)."""
+    """Let me go at the next commit boundary (`now` = at once, handing back leases).
+
+    Who alone holds the committed state is answered with a Welcome that names it: it is no member any more, and stays
+    until another peer holds that state. `held` and `address` are for a coordinator that does not know the sender.
+    """
 
     now: bool = False
+    held: Held | None = None
+    address: Annotated[str, Meta(max_length=256)] = ""
 
 
 class Unmet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -247,9 +253,10 @@ class LeaseGrant(_Message, frozen=True, kw_only=True):
 
 
 class Goodbye(_Message, frozen=True, kw_only=True):
-    """You have left; nothing of yours is pending."""
+    """You have left; nothing of yours is pending. `alone`: nobody else is known to hold the state of this step."""
 
     outer_step: OuterStep
+    alone: bool = False
 
 
 class Meet(_Message, frozen=True, kw_only=True):

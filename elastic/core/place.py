@@ -143,7 +143,8 @@ class Place:
         elif self.phase is not Phase.EXCUSED:
             self.phase = Phase.EXCUSED
             self.effects.append(BecomeExcused(view=view))
-        self.aim(Held(view.outer_step, view.digest), view.members)
+        # From a view that is empty nobody serves; a member of the one before may have stayed for that (seed 2525).
+        self.aim(Held(view.outer_step, view.digest), view.members or None)
 
     def _learn_from(self, view: View, contributed: Held | None) -> None:
         """A view tells of commits that were not heard of: one holds this peer's work, and is staged here if it agreed.

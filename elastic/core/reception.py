@@ -48,7 +48,7 @@ class Reception:
             case Join():
                 self.join(sender, message)
             case Leave():
-                self._roster.send(sender, Goodbye(outer_step=self._roster.state.outer_step))
+                self._leave(sender, message)
             case Heartbeat() | Synced() | Vote() | RoundFailed() | LeaseRequest() | Met():
                 # Without an answer a dropped peer would wait for ever.
                 self._roster.counters["stranger"] += 1
@@ -58,6 +58,29 @@ class Reception:
                     self._turn_away(sender, "no member and no learner")
             case _:
                 assert_never(message)
+
+    def _leave(self, sender: PeerRef, leave: Leave) -> None:
+        """Somebody without a session wants to go. It may be the only one that holds the committed state."""
+        roster, held, committed = self._roster, leave.held, self._roster.state.committed
+        departure = roster.state.departed.get(sender.peer_id)
+        is_newest = departure is None or departure.incarnation <= sender.incarnation
+        may_stay = not leave.now and not roster.over and is_newest and sender.peer_id not in roster.sessions
+        has_newest = held is not None and held == committed
+        if may_stay and has_newest and roster.handover.is_wanted():
+            roster.handover.asked(roster.open(sender, leave.address), leave)
+        elif may_stay and roster.handover.is_wanted() and self._has_staged(sender, held):
+            self._turn_away(sender, "hear of the commit that you voted for, and say again what you hold")
+        else:
+            alone = has_newest and not roster.over and not roster.handover.is_held()
+            roster.send(sender, Goodbye(outer_step=roster.state.outer_step, alone=alone))
+
+    def _has_staged(self, sender: PeerRef, held: Held | None) -> bool:
+        """Whether it may have the newest commit staged, and not have heard of it."""
+        certificate = self._roster.state.certificate
+        if certificate is None or held is None or held.outer_step >= certificate.made.outer_step:
+            return False
+        ends = [(item.peer_id, item.incarnation) for item in certificate.contributors]
+        return (sender.peer_id, sender.incarnation) in ends
 
     def _is_of_the_lost_journal(
         self, message: Join | Heartbeat | Synced | Vote | RoundFailed | LeaseRequest | Met

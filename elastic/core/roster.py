@@ -14,6 +14,7 @@ from elastic.core.certificate import Certificate
 from elastic.core.config import CoordinatorConfig
 from elastic.core.events import CoordinatorEffect, Persist, SendToPeer
 from elastic.core.grace import Grace
+from elastic.core.handover import Handover
 from elastic.core.messages import Commit, CoordinatorMessage, Evicted, Goodbye, NewView, Rebuilt, Refused, Welcome
 from elastic.core.pauses import Pauses
 from elastic.core.records import Record, ReleaseRecord, RollbackRecord, ViewRecord
@@ -40,6 +41,7 @@ class Roster:
         self.rounds = Rounds()
         self.grace = Grace(config)
         self.pauses = Pauses(config.max_peers)
+        self.handover = Handover(self)
         self.sessions: dict[PeerId, Session] = {}  # in the order they came; the view says who is a member
         self.founder: PeerRef | None = None
         self.awaited: set[PeerId] = set()
@@ -85,17 +87,21 @@ class Roster:
     def learners(self) -> list[Session]:
         """Sessions of whoever may become a member and can be reached: learners, and the excused that have worked."""
         admitted = self.state.admitted
-        sessions = self.sessions.values()
-        return [item for item in sessions if item.ref not in admitted and not item.disconnected and item.comes_back]
+        here = [item for item in self.sessions.values() if item.ref not in admitted and not item.disconnected]
+        return [item for item in here if item.comes_back and (not item.leaving or self.is_excused(item))]
 
     def arrived(self) -> list[Session]:
         """Learners that hold the committed state, and wait for a boundary."""
         return [item for item in self.learners() if item.synced is not None and item.synced == self.state.committed]
 
-    def donors(self) -> tuple[Member, ...]:
+    def holders(self) -> tuple[Member, ...]:
         """Members that hold the committed state, or have it staged."""
         view = self.state.view
         return tuple(member for member in view.members if self.sessions[member.peer_id].holds_state is not False)
+
+    def donors(self) -> tuple[Member, ...]:
+        """Who can serve the committed state."""
+        return (*self.holders(), *self.handover.donors())
 
     def deadlines(self) -> list[tuple[Instant, str, Session]]:
         """For every session each instant at which it would be given up, and why."""
@@ -206,6 +212,7 @@ class Roster:
             self.awaited_until = max(self.awaited_until, now + config.rebuild_grace_s)
         for session in self.sessions.values():
             session.forgive(now)
+        self.handover.expect(now + config.heartbeat_timeout_s)
 
     def halt(self, refused: Refused) -> None:
         """The run cannot go on: tell everybody, whoever speaks from now on as well."""
@@ -277,14 +284,24 @@ class Roster:
 
     def cross_boundary(self, *, evicted: Departures, into: Sequence[Session]) -> None:
         """Change the view between two rounds: who wants to leave goes, these come in. No change, no view."""
-        goodbye = Goodbye(outer_step=self.state.outer_step)
-        out = dict(evicted)
-        out |= {session.ref: goodbye for session in self.members() if session.leaving and session.ref not in out}
-        if not out and not into:
+        step = self.state.outer_step
+        leavers = [session for session in self.members() if session.leaving and session.ref not in evicted]
+        if not evicted and not leavers and not into:
             return
+        keeper = self.handover.keeper_among(leavers, evicted) if leavers else None
+        out = dict(evicted)
         causes = [f"{session.ref.peer_id} joined" for session in into]
-        causes += [f"{ref.peer_id} {'left' if said is goodbye else 'evicted'}" for ref, said in out.items()]
+        causes += [f"{ref.peer_id} evicted" for ref in out]
+        for session in leavers:
+            if session is keeper:
+                out[session.ref] = None
+                causes.append(f"{session.ref.peer_id} left, and serves outer step {step} until another peer holds it")
+            else:
+                out[session.ref] = Goodbye(outer_step=step, alone=self.handover.is_last(session))
+                causes.append(f"{session.ref.peer_id} left")
         self.change_view(out=out, into=into, cause="; ".join(causes))
+        if keeper is not None:
+            self.handover.stay(keeper)
 
     def release_leases_of_strangers(self) -> None:
         """Free what former members own. Also repairs a journal that was cut between a view and its releases."""
@@ -378,5 +395,7 @@ class Roster:
         self.state.apply(record)
 
     def send(self, to: PeerRef, message: CoordinatorMessage) -> None:
-        """Tell a peer, if it is connected."""
+        """Tell a peer, if it is connected. Who is told that it is out comes back with a Join."""
+        if isinstance(message, Evicted):
+            self.handover.expect(self.now + self.config.heartbeat_timeout_s)
         self.effects.append(SendToPeer(to=to, message=message))

@@ -19,6 +19,7 @@ from elastic.core.events import (
     PutOut,
     SendToPeer,
 )
+from elastic.core.handover import Handover
 from elastic.core.messages import Evicted, Join, PeerMessage
 from elastic.core.rebuild import Rebuild
 from elastic.core.reception import Reception
@@ -249,3 +250,14 @@ class ForgetsItsMembers(Rollback):
 
 class RollsBackWithMembers(PatchedCoordinator):
     rollback_type = ForgetsItsMembers
+
+
+class LetsEverybodyGo(Handover):
+    def _is_awaited(self) -> bool:
+        return False
+
+
+class LeavesWithTheState(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._roster.handover = LetsEverybodyGo(self._roster)

@@ -37,6 +37,7 @@ from elastic.core.records import (
 from tests.simulation.blame import Blame
 from tests.simulation.entries import Entries
 from tests.simulation.history import Admissions, History, SharedState
+from tests.simulation.leavers import Leavers
 from tests.simulation.lies import Lies
 from tests.simulation.patience import Patience
 from tests.simulation.rebuilds import Certificates
@@ -81,6 +82,7 @@ class Checkers:
         self._halted = False
         self._said_to_hold: dict[PeerRef, Held] = {}  # to the coordinator's process that runs now
         self._had: defaultdict[PeerRef, set[bytes]] = defaultdict(set)  # what each start has held or staged
+        self._leavers = Leavers(sim, self.history, self._had)
         self._news = True  # something happened that may end the seed
 
     # ------------------------------------------------------------------------ the coordinator
@@ -90,6 +92,7 @@ class Checkers:
         self.certificates.coordinator_started()
         self._said_to_hold.clear()
         self._words.coordinator_started()
+        self._leavers.coordinator_started()
         self._blame.coordinator_started()
         self._entries.coordinator_started()
         self._lies.coordinator_started()
@@ -171,6 +174,7 @@ class Checkers:
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
         self.certificates.brought(sender, message)
         self._words.brought(sender, message)
+        self._leavers.brought(sender, message)
         self._entries.brought(sender, message)
         match message:
             case Vote():
@@ -206,6 +210,7 @@ class Checkers:
                 self.history.told(to, message)
             return
         self.history.told(to, message)
+        self._leavers.told(to, message)
         self.certificates.told(message)
         self._words.told(to, message)
         if isinstance(message, LeaseGrant):
@@ -356,6 +361,8 @@ class Checkers:
                 return "final" if self.history.final else "halted for its integrity"
             codes = {effect.code for ref, effect in self._exits if sim.peers[ref.peer_id].ref == ref}
             demand(codes <= {4, 5, 7, 9, 20}, "I4", f"a run without peers ended with {codes}")
+            if 7 in codes:
+                self._leavers.lost(self._exits)
             return "lost, and said so" if 7 in codes else "everybody left"
         if sim.coordinator.is_writing:
             return ""  # the machine is ahead of its journal

@@ -30,6 +30,7 @@ class FaultInjector:
             (options.pause_rate, "pause", self.pause_peer),
             (options.hang_rate, "hang", self.hang_peer),
             (options.leave_rate, "leave", self.leave_peer),
+            (options.last_leave_rate, "leave of the last", self.leave_of_the_last),
             (options.link_break_rate, "link break", self.break_link),
             (options.reset_rate, "reset", self.reset_connection),
             (options.cut_rate, "cut", self.cut),
@@ -197,6 +198,19 @@ class FaultInjector:
         self.sim.coordinator.evict(node.peer_id)
         if self.rng.random() < 0.8:
             self.sim.world.after(self.rng.uniform(1.0, 8.0), f"return {node.peer_id}", self._restart, node)
+
+    def leave_of_the_last(self, tries: int = 60) -> None:
+        """Everybody who holds the committed state leaves in order, as soon as somebody is fetching it."""
+        sim = self.sim
+        up = [node for node in sim.peers.values() if node.is_up]
+        holders = [node for node in up if sim.checkers.holds_newest(node)]
+        if holders and any(node.transfer is not None and node not in holders for node in up):
+            sim.marks["leave: of the last holders"] += 1
+            for node in holders:
+                sim.world.say(node.peer_id, "wants to leave, as all who hold the state")
+                node.run(node.start_number, node.feed, LeaveRequested(now=False))
+        elif tries and not sim.network.healed:
+            sim.world.after(0.1, "leave of the last", self.leave_of_the_last, tries - 1)
 
     def break_link(self) -> None:
         one, other = self._somebody(), self._somebody()

@@ -53,6 +53,7 @@ from tests.simulation.broken_runs import (
     ForgetsWhoWasLate,
     HearsOlderStarts,
     KeepsItsFounder,
+    LeavesWithTheState,
     LetsBackWhoWasPutOut,
     LetsLearnersChase,
     MeetsNobody,
@@ -88,6 +89,10 @@ class Mutant:
 
 
 MUTANTS: dict[str, Mutant] = {
+    "state_taken_away": Mutant(
+        what="the last holder of the state leaves in order while others still need it",
+        parts=Parts(coordinator=LeavesWithTheState),
+    ),
     "no_commit_round": Mutant(
         what="a member installs what it has staged without waiting for the commit",
         parts=Parts(member=InstallsWithoutCommit),

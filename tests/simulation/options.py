@@ -116,6 +116,8 @@ class Options:
     leave_now: float = 0.3
     evict_rate: float = 0.0
     """The operator puts a peer out. Its next start has a ticket."""
+    last_leave_rate: float = 0.0
+    """All who hold the committed state leave in order while somebody fetches it."""
     wrong_manifest: bool = False
     wrong_result: float = 0.0
     """Chance that a peer computes other bits than the rest."""
@@ -250,6 +252,7 @@ class Options:
             has_odd_weights=rng.random() < 0.3,
             takeover_rate=often(0.12, 0.25),
             evict_rate=often(0.08, 0.3),
+            last_leave_rate=often(0.2, 0.3),
             lines_rate=often(0.2, 0.25),
             coordinator_crash_at_commit=often(0.2, 0.25),
         )

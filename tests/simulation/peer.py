@@ -39,6 +39,7 @@ from elastic.core.events import (
     TakeLeases,
     Tick,
 )
+from elastic.core.farewell import LEFT_EXIT_CODE
 from elastic.core.leases import count, merged
 from elastic.core.member import MemberMachine
 from elastic.core.messages import CoordinatorMessage, Evicted, Held, IndexRange, RoundFailed, Vote
@@ -294,7 +295,8 @@ class PeerNode(Process):
     def _finish(self, effect: Finish) -> None:
         self.exit = effect
         self.sim.world.say(self.peer_id, "finishes with", effect.code, effect.reason)
-        if self.state is not None and self.sim.options.checkpoint_every:
+        # Who leaves in order has its state on the disk when it is gone, however seldom that is written before.
+        if self.state is not None and (self.sim.options.checkpoint_every or effect.code == LEFT_EXIT_CODE):
             self.disk.write(self.state, flush=True)
         self.sim.checkers.finished(self, effect)
         self.sim.control.hang_up(self)

@@ -30,6 +30,7 @@ ORPHAN_TIMEOUT_S = 40.0
 RECOVER_S = 10.0
 ODD_WEIGHTS = (1 / 3, 0.1, 0.7)
 """None is exact in few bits, and no two add up to a third."""
+HANDOVER_TIMEOUT_S = 20.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,6 +79,7 @@ class Simulator:
             recover_grace_s=3.0,
             recover_s=RECOVER_S,
             orphan_timeout_s=ORPHAN_TIMEOUT_S,
+            handover_timeout_s=HANDOVER_TIMEOUT_S,
             grace_floor_s=self.options.grace_floor_s,
             grace_initial_s=6.0,
             weight_per_sample=1.0,

@@ -360,7 +360,7 @@ def test_goodbye_that_never_comes_does_not_keep_the_peer() -> None:
 def test_leaver_waits_for_the_boundary_without_limit_and_ends_with_code_20() -> None:
     driver = active()
     driver.feed(LeaveRequested(now=False))
-    assert driver.said() == [Leave(now=False)]
+    assert driver.said() == [Leave(held=driver.machine.held, address="host1:1")]
     driver.now = 500.0
     driver.feed(Tick())
     assert driver.machine.phase is Phase.ACTIVE
@@ -377,7 +377,7 @@ def test_evicted_leaver_does_not_join_again() -> None:
     driver = active()
     driver.feed(LeaveRequested(now=False))
     driver.hears(Evicted(epoch=Epoch(4), reason="silent"))
-    assert driver.said() == [Leave(now=False)]
+    assert driver.said() == [Leave(held=driver.machine.held, address="host1:1")]
 
 
 def test_coordinator_that_cannot_be_reached_for_long_ends_the_peer_with_code_4() -> None:

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""I3: nobody who leaves in order takes the committed state away from those who are in the run.
+
+The books are kept from what is said: who is in the run as the coordinator has told it, and who has asked to go.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from collective.core.types import PeerRef
+from elastic.core.events import Finish
+from elastic.core.farewell import LEFT_EXIT_CODE
+from elastic.core.messages import (
+    CoordinatorMessage,
+    Evicted,
+    Goodbye,
+    Held,
+    Leave,
+    NewView,
+    PeerMessage,
+    Rebuilding,
+    Refused,
+    Welcome,
+)
+from tests.simulation.history import History
+from tests.simulation.symbols import name
+from tests.simulation.world import demand
+
+if TYPE_CHECKING:
+    from tests.simulation.simulator import Simulator
+
+
+class Leavers:
+    """Judges every Goodbye. `had`: digests of the states that each start has held or staged."""
+
+    def __init__(self, sim: "Simulator", history: History, had: Mapping[PeerRef, set[bytes]]) -> None:
+        self._sim = sim
+        self._history = history
+        self._had = had
+        self._in_run: set[PeerRef] = set()
+        self._leaving: set[PeerRef] = set()
+        self._hasty: set[PeerRef] = set()
+        self._stays_since: dict[PeerRef, float] = {}
+        self._judged: set[PeerRef] = set()
+
+    def coordinator_started(self) -> None:
+        """It knows nobody; whom it has told to stay it may have to tell again."""
+        self._in_run.clear()
+
+    def brought(self, sender: PeerRef, message: PeerMessage) -> None:
+        if isinstance(message, Leave):
+            (self._hasty if message.now else self._leaving).add(sender)
+
+    def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
+        match message:
+            case Welcome():
+                self._enters(to)
+                if to in self._leaving and to not in self._stays_since:
+                    self._stays_since[to] = self._sim.world.now
+                    self._sim.marks["leave: stays for the state"] += 1
+            case NewView():
+                self._enters(to)
+            case Goodbye():
+                self._judge(to)
+                self._in_run.discard(to)
+            case Evicted(reason="a learner, no member"):
+                pass  # it spoke as the member that it was; it has a session all the same
+            case Evicted() | Refused():
+                self._in_run.discard(to)
+            case Rebuilding():
+                self._in_run.clear()
+            case _:
+                pass
+
+    def lost(self, exits: Sequence[tuple[PeerRef, Finish]]) -> None:
+        """Nobody can bring the state back: then nobody who went in order had it, or it was there again since.
+
+        Who was told that nobody else holds the state waited in vain, or nobody was there; its operator knows. Not
+        judged is who leaves while the journal is lost: who rebuilds lets everybody go (a gap: seed 2528).
+        """
+        newest = self._history.newest
+        for ref, effect in exits:
+            went_in_order = effect.code == LEFT_EXIT_CODE and ref in self._judged
+            went_in_order = went_in_order and "nobody else holds" not in effect.reason
+            if newest is not None and went_in_order and newest.digest in self._had[ref]:
+                demand(
+                    self._sim.peers[ref.peer_id].ref != ref, "I3", f"{name(ref)} left in order, and the state is lost"
+                )
+
+    def _has(self, ref: PeerRef, newest: Held) -> bool:
+        """Whether this start has held or staged it, from a round, from others, from its disk, or as the founder."""
+        node = self._sim.peers[ref.peer_id]
+        is_here = node.alive and node.ref == ref and self._sim.checkers.holds_newest(node)
+        return is_here or newest.digest in self._had[ref]
+
+    def _enters(self, ref: PeerRef) -> None:
+        """A newer start of a peer takes the place of the older one."""
+        self._in_run = {item for item in self._in_run if item.peer_id != ref.peer_id} | {ref}
+
+    def _judge(self, to: PeerRef) -> None:
+        newest, node = self._history.newest, self._sim.peers[to.peer_id]
+        is_here = node.alive and node.ref == to and self._sim.checkers.holds_newest(node)
+        if newest is None or self._history.final or not is_here or to in self._hasty or to not in self._in_run:
+            return
+        self._judged.add(to)
+        # A restarted coordinator knows the members from its journal, before it has told them anything.
+        members = [{member.ref for member in view.members} for view in self._history.views[-2:]]
+        others = self._in_run.union(*members[-1:]) - {to}
+        # The view may have changed just now, and one of those that go together stays.
+        holders = others.union(*members) - {to}
+        if any(self._has(ref, newest) for ref in holders) or others <= self._leaving | self._hasty:
+            self._sim.marks["leave: handed over"] += to in self._stays_since
+            return
+        config, clock = self._sim.coordinator_config, self._sim.coordinator.clock
+        waited_s = self._sim.world.now - self._stays_since.get(to, self._sim.world.now)
+        patience_s = config.handover_timeout_s / clock.rate - 1e-6
+        names = [name(ref) for ref in others]
+        demand(waited_s >= patience_s, "I3", f"{name(to)} leaves in order with the state that {names} still need")

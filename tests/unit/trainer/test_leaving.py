@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `isthmus leave` says of a peer that leaves, without a peer."""
+
+import os
+
+import msgspec
+import pytest
+
+from trainer.leaving import describe
+from trainer.status import FetchStatus, LeavingStatus, Status
+
+STATUS = Status(
+    run_id="demo-0123abcd",
+    peer_id="0123456789abcdef",
+    incarnation=1,
+    pid=os.getpid(),
+    phase="leaving",
+    outer_step=3,
+    total_outer_steps=20,
+    inner_step=4,
+    inner_steps_per_round=50,
+)
+
+
+def test_a_round_that_is_handed_in_is_told_with_how_far_it_is() -> None:
+    status = msgspec.structs.replace(STATUS, leaving=LeavingStatus(waits_for="commit"))
+    assert describe(status) == (
+        "leaving: waits for the commit that holds its last steps (outer step 3, inner step 4 of 50, 0 in the round)"
+    )
+
+
+def test_a_handover_is_told_with_who_fetches_how_much() -> None:
+    fetches = (FetchStatus(peer_id="aa", sent_bytes=500_000, total_bytes=2_000_000),)
+    status = msgspec.structs.replace(STATUS, leaving=LeavingStatus(waits_for="handover", fetches=fetches))
+    assert describe(status) == (
+        "leaving: nobody else holds the state: waits until another peer has fetched it (outer step 3); "
+        "500.0 kB of 2.0 MB, 25 % to aa"
+    )
+
+
+@pytest.mark.parametrize("waits_for", ["start", "answer", "checkpoint", "others"])
+def test_every_wait_has_a_line(waits_for: str) -> None:
+    leaving = msgspec.convert({"waits_for": waits_for}, LeavingStatus)
+    assert describe(msgspec.structs.replace(STATUS, leaving=leaving)).startswith("leaving: ")
