@@ -77,7 +77,8 @@ class Admission:
         if roster.awaited - {session.ref.peer_id for session in into} and roster.now < roster.awaited_until:
             return
         roster.awaited.clear()
-        is_known = any(session.ref.peer_id in state.reached for session in into)
+        # Who hands the state over has been reached by those that have fetched it.
+        is_known = any(item.ref.peer_id in state.reached for item in (*into, *roster.handover.keepers()))
         if into and not is_known and not state.view.members and state.certificate is not None:
             # Those whose work was committed have a while to come back: a newcomer that nobody could dial went on
             # alone, and nobody could fetch what it had committed (seed 289).

@@ -85,7 +85,7 @@ class Handover:
         session.leaving = True
         self.settle()
         if roster.sessions.get(session.ref.peer_id) is session:
-            roster.welcome(session)
+            self._tell(session)
 
     # -------------------------------------------------------------------------------- decisions
 
@@ -93,7 +93,7 @@ class Handover:
         """It was put out of the view just now, and is told what it stays for."""
         session = self._roster.open(leaver.ref, leaver.address)
         session.synced, session.leaving = self._roster.state.committed, True
-        self._roster.welcome(session)
+        self._tell(session)
 
     def settle(self) -> None:
         """Let the keepers go that nobody needs."""
@@ -112,6 +112,11 @@ class Handover:
                 roster.send(session.ref, Goodbye(outer_step=roster.state.outer_step, alone=is_last))
 
     # -------------------------------------------------------------------------------- inner parts
+
+    def _tell(self, keeper: Session) -> None:
+        """It forgets what it has staged when it hears that it is no member: first it hears of the commit (seed 3)."""
+        self._roster.remind(keeper.ref)
+        self._roster.welcome(keeper)
 
     def _others(self) -> list[Session]:
         return [item for item in self._roster.sessions.values() if not item.leaving]

@@ -91,13 +91,13 @@ class Blame:
             (out,) = blamed
             stay = {peer for link in now for peer in link} - blamed
             for peer in stay & {member.peer_id for member in record.view.members}:
-                fewer = self._num_broken(peer) <= self._num_broken(out)
+                fewer = self._num_broken(peer, members) <= self._num_broken(out, members)
                 demand(fewer, "I5", f"{out} is put out, and {peer} stays with more broken links")
         self._said.clear()
         self._view = record.view
 
-    def _num_broken(self, peer: PeerId) -> int:
-        """What newcomers say of each other counts, and of others it does not."""
+    def _num_broken(self, peer: PeerId, members: set[PeerId]) -> int:
+        """Links with the members of that view. What newcomers say of each other counts, and of others it does not."""
         links = (link for link in self._broken if peer in link)
-        others = {other for link in links for other in link if other != peer}
+        others = {other for link in links for other in link if other != peer} & members
         return len(others & self._proven if peer in self._proven else others)

@@ -12,6 +12,7 @@ from elastic.core.messages import (
     Evicted,
     Heartbeat,
     Join,
+    Leave,
     PeerMessage,
     RoundFailed,
     Synced,
@@ -42,6 +43,7 @@ class Words:
         self._put_out: set[PeerRef] = set()  # by the newest view
         self._gone_since: dict[PeerRef, int] = {}  # in which epoch it was put out
         self._aware_of: dict[PeerRef, int] = {}  # the newest epoch that its Joins name
+        self._leaves: set[PeerRef] = set()  # whoever has asked to go in order
         self._last_told: dict[PeerRef, CoordinatorMessage] = {}
         self._held: dict[PeerRef, int] = {}  # the newest outer step that each is known to hold
         self._progress: dict[PeerRef, int] = {}
@@ -105,6 +107,8 @@ class Words:
                 self._gets_on(sender, message)
             case Synced(held=held):
                 self._holds(sender, held.outer_step)
+            case Leave(now=False):
+                self._leaves.add(sender)
             case Join(epoch=epoch, held=held):
                 self._aware_of[sender] = max(epoch, self._aware_of.get(sender, 0))
                 self._holds(sender, held.outer_step if held is not None else 0)
@@ -136,19 +140,25 @@ class Words:
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         before, self._last_told[to] = self._last_told.get(to), message
         if isinstance(message, Welcome):
-            is_aware = self._aware_of.get(to, 0) >= self._gone_since.get(to, 0)
+            # Whoever leaves is never a member again, and may stay to serve the state.
+            is_aware = to in self._leaves or self._aware_of.get(to, 0) >= self._gone_since.get(to, 0)
             demand(is_aware, "I5", "{} is welcome before it has heard that it was put out", to)
+            if to in self._leaves and to in self._put_out:
+                self._demand_reminder(to, before)
         match message:
             case Welcome(target=target, donors=donors) if target is not None:
                 for donor in donors:
                     said = self._held.get(donor.ref)
                     demand(said is None or said >= target.outer_step, "I5", "{} is no donor, as it said", donor.ref)
             case Evicted(reason=reason) if to in self._put_out or reason in TURNED_AWAY:
-                self._put_out.discard(to)
-                commits = self._history.lineage.commits
-                newest = commits[-1] if commits and self._history.newest is not None else None
-                if newest is not None and any(item.ref.peer_id == to.peer_id for item in newest.contributions):
-                    is_reminded = isinstance(before, Commit) and before.certificate.key == newest.key
-                    demand(is_reminded, "I3", "{} is put out before it hears of the commit that it voted for", to)
+                self._demand_reminder(to, before)
             case _:
                 pass
+
+    def _demand_reminder(self, to: PeerRef, before: CoordinatorMessage | None) -> None:
+        self._put_out.discard(to)
+        commits = self._history.lineage.commits
+        newest = commits[-1] if commits and self._history.newest is not None else None
+        if newest is not None and any(item.ref.peer_id == to.peer_id for item in newest.contributions):
+            is_reminded = isinstance(before, Commit) and before.certificate.key == newest.key
+            demand(is_reminded, "I3", "{} is put out before it hears of the commit that it voted for", to)
