@@ -107,8 +107,9 @@ class Words:
                 self._gets_on(sender, message)
             case Synced(held=held):
                 self._holds(sender, held.outer_step)
-            case Leave(now=False):
+            case Leave(now=False, held=held):
                 self._leaves.add(sender)
+                self._holds(sender, held.outer_step if held is not None else 0)
             case Join(epoch=epoch, held=held):
                 self._aware_of[sender] = max(epoch, self._aware_of.get(sender, 0))
                 self._holds(sender, held.outer_step if held is not None else 0)
