@@ -24,6 +24,7 @@ FOCUSES: tuple[dict[str, Any], ...] = (
     {"hung_absorb_rate": 0.12},
     {"hang_rate": 0.2, "stall_floor_s": 20.0},
     {"hang_rate": 0.4, "stall_floor_s": 20.0, "train_s": (0.3, 0.5)},
+    {"hang_rate": 0.3, "stall_floor_s": 20.0, "train_s": (0.3, 0.5), "coordinator_crash_rate": 0.15},
     {"store_s": 0.8, "reset_rate": 1.5},
     {"lie": "size"},
     {"lie": "one_weight", "crash_rate": 0.1},

@@ -46,11 +46,11 @@ class Words:
         self._leaves: set[PeerRef] = set()  # whoever has asked to go in order
         self._last_told: dict[PeerRef, CoordinatorMessage] = {}
         self._held: dict[PeerRef, int] = {}  # the newest outer step that each is known to hold
-        self._progress: dict[PeerRef, int] = {}
+        self._steps: dict[PeerRef, int] = {}
         self._heard_at: dict[PeerRef, float] = {}
         self._lost_at: dict[PeerRef, float] = {}
         self._was_away: set[PeerRef] = set()
-        self._excused_at: dict[PeerRef, int] = {}  # progress of those that have not got on since
+        self._excused_at: dict[PeerRef, int] = {}  # inner steps of those that have done none since
 
     def arrived(self, sender: PeerRef, now: float) -> None:
         """A word is here. Who was away for too long before that has not to thank for it."""
@@ -79,7 +79,7 @@ class Words:
                 demand(now - lost_at > RECONNECT_S, "I4", "{} is dropped for being away, and is here", ref)
 
     def coordinator_started(self) -> None:
-        self._held, self._progress, self._last_told = {}, {}, {}
+        self._held, self._steps, self._last_told = {}, {}, {}
         self._heard_at, self._lost_at, self._was_away = {}, {}, set()
         self._excused_at = dict.fromkeys(self._excused, -1)
         if self._history.lineage.commits:
@@ -123,9 +123,14 @@ class Words:
         self._held[sender] = max(self._held.get(sender, 0), outer_step)
 
     def _gets_on(self, sender: PeerRef, beat: Heartbeat) -> None:
-        self._progress[sender] = max(self._progress.get(sender, -1), beat.progress)
-        if beat.ready or self._progress[sender] > self._excused_at.get(sender, -2):
-            self._excused_at.pop(sender, None)
+        self._steps[sender] = max(self._steps.get(sender, -1), beat.inner_steps)
+        since = self._excused_at.get(sender)
+        if since is None:
+            return
+        if beat.ready or (since >= 0 and beat.inner_steps > since):
+            del self._excused_at[sender]
+        elif since < 0:  # its first word to this coordinator: what counts is done from here on
+            self._excused_at[sender] = beat.inner_steps
 
     def view_decided(self, record: ViewRecord) -> None:
         view: View = record.view
@@ -133,7 +138,7 @@ class Words:
         for ref in members & self._excused:
             demand(ref not in self._excused_at, "I4", "{} is a member again, and has not got on since it was late", ref)
         for ref in excused - self._excused:
-            self._excused_at[ref] = self._progress.get(ref, -1)
+            self._excused_at[ref] = self._steps.get(ref, -1)
         self._put_out = (self._members | self._excused) - members - excused
         self._gone_since |= dict.fromkeys(self._put_out, view.epoch)
         self._members, self._excused, self._epoch = members, excused, view.epoch
