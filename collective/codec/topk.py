@@ -236,9 +236,11 @@ def _quantise(values: Tensor) -> tuple[Tensor, Tensor]:
     upper, num_upper = magnitudes * weights, weights.sum(1)
     sums = torch.stack((magnitudes.sub_(upper).sum(1), upper.sum(1)), 1)  # a value minus itself or minus 0 is exact
     levels = sums.div_(torch.stack((values.shape[1] - num_upper, num_upper), 1).clamp_(min=1.0))
-    codes = torch.add((values < 0.0).view(torch.uint8), is_upper.view(torch.uint8), alpha=2)
-    if not math.isfinite(levels.sum().item()):  # a sum overflowed, so the values are too large to underflow below
+    negative = (values < 0.0).view(torch.uint8)
+    codes = torch.add(negative, is_upper.view(torch.uint8), alpha=2)
+    if not math.isfinite(levels.sum().item()):  # a sum overflowed
         smaller, codes = _quantise(values * (1.0 / CHUNK_NUMEL))
+        codes.bitwise_or_(negative)  # a value that underflowed lost its sign
         levels = smaller.mul_(CHUNK_NUMEL).clamp_(max=torch.finfo(torch.float32).max)
     return torch.threshold_(levels, TINY, 0.0), codes
 

@@ -252,6 +252,13 @@ def test_topk_of_equals_keeps_the_first_ones():
     assert decoded(TopKCodec(3), wire_of(TopKCodec(3), values), 4096).nonzero().view(-1).tolist() == [50, 100]
 
 
+def test_topk_keeps_the_sign_of_the_smallest_number_beside_the_largest():
+    largest = torch.finfo(torch.float32).max
+    values = torch.tensor([largest, -1e-45, largest, -1.0])
+    out = round_trip("topk:4096", values)
+    assert (out.signbit() == values.signbit()).all()
+
+
 def test_topk_of_everything_loses_only_precision():
     values = gaussian(5000)
     assert decoded(TopKCodec(4096), wire_of(TopKCodec(4096), values), 5000).sign().equal(values.sign())
