@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links before membership: who has not met the members does not become one, and they never notice."""
 
-from elastic.core.events import CoordinatorSaid, LinkMade, MakeLinks, SendToCoordinator, SendToPeer
+from elastic.core.events import CoordinatorSaid, LinkMade, MakeLinks, PeerConnectionLost, SendToCoordinator, SendToPeer
 from elastic.core.messages import Heartbeat, Leave, Meet, Met, Refused, Synced, Unmet, Welcome
 from tests.unit.elastic.machines import CoordinatorDriver, MemberDriver, held, member, ref, view
 
@@ -241,6 +241,17 @@ def test_who_came_later_makes_way_also_after_its_first_commit_but_is_not_sent_ho
     told = [item.message for item in stands(driver, 2, TIMEOUT_S + 3) if item.to == ref(3)]
     assert driver.member_numbers() == [1]
     assert not any(isinstance(message, Refused) for message in told)
+
+
+def test_of_two_that_hold_the_state_and_have_not_met_the_one_with_a_commit_comes_in() -> None:
+    driver = CoordinatorDriver().with_veterans(1)
+    state = driver.machine.state.committed
+    joins(driver, 2)
+    driver.feed(PeerConnectionLost(sender=ref(1)))
+    driver.wait(5.0)
+    assert driver.member_numbers() == []
+    driver.join(1, state, epoch=driver.machine.state.epoch, incarnation=2)
+    assert driver.member_numbers() == [1]
 
 
 def test_who_was_committed_first_makes_no_way() -> None:
