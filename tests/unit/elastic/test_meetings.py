@@ -245,12 +245,11 @@ def test_who_came_later_makes_way_also_after_its_first_commit_but_is_not_sent_ho
 
 def test_of_two_that_hold_the_state_and_have_not_met_the_one_with_a_commit_comes_in() -> None:
     driver = CoordinatorDriver().with_veterans(1)
-    state = driver.machine.state.committed
-    joins(driver, 2)
     driver.feed(PeerConnectionLost(sender=ref(1)))
     driver.wait(5.0)
+    joins(driver, 2)
     assert driver.member_numbers() == []
-    driver.join(1, state, epoch=driver.machine.state.epoch, incarnation=2)
+    driver.join(1, driver.machine.state.committed, epoch=driver.machine.state.epoch, incarnation=2)
     assert driver.member_numbers() == [1]
 
 
