@@ -72,13 +72,13 @@ class Admission:
         since, self._without_known_since = self._without_known_since, None
         if state.committed is None or state.view.world_size >= roster.quorum:
             return
-        into = self._meetings.have_met(roster.arrived(), roster.members())
+        into = self._known_rather(roster.arrived())
         # Whoever came first would go on alone, and the others would wait for its next commit.
         if roster.awaited - {session.ref.peer_id for session in into} and roster.now < roster.awaited_until:
             return
         roster.awaited.clear()
         # Who hands the state over has been reached by those that have fetched it.
-        is_known = any(item.ref.peer_id in state.reached for item in (*into, *roster.handover.keepers()))
+        is_known = any(map(self._is_known, (*into, *roster.handover.keepers())))
         if into and not is_known and not state.view.members and state.certificate is not None:
             # Those whose work was committed have a while to come back: a newcomer that nobody could dial went on
             # alone, and nobody could fetch what it had committed (seed 289).
@@ -87,6 +87,22 @@ class Admission:
                 return
             self._without_known_since = None
         roster.cross_boundary(evicted={}, into=into)
+
+    def _known_rather(self, arrived: Sequence[Session]) -> list[Session]:
+        """Those that have met each other, the first ones first, but not newcomers alone if a known peer is there.
+
+        A newcomer that nobody could dial took the place of a peer that held the state as well, and those that could
+        reach that one never came in again (seed 916).
+        """
+        members = self._roster.members()
+        into = self._meetings.have_met(arrived, members)
+        if members or any(map(self._is_known, into)):
+            return into
+        return self._meetings.have_met(sorted(arrived, key=self._is_known, reverse=True), members)
+
+    def _is_known(self, session: Session) -> bool:
+        """Whether a commit has held work of this peer."""
+        return session.ref.peer_id in self._roster.state.reached
 
     def found(self) -> None:
         """Ask one learner for the first state; another one if it is lost or stuck."""

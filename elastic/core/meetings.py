@@ -70,13 +70,9 @@ class Meetings:
             self.ask(session)
 
     def have_met(self, candidates: Iterable[Session], stays: Sequence[Session]) -> list[Session]:
-        """Those of the candidates that have met all who stay, and each other.
-
-        Whose work was committed goes before newcomers, then who came first: a newcomer that nobody could dial took the
-        place of a peer that held the state as well, and the others never came in again (seed 916).
-        """
-        reached, chosen = self._roster.state.reached, list[Session]()
-        for session in sorted(candidates, key=lambda item: item.ref.peer_id not in reached):
+        """Those of the candidates that have met all who stay, and each other; the first ones first."""
+        chosen: list[Session] = []
+        for session in candidates:
             if all(_met(session, other) for other in (*stays, *chosen)):
                 chosen.append(session)
         return chosen
