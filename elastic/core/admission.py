@@ -20,6 +20,7 @@ from collective.core.types import Epoch, Instant, PeerRef
 from elastic.core.meetings import Meetings
 from elastic.core.messages import CoordinatorMessage, Evicted, Held
 from elastic.core.roster import Roster
+from elastic.core.sessions import Session
 from elastic.core.work import MAX_STRIKES
 
 QUORUM_EXIT_CODE = 7
