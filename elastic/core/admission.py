@@ -93,13 +93,18 @@ class Admission:
         """Those that have met each other, the first ones first, but not newcomers alone if a known peer is there.
 
         A newcomer that nobody could dial took the place of a peer that held the state as well, and those that could
-        reach that one never came in again (seed 916).
+        reach that one never came in again (seed 916). Who has stood still as a member goes before nobody (seed 49).
         """
-        members = self._roster.members()
+        roster, members = self._roster, self._roster.members()
         into = self._meetings.have_met(arrived, members)
         if members or any(map(self._is_known, into)):
             return into
-        return self._meetings.have_met(sorted(arrived, key=self._is_known, reverse=True), members)
+        works = [
+            item
+            for item in arrived
+            if self._is_known(item) and roster.pauses.is_over(item.ref, roster.state.outer_step)
+        ]
+        return self._meetings.have_met([*works, *(item for item in arrived if item not in works)], members)
 
     def _is_known(self, session: Session) -> bool:
         """Whether a commit has held work of this peer."""
