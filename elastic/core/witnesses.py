@@ -92,7 +92,7 @@ class Witnesses:
             if size > 0.0 and rank != place
         ]
         if sizes:
-            self._usual.append(statistics.median(sizes))
+            self._usual.append(statistics.median_low(sizes))  # of two the smaller: it may be the only honest one
 
     # -------------------------------------------------------------------------------- what one vote says
 

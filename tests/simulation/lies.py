@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.simulation.simulator import Simulator
 
 TOO_LARGE = 100.0
-"""Times the numbers of whoever has looked at them."""
+"""Times the numbers of whoever has looked at them, for the same work: who has done more may send more (seed 1006)."""
 
 
 class Lies:
@@ -87,7 +87,9 @@ class Lies:
             own = view.rank_of(ref.peer_id)
             is_seen = view.holds(ref) and own is not None and len(sizes) == view.world_size
             if is_seen and own is not None:
-                largest = max((size for rank, size in enumerate(sizes) if rank != own), default=0.0)
+                weights = [item.weight for item in record.contributions]
+                fair = [size / max(1.0, weight / weights[own]) for size, weight in zip(sizes, weights, strict=True)]
+                largest = max((size for rank, size in enumerate(fair) if rank != own), default=0.0)
                 demand(largest <= TOO_LARGE * sizes[own] or sizes[own] == 0.0, "liars", "noise is committed")
         for item in record.contributions:
             samples = count(item.consumed)

@@ -385,3 +385,14 @@ def test_a_veteran_among_newcomers_that_warm_up_is_measured_by_what_was_usual() 
     for number in (1, 2, 3):
         driver.votes(number, sizes={1: 1.0, 2: 0.05, 3: 0.05})
     assert driver.step == step + 1
+
+
+def test_noise_that_went_through_while_nothing_was_known_does_not_become_usual() -> None:
+    driver = members(1, 2)
+    step = driver.step
+    for number in (1, 2):
+        driver.votes(number, sizes={1: 1.0, 2: 90.0})
+    assert driver.step == step + 1, "before the first commit nobody knows what is large"
+    for number in (1, 2):
+        driver.votes(number, sizes={1: 1.0, 2: 90.0})
+    assert driver.member_numbers() == [1]
