@@ -8,6 +8,8 @@ Rules:
 * The machine's time stands still while the store is at work or peers are sent away: it can neither hear nor speak
   then, and a store that was away for a minute must not cost anybody its membership.
 * Sends never wait: a peer that does not read is disconnected, the machine goes on.
+* Now and then, between two events, a snapshot is written, so that a restart need not read all that ever happened. The
+  machine does not know of it: it decides nothing.
 * If the journal cannot be written, the machine's memory is ahead of it: all connections are closed, `run` raises, and
   nobody hears anything more. Crash only: a restart replays the journal.
 * A peer's identity comes from its handshake. A newer connection of the same start of a peer replaces the older one.
@@ -19,7 +21,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -50,10 +52,10 @@ from elastic.core.events import (
     Tick,
 )
 from elastic.core.messages import PeerMessage
-from elastic.core.records import Record
+from elastic.core.records import Record, SnapshotRecord
 from elastic.errors import JournalOutdated
 from elastic.observation import Observe, PeerConnected, PeerDisconnected, RecordWritten, ignore
-from elastic.store import Store
+from elastic.store import Store, pack
 
 _log = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ class CoordinatorShell:
         store: the journal; replayed here, closed by the caller.
         rebuild: if the journal is empty it was lost, and is made anew from the peers' certificates by this rule. None
             for a run that may be a new one; a peer that brings a certificate proves that it is not.
+        compact_every: a snapshot is written after so many records; 0: never.
         observe: told of every record and connection.
         clock: monotonic seconds.
 
@@ -115,6 +118,7 @@ class CoordinatorShell:
         store: Store,
         *,
         rebuild: RebuildRule | None = None,
+        compact_every: int = 0,
         observe: Observe = ignore,
         clock: Callable[[], Instant] = time.monotonic,
     ) -> None:
@@ -122,7 +126,10 @@ class CoordinatorShell:
         self._observe = observe
         self._time = HeldClock(clock)
         self._time.hold()  # whoever was a member has its full grace, however long the journal is
-        self._machine = CoordinatorMachine.recover(config, store.replay(), self._time.now(), rebuild=rebuild)
+        self._compact_every = compact_every
+        self._num_since_snapshot = 0
+        records = self._counted(store.replay())
+        self._machine = CoordinatorMachine.recover(config, records, self._time.now(), rebuild=rebuild)
         self._time.release()
         self._events: deque[CoordinatorEvent] = deque()
         self._effects: deque[CoordinatorEffect] = deque()  # of the event handled last, not carried out yet
@@ -288,6 +295,8 @@ class CoordinatorShell:
             while not self._is_writing and not self._stopped:
                 if self._effects:
                     self._carry_out(self._effects.popleft())
+                elif self._is_snapshot_due:
+                    self._write_snapshot(self._machine.state.snapshot())
                 elif self._events:
                     self._effects.extend(self._machine.handle(self._events.popleft(), self._time.now()))
                 else:
@@ -297,6 +306,27 @@ class CoordinatorShell:
         if self.finished:
             self._over.set()
         self._alarm.wake()
+
+    @property
+    def _is_snapshot_due(self) -> bool:
+        has_begun = self._machine.state.committed is not None
+        return has_begun and 0 < self._compact_every <= self._num_since_snapshot
+
+    def _write_snapshot(self, record: SnapshotRecord) -> None:
+        nbytes = len(pack(record))
+        if nbytes <= self._store.longest_nbytes:
+            self._persist(record)
+        else:
+            _log.warning("journal_not_compacted cause='a snapshot has %d bytes'; it is longer than it need be", nbytes)
+            self._num_since_snapshot = 0
+
+    def _counted(self, records: Iterable[Record]) -> Iterator[Record]:
+        for record in records:
+            self._count(record)
+            yield record
+
+    def _count(self, record: Record) -> None:
+        self._num_since_snapshot = 0 if isinstance(record, SnapshotRecord) else self._num_since_snapshot + 1
 
     def _fail(self, error: Exception) -> None:
         """A machine that raised, or is ahead of its journal, must not be asked again, and nobody may hear of it."""
@@ -360,4 +390,5 @@ class CoordinatorShell:
 
     def _written(self, record: Record, slot: int) -> None:
         self._time.release()
+        self._count(record)
         self._observe(RecordWritten(slot=slot, record=record))

@@ -127,7 +127,7 @@ class Leadership:
         """
         grant = self._client.call("lease/grant", {"TTL": self._lease_s}, GrantAnswer, timeout_s=_ASK_S)
         put = {"key": self.key, "value": msgspec.json.encode(self.me), "lease": grant.ID}
-        answer = transact(self._client, [made(self.key, 0), *conditions], put, [self.key], timeout_s=_ASK_S)
+        answer = transact(self._client, [made(self.key, 0), *conditions], [put], [self.key], timeout_s=_ASK_S)
         found = answer.found(0)
         if answer.succeeded:
             self.life, self._lease = answer.header.revision, grant.ID
@@ -147,12 +147,21 @@ def made(key: bytes, revision: int) -> Request:
 
 
 def transact(
-    client: EtcdClient, conditions: Sequence[Request], put: Request, look: Sequence[bytes], *, timeout_s: float
+    client: EtcdClient,
+    conditions: Sequence[Request],
+    puts: Sequence[Request],
+    look: Sequence[bytes],
+    *,
+    deletes: Sequence[Request] = (),
+    timeout_s: float,
 ) -> TxnAnswer:
-    """Put if all conditions hold, else look at these keys. Raises as `EtcdClient.call`."""
+    """Put and delete if all conditions hold, else look at these keys. Raises as `EtcdClient.call`."""
     request = {
         "compare": conditions,
-        "success": [{"requestPut": put}],
+        "success": [
+            *({"requestPut": put} for put in puts),
+            *({"requestDeleteRange": deleted} for deleted in deletes),
+        ],
         "failure": [{"requestRange": {"key": key}} for key in look],
     }
     return client.call("kv/txn", request, TxnAnswer, timeout_s=timeout_s)

@@ -3,11 +3,13 @@
 
     /isthmus/RUN_ID/leader              who may write (etcd_leader.py)
     /isthmus/RUN_ID/journal/%016d       one slot: format, token of its writer, checksum, record
+    /isthmus/RUN_ID/base                the newest snapshot, which a replay begins with (`_Bases`)
 
 Rules: a slot is written by one transaction which demands that the slot is empty and that the leadership it was
 decided in goes on. That is the fence: of two coordinators that both believe to lead, one finds out with its next
 record, before anybody hears of it. A transaction may be sent again: an append whose answer was lost finds its own
-value in the slot. Records are only appended, and after a failed append the store takes no more.
+value in the slot. Records are only appended, and after a failed append the store takes no more. A snapshot and what
+makes a replay begin with it are one transaction; older slots stay unless somebody wants only the newest of them.
 
 Blocking, for threads; `append`, `keep_alive` and `close` may meet.
 """
@@ -19,7 +21,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 
-from elastic.core.records import BarRecord, Record, TicketRecord
+import msgspec
+
+from elastic.core.records import BarRecord, Record, SnapshotRecord, TicketRecord
 from elastic.errors import (
     EtcdError,
     EtcdRefused,
@@ -32,19 +36,30 @@ from elastic.errors import (
 from elastic.etcd import EtcdAccess, EtcdClient
 from elastic.etcd_leader import LEASE_S, TOKEN_NBYTES, UNKNOWN_HOLDER, Leader, Leadership, made, transact
 from elastic.etcd_wire import KeyValue, RangeAnswer, Request
-from elastic.store import chain, pack, verified
+from elastic.store import FIRST, Base, chain, pack, verified
 
 _log = logging.getLogger(__name__)
 
 _FORMAT = b"\x01"
 _CHECKSUM_NBYTES = 32
 _HEAD_NBYTES = len(_FORMAT) + TOKEN_NBYTES + _CHECKSUM_NBYTES
+_LONGEST_NBYTES = 2**20
+"""Of a record: etcd refuses requests of more than 1.5 MiB, if nobody has told it otherwise."""
 _PAGE_SLOTS = 256
 """Slots read at once: records have some hundred bytes."""
 _FIRST_SLOTS = 64
 _PAGE_ATTEMPT_S = 5.0
 _ASK_S = 3.0
 _CURE = "see to the etcd cluster, then restart"
+
+
+class _Bases(msgspec.Struct, frozen=True):
+    """What a replay goes on from: the slot of the newest snapshot, and the checksum of the slot before. `older` are the
+    slots of those before it, the newest first, as far as they are of use."""
+
+    slot: int
+    checksum: bytes
+    older: tuple[int, ...] = ()
 
 
 class EtcdStore:
@@ -54,6 +69,7 @@ class EtcdStore:
         access: where etcd is.
         run_id: the run whose records these are.
         peer_id, address, lease_s: see `Leadership`.
+        keep_archives: the slots from so many snapshots before the newest one on stay; 0: all.
         patience_s: how long etcd may give no answer before an append, or the replay, has failed.
         clock: monotonic seconds.
 
@@ -68,6 +84,7 @@ class EtcdStore:
         run_id: str,
         peer_id: str,
         address: str,
+        keep_archives: int = 0,
         patience_s: float = 600.0,
         lease_s: int = LEASE_S,
         clock: Callable[[], float] = time.monotonic,
@@ -76,6 +93,9 @@ class EtcdStore:
         self.path = run / "journal"
         self._client = EtcdClient(access)
         self._leadership = Leadership(access, run, peer_id=peer_id, address=address, lease_s=lease_s)
+        self._base_key = f"{run}/base".encode()
+        self._bases: _Bases | None = None
+        self._keep_archives = keep_archives
         self._patience_s = patience_s
         self._clock = clock
         self._lock = threading.Lock()  # over what follows, and over the life of our leadership
@@ -117,6 +137,8 @@ class EtcdStore:
         A peer may have been let in, or put out, before there was anything to be done.
         """
         with self._lock, self._refusals():
+            if self._found_bases(timeout_s=_ASK_S) is not None:
+                return True
             request: Request = {"key": self._key(0), "range_end": f"{self.path}0".encode(), "limit": _FIRST_SLOTS}
             try:
                 first = self._client.call("kv/range", request, RangeAnswer, timeout_s=_ASK_S).kvs
@@ -151,7 +173,15 @@ class EtcdStore:
 
     def _holds_records(self) -> bool:
         request = {"key": self._key(0), "keys_only": True}
-        return bool(self._client.call("kv/range", request, RangeAnswer, timeout_s=_ASK_S).kvs)
+        first = self._client.call("kv/range", request, RangeAnswer, timeout_s=_ASK_S).kvs
+        return bool(first) or self._found_bases(timeout_s=_ASK_S) is not None
+
+    def _found_bases(self, *, timeout_s: float) -> _Bases | None:
+        found = self._client.call("kv/range", {"key": self._base_key}, RangeAnswer, timeout_s=timeout_s).kvs
+        try:
+            return msgspec.msgpack.decode(found[0].value, type=_Bases) if found else None
+        except msgspec.MsgspecError as error:
+            raise JournalCorrupted(self.path, None, f"it does not say what it goes on from: {error}") from error
 
     def _lead_again(self) -> None:
         """Where nobody has written since, nobody has decided anything: we go on."""
@@ -167,6 +197,11 @@ class EtcdStore:
         """No: some milliseconds over the network, seconds while etcd elects a leader."""
         return False
 
+    @property
+    def longest_nbytes(self) -> int:
+        """What etcd takes in one request, with room to spare."""
+        return _LONGEST_NBYTES
+
     def append(self, record: Record) -> int:
         """See `Store`. It waits as long as etcd has no quorum, up to `patience_s`."""
         with self._lock:
@@ -174,39 +209,57 @@ class EtcdStore:
                 raise self._broken
             data = pack(record)
             checksum = chain(self._checksum, self._slot, data)
+            bases = self._bases_with(record)
             try:
-                self._write(_FORMAT + bytes.fromhex(self._leadership.me.token) + checksum + data)
+                self._write(_FORMAT + bytes.fromhex(self._leadership.me.token) + checksum + data, bases)
             except Superseded as error:
                 self._broken = error
                 raise
             except EtcdError as error:
                 self._broken = JournalUnwritable(self.path, str(error), cure=_CURE)
                 raise self._broken from error
+            self._bases = bases or self._bases
             self._checksum = checksum
             self._slot += 1
             return self._slot - 1
 
+    def _bases_with(self, record: Record) -> _Bases | None:
+        """What the next replay begins with, if that is this record."""
+        if not isinstance(record, SnapshotRecord) or not self._slot:
+            return None
+        known = self._bases
+        older = () if known is None else (known.slot, *known.older)[: self._keep_archives]
+        return _Bases(self._slot, self._checksum, older)
+
     def replay(self) -> Iterator[Record]:
         """See `Store`. In pages, so that a long journal never lies in memory as a whole."""
         with self._lock:
-            self._slot, self._checksum = 0, b""
             try:
-                for checksum, record in verified(self._rows(), self.path):
+                self._bases = bases = self._found_bases(timeout_s=self._patience_s)
+                base = FIRST if bases is None else Base(bases.slot, bases.checksum)
+                self._slot, self._checksum = base
+                for checksum, record in verified(self._rows(base.slot), self.path, base):
                     self._checksum = checksum
                     self._slot += 1
                     yield record
             except EtcdError as error:
                 raise JournalUnwritable(self.path, str(error), cure=_CURE) from error
 
-    def _write(self, value: bytes) -> None:
-        """Put the value into the next slot, and be sure of it."""
+    def _write(self, value: bytes, bases: _Bases | None) -> None:
+        """Put the value into the next slot, and be sure of it. With it what a replay begins with from now on."""
+        keep = self._keep_archives
+        puts: list[Request] = [{"key": self._key(self._slot), "value": value}]
+        deletes: list[Request] = []
+        if bases is not None:
+            puts.append({"key": self._base_key, "value": msgspec.msgpack.encode(bases)})
+        if bases is not None and keep and len(bases.older) == keep:
+            deletes.append({"key": self._key(0), "range_end": self._key(bases.older[-1])})
         deadline = self._clock() + self._patience_s
         ours, key = self._leadership, self._key(self._slot)
         while True:
             left_s = max(0.0, deadline - self._clock())
             conditions = [made(key, 0), made(ours.key, ours.life)]
-            put = {"key": key, "value": value}
-            answer = transact(self._client, conditions, put, [key, ours.key], timeout_s=left_s)
+            answer = transact(self._client, conditions, puts, [key, ours.key], deletes=deletes, timeout_s=left_s)
             slot, leader = answer.found(0), answer.found(1)
             if answer.succeeded or (slot is not None and slot.value == value):
                 return  # now, or by an attempt whose answer was lost
@@ -219,8 +272,8 @@ class EtcdStore:
                 raise EtcdUnavailable(self._patience_s, {"the leader's key": "it ends again and again"})
             self._lead_again()
 
-    def _rows(self) -> Iterator[tuple[int, bytes, bytes]]:
-        start, end, limit = self._key(0), f"{self.path}0".encode(), _PAGE_SLOTS  # "0" comes after "/"
+    def _rows(self, first: int) -> Iterator[tuple[int, bytes, bytes]]:
+        start, end, limit = self._key(first), f"{self.path}0".encode(), _PAGE_SLOTS  # "0" comes after "/"
         while True:
             request: Request = {"key": start, "range_end": end, "limit": limit}
             try:

@@ -7,22 +7,27 @@ business. On top of it this module adds what SQLite does not promise: every row'
 writer is refused by a file lock; and a file of another run is refused by its name.
 
 Rules: records are only appended. After a failed append the journal takes no more: the machine in memory is then ahead
-of the disk and has to go. What records mean is not known here.
+of the disk and has to go. Where a snapshot was appended, what came before it goes to an archive (journal_archive.py);
+if that fails the journal is only longer. What other records mean is not known here.
 """
 
 import fcntl
 import itertools
+import logging
 import os
 import sqlite3
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from elastic.core.records import Record
+from elastic.core.records import Record, SnapshotRecord
 from elastic.errors import JournalCorrupted, JournalInUse, JournalOfAnotherRun, JournalUnwritable
-from elastic.store import chain, pack, verified
+from elastic.journal_archive import COMPACTED_FORMAT, archives_of, base_in, drop_before, remove_all_but, write_archive
+from elastic.store import Base, chain, pack, verified
 
-_FORMAT = 1
+_log = logging.getLogger(__name__)
+
+_FORMAT = "1"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS journal (slot INTEGER PRIMARY KEY, checksum BLOB NOT NULL, record BLOB NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
@@ -35,6 +40,7 @@ class Journal:
     Args:
         path: the file; `path` with `-wal` and `.lock` beside it belong to it. Created if it is not there.
         run_id: the run whose records these are.
+        keep_archives: how many of the archives stay; 0: all.
 
     Raises:
         JournalInUse: another process has this journal open.
@@ -43,14 +49,15 @@ class Journal:
         JournalCorrupted: the file is no journal, or damaged.
     """
 
-    def __init__(self, path: Path, *, run_id: str) -> None:
+    def __init__(self, path: Path, *, run_id: str, keep_archives: int = 0) -> None:
         self.path = path
+        self._keep_archives = keep_archives
         self._broken: str | None = None
         self._lock_fd = self._lock()
         try:
             self._database = self._open(run_id)
             try:
-                self._slot, self._checksum = self._tail()
+                self._base, (self._slot, self._checksum) = self._ends()
             except BaseException:
                 self._database.close()
                 raise
@@ -63,6 +70,11 @@ class Journal:
         """Yes: a local disk."""
         return True
 
+    @property
+    def longest_nbytes(self) -> int:
+        """Half of what SQLite takes."""
+        return 500_000_000
+
     def append(self, record: Record) -> int:
         """Write one record and wait until it is on disk (0.2 ms on an ordinary SSD)."""
         if self._broken is not None:
@@ -74,14 +86,17 @@ class Journal:
         except sqlite3.Error as error:
             self._broken = str(error)
             raise JournalUnwritable(self.path, str(error)) from error
+        before = Base(self._slot, self._checksum)
         self._checksum = checksum
         self._slot += 1
-        return self._slot - 1
+        if isinstance(record, SnapshotRecord) and before.slot > self._base.slot:
+            self._begin_with(before)
+        return before.slot
 
     def replay(self) -> list[Record]:
-        """All records in order, each verified against its checksum and its predecessor."""
+        """The records since the base in order, each verified against its checksum and its predecessor."""
         with closing(self._rows()) as rows:  # the first bad one ends it, and a reader must not outlive the journal
-            return [record for _, record in verified(rows, self.path)]
+            return [record for _, record in verified(rows, self.path, self._base)]
 
     def close(self) -> None:
         """Close the file and give up the lock."""
@@ -95,6 +110,23 @@ class Journal:
             self._broken = "it is closed"
 
     # -------------------------------------------------------------------------------- inside
+
+    def _begin_with(self, base: Base) -> None:
+        """Put aside what came before the snapshot in this slot. Without success all of it stays here."""
+        number = base.slot - self._base.slot
+        try:
+            archive = write_archive(self._database, self.path)
+            drop_before(self._database, base)
+        except (OSError, sqlite3.Error) as error:
+            _log.warning("journal_not_compacted path=%s cause=%r; it is longer than it need be", self.path, str(error))
+            return
+        self._base = base
+        _log.info("journal_compacted records=%d archive=%s", number, archive)
+        if self._keep_archives:
+            try:
+                remove_all_but(archives_of(self.path), self._keep_archives)
+            except OSError as error:
+                _log.warning("archives_not_removed path=%s cause=%r", self.path, str(error))
 
     def _lock(self) -> int:
         # A file of its own: closing any descriptor of the database would drop SQLite's own locks on it.
@@ -131,11 +163,11 @@ class Journal:
                 database.execute("PRAGMA journal_mode=WAL")
                 database.execute("PRAGMA synchronous=FULL")
                 database.executescript(_SCHEMA)
-                about = {"format": str(_FORMAT), "run_id": run_id}
+                about = {"format": _FORMAT, "run_id": run_id}
                 database.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", about.items())
                 actual = dict(database.execute("SELECT name, value FROM about"))
-                if actual["format"] != about["format"]:
-                    raise JournalCorrupted(self.path, None, f"format {actual['format']} is not {_FORMAT}")
+                if actual["format"] not in (_FORMAT, COMPACTED_FORMAT):
+                    raise JournalCorrupted(self.path, None, f"format {actual['format']} is not known here")
                 if actual["run_id"] != run_id:
                     raise JournalOfAnotherRun(self.path, run_id, actual["run_id"])
         except BaseException:
@@ -143,13 +175,12 @@ class Journal:
             raise
         return database
 
-    def _tail(self) -> tuple[int, bytes]:
-        slot, checksum = 0, b""
+    def _ends(self) -> tuple[Base, Base]:
+        """What the journal goes on from, and what the next record will."""
         with _mapped(self.path):
+            base = base_in(dict(self._database.execute("SELECT name, value FROM about")))
             row = self._database.execute("SELECT slot, checksum FROM journal ORDER BY slot DESC LIMIT 1").fetchone()
-        if row is not None:
-            slot, checksum = row[0] + 1, row[1]
-        return slot, checksum
+        return base, base if row is None else Base(row[0] + 1, row[1])
 
     def _rows(self) -> Generator[tuple[int, bytes, bytes], None, None]:
         with _mapped(self.path):
@@ -185,6 +216,6 @@ def _mapped(path: Path) -> Iterator[None]:
     except sqlite3.OperationalError as error:
         # "readonly", "full", "unable to open", "disk I/O error": the place is at fault, not the records.
         raise JournalUnwritable(path, str(error)) from error
-    except (sqlite3.DatabaseError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (sqlite3.DatabaseError, KeyError, TypeError, ValueError) as error:
         # A flipped bit also makes a number of a blob, other letters of a name, and no letters at all of an error.
         raise JournalCorrupted(path, None, str(error)) from error

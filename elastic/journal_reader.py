@@ -3,7 +3,8 @@
 
 `Journal` (elastic/journal.py) opens a file in order to write it: it takes the writer's lock, makes what is missing and
 raises at the first bad record. This reader takes no lock of a writer, changes no record and keeps what is good: the
-records up to the first that is not what was written, and which one that is.
+records up to the first that is not what was written, and which one that is. A journal that was compacted is read
+together with its archives (journal_archive.py), as one chain, as far back as the checksums of these go on.
 
 How SQLite is asked depends on whether there is a write-ahead log. With one, a reader of its own sees the newest
 durable record beside a live writer (of whom it asks nothing: readers never stop writers in WAL mode). Without one,
@@ -11,6 +12,7 @@ nobody has the file open, and it is read as a file that does not change, so that
 somebody begins to write meanwhile, that is seen afterwards and it is read again.
 """
 
+import dataclasses
 import hashlib
 import sqlite3
 import struct
@@ -22,8 +24,10 @@ import msgspec
 
 from elastic.core.records import Record
 from elastic.errors import JournalUnreadable
+from elastic.journal_archive import COMPACTED_FORMAT, archives_of, base_in
+from elastic.store import FIRST, Base
 
-_FORMAT = "1"
+_FORMATS = ("1", COMPACTED_FORMAT)
 _SLOT = struct.Struct("!Q")
 _ATTEMPTS = 5
 _BUSY_TIMEOUT_S = 5.0
@@ -55,22 +59,69 @@ class JournalReading:
     Attributes:
         path: the file.
         run_id: the run whose records these are; None if that cannot be read.
-        records: verified, from slot 0 on.
+        base: what the records go on from: their first slot is 0, unless older records are in an archive that is not
+            here.
+        records: verified, from the base on.
+        checksums: of these.
         broken: None if the whole file is sound.
+        archives: the files that older ones of these records were found in.
+        damaged: archives of this run that are not what was written, and lead no further than they do.
     """
 
     path: Path
     run_id: str | None
+    base: Base
     records: tuple[Record, ...]
+    checksums: tuple[bytes, ...]
     broken: JournalBreak | None
+    archives: tuple[Path, ...] = ()
+    damaged: "tuple[JournalReading, ...]" = ()
+
+    @property
+    def end(self) -> int:
+        """The slot of the record that comes next."""
+        return self.base.slot + len(self.records)
+
+    def goes_on_from(self, older: "JournalReading") -> bool:
+        """Whether these records are those that follow what the older file holds, or some of it."""
+        last = self.base.slot - 1 - older.base.slot
+        if older.run_id != self.run_id or not 0 <= last < len(older.checksums):
+            return False
+        return older.checksums[last] == self.base.checksum
 
 
 def read_journal(path: Path) -> JournalReading:
     """Read and verify a journal, whoever else has it open. What a crash cut off its end was told to nobody.
 
+    The journal is read first: what it does not hold any more is in an archive by then.
+
     Raises:
-        JournalUnreadable: there is no such file, or this machine does not let us read it.
+        JournalUnreadable: there is no such file, or this machine does not let us read it or one of its archives.
     """
+    reading = read_file(path)
+    try:
+        archives = archives_of(path) if reading.base.slot else []
+    except OSError as error:
+        raise JournalUnreadable(path, error.strerror or str(error)) from error
+    while reading.base.slot and archives:
+        archive = archives.pop()
+        older = read_file(archive)
+        if reading.goes_on_from(older):
+            number = reading.base.slot - older.base.slot
+            reading = dataclasses.replace(
+                reading,
+                base=older.base,
+                records=(*older.records[:number], *reading.records),
+                checksums=(*older.checksums[:number], *reading.checksums),
+                archives=(archive, *reading.archives),
+            )
+        elif older.broken is not None and older.run_id in (None, reading.run_id):
+            reading = dataclasses.replace(reading, damaged=(older, *reading.damaged))
+    return reading
+
+
+def read_file(path: Path) -> JournalReading:
+    """The same of one file alone, the journal's or an archive."""
     for _ in range(_ATTEMPTS):
         before = _footprint(path)
         is_open = path.with_name(path.name + "-wal").exists()
@@ -100,16 +151,23 @@ def _read(path: Path, how: str) -> JournalReading:
         database.execute("BEGIN")  # one moment of the file for everything that follows
         broken = reader.read(database)
     except UnicodeError as error:
-        broken = JournalBreak(slot=len(reader.records), cause=f"its tables have no names: {error}")
+        broken = JournalBreak(slot=reader.due, cause=f"its tables have no names: {error}")
     except sqlite3.Error as error:
         # The low byte is the kind of error, the others say more.
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in _PLACE_AT_FAULT:
             raise JournalUnreadable(path, str(error)) from error
-        broken = JournalBreak(slot=len(reader.records), cause=str(error))
+        broken = JournalBreak(slot=reader.due, cause=str(error))
     finally:
         if database is not None:
             database.close()
-    return JournalReading(path=path, run_id=reader.run_id, records=tuple(reader.records), broken=broken)
+    return JournalReading(
+        path=path,
+        run_id=reader.run_id,
+        base=reader.base,
+        records=tuple(reader.records),
+        checksums=tuple(reader.checksums),
+        broken=broken,
+    )
 
 
 class _Reader:
@@ -117,8 +175,15 @@ class _Reader:
 
     def __init__(self) -> None:
         self.run_id: str | None = None
+        self.base = FIRST
         self.records: list[Record] = []
+        self.checksums: list[bytes] = []
         self._decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+
+    @property
+    def due(self) -> int:
+        """The slot of the record that comes next."""
+        return self.base.slot + len(self.records)
 
     def read(self, database: sqlite3.Connection) -> JournalBreak | None:
         """Take in what the file holds; returns the first fault of its content. Raises sqlite3.Error."""
@@ -134,14 +199,18 @@ class _Reader:
         self.run_id = about.get("run_id")
         if self.run_id is None:
             return JournalBreak(slot=None, cause="it does not say which run it is of")
-        if about.get("format") != _FORMAT:
-            return JournalBreak(slot=None, cause=f"its format is {about.get('format')}, not {_FORMAT}")
+        if about.get("format") not in _FORMATS:
+            return JournalBreak(slot=None, cause=f"its format is {about.get('format')}, not {' or '.join(_FORMATS)}")
+        try:
+            self.base = base_in(about)
+        except (ValueError, KeyError) as error:
+            return JournalBreak(slot=None, cause=f"it does not say what it goes on from: {error}")
         return None
 
     def _read_records(self, database: sqlite3.Connection) -> JournalBreak | None:
-        previous = b""
+        previous = self.base.checksum
         for slot, checksum, data in database.execute("SELECT slot, checksum, record FROM journal ORDER BY slot"):
-            due = len(self.records)
+            due = self.due
             if slot != due:
                 return JournalBreak(slot=due, cause="it is missing")
             # As written by Journal.append; put down here once more, so that the reader trusts no code of the writer.
@@ -151,7 +220,10 @@ class _Reader:
                 self.records.append(self._decoder.decode(data))
             except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
                 return JournalBreak(slot=due, cause=f"it is no record of this version: {error}")
+            self.checksums.append(checksum)
             previous = checksum
+        if self.base.slot and not self.records:
+            return JournalBreak(slot=self.base.slot, cause="it is missing")
         return None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic.core.messages import IndexRange
 from elastic.core.records import CommitRecord, LeaseRecord, Record, ReleaseRecord
-from elastic.journal import Journal
+from elastic.journal_reader import read_journal
 from trainer import events
 from trainer.events import FILE_NAME, has_events
 
@@ -59,12 +59,7 @@ class Report:
         with (out / "events.jsonl").open("w") as lines:
             lines.writelines(json.dumps(event) + "\n" for event in merged)
         founder = directories[0]
-        run_id = next(event["run_id"] for event in events[founder.name] if event["event"] == "started")
-        journal = Journal(founder / "journal.sqlite", run_id=run_id)
-        try:
-            return cls(events, faults, journal.replay())
-        finally:
-            journal.close()
+        return cls(events, faults, read_journal(founder / "journal.sqlite").records)
 
     def commits(self, peer: str) -> list[Event]:
         """The commits that this peer took part in, in order."""

@@ -13,14 +13,13 @@ wrong with the run is no error here but a finding (elastic/audit).
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 
 import msgspec
 
 from elastic.audit import Audit, Finding, RecordIndex, Verdict, audit, judge
 from elastic.audit.beginning import first_slot
-from elastic.core.records import RebuildRecord
+from elastic.core.records import RebuildRecord, Record, SnapshotRecord
 from elastic.errors import JournalUnreadable
 from elastic.journal_reader import JournalReading, read_journal
 from trainer.audit_certificates import audit_certificates, read_kept
@@ -40,6 +39,8 @@ class RunAudit:
     Attributes:
         run_id: None if the journal does not say.
         journal: the file that was audited.
+        archives: the files with older records of it.
+        first_record: where its records begin; more than 0 if some are in an archive that is not here.
         folders: whose logs, certificates and checkpoints were looked at.
         proved: what the records say of the run, and the verdicts over them.
         deviants: who voted for another state than the committed one, as far as logs are here.
@@ -50,6 +51,8 @@ class RunAudit:
 
     run_id: str | None
     journal: Path
+    archives: tuple[Path, ...]
+    first_record: int
     folders: tuple[Path, ...]
     proved: Audit
     deviants: tuple[Deviant, ...]
@@ -92,9 +95,17 @@ def audit_run(given: Sequence[Path]) -> RunAudit:
     found = (find_seal_key(folder, journal.run_id or "") for folder in folders)
     seal_key = next((key for key in found if key is not None), None)
     proved = audit(journal.records, samples_per_data_epoch=log.samples_per_data_epoch)
+    over_records = (
+        *proved.verdicts,
+        audit_certificates(kept, seal_key, journal.records, index),
+        audit_logs(log, index),
+        audit_checkpoints(saved, journal.run_id, journal.records, index),
+    )
     return RunAudit(
         run_id=journal.run_id,
         journal=journal.path,
+        archives=journal.archives,
+        first_record=journal.base.slot,
         folders=tuple(folders),
         proved=proved,
         deviants=deviants(log, index),
@@ -102,10 +113,7 @@ def audit_run(given: Sequence[Path]) -> RunAudit:
         has_seal_key=seal_key is not None,
         verdicts=(
             _audit_files(journal, readings),
-            *proved.verdicts,
-            audit_certificates(kept, seal_key, journal.records, index),
-            audit_logs(log, index),
-            audit_checkpoints(saved, journal.run_id, journal.records, index),
+            *(verdict.shifted(journal.base.slot) for verdict in over_records),
         ),
     )
 
@@ -133,12 +141,14 @@ def _choose(readings: Sequence[JournalReading], given: Sequence[Path]) -> Journa
     run_ids = sorted({reading.run_id for reading in readings if reading.run_id is not None})
     if len(run_ids) > 1:
         raise ConfigError(f"there are journals of several runs here: {', '.join(run_ids)}", cure="audit one at a time")
-    return max(readings, key=lambda reading: (_rebuilt_epoch(reading), len(reading.records)))
+    return max(readings, key=lambda reading: (_rebuilt_epoch(reading), reading.end))
 
 
 def _rebuilt_epoch(reading: JournalReading) -> int:
     slot = first_slot(reading.records)
     first = reading.records[slot] if slot < len(reading.records) else None
+    if isinstance(first, SnapshotRecord):
+        first = first.rebuilt
     return first.epoch if isinstance(first, RebuildRecord) else 0
 
 
@@ -151,10 +161,11 @@ def _audit_files(journal: JournalReading, readings: Sequence[JournalReading]) ->
 
 
 def _damage(reading: JournalReading) -> Iterator[Finding]:
-    if (broken := reading.broken) is not None:
-        where = "outside of its records" if broken.slot is None else f"at record {broken.slot}"
-        said = f"the journal {reading.path} is damaged {where}: {broken.cause}"
-        yield Finding(invariant="I9", slot=broken.slot, sentence=said)
+    for what, file in (("journal", reading), *(("archive", archive) for archive in reading.damaged)):
+        if (broken := file.broken) is not None:
+            where = "outside of its records" if broken.slot is None else f"at record {broken.slot}"
+            said = f"the {what} {file.path} is damaged {where}: {broken.cause}"
+            yield Finding(invariant="I9", slot=broken.slot, sentence=said)
 
 
 class _Named(msgspec.Struct):
@@ -176,8 +187,12 @@ def _forks(journal: JournalReading, readings: Sequence[JournalReading]) -> Itera
     for other in readings:
         if other is journal or _rebuilt_epoch(other) != _rebuilt_epoch(journal):
             continue  # where one was lost and rebuilt, the other is older
-        pairs = enumerate(zip_longest(journal.records, other.records))
-        parts = next((slot for slot, (ours, theirs) in pairs if theirs is not None and ours != theirs), None)
+        both = range(max(journal.base.slot, other.base.slot), other.end)
+        parts = next((slot for slot in both if _record_in(journal, slot) != _record_in(other, slot)), None)
         if parts is not None:
             said = f"the journals {journal.path} and {other.path} part at record {parts}: two coordinators wrote"
             yield Finding(invariant="I3", slot=parts, sentence=said)
+
+
+def _record_in(reading: JournalReading, slot: int) -> Record | None:
+    return reading.records[slot - reading.base.slot] if slot < reading.end else None

@@ -126,7 +126,9 @@ class _Book:
             if known is not None and known.key == key and known.link != certificate.link:
                 said = f"{told}, the journal was rebuilt from another one of the same round"
                 yield Finding(invariant="I1", slot=self._records.index(rebuilt), sentence=said)
-        elif self._index.is_whole:
+        elif (kept := self._index.kept.get(key)) is not None:
+            yield from contradictions(told, certificate, kept, 0)
+        elif self._index.is_whole and certificate.order > self._index.since:
             yield Finding(invariant="I3", slot=None, sentence=f"{told}, the journal does not hold it")
 
 

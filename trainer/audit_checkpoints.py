@@ -65,6 +65,8 @@ def _compare(saved: SavedState, records: Sequence[Record], index: RecordIndex) -
             yield Finding(invariant="I7", slot=same[-1], sentence=said)
     elif index.rebuilt_epoch or not (states or index.is_whole):
         return  # of a commit that was given up when the journal was lost, or that is behind its break
+    elif step <= index.since[1] and not states:
+        return  # of one that the records are not here of
     elif states:
         slot, digest = states[-1]
         said = f"{path} holds step {step} as {manifest.digest[:12]}, the journal has {short(digest)}"

@@ -189,11 +189,15 @@ def audit_logs(log: Log, index: RecordIndex) -> Verdict:
 
 
 def _since_rebuilt(log: Log, index: RecordIndex) -> list[_Known]:
-    """Without what a peer wrote down until it took part in the rebuilt run: that is of the journal that was lost."""
+    """Without what a peer wrote down until it took part in the rebuilt run: that is of the journal that was lost.
+
+    The same where the oldest records are in an archive that is not here.
+    """
     lines: list[_Known] = []
     peers: set[str] = set()
     for line in log.lines:
-        if getattr(line, "epoch", 0) >= index.rebuilt_epoch:
+        epoch = getattr(line, "epoch", 0)
+        if epoch >= index.rebuilt_epoch and (epoch, getattr(line, "outer_step", None) or 0) > index.since:
             peers.add(line.peer)
         if line.peer in peers:
             lines.append(line)

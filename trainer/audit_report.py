@@ -22,6 +22,8 @@ def audit_as_json(audit: RunAudit) -> str:
         "holds": audit.holds,
         "run_id": audit.run_id,
         "journal": str(audit.journal),
+        "archives": [str(path) for path in audit.archives],
+        "first_record": audit.first_record,
         "folders": [str(folder) for folder in audit.folders],
         "account": proved.account,
         "samples": proved.samples,
@@ -51,7 +53,11 @@ def render_audit(audit: RunAudit) -> str:
 def _run(audit: RunAudit) -> Iterator[tuple[str, str]]:
     account = audit.proved.account
     yield "run", audit.run_id or "unknown"
-    yield "journal", f"{audit.journal}, {_count(account.num_records, 'record')}"
+    more = f" with {_count(len(audit.archives), 'archive')}" if audit.archives else ""
+    yield "journal", f"{audit.journal}{more}, {_count(account.num_records, 'record')}"
+    if first := audit.first_record:
+        yield "", f"{_count(first, 'older record')} are in archives that are not here: what they say is not checked,"
+        yield "", f"and what the snapshot in record {first} says of them is believed; all after it is checked"
     end = "complete" if account.is_complete else "not complete"
     lost = "; the journal of what was before is lost" if account.is_rebuilt else ""
     yield "outer steps", f"{account.first_step:,} to {account.outer_step:,}, {end}{lost}"

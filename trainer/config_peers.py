@@ -105,6 +105,12 @@ class CoordinatorSection(Section):
     addresses: Annotated[tuple[FixedAddress, ...], Field(max_length=16)] = ()
     """Where the run's coordinators listen, this one and its standbys; peers learn them by their ticket."""
 
+    compact_every: Annotated[int, Field(ge=0, le=10_000_000)] = 20_000
+    """Records of the journal, at least, after which it is compacted: a snapshot of what they come to is written, and
+    they go to an archive, journal-0001.sqlite and so on, or stay where they are in etcd; 0: never."""
+    keep_archives: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """How many archives stay; 0: all. Without them `isthmus audit` cannot prove what is in them."""
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.store == "etcd" and not self.etcd:

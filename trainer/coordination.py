@@ -35,6 +35,7 @@ from elastic.etcd import EtcdAccess
 from elastic.etcd_store import EtcdStore
 from elastic.journal import Journal, set_aside
 from elastic.observation import Observe
+from elastic.store import Store
 from trainer.config_peers import CoordinatorSection
 from trainer.errors import ConfigError, EnvironmentFault, IntegrityError, NobodyReachable, Refused
 from trainer.founding import JOURNAL_NAME
@@ -136,6 +137,7 @@ class Coordination:
                 run_id=self._run_id,
                 peer_id=self._me.peer_id,
                 address=address,
+                keep_archives=section.keep_archives,
                 patience_s=section.etcd_patience_s,
             )
         except OSError as error:
@@ -146,12 +148,24 @@ class Coordination:
             ) from error
 
     def _read_file(self) -> CoordinatorShell:
-        journal = self._store = Journal(self._run_dir / JOURNAL_NAME, run_id=self._run_id)
-        self._shell = CoordinatorShell(self._config, journal, rebuild=self._rebuild, observe=self._observe)
+        section = self._section
+        journal = self._store = Journal(
+            self._run_dir / JOURNAL_NAME, run_id=self._run_id, keep_archives=section.keep_archives
+        )
+        self._shell = self._shell_over(journal)
         return self._shell
 
+    def _shell_over(self, store: Store) -> CoordinatorShell:
+        return CoordinatorShell(
+            self._config,
+            store,
+            rebuild=self._rebuild,
+            compact_every=self._section.compact_every,
+            observe=self._observe,
+        )
+
     async def _read(self, store: EtcdStore) -> CoordinatorShell:
-        build = partial(CoordinatorShell, self._config, store, rebuild=self._rebuild, observe=self._observe)
+        build = partial(self._shell_over, store)
         reading = asyncio.get_running_loop().run_in_executor(None, build)
         try:
             await asyncio.wait([reading])

@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from collective.transport.certificates import certificate_to_bytes
+from elastic.journal_archive import archives_of
 from trainer.admission import MAX_AUTHORITIES, RunTerms, authority_of, seal_key_of
 from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointStore, load_resumed, newest_usable
 from trainer.config import Config
@@ -298,7 +299,7 @@ def _archive(path: Path, outer_step: int) -> None:
         "run.json",
         _TERMS_NAME,
     )
-    doomed += [path / name for name in names if (path / name).exists()]
+    doomed += [*archives_of(path / JOURNAL_NAME), *(path / name for name in names if (path / name).exists())]
     if not doomed:
         return
     aside = next(place for number in itertools.count(1) if not (place := path / f"lineage-{number}").exists())

@@ -15,6 +15,7 @@ from elastic.core.records import (
     Record,
     ReleaseRecord,
     RollbackRecord,
+    SnapshotRecord,
     TicketRecord,
     ViewRecord,
 )
@@ -54,6 +55,11 @@ def line_of(record: Record) -> Line:
             return "ticket_revoked", {"ticket": ticket_id.hex()}
         case TicketRecord(ticket_id=ticket_id, used_by=used_by):
             return "admitted", {"of": used_by, "ticket": ticket_id.hex()}
+        case SnapshotRecord(view=view, commits=commits, owned=owned):
+            return "snapshot", view_fields(view) | {
+                "commits": len(commits),
+                "samples": sum(count(own) for _, own in owned),
+            }
         case _:
             assert_never(record)
 

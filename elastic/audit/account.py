@@ -6,9 +6,17 @@ from collections.abc import Sequence
 import msgspec
 
 from collective.core.types import PeerId, PeerRef
-from elastic.audit.beginning import beginning_in
+from elastic.audit.beginning import beginning_at
 from elastic.audit.lineage import given_up_in, rollbacks_in, state_after
-from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record, RollbackRecord, ViewRecord
+from elastic.core.records import (
+    CommitRecord,
+    Genesis,
+    RebuildRecord,
+    Record,
+    RollbackRecord,
+    SnapshotRecord,
+    ViewRecord,
+)
 
 
 class Share(msgspec.Struct, kw_only=True):
@@ -81,8 +89,14 @@ def account_for(records: Sequence[Record]) -> Account:
     given_up = given_up_in(records)
     for slot, record in enumerate(records):
         match record:
-            case Genesis() | RebuildRecord():
-                _begin(account, record)
+            case Genesis() | RebuildRecord() | SnapshotRecord():
+                _begin(account, slot, record)
+                if isinstance(record, SnapshotRecord) and slot == 0:
+                    members = dict.fromkeys(ref for ref, _ in (*record.admitted, *record.excused))
+                    account.epoch = record.view.epoch
+                    # In the order of ranks; whether they have contributed before is not known here.
+                    shares = {ref.peer_id: Share(peer_id=ref.peer_id, num_starts=1) for ref in members}
+                    starts = set(members)
             case ViewRecord(view=view, excused=excused):
                 account.num_views += 1
                 account.epoch = max(account.epoch, view.epoch)
@@ -129,10 +143,10 @@ def _all_given_up(records: Sequence[Record]) -> tuple[GivenUp, ...]:
     return tuple(found)
 
 
-def _begin(account: Account, record: Genesis | RebuildRecord) -> None:
+def _begin(account: Account, slot: int, record: Genesis | RebuildRecord | SnapshotRecord) -> None:
     if isinstance(record, RebuildRecord):
         account.is_rebuilt, account.epoch = True, record.epoch
-    if (begins := beginning_in(record)) is not None:
+    if (begins := beginning_at(slot, record)) is not None:
         account.first_step = account.outer_step = begins.outer_step
         account.is_complete = begins.final
 

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from elastic.audit.beginning import beginning_in
+from elastic.audit.beginning import beginning_at
 from elastic.audit.findings import MAX_KEPT
 from elastic.audit.lineage import given_up_in
 from elastic.core.leases import merged
 from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record
+from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record, SnapshotRecord
 
 
 class DataEpoch(msgspec.Struct, frozen=True):
@@ -63,8 +63,8 @@ def used_up(records: Sequence[Record], slot: int) -> tuple[IndexRange, ...]:
     ranges: list[IndexRange] = []
     for at, record in enumerate(seen):
         match record:
-            case Genesis() | RebuildRecord():
-                if (begins := beginning_in(record)) is not None:
+            case Genesis() | RebuildRecord() | SnapshotRecord():
+                if (begins := beginning_at(at, record)) is not None:
                     ranges += all_but(begins.position.unconsumed, begins.position.next_index)
             case CommitRecord() if at not in given_up:
                 ranges += (item for contribution in record.contributions for item in contribution.consumed)

@@ -39,6 +39,14 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     num_findings: int
     findings: tuple[Finding, ...]
 
+    def shifted(self, num_slots: int) -> "Verdict":
+        """The same where the first record that was looked at stands in this slot, and not in slot 0."""
+        moved = (
+            item if item.slot is None else msgspec.structs.replace(item, slot=item.slot + num_slots)
+            for item in self.findings
+        )
+        return msgspec.structs.replace(self, findings=tuple(moved))
+
     @property
     def holds(self) -> bool:
         """Whether it found nothing wrong."""

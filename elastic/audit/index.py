@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 
 from collective.core.types import PeerId, RoundKey, View
-from elastic.audit.beginning import beginning_in
+from elastic.audit.beginning import beginning_at, kept_commits, leading
 from elastic.core.records import (
     BarRecord,
     CommitRecord,
@@ -14,6 +14,7 @@ from elastic.core.records import (
     Record,
     ReleaseRecord,
     RollbackRecord,
+    SnapshotRecord,
     TicketRecord,
     ViewRecord,
 )
@@ -45,11 +46,21 @@ class RecordIndex:
         self.is_whole = is_whole
         self.rebuilt_epoch = 0
         """Words of older epochs are of a journal that was lost before this one, and prove nothing."""
+        self.kept = {certificate.key: certificate for _, certificate in kept_commits(records)}
+        """Certificates of commits before the first record; of others from then nothing is known."""
+        self.since = (0, -1)
+        """Epoch and outer step of what the first record stands for, if that is a snapshot; words of before prove
+        nothing, unless they are of a commit that it keeps."""
+        if (snapshot := leading(records)) is not None:
+            self.since = snapshot.view.epoch, snapshot.view.outer_step
+            self.views[snapshot.view.epoch] = (0, snapshot.view)
+            if isinstance(snapshot.rebuilt, RebuildRecord):
+                self.rebuilt_epoch = snapshot.rebuilt.epoch
         for slot, record in enumerate(records):
             match record:
-                case Genesis() | RebuildRecord():
+                case Genesis() | RebuildRecord() | SnapshotRecord():
                     self.rebuilt_epoch = record.epoch if isinstance(record, RebuildRecord) else self.rebuilt_epoch
-                    if (begins := beginning_in(record)) is not None:
+                    if (begins := beginning_at(slot, record)) is not None:
                         self.states.setdefault(begins.outer_step, []).append((slot, begins.digest))
                 case ViewRecord(view=view):
                     self.views[view.epoch] = (slot, view)

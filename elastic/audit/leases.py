@@ -17,6 +17,7 @@ from elastic.core.records import (
     Record,
     ReleaseRecord,
     RollbackRecord,
+    SnapshotRecord,
     TicketRecord,
     ViewRecord,
 )
@@ -53,7 +54,10 @@ def lease_findings(records: Sequence[Record]) -> Iterator[Finding]:
             case CommitRecord():
                 for item in record.contributions:
                     wrong += _order(f"the work of {item.ref.peer_id}", item.consumed)
-            case BarRecord() | TicketRecord():
+            case SnapshotRecord(view=view) if slot == 0:
+                members, epoch = frozenset(ref for ref, _ in (*record.admitted, *record.excused)), view.epoch
+                serials = {item.ref: item.serial for item in record.granted}
+            case BarRecord() | TicketRecord() | SnapshotRecord():
                 pass
             case _:
                 assert_never(record)

@@ -7,10 +7,18 @@ from heapq import merge
 from typing import NamedTuple
 
 from collective.core.types import PeerRef
-from elastic.audit.beginning import beginning_in, slot_of_beginning
+from elastic.audit.beginning import Beginning, beginning_at, kept_states, slot_of_beginning
 from elastic.audit.lineage import Rollback
 from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, Genesis, LeaseRecord, RebuildRecord, Record, ReleaseRecord
+from elastic.core.records import (
+    CommitRecord,
+    Genesis,
+    LeaseRecord,
+    RebuildRecord,
+    Record,
+    ReleaseRecord,
+    SnapshotRecord,
+)
 
 
 class Kind(enum.Enum):
@@ -44,16 +52,19 @@ class Jump(NamedTuple):
 
 def moves_in(records: Sequence[Record]) -> Iterator[Move]:
     """All of them, oldest first; what a rollback undoes is among them."""
+    for slot, state in kept_states(records):
+        yield from _before(slot, state)
     for slot, record in enumerate(records):
         match record:
-            case Genesis() | RebuildRecord():
-                begins = beginning_in(record)
+            case Genesis() | RebuildRecord() | SnapshotRecord():
+                begins = beginning_at(slot, record)
                 if begins is None or slot != slot_of_beginning(records):
                     continue  # there is one; the chain's check says so if not
-                end = begins.position.next_index
-                yield Move(IndexRange(0, end), slot, Kind.USED_BEFORE, step=begins.outer_step)
-                for item in begins.position.unconsumed:
-                    yield Move(item, slot, Kind.FREE_BEFORE)
+                yield from _before(slot, begins)
+                if isinstance(record, SnapshotRecord):
+                    for ref, ranges in record.owned:
+                        for item in ranges:
+                            yield Move(item, slot, Kind.GIVEN, ref)
             case LeaseRecord(ref=ref):
                 for item in record.ranges:
                     yield Move(item, slot, Kind.GIVEN, ref)
@@ -66,6 +77,13 @@ def moves_in(records: Sequence[Record]) -> Iterator[Move]:
                     yield Move(item, slot, Kind.RETURNED, ref)
             case _:
                 pass
+
+
+def _before(slot: int, begins: Beginning) -> Iterator[Move]:
+    end = begins.position.next_index
+    yield Move(IndexRange(0, end), slot, Kind.USED_BEFORE, step=begins.outer_step)
+    for item in begins.position.unconsumed:
+        yield Move(item, slot, Kind.FREE_BEFORE)
 
 
 def pieces_of(moves: Sequence[Move]) -> Iterator[tuple[IndexRange, list[Move]]]:
@@ -96,7 +114,7 @@ def in_order(moves: Sequence[Move], rollbacks: Sequence[Rollback]) -> Iterator[M
 
 def jumps_in(moves: Sequence[Move], rollbacks: Sequence[Rollback]) -> list[list[Jump]]:
     """The jumps until each rollback, and those until the end; what the run went back behind is in no later list."""
-    jumps = [Jump(0, 0, -1)]
+    jumps = [Jump(0, 0, moves[0].slot - 1 if moves else -1)]
     found: list[list[Jump]] = []
     for move in in_order(moves, rollbacks):
         if isinstance(move, Rollback):

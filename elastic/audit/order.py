@@ -11,10 +11,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from collective.core.types import PeerId, PeerRef, View
-from elastic.audit.beginning import beginning_in, first_slot, slot_of_beginning
+from elastic.audit.beginning import beginning_at, first_slot, slot_of_beginning
 from elastic.audit.findings import Finding, Verdict, judge, short
 from elastic.audit.lineage import state_after
-from elastic.core.records import BarRecord, CommitRecord, Genesis, RebuildRecord, Record, RollbackRecord, ViewRecord
+from elastic.core.records import (
+    BarRecord,
+    CommitRecord,
+    Genesis,
+    RebuildRecord,
+    Record,
+    RollbackRecord,
+    SnapshotRecord,
+    ViewRecord,
+)
 
 
 def audit_chain(records: Sequence[Record]) -> Verdict:
@@ -37,7 +46,8 @@ def audit_contributions(records: Sequence[Record]) -> Verdict:
 
 def _chain(records: Sequence[Record]) -> Iterator[Finding]:
     first = first_slot(records)
-    if first < len(records) and not isinstance(records[first], Genesis | RebuildRecord):
+    begins_well = Genesis | RebuildRecord if first else Genesis | RebuildRecord | SnapshotRecord
+    if first < len(records) and not isinstance(records[first], begins_well):
         yield Finding(invariant="I3", slot=first, sentence="the journal does not begin with the run's first state")
     beginning = slot_of_beginning(records)
     step, digest, final_at = 0, b"", -1
@@ -46,7 +56,7 @@ def _chain(records: Sequence[Record]) -> Iterator[Finding]:
             if slot != first:
                 yield Finding(invariant="I3", slot=slot, sentence="the journal was rebuilt after it had begun")
             yield from _testimony(slot, record)
-        if (begins := beginning_in(record)) is not None:
+        if (begins := beginning_at(slot, record)) is not None:
             if slot != beginning:
                 yield Finding(invariant="I3", slot=slot, sentence=f"the run begins again, at step {begins.outer_step}")
             step, digest = begins.outer_step, begins.digest
@@ -111,7 +121,7 @@ def _views(records: Sequence[Record]) -> Iterator[Finding]:
                     if known is not None and known.key.epoch >= epoch:
                         said = f"the journal was rebuilt under epoch {epoch} from a commit of epoch {known.key.epoch}"
                         yield Finding(invariant="I8", slot=slot, sentence=said)
-                if (begins := beginning_in(record)) is not None:
+                if (begins := beginning_at(slot, record)) is not None:
                     step, digest = begins.outer_step, begins.digest
                     final_at = slot if begins.final else final_at
             case ViewRecord(view=view, excused=excused):
@@ -152,6 +162,13 @@ def _views(records: Sequence[Record]) -> Iterator[Finding]:
                 yield from _holding(slot, record, incarnations)
                 step, digest = state_after(record, records)
                 epoch, standing, final_at = record.epoch, set(), -1
+            case SnapshotRecord(view=view) if slot == 0:
+                epoch, step, digest = view.epoch, view.outer_step, view.digest
+                final_at = 0 if record.is_final else -1
+                incarnations = {peer_id: known.incarnation for peer_id, known in record.departed}
+                incarnations |= {member.peer_id: member.incarnation for member in view.members}
+                barred = {bar.peer_id: bar.incarnation for bar in record.bars}
+                standing = {ref for ref, _ in (*record.admitted, *record.excused)}
             case BarRecord(bar=bar):
                 barred[bar.peer_id] = max(bar.incarnation, barred.get(bar.peer_id, 0))
             case _:
@@ -202,7 +219,7 @@ def _excused(slot: int, view: View, excused: Sequence[PeerRef], standing: set[Pe
 def _contributions(records: Sequence[Record]) -> Iterator[Finding]:
     view: View | None = None
     for slot, record in enumerate(records):
-        if isinstance(record, ViewRecord):
+        if isinstance(record, ViewRecord) or (isinstance(record, SnapshotRecord) and slot == 0):
             view = record.view
         elif isinstance(record, RollbackRecord):
             view = None  # nobody is a member until the next one

@@ -4,7 +4,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from elastic.audit.beginning import beginning_in, slot_of_beginning
+from elastic.audit.beginning import Beginning, beginning_at, kept_commits, kept_states, slot_of_beginning
 from elastic.audit.coverage import all_but
 from elastic.audit.findings import Finding, short
 from elastic.audit.lineage import rollbacks_in
@@ -32,15 +32,17 @@ _NOWHERE = _Place(0, (), b"")
 def certificates_at(records: Sequence[Record], slots: Collection[int]) -> dict[int, Certificate]:
     """The certificates of the commits in these slots, without a seal, and of a beginning that was rebuilt from one.
 
+    Those that a leading snapshot keeps are among them, with the seal that they have there.
+
     Args:
         records: from the first one on.
         slots: whose certificates are wanted; those of other records are left out.
     """
-    found: dict[int, Certificate] = {}
+    found = dict(kept_commits(records))
     beginning = slot_of_beginning(records)
     back_to = {item.slot: item.back_to for item in rollbacks_in(records)}
     wanted = {*slots, *back_to.values()}
-    kept: dict[int, _Place] = {}
+    kept = {slot: _place_of(begins, found.get(slot)) for slot, begins in kept_states(records)}
     place = _NOWHERE
     for slot, record in enumerate(records[: max(wanted, default=-1) + 1]):
         match record:
@@ -55,17 +57,24 @@ def certificates_at(records: Sequence[Record], slots: Collection[int]) -> dict[i
                 place = place._replace(next_index=max([place.next_index, *(item.stop for item in record.ranges)]))
             case RollbackRecord():
                 place = kept.get(back_to[slot], _NOWHERE)
-            case _ if slot == beginning and (begins := beginning_in(record)) is not None:
-                end, unconsumed = begins.position.next_index, merged(begins.position.unconsumed)
-                link = genesis_link(Held(begins.outer_step, begins.digest), DataPosition(end, unconsumed))
+            case _ if slot == beginning and (begins := beginning_at(slot, record)) is not None:
                 if isinstance(record, RebuildRecord) and record.certificate is not None:
-                    found[slot], link = record.certificate, record.certificate.link
-                place = _Place(end, all_but(unconsumed, end), link)
+                    found[slot] = record.certificate
+                place = _place_of(begins, found.get(slot))
+                if slot in kept:  # a snapshot's: since that state was made, samples have been given
+                    place = place._replace(link=kept[slot].link)
             case _:
                 pass
         if slot in wanted:
-            kept[slot] = place
+            kept.setdefault(slot, place)
     return found
+
+
+def _place_of(begins: Beginning, certificate: Certificate | None) -> _Place:
+    """Where a state begins that has this certificate, or none."""
+    end, unconsumed = begins.position.next_index, merged(begins.position.unconsumed)
+    link = genesis_link(Held(begins.outer_step, begins.digest), DataPosition(end, unconsumed))
+    return _Place(end, all_but(unconsumed, end), link if certificate is None else certificate.link)
 
 
 def _certificate_of(record: CommitRecord, place: _Place) -> Certificate:

@@ -8,7 +8,7 @@ is not the last one, an older commit as the journal itself knows it, and somebod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from elastic.audit.beginning import beginning_in
+from elastic.audit.beginning import beginning_at, kept_states
 from elastic.audit.findings import Finding, Verdict, judge
 from elastic.audit.lineage import Rollback, rollbacks_in, state_after
 from elastic.audit.proofs import certificates_at, contradictions
@@ -37,7 +37,7 @@ def _misplaced(records: Sequence[Record], rollback: Rollback, record: RollbackRe
     if rollback.newest is None:
         yield "the run goes back before it began"
         return
-    newest, final = _made_by(records[rollback.newest])
+    newest, final = _made_by(records, rollback.newest)
     if final:
         yield f"the run goes back after its last commit (record {rollback.newest})"
     if record.given_up != newest:
@@ -59,7 +59,7 @@ def _target(
     certificate, slot = record.certificate, rollback.slot
     if rollback.newest is None:
         return
-    newest, _ = _made_by(records[rollback.newest])
+    newest, _ = _made_by(records, rollback.newest)
     step, _ = state_after(record, records)
     if step >= newest:
         yield Finding(invariant="I3", slot=slot, sentence=f"the run goes back to step {step}, committed is {newest}")
@@ -75,10 +75,13 @@ def _target(
         yield from contradictions(told, certificate, due, slot)
 
 
-def _made_by(record: Record) -> tuple[int, bool]:
+def _made_by(records: Sequence[Record], slot: int) -> tuple[int, bool]:
     """The outer step that this commit or beginning made, and whether it was the last one."""
+    if slot < 0:
+        return next(begins.outer_step for kept, begins in kept_states(records) if kept == slot), False
+    record = records[slot]
     if isinstance(record, CommitRecord):
         return record.outer_step, record.final
-    begins = beginning_in(record)
+    begins = beginning_at(slot, record)
     assert begins is not None, "the run goes back along commits and its beginning"
     return begins.outer_step, begins.final

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from collective.core.types import PeerRef
-from elastic.audit.beginning import first_state
+from elastic.audit.beginning import first_state, leading
 from elastic.audit.coverage import DataEpochs, count_data_epochs
 from elastic.audit.findings import Finding, Verdict, judge
 from elastic.audit.leases import lease_findings
@@ -200,7 +200,9 @@ def _user_of(moves: Sequence[Move]) -> Move | None:
 def _leaving(records: Sequence[Record]) -> dict[PeerRef, list[int]]:
     """The slots of the views in which a start of a peer is no longer a member, nor excused for being late."""
     leaving: dict[PeerRef, list[int]] = {}
-    members: frozenset[PeerRef] = frozenset()
+    snapshot = leading(records)
+    standing = () if snapshot is None else (*snapshot.admitted, *snapshot.excused)
+    members = frozenset(ref for ref, _ in standing)
     for slot, record in enumerate(records):
         if isinstance(record, ViewRecord):
             now = frozenset((*(member.ref for member in record.view.members), *record.excused))

@@ -12,7 +12,7 @@ a record says when it was made.
 
 from collective.core.types import Incarnation, PeerId, PeerRef
 from elastic.core.messages import Bar
-from elastic.core.records import BarRecord, TicketRecord
+from elastic.core.records import BarRecord, SnapshotRecord, TicketRecord
 
 FOR_EVER = 2**53
 MAX_BARS = 1024
@@ -31,6 +31,15 @@ class Doors:
         """Those that do not admit everybody any more."""
         self.admitted: dict[PeerId, TicketRecord] = {}
         """By which ticket a peer was let in last."""
+
+    @classmethod
+    def restored(cls, record: SnapshotRecord) -> "Doors":
+        """As a snapshot of the journal says."""
+        doors = cls()
+        doors.bars = {bar.peer_id: bar for bar in record.bars}
+        doors.tickets = {known.ticket_id: known for known in record.tickets}
+        doors.admitted = {known.used_by: known for known in record.let_in if known.used_by is not None}
+        return doors
 
     def apply(self, record: BarRecord | TicketRecord) -> None:
         """Take a record in."""

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable
 
 from collective.core.types import PeerId, PeerRef
 from elastic.core.messages import DataPosition, IndexRange
+from elastic.core.records import Grant, SnapshotRecord
 
 MAX_RANGES_PER_GRANT = 64
 """A grant may hold fewer samples than asked for rather than more ranges than this: votes have to list them again."""
@@ -87,6 +88,23 @@ class LeaseLedger:
         # The newest grant of each peer, so that a repeated request is recognised. Outlives the membership: an old
         # request that comes late must not be taken for a new one.
         self._newest: dict[PeerId, tuple[PeerRef, int, tuple[IndexRange, ...]]] = {}
+
+    @classmethod
+    def restored(cls, record: SnapshotRecord) -> "LeaseLedger":
+        """As a snapshot of the journal says."""
+        ledger = cls(record.next_index)
+        ledger.free = record.free
+        ledger._owned = dict(record.owned)
+        ledger._newest = {item.ref.peer_id: (item.ref, item.serial, item.ranges) for item in record.granted}
+        return ledger
+
+    def owned(self) -> tuple[tuple[PeerRef, tuple[IndexRange, ...]], ...]:
+        """Who owns what, in the order of their first grant."""
+        return tuple(self._owned.items())
+
+    def granted(self) -> tuple[Grant, ...]:
+        """The newest grant of every peer."""
+        return tuple(Grant(*item) for item in self._newest.values())
 
     def owned_by(self, ref: PeerRef) -> tuple[IndexRange, ...]:
         """What this start of the peer has been given and no commit has consumed."""

@@ -2,7 +2,8 @@
 """What the coordinator writes down before anybody hears of it.
 
 The journal is the list of these records in order. Replaying them gives the state of the coordinator (its
-`recover`); auditing them proves what the run did. Records are never changed, only appended.
+`recover`); auditing them proves what the run did. Records are never changed, only appended. A `SnapshotRecord` says
+all that the ones before it come to: from there on they are needed for proofs alone.
 """
 
 from typing import Annotated
@@ -10,9 +11,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from collective.core.types import Epoch, OuterStep, PeerId, PeerRef, RoundKey, View
+from collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef, RoundKey, View
 from elastic.core.certificate import Certificate
-from elastic.core.messages import Bar, Digest, IndexRange, Natural, Weight
+from elastic.core.messages import Bar, DataPosition, Digest, Held, IndexRange, Natural, Weight
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -128,6 +129,92 @@ class TicketRecord(_Record, frozen=True):
     is_once: bool = False
 
 
+class Departure(msgspec.Struct, frozen=True):
+    """The newest start of a peer that was a member and is no more, and the first epoch without it."""
+
+    incarnation: Incarnation
+    epoch: Epoch
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the newest request of a peer was given; no ranges if they came back since."""
+
+    ref: PeerRef
+    serial: Natural
+    ranges: tuple[IndexRange, ...]
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How many samples of a peer's commits have used up, and how many of them were so when its newest payload of a
+    fragment was committed."""
+
+    ref: PeerRef
+    num_samples: int
+    counted: tuple[tuple[int, int], ...]
+
+
+class SnapshotRecord(_Record, frozen=True, kw_only=True):
+    """All that the records before this one come to. It decides nothing: whoever begins with it knows what those told.
+
+    Everything has the order in which it came to be, since some of it is forgotten in that order.
+
+    Attributes:
+        view: the newest, with the committed state.
+        admitted: the members, each with the epoch since which it stands.
+        excused: the late that the round goes on without, likewise.
+        contributed: the newest committed state that holds work of this member or excused peer.
+        reached: peers whose work a commit has held, in whatever start, and the first step that held it.
+        departed: see `Departure`.
+        previous: the state before the committed one, if that is known.
+        last_commit: made the committed state; None if the run began or went back to it.
+        rebuilt: where the run went back last.
+        beginning: the state that the run began with, and where the data stood, unless that is forgotten by now.
+        commits: all that the run can go back to, oldest first, the committed state's last.
+        next_index: the first sample that was never given.
+        free: samples that came back.
+        owned: what each start of a peer has and no commit has used up.
+        granted: the newest grant of every peer that had one.
+        work: see `Work`.
+        strikes: how often in a row a peer was wrong, with its start at the last time.
+        bars: who is kept out.
+        tickets: those that do not admit everybody any more.
+        let_in: by which ticket each peer came last.
+    """
+
+    view: View
+    admitted: tuple[tuple[PeerRef, Epoch], ...]
+    excused: tuple[tuple[PeerRef, Epoch], ...]
+    contributed: tuple[tuple[PeerRef, Held], ...]
+    reached: tuple[tuple[PeerId, OuterStep], ...]
+    departed: tuple[tuple[PeerId, Departure], ...]
+    previous: Held | None
+    last_commit: CommitRecord | None
+    rebuilt: RebuildRecord | RollbackRecord | None
+    beginning: tuple[Held, DataPosition] | None
+    commits: tuple[Certificate, ...]
+    next_index: Natural
+    free: tuple[IndexRange, ...]
+    owned: tuple[tuple[PeerRef, tuple[IndexRange, ...]], ...]
+    granted: tuple[Grant, ...]
+    work: tuple[Work, ...]
+    strikes: tuple[tuple[PeerRef, int], ...]
+    bars: tuple[Bar, ...]
+    tickets: tuple[TicketRecord, ...]
+    let_in: tuple[TicketRecord, ...]
+
+    @property
+    def committed(self) -> Held | None:
+        """The committed state; None before the run began."""
+        if self.commits:
+            return self.commits[-1].made
+        return None if self.beginning is None else self.beginning[0]
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the run's last outer step is committed."""
+        return bool(self.commits) and self.commits[-1].final
+
+
 Record = (
     Genesis
     | RebuildRecord
@@ -138,4 +225,5 @@ Record = (
     | ReleaseRecord
     | BarRecord
     | TicketRecord
+    | SnapshotRecord
 )

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from collective.core.types import Epoch, Instant, PeerId
 from elastic.core.admission import QUORUM_EXIT_CODE
 from elastic.core.messages import Refused
+from elastic.core.past import Past
 from elastic.core.records import RollbackRecord
 from elastic.core.roster import Roster
-from elastic.core.run_state import Past
 from elastic.core.sessions import Session
 
 

@@ -3,6 +3,7 @@
 
 The coordinator changes this state only by `apply`, with a record it persists in the same breath; a restarted one
 applies the same records again. So what a restart knows is, by construction, what the journal told everybody else.
+All of it can be written down as one record (`snapshot`), from which it comes back in the same order.
 Knows nothing of connections, votes or time: those die with the process and may.
 """
 
@@ -12,53 +13,32 @@ from typing import assert_never
 
 import msgspec
 
-from collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef, View
+from collective.core.types import Epoch, OuterStep, PeerId, PeerRef, View
 from elastic.core.certificate import Certificate, Contributor, genesis_link
 from elastic.core.doors import Doors
 from elastic.core.leases import LeaseLedger
-from elastic.core.messages import DataPosition, Held
+from elastic.core.messages import Held
+from elastic.core.past import Past, is_of, read_back, written
 from elastic.core.records import (
     BarRecord,
     CommitRecord,
+    Departure,
     Genesis,
     LeaseRecord,
     RebuildRecord,
     Record,
     ReleaseRecord,
     RollbackRecord,
+    SnapshotRecord,
     TicketRecord,
     ViewRecord,
 )
-from elastic.core.values import Digest
 from elastic.core.work import Strikes, WorkBook
 
 MAX_COMMITS_BACK = 256
 """So many of the newest commits are remembered, and the run can go back to each of them."""
 
 BLANK_VIEW = View(epoch=Epoch(0), outer_step=OuterStep(0), digest=b"", members=())
-
-
-class Departure(msgspec.Struct, frozen=True):
-    """The newest start of a peer that was a member and is no more, and the first epoch without it."""
-
-    incarnation: Incarnation
-    epoch: Epoch
-
-
-class Past(msgspec.Struct, frozen=True):
-    """A committed state that the run can go back to. Without a certificate it is the one that the run began with."""
-
-    held: Held
-    position: DataPosition
-    link: Digest
-    certificate: Certificate | None = None
-
-
-def _is_of(past: Past, certificate: Certificate | None) -> bool:
-    """Whether this certificate, under whatever seal, is of that state."""
-    if certificate is None or past.certificate is None:
-        return certificate is past.certificate
-    return certificate.link == past.link
 
 
 class RunState:
@@ -87,6 +67,7 @@ class RunState:
         self.doors = Doors()
         self._link = b""  # what the next certificate names as its parent
         self._past: deque[Past] = deque(maxlen=MAX_COMMITS_BACK)  # oldest first, the committed state last
+        self._is_blank = True
 
     @classmethod
     def replay(cls, records: Iterable[Record]) -> "RunState":
@@ -129,7 +110,12 @@ class RunState:
 
     def apply(self, record: Record) -> None:
         """Take one record in. Asserts what I3 and I8 demand of a journal."""
+        is_blank, self._is_blank = self._is_blank, False
         match record:
+            case SnapshotRecord() if is_blank:
+                self._restore(record)
+            case SnapshotRecord():
+                assert record == self.snapshot(), "a snapshot says what the records before it say"
             case Genesis():
                 held = Held(record.outer_step, record.digest)
                 position = LeaseLedger(record.next_index, record.returned).position()
@@ -152,6 +138,50 @@ class RunState:
                 self.doors.apply(record)
             case _:
                 assert_never(record)
+
+    def snapshot(self) -> SnapshotRecord:
+        """All of this as a record: whoever begins with it goes on as if it had read every record before."""
+        begins = [item for item in self._past if item.certificate is None]  # the first one, if any
+        return SnapshotRecord(
+            view=self.view,
+            admitted=tuple(self.admitted.items()),
+            excused=tuple(self.excused.items()),
+            contributed=tuple(self.contributed.items()),
+            reached=tuple(self.reached.items()),
+            departed=tuple(self.departed.items()),
+            previous=self.previous,
+            last_commit=self.last_commit,
+            rebuilt=self.rebuilt,
+            beginning=(begins[0].held, begins[0].position) if begins else None,
+            commits=tuple(written(item.certificate) for item in self._past if item.certificate is not None),
+            next_index=self.leases.next_index,
+            free=self.leases.free,
+            owned=self.leases.owned(),
+            granted=self.leases.granted(),
+            work=self.work.items(),
+            strikes=self.strikes.items(),
+            bars=tuple(self.doors.bars.values()),
+            tickets=tuple(self.doors.tickets.values()),
+            let_in=tuple(self.doors.admitted.values()),
+        )
+
+    def _restore(self, record: SnapshotRecord) -> None:
+        if record.beginning is not None:
+            held, position = record.beginning
+            self._past.append(Past(held, position, genesis_link(held, position)))
+        for certificate in map(read_back, record.commits):
+            self._past.append(Past(certificate.made, certificate.position, certificate.link, certificate))
+        if self._past:
+            newest = self._past[-1]
+            self.committed, self.certificate, self._link = newest.held, newest.certificate, newest.link
+        self.view, self.previous, self.last_commit = record.view, record.previous, record.last_commit
+        self.rebuilt = record.rebuilt
+        self.admitted, self.excused = dict(record.admitted), dict(record.excused)
+        self.contributed, self.departed = dict(record.contributed), dict(record.departed)
+        self.reached = dict(record.reached)
+        self.leases = LeaseLedger.restored(record)
+        self.work, self.strikes = WorkBook.restored(record.work), Strikes(record.strikes)
+        self.doors = Doors.restored(record)
 
     def _begin(self, at: Past) -> None:
         assert self.committed is None, "a run begins once"
@@ -182,7 +212,7 @@ class RunState:
     def _apply_rollback(self, record: RollbackRecord) -> None:
         assert record.epoch > self.view.epoch, "epochs only grow (I8)"
         assert record.given_up == self.outer_step, "what is given up was committed"
-        at = next((item for item in reversed(self._past) if _is_of(item, record.certificate)), None)
+        at = next((item for item in reversed(self._past) if is_of(item, record.certificate)), None)
         assert at is not None, "the run goes back to a commit that counts"
         assert at.held.outer_step < record.given_up, "the run goes back"
         while self._past[-1] is not at:

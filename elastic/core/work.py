@@ -8,6 +8,7 @@ from collections.abc import Collection
 
 from collective.core.types import PeerId, PeerRef
 from elastic.core.leases import count
+from elastic.core.records import Work
 from elastic.core.values import IndexRange
 
 MAX_STRIKES = 3
@@ -27,6 +28,18 @@ class WorkBook:
     def __init__(self) -> None:
         self._done: dict[PeerRef, int] = {}
         self._counted: dict[PeerRef, dict[int, int]] = {}  # of `_done`, what the newest payload of a fragment held
+
+    @classmethod
+    def restored(cls, items: Collection[Work]) -> "WorkBook":
+        """As a snapshot of the journal says."""
+        book = cls()
+        book._done = {item.ref: item.num_samples for item in items}
+        book._counted = {item.ref: dict(item.counted) for item in items}
+        return book
+
+    def items(self) -> tuple[Work, ...]:
+        """All that is known."""
+        return tuple(Work(ref, done, tuple(self._counted[ref].items())) for ref, done in self._done.items())
 
     def num_samples(self, ref: PeerRef, fragment: int, consumed: Collection[IndexRange]) -> int:
         """How many samples may be behind a payload of this fragment, with those that its vote names."""
@@ -49,8 +62,12 @@ class Strikes:
     A commit of its work that it agreed to ends the row.
     """
 
-    def __init__(self) -> None:
-        self._numbers: dict[PeerId, tuple[int, PeerRef]] = {}
+    def __init__(self, items: Collection[tuple[PeerRef, int]] = ()) -> None:
+        self._numbers = {ref.peer_id: (number, ref) for ref, number in items}
+
+    def items(self) -> tuple[tuple[PeerRef, int], ...]:
+        """All rows that go on, those that were added to last at the end."""
+        return tuple((ref, number) for number, ref in self._numbers.values())
 
     def of(self, peer_id: PeerId) -> int:
         """How many."""

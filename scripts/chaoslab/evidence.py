@@ -19,8 +19,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from elastic import journal_reader
 from elastic.core.records import Record
-from elastic.journal import Journal
+from elastic.errors import JournalCorrupted
 from trainer.events import older_files
 
 Event = dict[str, Any]
@@ -80,7 +81,7 @@ class End:
 
 @dataclass(slots=True, frozen=True)
 class Glimpse:
-    """How far the journal was when the coordinator was dead: rows, and the checksum of the last one."""
+    """How far the journal was when the coordinator was dead: rows, archived ones too, and the last one's checksum."""
 
     num_rows: int
     checksum: bytes
@@ -169,28 +170,24 @@ def glimpse(directory: Path) -> Glimpse:
         for name in (JOURNAL_NAME, f"{JOURNAL_NAME}-wal"):
             if (directory / name).exists():
                 shutil.copy(directory / name, scratch)
-        rows = _checksums(Path(scratch) / JOURNAL_NAME)
-    return Glimpse(len(rows), rows[-1] if rows else b"")
+        database = sqlite3.connect(Path(scratch) / JOURNAL_NAME)
+        try:
+            newest = database.execute("SELECT slot, checksum FROM journal ORDER BY slot DESC LIMIT 1").fetchone()
+        finally:
+            database.close()
+    return Glimpse(0, b"") if newest is None else Glimpse(newest[0] + 1, newest[1])
 
 
 def read_journal(directory: Path) -> tuple[list[Record], list[bytes]]:
-    """Records and checksums of a journal that nobody has open.
+    """Records and checksums of a journal that nobody has open, with all its archives.
 
     Raises:
-        JournalCorrupted: it is damaged.
+        JournalCorrupted: it is damaged, or an archive is missing.
     """
-    run_id = json.loads((directory / "run.json").read_bytes())["run_id"]
-    journal = Journal(directory / JOURNAL_NAME, run_id=run_id)
-    try:
-        records = journal.replay()
-    finally:
-        journal.close()
-    return records, _checksums(directory / JOURNAL_NAME)
-
-
-def _checksums(path: Path) -> list[bytes]:
-    database = sqlite3.connect(path)
-    try:
-        return [row[0] for row in database.execute("SELECT checksum FROM journal ORDER BY slot")]
-    finally:
-        database.close()
+    path = directory / JOURNAL_NAME
+    reading = journal_reader.read_journal(path)
+    if reading.broken is not None:
+        raise JournalCorrupted(path, reading.broken.slot, reading.broken.cause)
+    if reading.base.slot:
+        raise JournalCorrupted(path, reading.base.slot - 1, "it is in no archive")
+    return list(reading.records), list(reading.checksums)

@@ -30,6 +30,7 @@ from elastic.core.records import (
     RebuildRecord,
     ReleaseRecord,
     RollbackRecord,
+    SnapshotRecord,
     TicketRecord,
     ViewRecord,
 )
@@ -171,7 +172,7 @@ def check_leases(evidence: Evidence) -> list[str]:
                         consumed.add(index)
                 if record.key in targets:
                     pasts[record.key] = set(consumed), free | owners.keys(), next_index
-            case BarRecord() | TicketRecord():
+            case BarRecord() | TicketRecord() | SnapshotRecord():
                 pass
             case _:
                 assert_never(record)

@@ -28,6 +28,8 @@ LEAVE_LIMIT_S = 30.0
 MIN_PEERS = 2
 OPEN_END = 1_000_000
 """Outer steps: the run is ended from outside."""
+_COMPACT_EVERY = 200
+"""Records: so that the journal is compacted now and then, whatever happens at the time."""
 _STARTING_AT_ONCE = 2
 _MARK = "CHAOS_MARK"
 _CONFIG = """
@@ -196,6 +198,7 @@ class World(Watch):
         if site != COORDINATOR:
             return ["join", f"@{self._ticket}", "--node.threads", "1"]
         numbers = ["--outer-steps", str(OPEN_END), "--peers", str(len(self.peers)), "--min-peers", str(self._min_peers)]
+        numbers += ["--coordinator.compact_every", str(_COMPACT_EVERY)]
         files = ["-c", str(self.folder / "run.toml"), "--data.path", str(self.folder / "text.txt")]
         return ["coordinator", "--ticket-file", str(self._ticket), *files, *numbers]
 

@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, assert_never
 
+from elastic import journal_reader
 from elastic.core.messages import Held
 from elastic.core.records import (
     BarRecord,
@@ -32,10 +33,10 @@ from elastic.core.records import (
     Record,
     ReleaseRecord,
     RollbackRecord,
+    SnapshotRecord,
     TicketRecord,
     ViewRecord,
 )
-from elastic.journal import Journal
 from scripts.chaoslab.evidence import Tail
 
 Event = dict[str, Any]
@@ -339,13 +340,11 @@ def assert_same_commits(*processes: Process) -> dict[int, str]:
 
 
 def read_journal(directory: Path) -> Sequence[Record]:
-    """The records of a run that has ended."""
-    run_id = json.loads((directory / "run.json").read_bytes())["run_id"]
-    journal = Journal(directory / "journal.sqlite", run_id=run_id)
-    try:
-        return journal.replay()
-    finally:
-        journal.close()
+    """The records of a run that has ended, those in archives too."""
+    reading = journal_reader.read_journal(directory / "journal.sqlite")
+    assert (reading.broken, reading.base.slot) == (None, 0)
+    assert reading.run_id == json.loads((directory / "run.json").read_bytes())["run_id"]
+    return reading.records
 
 
 @dataclass(slots=True)
@@ -394,7 +393,7 @@ class Audit:
                     leased = {index: leased[index] for index in audit.consumed}
                 case RebuildRecord():
                     raise AssertionError("the journal before this one was lost: there is no whole run to audit")
-                case Genesis() | ViewRecord() | BarRecord() | TicketRecord():
+                case Genesis() | ViewRecord() | BarRecord() | TicketRecord() | SnapshotRecord():
                     pass
                 case _:
                     assert_never(record)

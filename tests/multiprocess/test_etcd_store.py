@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from collective.core.types import Incarnation, PeerId
 from elastic import etcd, etcd_store
 from elastic.core.messages import Bar, IndexRange
-from elastic.core.records import BarRecord, Genesis, TicketRecord
+from elastic.core.records import BarRecord, Genesis, Record, SnapshotRecord, TicketRecord
+from elastic.core.run_state import RunState
 from elastic.errors import EtcdRefused, EtcdUnavailable, JournalCorrupted, JournalUnwritable, Superseded
 from elastic.etcd import EtcdAccess, EtcdClient
 from elastic.etcd_store import EtcdStore
@@ -55,7 +56,15 @@ class Coordinators:
         self.run_id = f"run-{next(_runs)}"
         self.stores: list[EtcdStore] = []
 
-    def store(self, name: str, access: EtcdAccess | None = None, *, lease_s: int = 60, patience_s: float = 30.0):
+    def store(
+        self,
+        name: str,
+        access: EtcdAccess | None = None,
+        *,
+        lease_s: int = 60,
+        patience_s: float = 30.0,
+        keep_archives: int = 0,
+    ):
         store = EtcdStore(
             access or self.cluster.access,
             run_id=self.run_id,
@@ -63,6 +72,7 @@ class Coordinators:
             address=f"{name}:7000",
             lease_s=lease_s,
             patience_s=patience_s,
+            keep_archives=keep_archives,
         )
         self.stores.append(store)
         return store
@@ -128,6 +138,86 @@ def test_a_run_has_not_begun_for_who_was_let_in_or_put_out_before_it_did(run: Co
         assert beside.knows_run()
     store.append(record(0))
     assert beside.has_begun()
+
+
+def compacted(store: EtcdStore, times: int, *, every: int = 3) -> list[Record]:
+    """Write so many snapshots, each after some bars; returns all records."""
+    records: list[Record] = [record(0)]
+    store.append(records[0])
+    for number in range(times):
+        for index in range(every):
+            peer = PeerId(f"{number * every + index:016x}")
+            records.append(BarRecord(bar=Bar(peer, Incarnation(1), 1)))
+            store.append(records[-1])
+        records.append(RunState.replay(records).snapshot())
+        store.append(records[-1])
+    return records
+
+
+def slots_of(run: Coordinators) -> list[int]:
+    store = run.stores[0]
+    return [slot for slot, _, _ in store._rows(0)]
+
+
+def test_a_replay_begins_with_the_newest_snapshot_and_older_slots_stay(run: Coordinators) -> None:
+    first = run.leading("one")
+    records = compacted(first, 2)
+    assert slots_of(run) == list(range(len(records)))
+    last = BarRecord(bar=Bar(PeerId("f" * 16), Incarnation(1), 1))
+    assert first.append(last) == len(records)
+    first.close()
+    again = run.store("two")
+    assert again.has_begun()
+    assert again.knows_run()
+    assert again.try_to_lead() is None
+    assert list(again.replay()) == [records[-1], last]
+    assert again.append(record(3)) == len(records) + 1
+    run.stores.remove(first)
+    assert len(slots_of(run)) == len(records) + 2
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_of_the_older_slots_only_those_since_so_many_snapshots_stay(run: Coordinators, keep: int) -> None:
+    store = run.store("one", keep_archives=keep)
+    assert store.try_to_lead() is None
+    list(store.replay())
+    records = compacted(store, 5)
+    snapshots = [slot for slot, item in enumerate(records) if isinstance(item, SnapshotRecord)]
+    assert slots_of(run) == list(range(snapshots[-1 - keep], len(records)))
+    reader = run.store("reader")
+    assert list(reader.replay()) == records[-1:]
+    assert reader.has_begun()
+    assert reader.knows_run()
+
+
+def test_who_is_fenced_off_moves_no_base_and_deletes_nothing(run: Coordinators) -> None:
+    old = run.store("one", keep_archives=1)
+    assert old.try_to_lead() is None
+    list(old.replay())
+    records = compacted(old, 2)
+    run.end_lease(old)
+    new = run.leading("two")
+    new.append(record(7))
+    with pytest.raises(Superseded):
+        old.append(RunState.replay(records).snapshot())
+    assert list(run.store("reader").replay()) == [records[-1], record(7)]
+
+
+def test_a_base_without_its_slot_or_a_slot_without_its_base_is_damage(run: Coordinators) -> None:
+    store = run.store("one", keep_archives=1)
+    assert store.try_to_lead() is None
+    list(store.replay())
+    compacted(store, 3)
+    base = store._base_key
+    run.ask("kv/deleterange", {"key": store._key(store._slot - 1)})
+    with pytest.raises(JournalCorrupted, match="it is missing"):
+        list(run.store("reader").replay())
+    run.ask("kv/put", {"key": base, "value": b"nonsense"})
+    with pytest.raises(JournalCorrupted, match="what it goes on from"):
+        list(run.store("reader").replay())
+    run.ask("kv/deleterange", {"key": base})
+    with pytest.raises(JournalCorrupted, match="record 0: it is missing"):
+        list(run.store("reader").replay())
 
 
 def test_runs_do_not_see_each_other(run: Coordinators, node: Cluster) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic.core.records import Record, ViewRecord
+from elastic.core.records import Record, SnapshotRecord, ViewRecord
 from elastic.etcd import EtcdAccess
 from elastic.etcd_store import EtcdStore
+from elastic.store import verified
 from tests.multiprocess.etcd_cluster import Cluster, etcd_nodes, free_ports, needs_etcd
 from tests.multiprocess.run_harness import (
     LEFT,
@@ -51,7 +52,9 @@ def _log_of(process: Process) -> str:
 def _records(coordinator: Process, cluster: Cluster) -> list[Record]:
     run_id = json.loads((coordinator.directory / "run.json").read_bytes())["run_id"]
     store = EtcdStore(cluster.access, run_id=run_id, peer_id="reader", address="")
-    records = list(store.replay())
+    records = [record for _, record in verified(store._rows(0), store.path)]
+    snapshots = [slot for slot, record in enumerate(records) if isinstance(record, SnapshotRecord)]
+    assert list(store.replay()) == records[snapshots[-1] if snapshots else 0 :]
     store.close()
     return records
 
@@ -85,15 +88,18 @@ def test_a_standby_takes_over_from_a_killed_coordinator_and_no_committed_step_is
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     members = ["--members.start_peers", "2", "--members.min_peers", "2", "--run.outer_steps", str(last)]
     with etcd_nodes(tmp_path, 1) as cluster, running(tmp_path) as run:
-        coordinator = run.coordinator(*_flags(cluster, addresses, "--listen", addresses[0]), *members)
+        compacted = ("--coordinator.compact_every", "20")
+        coordinator = run.coordinator(*_flags(cluster, addresses, "--listen", addresses[0]), *members, *compacted)
         run.wait_for_ticket()
-        standby = _standby(run, coordinator, cluster, addresses[1])
+        standby = _standby(run, coordinator, cluster, addresses[1], *compacted)
         peers = [run.join(), run.join()]
         run.until_step(last // 4, *peers)
         coordinator.kill()
         before = max(event["outer_step"] for event in coordinator.events("commit_decided"))
         assert run.until_ended(standby, *peers) == [0, 0, 0]
         records = _records(standby, cluster)
+    assert len(coordinator.events("snapshot")) >= 1
+    assert len(standby.events("snapshot")) >= 1
     audit = Audit.of(records)
     assert [record.outer_step for record in audit.commits] == list(range(1, last + 1))
     assert last // 4 <= before < last

@@ -29,6 +29,7 @@ from elastic.core.records import (
     Record,
     ReleaseRecord,
     RollbackRecord,
+    SnapshotRecord,
     TicketRecord,
     ViewRecord,
 )
@@ -50,7 +51,8 @@ replace = msgspec.structs.replace
 def simulated(seed: int) -> tuple[Record, ...]:
     simulator = Simulator(seed)
     assert simulator.run().violation is None
-    return tuple(simulator.coordinator.journal)
+    # A snapshot would witness against whatever changes before it; the other checks have to find that themselves.
+    return tuple(record for record in simulator.coordinator.journal if not isinstance(record, SnapshotRecord))
 
 
 def could_have_been(records: list[Record]) -> bool:
@@ -99,7 +101,7 @@ def could_have_been(records: list[Record]) -> bool:
                         return False
                     if record.insisted == (2 * len(brought) > len(named)):
                         return False
-                case Genesis() | BarRecord() | TicketRecord():
+                case Genesis() | BarRecord() | TicketRecord() | SnapshotRecord():
                     pass
                 case _:
                     assert_never(record)
@@ -320,6 +322,8 @@ def change_record(record: Record, other: Record, draw: Draw) -> Record:
             ][draw(st.integers(0, 2))]
         case TicketRecord():
             return replace(record, used_by=None)
+        case SnapshotRecord():
+            return replace(record, **{name: getattr(RunState().snapshot(), name) for name in ("view", "owned")})
         case _:
             assert_never(record)
 
@@ -367,6 +371,66 @@ def test_any_single_change_is_found_or_gives_a_history_that_could_have_been(
             for finding in verdict.findings:
                 assert finding.slot is not None
                 assert 0 <= finding.slot < len(mutant)
+
+
+# ----------------------------------------------------------------------------------------------------------- snapshots
+
+
+def begun(records: list[Record]) -> int:
+    """How many records there are when the run has a state: no snapshot is written before."""
+    return next(at for at in range(1, len(records) + 1) if RunState.replay(records[:at]).committed is not None)
+
+
+@st.composite
+def compacted(draw: Draw) -> tuple[list[Record], list[Record], list[Record]]:
+    """A valid history from a snapshot on, then a change to what comes after that, and the same change to the whole."""
+    place = draw(st.integers(-1, len(SEEDS) - 1))
+    valid = history() if place < 0 else list(simulated(SEEDS[place])) or history()
+    for _ in range(draw(st.integers(0, 2))):
+        valid = gone_back(valid, draw)
+    cut = draw(st.integers(begun(valid), len(valid)))
+    mutant = list(valid)
+    if cut < len(valid):
+        slot, other = draw(st.integers(cut, len(valid) - 1)), draw(st.integers(cut, len(valid) - 1))
+        match draw(st.integers(0, 5)):
+            case 0:
+                del mutant[slot]
+            case 1:
+                mutant.insert(other, mutant[slot])
+            case 2:
+                mutant[slot], mutant[other] = mutant[other], mutant[slot]
+            case _:
+                mutant[slot] = change_record(mutant[slot], mutant[other], draw)
+    snapshot = RunState.replay(valid[:cut]).snapshot()
+    return [snapshot, *valid[cut:]], [snapshot, *mutant[cut:]], mutant
+
+
+@given(case=compacted())
+@settings(max_examples=900, deadline=None)
+def test_what_a_snapshot_stands_for_is_enough_to_judge_all_that_comes_after_it(
+    case: tuple[list[Record], list[Record], list[Record]],
+) -> None:
+    valid, mutant, whole = case
+    proved = audit(valid, samples_per_data_epoch=7)
+    assert proved.holds, [item.findings for item in proved.verdicts if not item.holds]
+    if not could_have_been(whole):
+        assert not audit(mutant, samples_per_data_epoch=7).holds
+
+
+@given(case=mutants(), place=st.integers(0, 10**6), other=st.integers(0, 10**6))
+@settings(max_examples=200, deadline=None)
+def test_a_snapshot_that_says_something_else_than_the_records_before_it_is_found(
+    case: tuple[list[Record], list[Record]], place: int, other: int
+) -> None:
+    records, _ = case
+    first = begun(records)
+    at = first + place % (len(records) + 1 - first)
+    snapshot = RunState.replay(records[:at]).snapshot()
+    assert audit([*records[:at], snapshot, *records[at:]]).holds
+    strange = RunState.replay(records[: other % at]).snapshot()
+    for name, value in msgspec.structs.asdict(strange).items():
+        lie = replace(snapshot, **{name: value})
+        assert audit([*records[:at], lie, *records[at:]]).holds == (lie == snapshot), name
 
 
 # ------------------------------------------------------------------------------------------------------------ the file

@@ -21,12 +21,13 @@ from elastic.core.events import (
 )
 from elastic.core.handover import Handover
 from elastic.core.messages import Evicted, Join, PeerMessage
+from elastic.core.past import Past
 from elastic.core.rebuild import Rebuild
 from elastic.core.reception import Reception
 from elastic.core.records import Record
 from elastic.core.rollback import Rollback
 from elastic.core.rounds import Rounds
-from elastic.core.run_state import Past, RunState
+from elastic.core.run_state import RunState
 from elastic.core.sessions import Session
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The coordinator's process: the real machine, a journal that survives, and crashes between any two effects."""
 
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,6 +59,9 @@ class CoordinatorNode(Process):
         super().__init__(sim.world, COORDINATOR)
         self.sim = sim
         self.journal: list[Record] = []
+        self.base = 0
+        """Where the next start begins to read: what came before this snapshot is in an archive."""
+        self._dice = random.Random(f"snapshots of {sim.options}")
         self.rule: RebuildRule | None = None
         """How a journal that was lost is made anew; None as long as it never was."""
         self.machine: CoordinatorMachine | None = None
@@ -86,6 +90,7 @@ class CoordinatorNode(Process):
         """Another site over the same store."""
         other = CoordinatorNode(self.sim)
         other.journal, other.rule, other.start_number = self.journal, self.rule, self.start_number
+        other.base = self.base
         other.clock.rate = self.clock.rate
         return other
 
@@ -99,9 +104,13 @@ class CoordinatorNode(Process):
         self.is_writing, self._wrote_s, self.time = None, 0.0, HeldClock(self.clock.now)
         config = replace(self.sim.coordinator_config, rebuild_salt=1000 * self.start_number)
         self.machine = self.sim.parts.coordinator.recover(
-            config, [_read_back(record) for record in self.journal], self.time.now(), rebuild=self.rule
+            config,
+            [_read_back(record) for record in self.journal[self.base :]],
+            self.time.now(),
+            rebuild=self.rule,
         )
-        self.sim.world.say("coordinator starts with", len(self.journal), "records")
+        self.sim.world.say("coordinator starts with", len(self.journal) - self.base, "records")
+        self.sim.marks["journal: read from a snapshot on"] += self.base > 0
         self.sim.checkers.coordinator_started(self.machine)
         self.arm()
 
@@ -125,7 +134,7 @@ class CoordinatorNode(Process):
         """Process and journal are gone; whoever starts it again knows that."""
         self.crash()
         self.sim.world.say("the journal is lost, with", len(self.journal), "records")
-        self.journal = []
+        self.journal, self.base = [], 0
         self.rule = RebuildRule.MAJORITY
 
     def insist(self) -> None:
@@ -212,6 +221,7 @@ class CoordinatorNode(Process):
         elif self.machine is not None:
             if self.leads:
                 self.sim.checkers.coordinator_settled(self.machine)
+                self._compact(self.machine)
             self.arm()
 
     def _carry_out(self, effect: CoordinatorEffect) -> None:
@@ -286,6 +296,16 @@ class CoordinatorNode(Process):
     def _append(self, record: Record) -> None:
         self.journal.append(record)
         self.sim.checkers.persisted(record)
+
+    def _compact(self, machine: CoordinatorMachine) -> None:
+        """Now and then, between two events. It may die before what the snapshot makes unnecessary is dropped."""
+        if machine.state.committed is None or self._dice.random() >= self.sim.options.compaction:
+            return
+        if self.sim.parts.fences and not self.leads:
+            return
+        self._append(self.sim.parts.snapshot(machine.state))
+        if self._dice.random() < 0.8:
+            self.base = len(self.journal) - 1
 
     def _leave_half_written(self, record: Record) -> None:
         is_written = self.sim.world.rng.random() < 0.5

@@ -16,6 +16,7 @@ from elastic.core.records import (
     Record,
     ReleaseRecord,
     RollbackRecord,
+    SnapshotRecord,
     TicketRecord,
     ViewRecord,
 )
@@ -119,7 +120,7 @@ class History:
             case BarRecord(bar=bar):
                 self.put_out[bar.peer_id] = max(bar.incarnation, self.put_out.get(bar.peer_id, Incarnation(0)))
                 self.was_put_out.add((bar.peer_id, bar.incarnation))
-            case ReleaseRecord() | TicketRecord():
+            case ReleaseRecord() | TicketRecord() | SnapshotRecord():
                 pass
 
     def _rolled_back(self, record: RollbackRecord) -> None:

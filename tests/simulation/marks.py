@@ -214,6 +214,7 @@ KNOWN = frozenset(
         "journal: made anew by a majority",
         "journal: made anew by few",
         "journal: made anew from nothing",
+        "journal: read from a snapshot on",
         "lease: freed samples given again",
         "lease: grant repeated",
         "leave: handed over",

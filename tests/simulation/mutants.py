@@ -67,6 +67,7 @@ from tests.simulation.broken_runs import (
     TellsNoOlderStart,
     WelcomesTheUnaware,
 )
+from tests.simulation.broken_snapshots import with_the_newest_commit_alone, without
 from tests.simulation.parts import Parts
 
 
@@ -296,6 +297,22 @@ MUTANTS: dict[str, Mutant] = {
     "epoch_forgotten": Mutant(
         what="a restarted coordinator begins to count epochs anew",
         parts=Parts(coordinator=ForgetsEpochs),
+    ),
+    "snapshot_without_leases": Mutant(
+        what="a snapshot of the journal forgets who owns which samples",
+        parts=Parts(snapshot=without(owned=())),
+    ),
+    "snapshot_without_excused": Mutant(
+        what="a snapshot of the journal forgets who is excused",
+        parts=Parts(snapshot=without(excused=())),
+    ),
+    "snapshot_without_past": Mutant(
+        what="a snapshot of the journal keeps the newest commit alone",
+        parts=Parts(snapshot=with_the_newest_commit_alone),
+    ),
+    "snapshot_without_departed": Mutant(
+        what="a snapshot of the journal forgets who was a member",
+        parts=Parts(snapshot=without(departed=())),
     ),
     "rolled_back_too_far": Mutant(
         what="a run that goes back takes the oldest state that somebody holds, not the newest",

@@ -138,6 +138,8 @@ class Options:
     """Chance that it dies while a record is written: the record is on the disk or it is not, and nobody was told."""
     coordinator_crash_at_commit: float = 0.0
     """The same right after a commit is written: nobody has heard of it, and nothing has followed."""
+    compaction: float = 0.0
+    """Chance, after each event, that a snapshot is written, with which the next start begins. It takes no time."""
     store_s: float = 0.0
     """A record takes up to so long to be durable, and now and then much longer; 0 = at once."""
     takeover_rate: float = 0.0
@@ -256,6 +258,7 @@ class Options:
             last_leave_rate=often(0.2, 0.3),
             lines_rate=often(0.2, 0.25),
             coordinator_crash_at_commit=often(0.2, 0.25),
+            compaction=often(0.05, 0.6),
         )
 
     def _or_few(self, seed: int) -> "Options":

@@ -8,6 +8,8 @@ from elastic.alarm import HeldClock
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import CoordinatorEffect
 from elastic.core.member import MemberMachine
+from elastic.core.records import SnapshotRecord
+from elastic.core.run_state import RunState
 from tests.simulation.exchange import FrameGate
 
 
@@ -18,7 +20,7 @@ def in_order(effects: Sequence[CoordinatorEffect]) -> Sequence[CoordinatorEffect
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The machines, the fences for frames and in the store, the machine's time, and the order of effects."""
+    """The machines, the fences for frames and in the store, the machine's time, snapshots, and the order of effects."""
 
     coordinator: type[CoordinatorMachine] = CoordinatorMachine
     member: type[MemberMachine] = MemberMachine
@@ -26,4 +28,5 @@ class Parts:
     fences: bool = True
     hold: Callable[[HeldClock], None] = HeldClock.hold
     release: Callable[[HeldClock], None] = HeldClock.release
+    snapshot: Callable[[RunState], SnapshotRecord] = RunState.snapshot
     arrange: Callable[[Sequence[CoordinatorEffect]], Sequence[CoordinatorEffect]] = in_order

@@ -37,6 +37,12 @@ def test_the_history_of_every_seed_is_clean_and_its_figures_add_up(block: int) -
         outcome = simulator.run()
         proved = audited(simulator)
         assert not sentences(proved), f"seed {seed}"
+        from_snapshot = audit(simulator.coordinator.journal[simulator.coordinator.base :], samples_per_data_epoch=50)
+        assert not sentences(from_snapshot), f"seed {seed}"
+        assert from_snapshot.account.outer_step == proved.account.outer_step
+        assert from_snapshot.samples.next_index == proved.samples.next_index
+        assert from_snapshot.samples.num_leased == proved.samples.num_leased
+        assert from_snapshot.samples.exactly_once
         account, samples = proved.account, proved.samples
         num_given_up = sum(item.num_commits for item in account.given_up)
         assert account.num_commits + num_given_up == outcome.num_commits

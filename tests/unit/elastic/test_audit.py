@@ -111,6 +111,7 @@ def test_a_good_history_is_one_that_the_coordinator_accepts_and_is_clean() -> No
         ("views", 3),
         ("contributions", 5),
         ("rollbacks", 0),
+        ("snapshots", 0),
         ("leases", 30),
     ]
     count = proved.samples

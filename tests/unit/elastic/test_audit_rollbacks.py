@@ -85,6 +85,7 @@ def test_a_run_that_went_back_is_one_that_the_coordinator_accepts_and_is_clean()
         ("views", 2),
         ("contributions", 7),
         ("rollbacks", 1),
+        ("snapshots", 0),
         ("leases", 24),
     ]
 

@@ -29,7 +29,7 @@ from elastic.core.messages import (
     Synced,
     Welcome,
 )
-from elastic.core.records import BarRecord, Genesis, LeaseRecord, TicketRecord, ViewRecord
+from elastic.core.records import BarRecord, Genesis, LeaseRecord, SnapshotRecord, TicketRecord, ViewRecord
 from elastic.errors import JournalUnwritable, Superseded
 from elastic.journal import Journal
 from elastic.observation import PeerConnected, PeerDisconnected, RecordWritten
@@ -89,11 +89,12 @@ class Host:
 
 
 @contextlib.asynccontextmanager
-async def _hosting(store, **config):
+async def _hosting(store, *, compact_every=0, **config):
     observed = []
     shell = CoordinatorShell(
         CoordinatorConfig(manifest_digest=MANIFEST, seal_key=bytes(32), outer_steps=100, **config),
         store,
+        compact_every=compact_every,
         observe=observed.append,
     )
     async with listening(1000, {Purpose.CONTROL: shell.serve}) as listener, asyncio.TaskGroup() as tasks:
@@ -149,6 +150,32 @@ async def test_record_is_durable_before_anybody_hears_of_it(tmp_path):
             rows = other.execute("SELECT record FROM journal ORDER BY slot").fetchall()
         assert msgspec.msgpack.decode(rows[1][0], type=Genesis | ViewRecord).view == view
     journal.close()
+
+
+async def test_a_snapshot_is_written_after_so_many_records_and_a_restart_begins_with_it(journal):
+    async with _hosting(journal, compact_every=4) as host:
+        client = await host.dial(1)
+        view = await client.become_member()
+        for serial in range(1, 6):
+            await client.say(LeaseRequest(epoch=view.epoch, serial=serial, num_samples=2))
+            await client.hear(LeaseGrant)
+        told = [event.record for event in host.saw(RecordWritten)]
+    kinds = [Genesis, ViewRecord, LeaseRecord, LeaseRecord, SnapshotRecord, *[LeaseRecord] * 3]
+    assert [type(record) for record in told] == kinds
+    assert [event.slot for event in host.saw(RecordWritten)] == list(range(8))
+    assert journal.replay() == told[4:]
+    async with _hosting(journal, compact_every=4) as host:
+        assert host.shell.status().view == view
+        assert host.shell.status().samples_leased == 10
+        again = await host.dial(1)
+        await again.say(Heartbeat(epoch=view.epoch, outer_step=view.outer_step, progress=1, blocked=False))
+        await again.say(LeaseRequest(epoch=view.epoch, serial=5, num_samples=2))
+        assert (await again.hear(LeaseGrant)).ranges == told[7].ranges
+        await again.say(LeaseRequest(epoch=view.epoch, serial=6, num_samples=2))
+        await again.hear(LeaseGrant)
+        await until(lambda: len(host.saw(RecordWritten)) == 2)
+        assert [type(event.record) for event in host.saw(RecordWritten)] == [LeaseRecord, SnapshotRecord]
+    assert len(journal.replay()) == 1
 
 
 class FullDisk:

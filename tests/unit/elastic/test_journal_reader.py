@@ -119,9 +119,9 @@ def test_a_killed_writer_has_left_every_record_that_it_told_of(path: Path) -> No
             JournalBreak(slot=0, cause="it is missing"),
         ),
         (
-            "UPDATE about SET value = '2' WHERE name = 'format'",
+            "UPDATE about SET value = '3' WHERE name = 'format'",
             [],
-            JournalBreak(slot=None, cause="its format is 2, not 1"),
+            JournalBreak(slot=None, cause="its format is 3, not 1 or 2"),
         ),
         ("DELETE FROM about", [], JournalBreak(slot=None, cause="it does not say which run it is of")),
         ("DROP TABLE about", [], JournalBreak(slot=0, cause="no such table: about")),

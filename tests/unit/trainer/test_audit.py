@@ -462,6 +462,7 @@ chain          holds               3 commits,              I1 I3
 views          holds               3 views,                I1 I2 I3 I8
 contributions  holds               5 contributions,        I2
 rollbacks      nothing to check    0 rollbacks,            I1 I2 I3 I7
+snapshots      nothing to check    0 snapshots,            I3 I7 I8
 leases         holds               30 samples,             I7
 certificates   nothing to check    0 certificates,         I1 I2 I3 I7 I9
 logs           holds               13 lines,               I1 I2 I3 I5 I7 I8

@@ -30,6 +30,7 @@ from elastic.core.records import (
     TicketRecord,
     ViewRecord,
 )
+from elastic.core.run_state import RunState
 from elastic.observation import (
     BecameActive,
     BecameExcused,
@@ -148,6 +149,7 @@ RECORDS: tuple[Record, ...] = (
     RollbackRecord(epoch=Epoch(11), certificate=CERTIFICATE, given_up=OuterStep(5), holders=(A, B)),
     BarRecord(bar=BAR),
     TicketRecord(b"ticket 1", 2, B.peer_id, 1),
+    RunState().snapshot(),
 )
 
 
@@ -219,7 +221,7 @@ def test_every_record_of_the_journal_is_one_line(desk: Desk) -> None:
     lines = desk.lines()
     assert [line["event"] for line in lines] == [
         "genesis", "view_decided", "lease", "commit_decided", "lease_returned", "rebuilt",
-        "rolled_back", "put_out", "admitted",
+        "rolled_back", "put_out", "admitted", "snapshot",
     ]  # fmt: skip
     assert {type(record) for record in RECORDS} == set(Record.__args__)
     assert lines[2]["samples"] == 6

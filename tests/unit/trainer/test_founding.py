@@ -153,7 +153,10 @@ def test_resuming_from_another_peers_folder_takes_its_newest_checkpoint(folder: 
 def test_resuming_in_the_same_folder_is_a_new_run_and_puts_the_old_one_aside(folder: PeerFolder) -> None:
     old = start(folder)
     save_checkpoints(folder.path, 10)
+    (folder.path / "journal-0001.sqlite").write_text("an archive of it")
     new = found(folder, OTHER_CONFIG, resume=folder.path)
+    assert (folder.path / "lineage-1" / "journal-0001.sqlite").read_text() == "an archive of it"
+    assert not (folder.path / "journal-0001.sqlite").exists()
     assert new.run.run_id != old.run.run_id
     assert new.run.secret != old.run.secret
     assert new.address is None
