@@ -31,10 +31,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from collective.standalone import peer_id_of
 from elastic.core.records import CommitRecord
 from elastic.journal import Journal
-from scripts.join_peer import RUN_ID
+from scripts.join_peer import RUN_ID, peer_id_of
 from scripts.join_run import Process, Row, Run, network
 from scripts.wanlink.wan import Wan
 

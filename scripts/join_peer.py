@@ -26,11 +26,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from collective import BulkOptions, Communicator
-from collective.core.types import Incarnation, PeerRef
-from collective.standalone import peer_id_of
-from collective.transport import Channel, Hello, HelloReply, Listener, Purpose, connect
+from collective.core.types import Incarnation, PeerId, PeerRef
+from collective.transport import Authority, Channel, Hello, HelloReply, Listener, Purpose, connect
+from collective.transport.certificates import peer_id_of_key
 from collective.wire import PROTOCOL_VERSION
 from elastic.commit_log import CommitLog
 from elastic.coordinator import CoordinatorShell
@@ -42,6 +43,7 @@ from elastic.donor import Donor
 from elastic.errors import NotAMember
 from elastic.journal import Journal
 from elastic.member import Membership
+from elastic.notary import PeerSigner, RunSealer
 from elastic.observation import BecameActive, BecameLearner, CatchUpEnded, CatchUpStarted, ElasticEvent, RoundBroke
 from optim.diloco import DiLoCo
 from optim.fragments import FragmentTable
@@ -52,9 +54,19 @@ from trainer.round_schedule import RoundSchedule
 
 RUN_ID = "bench-join"
 TERMS = b"j" * 32
-SEAL_KEY = bytes(32)
+AUTHORITY = Authority(bytes(32))
 STEP_S = 0.02
 """An inner step of a fresh member, after which it looks whether others wait for it."""
+
+
+def key_of(number: int) -> Ed25519PrivateKey:
+    """Of the peer with this number, the same in all processes."""
+    return Ed25519PrivateKey.from_private_bytes(number.to_bytes(32))
+
+
+def peer_id_of(number: int) -> PeerId:
+    """Its name."""
+    return peer_id_of_key(key_of(number).public_key().public_bytes_raw())
 
 
 def tell(event: str, **fields: Any) -> None:  # noqa: ANN401
@@ -89,6 +101,7 @@ class Peer:
         journal: str,
         heartbeat_timeout_s: float,
     ) -> None:
+        self._key = key_of(number)
         self._me = PeerRef(peer_id_of(number), Incarnation(1))
         self._number, self._host, self._coordinator_at, self._inner_s = number, host, coordinator, inner_s
         self._journal, self._heartbeat_timeout_s = journal, heartbeat_timeout_s
@@ -133,7 +146,11 @@ class Peer:
             tell("listening", address=listener.address)
             membership = Membership(
                 MemberMachine(
-                    MemberConfig(heartbeat_interval_s=0.5), self._me, listener.address, TERMS, seal_key=SEAL_KEY
+                    MemberConfig(heartbeat_interval_s=0.5),
+                    self._me,
+                    listener.address,
+                    TERMS,
+                    signer=PeerSigner(self._key, RUN_ID, lambda: (AUTHORITY.certificate,)),
                 ),
                 coordinators=(self._coordinator_at or listener.address,),
                 dial=self._dial,
@@ -148,7 +165,7 @@ class Peer:
     def _terms(self) -> CoordinatorConfig:
         return CoordinatorConfig(
             manifest_digest=TERMS,
-            seal_key=SEAL_KEY,
+            sealer=RunSealer(AUTHORITY, RUN_ID, lambda: (AUTHORITY.certificate,)),
             outer_steps=1_000_000,
             start_peers=3,
             min_peers=2,

@@ -69,14 +69,13 @@ class RunTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What a peer must know of a run before it can be part of it.
 
     `authorities` are the certificates of those whose word on who is who counts, the oldest first: one, unless a
-    coordinator that had lost the run's secret went on with another. `seal_key` seals the run's commit certificates.
+    coordinator that had lost the run's secret went on with another.
     """
 
     run_id: Annotated[str, Meta(max_length=64)]
     manifest: Annotated[bytes, Meta(max_length=MAX_MANIFEST_NBYTES)]
     data_digest: Annotated[str, Meta(max_length=128)]
     authorities: Annotated[tuple[_Certificate, ...], Meta(min_length=1, max_length=MAX_AUTHORITIES)]
-    seal_key: Annotated[bytes, Meta(min_length=32, max_length=32)]
 
     def digest(self) -> bytes:
         """What peers compare at join: manifest and text together, 32 bytes."""
@@ -116,11 +115,6 @@ class NotAdmitted(msgspec.Struct, frozen=True, tag="not admitted", forbid_unknow
 def authority_of(run: RunIdentity) -> Authority:
     """Who signs the certificates of a run; its private key follows from the run's secret."""
     return Authority(hmac.digest(run.secret, b"isthmus authority 1\0" + run.run_id.encode(), "sha256"))
-
-
-def seal_key_of(run: RunIdentity) -> bytes:
-    """What a run's commit certificates are sealed with, 32 bytes. All members have it."""
-    return hmac.digest(run.secret, b"isthmus seal key 2\0" + run.run_id.encode(), "sha256")
 
 
 def own_security(me: PeerIdentity, certificate: x509.Certificate, terms: RunTerms, tls: str) -> Security:

@@ -16,12 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from cryptography import x509
 
+from collective.transport.certificates import certificate_from_bytes
 from elastic.audit import Audit, Finding, RecordIndex, Verdict, audit, judge
 from elastic.audit.beginning import first_slot
+from elastic.core.notary import Verifier
 from elastic.core.records import RebuildRecord, Record, SnapshotRecord
 from elastic.errors import JournalUnreadable
 from elastic.journal_reader import JournalReading, read_journal
+from elastic.notary import RunVerifier
 from trainer.audit_certificates import audit_certificates, read_kept
 from trainer.audit_checkpoints import audit_checkpoints, read_checkpoints
 from trainer.audit_logs import Deviant, Log, MissingLogs, audit_logs, deviants, missing_logs, read_logs
@@ -29,7 +33,7 @@ from trainer.certificates import FILE_NAME as CERTIFICATES_NAME
 from trainer.checkpoint import FOLDER_NAME
 from trainer.errors import ConfigError, EnvironmentFault
 from trainer.events import FILE_NAME, has_events
-from trainer.founding import JOURNAL_NAME, find_seal_key
+from trainer.founding import JOURNAL_NAME, find_authorities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,7 @@ class RunAudit:
         proved: what the records say of the run, and the verdicts over them.
         deviants: who voted for another state than the committed one, as far as logs are here.
         missing_logs: whose logs do not go back to their beginning any more.
-        has_seal_key: whether a folder had the run's keys, so that the certificates' seals could be checked.
+        knows_authorities: whether a folder knew those of the run, so that seals and signatures could be checked.
         verdicts: all of them, that over the journal's file first.
     """
 
@@ -57,7 +61,7 @@ class RunAudit:
     proved: Audit
     deviants: tuple[Deviant, ...]
     missing_logs: tuple[MissingLogs, ...]
-    has_seal_key: bool
+    knows_authorities: bool
     verdicts: tuple[Verdict, ...]
 
     @property
@@ -69,6 +73,16 @@ class RunAudit:
     def findings(self) -> tuple[Finding, ...]:
         """What is wrong, the journal's own faults first."""
         return tuple(finding for verdict in self.verdicts for finding in verdict.findings)
+
+
+def find_verifier(folders: Sequence[Path], run_id: str) -> Verifier | None:
+    """Of this run's seals and signatures; None if none of these folders knows the run's authorities."""
+    found = {item for folder in folders for item in find_authorities(folder, run_id)}
+    authorities = list[x509.Certificate]()
+    for item in found:
+        with contextlib.suppress(ValueError):
+            authorities.append(certificate_from_bytes(item))
+    return RunVerifier(run_id, lambda: authorities) if authorities else None
 
 
 def audit_run(given: Sequence[Path]) -> RunAudit:
@@ -92,12 +106,11 @@ def audit_run(given: Sequence[Path]) -> RunAudit:
     journal = _choose(readings, given)
     index = RecordIndex(journal.records, is_whole=journal.broken is None)
     log = logs.get(journal.run_id or "", Log())
-    found = (find_seal_key(folder, journal.run_id or "") for folder in folders)
-    seal_key = next((key for key in found if key is not None), None)
+    verifier = find_verifier(folders, journal.run_id or "")
     proved = audit(journal.records, samples_per_data_epoch=log.samples_per_data_epoch)
     over_records = (
         *proved.verdicts,
-        audit_certificates(kept, seal_key, journal.records, index),
+        audit_certificates(kept, verifier, journal.records, index),
         audit_logs(log, index),
         audit_checkpoints(saved, journal.run_id, journal.records, index),
     )
@@ -110,7 +123,7 @@ def audit_run(given: Sequence[Path]) -> RunAudit:
         proved=proved,
         deviants=deviants(log, index),
         missing_logs=missing,
-        has_seal_key=seal_key is not None,
+        knows_authorities=verifier is not None,
         verdicts=(
             _audit_files(journal, readings),
             *(verdict.shifted(journal.base.slot) for verdict in over_records),

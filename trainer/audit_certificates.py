@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The certificates that peers keep, against the journal: sealed, of its commits, each naming the one before it.
+"""The certificates that peers keep, against the journal: genuine, of its commits, each naming the one before it.
 
 A certificate outlives the journal: whoever has one can prove a commit that the journal has lost. So one that the
 journal does not hold is a finding, unless that was rebuilt and the certificate is of before. One that the journal does
 hold must be what the journal's records make it, so two that follow the same parent are found unless the run went back
-between them. Seals are checked where one of the folders has the run's keys. Must not know how a certificate comes to a
+between them. Seals and signatures, those in the journal too, are checked where one of the folders knows the run's
+authorities. Must not know how a certificate comes to a
 peer.
 """
 
@@ -16,8 +17,9 @@ import msgspec
 
 from elastic.audit import Finding, RecordIndex, Verdict, judge
 from elastic.audit.proofs import certificates_at, contradictions
-from elastic.core.certificate import Certificate
-from elastic.core.records import RebuildRecord, Record, RollbackRecord
+from elastic.core.certificate import Certificate, ballot
+from elastic.core.notary import Verifier
+from elastic.core.records import CommitRecord, RebuildRecord, Record, RollbackRecord
 from trainer.certificates import FILE_NAME, read_certificates
 
 
@@ -50,17 +52,17 @@ def _read(path: Path) -> KeptCertificates:
 
 
 def audit_certificates(
-    kept: Sequence[KeptCertificates], seal_key: bytes | None, records: Sequence[Record], index: RecordIndex
+    kept: Sequence[KeptCertificates], verifier: Verifier | None, records: Sequence[Record], index: RecordIndex
 ) -> Verdict:
     """I1, I2, I3, I7, I9: what the peers can prove is what the journal says.
 
     Args:
         kept: the peers' files.
-        seal_key: of the run; None if nobody here knows it.
+        verifier: of the run; None if nobody here knows its authorities.
         records: the journal's.
         index: the same records.
     """
-    book = _Book(seal_key, records, index)
+    book = _Book(verifier, records, index)
     ours = [file for file in kept if not book.is_of_another_run(file)]
     number = sum(len(file.certificates) for file in ours)
     return judge("certificates", ("I1", "I2", "I3", "I7", "I9"), book.findings(ours), num_looked_at=number,
@@ -70,8 +72,8 @@ def audit_certificates(
 class _Book:
     """The journal as certificates tell of it."""
 
-    def __init__(self, seal_key: bytes | None, records: Sequence[Record], index: RecordIndex) -> None:
-        self._seal_key = seal_key
+    def __init__(self, verifier: Verifier | None, records: Sequence[Record], index: RecordIndex) -> None:
+        self._verifier = verifier
         self._records = records
         self._index = index
         self._rebuilt = next((item for item in records if isinstance(item, RebuildRecord)), None)
@@ -80,19 +82,22 @@ class _Book:
     def is_of_another_run(self, file: KeptCertificates) -> bool:
         """A folder that was used before: nothing was committed there yet that would have replaced the file."""
         return bool(file.certificates) and not any(
-            self._is_sealed(item) or self._members & {part.ref for part in item.contributors}
+            self._is_genuine(item) or self._members & {part.ref for part in item.contributors}
             for item in file.certificates
         )
 
-    def _is_sealed(self, certificate: Certificate) -> bool:
-        return self._seal_key is not None and certificate.check(self._seal_key)
+    def _is_genuine(self, certificate: Certificate) -> bool:
+        return self._verifier is not None and certificate.check(self._verifier)
 
     def findings(self, files: Sequence[KeptCertificates]) -> Iterator[Finding]:
         """What is wrong with these files."""
         for slot, record in enumerate(self._records):
             if isinstance(record, RebuildRecord | RollbackRecord) and self._is_forged(record.certificate):
                 what = "the journal was rebuilt from" if isinstance(record, RebuildRecord) else "the run went back to"
-                said = f"{what} a certificate that does not have the run's seal"
+                said = f"{what} a certificate that the run's keys do not prove"
+                yield Finding(invariant="I9", slot=slot, sentence=said)
+            elif isinstance(record, CommitRecord) and not self._is_signed(record):
+                said = f"the commit of step {record.outer_step} is not signed by most of its members"
                 yield Finding(invariant="I9", slot=slot, sentence=said)
         due = certificates_at(self._records, self._slots_of(files))
         for file in files:
@@ -107,11 +112,27 @@ class _Book:
         return {commits[item.key][0] for file in files for item in file.certificates if item.key in commits}
 
     def _is_forged(self, certificate: Certificate | None) -> bool:
-        return certificate is not None and self._seal_key is not None and not certificate.check(self._seal_key)
+        return certificate is not None and self._verifier is not None and not certificate.check(self._verifier)
+
+    def _is_signed(self, record: CommitRecord) -> bool:
+        """Whether more than half of the commit's members have signed for it, as far as that can be checked."""
+        verifier = self._verifier
+        if verifier is None:
+            return True
+        voters = {
+            item.ref.peer_id
+            for item in record.contributions
+            if verifier.is_signed_by(
+                item.ref.peer_id,
+                ballot(record.key, record.previous, record.digest, item.ref, item.weight),
+                item.signature,
+            )
+        }
+        return 2 * len(voters) > len(record.contributions)
 
     def _judge(self, told: str, certificate: Certificate, due: dict[int, Certificate]) -> Iterator[Finding]:
         if self._is_forged(certificate):
-            said = f"{told}, which does not have the run's seal: it was changed, or is of another run"
+            said = f"{told}, which the run's keys do not prove: it was changed, or is of another run"
             yield Finding(invariant="I9", slot=None, sentence=said)
         elif (found := self._index.commits.get(certificate.key)) is None:
             yield from self._judge_unknown(told, certificate)

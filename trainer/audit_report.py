@@ -29,7 +29,7 @@ def audit_as_json(audit: RunAudit) -> str:
         "samples": proved.samples,
         "exactly_once": proved.samples.exactly_once,
         "deviants": audit.deviants,
-        "seals_checked": audit.has_seal_key,
+        "seals_checked": audit.knows_authorities,
         "missing_logs": [{"folder": str(item.folder), "number": item.number} for item in audit.missing_logs],
         "checks": [msgspec.to_builtins(verdict) | {"holds": verdict.holds} for verdict in audit.verdicts],
     }
@@ -40,8 +40,8 @@ def render_audit(audit: RunAudit) -> str:
     """The report for people: a label, then a line; no colours."""
     facts = [*_run(audit), *_peers(audit), *_samples(audit.proved.samples)]
     has_certificates = any(item.check == "certificates" and item.num_looked_at for item in audit.verdicts)
-    if has_certificates and not audit.has_seal_key:
-        facts.append(("seals", "not checked: none of these folders has the run's keys"))
+    if has_certificates and not audit.knows_authorities:
+        facts.append(("seals", "not checked: none of these folders knows the run's authorities"))
     facts.extend(
         ("logs", f"{_count(item.number, 'older file')} of {item.folder} gone: what was in them is not checked")
         for item in audit.missing_logs

@@ -3,7 +3,7 @@
 
 One small file in the peer's folder holds the newest `KEPT` certificates, the one that counts last. Rules: it is
 replaced in one step, from a thread; training never waits for it, and a disk that refuses is warned of and never ends a
-run; what is read back counts only under the run's seal. Must not know what a rebuild is.
+run; what is read back counts only if it is genuine. Must not know what a rebuild is.
 """
 
 import logging
@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from elastic.core.certificate import Certificate, decode_certificate, encode_certificate
+from elastic.core.notary import Verifier
 from trainer.files import write_atomically
 from trainer.threads import in_thread
 
@@ -28,7 +29,7 @@ _FILE: msgspec.msgpack.Decoder[list[bytes]] = msgspec.msgpack.Decoder(list[bytes
 
 
 def read_certificates(path: Path) -> list[Certificate | None]:
-    """What a file holds, the one that counts last, whatever their seals; None for what is no certificate.
+    """What a file holds, the one that counts last, whoever has made them; None for what is no certificate.
 
     Raises:
         OSError: it cannot be read, or there is none.
@@ -39,10 +40,10 @@ def read_certificates(path: Path) -> list[Certificate | None]:
     return [decode_certificate(piece) for piece in _FILE.decode(content)[-KEPT:]]
 
 
-def load_certificates(path: Path, seal_key: bytes) -> list[Certificate]:
+def load_certificates(path: Path, verifier: Verifier) -> list[Certificate]:
     """The certificates of a file, the one that counts last; none if there is no file, or it is damaged.
 
-    Those that do not have this run's seal are left out: they are of another run, or were changed.
+    Those that this run's keys do not prove are left out: they are of another run, or were changed.
     """
     try:
         read = read_certificates(path)
@@ -51,7 +52,7 @@ def load_certificates(path: Path, seal_key: bytes) -> list[Certificate]:
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
         log.warning("certificates_unusable path=%s cause=%r; the others' have to do", path, str(error))
         return []
-    good = [item for item in read if item is not None and item.check(seal_key)]
+    good = [item for item in read if item is not None and item.check(verifier)]
     if len(good) < len(read):
         log.warning("certificates_refused path=%s refused=%d of=%d", path, len(read) - len(good), len(read))
     return good

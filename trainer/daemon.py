@@ -26,8 +26,9 @@ from elastic.coordinator import CoordinatorShell
 from elastic.core.config import REBUILD_SALTS, RebuildRule
 from elastic.core.events import Finish
 from elastic.core.records import BarRecord
+from elastic.notary import RunSealer
 from elastic.observation import ElasticEvent, RecordWritten
-from trainer.admission import Gatekeeper, hello_maker
+from trainer.admission import Gatekeeper, authority_of, hello_maker
 from trainer.bouncer import Bouncer
 from trainer.chronicle import Chronicle
 from trainer.control_socket import ControlServer
@@ -198,7 +199,7 @@ class _Process:
         config = coordinator_config(
             start.config,
             founded.terms.digest(),
-            founded.terms.seal_key,
+            RunSealer(authority_of(founded.run), founded.run.run_id, lambda: start.security.authorities),
             authorities=founded.terms.authorities,
             rebuild_salt=secrets.randbelow(REBUILD_SALTS),
             first_index=0 if position is None else position.next_index,

@@ -25,7 +25,7 @@ import msgspec
 
 from collective.transport.certificates import certificate_to_bytes
 from elastic.journal_archive import archives_of
-from trainer.admission import MAX_AUTHORITIES, RunTerms, authority_of, seal_key_of
+from trainer.admission import MAX_AUTHORITIES, RunTerms, authority_of
 from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointStore, load_resumed, newest_usable
 from trainer.config import Config
 from trainer.corpus import Corpus
@@ -41,10 +41,11 @@ MEMBERSHIP_NAME = "membership.json"
 _TERMS_NAME = "terms.json"
 
 
-class _Keys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Keys(msgspec.Struct, frozen=True, kw_only=True):
+    """Older versions kept one key more."""
+
     run_id: str
     authorities: tuple[bytes, ...]
-    seal_key: bytes
 
     def __repr__(self) -> str:
         return f"_Keys(run_id={self.run_id!r})"
@@ -173,7 +174,6 @@ def recall_membership(path: Path) -> MembershipKept | None:
         manifest=saved.manifest.encode(),
         data_digest=saved.data_digest,
         authorities=keys.authorities,
-        seal_key=keys.seal_key,
     )
     return MembershipKept(terms, (saved.address, *saved.others))
 
@@ -193,18 +193,19 @@ def recall_terms(folder: PeerFolder, run_id: str) -> RunTerms | None:
     return _terms_of(run, saved.manifest.encode(), saved.data_digest, saved.keys)
 
 
-def find_seal_key(path: Path, run_id: str) -> bytes | None:
-    """What this run's certificates are sealed with, if the folder of one of its processes says so. Only reads it."""
+def find_authorities(path: Path, run_id: str) -> tuple[bytes, ...]:
+    """The certificates of this run's authorities, as far as the folder of one of its processes knows. Only reads it."""
+    found: list[bytes] = []
     for name in (_TERMS_NAME, MEMBERSHIP_NAME):
         with contextlib.suppress(IntegrityError, EnvironmentFault):
             saved = _load_terms(path, name)
             if saved is not None and saved.keys is not None and saved.keys.run_id == run_id:
-                return saved.keys.seal_key
+                found.extend(saved.keys.authorities)
     with contextlib.suppress(OSError, UnicodeError, msgspec.MsgspecError):
         run = msgspec.json.decode((path / "run.json").read_bytes(), type=RunIdentity)
         if run.run_id == run_id:
-            return seal_key_of(run)
-    return None
+            found.append(certificate_to_bytes(authority_of(run).certificate))
+    return tuple(dict.fromkeys(found))
 
 
 def stand_by(folder: PeerFolder, terms: RunTerms, secret: bytes) -> Founded:
@@ -227,12 +228,11 @@ def _terms_of(run: RunIdentity, manifest: bytes, data_digest: str, keys: _Keys |
         manifest=manifest,
         data_digest=data_digest,
         authorities=tuple(dict.fromkeys((*known, own)))[-MAX_AUTHORITIES:],
-        seal_key=seal_key_of(run) if keys is None else keys.seal_key,
     )
 
 
 def _keys_of(terms: RunTerms) -> _Keys:
-    return _Keys(run_id=terms.run_id, authorities=terms.authorities, seal_key=terms.seal_key)
+    return _Keys(run_id=terms.run_id, authorities=terms.authorities)
 
 
 def _saved(terms: RunTerms, address: str | None, *, keys: _Keys | None) -> _SavedTerms:

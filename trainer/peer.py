@@ -27,6 +27,7 @@ from elastic.digest import Hasher
 from elastic.donor import Donor
 from elastic.errors import StateDiverged
 from elastic.member import Membership
+from elastic.notary import PeerSigner
 from elastic.observation import (
     BecameLearner,
     CertificateKept,
@@ -171,8 +172,10 @@ class Peer:
             on_exchanged=chronicle.exchanged,
             keeper=self._durability,
         )
+        security = plan.security
+        self._signer = PeerSigner(security.key, plan.terms.run_id, lambda: security.authorities)
         path = plan.run_dir / CERTIFICATES_NAME
-        self._certificates = load_certificates(path, plan.terms.seal_key)
+        self._certificates = load_certificates(path, self._signer)
         self._keeper = CertificateKeeper(path, self._certificates)
         if self._certificates:
             self._durability.certified(self._certificates[-1])
@@ -263,7 +266,7 @@ class Peer:
             plan.terms.digest(),
             held=self._state.held(),
             aside=self._aside,
-            seal_key=plan.terms.seal_key,
+            signer=self._signer,
             certificate=self._certificates[-1] if self._certificates else None,
         )
         membership = Membership(

@@ -11,6 +11,7 @@ import msgspec
 from collective import BulkOptions
 from elastic.core.config import CoordinatorConfig, MemberConfig
 from elastic.core.messages import IndexRange
+from elastic.core.notary import Sealer
 from optim.fragments import Fragment, FragmentTable
 from optim.outer import Outer, fit
 from optim.registry import outer_from_config
@@ -103,7 +104,7 @@ def _schedule_job(config: Config) -> ScheduleJob:
 def coordinator_config(
     config: Config,
     terms_digest: bytes,
-    seal_key: bytes,
+    sealer: Sealer,
     *,
     authorities: tuple[bytes, ...] = (),
     first_index: int,
@@ -114,7 +115,7 @@ def coordinator_config(
     members = config.members
     return CoordinatorConfig(
         manifest_digest=terms_digest,
-        seal_key=seal_key,
+        sealer=sealer,
         authorities=authorities,
         rebuild_salt=rebuild_salt,
         outer_steps=config.run.outer_steps,

@@ -95,6 +95,10 @@ class Authority:
         """32 bytes by which somebody with a ticket knows a certificate of this run: see `is_signed_by`."""
         return self._key.public_key().public_bytes_raw()
 
+    def sign(self, words: bytes) -> bytes:
+        """64 bytes. The words must begin with what they are about: no certificate begins so."""
+        return self._key.sign(words)
+
     def issue(self, public_key: Ed25519PublicKey, number: int, *, peer_id: PeerId | None = None) -> x509.Certificate:
         """A certificate for the peer with this key.
 

@@ -158,6 +158,16 @@ class Security:
                 for context in (self._dialling, self._accepting):
                     context.load_verify_locations(cadata=authority.public_bytes(Encoding.DER))
 
+    @property
+    def key(self) -> Ed25519PrivateKey:
+        """Our own."""
+        return self._credentials.key
+
+    @property
+    def authorities(self) -> tuple[x509.Certificate, ...]:
+        """Whose certificates are taken now."""
+        return tuple(self._authorities)
+
     def withdraw(self, peer_id: PeerId, up_to: int) -> bool:
         """Let a peer's certificates up to this number be void from now on. Whether that is news.
 

@@ -8,10 +8,11 @@ from elastic.audit.beginning import Beginning, beginning_at, kept_commits, kept_
 from elastic.audit.coverage import all_but
 from elastic.audit.findings import Finding, short
 from elastic.audit.lineage import rollbacks_in
-from elastic.core.certificate import Certificate, Contributor, genesis_link
+from elastic.core.certificate import Certificate, genesis_link
 from elastic.core.leases import merged
 from elastic.core.messages import DataPosition, Held, IndexRange
 from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, RollbackRecord
+from elastic.core.run_state import contributors_of
 
 
 class _Place(NamedTuple):
@@ -83,9 +84,7 @@ def _certificate_of(record: CommitRecord, place: _Place) -> Certificate:
         key=record.key,
         previous=record.previous,
         digest=record.digest,
-        contributors=tuple(
-            Contributor(item.ref.peer_id, item.ref.incarnation, item.weight) for item in record.contributions
-        ),
+        contributors=contributors_of(record),
         final=record.final,
         position=place.position,
         parent=place.link,

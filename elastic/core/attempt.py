@@ -7,17 +7,26 @@ staged becomes state only under the very digest that was voted for. Who is put o
 aside: it may be the only copy of a commit that was made while nothing could be heard.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from collective.core.types import OuterStep, RoundKey, View
+from collective.core.types import OuterStep, PeerRef, RoundKey, View
+from elastic.core.certificate import ballot
 from elastic.core.events import AbortExchange, ExchangeDone, ExchangeFailed, MemberEffect, RoundReady, StartExchange
 from elastic.core.messages import Held, RoundFailed, Vote
 
 
 class Attempt:
-    """At most one payload and at most one attempt to exchange it."""
+    """At most one payload and at most one attempt to exchange it.
 
-    def __init__(self) -> None:
+    Args:
+        sign: this peer's signature of these bytes.
+    """
+
+    def __init__(self, me: PeerRef, sign: Callable[[bytes], bytes]) -> None:
+        self._me = me
+        self.sign = sign
+        self._base = b""  # digest of the state that the round starts from
+        self.signature = b""  # of the ballot for what is staged
         self.payload: RoundReady | None = None
         self.key: RoundKey | None = None
         """Of the exchange in the current view, running or ended."""
@@ -38,6 +47,7 @@ class Attempt:
         if self.payload is None or self.key is not None:
             return ()
         self.key = RoundKey(view.epoch, self.payload.outer_step, self.payload.fragment)
+        self._base = view.digest
         return [StartExchange(view=view, key=self.key, weight=self.payload.weight, weights=weights)]
 
     def abort(self) -> Sequence[MemberEffect]:
@@ -68,6 +78,8 @@ class Attempt:
         match event:
             case ExchangeDone():
                 self.staged, self._seen = event.digest, event
+                weight = 0.0 if self.payload is None else self.payload.weight
+                self.signature = self.sign(ballot(event.key, self._base, event.digest, self._me, weight))
             case ExchangeFailed():
                 self.failure = RoundFailed(
                     key=event.key, suspects=event.suspects, cause=event.cause[:512], told_by=event.told_by
@@ -88,6 +100,7 @@ class Attempt:
             weights=seen.weights,
             sizes=seen.sizes,
             results=seen.results,
+            signature=self.signature,
         )
 
     def take_staged(self, made: Held) -> RoundKey | None:

@@ -2,14 +2,13 @@
 """What a commit leaves with every peer: enough to go on from it when the coordinator's disk is lost.
 
 A certificate says of one commit what was made out of what, by whom, and where the data stood. Each one names the
-hash of the one before it, back to the genesis, and is sealed with a key that only the run's members have: HMAC-SHA-256
-under a key that follows from the run's secret and its id. So a certificate needs no name of a run in it: that of
-another run has a wrong seal.
+hash of the one before it, back to the genesis. It carries the ballots of the members that agreed, each signed with its
+sender's own key, and the seal of the run's coordinator over all the rest.
 
-What a seal proves: a member of this run, or its coordinator, made these bytes, and nobody changed them since. A
-stranger cannot make one, nor can whoever may write to a disk or a bucket where certificates lie. It does not prove
-that the coordinator said it: all members have the key, and a member that lies could seal a commit that never was.
-Members are trusted with the state itself; certificates do not change that.
+What it proves: more than half of the members of that round have voted for this result, and a coordinator of this run
+has counted them and says where the data stands. A stranger cannot make one, nor whoever may write to a disk or a bucket
+where certificates lie, nor any member: it has one key of many, and not the coordinator's. A coordinator cannot make one
+alone either.
 
 The chain proves order: two certificates that follow the same parent are two histories of one run, and whoever sees
 both knows it. Their order over rebuilds is by (epoch, outer step): a rebuilt run begins with an epoch that the lost
@@ -17,30 +16,31 @@ journal cannot have reached.
 """
 
 import hashlib
-import hmac
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef, RoundKey
-from elastic.core.values import DataPosition, Digest, Held, Weight
+from elastic.core.notary import Sealer, Verifier
+from elastic.core.values import DataPosition, Digest, Held, Signature, Weight
 
-SEAL_KEY_NBYTES = 32
 MAX_CONTRIBUTORS = 1024
 
-_SEAL_DOMAIN = b"isthmus commit certificate 1\0"
+_BALLOT_DOMAIN = b"isthmus ballot 1\0"
+_SEAL_DOMAIN = b"isthmus commit certificate 2\0"
 _LINK_DOMAIN = b"isthmus certificate chain 1\0"
 _GENESIS_DOMAIN = b"isthmus genesis 1\0"
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 class Contributor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One member of the committed round, and the weight of what it put in."""
+    """One member of the committed round, the weight of what it put in, and its ballot's signature if it agreed."""
 
     peer_id: PeerId
     incarnation: Incarnation
     weight: Weight
+    signature: Signature = b""
 
     @property
     def ref(self) -> PeerRef:
@@ -59,7 +59,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, array_like=True, fo
         final: whether the run ends with it.
         position: which samples no commit up to this one has consumed, those that are leased included.
         parent: `link` of the certificate before it; of the first one, `genesis_link`.
-        seal: `SEAL_KEY_NBYTES` bytes; empty in one that was not sealed yet, which never travels.
+        seal: of a coordinator of the run; empty in one that was not sealed yet, which nobody believes.
     """
 
     key: RoundKey
@@ -69,7 +69,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, array_like=True, fo
     final: bool
     position: DataPosition
     parent: Digest
-    seal: Digest = b""
+    seal: Signature = b""
 
     @property
     def made(self) -> Held:
@@ -83,16 +83,25 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, array_like=True, fo
 
     @property
     def link(self) -> bytes:
-        """What the next certificate names as its parent: a hash of everything but the seal, 32 bytes."""
+        """What the next certificate names as its parent: a hash of everything but the seal and signatures, 32 bytes."""
         return hashlib.sha256(_LINK_DOMAIN + self._body()).digest()
 
-    def sealed(self, seal_key: bytes) -> "Certificate":
+    def sealed(self, sealer: Sealer) -> "Certificate":
         """The same under this run's seal."""
-        return msgspec.structs.replace(self, seal=self._expected_seal(seal_key))
+        return msgspec.structs.replace(self, seal=sealer.seal(_SEAL_DOMAIN + self._body()))
 
-    def check(self, seal_key: bytes) -> bool:
-        """Whether it was sealed with this key and not changed since."""
-        return hmac.compare_digest(self.seal, self._expected_seal(seal_key))
+    def check(self, verifier: Verifier) -> bool:
+        """Whether a coordinator of the run has sealed it, and more than half of its members have voted for it."""
+        if not verifier.is_sealed(_SEAL_DOMAIN + self._body(), self.seal):
+            return False
+        agreed = set[PeerId]()
+        for item in self.contributors:
+            if item.signature:
+                words = ballot(self.key, self.previous, self.digest, item.ref, item.weight)
+                if not verifier.is_signed_by(item.peer_id, words, item.signature):
+                    return False
+                agreed.add(item.peer_id)
+        return 2 * len(agreed) > len(self.contributors)
 
     def follows(self, parent: "Certificate") -> bool:
         """Whether it is the next commit after `parent`, by its own words."""
@@ -104,11 +113,21 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, array_like=True, fo
         fields = (self.key, self.previous, self.digest, shares, self.final, self.position, self.parent)
         return _ENCODER.encode(fields)
 
-    def _expected_seal(self, seal_key: bytes) -> bytes:
-        return hmac.digest(seal_key, _SEAL_DOMAIN + self._body(), "sha256")
-
 
 _DECODER: msgspec.msgpack.Decoder[Certificate] = msgspec.msgpack.Decoder(Certificate)
+
+
+def ballot(key: RoundKey, previous: Digest, digest: Digest, voter: PeerRef, weight: float) -> bytes:
+    """What a member signs when it votes.
+
+    Args:
+        key: of the round.
+        previous: digest of the shared state that the round started from.
+        digest: of the one that the member has made.
+        voter: this start of it.
+        weight: of its part.
+    """
+    return _BALLOT_DOMAIN + _ENCODER.encode((key, previous, digest, voter, float(weight)))
 
 
 def genesis_link(held: Held, position: DataPosition) -> bytes:
@@ -122,7 +141,7 @@ def encode_certificate(certificate: Certificate) -> bytes:
 
 
 def decode_certificate(data: bytes) -> Certificate | None:
-    """A certificate from bytes that anybody may have written; None if they are none. Its seal is not looked at."""
+    """A certificate from bytes that anybody may have written; None if they are none. Signatures are not looked at."""
     try:
         certificate = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError):

@@ -316,6 +316,7 @@ class Closing:
                     num_tokens=vote.num_tokens,
                     consumed=consumed,
                     agreed=session.ref.peer_id not in deviants,
+                    signature=b"" if session.ref.peer_id in deviants else vote.signature,
                 )
             )
         return tuple(result)

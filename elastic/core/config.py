@@ -8,8 +8,8 @@ caller's monotonic clock.
 import enum
 from dataclasses import dataclass, field
 
-from elastic.core.certificate import SEAL_KEY_NBYTES
 from elastic.core.messages import IndexRange
+from elastic.core.notary import Sealer
 
 REBUILD_SALTS = 1 << 20
 
@@ -27,8 +27,8 @@ class CoordinatorConfig:
 
     manifest_digest: bytes
     """Digest of the run manifest. A peer that was started with another one is refused."""
-    seal_key: bytes = field(repr=False)
-    """Key of the run's certificates; its members have it too, and nobody else."""
+    sealer: Sealer = field(repr=False)
+    """Seals certificates and checks votes."""
     authorities: tuple[bytes, ...] = ()
     """Certificates of those whose word on who is who counts, for peers to believe. Of no matter here."""
     outer_steps: int
@@ -112,8 +112,6 @@ class CoordinatorConfig:
     def __post_init__(self) -> None:
         if len(self.manifest_digest) != 32:
             raise ValueError("manifest_digest must have 32 bytes")
-        if len(self.seal_key) != SEAL_KEY_NBYTES:
-            raise ValueError(f"seal_key must have {SEAL_KEY_NBYTES} bytes")
         if not 1 <= self.min_peers <= self.max_peers <= 1024:
             raise ValueError("1 <= min_peers <= max_peers <= 1024 must hold")
         if min(self.outer_steps, self.max_split_votes, self.round_inner_steps) < 1 or self.first_index < 0:

@@ -21,7 +21,7 @@ from typing import assert_never
 
 from collective.core.types import Instant, OuterStep, PeerRef
 from elastic.core.admission import Admission
-from elastic.core.certificate import Certificate
+from elastic.core.certificate import Certificate, ballot
 from elastic.core.closing import Closing
 from elastic.core.config import CoordinatorConfig, RebuildRule
 from elastic.core.doorkeeper import Doorkeeper
@@ -317,7 +317,7 @@ class CoordinatorMachine:
         state, certificate = self.state, join.certificate
         if state.committed is not None or state.rebuilt is not None or certificate is None:
             return False
-        return join.manifest_digest == self.config.manifest_digest and certificate.check(self.config.seal_key)
+        return join.manifest_digest == self.config.manifest_digest and certificate.check(self.config.sealer)
 
     def _proof_of_a_newer_journal(self, join: Join) -> Certificate | None:
         """A commit that this journal does not hold, told by whoever has the real one. None if there is no proof.
@@ -331,7 +331,7 @@ class CoordinatorMachine:
             return None  # of the lost journal, and given up
         if state.certificate is not None and certificate.order <= state.certificate.order:
             return None
-        return certificate if certificate.check(self.config.seal_key) else None
+        return certificate if certificate.check(self.config.sealer) else None
 
     def _ended(self, rebuild: Rebuild) -> bool:
         if rebuild.settled():
@@ -364,6 +364,9 @@ class CoordinatorMachine:
         session.shows(key.outer_step, self.state.outer_step, roster.now)
         session.hands_in(roster.now)
         match message:
+            case Vote() if not self._is_signed(session.ref, message):
+                roster.counters["forged_vote"] += 1
+                roster.strike({session.ref: "has not signed what it votes for"})
             case Vote():
                 if not self._rounds.vote(peer_id, message, roster.now):
                     roster.counters["vote_after_failure"] += 1
@@ -371,6 +374,12 @@ class CoordinatorMachine:
                 self._rounds.report(peer_id, message, judge_at=roster.now + self.config.report_window_s)
             case _:
                 assert_never(message)
+
+    def _is_signed(self, ref: PeerRef, vote: Vote) -> bool:
+        """Without its signature a vote would make no certificate that anybody believes."""
+        assert self.state.committed is not None, "members vote from a committed state"
+        words = ballot(vote.key, self.state.committed.digest, vote.digest, ref, vote.weight)
+        return self.config.sealer.is_signed_by(ref.peer_id, words, vote.signature)
 
     def _on_leave(self, session: Session, message: Leave) -> None:
         roster, is_standing = self._roster, self.state.standing_since(session.ref) is not None

@@ -75,6 +75,7 @@ from elastic.core.messages import (
     Unmet,
     Welcome,
 )
+from elastic.core.notary import Signer
 from elastic.core.place import Phase, Place
 
 STORY_LENGTH = 512
@@ -98,7 +99,7 @@ class MemberMachine:
         manifest_digest: of the run, as this peer knows it.
         held: the state it starts with, from its disk.
         aside: what an earlier start of this peer voted for, if that is staged: the round, and the state that would be.
-        seal_key: of the run's certificates, 32 bytes.
+        signer: signs as this peer, and knows who may seal.
         certificate: the newest one that an earlier start of this peer has kept.
     """
 
@@ -113,7 +114,7 @@ class MemberMachine:
         held: Held | None = None,
         *,
         aside: tuple[RoundKey, Held] | None = None,
-        seal_key: bytes,
+        signer: Signer,
         certificate: Certificate | None = None,
     ) -> None:
         self.config = config
@@ -121,10 +122,10 @@ class MemberMachine:
         self.counters: Counter[str] = Counter()
         self._address = address
         self._manifest_digest = manifest_digest
-        self._chain = Chain(seal_key, certificate, self.counters)
+        self._chain = Chain(signer, certificate, self.counters)
         newest = self._chain.newest
         self._epoch = Epoch(0) if newest is None else newest.key.epoch  # the newest one heard of
-        self._place = self.place_type(me, held, config.catch_up_retry_s, self.counters)
+        self._place = self.place_type(me, held, config.catch_up_retry_s, self.counters, signer.sign)
         self._place.attempt.laid_aside = aside
         self._farewell = Farewell(config.farewell_timeout_s, lambda: self._place.view is not None and self._connected)
         # - Connection and timers

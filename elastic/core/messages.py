@@ -32,6 +32,7 @@ from elastic.core.values import IndexRange as IndexRange
 from elastic.core.values import Mark as Mark
 from elastic.core.values import Natural as Natural
 from elastic.core.values import Reason as Reason
+from elastic.core.values import Signature as Signature
 from elastic.core.values import Size as Size
 from elastic.core.values import Weight as Weight
 
@@ -84,6 +85,7 @@ class Synced(_Message, frozen=True, kw_only=True):
 class Vote(_Message, frozen=True, kw_only=True):
     """The exchange is done and absorbed into staging: the shared state would have this digest.
 
+    The `signature` is of the `ballot` (certificate.py); the certificate of the commit carries it to everybody.
     `weight`, `num_tokens` and `consumed` describe the sender's own contribution to the round. `weights` and `sizes` say
     what the sender saw of everybody's, by rank: the weights that it counted with, and how large the numbers were that
     it added up itself (0: none of this member's). `results` are marks of what each member has added up and given to
@@ -98,6 +100,7 @@ class Vote(_Message, frozen=True, kw_only=True):
     weights: Annotated[tuple[Weight, ...], Meta(max_length=1024)] = ()
     sizes: Annotated[tuple[Size, ...], Meta(max_length=1024)] = ()
     results: Annotated[tuple[Mark, ...], Meta(max_length=1024)] = ()
+    signature: Signature = b""
 
 
 class RoundFailed(_Message, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ Rules: see member.py. It must not know messages, connections, or when something 
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -53,9 +53,17 @@ class Place:
         held: the state it starts with.
         catch_up_retry_s: the pause after a catch-up that failed.
         counters: what came out of turn, by reason.
+        sign: this peer's signature of these bytes.
     """
 
-    def __init__(self, me: PeerRef, held: Held | None, catch_up_retry_s: float, counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        me: PeerRef,
+        held: Held | None,
+        catch_up_retry_s: float,
+        counters: Counter[str],
+        sign: Callable[[bytes], bytes],
+    ) -> None:
         self.me = me
         self.effects: list[MemberEffect] = []
         self.phase = Phase.JOINING
@@ -64,7 +72,7 @@ class Place:
         self.is_standing = False
         """Whether what this peer has done since the last commit counts: as an active member, or excused."""
         self.pursuit = Pursuit(me.peer_id, held, catch_up_retry_s)
-        self.attempt = Attempt()
+        self.attempt = Attempt(me, sign)
         self.leases = LeaseDesk()
         self._counters = counters
         self._progress = 0

@@ -4,7 +4,7 @@
 Every peer keeps the certificate of the newest commit that it has heard of. A coordinator with an empty journal asks
 for them and goes on from the newest one. Rules:
 
-* Only certificates under this run's seal count, and only who brings one testifies: a peer without a memory cannot say
+* Only genuine certificates of this run count, and only who brings one testifies: a peer without a memory cannot say
   that there was nothing newer.
 * The newest certificate counts when more than half of the members that it names have testified, and everybody else has
   had time: also when all of them have, since they may all be of an old view, and be here before the newer ones. Fewer
@@ -53,7 +53,7 @@ _MAX_EPOCH = (1 << 32) - 2 * EPOCHS_A_REBUILD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What one start of one peer says that it knows. The certificate's seal is right."""
+    """What one start of one peer says that it knows. The certificate is genuine."""
 
     ref: PeerRef
     epoch: Epoch
@@ -135,7 +135,7 @@ class Rebuild:
 
     def is_genuine(self, certificate: Certificate) -> bool:
         """Whether it is one of this run, unchanged."""
-        return certificate.key.epoch <= _MAX_EPOCH and certificate.check(self._roster.config.seal_key)
+        return certificate.key.epoch <= _MAX_EPOCH and certificate.check(self._roster.config.sealer)
 
     # -------------------------------------------------------------------------------- decision
 

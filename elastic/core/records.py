@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef, RoundKey, View
 from elastic.core.certificate import Certificate
-from elastic.core.messages import Bar, DataPosition, Digest, Held, IndexRange, Natural, Weight
+from elastic.core.messages import Bar, DataPosition, Digest, Held, IndexRange, Natural, Signature, Weight
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -70,13 +70,17 @@ class ViewRecord(_Record, frozen=True, kw_only=True):
 
 
 class Contribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one member put into a committed round. `agreed` says that it voted for what was committed, and holds it."""
+    """What one member put into a committed round. `agreed` says that it voted for what was committed, and holds it.
+
+    `signature` is that of its ballot, if it agreed.
+    """
 
     ref: PeerRef
     weight: Weight
     num_tokens: Natural
     consumed: tuple[IndexRange, ...]
     agreed: bool = True
+    signature: Signature = b""
 
 
 class CommitRecord(_Record, frozen=True, kw_only=True):

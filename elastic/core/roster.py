@@ -364,7 +364,7 @@ class Roster:
         if certificate is None:
             return
         if self._sealed is None or self._sealed.order != certificate.order:
-            self._sealed = certificate.sealed(self.config.seal_key)
+            self._sealed = certificate.sealed(self.config.sealer)
         self.send(to, Commit(certificate=self._sealed))
 
     def tell_replaced(self, to: PeerRef) -> None:
@@ -383,7 +383,7 @@ class Roster:
         certificate = record.certificate
         rebuilt = Rebuilt(
             epoch=record.epoch,
-            certificate=None if certificate is None else certificate.sealed(self.config.seal_key),
+            certificate=None if certificate is None else certificate.sealed(self.config.sealer),
             committed=self.state.committed,
             given_up=record.given_up if isinstance(record, RollbackRecord) else OuterStep(0),
         )

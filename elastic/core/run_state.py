@@ -18,7 +18,7 @@ from elastic.core.certificate import Certificate, Contributor, genesis_link
 from elastic.core.doors import Doors
 from elastic.core.leases import LeaseLedger
 from elastic.core.messages import Held
-from elastic.core.past import Past, is_of, read_back, written
+from elastic.core.past import Past, is_of
 from elastic.core.records import (
     BarRecord,
     CommitRecord,
@@ -39,6 +39,16 @@ MAX_COMMITS_BACK = 256
 """So many of the newest commits are remembered, and the run can go back to each of them."""
 
 BLANK_VIEW = View(epoch=Epoch(0), outer_step=OuterStep(0), digest=b"", members=())
+
+
+def contributors_of(record: CommitRecord) -> tuple[Contributor, ...]:
+    """As the certificate of this commit names them, with as many signatures as it takes to prove it."""
+    missing, named = len(record.contributions) // 2 + 1, list[Contributor]()
+    for item in record.contributions:
+        signature = item.signature if missing else b""
+        missing -= bool(signature)
+        named.append(Contributor(item.ref.peer_id, item.ref.incarnation, item.weight, signature))
+    return tuple(named)
 
 
 class RunState:
@@ -153,7 +163,7 @@ class RunState:
             last_commit=self.last_commit,
             rebuilt=self.rebuilt,
             beginning=(begins[0].held, begins[0].position) if begins else None,
-            commits=tuple(written(item.certificate) for item in self._past if item.certificate is not None),
+            commits=tuple(item.certificate for item in self._past if item.certificate is not None),
             next_index=self.leases.next_index,
             free=self.leases.free,
             owned=self.leases.owned(),
@@ -169,7 +179,7 @@ class RunState:
         if record.beginning is not None:
             held, position = record.beginning
             self._past.append(Past(held, position, genesis_link(held, position)))
-        for certificate in map(read_back, record.commits):
+        for certificate in record.commits:
             self._past.append(Past(certificate.made, certificate.position, certificate.link, certificate))
         if self._past:
             newest = self._past[-1]
@@ -267,9 +277,7 @@ class RunState:
             key=record.key,
             previous=record.previous,
             digest=record.digest,
-            contributors=tuple(
-                Contributor(item.ref.peer_id, item.ref.incarnation, item.weight) for item in record.contributions
-            ),
+            contributors=contributors_of(record),
             final=record.final,
             position=self.leases.position(),
             parent=self._link,

@@ -16,6 +16,9 @@ Natural = Annotated[int, Meta(ge=0, le=2**53)]
 Weight = Annotated[float, Meta(ge=0.0, le=1e15)]
 Mark = Annotated[bytes, Meta(max_length=16)]
 """The beginning of a SHA-256; empty of nothing."""
+MAX_SIGNATURE_NBYTES = 96
+Signature = Annotated[bytes, Meta(max_length=MAX_SIGNATURE_NBYTES)]
+"""A public key and what it has signed, or a seal; empty of nobody. See notary.py."""
 Size = Annotated[float, Meta(ge=0.0, le=1e38)]
 """Root mean square of numbers in a payload."""
 Reason = Annotated[str, Meta(max_length=512)]

@@ -58,7 +58,7 @@ class CausesWithoutEnd(Attempt):
 class SaysTooMuch(MemberMachine):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._place.attempt = CausesWithoutEnd()
+        self._place.attempt = CausesWithoutEnd(self.me, self._place.attempt.sign)
 
 
 class CallsBytesSteps(Place):
@@ -97,7 +97,7 @@ class WeighsAnew(Attempt):
 class ChangesItsWeight(MemberMachine):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._place.attempt = WeighsAnew()
+        self._place.attempt = WeighsAnew(self.me, self._place.attempt.sign)
 
 
 class OpenGate(FrameGate):

@@ -137,7 +137,8 @@ class Control:
             return
         certificate = message.certificate if isinstance(message, Join) else None
         if certificate is not None and self.network.chance(self.sim.options.forged_certificates):
-            message = msgspec.structs.replace(message, certificate=forge(certificate))
+            forged = forge(certificate, node.ref, self.sim.keys.of(node.peer_id))
+            message = msgspec.structs.replace(message, certificate=forged)
         self.world.say(node.peer_id, "->", message)
         payload = encode(message)
         for delay_s in self._delays(node.peer_id, COORDINATOR):

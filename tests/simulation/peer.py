@@ -138,7 +138,7 @@ class PeerNode(Process):
             f"{self.peer_id}:1",
             manifest,
             held,
-            seal_key=self.sim.seal_key,
+            signer=self.sim.keys.of(self.peer_id),
             certificate=self.disk_certificate,
         )
         self.sim.world.say(self.peer_id, "starts as", self.incarnation, "with", short(held))

@@ -8,7 +8,7 @@ testified has heard of; what was committed after it is given up, and nothing els
 from typing import TYPE_CHECKING
 
 from collective.core.types import OuterStep, PeerRef, RoundKey
-from elastic.core.certificate import Certificate, encode_certificate, genesis_link
+from elastic.core.certificate import Certificate, Contributor, ballot, encode_certificate, genesis_link
 from elastic.core.messages import (
     Commit,
     CoordinatorMessage,
@@ -21,6 +21,7 @@ from elastic.core.messages import (
     Rebuilt,
 )
 from elastic.core.records import CommitRecord, RebuildRecord, Record
+from tests.keys import PeerKeys
 from tests.simulation.work import consumed_by
 from tests.simulation.world import demand
 
@@ -29,18 +30,25 @@ if TYPE_CHECKING:
     from tests.simulation.simulator import Simulator
 
 
-def forge(certificate: Certificate) -> Certificate:
-    """A liar's: it names a commit that never was, under the seal of another."""
+def forge(certificate: Certificate, me: PeerRef, keys: PeerKeys) -> Certificate:
+    """A liar's: it names a commit that never was, with all that its maker can sign.
+
+    Of the others it has only the signatures under what they have voted for; so every other forgery is of a round in
+    which it was alone.
+    """
     key = RoundKey(certificate.key.epoch, OuterStep(certificate.key.outer_step + 7), certificate.key.fragment)
+    previous, digest = certificate.digest, certificate.previous
+    alone = Contributor(me.peer_id, me.incarnation, 1.0, keys.sign(ballot(key, previous, digest, me, 1.0)))
+    others = tuple(item for item in certificate.contributors if item.peer_id != me.peer_id)
     return Certificate(
         key=key,
-        previous=certificate.digest,
-        digest=certificate.previous,
-        contributors=certificate.contributors,
+        previous=previous,
+        digest=digest,
+        contributors=(alone, *others) if key.outer_step % 2 else (alone,),
         final=False,
         position=certificate.position,
         parent=certificate.link,
-        seal=certificate.seal,
+        seal=keys.sign(certificate.link) if key.outer_step % 3 else certificate.seal,
     )
 
 
@@ -77,7 +85,7 @@ class Certificates:
         demand(record is not None, "I3", f"a certificate of {certificate.key}, which is not in the journal")
         assert record is not None
         weights = [(item.ref, item.weight) for item in record.contributions]
-        demand(certificate.check(self._sim.seal_key), "I3", "a certificate without the run's seal")
+        demand(certificate.check(self._sim.keys), "I3", "a certificate without the run's seal")
         demand([(item.ref, item.weight) for item in certificate.contributors] == weights, "I2", "it names others")
         is_same = (certificate.previous, certificate.digest, certificate.final) == (
             record.previous,
@@ -119,7 +127,7 @@ class Certificates:
         match message:
             case Join(certificate=certificate, manifest_digest=digest) if digest == self._sim.manifest:
                 self._brought.pop(sender, None)
-                if certificate is not None and certificate.check(self._sim.seal_key):
+                if certificate is not None and certificate.check(self._sim.keys):
                     self._brought[sender] = certificate
             case Leave():
                 self._brought.pop(sender, None)

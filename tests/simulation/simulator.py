@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from elastic.core.config import CoordinatorConfig
 from elastic.core.records import CommitRecord, ViewRecord
+from tests.keys import Keys
 from tests.simulation.bulk import Bulk
 from tests.simulation.checkers import Checkers
 from tests.simulation.control import Control
@@ -66,10 +67,10 @@ class Simulator:
         self.check_machines = check_machines
         self._looks = 0
         self.manifest = bytes(32)
-        self.seal_key = b"\5" * 32
+        self.keys = Keys()
         self.coordinator_config = CoordinatorConfig(
             manifest_digest=self.manifest,
-            seal_key=self.seal_key,
+            sealer=self.keys.of_the_run,
             rebuild_grace_s=2.0,
             outer_steps=self.options.outer_steps,
             round_inner_steps=2,

@@ -4,8 +4,10 @@
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
-from elastic.core.certificate import Certificate, Contributor
+from elastic.core.certificate import Certificate, Contributor, ballot
 from elastic.core.config import CoordinatorConfig, MemberConfig
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import (
@@ -40,9 +42,11 @@ from elastic.core.messages import (
 )
 from elastic.core.place import Phase
 from elastic.core.records import Record
+from tests.keys import Keys, certified
 
 MANIFEST = b"\7" * 32
-SEAL_KEY = b"\3" * 32
+KEYS = Keys()
+OTHERS = Keys(b"another run")
 T = TypeVar("T")
 
 
@@ -73,10 +77,10 @@ def certificate(
     kind: int = 0,
     final: bool = False,
     parent: Certificate | None = None,
-    seal_key: bytes = SEAL_KEY,
+    keys: Keys = KEYS,
 ) -> Certificate:
     """Of the commit in this epoch that starts from this step, made by these peers (1 and 2, if none is named)."""
-    return Certificate(
+    made = Certificate(
         key=key(epoch, step),
         previous=held(step).digest if parent is None else parent.digest,
         digest=held(step + 1, kind).digest,
@@ -84,7 +88,8 @@ def certificate(
         final=final,
         position=DataPosition(100, (IndexRange(40, 50),)),
         parent=bytes(32) if parent is None else parent.link,
-    ).sealed(seal_key)
+    )
+    return certified(made, keys)
 
 
 def payload(step: int, *consumed: IndexRange) -> RoundReady:
@@ -95,7 +100,7 @@ class CoordinatorDriver:
     """A coordinator machine with a clock, a journal and a mailbox per peer."""
 
     def __init__(self, machine: CoordinatorMachine | None = None, now: float = 0.0, **config: Any) -> None:
-        rules: dict[str, Any] = {"manifest_digest": MANIFEST, "seal_key": SEAL_KEY, "outer_steps": 1000} | config
+        rules: dict[str, Any] = {"manifest_digest": MANIFEST, "sealer": KEYS.of_the_run, "outer_steps": 1000} | config
         self.config = CoordinatorConfig(**rules)
         self.machine = machine if machine is not None else CoordinatorMachine(self.config)
         self.now = now
@@ -124,7 +129,12 @@ class CoordinatorDriver:
         return effects
 
     def says(self, sender: PeerRef | int, message: PeerMessage) -> Sequence[CoordinatorEffect]:
+        """Votes are signed by their senders, if they are not yet."""
         sender = ref(sender) if isinstance(sender, int) else sender
+        committed = self.machine.state.committed
+        if isinstance(message, Vote) and not message.signature and committed is not None:
+            words = ballot(message.key, committed.digest, message.digest, sender, message.weight)
+            message = msgspec.structs.replace(message, signature=KEYS.of(sender.peer_id).sign(words))
         return self.feed(PeerSaid(sender=sender, message=message))
 
     def wait(self, seconds: float) -> None:
@@ -210,7 +220,14 @@ class MemberDriver:
     ) -> None:
         rules = MemberConfig(**config)
         self.machine = MemberMachine(
-            rules, ref(1), "host1:1", MANIFEST, state, aside=aside, seal_key=SEAL_KEY, certificate=certificate
+            rules,
+            ref(1),
+            "host1:1",
+            MANIFEST,
+            state,
+            aside=aside,
+            signer=KEYS.of(ref(1).peer_id),
+            certificate=certificate,
         )
         self.now = 0.0
         self.effects: Sequence[MemberEffect] = ()

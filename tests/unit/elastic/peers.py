@@ -31,13 +31,14 @@ from elastic.journal import Journal
 from elastic.member import Membership
 from elastic.rounds import Exchanged
 from elastic.state_wire import Pace
+from tests.keys import Keys
 from tests.unit.elastic.harness import RUN_ID, NumberReplica, entry_of, hello, listening, peer_id
 
 if TYPE_CHECKING:
     from elastic.observation import ElasticEvent
 
 MANIFEST_DIGEST = b"m" * 32
-SEAL_KEY = b"k" * 32
+KEYS = Keys()
 NUMEL = 200
 SAMPLES = 4
 MEMBER_CONFIG = MemberConfig(
@@ -188,7 +189,9 @@ class Peer:
 
     def _machine(self, address: str) -> MemberMachine:
         held = self.replica.held()
-        return MemberMachine(MEMBER_CONFIG, self.me, address, self.manifest_digest, held, seal_key=SEAL_KEY)
+        return MemberMachine(
+            MEMBER_CONFIG, self.me, address, self.manifest_digest, held, signer=KEYS.of(self.me.peer_id)
+        )
 
     async def allow(self, outer_step: int) -> None:
         """The trainer may hand in rounds until this step is committed."""
@@ -233,7 +236,7 @@ class CoordinatorHost:
         defaults = {"heartbeat_timeout_s": 2.0, "suspect_silence_s": 0.5, "reconnect_grace_s": 0.3}
         defaults |= {"recover_grace_s": 5.0, "report_window_s": 0.05, "resend_interval_s": 0.1}
         self.config = CoordinatorConfig(
-            manifest_digest=MANIFEST_DIGEST, seal_key=SEAL_KEY, outer_steps=outer_steps, **(defaults | config)
+            manifest_digest=MANIFEST_DIGEST, sealer=KEYS.of_the_run, outer_steps=outer_steps, **(defaults | config)
         )
         self.observed: list[ElasticEvent] = []
         self.shell: CoordinatorShell

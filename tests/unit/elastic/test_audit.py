@@ -10,6 +10,7 @@ from collective.core.types import View
 from elastic.audit import Audit, audit
 from elastic.audit.coverage import DataEpoch, all_but, count_data_epochs, used_up
 from elastic.audit.findings import MAX_KEPT, Finding, judge
+from elastic.core.certificate import ballot
 from elastic.core.messages import Bar, IndexRange
 from elastic.core.records import (
     BarRecord,
@@ -24,7 +25,7 @@ from elastic.core.records import (
     ViewRecord,
 )
 from elastic.core.run_state import RunState
-from tests.unit.elastic.machines import certificate, held, key, member, ref
+from tests.unit.elastic.machines import KEYS, certificate, held, key, member, ref
 
 A, B, C = ref(1), ref(2), ref(3)
 Change = Callable[[list[Record]], None]
@@ -43,14 +44,26 @@ def view(epoch: int, step: int, *numbers: int, cause: str = "") -> ViewRecord:
 
 
 def commit(step: int, epoch: int, *parts: Contribution, final: bool = False) -> CommitRecord:
-    return CommitRecord(
-        key=key(epoch, step - 1),
-        outer_step=step,
-        previous=held(step - 1).digest,
-        digest=held(step).digest,
-        contributions=parts,
-        final=final,
+    return signed(
+        CommitRecord(
+            key=key(epoch, step - 1),
+            outer_step=step,
+            previous=held(step - 1).digest,
+            digest=held(step).digest,
+            contributions=parts,
+            final=final,
+        )
     )
+
+
+def signed(record: CommitRecord) -> CommitRecord:
+    """With the ballots of all that agreed."""
+    parts = []
+    for item in record.contributions:
+        words = ballot(record.key, record.previous, record.digest, item.ref, item.weight)
+        signature = KEYS.of(item.ref.peer_id).sign(words) if item.agreed else b""
+        parts.append(msgspec.structs.replace(item, signature=signature))
+    return msgspec.structs.replace(record, contributions=tuple(parts))
 
 
 def lease(who, serial: int, *given: tuple[int, int]) -> LeaseRecord:

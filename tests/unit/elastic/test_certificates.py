@@ -23,25 +23,26 @@ from elastic.core.chain import Chain
 from elastic.core.messages import Commit, DataPosition, Held, IndexRange, Join, LeaseGrant, LeaseRequest
 from elastic.core.records import CommitRecord, Genesis
 from elastic.core.run_state import RunState
+from elastic.core.values import MAX_SIGNATURE_NBYTES
 from elastic.wire import encode
-from tests.unit.elastic.machines import MANIFEST, SEAL_KEY, CoordinatorDriver, certificate, held, key, ref
+from tests.unit.elastic.machines import KEYS, MANIFEST, OTHERS, CoordinatorDriver, certificate, held, key, ref
 
 ONE = certificate(3, 4, 1, 2)
 NEXT = certificate(3, 5, 1, 2, parent=ONE)
 
 
 def chain(newest: Certificate | None = None) -> Chain:
-    return Chain(SEAL_KEY, newest, Counter())
+    return Chain(KEYS, newest, Counter())
 
 
 # ------------------------------------------------------------------------ the seal
 
 
 def test_certificate_has_the_seal_of_its_run_and_of_no_other() -> None:
-    assert ONE.check(SEAL_KEY)
-    assert not ONE.check(b"\4" * 32)
-    assert not msgspec.structs.replace(ONE, seal=b"").check(SEAL_KEY)
-    assert not certificate(3, 4, 1, 2, seal_key=b"\4" * 32).check(SEAL_KEY)
+    assert ONE.check(KEYS)
+    assert not ONE.check(OTHERS)
+    assert not msgspec.structs.replace(ONE, seal=b"").check(KEYS)
+    assert not certificate(3, 4, 1, 2, keys=OTHERS).check(KEYS)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_certificate_has_the_seal_of_its_run_and_of_no_other() -> None:
 )
 def test_change_of_any_field_breaks_the_seal_and_the_chain(change: dict[str, Any]) -> None:
     changed = msgspec.structs.replace(ONE, **change)
-    assert not changed.check(SEAL_KEY)
+    assert not changed.check(KEYS)
     assert changed.link != ONE.link
     assert not NEXT.follows(changed)
 
@@ -79,7 +80,7 @@ def test_every_field_but_the_seal_is_in_the_test_above() -> None:
 
 def test_whole_weight_and_the_same_weight_as_a_fraction_have_one_seal() -> None:
     whole = tuple(msgspec.structs.replace(item, weight=2) for item in ONE.contributors)
-    assert msgspec.structs.replace(ONE, contributors=whole).check(SEAL_KEY)
+    assert msgspec.structs.replace(ONE, contributors=whole).check(KEYS)
 
 
 # ------------------------------------------------------------------------ the chain
@@ -113,7 +114,7 @@ def test_peer_that_missed_commits_takes_a_later_one() -> None:
         (certificate(4, 4), "broken_chain"),
         (certificate(3, 3), "old_certificate"),
         (certificate(2, 9), "old_certificate"),
-        (certificate(3, 5, parent=ONE, seal_key=b"\4" * 32), "forged_certificate"),
+        (certificate(3, 5, parent=ONE, keys=OTHERS), "forged_certificate"),
     ],
 )
 def test_what_does_not_continue_the_chain_is_refused_and_counted(other: Certificate, counter: str) -> None:
@@ -124,7 +125,7 @@ def test_what_does_not_continue_the_chain_is_refused_and_counted(other: Certific
 
 
 def test_certificate_from_the_disk_without_the_runs_seal_is_dropped() -> None:
-    assert chain(certificate(3, 4, seal_key=b"\4" * 32)).newest is None
+    assert chain(certificate(3, 4, keys=OTHERS)).newest is None
 
 
 # ------------------------------------------------------------------------ where they come from
@@ -137,7 +138,7 @@ def test_replayed_journal_gives_the_same_certificate_bit_for_bit() -> None:
     told = driver.told(1, Commit).certificate
     again = RunState.replay(driver.journal).certificate
     assert again is not None
-    assert encode_certificate(again.sealed(SEAL_KEY)) == encode_certificate(told)
+    assert encode_certificate(again.sealed(KEYS.of_the_run)) == encode_certificate(told)
     assert driver.recovered().machine.state.certificate == again
 
 
@@ -171,14 +172,19 @@ def test_certificate_counts_leased_samples_as_not_consumed() -> None:
 
 
 def test_largest_run_fits_into_one_control_message() -> None:
-    contributors = tuple(Contributor(PeerId(f"{n:016x}"), 10**13, n + 0.1) for n in range(MAX_CONTRIBUTORS))
+    signed = MAX_CONTRIBUTORS // 2 + 1
+    contributors = tuple(
+        Contributor(PeerId(f"{n:016x}"), 10**13, n + 0.1, bytes(MAX_SIGNATURE_NBYTES) if n < signed else b"")
+        for n in range(MAX_CONTRIBUTORS)
+    )
     spans = tuple(IndexRange(2**31 + 10 * n, 2**31 + 10 * n + 5) for n in range(4 * MAX_CONTRIBUTORS))
     large = msgspec.structs.replace(
         ONE,
         contributors=contributors,
         position=DataPosition(2**32, spans),
         key=key(Epoch(2**32 - 1), OuterStep(2**32 - 1)),
-    ).sealed(SEAL_KEY)
+        seal=bytes(MAX_SIGNATURE_NBYTES),
+    )
     join = Join(address="a" * 256, manifest_digest=MANIFEST, held=held(4), certificate=large)
     limit = ON_CONTROL[FrameType.CONTROL]
     assert len(encode(Commit(certificate=large))) < limit

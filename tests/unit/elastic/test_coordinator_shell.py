@@ -35,6 +35,7 @@ from elastic.journal import Journal
 from elastic.observation import PeerConnected, PeerDisconnected, RecordWritten
 from elastic.wire import encode
 from tests.unit.elastic.harness import RUN_ID, hello, listening, peer_id, until
+from tests.unit.elastic.machines import KEYS
 
 MANIFEST = b"m" * 32
 STATE = Held(0, b"0" * 32)
@@ -92,7 +93,7 @@ class Host:
 async def _hosting(store, *, compact_every=0, **config):
     observed = []
     shell = CoordinatorShell(
-        CoordinatorConfig(manifest_digest=MANIFEST, seal_key=bytes(32), outer_steps=100, **config),
+        CoordinatorConfig(manifest_digest=MANIFEST, sealer=KEYS.of_the_run, outer_steps=100, **config),
         store,
         compact_every=compact_every,
         observe=observed.append,
@@ -202,7 +203,7 @@ class FullDisk:
 
 async def test_full_disk_stops_the_coordinator_and_nobody_hears_of_the_lost_record(journal):
     shell = CoordinatorShell(
-        CoordinatorConfig(manifest_digest=MANIFEST, seal_key=bytes(32), outer_steps=9), FullDisk(journal, 1)
+        CoordinatorConfig(manifest_digest=MANIFEST, sealer=KEYS.of_the_run, outer_steps=9), FullDisk(journal, 1)
     )
     async with listening(1000, {Purpose.CONTROL: shell.serve}) as listener:
         channel = await connect(listener.address, hello(Purpose.CONTROL, 1), timeout_s=5.0)
@@ -444,7 +445,7 @@ async def test_time_that_the_store_takes_is_held_against_nobody(slow):
 
 
 async def test_slow_store_that_fails_stops_the_coordinator_and_nobody_hears_anything(journal, slow):
-    shell = CoordinatorShell(CoordinatorConfig(manifest_digest=MANIFEST, seal_key=bytes(32), outer_steps=9), slow)
+    shell = CoordinatorShell(CoordinatorConfig(manifest_digest=MANIFEST, sealer=KEYS.of_the_run, outer_steps=9), slow)
     slow.let(1)
     async with listening(1000, {Purpose.CONTROL: shell.serve}) as listener:
         channel = await connect(listener.address, hello(Purpose.CONTROL, 1), timeout_s=5.0)

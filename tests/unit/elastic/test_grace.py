@@ -7,10 +7,11 @@ from collective.core.types import OuterStep
 from elastic.core.config import CoordinatorConfig
 from elastic.core.grace import Grace
 from elastic.core.values import Digest
+from tests.unit.elastic.machines import KEYS
 
 CONFIG = CoordinatorConfig(
     manifest_digest=Digest(bytes(32)),
-    seal_key=bytes(32),
+    sealer=KEYS.of_the_run,
     outer_steps=OuterStep(100),
     grace_initial_s=60.0,
     grace_floor_s=0.1,

@@ -41,8 +41,9 @@ from elastic.core.place import Phase
 from elastic.core.rebuild import EPOCHS_A_REBUILD
 from elastic.core.records import Genesis, RebuildRecord, ViewRecord
 from tests.unit.elastic.machines import (
+    KEYS,
     MANIFEST,
-    SEAL_KEY,
+    OTHERS,
     CoordinatorDriver,
     MemberDriver,
     certificate,
@@ -56,7 +57,7 @@ from tests.unit.elastic.machines import (
 LAST = certificate(3, 4, 1, 2, 3)
 """The newest commit: members 1, 2 and 3 made step 5 in epoch 3."""
 BEFORE = certificate(3, 3, 1, 2, 3)
-FORGED = certificate(9, 90, 1, 2, 3, seal_key=b"\4" * 32)
+FORGED = certificate(9, 90, 1, 2, 3, keys=OTHERS)
 OLDER_RUN = certificate(2, 3, 1, 2)
 GRACE_S = 5.0
 
@@ -444,7 +445,7 @@ def test_join_carries_the_newest_certificate() -> None:
 
 def test_certificate_with_a_wrong_seal_is_never_installed_from() -> None:
     driver = staged()
-    forged = certificate(4, 5, parent=LAST, seal_key=b"\4" * 32)
+    forged = certificate(4, 5, parent=LAST, keys=OTHERS)
     assert driver.hears(Commit(certificate=forged)) == []
     assert driver.machine.counters["forged_certificate"] == 1
     driver.hears(Commit(certificate=certificate(4, 5, parent=LAST)))
@@ -623,7 +624,7 @@ def test_coordinator_whose_journal_is_proved_to_be_an_old_copy_resigns(number: i
     driver = stale_coordinator()
     state = driver.machine.state
     assert state.certificate is not None
-    own = state.certificate.sealed(SEAL_KEY)
+    own = state.certificate.sealed(KEYS.of_the_run)
     joins(driver, number, own, epoch=state.epoch)
     assert not any(isinstance(effect, Resign) for effect in driver.effects)
     newer = certificate(state.view.epoch, state.outer_step, 1, 2, parent=own)

@@ -19,7 +19,7 @@ from elastic.core.messages import (
 from elastic.core.place import Phase
 from elastic.core.records import RollbackRecord
 from elastic.core.run_state import RunState
-from tests.unit.elastic.machines import CoordinatorDriver, MemberDriver, certificate, held, key, ref, view
+from tests.unit.elastic.machines import KEYS, CoordinatorDriver, MemberDriver, certificate, held, key, ref, view
 
 GRACE_S, RECOVER_S, ORPHAN_S = 5.0, 30.0, 600.0
 HEARTBEAT_S = 1.0
@@ -144,9 +144,7 @@ def test_everybody_is_told_and_begins_together() -> None:
     told = live_on(driver, GRACE_S + 1.0, p1=2, p2=2)
     said = [effect.message for effect in told if isinstance(effect.message, Rebuilt)]
     assert {message.given_up for message in said} == {3}
-    assert all(
-        message.certificate is not None and message.certificate.check(driver.config.seal_key) for message in said
-    )
+    assert all(message.certificate is not None and message.certificate.check(KEYS) for message in said)
     epoch = driver.machine.state.epoch
     driver.join(1, held(2), epoch=epoch, incarnation=2)
     assert not driver.member_numbers(), "whoever came first would go on alone"

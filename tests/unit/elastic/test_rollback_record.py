@@ -9,7 +9,7 @@ from collective.core.types import Epoch
 from elastic.audit import audit
 from elastic.core.messages import Heartbeat, IndexRange, Join, LeaseRequest, Rebuilt
 from elastic.core.records import Record, RollbackRecord
-from tests.unit.elastic.machines import MANIFEST, SEAL_KEY, CoordinatorDriver, MemberDriver, held, ref
+from tests.unit.elastic.machines import KEYS, MANIFEST, CoordinatorDriver, MemberDriver, held, ref
 
 BACK_S = 8
 """Longer than all members of the newest commit are given to say what they hold."""
@@ -46,7 +46,7 @@ def test_the_record_and_what_peers_are_told_are_under_the_seal_and_can_be_read_b
     driver = told_to_go_back()
     (record,) = driver.records(RollbackRecord)
     assert record.certificate is not None
-    assert record.certificate.check(SEAL_KEY)
+    assert record.certificate.check(KEYS)
     assert driver.told(1, Rebuilt, incarnation=2).certificate == record.certificate
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=Record) == record
     again = driver.recovered()

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from elastic.core.certificate import Certificate, encode_certificate
-from tests.unit.elastic.machines import SEAL_KEY, certificate
+from tests.unit.elastic.machines import KEYS, OTHERS, certificate
 from trainer import certificates
 from trainer.certificates import FILE_NAME, KEPT, CertificateKeeper, load_certificates
 
@@ -33,17 +33,17 @@ async def test_what_is_offered_is_read_back_with_the_newest_last(path: Path) -> 
     for item in chain_of(3):
         keeper.offer(item)
     await keeper.drain()
-    assert load_certificates(path, SEAL_KEY) == chain_of(3)
+    assert load_certificates(path, KEYS) == chain_of(3)
     assert os.stat(path).st_mode & 0o077 == 0
 
 
 async def test_only_the_newest_are_kept_over_starts_too(path: Path) -> None:
     made = chain_of(KEPT + 5)
     for item in made:
-        keeper = CertificateKeeper(path, load_certificates(path, SEAL_KEY))
+        keeper = CertificateKeeper(path, load_certificates(path, KEYS))
         keeper.offer(item)
         await keeper.drain()
-    assert load_certificates(path, SEAL_KEY) == made[-KEPT:]
+    assert load_certificates(path, KEYS) == made[-KEPT:]
 
 
 async def test_keeper_writes_by_itself_and_what_comes_meanwhile_with_the_next_writing(
@@ -73,7 +73,7 @@ async def test_keeper_writes_by_itself_and_what_comes_meanwhile_with_the_next_wr
         running.cancel()
     assert written[0] == 1
     assert len(written) <= 3
-    assert load_certificates(path, SEAL_KEY) == [first, second, third]
+    assert load_certificates(path, KEYS) == [first, second, third]
 
 
 async def test_full_disk_is_warned_of_once_and_ends_nothing(
@@ -93,11 +93,11 @@ async def test_full_disk_is_warned_of_once_and_ends_nothing(
     assert "No space left" in caplog.text
     keeper.offer(chain_of(3)[2])
     await keeper.drain()
-    assert load_certificates(path, SEAL_KEY) == chain_of(3), "what could not be written goes with the next"
+    assert load_certificates(path, KEYS) == chain_of(3), "what could not be written goes with the next"
 
 
 def test_no_file_is_no_certificate_and_no_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert load_certificates(path, SEAL_KEY) == []
+    assert load_certificates(path, KEYS) == []
     assert not caplog.records
 
 
@@ -106,16 +106,16 @@ def test_damaged_file_is_warned_of_and_counts_as_none(
     path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     path.write_bytes(content)
-    assert load_certificates(path, SEAL_KEY) == []
+    assert load_certificates(path, KEYS) == []
     assert "certificates_unusable" in caplog.text
 
 
 def test_certificate_of_another_run_or_a_changed_one_is_left_out(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     good, changed = chain_of(2)
     changed = msgspec.structs.replace(changed, final=True)
-    pieces = [good, changed, certificate(3, 8, seal_key=b"\4" * 32)]
+    pieces = [good, changed, certificate(3, 8, keys=OTHERS)]
     path.write_bytes(msgspec.msgpack.encode([encode_certificate(item) for item in pieces] + [b"nothing"]))
-    assert load_certificates(path, SEAL_KEY) == [good]
+    assert load_certificates(path, KEYS) == [good]
     assert "refused=3 of=4" in caplog.text
 
 
@@ -130,6 +130,6 @@ async def test_file_is_whole_whenever_the_keeper_is_stopped(path: Path) -> None:
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
-    read = load_certificates(path, SEAL_KEY)
+    read = load_certificates(path, KEYS)
     assert read == made[: len(read)]
     assert [entry.name for entry in path.parent.iterdir()] in ([], [FILE_NAME])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from collective.core.types import Incarnation, PeerId, PeerRef
-from elastic.core.certificate import SEAL_KEY_NBYTES
 from elastic.core.config import CoordinatorConfig, RebuildRule
+from tests.unit.elastic.machines import KEYS
 from trainer.config import CoordinatorSection
 from trainer.coordination import Coordination
 from trainer.errors import IntegrityError
@@ -21,7 +21,7 @@ async def open_with(folder: Path, rebuild: RebuildRule | None) -> bool:
     """Whether the coordinator rebuilds its run."""
     coordination = Coordination(
         CoordinatorSection(),
-        CoordinatorConfig(manifest_digest=b"m" * 32, seal_key=bytes(SEAL_KEY_NBYTES), min_peers=1, outer_steps=9),
+        CoordinatorConfig(manifest_digest=b"m" * 32, sealer=KEYS.of_the_run, min_peers=1, outer_steps=9),
         run_id=RUN_ID,
         me=PeerRef(PeerId("5" * 16), Incarnation(1)),
         run_dir=folder,

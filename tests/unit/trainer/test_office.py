@@ -16,6 +16,7 @@ from elastic.core.config import CoordinatorConfig
 from elastic.core.events import UseTicket
 from elastic.core.messages import Bar, Trust
 from elastic.journal import Journal
+from tests.unit.elastic.machines import KEYS
 from trainer.bouncer import Bouncer
 from trainer.identity import RunIdentity
 from trainer.office import Office
@@ -31,7 +32,7 @@ STRANGER = PeerId("f" * 16)
 @pytest.fixture
 def office(tmp_path: Path) -> Iterator[Office]:
     journal = Journal(tmp_path / "journal.sqlite", run_id=RUN.run_id)
-    config = CoordinatorConfig(manifest_digest=bytes(32), seal_key=bytes(32), outer_steps=9)
+    config = CoordinatorConfig(manifest_digest=bytes(32), sealer=KEYS.of_the_run, outer_steps=9)
     yield Office(
         me=ME,
         run=RUN,
