@@ -106,7 +106,8 @@ def contradictions(told: str, certificate: Certificate, due: Certificate, slot: 
     if certificate.previous != due.previous:
         said = f"{told} that started from {short(certificate.previous)}, in the journal {short(due.previous)}"
         yield Finding(invariant="I1", slot=slot, sentence=said)
-    if certificate.contributors != due.contributors:
+    named, parts = ([(item.ref, item.weight) for item in one.contributors] for one in (certificate, due))
+    if named != parts:
         yield Finding(invariant="I2", slot=slot, sentence=f"{told} of other work than the journal's")
     if certificate.final != due.final:
         said = f"{told} as {'the last one' if certificate.final else 'one of many'}, the journal says otherwise"

@@ -107,7 +107,7 @@ class Rollback:
         roster, state = self._roster, self._roster.state
         holders = tuple(session.ref for session in learners if session.synced == at.held)
         # Under the seal: the journal is read back by rules that know no other certificate, and peers believe no other.
-        known = None if at.certificate is None else at.certificate.sealed(roster.config.sealer)
+        known = None if at.certificate is None else roster.sealed(at.certificate)
         record = RollbackRecord(
             epoch=Epoch(state.epoch + 1), certificate=known, given_up=state.outer_step, holders=holders
         )

@@ -364,8 +364,12 @@ class Roster:
         if certificate is None:
             return
         if self._sealed is None or self._sealed.order != certificate.order:
-            self._sealed = certificate.sealed(self.config.sealer)
+            self._sealed = self.sealed(certificate)
         self.send(to, Commit(certificate=self._sealed))
+
+    def sealed(self, certificate: Certificate) -> Certificate:
+        """Under the seal that it has, whose authority the peers know, or else under ours."""
+        return certificate if certificate.seal else certificate.sealed(self.config.sealer)
 
     def tell_replaced(self, to: PeerRef) -> None:
         """A newer start of the same peer is known. An older one that still speaks lives on a copy of its folder."""
@@ -383,7 +387,7 @@ class Roster:
         certificate = record.certificate
         rebuilt = Rebuilt(
             epoch=record.epoch,
-            certificate=None if certificate is None else certificate.sealed(self.config.sealer),
+            certificate=None if certificate is None else self.sealed(certificate),
             committed=self.state.committed,
             given_up=record.given_up if isinstance(record, RollbackRecord) else OuterStep(0),
         )

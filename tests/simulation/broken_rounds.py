@@ -214,3 +214,8 @@ class NeedsOnlyOne(CoordinatorMachine):
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
         super()._start(config, state)
         self._roster.grace.quorum_of = lambda num_standing: config.min_peers  # type: ignore[method-assign]
+
+
+class TakesUnsignedVotes(CoordinatorMachine):
+    def _is_signed(self, ref: PeerRef, vote: Vote) -> bool:
+        return True

@@ -8,7 +8,7 @@ import msgspec
 from collective.core.types import Incarnation, PeerId, PeerRef
 from collective.errors import RemoteProtocolError
 from elastic.core.events import Connected, Disconnected
-from elastic.core.messages import CoordinatorMessage, Join, PeerMessage
+from elastic.core.messages import CoordinatorMessage, Join, PeerMessage, Vote
 from elastic.wire import decode, encode
 from tests.simulation.coordinator_node import CoordinatorNode
 from tests.simulation.network import COORDINATOR, ControlConnection
@@ -139,6 +139,8 @@ class Control:
         if certificate is not None and self.network.chance(self.sim.options.forged_certificates):
             forged = forge(certificate, node.ref, self.sim.keys.of(node.peer_id))
             message = msgspec.structs.replace(message, certificate=forged)
+        if isinstance(message, Vote) and self.sim.lie_of(node.peer_id) == "unsigned":
+            message = msgspec.structs.replace(message, signature=self.sim.keys.of(node.peer_id).sign(b"something else"))
         self.world.say(node.peer_id, "->", message)
         payload = encode(message)
         for delay_s in self._delays(node.peer_id, COORDINATOR):

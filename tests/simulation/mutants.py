@@ -38,6 +38,7 @@ from tests.simulation.broken_rounds import (
     RecordsOtherWeights,
     ReturnsConsumedLeases,
     TakesTokensForWeights,
+    TakesUnsignedVotes,
     TrustsHeartbeats,
     VotesWithoutDigest,
     WaitsForTheFirstVote,
@@ -93,6 +94,10 @@ MUTANTS: dict[str, Mutant] = {
     "state_taken_away": Mutant(
         what="the last holder of the state leaves in order while others still need it",
         parts=Parts(coordinator=LeavesWithTheState),
+    ),
+    "vote_unsigned": Mutant(
+        what="the coordinator counts a vote that its sender has not signed",
+        parts=Parts(coordinator=TakesUnsignedVotes),
     ),
     "no_commit_round": Mutant(
         what="a member installs what it has staged without waiting for the commit",

@@ -45,6 +45,7 @@ FOCUSES: tuple[dict[str, Any], ...] = (
     {"control_reorders": 0.4, "control_duplicates": 0.4, "cut_rate": 0.2, "reset_rate": 1.0},
     {"control_loss": 0.15, "control_duplicates": 0.4, "cut_rate": 0.2, "reset_rate": 0.3, "crash_rate": 0.05},
     {"lie": "own_weight"},
+    {"lie": "unsigned"},
     {"lie": "recants"},
     {"lie": "accuses"},
     {"train_s": (0.2, 3.0), "grace_floor_s": 0.2},
@@ -161,7 +162,8 @@ class Options:
     """What one member says in every round that is not true, see LIES: more weight than its leases allow; numbers that
     are far too large; another weight to each of the others, or to one of them; that one of them has told it another
     weight; another digest than it has staged; another sum to half of the others. In seeds with few faults also: another
-    weight of its own part; that it cannot finish, before it votes; that one after the other cannot be reached."""
+    weight of its own part; that it cannot finish, before it votes; that one after the other cannot be reached; a vote
+    with a signature that it has not made for it."""
     # - Bound
     max_strikes: int = 1_000_000
     """How many faults strike at most; what shrinks a failing seed (minimise.py)."""

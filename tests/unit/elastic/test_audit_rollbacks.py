@@ -26,6 +26,7 @@ from tests.unit.elastic.test_audit import (
     lease,
     part,
     ranges,
+    signed,
     view,
 )
 
@@ -72,7 +73,7 @@ def went_back() -> list[Record]:
         back(told(before()[:5]), 2, 3),
         after(3, 1, held(1).digest),
         lease(A2, 1, (4, 10), (14, 24)),
-        replace(commit(2, 3, part(A2, (4, 10), (14, 18))), digest=OTHER),
+        signed(replace(commit(2, 3, part(A2, (4, 10), (14, 18))), digest=OTHER)),
     ]
 
 

@@ -3,10 +3,12 @@
 
 import pytest
 
-from elastic.core.messages import Evicted, IndexRange, LeaseGrant, LeaseRequest, NewView, Refused, Vote, Welcome
+from elastic.core.certificate import ballot
+from elastic.core.events import PeerSaid
+from elastic.core.messages import Commit, Evicted, IndexRange, LeaseGrant, LeaseRequest, NewView, Refused, Vote, Welcome
 from elastic.core.records import CommitRecord, ViewRecord
 from elastic.core.work import MAX_STRIKES, Strikes
-from tests.unit.elastic.machines import CoordinatorDriver, MemberDriver, held, key, payload, ref, view
+from tests.unit.elastic.machines import KEYS, CoordinatorDriver, MemberDriver, held, key, payload, ref, view
 
 OTHER = b"\xee" * 32
 
@@ -114,6 +116,59 @@ def test_with_fragments_the_samples_of_several_votes_are_behind_a_weight_and_eac
     restarted = driver.recovered()
     assert restarted.machine.state.work.num_samples(ref(1), 0, ()) == 10
     assert restarted.machine.state.work.num_samples(ref(1), 1, ()) == 0
+
+
+# ------------------------------------------------------------------------ signed votes
+
+
+@pytest.mark.parametrize("signature", [b"", b"s" * 96, KEYS.of(ref(1).peer_id).sign(b"something else")])
+def test_a_member_that_has_not_signed_what_it_votes_for_is_put_out_and_the_others_go_on(signature: bytes) -> None:
+    driver = members(1, 2, 3)
+    step, current = driver.step, driver.machine.state.view
+    vote = Vote(
+        key=key(current.epoch, current.outer_step),
+        digest=held(current.outer_step + 1).digest,
+        weight=3.0,
+        num_tokens=1,
+        consumed=(),
+        signature=signature,
+    )
+    driver.feed(PeerSaid(sender=ref(3), message=vote))
+    assert driver.member_numbers() == [1, 2]
+    assert driver.is_struck(3)
+    assert "has not signed what it votes for" in driver.told(3, Evicted).reason
+    driver.all_vote_but()
+    assert driver.step == step + 1
+
+
+def test_a_vote_that_another_member_has_signed_is_not_that_members() -> None:
+    driver = members(1, 2)
+    current = driver.machine.state.view
+    words = ballot(key(current.epoch, current.outer_step), current.digest, held(9).digest, ref(2), 1.0)
+    vote = Vote(
+        key=key(current.epoch, current.outer_step),
+        digest=held(9).digest,
+        weight=1.0,
+        num_tokens=1,
+        consumed=(),
+        signature=KEYS.of(ref(1).peer_id).sign(words),
+    )
+    driver.feed(PeerSaid(sender=ref(2), message=vote))
+    assert driver.member_numbers() == [1]
+
+
+def test_the_certificate_carries_the_ballots_of_a_majority_and_none_of_who_was_overruled() -> None:
+    driver = members(1, 2, 3, 4, 5)
+    for number in (1, 2, 4):
+        driver.votes(number)
+    for number in (3, 5):
+        driver.votes(number, digest=OTHER)
+    certificate = driver.told(1, Commit).certificate
+    assert certificate.check(KEYS)
+    assert [bool(item.signature) for item in certificate.contributors] == [True, True, False, True, False]
+    restarted = driver.recovered().machine.state.certificate
+    assert restarted is not None
+    assert restarted.contributors == certificate.contributors
 
 
 # ------------------------------------------------------------------------ the same weights for all

@@ -2,10 +2,14 @@
 """What several tests of the trainer need."""
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.keys import Keys
+from tests.unit.elastic.machines import KEYS
+from trainer.founding import find_authorities
 
 
 @pytest.fixture
@@ -20,3 +24,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.fixture
+def keys_of_histories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peers of made-up histories have no real keys, hence no real signatures; who has which authority is real."""
+
+    def find(folders: Sequence[Path], run_id: str) -> Keys | None:
+        return KEYS if any(find_authorities(folder, run_id) for folder in folders) else None
+
+    monkeypatch.setattr("trainer.audit.find_verifier", find)

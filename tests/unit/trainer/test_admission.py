@@ -35,6 +35,7 @@ from elastic.core.events import PutOut, RevokeTicket
 from elastic.core.records import Record
 from elastic.dialler import LATER_CODE
 from elastic.journal import Journal
+from tests.unit.elastic.machines import KEYS
 from trainer.admission import (
     Gatekeeper,
     Request,
@@ -42,7 +43,6 @@ from trainer.admission import (
     authority_of,
     hello_maker,
     own_security,
-    seal_key_of,
 )
 from trainer.errors import ExitCode, NobodyReachable, Refused
 from trainer.identity import PeerIdentity, RunIdentity
@@ -68,7 +68,6 @@ def terms_of(run: RunIdentity) -> RunTerms:
         manifest=b'{"format":1}',
         data_digest="d" * 64,
         authorities=(certificate_to_bytes(authority_of(run).certificate),),
-        seal_key=seal_key_of(run),
     )
 
 
@@ -94,7 +93,7 @@ class Memory:
 
 FOUNDER, JOINER, THIRD = identity(b"1", 5), identity(b"2", 7), identity(b"3", 9)
 TERMS = terms_of(RUN)
-CONFIG = CoordinatorConfig(manifest_digest=TERMS.digest(), seal_key=TERMS.seal_key, outer_steps=9)
+CONFIG = CoordinatorConfig(manifest_digest=TERMS.digest(), sealer=KEYS.of_the_run, outer_steps=9)
 FINGERPRINT = founders_security().server_fingerprint
 CONTROL = hello_maker(JOINER.ref, RUN_ID)(Purpose.CONTROL, 0, 1)
 
@@ -470,8 +469,8 @@ def test_a_certificate_is_no_ticket() -> None:
 
 def test_keys_of_different_runs_and_secrets_differ() -> None:
     runs = [RunIdentity(run_id=run, secret=secret) for secret in (SECRET, b"t" * 32) for run in (RUN_ID, "demo-1")]
-    keys = {derive(run) for derive in (seal_key_of, lambda run: authority_of(run).public_key) for run in runs}
-    assert len(keys) == 8
+    keys = {authority_of(run).public_key for run in runs}
+    assert len(keys) == 4
     assert all(len(key) == 32 for key in keys)
 
 
@@ -579,7 +578,7 @@ async def test_no_secret_is_logged_or_shown(caplog: pytest.LogCaptureFixture) ->
         with pytest.raises(Refused) as refused:
             await terms_for(dataclasses.replace(wrong, addresses=(listener.address,)), Patience())
     shown = f"{caplog.text} {refused.value} {TERMS!r} {wrong!r}"
-    for secret in (SECRET, TERMS.seal_key, wrong.token, JOINER.key.private_bytes_raw()):
+    for secret in (SECRET, wrong.token, JOINER.key.private_bytes_raw()):
         assert secret.hex() not in shown
         assert repr(secret)[2:-1] not in shown
 
@@ -590,4 +589,4 @@ def test_the_digest_of_the_terms_sees_settings_and_text() -> None:
         msgspec.structs.replace(TERMS, data_digest="e" * 64),
     )
     assert len({TERMS.digest(), *(other.digest() for other in others)}) == 3
-    assert msgspec.structs.replace(TERMS, seal_key=b"k" * 32).digest() == TERMS.digest()
+    assert msgspec.structs.replace(TERMS, authorities=(b"k",)).digest() == TERMS.digest()

@@ -12,28 +12,30 @@ from elastic.core.certificate import Certificate, encode_certificate
 from elastic.core.messages import DataPosition, IndexRange
 from elastic.core.records import RebuildRecord, Record
 from elastic.core.run_state import RunState
-from tests.unit.elastic.machines import certificate, held, key
+from tests.keys import Keys, certified
+from tests.unit.elastic.machines import KEYS, OTHERS, certificate, held, key
 from tests.unit.elastic.test_audit import A, history, view
 from tests.unit.trainer.test_audit import RUN_ID, findings, write_journal
-from trainer.admission import RunTerms, seal_key_of
+from trainer.admission import RunTerms
 from trainer.audit import audit_run
 from trainer.audit_report import render_audit
 from trainer.certificates import FILE_NAME
 from trainer.founding import remember_membership
 from trainer.identity import PeerFolder, RunIdentity
 
+pytestmark = pytest.mark.usefixtures("keys_of_histories")
+
 SECRET = b"s" * 32
-KEY = seal_key_of(RunIdentity(run_id=RUN_ID, secret=SECRET))
 replace = msgspec.structs.replace
 
 
-def chain(records: Sequence[Record], seal: bytes = KEY) -> list[Certificate]:
+def chain(records: Sequence[Record], keys: Keys = KEYS) -> list[Certificate]:
     """What the coordinator tells of these records' commits."""
     state, told = RunState(), list[Certificate]()
     for record in records:
         state.apply(record)
         if state.certificate is not None and (not told or told[-1].link != state.certificate.link):
-            told.append(state.certificate.sealed(seal))
+            told.append(state.certificate.sealed(keys.of_the_run))
     return told
 
 
@@ -66,7 +68,7 @@ def test_certificates_of_the_journals_commits_hold_and_are_counted(founder: Path
     peer = keep(tmp_path / "peer", chain(history())[1:])
     audited = audit_run([founder, peer])
     assert audited.holds, audited.findings
-    assert audited.has_seal_key
+    assert audited.knows_authorities
     assert [item.num_looked_at for item in audited.verdicts if item.check == "certificates"] == [5]
     assert "seals" not in render_audit(audited)
 
@@ -74,7 +76,7 @@ def test_certificates_of_the_journals_commits_hold_and_are_counted(founder: Path
 def changed(place: int, **fields: object) -> list[Certificate]:
     """The chain with one certificate that says something else, under the run's seal."""
     told = chain(history())
-    told[place] = replace(told[place], **fields).sealed(KEY)
+    told[place] = certified(replace(told[place], **fields), KEYS)
     return told
 
 
@@ -88,10 +90,10 @@ LIES: dict[str, tuple[list[Certificate], str, int | None, str]] = {
     "next sample": (changed(2, position=DataPosition(31, (IndexRange(19, 20), IndexRange(30, 31)))), "I7", 11, "names"),
     "parent": (changed(2, parent=held(9).digest), "I1", 11, "does not follow the one before it"),
     "first parent": (changed(0, parent=held(9).digest)[:1], "I1", 4, "does not follow the one before it"),
-    "commit": ([*TOLD, certificate(3, 3, 1, 3, parent=TOLD[2], seal_key=KEY)], "I3", None, "the journal does not hold"),
+    "commit": ([*TOLD, certificate(3, 3, 1, 3, parent=TOLD[2])], "I3", None, "the journal does not hold"),
     "epoch": (changed(2, key=key(4, 2)), "I3", None, "the journal does not hold it"),
-    "seal": ([*TOLD[:2], replace(TOLD[2], final=False)], "I9", None, "does not have the run's seal"),
-    "another run's seal": ([*TOLD[:2], TOLD[2].sealed(b"o" * 32)], "I9", None, "does not have the run's seal"),
+    "seal": ([*TOLD[:2], replace(TOLD[2], final=False)], "I9", None, "run's keys do not prove"),
+    "another run's seal": ([*TOLD[:2], TOLD[2].sealed(OTHERS.of_the_run)], "I9", None, "run's keys do not prove"),
 }
 
 
@@ -123,10 +125,10 @@ def test_a_byte_that_was_changed_in_a_file_is_found(founder: Path, place: int) -
 
 
 def test_without_the_runs_keys_the_seals_are_not_checked_and_that_is_said(tmp_path: Path) -> None:
-    folder = keep(write_journal(tmp_path / "copy", history()), chain(history(), seal=b"o" * 32))
+    folder = keep(write_journal(tmp_path / "copy", history()), chain(history(), keys=OTHERS))
     audited = audit_run([folder])
     assert audited.holds, audited.findings
-    assert "seals          not checked: none of these folders has the run's keys" in render_audit(audited)
+    assert "seals          not checked: none of these folders knows the run's authorities" in render_audit(audited)
 
 
 def test_the_keys_that_a_peer_was_told_are_as_good_as_the_founders_secret(tmp_path: Path) -> None:
@@ -136,17 +138,16 @@ def test_the_keys_that_a_peer_was_told_are_as_good_as_the_founders_secret(tmp_pa
         manifest=b"{}",
         data_digest="",
         authorities=(b"of no matter here",),
-        seal_key=KEY,
     )
     with PeerFolder(tmp_path / "peer") as peer:
         remember_membership(peer, terms, ["somewhere:1"])
-    keep(tmp_path / "peer", [TOLD[0].sealed(b"o" * 32)])
+    keep(tmp_path / "peer", [TOLD[0].sealed(OTHERS.of_the_run)])
     (finding,) = found_in(folder, tmp_path / "peer")
     assert finding.invariant == "I9"
 
 
 def test_certificates_of_a_run_that_was_in_this_folder_before_are_not_judged(founder: Path) -> None:
-    keep(founder, [certificate(3, 4, 7, 8, seal_key=b"o" * 32)])
+    keep(founder, [certificate(3, 4, 7, 8, keys=OTHERS)])
     audited = audit_run([founder])
     assert audited.holds, audited.findings
     assert [item.num_looked_at for item in audited.verdicts if item.check == "certificates"] == [0]
@@ -179,6 +180,6 @@ def test_another_certificate_of_the_round_that_the_journal_was_rebuilt_from_is_f
 
 
 def test_a_journal_that_was_rebuilt_from_a_certificate_without_the_runs_seal_is_found(tmp_path: Path) -> None:
-    folder = know(write_journal(tmp_path / "founder", rebuilt(TOLD[1].sealed(b"o" * 32))))
+    folder = know(write_journal(tmp_path / "founder", rebuilt(TOLD[1].sealed(OTHERS.of_the_run))))
     (finding,) = found_in(folder)
     assert (finding.invariant, finding.slot) == ("I9", 0)

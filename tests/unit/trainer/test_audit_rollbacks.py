@@ -11,22 +11,25 @@ import pytest
 from elastic.core.certificate import Certificate
 from elastic.core.messages import DataPosition, IndexRange
 from elastic.core.records import CommitRecord, Record, RollbackRecord
-from tests.unit.elastic.machines import held
+from tests.keys import Keys, certified
+from tests.unit.elastic.machines import KEYS, OTHERS, held
 from tests.unit.elastic.test_audit import A
 from tests.unit.elastic.test_audit_rollbacks import OTHER, STEP_1, before, went_back
 from tests.unit.trainer.test_audit import Line, commit_line, digest_of, findings, save, write_journal, write_log
-from tests.unit.trainer.test_audit_certificates import KEY, chain, keep, know
+from tests.unit.trainer.test_audit_certificates import chain, keep, know
 from trainer.audit import audit_run
 from trainer.cli import run
 from trainer.errors import ExitCode
 
+pytestmark = pytest.mark.usefixtures("keys_of_histories")
+
 replace = msgspec.structs.replace
 
 
-def sealed(records: Sequence[Record], seal: bytes = KEY) -> list[Record]:
+def sealed(records: Sequence[Record], keys: Keys = KEYS) -> list[Record]:
     """The same run, as its coordinator's journal has it."""
     return [
-        replace(record, certificate=record.certificate.sealed(seal))
+        replace(record, certificate=record.certificate.sealed(keys.of_the_run))
         if isinstance(record, RollbackRecord) and record.certificate is not None
         else record
         for record in records
@@ -157,17 +160,17 @@ LIES: dict[str, tuple[Certificate, str, int | None, str]] = {
 @pytest.mark.parametrize("name", LIES)
 def test_a_certificate_that_the_journal_never_held_is_found_though_the_run_went_back(founder: Path, name: str) -> None:
     lie, invariant, slot, said = LIES[name]
-    keep(founder, [*TOLD, lie.sealed(KEY)])
+    keep(founder, [*TOLD, certified(lie, KEYS)])
     (finding,) = findings(audit_run([founder]), "certificates")
     assert (finding.invariant, finding.slot) == (invariant, slot)
     assert said in finding.sentence
 
 
 def test_a_run_that_went_back_by_a_certificate_without_its_seal_is_found(tmp_path: Path) -> None:
-    founder = know(write_journal(tmp_path / "founder", sealed(went_back(), b"o" * 32)))
+    founder = know(write_journal(tmp_path / "founder", sealed(went_back(), OTHERS)))
     (finding,) = findings(audit_run([founder]), "certificates")
     assert (finding.invariant, finding.slot) == ("I9", 8)
-    assert "the run went back to a certificate that does not have the run's seal" in finding.sentence
+    assert "the run went back to a certificate that the run's keys do not prove" in finding.sentence
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
