@@ -73,7 +73,7 @@ class Admission:
         since, self._without_known_since = self._without_known_since, None
         if state.committed is None or state.view.world_size >= roster.quorum:
             return
-        into = self._known_rather(roster.arrived())
+        into = self._meetings.have_met(roster.arrived(), roster.members())
         # Whoever came first would go on alone, and the others would wait for its next commit.
         if roster.awaited - {session.ref.peer_id for session in into} and roster.now < roster.awaited_until:
             return
@@ -87,24 +87,20 @@ class Admission:
             if roster.now < self._without_known_since + roster.config.recover_s:
                 return
             self._without_known_since = None
+            into = self._known_rather(roster.arrived())
         roster.cross_boundary(evicted={}, into=into)
 
     def _known_rather(self, arrived: Sequence[Session]) -> list[Session]:
-        """Those that have met each other, the first ones first, but not newcomers alone if a known peer is there.
+        """Those that have met each other: a known peer that works and whom it has met, and then newcomers.
 
-        A newcomer that nobody could dial took the place of a peer that held the state as well, and those that could
-        reach that one never came in again (seed 916). Who has stood still as a member goes before nobody (seed 49).
+        They had time to meet. A newcomer that nobody could dial took the place of a peer that held the state as well,
+        and those that could reach that one never came in again (seed 916). Who has stood still as a member goes before
+        nobody (seed 49).
         """
-        roster, members = self._roster, self._roster.members()
-        into = self._meetings.have_met(arrived, members)
-        if members or any(map(self._is_known, into)):
-            return into
-        works = [
-            item
-            for item in arrived
-            if self._is_known(item) and roster.pauses.is_over(item.ref, roster.state.outer_step)
-        ]
-        return self._meetings.have_met([*works, *(item for item in arrived if item not in works)], members)
+        roster = self._roster
+        is_over, step = roster.pauses.is_over, roster.state.outer_step
+        works = [item for item in arrived if self._is_known(item) and is_over(item.ref, step)]
+        return self._meetings.have_met([*works, *(item for item in arrived if item not in works)], ())
 
     def _is_known(self, session: Session) -> bool:
         """Whether a commit has held work of this peer."""

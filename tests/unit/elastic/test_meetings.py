@@ -249,7 +249,15 @@ def test_of_two_that_hold_the_state_and_have_not_met_the_one_with_a_commit_comes
     driver.wait(5.0)
     joins(driver, 2)
     assert driver.member_numbers() == []
-    driver.join(1, driver.machine.state.committed, epoch=driver.machine.state.epoch, incarnation=2)
+    state = driver.machine.state.committed
+    assert state is not None
+    driver.join(1, state, epoch=driver.machine.state.epoch, incarnation=2)
+    for _ in range(30):
+        assert driver.member_numbers() == [], "they may still meet"
+        driver.now += 1.0
+        for learner in (ref(2), ref(1, 2)):
+            driver.says(learner, Synced(held=state))
+    driver.wait(1.0)
     assert driver.member_numbers() == [1]
 
 
