@@ -42,6 +42,7 @@ from elastic.core.events import (
     CoordinatorEffect,
     CoordinatorEvent,
     Disconnect,
+    Expose,
     Order,
     Ordered,
     PeerConnectionLost,
@@ -54,7 +55,7 @@ from elastic.core.events import (
 from elastic.core.messages import PeerMessage
 from elastic.core.records import Record, SnapshotRecord
 from elastic.errors import JournalOutdated
-from elastic.observation import Observe, PeerConnected, PeerDisconnected, RecordWritten, ignore
+from elastic.observation import Observe, PeerConnected, PeerDisconnected, PeerExposed, RecordWritten, ignore
 from elastic.store import Store, pack
 
 _log = logging.getLogger(__name__)
@@ -363,6 +364,8 @@ class CoordinatorShell:
                     asked.set_result(refusal)
             case Resign(reason=reason):
                 raise JournalOutdated(reason)
+            case Expose(ref=ref, outer_step=outer_step, cause=cause):
+                self._observe(PeerExposed(ref=ref, outer_step=outer_step, cause=cause))
             case _:
                 assert_never(effect)
 

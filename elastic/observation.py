@@ -9,7 +9,7 @@ stamps them.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from collective.core.types import PeerId, PeerRef, RoundKey, View
+from collective.core.types import OuterStep, PeerId, PeerRef, RoundKey, View
 from elastic.core.certificate import Certificate
 from elastic.core.messages import Held, Trust
 from elastic.core.records import Record
@@ -24,6 +24,15 @@ class RecordWritten:
 
     slot: int
     record: Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerExposed:
+    """A peer has said what is not true, though nothing follows from it: a forged certificate."""
+
+    ref: PeerRef
+    outer_step: OuterStep
+    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +219,7 @@ class Finished:
 
 ElasticEvent = (
     RecordWritten
+    | PeerExposed
     | PeerConnected
     | PeerDisconnected
     | CoordinatorConnected

@@ -28,6 +28,7 @@ from elastic.observation import (
     Finished,
     PeerConnected,
     PeerDisconnected,
+    PeerExposed,
     RecordWritten,
     RoundAborted,
     RoundBroke,
@@ -259,6 +260,8 @@ class Chronicle:
                 emit("trust", authorities=len(trust.authorities), barred=[bar.peer_id for bar in trust.barred])
             case Deviated():
                 self.deviated(event, ())
+            case PeerExposed():
+                pass  # `lied`, below
             case Finished(code=code, reason=reason):
                 emit("leave", code=code, cause=reason)
             case _:
@@ -283,6 +286,8 @@ class Chronicle:
                 log.warning("rolled_back epoch=%d from=%d to=%s; nobody holds a newer outer step", epoch, step, to)
             case RecordWritten(record=ViewRecord() | CommitRecord() as record):
                 self._look_for_lies(record)
+            case PeerExposed(ref=ref, outer_step=outer_step, cause=cause):
+                self._lied(ref, outer_step, cause)
             case RoundAborted():
                 board.aborted()
             case _:

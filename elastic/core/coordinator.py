@@ -28,6 +28,7 @@ from elastic.core.doorkeeper import Doorkeeper
 from elastic.core.events import (
     CoordinatorEffect,
     CoordinatorEvent,
+    Expose,
     Ordered,
     PeerConnectionLost,
     PeerSaid,
@@ -83,6 +84,7 @@ class CoordinatorMachine:
         self._rebuild: Rebuild | None = None  # while the journal is lost and not made anew yet
         self._deadline: Instant | None = None  # found after each event: looking costs as much as deciding
         self._promised: Instant | None = None  # when the last event expected the next one at the latest
+        self._exposed: deque[PeerRef] = deque(maxlen=config.max_peers)
         self._story: deque[tuple[Instant, CoordinatorEvent]] = deque(maxlen=STORY_LENGTH)
 
     @classmethod
@@ -238,7 +240,7 @@ class CoordinatorMachine:
         if self._rebuild is not None:
             self._rebuild.heard(sender, message)
             return
-        if isinstance(message, Join) and (proof := self._proof_of_a_newer_journal(message)) is not None:
+        if isinstance(message, Join) and (proof := self._proof_of_a_newer_journal(sender, message)) is not None:
             made, ends = proof.made.outer_step, self.state.outer_step
             reason = (
                 f"{sender.peer_id} proves outer step {made} of epoch {proof.key.epoch}, this journal ends at {ends}"
@@ -319,7 +321,7 @@ class CoordinatorMachine:
             return False
         return join.manifest_digest == self.config.manifest_digest and certificate.check(self.config.sealer)
 
-    def _proof_of_a_newer_journal(self, join: Join) -> Certificate | None:
+    def _proof_of_a_newer_journal(self, sender: PeerRef, join: Join) -> Certificate | None:
         """A commit that this journal does not hold, told by whoever has the real one. None if there is no proof.
 
         The members refuse the words of an old journal. They would wait at its coordinator for ever, and it for them.
@@ -331,7 +333,18 @@ class CoordinatorMachine:
             return None  # of the lost journal, and given up
         if state.certificate is not None and certificate.order <= state.certificate.order:
             return None
-        return certificate if certificate.check(self.config.sealer) else None
+        if certificate.check(self.config.sealer):
+            return certificate
+        self._expose(sender, f"brings a certificate of outer step {certificate.made.outer_step} that nobody has made")
+        return None
+
+    def _expose(self, ref: PeerRef, cause: str) -> None:
+        """Name a liar, each start of a peer once: it may say the same again every second."""
+        self._roster.counters["forged_certificate"] += 1
+        if ref not in self._exposed:
+            self._exposed.append(ref)
+            effect = Expose(ref=ref, outer_step=self.state.outer_step, cause=f"{ref.peer_id} {cause}")
+            self._roster.effects.append(effect)
 
     def _ended(self, rebuild: Rebuild) -> bool:
         if rebuild.settled():

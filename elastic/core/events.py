@@ -130,7 +130,16 @@ class Answered:
     refusal: str | None
 
 
-CoordinatorEffect = Persist | SendToPeer | Disconnect | Answered | Resign
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expose:
+    """Tell the operator what a peer has said that is not true, after this committed step."""
+
+    ref: PeerRef
+    outer_step: OuterStep
+    cause: str
+
+
+CoordinatorEffect = Persist | SendToPeer | Disconnect | Answered | Resign | Expose
 
 
 # ------------------------------------------------------------------------------------ member

@@ -6,6 +6,8 @@
     two_weights  it tells every other member another weight
     two_results  it gives two of the others another sum than the rest
     digest       it votes for another state than it has computed, in every round
+    unsigned     it signs something else than what it votes for
+    certificate  it joins with a certificate of step 1,000,001, made with all that a member has
 
 Not a test. Nothing else of it is changed: it joins, leases, exchanges and votes like any other.
 """
@@ -41,14 +43,40 @@ def lie_as_worker(kind: str) -> None:
     main()
 
 
+def forged(me: Any, sign: Any) -> Any:
+    """A commit that never was, of a round with its maker alone, under its own signature as the run's seal."""
+    from collective.core.types import Epoch, OuterStep, RoundKey
+    from elastic.core.certificate import Certificate, Contributor, ballot
+    from elastic.core.messages import DataPosition
+
+    key, previous, digest = RoundKey(Epoch(1_000_000), OuterStep(1_000_000), 0), b"p" * 32, b"d" * 32
+    signature = sign(ballot(key, previous, digest, me, 1.0))
+    return Certificate(
+        key=key,
+        previous=previous,
+        digest=digest,
+        contributors=(Contributor(me.peer_id, me.incarnation, 1.0, signature),),
+        final=False,
+        position=DataPosition(0),
+        parent=bytes(32),
+        seal=sign(b"")[32:],
+    )
+
+
 def lie_as_daemon(kind: str) -> None:
     """Run the command that the rest of the command line gives."""
+    import msgspec
+
     from collective.chunks import ChunkSend
     from collective.outbox import Outbox
     from collective.wire import FrameType, pack
+    from elastic.core.member import MemberMachine
+    from elastic.core.messages import Join
+    from elastic.notary import PeerSigner
     from trainer.cli import main
     from trainer.round_runner import RoundRunner
 
+    sign = PeerSigner.sign
     if kind in ("weight", "noise"):
         # The daemon starts its workers by this name, with `-m trainer.worker_start JOB`.
         script = Path(os.environ["TMPDIR"]) / f"lying-worker-{os.getpid()}"
@@ -94,6 +122,15 @@ def lie_as_daemon(kind: str) -> None:
             return dataclasses.replace(made, digest=os.urandom(32))
 
         RoundRunner.exchange = deny  # type: ignore[method-assign]
+    if kind == "unsigned":
+        PeerSigner.sign = lambda self, words: sign(self, words + b"!")  # type: ignore[method-assign]
+    if kind == "certificate":
+        join = MemberMachine._join
+
+        def forge(self: MemberMachine) -> Join:
+            return msgspec.structs.replace(join(self), certificate=forged(self.me, self._place.attempt.sign))
+
+        MemberMachine._join = forge  # type: ignore[method-assign]
     main()
 
 

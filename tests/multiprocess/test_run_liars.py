@@ -2,6 +2,7 @@
 """Members that lie about their work: each loses only itself, by name, and the run goes on."""
 
 import math
+import signal
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,33 @@ def test_a_member_that_is_overruled_three_times_in_a_row_is_put_out(tmp_path: Pa
     with running(tmp_path) as run:
         honest, liar = three_honest_and(run, "digest")
         assert_put_out(run, honest, liar, "another result")
+
+
+def test_a_member_that_does_not_sign_what_it_votes_for_is_put_out(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, "unsigned")
+        assert_put_out(run, honest, liar, "has not signed what it votes for")
+
+
+def test_a_member_that_brings_a_certificate_of_its_own_making_is_named_and_ends_no_coordinator(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        flags = ("--members.start_peers", "3", "--run.outer_steps", str(OPEN_END))
+        coordinator = run.coordinator(*flags)
+        run.wait_for_ticket()
+        honest = [run.join(), run.join()]
+        liar = run.join_as_liar("certificate")
+        run.until_step(3, *honest)
+        coordinator.kill()
+        again = run.coordinator(*flags, folder=coordinator.directory)
+        step = honest[0].step
+        run.until_step(step + 5, *honest, liar)
+        for peer in (*honest, liar):
+            peer.signal(signal.SIGINT)
+        run.until_ended(*honest, liar)
+        again.signal(signal.SIGINT)
+        run.until_ended(again)
+    named = again.events("lied")
+    assert {event["of"] for event in named} == {liar.peer_id}
+    assert len(named) == 2, "once by each start of the coordinator"
+    assert "certificate of outer step 1000001 that nobody has made" in str(named[0]["cause"])
+    assert_same_commits(*honest, liar)

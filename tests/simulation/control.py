@@ -38,6 +38,7 @@ class Control:
     """The wires between the peers and the coordinator."""
 
     def __init__(self, sim: "Simulator") -> None:
+        self.forgers: set[PeerRef] = set()
         self.sim = sim
         self.world = sim.world
         self.network = sim.network
@@ -139,6 +140,7 @@ class Control:
         if certificate is not None and self.network.chance(self.sim.options.forged_certificates):
             forged = forge(certificate, node.ref, self.sim.keys.of(node.peer_id))
             message = msgspec.structs.replace(message, certificate=forged)
+            self.forgers.add(node.ref)
         if isinstance(message, Vote) and self.sim.lie_of(node.peer_id) == "unsigned":
             message = msgspec.structs.replace(message, signature=self.sim.keys.of(node.peer_id).sign(b"something else"))
         self.world.say(node.peer_id, "->", message)

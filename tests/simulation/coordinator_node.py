@@ -19,6 +19,7 @@ from elastic.core.events import (
     CoordinatorEffect,
     CoordinatorEvent,
     Disconnect,
+    Expose,
     Ordered,
     PeerConnectionLost,
     PeerSaid,
@@ -33,6 +34,7 @@ from elastic.core.records import CommitRecord, Record
 from elastic.wire import decode, encode
 from tests.simulation.network import COORDINATOR, ControlConnection
 from tests.simulation.process import Process
+from tests.simulation.world import demand
 
 if TYPE_CHECKING:
     from tests.simulation.simulator import Simulator
@@ -239,6 +241,9 @@ class CoordinatorNode(Process):
                 self.sim.control.put_out(self, peer_id, up_to)
             case Answered():
                 pass
+            case Expose(ref=ref, cause=cause):
+                demand(ref in self.sim.control.forgers, "liars", f"{ref.peer_id} is named: {cause}")
+                self.sim.marks["liar: named for a certificate"] += 1
             case Resign(reason=reason):
                 assert not self.leads, f"the only coordinator resigns: {reason}"
                 self.crash()

@@ -218,6 +218,7 @@ KNOWN = frozenset(
         "lease: freed samples given again",
         "lease: grant repeated",
         "leave: handed over",
+        "liar: named for a certificate",
         "leave: of the last holders",
         "leave: stays for the state",
         "member: old_certificate",

@@ -21,7 +21,16 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from elastic.core.events import Answered, CoordinatorEffect, Disconnect, LeaveRequested, Persist, Resign, SendToPeer
+from elastic.core.events import (
+    Answered,
+    CoordinatorEffect,
+    Disconnect,
+    Expose,
+    LeaveRequested,
+    Persist,
+    Resign,
+    SendToPeer,
+)
 from elastic.core.records import CommitRecord, Genesis, Record, ViewRecord
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.network import COORDINATOR
@@ -185,7 +194,7 @@ def _dies_after(stage: Stage, words: list[str]) -> None:
         match effect:
             case Persist(record=content) | SendToPeer(message=content):
                 number -= type(content).__name__ == kind
-            case Resign() | Disconnect() | Answered():
+            case Resign() | Disconnect() | Answered() | Expose():
                 pass
         return number == 0
 
