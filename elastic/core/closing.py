@@ -201,6 +201,11 @@ class Closing:
         if closes_at is None or roster.now < closes_at:
             return
         late = self._late()
+        # Who has not heard that it is a member has nothing to keep, and would wait for ever to be one (seed 1874).
+        unaware = [session.ref for session in late if not session.is_aware]
+        if unaware:
+            roster.drop(dict.fromkeys(unaware, "late, and has not heard that it is a member"))
+            return
         roster.counters["excused"] += len(late)
         names = ", ".join(session.ref.peer_id for session in late)
         cause = f"goes on without {names}, late by more than {roster.grace.window_s:.1f} s"

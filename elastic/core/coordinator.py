@@ -15,6 +15,7 @@ Rules (elastic/README.md has the reasons):
 It must not know how the state is trained, moved or stored, nor what a connection is.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import assert_never
@@ -355,6 +356,7 @@ class CoordinatorMachine:
         roster, now = self._roster, self._roster.now
         session.beat(beat, now)
         session.works(beat, self.config.round_inner_steps)
+        session.is_aware |= beat.epoch >= self.state.admitted.get(session.ref, math.inf)
         if beat.ready and beat.epoch >= self.state.epoch and beat.outer_step == self.state.outer_step:
             session.hands_in(now)
         if beat.epoch >= self.state.epoch:
@@ -376,6 +378,7 @@ class CoordinatorMachine:
         session.behind_since = None
         session.shows(key.outer_step, self.state.outer_step, roster.now)
         session.hands_in(roster.now)
+        session.is_aware = True
         match message:
             case Vote() if not self._is_signed(session.ref, message):
                 roster.counters["forged_vote"] += 1

@@ -33,6 +33,8 @@ class Session:
     holds_state: bool | None = None
     """Whether this member holds the view's state. No for who was admitted one commit behind and has not said yet
     that it caught up; unknown after a restart of the coordinator for who has not spoken yet."""
+    is_aware: bool = False
+    """Whether this member has shown, to this coordinator, that it knows of its admission."""
     leaving: bool = False
     disconnected: bool = False
     """Its connection was seen to break and nothing was heard since."""
@@ -121,6 +123,7 @@ class Session:
         Without this it was dropped in the moment of its admission (test_scenarios.py: idle learner).
         """
         self.holds_state = holds_state
+        self.is_aware = False
         self.progressed_at = now
         self.slowest_s = None
         self.excused_in = None

@@ -20,6 +20,7 @@ FOCUSES: tuple[dict[str, Any], ...] = (
     {"lines_rate": 0.12, "plan": "butterfly"},
     {"lines_rate": 0.12, "plan": "butterfly"},
     {"wrong_result": 0.15, "coordinator_crash_at_commit": 0.15, "crash_rate": 0.1},
+    {"wrong_result": 0.6, "num_peers": 2, "num_late": 0},
     {"hung_absorb_rate": 0.12},
     {"hung_absorb_rate": 0.3, "num_peers": 5, "num_late": 3, "snapshot_s": (3.0, 8.0)},
     {"hang_rate": 0.2, "stall_floor_s": 20.0},
