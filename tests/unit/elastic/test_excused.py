@@ -4,7 +4,7 @@
 import pytest
 
 from collective.core.types import Epoch, OuterStep
-from elastic.core.messages import Heartbeat, Leave, Synced
+from elastic.core.messages import Evicted, Heartbeat, Leave, Synced
 from elastic.core.pauses import LONGEST, Pauses
 from tests.unit.elastic.machines import CoordinatorDriver, ref
 
@@ -157,3 +157,18 @@ def test_pause_is_of_one_start_and_bounded() -> None:
     assert pauses.is_over(ref(1), OuterStep(100)), "forgotten"
     pauses.contributed([ref(2)])
     assert pauses.is_over(ref(2), OuterStep(100))
+
+
+def test_a_member_that_has_not_heard_of_its_admission_is_put_out_and_not_excused() -> None:
+    driver = CoordinatorDriver(round_inner_steps=3, grace_floor_s=0.5, grace_initial_s=0.5).with_veterans(*OTHERS)
+    driver.join(LATE, driver.machine.state.committed)
+    _commit(driver)
+    assert LATE in driver.member_numbers()
+    before = driver.machine.state.epoch - 1
+    while LATE in driver.member_numbers():
+        for number in OTHERS:
+            _beat(driver, number, ready=True)
+        _beat(driver, LATE, progress=1, epoch=before)  # it lives, and trains as no member
+        driver.wait(0.2)
+    assert not driver.machine.state.is_excused(ref(LATE))
+    assert "has not heard" in driver.told(LATE, Evicted).reason
