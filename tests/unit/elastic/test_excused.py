@@ -4,8 +4,9 @@
 import pytest
 
 from collective.core.types import Epoch, OuterStep
-from elastic.core.messages import Evicted, Heartbeat, Leave, Synced
+from elastic.core.messages import Heartbeat, Leave, Synced
 from elastic.core.pauses import LONGEST, Pauses
+from elastic.core.records import ViewRecord
 from tests.unit.elastic.machines import CoordinatorDriver, ref
 
 OTHERS, LATE = (1, 2, 3), 4
@@ -160,15 +161,17 @@ def test_pause_is_of_one_start_and_bounded() -> None:
 
 
 def test_a_member_that_has_not_heard_of_its_admission_is_put_out_and_not_excused() -> None:
-    driver = CoordinatorDriver(round_inner_steps=3, grace_floor_s=0.5, grace_initial_s=0.5).with_veterans(*OTHERS)
-    driver.join(LATE, driver.machine.state.committed)
-    _commit(driver)
-    assert LATE in driver.member_numbers()
-    before = driver.machine.state.epoch - 1
-    while LATE in driver.member_numbers():
-        for number in OTHERS:
-            _beat(driver, number, ready=True)
-        _beat(driver, LATE, progress=1, epoch=before)  # it lives, and trains as no member
+    driver = CoordinatorDriver(grace_floor_s=0.5, grace_initial_s=0.5).with_veterans(1, 2)
+    while 2 in driver.member_numbers():
+        _beat(driver, 1, ready=True)
+        _beat(driver, 2)
         driver.wait(0.2)
-    assert not driver.machine.state.is_excused(ref(LATE))
-    assert "has not heard" in driver.told(LATE, Evicted).reason
+    driver.join(3, driver.machine.state.committed)
+    _beat(driver, 2, ready=True)  # of the round that goes on without it
+    driver.says(1, Leave(now=True))
+    driver.wait(0.2)
+    views = [[int(item.peer_id, 16) for item in record.view.members] for record in driver.records(ViewRecord)]
+    assert views[-3:] == [[], [2, 3], [2]]
+    assert not driver.machine.state.is_excused(ref(3))
+    causes = [record.cause for record in driver.records(ViewRecord)]
+    assert "has not heard that it is a member" in causes[-1]
