@@ -179,7 +179,11 @@ class Closing:
             return None
         ready_at = [session.ready_at for session in members if session.ready_at is not None]
         # Whoever is excused already counts, or every round could do with half of what the one before had left.
-        return roster.grace.closes_at(ready_at, len(members) + len(roster.state.excused))
+        closes_at = roster.grace.closes_at(ready_at, len(members) + len(roster.state.excused))
+        if closes_at is None:
+            return None
+        # The others may have handed in long before it came.
+        return max(closes_at, *(session.admitted_at + roster.grace.window_s for session in late))
 
     def _leaves_newcomers_alone(self, members: Sequence[Session], late: Sequence[Session]) -> bool:
         """Whether only peers would go on that no commit holds work of. Nobody has reached them in an exchange yet.

@@ -33,6 +33,8 @@ class Session:
     holds_state: bool | None = None
     """Whether this member holds the view's state. No for who was admitted one commit behind and has not said yet
     that it caught up; unknown after a restart of the coordinator for who has not spoken yet."""
+    admitted_at: Instant = float("-inf")
+    """When it became a member, as far as this coordinator has seen it."""
     is_aware: bool = False
     """Whether this member has shown, to this coordinator, that it knows of its admission."""
     leaving: bool = False
@@ -123,7 +125,7 @@ class Session:
         Without this it was dropped in the moment of its admission (test_scenarios.py: idle learner).
         """
         self.holds_state = holds_state
-        self.is_aware = False
+        self.admitted_at, self.is_aware = now, False
         self.progressed_at = now
         self.slowest_s = None
         self.excused_in = None
