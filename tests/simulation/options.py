@@ -37,7 +37,7 @@ FOCUSES: tuple[dict[str, Any], ...] = (
     {"lie": "one_weight", "crash_rate": 0.1},
     {"lie": "framing", "crash_rate": 0.1},
     {"lie": "digest", "plan": "butterfly", "coordinator_crash_at_commit": 0.1},
-    {"disk_loss_rate": 0.08, "forged_certificates": 0.3, "crash_rate": 0.15},
+    {"disk_loss_rate": 0.15, "forged_certificates": 0.5, "crash_rate": 0.1},
     {"power_cut_rate": 0.08, "disk_lag_s": 1.0, "checkpoint_every": 3, "coordinator_pause_rate": 0.15},
     {"one_way_rate": 0.06, "crash_rate": 0.08, "safety_s": 60.0, "train_s": (1.0, 2.5)},
     {"undialable_rate": 0.08, "one_way_rate": 0.05, "safety_s": 60.0, "train_s": (1.0, 2.5)},
@@ -50,7 +50,7 @@ FOCUSES: tuple[dict[str, Any], ...] = (
     {"lie": "recants"},
     {"lie": "accuses"},
     {"train_s": (0.2, 3.0), "grace_floor_s": 0.2},
-    {"train_s": (0.2, 3.0), "grace_floor_s": 0.2},
+    {"disk_loss_rate": 0.1, "cut_rate": 1.0, "num_peers": 5, "train_s": (0.2, 0.4), "safety_s": 60.0},
 )
 """Which kinds go together, in turn."""
 
