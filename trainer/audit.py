@@ -112,7 +112,7 @@ def audit_run(given: Sequence[Path]) -> RunAudit:
         *proved.verdicts,
         audit_certificates(kept, verifier, journal.records, index),
         audit_logs(log, index),
-        audit_checkpoints(saved, journal.run_id, journal.records, index),
+        audit_checkpoints(saved, journal.run_id, journal.records, index, verifier),
     )
     return RunAudit(
         run_id=journal.run_id,

@@ -8,9 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from collective.core.types import OuterStep
 from elastic.audit import Finding, RecordIndex, Verdict, judge
 from elastic.audit.coverage import all_but, used_up
 from elastic.audit.findings import short
+from elastic.core.certificate import decode_certificate
+from elastic.core.messages import Held
+from elastic.core.notary import Verifier
 from elastic.core.records import Record
 from trainer.checkpoint import FOLDER_NAME, CheckpointStore, Manifest
 from trainer.checkpoint_proof import prove_checkpoint
@@ -42,11 +46,19 @@ def _read(folder: Path) -> Iterator[SavedState]:
 
 
 def audit_checkpoints(
-    saved: Sequence[SavedState], run_id: str | None, records: Sequence[Record], index: RecordIndex
+    saved: Sequence[SavedState],
+    run_id: str | None,
+    records: Sequence[Record],
+    index: RecordIndex,
+    verifier: Verifier | None,
 ) -> Verdict:
-    """I1, I3, I7, I9: a checkpoint of this run is whole, and the state and the position in the data of its step."""
+    """I1, I3, I7, I9: a checkpoint of this run is whole, and the state and the position in the data of its step.
+
+    If it has a certificate, that is of this state, and genuine as far as the `verifier` can say.
+    """
     ours = [item for item in saved if isinstance(item.found, CheckpointCorrupted) or item.found.run_id == run_id]
     findings = [finding for item in ours for finding in _compare(item, records, index)]
+    findings += [finding for item in ours for finding in _check_certificate(item, verifier)]
     return judge("checkpoints", ("I1", "I3", "I7", "I9"), findings, num_looked_at=len(ours), unit="checkpoints")
 
 
@@ -73,3 +85,17 @@ def _compare(saved: SavedState, records: Sequence[Record], index: RecordIndex) -
         yield Finding(invariant="I1", slot=slot, sentence=said)
     else:
         yield Finding(invariant="I3", slot=None, sentence=f"{path} holds step {step}, the journal does not")
+
+
+def _check_certificate(saved: SavedState, verifier: Verifier | None) -> Iterator[Finding]:
+    manifest = saved.found
+    if isinstance(manifest, CheckpointCorrupted) or not manifest.certificate:
+        return
+    certificate = decode_certificate(manifest.certificate)
+    made = None if certificate is None else certificate.made
+    if certificate is None or made != Held(OuterStep(manifest.outer_step), bytes.fromhex(manifest.digest)):
+        said = f"{saved.path} has a certificate of another state than its own"
+        yield Finding(invariant="I9", slot=None, sentence=said)
+    elif verifier is not None and not certificate.check(verifier):
+        said = f"{saved.path} has a certificate that the run's keys do not prove"
+        yield Finding(invariant="I9", slot=None, sentence=said)

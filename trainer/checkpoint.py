@@ -65,6 +65,7 @@ class CheckpointMeta:
         run_manifest: canonical JSON; who resumes takes it as the layer below files.
         next_index: first sample that nobody has been given.
         returned: samples below `next_index` that were given out and not trained.
+        certificate: of the commit that made the state (elastic/core/certificate.py), if the peer had it; else empty.
     """
 
     run_id: str
@@ -73,6 +74,7 @@ class CheckpointMeta:
     run_manifest: bytes
     next_index: int
     returned: tuple[IndexRange, ...] = ()
+    certificate: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,7 +90,10 @@ _Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`manifest.json`. `check` is the SHA-256 of the canonical JSON of everything else."""
+    """`manifest.json`. `check` is the SHA-256 of the canonical JSON of everything else.
+
+    Anybody can compute that. Who has signed for the state is in `certificate`, which is left out where there is none.
+    """
 
     format: Literal["isthmus-checkpoint/1"] = "isthmus-checkpoint/1"
     run_id: str
@@ -99,6 +104,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     run_manifest: str
     next_index: Natural
     returned: tuple[IndexRange, ...]
+    certificate: bytes | msgspec.UnsetType = msgspec.UNSET
     check: str = ""
 
     def sealed(self) -> "Manifest":
@@ -167,6 +173,7 @@ class CheckpointStore:
                 run_manifest=meta.run_manifest.decode(),
                 next_index=meta.next_index,
                 returned=meta.returned,
+                certificate=meta.certificate or msgspec.UNSET,
             ).sealed()
             content = msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=1)
             write_atomically(partial / MANIFEST_NAME, content)
@@ -298,6 +305,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         run_manifest=manifest.run_manifest.encode(),
         next_index=manifest.next_index,
         returned=manifest.returned,
+        certificate=manifest.certificate or b"",
     )
     return Checkpoint(path=path, meta=meta, tensors=tensors)
 

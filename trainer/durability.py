@@ -22,7 +22,7 @@ from pathlib import Path
 from collective.core.types import OuterStep, RoundKey
 from collective.errors import CollectiveError
 from elastic.commit_log import CommitLog
-from elastic.core.certificate import Certificate
+from elastic.core.certificate import Certificate, encode_certificate
 from elastic.core.messages import DataPosition, Held
 from elastic.errors import StateDiverged, StateMismatch
 from elastic.replica import CommitEntry
@@ -279,6 +279,7 @@ class Durability:
         self._on_failed(failure)
 
     def _meta(self, held: Held, position: DataPosition) -> CheckpointMeta:
+        proof = self._newest if self._newest is not None and self._newest.made == held else None
         return CheckpointMeta(
             run_id=self._origin.run_id,
             outer_step=held.outer_step,
@@ -286,4 +287,5 @@ class Durability:
             run_manifest=self._origin.run_manifest,
             next_index=position.next_index,
             returned=position.unconsumed,
+            certificate=b"" if proof is None else encode_certificate(proof),
         )

@@ -7,8 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from elastic.core.certificate import decode_certificate
 from elastic.core.records import CommitRecord
 from tests.multiprocess.run_harness import OPEN_END, Process, Run, read_journal, running
+from trainer.checkpoint import newest_usable
 from trainer.events import FILE_NAME, older_files, read_events
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
@@ -63,6 +65,12 @@ def test_a_run_with_a_kill_and_a_late_joiner_is_proved_and_a_changed_byte_in_its
             check["num_looked_at"] > 0 for name, check in checks.items() if name not in ("", "rollbacks", "snapshots")
         )
         assert checks["checkpoints"]["num_looked_at"] >= 3
+        for peer in (founder, survivor, late):
+            saved = newest_usable(peer.directory)
+            assert saved is not None
+            proof = decode_certificate(saved.meta.certificate)
+            assert proof is not None
+            assert (proof.made.outer_step, proof.made.digest) == (saved.meta.outer_step, saved.meta.digest)
 
         slot = len(records) // 2
         _flip_a_byte_of(founder.directory / "journal.sqlite", msgspec.msgpack.encode(records[slot]))

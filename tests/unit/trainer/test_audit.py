@@ -90,6 +90,7 @@ def save(
     run_id: str = RUN_ID,
     next_index: int = 20,
     returned: tuple[IndexRange, ...] = (IndexRange(16, 20),),
+    certificate: bytes = b"",
 ) -> Path:
     """A checkpoint; by default as the history has it after step 2."""
     meta = CheckpointMeta(
@@ -99,6 +100,7 @@ def save(
         run_manifest=b"{}",
         next_index=next_index,
         returned=returned,
+        certificate=certificate,
     )
     return CheckpointStore(folder / FOLDER_NAME, keep=9).save(meta, TENSORS)
 

@@ -10,16 +10,17 @@ import pytest
 from elastic.audit import Finding
 from elastic.core.certificate import Certificate, encode_certificate
 from elastic.core.messages import DataPosition, IndexRange
-from elastic.core.records import RebuildRecord, Record
+from elastic.core.records import CommitRecord, RebuildRecord, Record
 from elastic.core.run_state import RunState
 from tests.keys import Keys, certified
 from tests.unit.elastic.machines import KEYS, OTHERS, certificate, held, key
-from tests.unit.elastic.test_audit import A, history, view
-from tests.unit.trainer.test_audit import RUN_ID, findings, write_journal
+from tests.unit.elastic.test_audit import A, history, signed, view
+from tests.unit.trainer.test_audit import RUN_ID, digest_of, findings, save, with_state, write_journal
 from trainer.admission import RunTerms
 from trainer.audit import audit_run
 from trainer.audit_report import render_audit
 from trainer.certificates import FILE_NAME
+from trainer.checkpoint import load_checkpoint
 from trainer.founding import remember_membership
 from trainer.identity import PeerFolder, RunIdentity
 
@@ -151,6 +152,34 @@ def test_certificates_of_a_run_that_was_in_this_folder_before_are_not_judged(fou
     audited = audit_run([founder])
     assert audited.holds, audited.findings
     assert [item.num_looked_at for item in audited.verdicts if item.check == "certificates"] == [0]
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def certified_state(keys: Keys = KEYS) -> tuple[list[Record], Certificate]:
+    """A history whose step 2 is a state that can be saved, and the certificate of that."""
+    records = [signed(item) if isinstance(item, CommitRecord) else item for item in with_state(2, digest_of(2))]
+    return records, next(item for item in chain(records, keys) if item.made.outer_step == 2)
+
+
+def test_a_checkpoint_with_the_certificate_of_its_state_holds(tmp_path: Path) -> None:
+    records, certificate = certified_state()
+    founder = know(write_journal(tmp_path / "founder", records))
+    path = save(founder, 2, certificate=encode_certificate(certificate))
+    assert audit_run([founder]).holds
+    assert load_checkpoint(path).meta.certificate == encode_certificate(certificate)
+
+
+@pytest.mark.parametrize("lie", ["another state", "another run", "no certificate"])
+def test_a_checkpoint_whose_certificate_proves_something_else_or_nothing_is_found(tmp_path: Path, lie: str) -> None:
+    records, certificate = certified_state(OTHERS if lie == "another run" else KEYS)
+    founder = know(write_journal(tmp_path / "founder", records))
+    content = encode_certificate(chain(records)[0] if lie == "another state" else certificate)
+    save(founder, 2, certificate=b"none" if lie == "no certificate" else content)
+    (finding,) = findings(audit_run([founder]), "checkpoints")
+    assert finding.invariant == "I9"
+    assert ("the run's keys do not prove" if lie == "another run" else "of another state") in finding.sentence
 
 
 # ----------------------------------------------------------------------------------------------------- a lost journal
