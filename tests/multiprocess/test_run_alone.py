@@ -82,6 +82,7 @@ STATUS_SCHEMA = {
         },
         "checkpoint_outer_step": {"type": ["integer", "null"]},
         "metrics_address": {"type": "null"},
+        "leaving": {"type": "null"},
         "uptime_s": {"type": "number", "exclusiveMinimum": 0},
     },
 }
