@@ -27,7 +27,7 @@ from trainer.events import older_files
 Event = dict[str, Any]
 
 COORDINATOR = 0
-KINDS = ("kill", "freeze", "coordinator", "donor", "joiner", "cut", "disk")
+KINDS = ("kill", "freeze", "coordinator", "donor", "joiner", "stranger", "leave", "power", "hung", "cut", "disk")
 NEED_ROOT = ("cut", "disk")
 JOURNAL_NAME = "journal.sqlite"
 
@@ -54,6 +54,8 @@ class Fault:
     at_s: float
     over_s: float | None = None
     """When it was thawed, healed, back, or had its disk again."""
+    is_for_good: bool = False
+    """What was stopped did not go on by itself: it had to be replaced."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -2,10 +2,14 @@
 """How soon the others went on, fault by fault, and how soon who was hit took part again.
 
     kill donor joiner   from the signal to the survivors' next commit
-    freeze cut          the same
+    freeze cut hung     the same
+    leave               from the command to the others' next commit
     coordinator         from the moment when it listens again to the next commit
+    power               from the last of the starts to the next commit of a new step
     disk                a peer's: as a kill; the coordinator's: as the coordinator
-    heal, thaw          from the end of a cut or a freeze to the victim's next commit of a step that was new by then
+    heal, thaw          from the end of a cut or a freeze, or when hung workers go on, to the victim's next commit of a
+                        step that was new by then
+    replaced            from when hung workers were found to the victim's next commit of such a step
 
 The next commit is one that the fault could have hindered: a round for which every victim had voted before does not
 count. A measurement is alone if no other fault was being recovered from between its beginning and its end; what is
@@ -23,9 +27,21 @@ from itertools import pairwise
 
 from scripts.chaoslab.evidence import COORDINATOR, Event, Evidence, Fault, wall_s
 
-LIMITS_S = {"kill": 2.0, "donor": 2.0, "joiner": 2.0, "freeze": 10.0, "cut": 10.0, "coordinator": 5.0, "heal": 10.0}
+LIMITS_S = {
+    "kill": 2.0,
+    "donor": 2.0,
+    "joiner": 2.0,
+    "leave": 2.0,
+    "freeze": 10.0,
+    "cut": 10.0,
+    "hung": 10.0,
+    "coordinator": 5.0,
+    "power": 20.0,
+    "heal": 10.0,
+    "replaced": 60.0,
+}
 """At the 99th percentile."""
-BESIDE_A_ROUND = frozenset({"kill", "donor", "joiner"})
+BESIDE_A_ROUND = frozenset({"kill", "donor", "joiner", "leave"})
 """To their limit a calm round is added: a survivor may have just begun one."""
 TOGETHER = "together"
 
@@ -117,13 +133,14 @@ def _measured(evidence: Evidence, fault: Fault) -> Iterator[tuple[str, float, fl
         yield fault.kind, fault.at_s, _next_commit_s(evidence, fault)
     if fault.over_s is None:
         return
-    if fault.kind in ("freeze", "cut"):
+    if fault.kind in ("freeze", "cut", "hung"):
         until_s = (
             _next_new_step_s(evidence, None, fault.over_s)
             if hits_coordinator
             else max(_next_new_step_s(evidence, site, fault.over_s) for site in fault.victims)
         )
-        yield "heal" if fault.kind == "cut" else "thaw", fault.over_s, until_s
+        after = "replaced" if fault.is_for_good else "heal" if fault.kind == "cut" else "thaw"
+        yield after, fault.over_s, until_s
     elif hits_coordinator:
         yield fault.kind, fault.over_s, _next_new_step_s(evidence, None, fault.over_s)
 

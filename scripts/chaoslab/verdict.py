@@ -2,11 +2,12 @@
 """What must hold, checked against the evidence: every check returns sentences about what does not.
 
     digests     whoever says a digest of an outer step says the journal's
-    steps       the journal is a chain without a gap, goes back only where a fault took everybody's power, was never
+    steps       the journal is a chain without a gap, goes back by one at most for each power cut of all, was never
                 lost and made anew (no fault here takes it), and has every commit that a peer has seen
     leases      every sample is leased, returned and consumed in turn; none is in two places, none is nowhere
     waits       every operation that can be seen from outside ends within its deadline and OVERTIME_S
     gaps        no GAP_LIMIT_S without a commit while enough healthy peers and a healthy coordinator are there
+    honest      nobody was called a liar: nobody lies here
     ends        no process ends unless it was asked or killed; nothing is left behind
     recovery    the 99th percentile of every class is within its limit
     faults      something was done at all
@@ -92,8 +93,14 @@ def check_steps(evidence: Evidence) -> list[str]:
     steps = [record.outer_step for record in evidence.records if isinstance(record, CommitRecord)]
     wrong += _gaps_in_steps(evidence, first)
     back = [record for record in evidence.records if isinstance(record, RollbackRecord)]
-    if not any(fault.kind == POWER_CUT for fault in evidence.faults):
+    num_cuts = sum(fault.kind == POWER_CUT for fault in evidence.faults)
+    if len(back) > num_cuts:
         wrong += [f"the run went back from outer step {record.given_up} under epoch {record.epoch}" for record in back]
+    wrong += [
+        f"the run went back from outer step {record.given_up} to {to}, more than one"
+        for record in back
+        if record.given_up - (to := _back_to(record, first)) > 1
+    ]
     for glimpse in evidence.glimpses:
         rows = evidence.checksums
         if len(rows) < glimpse.num_rows or (glimpse.num_rows and rows[glimpse.num_rows - 1] != glimpse.checksum):
@@ -116,11 +123,15 @@ def check_steps(evidence: Evidence) -> list[str]:
     return wrong
 
 
+def _back_to(record: RollbackRecord, first: int) -> int:
+    return first if record.certificate is None else record.certificate.made.outer_step
+
+
 def _gaps_in_steps(evidence: Evidence, first: int) -> Iterator[str]:
     at = first
     for record in evidence.records:
         if isinstance(record, RollbackRecord):
-            at = first if record.certificate is None else record.certificate.made.outer_step
+            at = _back_to(record, first)
         elif isinstance(record, CommitRecord):
             if record.outer_step != at + 1:
                 yield f"outer step {record.outer_step} follows {at}"
@@ -229,6 +240,11 @@ def check_gaps(evidence: Evidence) -> list[str]:
     return wrong
 
 
+def check_honest(evidence: Evidence) -> list[str]:
+    """See the module."""
+    return [f"{log.folder}: {event}" for log in evidence.logs for event in log.named("lied")]
+
+
 def check_ends(evidence: Evidence) -> list[str]:
     """See the module."""
     wrong = [
@@ -257,6 +273,7 @@ CHECKS: dict[str, Callable[[Evidence], list[str]]] = {
     "leases": check_leases,
     "waits": check_waits,
     "gaps": check_gaps,
+    "honest": check_honest,
     "ends": check_ends,
     "recovery": check_recovery,
     "faults": check_faults,

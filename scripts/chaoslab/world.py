@@ -12,13 +12,14 @@ import sys
 import time
 import uuid
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from scripts.chaoslab import host
-from scripts.chaoslab.evidence import COORDINATOR, JOURNAL_NAME, Evidence, Glimpse, glimpse, now_s, read_journal
+from scripts.chaoslab.evidence import COORDINATOR, JOURNAL_NAME, End, Evidence, Glimpse, glimpse, now_s, read_journal
 from scripts.chaoslab.host import Network
-from scripts.chaoslab.process import Process, is_alive, kill_all, pids, read_of
+from scripts.chaoslab.process import KILLED, LEFT, Process, children, is_alive, kill_all, pids, read_of
 from scripts.chaoslab.watch import PULSE_S, START_LIMIT_S, WORKERS_GONE_LIMIT_S, Watch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +27,8 @@ ISTHMUS = str(Path(sys.executable).parent / "isthmus")
 LEAVE_LIMIT_S = 30.0
 """10 s until the coordinator's goodbye (`MemberConfig.farewell_timeout_s`), 20 s for the inner step under way."""
 MIN_PEERS = 2
+HANG_TIMEOUT_S = 20.0
+"""After which workers that do not answer are replaced; longer than any freeze."""
 OPEN_END = 1_000_000
 """Outer steps: the run is ended from outside."""
 _COMPACT_EVERY = 200
@@ -120,7 +123,7 @@ class World(Watch):
         self.start(COORDINATOR)
         await self.require("ticket", self._ticket.exists)
         for site in self.peers:
-            await self.require("start", lambda: self._num_importing() < _STARTING_AT_ONCE)
+            await self.require("start", self.may_start)
             self.start(site)
         await self.require("membership of all peers", lambda: all(self.processes[site].is_up for site in self.peers))
 
@@ -181,13 +184,13 @@ class World(Watch):
 
     # -------------------------------------------------------------------------------- processes
 
-    def start(self, site: int, *, fresh: bool = False) -> Process:
-        """Start the site's process: in the folder of the one before, or in a fresh one."""
+    def start(self, site: int, *, fresh: bool = False, flags: Sequence[str] = ()) -> Process:
+        """Start the site's process: in the folder of the one before, or in a fresh one; `flags` beside ours."""
         self.pulse()  # what the one before has written is not this one's
         if fresh or not self._num_folders[site]:
             self._num_folders[site] += 1
         folder = self.disk(site) / str(self._num_folders[site])
-        command = [ISTHMUS, *self._role(site), "--listen", self.network.listen(site), "--dir", str(folder)]
+        command = [ISTHMUS, *self._role(site), "--listen", self.network.listen(site), "--dir", str(folder), *flags]
         command = self.network.command(site, command)
         process = Process.start(site, command, folder, self.folder / f"console-{site}.txt", self._environment)
         self.follow(process)
@@ -196,7 +199,8 @@ class World(Watch):
 
     def _role(self, site: int) -> list[str]:
         if site != COORDINATOR:
-            return ["join", f"@{self._ticket}", "--node.threads", "1"]
+            hang = ["--node.hang_timeout", f"{HANG_TIMEOUT_S:g}s"]
+            return ["join", f"@{self._ticket}", "--node.threads", "1", *hang]
         numbers = ["--outer-steps", str(OPEN_END), "--peers", str(len(self.peers)), "--min-peers", str(self._min_peers)]
         numbers += ["--coordinator.compact_every", str(_COMPACT_EVERY)]
         files = ["-c", str(self.folder / "run.toml"), "--data.path", str(self.folder / "text.txt")]
@@ -212,21 +216,54 @@ class World(Watch):
         self.pulse()
         return at_s
 
+    def cut_power(self) -> tuple[float, float]:
+        """SIGKILL all processes and their workers at once; returns when, and how long that took."""
+        running = [process for process in self.processes.values() if process.is_running]
+        workers = {process.site: children(process.popen.pid) for process in running}  # a look that takes long
+        for process in running:
+            process.expected.add(KILLED)
+        at_s = now_s()
+        kill_all([pid for process in running for pid in (*workers[process.site], process.popen.pid)])
+        took_s = now_s() - at_s
+        for process in running:
+            process.popen.wait()
+            self.mourn(process.site, workers[process.site])
+        self.look_into_journal()
+        self.pulse()
+        return at_s, took_s
+
     def look_into_journal(self) -> None:
         """Note how far it is, now that nobody has it open."""
         folder = self.processes[COORDINATOR].folder
         if (folder / JOURNAL_NAME).exists():
             self.glimpses.append(glimpse(folder))
 
-    async def leave(self, site: int) -> None:
-        """Ask the site's process to leave in order, and wait until it has."""
+    async def leave(self, site: int, *, by_command: bool = False) -> None:
+        """Ask the site's process to leave in order, by a signal or by `isthmus leave`, and wait until it has."""
         process, at_s = self.processes[site], now_s()
-        process.interrupt()
+        if by_command:
+            await self._command_to_leave(process)
+        else:
+            process.interrupt()
         await self.until(lambda: not process.is_running, LEAVE_LIMIT_S + 2.0)
         self.note("leave in order", site, at_s, LEAVE_LIMIT_S)
         if process.is_running:
             process.kill()
         self.pulse()
+
+    async def _command_to_leave(self, process: Process) -> None:
+        process.expected |= {LEFT, 0}
+        asked = await asyncio.create_subprocess_exec(
+            *(ISTHMUS, "leave", "--dir", str(process.folder)),
+            env=self._environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        said, _ = await asked.communicate()
+        code = asked.returncode if asked.returncode is not None else 0
+        words = f"isthmus leave: {said.decode(errors='replace')}" if code else ""
+        self.ends.append(End(site=process.site, at_s=now_s(), code=code, expected=frozenset({0}), words=words))
 
     async def join(self, site: int, *, fresh: bool) -> None:
         """Start the site's process and wait until it is what it was."""
@@ -258,8 +295,10 @@ class World(Watch):
     def _sites(self) -> tuple[int, ...]:
         return (COORDINATOR, *self.peers)
 
-    def _num_importing(self) -> int:
-        return sum(not process.is_listening for process in self.processes.values())
+    def may_start(self) -> bool:
+        """Whether few enough processes import at this moment."""
+        importing = [process for process in self.processes.values() if process.is_running and not process.is_listening]
+        return len(importing) < _STARTING_AT_ONCE
 
     def _marked(self) -> list[int]:
         mark = f"{_MARK}={self._mark}".encode()

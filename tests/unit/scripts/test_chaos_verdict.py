@@ -99,21 +99,26 @@ def test_a_run_that_went_back_after_a_power_cut_passes_and_without_one_is_caught
     assert _wrong(evidence) == {"steps": [f"the run went back from outer step {NUM_STEPS} under epoch 3"]}
 
 
+def test_a_run_that_went_back_by_more_than_one_step_is_caught() -> None:
+    evidence = _gone_back(NUM_STEPS - 2)
+    assert _wrong(evidence) == {"steps": [f"the run went back from outer step {NUM_STEPS} to 58, more than one"]}
+
+
 def test_what_must_not_follow_where_a_run_went_back_is_caught() -> None:
     evidence = _gone_back()
     last = evidence.records[-1]
     assert isinstance(last, CommitRecord)
     evidence.records = [*evidence.records[:-1], msgspec.structs.replace(last, previous=bytes(32))]
     assert list(_wrong(evidence)) == ["steps"]
-    evidence.records = [*evidence.records[:-1], msgspec.structs.replace(last, outer_step=NUM_STEPS)]
-    assert "outer step 60 follows 58" in _wrong(evidence)["steps"]
+    evidence.records = [*evidence.records[:-1], msgspec.structs.replace(last, outer_step=NUM_STEPS + 1)]
+    assert "outer step 61 follows 59" in _wrong(evidence)["steps"]
 
     evidence = _gone_back()
     evidence.records = [*evidence.records, LeaseRecord(ref=ref(2), serial=9, ranges=(IndexRange(0, 4),))]
     assert any("sample 0 is leased" in sentence for sentence in _wrong(evidence)["leases"])
 
     evidence = _gone_back()
-    log_of(evidence, 2).events[-1]["digest"] = digest(59).hex()  # what it was before the run went back
+    log_of(evidence, 2).events[-1]["digest"] = digest(NUM_STEPS).hex()  # what it was before the run went back
     assert list(_wrong(evidence)) == ["digests"]
 
 
@@ -252,10 +257,10 @@ def test_the_calm_round_is_measured_before_the_first_fault() -> None:
     assert calm_round_s(sound()) == pytest.approx(1.0)
 
 
-def _gone_back() -> Evidence:
-    """Everybody loses power after the last step; 2 and 3 come back with step 58, and make step 59 of other samples."""
+def _gone_back(to: int = NUM_STEPS - 1) -> Evidence:
+    """Everybody loses power after the last step; 2 and 3 come back with an older one, and make the next anew."""
     evidence = _disturbed()
-    slot = next(at for at, one in enumerate(evidence.records) if isinstance(one, CommitRecord) and one.outer_step == 58)
+    slot = next(at for at, one in enumerate(evidence.records) if isinstance(one, CommitRecord) and one.outer_step == to)
     known = RunState.replay(evidence.records[: slot + 1]).certificate
     assert known is not None
     start = known.position.next_index
@@ -264,19 +269,19 @@ def _gone_back() -> Evidence:
     evidence.records = [
         *evidence.records,
         RollbackRecord(epoch=Epoch(3), certificate=known, given_up=OuterStep(NUM_STEPS), holders=(ref(2), ref(3))),
-        ViewRecord(view=view(4, 58, 2, 3), cause="both joined"),
+        ViewRecord(view=view(4, to, 2, 3), cause="both joined"),
         LeaseRecord(ref=ref(2), serial=0, ranges=ranges),
         CommitRecord(
-            key=RoundKey(Epoch(4), OuterStep(58), 0),
-            outer_step=OuterStep(59),
-            previous=digest(58),
+            key=RoundKey(Epoch(4), OuterStep(to), 0),
+            outer_step=OuterStep(to + 1),
+            previous=digest(to),
             digest=bytes.fromhex(digests["digest"]),
             contributions=(Contribution(ref(2), 1.0, BATCH, ranges), Contribution(ref(3), 1.0, BATCH, ())),
             final=False,
         ),
     ]
     at_s = NUM_STEPS + 0.4
-    log_of(evidence, 2).events.append(event("commit", at_s, epoch=4, outer_step=59, fragment=0, **digests))
+    log_of(evidence, 2).events.append(event("commit", at_s, epoch=4, outer_step=to + 1, fragment=0, **digests))
     evidence.faults.append(_fault(POWER_CUT, at_s))
     return evidence
 
