@@ -394,6 +394,8 @@ class CoordinatorMachine:
     def _is_signed(self, ref: PeerRef, vote: Vote) -> bool:
         """Without its signature a vote would make no certificate that anybody believes."""
         assert self.state.committed is not None, "members vote from a committed state"
+        if self._rounds.votes.get(ref.peer_id) == vote:
+            return True  # said again, and looked at before
         words = ballot(vote.key, self.state.committed.digest, vote.digest, ref, vote.weight)
         return self.config.sealer.is_signed_by(ref.peer_id, words, vote.signature)
 
