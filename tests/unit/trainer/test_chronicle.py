@@ -46,6 +46,7 @@ from elastic.observation import (
     Finished,
     PeerConnected,
     PeerDisconnected,
+    PeerExposed,
     RecordWritten,
     RoundAborted,
     RoundBroke,
@@ -106,6 +107,7 @@ BAR = Bar(B.peer_id, B.incarnation, 1)
 STORY: tuple[ElasticEvent, ...] = (
     CoordinatorConnected(ADDRESS),
     PeerConnected(ref=B),
+    PeerExposed(ref=B, outer_step=3, cause="b brings a certificate that nobody has made"),
     ViewInstalled(VIEW),
     ViewInstalled(VIEW, "peer b cannot be reached"),
     BecameActive(VIEW),
@@ -192,7 +194,7 @@ def test_every_observation_is_one_line_in_the_order_of_the_story(desk: Desk) -> 
         desk.chronicle.observe(event)
     lines = desk.lines()
     assert [line["event"] for line in lines] == [
-        "coordinator_connected", "peer_connected", "view", "view", "join", "certificate", "fault", "went_back", "trust",
+        "coordinator_connected", "peer_connected", "lied", "view", "view", "join", "certificate", "fault", "went_back", "trust",
         "round_started", "fault", "round_aborted", "vote", "commit", "excused", "carried_over", "learner",
         "catch_up_started", "catch_up", "catch_up", "deviated", "fault", "fault", "leave",
     ]  # fmt: skip
