@@ -194,8 +194,8 @@ def test_every_observation_is_one_line_in_the_order_of_the_story(desk: Desk) -> 
         desk.chronicle.observe(event)
     lines = desk.lines()
     assert [line["event"] for line in lines] == [
-        "coordinator_connected", "peer_connected", "lied", "view", "view", "join", "certificate", "fault", "went_back", "trust",
-        "round_started", "fault", "round_aborted", "vote", "commit", "excused", "carried_over", "learner",
+        "coordinator_connected", "peer_connected", "lied", "view", "view", "join", "certificate", "fault", "went_back",
+        "trust", "round_started", "fault", "round_aborted", "vote", "commit", "excused", "carried_over", "learner",
         "catch_up_started", "catch_up", "catch_up", "deviated", "fault", "fault", "leave",
     ]  # fmt: skip
     assert {type(event) for event in STORY} == set(ElasticEvent.__args__) - {RecordWritten}
