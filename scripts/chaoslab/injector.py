@@ -42,5 +42,9 @@ async def inject(world: World, faults: Faults, kinds: Sequence[str], *, seed: in
             tasks.create_task(methods[turn.kind](random.Random(turn.seed)))
             await asyncio.sleep(_TURN_S)  # it has picked its victims
             if not turn.is_together:
-                await world.until(lambda before=before: world.outer_step >= before + 2, _BREATH_LIMIT_S)  # type: ignore[misc]
+                await _until_step(world, before + 2)
             await asyncio.sleep(turn.breath_s)
+
+
+async def _until_step(world: World, outer_step: int) -> None:
+    await world.until(lambda: world.outer_step >= outer_step, _BREATH_LIMIT_S)

@@ -92,9 +92,9 @@ class Foe:
                     channel.close()
 
 
-def vote(step: int = 3, **fields: object) -> Vote:
-    words = {"key": RoundKey(Epoch(3), OuterStep(step), 0), "digest": DIGEST, "weight": 1.0, "num_tokens": 1}
-    return Vote(**(words | {"consumed": ()} | fields))  # type: ignore[arg-type]
+def vote(step: int = 3, *, weight: float = 1.0, weights: tuple[float, ...] = ()) -> Vote:
+    key = RoundKey(Epoch(3), OuterStep(step), 0)
+    return Vote(key=key, digest=DIGEST, weight=weight, num_tokens=1, consumed=(), weights=weights)
 
 
 def failed(suspects: tuple[PeerId, ...], told_by: PeerId | None = None) -> RoundFailed:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.multiprocess.run_harness import (
+    LEFT,
     OPEN_END,
     Audit,
     Process,
@@ -32,7 +33,7 @@ def test_a_hung_worker_costs_the_others_one_wait_and_is_replaced(tmp_path: Path)
         run.wait_for_ticket()
         others = [run.join(), run.join()]
         run.until_step(10, founder, *others)
-        healthy = _rate(run, founder, now_s())
+        before = _rate(run, founder, now_s())
         late = run.join("--node.hang_timeout", "65s")  # after the windows in which the others are looked at
         run.until_step(founder.step + 10, founder, late)
         four = _rate(run, founder, now_s())
@@ -41,23 +42,27 @@ def test_a_hung_worker_costs_the_others_one_wait_and_is_replaced(tmp_path: Path)
         os.kill(worker, signal.SIGSTOP)
         hung_at = now_s()
         run.until("excuse", lambda: bool(late.events("excused")))
-        # Whatever else this machine does: one of three windows shows how fast they are.
-        after = [_rate(run, founder, hung_at + SETTLED_S + number * WINDOW_S) for number in range(3)]
+        beside = [_rate(run, founder, hung_at + SETTLED_S + number * WINDOW_S) for number in range(3)]
         views = [event["cause"] for event in founder.events("view_decided") if wall_s(event) > hung_at]
-        print(f"three {healthy:.2f} four {four:.2f} after {after} commits/s")
         assert len(views) == 1, views
-        assert max(after) >= 0.9 * healthy
 
         run.until("other workers", lambda: bool(late.events("fault", kind="worker_hung")))
         (fault,) = late.events("fault", kind="worker_hung")
         assert fault["local_ranks"] == [0]
         assert "worker 0 is stopped" in fault["cause"]
-        before = late.step
-        run.until("work in a commit", lambda: late.step > before)
+        step = late.step
+        run.until("work in a commit", lambda: late.step > step)
         assert late.worker_pids() != [worker]
         assert not late.events("learner"), "it was never put out"
         said = late.console.with_suffix(".err").read_text()
         assert said.count("worker_hung") == 1
+
+        late.signal(signal.SIGINT)
+        assert run.until_ended(late) == [LEFT]
+        after = _rate(run, founder, now_s())
+        print(f"three {before:.2f} and {after:.2f}, four {four:.2f}, three beside a hung one {beside} commits/s")
+        # What else this machine does changes within a minute: the slower of the two, and the best of the three windows.
+        assert max(beside) >= 0.9 * min(before, after)
         run.leave_all()
     assert_same_commits(founder, *others, late)
     audit = Audit.of(read_journal(founder.directory))  # no sample twice
