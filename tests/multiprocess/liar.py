@@ -4,7 +4,7 @@
     weight       its worker claims to have trained on a million million tokens a step, and sends noise
     noise        its worker sends noise, a thousand times as large as the others' differences
     two_weights  it tells every other member another weight
-    two_results  it gives two of the others another sum than the rest
+    two_results  it gives two of the others another sum than the rest, in rounds; in surveys of links it is honest
     digest       it votes for another state than it has computed, in every round
     unsigned     it signs something else than what it votes for
     certificate  it joins with a certificate of step 1,000,001, made with all that a member has
@@ -74,7 +74,7 @@ def lie_as_daemon(kind: str) -> None:
     from elastic.core.messages import Join
     from elastic.notary import PeerSigner
     from trainer.cli import main
-    from trainer.round_runner import RoundRunner
+    from trainer.round_runner import _SURVEY_FRAGMENT, RoundRunner
 
     sign = PeerSigner.sign
     if kind in ("weight", "noise"):
@@ -107,7 +107,9 @@ def lie_as_daemon(kind: str) -> None:
         def betray(self: ChunkSend, scratch: Any) -> Any:
             made, outbox = honest_pieces(self, scratch), cast(Any, self.owner)
             others = [rank for rank, bundle in enumerate(outbox._bundles) if bundle is not None]
-            if made is None or self.type is not FrameType.RESULT or self.to not in others[:2] or len(others) < 3:
+            is_survey = outbox._key.fragment == _SURVEY_FRAGMENT
+            is_sum = made is not None and self.type is FrameType.RESULT and not is_survey
+            if made is None or not is_sum or self.to not in others[:2] or len(others) < 3:
                 return made
             payload = bytearray(made[1])
             payload[-1] ^= 1

@@ -25,6 +25,9 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 SETTLED_S = 30.0
 """After a hang: by then the others are to be as fast as if the hung peer had never been there."""
 WINDOW_S = 10.0
+BESIDE = 0.7
+"""Of what three healthy peers do: 0.99 on a quiet machine, 0.87 where other tests run beside this one. With a wait in
+every round it was 0.1 to 0.25."""
 
 
 def test_a_hung_worker_costs_the_others_one_wait_and_is_replaced(tmp_path: Path) -> None:
@@ -61,8 +64,7 @@ def test_a_hung_worker_costs_the_others_one_wait_and_is_replaced(tmp_path: Path)
         assert run.until_ended(late) == [LEFT]
         after = _rate(run, founder, now_s())
         print(f"three {before:.2f} and {after:.2f}, four {four:.2f}, three beside a hung one {beside} commits/s")
-        # What else this machine does changes within a minute: the slower of the two, and the best of the three windows.
-        assert max(beside) >= 0.9 * min(before, after)
+        assert max(beside) >= BESIDE * min(before, after)
         run.leave_all()
     assert_same_commits(founder, *others, late)
     audit = Audit.of(read_journal(founder.directory))  # no sample twice
