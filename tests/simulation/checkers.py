@@ -229,6 +229,8 @@ class Checkers:
         self._news = True
         self.certificates.started(node)
         self._epochs[node.ref] = -1
+        if node.state is not None:
+            self._had[node.ref].add(node.state.held.digest)
 
     def stopped(self, node: "PeerNode") -> None:
         self._news = True

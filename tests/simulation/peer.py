@@ -28,6 +28,7 @@ from elastic.core.events import (
     InstallView,
     KeepCertificate,
     LeasesWanted,
+    LeaveRequested,
     LinkMade,
     MakeLinks,
     MemberEffect,
@@ -77,6 +78,7 @@ class PeerNode(Process):
         """Who cannot dial this start: what it advertises reaches them not."""
         self.next_undialled_by: frozenset[str] = frozenset()
         self.votes = True  # else its outer step hangs: it has results, and makes nothing of them
+        self.is_leaving = False  # it was asked to go
         self.died_silently = False  # nobody answers in its place
         self.flawed_step = -1  # in this round it computes other bits than the rest
         self.exit: Finish | None = None
@@ -113,7 +115,7 @@ class PeerNode(Process):
         self.exit, self.hung, self.died_silently = None, False, False
         undialled_by, self.next_undialled_by = self.next_undialled_by, frozenset()
         self.undialled_by = frozenset() if self.sim.network.healed else undialled_by
-        self.votes = True
+        self.votes, self.is_leaving = True, False
         self._unabsorbed: tuple[RoundKey, Result] | None = None
         self.connection = None
         self.state = self.disk.state
@@ -210,6 +212,7 @@ class PeerNode(Process):
         machine = self.machine
         if machine is None or self.exit is not None:
             return
+        self.is_leaving |= isinstance(event, LeaveRequested)
         effects = machine.handle(event, self.clock.now())
         if isinstance(event, CoordinatorSaid) and isinstance(event.message, Evicted) and self.staged is not None:
             is_lost = self.voted == self.staged[0] and AbortExchange(key=self.voted) in effects
