@@ -138,7 +138,7 @@ class Checkers:
                 self._leases.granted(record)
             case ReleaseRecord():
                 self._leases.released(record)
-            case RebuildRecord(epoch=epoch) | RollbackRecord(epoch=epoch):
+            case (RebuildRecord(epoch=epoch) | RollbackRecord(epoch=epoch)) as record:
                 witnesses = record.testified if isinstance(record, RebuildRecord) else record.holders
                 self._sim.world.say("goes back", epoch, self.history.newest, [name(ref) for ref in witnesses])
                 self._state.rebuilt(record)
@@ -146,7 +146,7 @@ class Checkers:
                 self._lies.rebuilt()
                 self._leases.rebuilt(self.history.lineage.commits)
                 self.patience.rebuilt()
-                self._blame.rebuilt()
+                self._blame.rebuilt(record)
                 self._words.rebuilt()
                 self._entries.rebuilt(record, self._sim.coordinator.awake_s())
             case _:

@@ -111,10 +111,15 @@ class FaultInjector:
                 self.sim.world.after(self.rng.uniform(0.0, 0.05), f"power {node.peer_id}", self._lose_power, node)
             if self.rng.random() < 0.9:
                 self.sim.world.after(self.rng.uniform(0.5, 6.0), f"restart {node.peer_id}", self._restart, node)
-        self.sim.world.after(self.rng.uniform(0.0, 0.05), "power coordinator", self.crash_coordinator)
+        self.sim.world.after(self.rng.uniform(0.0, 0.05), "power coordinator", self._lose_coordinator)
 
     def _lose_power(self, node: "PeerNode") -> None:
-        node.crash(silently=True)
+        if not self.sim.network.healed:  # the end of all faults may come in the midst of it
+            node.crash(silently=True)
+
+    def _lose_coordinator(self) -> None:
+        if not self.sim.network.healed:
+            self.crash_coordinator()
 
     def _restart(self, node: "PeerNode") -> None:
         if not self.sim.network.healed and self.sim.peers[node.peer_id] is node:

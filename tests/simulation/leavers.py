@@ -61,6 +61,7 @@ class Leavers:
             case NewView():
                 self._enters(to)
             case Goodbye():
+                self._judged.discard(to)  # an older one may not have been heard
                 self._judge(to)
                 self._in_run.discard(to)
             case Evicted(reason="a learner, no member"):

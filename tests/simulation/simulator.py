@@ -203,6 +203,10 @@ class Simulator:
         if not any(map(self._brings_the_state, self.core())):
             for node in self.peers.values():
                 self.bulk.becomes_dialable(node)
+        # The first one dials all others and is a member; if it is the last of them, nobody fetches from it (seed 16429).
+        first = min((node for node in self.peers.values() if node.is_up), key=lambda node: node.peer_id, default=None)
+        if first is not None and first.undialled_by:
+            self.bulk.becomes_dialable(first)
         return self.checkers.converge()
 
     def _can_do_without(self, node: PeerNode) -> bool:
