@@ -105,6 +105,11 @@ class PeerNode(Process):
 
     # ------------------------------------------------------------------------ the process
 
+    def leave(self, *, now: bool) -> None:
+        """Somebody asks this start to go; it hears that when it is awake."""
+        self.is_leaving = True
+        self.run(self.start_number, self.feed, LeaveRequested(now=now))
+
     def start(self) -> None:
         """A new process, with what is on the disk."""
         if self.alive:
@@ -212,7 +217,6 @@ class PeerNode(Process):
         machine = self.machine
         if machine is None or self.exit is not None:
             return
-        self.is_leaving |= isinstance(event, LeaveRequested)
         effects = machine.handle(event, self.clock.now())
         if isinstance(event, CoordinatorSaid) and isinstance(event.message, Evicted) and self.staged is not None:
             is_lost = self.voted == self.staged[0] and AbortExchange(key=self.voted) in effects
@@ -452,6 +456,7 @@ class PeerNode(Process):
     def _found(self) -> None:
         state = first_state(self.ref)
         self.hold(state)
+        self.sim.checkers.founded(self, state)
         self.feed(CaughtUp(held=state.held))
 
 

@@ -203,10 +203,13 @@ class Simulator:
         if not any(map(self._brings_the_state, self.core())):
             for node in self.peers.values():
                 self.bulk.becomes_dialable(node)
-        # The first one dials all others and is a member; if it is the last of them, nobody fetches from it (seed 16429).
-        first = min((node for node in self.peers.values() if node.is_up), key=lambda node: node.peer_id, default=None)
-        if first is not None and first.undialled_by:
-            self.bulk.becomes_dialable(first)
+        # Who is a member, or dials all others and will be one, may be the last of them: then nobody can fetch from it
+        # (seeds 16429, 84379).
+        members = {member.ref for member in self.checkers.history.members()}
+        first = min((node.peer_id for node in self.peers.values() if node.is_up), default=None)
+        for node in self.peers.values():
+            if node.undialled_by and (node.ref in members or node.peer_id == first):
+                self.bulk.becomes_dialable(node)
         return self.checkers.converge()
 
     def _can_do_without(self, node: PeerNode) -> bool:
