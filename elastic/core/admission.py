@@ -51,6 +51,7 @@ class Admission:
         for ref, reason in roster.overdue().items():
             roster.counters[f"dropped: {reason}"] += 1
             evicted[ref] = Evicted(epoch=epoch, reason=reason)
+        evicted |= self._meetings.unreached()
         stays = [item for item in roster.members() if not item.leaving and item.ref not in evicted]
         if state.previous is not None:
             self._superseded.append((roster.now, state.previous))

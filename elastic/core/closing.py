@@ -69,9 +69,10 @@ class Closing:
         if silent:
             roster.drop(dict.fromkeys(silent, "silent, and a member waits for it"))
             return
-        newcomers = {member.peer_id for member in view.members if member.peer_id not in roster.state.reached}
+        newcomers = rounds.known(view) - roster.state.reached.keys()
         blamed = rounds.blamed(view, newcomers)
-        is_about_newcomers = newcomers.issuperset(blamed) and len(newcomers) < view.world_size
+        are_alone = all(member.peer_id in newcomers for member in view.members)
+        is_about_newcomers = newcomers.issuperset(blamed) and not are_alone
         rounds.remember(view)
         if not blamed or (not is_about_newcomers and (rounds.retries == 0 or not self._leaves_half(blamed))):
             rounds.retries += 1

@@ -106,7 +106,9 @@ class Handover:
         held.sort(key=lambda item: not self._holds(item))  # one whose connection broke may be back in a moment
         stays = None if is_safe or is_vain or not held else held[0]
         for session in keepers:
-            if session is not stays:
+            # One that is on its way back would not hear it, and who came after it may be going (seed 4285).
+            is_awaited = stays is not None and session.awaited_until is not None
+            if session is not stays and not is_awaited:
                 is_last = self.is_last(session)
                 roster.close(session)
                 roster.send(session.ref, Goodbye(outer_step=roster.state.outer_step, alone=is_last))

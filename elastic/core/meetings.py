@@ -17,7 +17,7 @@ Nothing is repeated but in answer to a heartbeat.
 
 from collections.abc import Iterable, Sequence
 
-from collective.core.types import Instant, Member
+from collective.core.types import Instant, Member, PeerRef
 from elastic.core.farewell import UNREACHABLE_EXIT_CODE
 from elastic.core.messages import Meet, Met, Refused
 from elastic.core.roster import Roster
@@ -78,16 +78,25 @@ class Meetings:
         return chosen
 
     def send_home(self) -> None:
-        """Learners whose time is over hear why."""
+        """Learners whose time is over hear why. Who is excused goes at a boundary: see `unreached`."""
         roster = self._roster
         for session in list(roster.learners()):
-            if self._due_at(session) <= roster.now:
-                roster.counters["unreached"] += 1
-                roster.send(
-                    session.ref,
-                    Refused(code=UNREACHABLE_EXIT_CODE, reason=self._reason(session, self._lacking(session))),
-                )
+            if not roster.is_excused(session) and self._due_at(session) <= roster.now:
+                roster.send(session.ref, self._unreached(session))
                 roster.close(session)
+
+    def unreached(self) -> dict[PeerRef, Refused]:
+        """The excused whose time is over, and what they hear. To change the view in mid-round would void an exchange.
+
+        One that no commit had held was closed as a learner, and stayed in the view's list (seed 3786).
+        """
+        roster = self._roster
+        late = [item for item in roster.learners() if roster.is_excused(item) and self._due_at(item) <= roster.now]
+        return {session.ref: self._unreached(session) for session in late}
+
+    def _unreached(self, session: Session) -> Refused:
+        self._roster.counters["unreached"] += 1
+        return Refused(code=UNREACHABLE_EXIT_CODE, reason=self._reason(session, self._lacking(session)))
 
     def make_way(self) -> None:
         """Members go that keep out somebody whose work was committed before theirs.
@@ -132,7 +141,7 @@ class Meetings:
     def deadlines(self) -> list[Instant]:
         """When to look again."""
         roster, learners = self._roster, self._roster.learners()
-        instants = [self._due_at(session) for session in learners]
+        instants = [self._due_at(session) for session in learners if not roster.is_excused(session)]
         for session in learners:
             if session.ref.peer_id in roster.state.reached:
                 due = (_asked_at(session, other) + roster.config.meet_timeout_s for other in self._lacking(session))

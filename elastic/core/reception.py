@@ -151,6 +151,10 @@ class Reception:
                 session.address = message.address
                 if self._note_held(session, message.held):
                     roster.welcome(session)
+            case Synced() if roster.state.committed is not None and message.held.outer_step > roster.state.outer_step:
+                # Another coordinator leads, and this one does not know yet: the member that it named has gone on. To
+                # send it home would be for good (seed 90107).
+                roster.counters["ahead_of_the_journal"] += 1
             case Synced():
                 if self._note_held(session, message.held) and session.synced != self._roster.state.committed:
                     roster.welcome(session)

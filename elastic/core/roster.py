@@ -399,7 +399,7 @@ class Roster:
         self.state.apply(record)
 
     def send(self, to: PeerRef, message: CoordinatorMessage) -> None:
-        """Tell a peer, if it is connected. Who is told that it is out comes back with a Join."""
-        if isinstance(message, Evicted):
+        """Tell a peer, if it is connected. Who is told that it is out, or that the run goes back, comes with a Join."""
+        if isinstance(message, Evicted | Rebuilt):
             self.handover.expect(self.now + self.config.heartbeat_timeout_s)
         self.effects.append(SendToPeer(to=to, message=message))

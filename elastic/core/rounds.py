@@ -110,13 +110,17 @@ class Rounds:
         deviants = tuple(member.peer_id for member in view.members if member.peer_id not in winners)
         return Agreed(key=key, digest=digest, deviants=deviants)
 
-    def accused(self, view: View) -> dict[PeerId, int]:
-        """How many members point at each. A report that names no other member accuses its own sender."""
+    def accused(self, view: View, newcomers: Collection[PeerId] = ()) -> dict[PeerId, int]:
+        """How many members point at each, newcomers at newcomers only. Whoever names no other accuses itself."""
         result = dict.fromkeys((member.peer_id for member in view.members), 0)
         for accuser, suspects in self._voices(view).items():
             for peer in suspects or [accuser]:
-                result[peer] += 1
+                result[peer] += accuser not in newcomers or peer in newcomers
         return result
+
+    def known(self, view: View) -> set[PeerId]:
+        """The members, and whoever was said to have a broken link since the last commit and is gone."""
+        return {member.peer_id for member in view.members}.union(*self._past_links)
 
     def blamed(self, view: View, newcomers: Collection[PeerId]) -> tuple[PeerId, ...]:
         """Whom to drop after a failure, so that those who stay reach each other.
@@ -126,11 +130,15 @@ class Rounds:
         says counts against itself alone: it has no commit yet, the others have. Between two ends with as many broken
         links the accused one goes, then the newcomer, then the newest member. What was said since the last commit
         counts on, also against members that are gone: nobody accuses one after the other out.
+
+        Args:
+            newcomers: whoever has no commit yet, of the `known` ones. One that was dropped is still a newcomer: without
+                that its word, and the next newcomer's, sent a proven member out (seed 101577).
         """
         present = [member.peer_id for member in view.members]
         now = {frozenset((accuser, peer)) for accuser, peers in self._voices(view).items() for peer in peers}
         links = now | {frozenset(link) for link in self._past_links}
-        accused = self.accused(view)
+        accused = self.accused(view, newcomers)
         blamed: list[PeerId] = []
         while True:
             rest = [peer for peer in present if peer not in blamed]

@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from collective.core.types import PeerId, PeerRef, View
 from elastic.core.messages import RoundFailed
-from elastic.core.records import CommitRecord, ViewRecord
+from elastic.core.records import CommitRecord, RebuildRecord, RollbackRecord, ViewRecord
 from tests.simulation.symbols import name
 from tests.simulation.world import demand
 
@@ -55,11 +55,15 @@ class Blame:
         self._accused.clear()
         self._complained.clear()
 
-    def rebuilt(self) -> None:
+    def rebuilt(self, record: RebuildRecord | RollbackRecord) -> None:
+        """A journal that was made anew knows whose work its certificate holds; one that went back still knows all."""
         self._view = None
         self._said.clear()
         self._broken.clear()
-        self._proven, self._last, self._standing = set(), set(), set()
+        self._last, self._standing = set(), set()
+        if isinstance(record, RebuildRecord):
+            known = () if record.certificate is None else record.certificate.contributors
+            self._proven = {item.peer_id for item in known}
 
     def view_decided(self, record: ViewRecord, before: View | None) -> None:
         now = {member.ref for member in record.view.members}

@@ -138,7 +138,7 @@ class Checkers:
                 self._leases.granted(record)
             case ReleaseRecord():
                 self._leases.released(record)
-            case RebuildRecord(epoch=epoch) | RollbackRecord(epoch=epoch):
+            case (RebuildRecord(epoch=epoch) | RollbackRecord(epoch=epoch)) as record:
                 witnesses = record.testified if isinstance(record, RebuildRecord) else record.holders
                 self._sim.world.say("goes back", epoch, self.history.newest, [name(ref) for ref in witnesses])
                 self._state.rebuilt(record)
@@ -146,7 +146,7 @@ class Checkers:
                 self._lies.rebuilt()
                 self._leases.rebuilt(self.history.lineage.commits)
                 self.patience.rebuilt()
-                self._blame.rebuilt()
+                self._blame.rebuilt(record)
                 self._words.rebuilt()
                 self._entries.rebuilt(record, self._sim.coordinator.awake_s())
             case _:
@@ -229,6 +229,8 @@ class Checkers:
         self._news = True
         self.certificates.started(node)
         self._epochs[node.ref] = -1
+        if node.state is not None:
+            self._had[node.ref].add(node.state.held.digest)
 
     def stopped(self, node: "PeerNode") -> None:
         self._news = True
@@ -309,6 +311,9 @@ class Checkers:
         self._work.installed(node, effect.key, result)
         self._state.holds(node, made)
 
+    def founded(self, node: "PeerNode", state: State) -> None:
+        self._had[node.ref].add(state.held.digest)
+
     def caught_up(self, node: "PeerNode", state: State) -> None:
         self._had[node.ref].add(state.held.digest)
         self._state.holds(node, state)
@@ -349,11 +354,17 @@ class Checkers:
             self._leases.at_rest(leases.next_index, sum(len(item) for item in leases.free))
         return end
 
+    def _out_of_reach(self) -> list["PeerNode"]:
+        """The members, if nobody can dial any of them: whoever fetches dials, so the others cannot come in again."""
+        refs = {member.ref for member in self.history.members()}
+        members = [node for node in self._sim.peers.values() if node.ref in refs and node.is_up]
+        return members if all(node.undialled_by and not node.stands_still for node in members) else []
+
     def _end(self, first: int) -> str:
         """In which legitimate end the run has come to rest; empty while it has not."""
         if any(ghost.is_up for ghost in self._sim.ghosts):
             return ""  # an older start has not been told yet
-        sim, core, newest = self._sim, self._sim.core(), self.history.newest
+        sim, core, newest = self._sim, self._out_of_reach() or self._sim.core(), self.history.newest
         if self.history.final or self._halted or not core:
             if any(node.is_up and not node.stands_still and node not in core for node in sim.peers.values()) or core:
                 return ""  # somebody has not been told yet

@@ -5,7 +5,6 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from elastic.core.events import LeaveRequested
 from tests.simulation.network import COORDINATOR
 
 if TYPE_CHECKING:
@@ -111,10 +110,15 @@ class FaultInjector:
                 self.sim.world.after(self.rng.uniform(0.0, 0.05), f"power {node.peer_id}", self._lose_power, node)
             if self.rng.random() < 0.9:
                 self.sim.world.after(self.rng.uniform(0.5, 6.0), f"restart {node.peer_id}", self._restart, node)
-        self.sim.world.after(self.rng.uniform(0.0, 0.05), "power coordinator", self.crash_coordinator)
+        self.sim.world.after(self.rng.uniform(0.0, 0.05), "power coordinator", self._lose_coordinator)
 
     def _lose_power(self, node: "PeerNode") -> None:
-        node.crash(silently=True)
+        if not self.sim.network.healed:  # the end of all faults may come in the midst of it
+            node.crash(silently=True)
+
+    def _lose_coordinator(self) -> None:
+        if not self.sim.network.healed:
+            self.crash_coordinator()
 
     def _restart(self, node: "PeerNode") -> None:
         if not self.sim.network.healed and self.sim.peers[node.peer_id] is node:
@@ -187,7 +191,7 @@ class FaultInjector:
             return
         now = self.rng.random() < self.sim.options.leave_now
         self.sim.world.say(node.peer_id, "wants to leave", "now" if now else "")
-        node.run(node.start_number, node.feed, LeaveRequested(now=now))
+        node.leave(now=now)
         if self.rng.random() < 0.7:
             self.sim.world.after(self.rng.uniform(5.0, 15.0), f"return {node.peer_id}", self._restart, node)
 
@@ -208,7 +212,7 @@ class FaultInjector:
             sim.marks["leave: of the last holders"] += 1
             for node in holders:
                 sim.world.say(node.peer_id, "wants to leave, as all who hold the state")
-                node.run(node.start_number, node.feed, LeaveRequested(now=False))
+                node.leave(now=False)
         elif tries and not sim.network.healed:
             sim.world.after(0.1, "leave of the last", self.leave_of_the_last, tries - 1)
 

@@ -61,6 +61,7 @@ class Leavers:
             case NewView():
                 self._enters(to)
             case Goodbye():
+                self._judged.discard(to)  # an older one may not have been heard
                 self._judge(to)
                 self._in_run.discard(to)
             case Evicted(reason="a learner, no member"):
@@ -79,10 +80,14 @@ class Leavers:
         judged is who leaves while the journal is lost: who rebuilds lets everybody go (a gap: seed 2528).
         """
         newest = self._history.newest
+        if newest is None or any(
+            "nobody else holds" in effect.reason and newest.digest in self._had[ref] for ref, effect in exits
+        ):
+            return
         for ref, effect in exits:
             went_in_order = effect.code == LEFT_EXIT_CODE and ref in self._judged
             went_in_order = went_in_order and "nobody else holds" not in effect.reason
-            if newest is not None and went_in_order and newest.digest in self._had[ref]:
+            if went_in_order and newest.digest in self._had[ref]:
                 demand(
                     self._sim.peers[ref.peer_id].ref != ref, "I3", f"{name(ref)} left in order, and the state is lost"
                 )

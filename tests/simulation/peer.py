@@ -28,6 +28,7 @@ from elastic.core.events import (
     InstallView,
     KeepCertificate,
     LeasesWanted,
+    LeaveRequested,
     LinkMade,
     MakeLinks,
     MemberEffect,
@@ -77,6 +78,7 @@ class PeerNode(Process):
         """Who cannot dial this start: what it advertises reaches them not."""
         self.next_undialled_by: frozenset[str] = frozenset()
         self.votes = True  # else its outer step hangs: it has results, and makes nothing of them
+        self.is_leaving = False  # it was asked to go
         self.died_silently = False  # nobody answers in its place
         self.flawed_step = -1  # in this round it computes other bits than the rest
         self.exit: Finish | None = None
@@ -103,6 +105,11 @@ class PeerNode(Process):
 
     # ------------------------------------------------------------------------ the process
 
+    def leave(self, *, now: bool) -> None:
+        """Somebody asks this start to go; it hears that when it is awake."""
+        self.is_leaving = True
+        self.run(self.start_number, self.feed, LeaveRequested(now=now))
+
     def start(self) -> None:
         """A new process, with what is on the disk."""
         if self.alive:
@@ -113,7 +120,7 @@ class PeerNode(Process):
         self.exit, self.hung, self.died_silently = None, False, False
         undialled_by, self.next_undialled_by = self.next_undialled_by, frozenset()
         self.undialled_by = frozenset() if self.sim.network.healed else undialled_by
-        self.votes = True
+        self.votes, self.is_leaving = True, False
         self._unabsorbed: tuple[RoundKey, Result] | None = None
         self.connection = None
         self.state = self.disk.state
@@ -449,6 +456,7 @@ class PeerNode(Process):
     def _found(self) -> None:
         state = first_state(self.ref)
         self.hold(state)
+        self.sim.checkers.founded(self, state)
         self.feed(CaughtUp(held=state.held))
 
 
