@@ -27,7 +27,24 @@ from trainer.events import older_files
 Event = dict[str, Any]
 
 COORDINATOR = 0
-KINDS = ("kill", "freeze", "coordinator", "donor", "joiner", "stranger", "leave", "power", "hung", "cut", "disk")
+KINDS = (
+    "kill",
+    "freeze",
+    "coordinator",
+    "donor",
+    "joiner",
+    "stranger",
+    "clone",
+    "leave",
+    "handover",
+    "power",
+    "hung",
+    "silent",
+    "cut",
+    "disk",
+)
+OF_ALL = ("power", "handover")
+"""Whoever else is hit meanwhile would not know by what."""
 NEED_ROOT = ("cut", "disk")
 JOURNAL_NAME = "journal.sqlite"
 

@@ -7,9 +7,12 @@
     donor         SIGKILL of the member that serves a joiner most, in the middle of the transfer
     joiner        SIGKILL of a joiner, somewhere between its command and its first commits
     stranger      a joiner advertises an address that nobody can dial: it goes home with 4
+    clone         a member's folder is copied, as by a disk image, and the copy is started beside it
     leave         `isthmus leave` of a member; it comes back in its folder or as a peer that nobody knows
+    handover      all leave in order but one, which is asked to go while a peer that nobody knows fetches its state
     power         SIGKILL of everything within 50 ms; all the same commands are given again
     hung          SIGSTOP of a member's workers for 1 to 15 s, or for good: its daemon has to replace them
+    silent        a member exchanges, and keeps its votes to itself for 5 to 20 s
     cut           a site loses its network, or one path, one way or both, for 1 to 15 s
     disk          a site's disk is full for 1 to 8 s
 
@@ -19,7 +22,7 @@ How each is done: sites.py, joining.py, standing.py, power.py.
 import random
 from collections.abc import Callable, Coroutine
 
-from scripts.chaoslab.evidence import Fault, now_s
+from scripts.chaoslab.evidence import OF_ALL, Fault, now_s
 from scripts.chaoslab.joining import Joining
 from scripts.chaoslab.power import Power
 from scripts.chaoslab.sites import Sites
@@ -53,9 +56,12 @@ class Faults:
             "donor": joining.donor,
             "joiner": joining.joiner,
             "stranger": joining.stranger,
+            "clone": joining.clone,
             "leave": sites.leave,
+            "handover": joining.handover,
             "power": Power(self._world, self.done).power,
             "hung": standing.hung,
+            "silent": standing.silent,
             "cut": sites.cut,
             "disk": sites.disk,
         }
@@ -67,7 +73,7 @@ class Faults:
             return kind == "kill" and self._has_spare(1)
         if kind == "cut" and any("cut" in ailments for ailments in world.ailing.values()):
             return False  # to heal one cut would heal a path of the other
-        if kind == "power":  # what else is being done would end in its midst
+        if kind in OF_ALL:  # what else is being done would end in its midst
             return len(world.active()) == len(world.peers)
         return self._has_spare(2 if kind == "donor" else 1)
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -134,6 +135,20 @@ def fill_disk(folder: Path, *, room_nbytes: int) -> None:
 def free_disk(folder: Path) -> None:
     """Give it back."""
     (folder / _BALLAST).unlink(missing_ok=True)
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """As a disk image would have it, while somebody writes there: without sockets, and with what is there now."""
+    shutil.copytree(source, target, ignore=_not_of_the_disk, copy_function=_copy_if_there)
+
+
+def _not_of_the_disk(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if not Path(folder, name).is_file() and not Path(folder, name).is_dir()]
+
+
+def _copy_if_there(source: str, target: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copy2(source, target)
 
 
 def _run(*command: str) -> None:

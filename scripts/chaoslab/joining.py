@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong while somebody joins: its donor is killed, or itself, or nobody can dial it.
+"""What goes wrong while somebody joins: its donor is killed or leaves, or itself, nobody can dial it, or it is a copy.
 
 Rules: see hand.py. `faults.py` has the list.
 """
@@ -8,7 +8,7 @@ import asyncio
 import random
 
 from scripts.chaoslab.hand import Hand
-from scripts.chaoslab.process import NOBODY_REACHABLE, Process
+from scripts.chaoslab.process import NOBODY_REACHABLE, REFUSED, Process
 from scripts.chaoslab.watch import START_LIMIT_S
 
 _SLOW_MBIT = 2.0
@@ -88,6 +88,42 @@ class Joining(Hand):
             if process.is_running:
                 world.kill(site)
             await self._come_back(site, rng)
+
+    async def clone(self, rng: random.Random) -> None:
+        """See faults.py. The copy stays: the older start ends as soon as the copy is heard of."""
+        world = self._world
+        (site,) = self._pick(rng, 1)
+        with self._holding(site):
+            older = world.copy(site)
+            newer = world.processes[site]
+            older.expected.add(REFUSED)
+            await world.until(lambda: not older.is_running or not newer.is_running, START_LIMIT_S + 2.0)
+            world.note("the older of two starts ends", site, newer.began_s, START_LIMIT_S)
+            ended_s = next(iter(world.times(older, "leave")), None)
+            self._note("clone", (site,), "is started once more, from a copy of its folder, and ends", ended_s)
+            if older.is_running:
+                world.mourn(site, older.kill())
+            await self._until_up(newer)
+
+    async def handover(self, rng: random.Random) -> None:
+        """See faults.py."""
+        world = self._world
+        holder, joiner, *others = rng.sample(world.peers, len(world.peers))
+        with self._holding(*world.peers):
+            async with asyncio.TaskGroup() as tasks:
+                for site in (joiner, *others):
+                    tasks.create_task(world.leave(site))
+            await self._start_slowly(joiner)
+            fault = self._note("handover", tuple(world.peers), f"but {world.name(holder)} have left, which is to go")
+            await world.leave(holder, by_command=True)
+            world.network.limit_download(joiner, 0)
+            for site in (holder, *others):
+                await world.until(world.may_start, START_LIMIT_S)
+                world.start(site)
+            fault.over_s = world.processes[(holder, *others)[-1]].began_s
+            async with asyncio.TaskGroup() as tasks:
+                for site in world.peers:
+                    tasks.create_task(self._until_up(world.processes[site]))
 
     async def _start_slowly(self, site: int, *, after: str = "catch_up_started") -> Process:
         """Start a peer that nobody knows, on a line on which its snapshot takes a while; returns after this event."""

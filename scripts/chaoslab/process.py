@@ -12,7 +12,7 @@ from pathlib import Path
 
 from scripts.chaoslab.evidence import now_s
 
-LEFT, ENVIRONMENT, NOBODY_REACHABLE, KILLED = 20, 3, 4, -signal.SIGKILL
+LEFT, ENVIRONMENT, NOBODY_REACHABLE, REFUSED, KILLED = 20, 3, 4, 5, -signal.SIGKILL
 _WORDS_LINES, _WORDS_LENGTH = 12, 300
 
 

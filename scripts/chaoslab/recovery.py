@@ -2,13 +2,15 @@
 """How soon the others went on, fault by fault, and how soon who was hit took part again.
 
     kill donor joiner   from the signal to the survivors' next commit
-    freeze cut hung     the same
+    clone               from the older start's end to the others' next commit
+    freeze cut hung     as a kill
+    silent              the same
     leave               from the command to the others' next commit
     coordinator         from the moment when it listens again to the next commit
-    power               from the last of the starts to the next commit of a new step
+    power handover      from the last of the starts to the next commit of a new step
     disk                a peer's: as a kill; the coordinator's: as the coordinator
-    heal, thaw          from the end of a cut or a freeze, or when hung workers go on, to the victim's next commit of a
-                        step that was new by then
+    heal, thaw          from the end of a cut or a freeze, or when hung workers go on or a silent member votes, to the
+                        victim's next commit of a step that was new by then
     replaced            from when hung workers were found to the victim's next commit of such a step
 
 The next commit is one that the fault could have hindered: a round for which every victim had voted before does not
@@ -25,23 +27,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from scripts.chaoslab.evidence import COORDINATOR, Event, Evidence, Fault, wall_s
+from scripts.chaoslab.evidence import COORDINATOR, OF_ALL, Event, Evidence, Fault, wall_s
 
 LIMITS_S = {
     "kill": 2.0,
     "donor": 2.0,
     "joiner": 2.0,
     "leave": 2.0,
+    "clone": 2.0,
     "freeze": 10.0,
     "cut": 10.0,
     "hung": 10.0,
+    "silent": 10.0,
     "coordinator": 5.0,
     "power": 20.0,
+    "handover": 20.0,
     "heal": 10.0,
     "replaced": 60.0,
 }
 """At the 99th percentile."""
-BESIDE_A_ROUND = frozenset({"kill", "donor", "joiner", "leave"})
+BESIDE_A_ROUND = frozenset({"kill", "donor", "joiner", "leave", "clone"})
 """To their limit a calm round is added: a survivor may have just begun one."""
 TOGETHER = "together"
 
@@ -91,7 +96,7 @@ def recoveries(evidence: Evidence) -> list[Recovery]:
             begin_s <= until_s and end_s >= from_s
             for other, _, other_from_s, end_s in measured
             # All that a coordinator's fault hinders begins with it; it is measured from its end.
-            for begin_s in [other.at_s if COORDINATOR in other.victims else other_from_s]
+            for begin_s in [other.at_s if COORDINATOR in other.victims or other.kind in OF_ALL else other_from_s]
             if other is not fault
         )
         found.append(Recovery(what=what, fault=fault, seconds=until_s - from_s, is_alone=is_alone))
@@ -128,12 +133,12 @@ def _row(what: str, seconds: list[float], limit_s: float | None) -> Row:
 
 def _measured(evidence: Evidence, fault: Fault) -> Iterator[tuple[str, float, float]]:
     """(class, from, until) of what a fault has caused."""
-    hits_coordinator = COORDINATOR in fault.victims
+    hits_coordinator = COORDINATOR in fault.victims or fault.kind in OF_ALL
     if not hits_coordinator:
         yield fault.kind, fault.at_s, _next_commit_s(evidence, fault)
     if fault.over_s is None:
         return
-    if fault.kind in ("freeze", "cut", "hung"):
+    if fault.kind in ("freeze", "cut", "hung", "silent"):
         until_s = (
             _next_new_step_s(evidence, None, fault.over_s)
             if hits_coordinator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members that stand still behind a beating heart: their workers do not answer.
+"""Members that stand still behind a beating heart: their workers do not answer, or they do not vote.
 
 Rules: see hand.py. `faults.py` has the list.
 """
@@ -7,11 +7,13 @@ Rules: see hand.py. `faults.py` has the list.
 import asyncio
 import random
 import signal
+import sys
 
+from scripts.chaoslab import mute
 from scripts.chaoslab.evidence import now_s, wall_s
 from scripts.chaoslab.hand import Hand
 from scripts.chaoslab.process import Process, children, send
-from scripts.chaoslab.world import HANG_TIMEOUT_S
+from scripts.chaoslab.roles import HANG_TIMEOUT_S
 
 _FOUND_LIMIT_S = HANG_TIMEOUT_S + 15.0
 """The daemon looks at intervals, and waits longer where this kind of answer took long before."""
@@ -36,6 +38,24 @@ class Standing(Hand):
                     await asyncio.sleep(seconds)
             finally:
                 send(workers, signal.SIGCONT)
+            fault.over_s = now_s()
+
+    async def silent(self, rng: random.Random) -> None:
+        """See faults.py. The member is one that was started for this, in place of the site's own."""
+        world = self._world
+        (site,) = self._pick(rng, 1)
+        seconds = rng.uniform(5.0, 20.0)
+        with self._holding(site):
+            await world.leave(site)
+            process = world.start(site, program=(sys.executable, mute.__file__))
+            await self._until_up(process)
+            file = process.folder / mute.MUTE
+            fault = self._note("silent", (site,), f"does not vote for {seconds:.1f} s")
+            file.touch()
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                file.unlink()
             fault.over_s = now_s()
 
     async def _until_found(self, process: Process, at_s: float) -> None:

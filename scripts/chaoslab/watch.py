@@ -44,6 +44,8 @@ class Watch:
         self.peers = range(1, num_peers + 1)
         self.processes: dict[int, Process] = {}
         """The newest of each site."""
+        self.copied: list[Process] = []
+        """Those before, of a site whose folder was copied: they run until they hear of the copy."""
         self.ailing: dict[int, set[str]] = defaultdict(set)
         """What is being done to a site now."""
         self.held: set[int] = set()
@@ -66,30 +68,39 @@ class Watch:
         self.logs.setdefault(folder, Log(process.site, f"{folder.parent.name}/{folder.name}"))
         self._tails.setdefault(folder, Tail(folder / "events.jsonl"))
 
+    def skip(self, folder: Path) -> None:
+        """What is in this folder's log was copied: it happened elsewhere."""
+        self._tails[folder] = Tail(folder / "events.jsonl")
+        self._tails[folder].new()
+
     def pulse(self) -> None:
         """Look at everything once."""
-        for site, process in self.processes.items():
-            for event in self._tails[process.folder].new():
-                self.logs[process.folder].events.append(event)
-                match event["event"]:
-                    case "started":
-                        process.is_listening = True
-                        process.is_up = process.is_up or site == COORDINATOR
-                    case "join":
-                        process.is_up = True
-                    case "commit":
-                        process.outer_step = event["outer_step"]
-                        self.outer_step = max(self.outer_step, event["outer_step"])
-                    case _:
-                        pass
+        for process in (*self.copied, *self.processes.values()):
+            self._read_on(process)
             if not process.has_ended and not process.is_running:
                 self._note_end(process)
+        self.copied = [process for process in self.copied if not process.has_ended]
         if not self.is_coordinated():
             self._uncoordinated_at_s = now_s()
         self._orphans = [orphans for orphans in self._orphans if not self._are_buried(*orphans)]
         is_able = self.is_coordinated() and len(self.healthy()) >= self._min_peers
         if not self.able or self.able[-1][1] != is_able:
             self.able.append((now_s(), is_able))
+
+    def _read_on(self, process: Process) -> None:
+        for event in self._tails[process.folder].new():
+            self.logs[process.folder].events.append(event)
+            match event["event"]:
+                case "started":
+                    process.is_listening = True
+                    process.is_up = process.is_up or process.site == COORDINATOR
+                case "join":
+                    process.is_up = True
+                case "commit":
+                    process.outer_step = event["outer_step"]
+                    self.outer_step = max(self.outer_step, event["outer_step"])
+                case _:
+                    pass
 
     def mourn(self, site: int, workers: list[int]) -> None:
         """The site's process was killed now: its workers have to follow."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from scripts.chaoslab import host
+from scripts.chaoslab import host, roles
 from scripts.chaoslab.evidence import COORDINATOR, JOURNAL_NAME, End, Evidence, Glimpse, glimpse, now_s, read_journal
 from scripts.chaoslab.host import Network
 from scripts.chaoslab.process import KILLED, LEFT, Process, children, is_alive, kill_all, pids, read_of
@@ -27,34 +27,8 @@ ISTHMUS = str(Path(sys.executable).parent / "isthmus")
 LEAVE_LIMIT_S = 30.0
 """10 s until the coordinator's goodbye (`MemberConfig.farewell_timeout_s`), 20 s for the inner step under way."""
 MIN_PEERS = 2
-HANG_TIMEOUT_S = 20.0
-"""After which workers that do not answer are replaced; longer than any freeze."""
-OPEN_END = 1_000_000
-"""Outer steps: the run is ended from outside."""
-_COMPACT_EVERY = 200
-"""Records: so that the journal is compacted now and then, whatever happens at the time."""
 _STARTING_AT_ONCE = 2
 _MARK = "CHAOS_MARK"
-_CONFIG = """
-[model]
-dim = 32
-num_layers = 2
-num_heads = 2
-hidden_dim = 64
-seq_len = 32
-[inner]
-batch_size = 2
-schedule.type = "constant"
-[outer]
-inner_steps = 6
-[checkpoint]
-every = 10
-keep = 2
-[eval]
-every = 0
-[metrics]
-port = "none"
-"""
 
 
 class Tell(Protocol):
@@ -94,7 +68,6 @@ class World(Watch):
         self._sockets = sockets
         self._has_disks = has_disks
         self._num_folders: dict[int, int] = defaultdict(int)
-        self._ticket = folder / "ticket"
         self._mark = uuid.uuid4().hex
         own = {name: value for name, value in os.environ.items() if not name.startswith("ISTHMUS__")}
         self._environment = own | {
@@ -112,16 +85,14 @@ class World(Watch):
         Raises:
             Stuck: they are not.
         """
-        (self.folder / "run.toml").write_text(_CONFIG)
-        text = "".join(path.read_text() for path in sorted(ROOT.glob("*.md")))
-        (self.folder / "text.txt").write_text(text)
+        roles.write_settings(self.folder, "".join(path.read_text() for path in sorted(ROOT.glob("*.md"))))
         for site in self._sites():
             if self._has_disks:
                 host.mount_disk(self.disk(site))
             else:
                 self.disk(site).mkdir()
         self.start(COORDINATOR)
-        await self.require("ticket", self._ticket.exists)
+        await self.require("ticket", roles.ticket(self.folder).exists)
         for site in self.peers:
             await self.require("start", self.may_start)
             self.start(site)
@@ -129,7 +100,7 @@ class World(Watch):
 
     def close(self) -> list[str]:
         """Kill what is left; returns what should not have been there."""
-        for process in self.processes.values():
+        for process in (*self.copied, *self.processes.values()):
             if process.is_running:
                 process.kill()
         deadline = now_s() + WORKERS_GONE_LIMIT_S
@@ -184,27 +155,34 @@ class World(Watch):
 
     # -------------------------------------------------------------------------------- processes
 
-    def start(self, site: int, *, fresh: bool = False, flags: Sequence[str] = ()) -> Process:
+    def start(
+        self, site: int, *, fresh: bool = False, flags: Sequence[str] = (), program: Sequence[str] = (ISTHMUS,)
+    ) -> Process:
         """Start the site's process: in the folder of the one before, or in a fresh one; `flags` beside ours."""
         self.pulse()  # what the one before has written is not this one's
         if fresh or not self._num_folders[site]:
             self._num_folders[site] += 1
-        folder = self.disk(site) / str(self._num_folders[site])
-        command = [ISTHMUS, *self._role(site), "--listen", self.network.listen(site), "--dir", str(folder), *flags]
-        command = self.network.command(site, command)
+        folder = self._newest_folder(site)
+        role = roles.role(site, self.folder, num_peers=len(self.peers), min_peers=self._min_peers)
+        place = ["--listen", self.network.listen(site), "--dir", str(folder)]
+        command = self.network.command(site, [*program, *role, *place, *flags])
         process = Process.start(site, command, folder, self.folder / f"console-{site}.txt", self._environment)
         self.follow(process)
         self.num_starts += 1
         return process
 
-    def _role(self, site: int) -> list[str]:
-        if site != COORDINATOR:
-            hang = ["--node.hang_timeout", f"{HANG_TIMEOUT_S:g}s"]
-            return ["join", f"@{self._ticket}", "--node.threads", "1", *hang]
-        numbers = ["--outer-steps", str(OPEN_END), "--peers", str(len(self.peers)), "--min-peers", str(self._min_peers)]
-        numbers += ["--coordinator.compact_every", str(_COMPACT_EVERY)]
-        files = ["-c", str(self.folder / "run.toml"), "--data.path", str(self.folder / "text.txt")]
-        return ["coordinator", "--ticket-file", str(self._ticket), *files, *numbers]
+    def copy(self, site: int) -> Process:
+        """Start the site's process once more, from a copy of its folder; returns the older one, which runs on."""
+        older, folder = self.processes[site], self._newest_folder(site)
+        self._num_folders[site] += 1
+        host.copy_folder(folder, self._newest_folder(site))
+        self.skip(self._newest_folder(site))
+        self.copied.append(older)
+        self.start(site)
+        return older
+
+    def _newest_folder(self, site: int) -> Path:
+        return self.disk(site) / str(self._num_folders[site])
 
     def kill(self, site: int) -> float:
         """SIGKILL the site's process; returns when."""

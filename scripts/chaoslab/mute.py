@@ -1,0 +1,35 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""`isthmus`, but for one thing: `mute.py join ... --dir DIR` keeps its votes to itself while there is a file DIR/mute.
+
+It trains, exchanges, stages the result and sends signs of life like any other member. The coordinator waits for its
+vote in vain.
+"""
+
+import sys
+from pathlib import Path
+
+MUTE = "mute"
+"""The file's name."""
+
+
+def keep_votes_while(file: Path) -> None:
+    """From now on no peer of this process votes while the file is there."""
+    from elastic.core.attempt import Attempt
+    from elastic.core.messages import RoundFailed, Vote
+
+    report = Attempt.report
+
+    def of_failures_only(self: Attempt) -> Vote | RoundFailed | None:
+        said = report(self)
+        return None if isinstance(said, Vote) and file.exists() else said
+
+    Attempt.report = of_failures_only  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from trainer.cli import main
+
+    keep_votes_while(Path(sys.argv[sys.argv.index("--dir") + 1]) / MUTE)
+    main()
