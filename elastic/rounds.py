@@ -37,8 +37,11 @@ class RoundRunner(Protocol):
         """Make the run's first shared state and install it."""
         ...
 
-    async def install_view(self, view: View) -> None:
-        """Tell the collective layer its members. Bounded in time; CollectiveError if links could not be made."""
+    async def install_view(self, view: View, survey_from: int = 0) -> None:
+        """Tell the collective layer its members. Bounded in time; CollectiveError if links could not be made.
+
+        Before the outer step `survey_from` no plan may rest on what members tell each other of their links.
+        """
         ...
 
     async def meet(self, member: Member) -> str | None:
@@ -113,7 +116,7 @@ class Rounds:
         """Give the view to the collective layer. Missing links are the next exchange's finding, not an error here."""
         fault = None
         try:
-            await self._runner.install_view(effect.view)
+            await self._runner.install_view(effect.view, effect.survey_from)
         except CollectiveError as error:
             fault = str(error)
         self._observe(ViewInstalled(effect.view, fault))
@@ -182,7 +185,8 @@ class Rounds:
             suspects, cause = _suspects(error), str(error)
             told_by = error.told_by if isinstance(error, OperationAborted) else None
             self._observe(RoundBroke(key=key, suspects=suspects, cause=cause))
-            self._done(ExchangeFailed(key=key, suspects=suspects, cause=cause, told_by=told_by))
+            differs = isinstance(error, PlanMismatch)
+            self._done(ExchangeFailed(key=key, suspects=suspects, cause=cause, told_by=told_by, differs=differs))
 
 
 def _suspects(error: CollectiveError) -> tuple[PeerId, ...]:

@@ -103,6 +103,7 @@ class RoundRunner:
         self._keeper = keeper
         self._staged_entry: CommitEntry | None = None
         self._surveyed_epoch: Epoch | None = None
+        self._survey_from = 0  # what was told with the view
         self._surveyed_from = OuterStep(0)  # the first step in that epoch
         self.absorbed: Absorbed | None = None
         """What the workers do with their values after the newest commit."""
@@ -113,8 +114,9 @@ class RoundRunner:
         self._keeper.founded(held)
         return held
 
-    async def install_view(self, view: View) -> None:
+    async def install_view(self, view: View, survey_from: int = 0) -> None:
         """Connect to the members of this view; the lines are idle while they train, so new ones are measured then."""
+        self._survey_from = survey_from
         await self._communicator.install(view)
         self._communicator.look_ahead()
 
@@ -172,6 +174,8 @@ class RoundRunner:
         """All members come to the same points: they begin a view together, and do every round of it."""
         if view.epoch != self._surveyed_epoch:
             self._surveyed_epoch, self._surveyed_from = view.epoch, key.outer_step
+        if key.outer_step < self._survey_from:
+            return
         if view.world_size > 1 and _is_survey_due(key.outer_step - self._surveyed_from):
             await self._communicator.survey(RoundKey(key.epoch, key.outer_step, _SURVEY_FRAGMENT))
 

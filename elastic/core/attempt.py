@@ -82,7 +82,11 @@ class Attempt:
                 self.signature = self.sign(ballot(event.key, self._base, event.digest, self._me, weight))
             case ExchangeFailed():
                 self.failure = RoundFailed(
-                    key=event.key, suspects=event.suspects, cause=event.cause[:512], told_by=event.told_by
+                    key=event.key,
+                    suspects=event.suspects,
+                    cause=event.cause[:512],
+                    told_by=event.told_by,
+                    differs=event.differs,
                 )
         return True
 

@@ -24,6 +24,11 @@ MAX_CAUSES = 400
 """Characters of the members' reports that a reason quotes."""
 
 
+_UNSURVEYED = 64
+"""Outer steps without a survey of links after the first failure for other plans. A plan from no survey is right
+anyway; over unequal links it is slower."""
+
+
 class Closing:
     """Ends rounds, as soon as what is known decides one."""
 
@@ -34,6 +39,7 @@ class Closing:
         """Peers that the members dropped before any commit held work of theirs."""
         self._witnesses = Witnesses(roster.config.norm_guard)
         self._weighed: dict[PeerId, Vote] = {}  # those whose weight was looked at
+        self._unsurveyed = _UNSURVEYED
         self._disputed: tuple[PeerId, ...] = ()  # members that are at odds about the round's results
         self._exchange_s = 0.0  # from the last payload to the last vote, of the slowest recent round
 
@@ -69,6 +75,8 @@ class Closing:
         if silent:
             roster.drop(dict.fromkeys(silent, "silent, and a member waits for it"))
             return
+        if self._plans_without_a_survey():
+            return
         newcomers = rounds.known(view) - roster.state.reached.keys()
         blamed = rounds.blamed(view, newcomers)
         are_alone = all(member.peer_id in newcomers for member in view.members)
@@ -79,6 +87,22 @@ class Closing:
             roster.change_view(out={}, cause=f"round failed, one more try: {self._causes()}")
         else:
             self._drop_blamed([roster.sessions[peer_id] for peer_id in blamed])
+
+    def _plans_without_a_survey(self) -> bool:
+        """The members differ about the plan, which follows from what each told the others of its links.
+
+        Who told one of them this and the other that is not known: nobody is blamed, and for a while, twice as long
+        each time, all plan without. If they differ then, too, the one with another plan does not follow the rules.
+        """
+        roster, step = self._roster, self._roster.state.outer_step
+        if step < roster.survey_from or not any(report.differs for report in roster.rounds.reports.values()):
+            return False
+        roster.survey_from = OuterStep(step + self._unsurveyed)
+        roster.counters["planned_differently"] += 1
+        cause = f"the members plan differently, one more try, without a survey until outer step {roster.survey_from}"
+        self._unsurveyed *= 2
+        roster.change_view(out={}, cause=f"{cause}: {self._causes()}")
+        return True
 
     def _drop_blamed(self, blamed: Sequence[Session]) -> None:
         """The others go on without these. A newcomer that failed before is told why and sent home."""

@@ -194,12 +194,13 @@ class ExchangeDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeFailed:
-    """The exchange cannot finish in this view; the payload is untouched. `told_by`: see `RoundFailed`."""
+    """The exchange cannot finish in this view; the payload is untouched. `told_by`, `differs`: see `RoundFailed`."""
 
     key: RoundKey
     suspects: tuple[PeerId, ...]
     cause: str
     told_by: PeerId | None = None
+    differs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,9 +279,10 @@ class CatchUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallView:
-    """Reconfigure the collective layer; exchanges of older epochs end."""
+    """Reconfigure the collective layer; exchanges of older epochs end. `survey_from`: see `NewView`."""
 
     view: View
+    survey_from: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -378,7 +378,7 @@ class MemberMachine:
             return
         self._epoch = view.epoch
         self._farewell.await_boundary()
-        self._place.enter(view, message.contributed, message.weights)
+        self._place.enter(message)
 
     def _on_excused(self, message: NewView) -> None:
         self._epoch = message.view.epoch

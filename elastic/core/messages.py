@@ -107,12 +107,14 @@ class RoundFailed(_Message, frozen=True, kw_only=True):
     """The exchange of this round cannot finish here. `suspects` are the peers that fell silent, if any.
 
     `told_by` is the member that gave up first and named these suspects; None if the sender has found them itself.
+    `differs`: the suspect planned this round otherwise than the sender, and both may be honest.
     """
 
     key: RoundKey
     suspects: Annotated[tuple[PeerId, ...], Meta(max_length=1024)]
     cause: Reason
     told_by: PeerId | None = None
+    differs: bool = False
 
 
 class Leave(_Message, frozen=True, kw_only=True):
@@ -177,13 +179,15 @@ class NewView(_Message, frozen=True, kw_only=True):
     follow the commits, and are members again after the next one. `contributed` is the newest committed state that
     holds work of the addressee, which may not have heard of that commit: it may have it staged, and what it has done
     from an older state is spent. `weights`, if there are any: what the members' parts weigh in the view's first round,
-    by rank, whatever they say of it to each other.
+    by rank, whatever they say of it to each other. Before the outer step `survey_from` the members plan their rounds
+    without asking each other about their links.
     """
 
     view: View
     contributed: Held | None = None
     excused: Annotated[tuple[PeerRef, ...], Meta(max_length=1024)] = ()
     weights: Annotated[tuple[Weight, ...], Meta(max_length=1024)] = ()
+    survey_from: Natural = 0
 
 
 class Commit(_Message, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ from elastic.core.events import (
     RoundReady,
 )
 from elastic.core.lease_desk import LeaseDesk
-from elastic.core.messages import Heartbeat, Held
+from elastic.core.messages import Heartbeat, Held, NewView
 from elastic.core.pursuit import Pursuit
 
 
@@ -128,16 +128,14 @@ class Place:
 
     # -------------------------------------------------------------------------------- what was decided
 
-    def enter(self, view: View, contributed: Held | None, weights: tuple[float, ...] = ()) -> None:
-        """It is a member of this view, which is newer than its own. Its work is in `contributed`.
-
-        With `weights` these are what the parts weigh in the view's first round.
-        """
-        mine = self.view
-        self._weights = (view, weights) if weights else None
-        self._learn_from(view, contributed)
+    def enter(self, said: NewView) -> None:
+        """It is a member of this view, which is newer than its own."""
+        mine, view = self.view, said.view
+        self._weights = (view, said.weights) if said.weights else None
+        self._learn_from(view, said.contributed)
         if mine is None or view.epoch > mine.epoch:
-            self.effects += [*self.attempt.abort(), *self.attempt.drop_aside(), InstallView(view=view)]
+            self.effects += [*self.attempt.abort(), *self.attempt.drop_aside()]
+            self.effects.append(InstallView(view=view, survey_from=said.survey_from))
         self.view = view
         self._take_part()
 

@@ -49,6 +49,8 @@ class Roster:
         self.awaited_until: Instant = 0.0
         self.weights: tuple[float, ...] = ()
         """What the parts weigh in the newest view's first round, if that was said."""
+        self.survey_from = OuterStep(0)
+        """See `NewView`."""
         self.halted: Refused | None = None
         """What everybody hears once the members' results differ for good."""
         self._sealed: Certificate | None = None  # the newest one that was told
@@ -333,6 +335,7 @@ class Roster:
             excused=tuple(state.excused),
             contributed=state.contributed.get(ref),
             weights=self.weights,
+            survey_from=self.survey_from,
         )
 
     def remind(self, to: PeerRef) -> None:

@@ -5,8 +5,10 @@
     noise        its worker sends noise, a thousand times as large as the others' differences
     two_weights  it tells every other member another weight
     two_results  it gives two of the others another sum than the rest, in rounds; in surveys of links it is honest
+    two_surveys  it tells two of the others that its line is slow, and the rest the truth; its rounds are honest
     digest       it votes for another state than it has computed, in every round
     unsigned     it signs something else than what it votes for
+    mute         it keeps its votes to itself while there is a file `mute` in its folder
     certificate  it joins with a certificate of step 1,000,001, made with all that a member has
 
 Not a test. Nothing else of it is changed: it joins, leases, exchanges and votes like any other.
@@ -14,12 +16,14 @@ Not a test. Nothing else of it is changed: it joins, leases, exchanges and votes
 
 import dataclasses
 import os
+import struct
 import sys
 from pathlib import Path
 from typing import Any, cast
 
 HUGE_TOKENS = 10**12
 NOISE = 100.0
+SLOW_BYTES_PER_S = 10_000.0
 
 
 def lie_as_worker(kind: str) -> None:
@@ -73,6 +77,7 @@ def lie_as_daemon(kind: str) -> None:
     from elastic.core.member import MemberMachine
     from elastic.core.messages import Join
     from elastic.notary import PeerSigner
+    from scripts.chaoslab.mute import MUTE, keep_votes_while
     from trainer.cli import main
     from trainer.round_runner import _SURVEY_FRAGMENT, RoundRunner
 
@@ -101,21 +106,26 @@ def lie_as_daemon(kind: str) -> None:
             return made
 
         Outbox.put_open, ChunkSend.pieces = open_to, pieces_to  # type: ignore[method-assign]
-    if kind == "two_results":
+    if kind in ("two_results", "two_surveys"):
         honest_pieces = ChunkSend.pieces
 
         def betray(self: ChunkSend, scratch: Any) -> Any:
             made, outbox = honest_pieces(self, scratch), cast(Any, self.owner)
             others = [rank for rank, bundle in enumerate(outbox._bundles) if bundle is not None]
             is_survey = outbox._key.fragment == _SURVEY_FRAGMENT
-            is_sum = made is not None and self.type is FrameType.RESULT and not is_survey
-            if made is None or not is_sum or self.to not in others[:2] or len(others) < 3:
+            is_lie = self.type is FrameType.RESULT and is_survey == (kind == "two_surveys")
+            if made is None or not is_lie or self.to not in others[:2] or len(others) < 3:
                 return made
             payload = bytearray(made[1])
-            payload[-1] ^= 1
+            if is_survey:
+                payload[:8] = struct.pack("<d", SLOW_BYTES_PER_S)
+            else:
+                payload[-1] ^= 1
             return pack(outbox._header(self.type, len(payload), self.chunk), payload), memoryview(payload)
 
         ChunkSend.pieces = betray  # type: ignore[method-assign]
+    if kind == "mute":
+        keep_votes_while(Path(sys.argv[sys.argv.index("--dir") + 1]) / MUTE)
     if kind == "digest":
         exchange = RoundRunner.exchange
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.chaoslab.mute import MUTE
 from tests.multiprocess.run_harness import (
     LEFT,
     OPEN_END,
@@ -69,6 +70,30 @@ def test_a_hung_worker_costs_the_others_one_wait_and_is_replaced(tmp_path: Path)
     assert_same_commits(founder, *others, late)
     audit = Audit.of(read_journal(founder.directory))  # no sample twice
     assert late.peer_id in audit.members_at(late.step)
+
+
+def test_a_member_that_does_not_vote_costs_the_others_little(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END))
+        run.wait_for_ticket()
+        honest = [founder, run.join(), run.join()]
+        run.until_step(10, *honest)
+        before = _rate(run, founder, now_s())
+        mute = run.join_as_liar("mute")
+        run.until_step(founder.step + 10, founder, mute)
+        (mute.directory / MUTE).touch()
+        silent_at = now_s()
+        beside = [_rate(run, founder, silent_at + SETTLED_S + number * WINDOW_S) for number in range(2)]
+        (mute.directory / MUTE).unlink()
+        run.until_step(founder.step + 3, mute)
+        mute.signal(signal.SIGINT)
+        run.until_ended(mute)
+        after = _rate(run, founder, now_s())
+        print(f"three {before:.2f} and {after:.2f}, beside one that does not vote {beside} commits/s")
+        assert max(beside) >= BESIDE * min(before, after)
+        assert not any(peer.events("learner") for peer in honest)
+        run.leave_all()
+    assert_same_commits(*honest, mute)
 
 
 def _rate(run: Run, founder: Process, since: float, window_s: float = WINDOW_S) -> float:

@@ -83,6 +83,26 @@ def test_a_member_that_does_not_sign_what_it_votes_for_is_put_out(tmp_path: Path
         assert_put_out(run, honest, liar, "has not signed what it votes for")
 
 
+def test_a_member_that_tells_others_different_links_costs_one_round_and_sends_nobody_home(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        honest, _ = three_honest_and(run, "two_surveys")
+        founder = honest[0]
+        run.until("failure", lambda: bool(plans_differed(founder)))
+        newcomer = run.join()
+        run.until_step(founder.step + 20, *honest)
+        run.until_step(founder.step + 3, newcomer)
+        assert len(plans_differed(founder)) == 1, "the others plan without a survey then"
+        assert founder.console.with_suffix(".err").read_text().count("without a survey until outer step") == 1
+        assert not any(peer.events("learner") for peer in honest), "no honest member was put out"
+        run.leave_all()
+    assert_same_commits(*honest, newcomer)
+
+
+def plans_differed(founder: Process) -> list[str]:
+    causes = [event["cause"] for event in founder.events("view_decided")]
+    return [cause for cause in causes if "plan differently" in cause]
+
+
 def test_a_member_that_brings_a_certificate_of_its_own_making_is_named_and_ends_no_coordinator(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         flags = ("--members.start_peers", "3", "--run.outer_steps", str(OPEN_END))

@@ -103,7 +103,7 @@ class NumberRunner:
     async def found(self) -> Held:
         return self.replica.found()
 
-    async def install_view(self, view: View) -> None:
+    async def install_view(self, view: View, survey_from: int = 0) -> None:
         self.views.append(view)
 
     async def meet(self, member: Member) -> str | None:

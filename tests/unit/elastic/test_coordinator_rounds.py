@@ -242,6 +242,41 @@ def test_accusations_alone_leave_half_of_the_last_commits_members() -> None:
     assert driver.member_numbers() == [1, 2, 3, 4], "three of four would have to go: the round is tried again"
 
 
+def test_members_that_plan_differently_are_not_blamed_and_plan_without_a_survey_for_a_while() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2, 3)
+    step = driver.machine.state.outer_step
+    driver.says(1, differs(driver, 2))
+    driver.says(2, differs(driver, 1))
+    driver.wait(0.3)
+    assert driver.member_numbers() == [1, 2, 3]
+    assert driver.told(1, NewView).survey_from == step + 64
+    driver.says(1, differs(driver, 2))
+    driver.wait(0.3)
+    driver.says(1, differs(driver, 2))
+    driver.wait(0.3)
+    assert driver.member_numbers() == [1, 3], "without a survey all plan the same, or do not follow the rules"
+
+
+def test_the_next_failure_for_other_plans_ends_surveys_for_twice_as_long() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2, 3)
+    for pause in (64, 128):
+        until = driver.machine.state.outer_step + pause
+        driver.says(1, differs(driver, 2))
+        driver.wait(0.3)
+        assert driver.told(2, NewView).survey_from == until
+        while driver.machine.state.outer_step < until:
+            for number in (1, 2, 3):
+                driver.vote(number)
+
+
+def differs(driver: CoordinatorDriver, from_: int) -> RoundFailed:
+    """The sender has found that this member planned the round in progress otherwise."""
+    view = driver.machine.state.view
+    return RoundFailed(
+        key=key(view.epoch, view.outer_step), suspects=(ref(from_).peer_id,), cause="other slices", differs=True
+    )
+
+
 @pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.parametrize("numbers", [(1, 2), (1, 2, 3, 4)])
 def test_member_that_never_votes_is_dropped_whatever_its_heart_says(numbers: tuple[int, ...], grows: bool) -> None:

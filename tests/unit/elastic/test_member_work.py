@@ -42,7 +42,7 @@ class Runner:
         self.calls = []
         self.install_error = None
 
-    async def install_view(self, view):
+    async def install_view(self, view, survey_from):
         self.calls.append("view")
         if self.install_error is not None:
             raise self.install_error
