@@ -83,7 +83,9 @@ def test_a_member_that_does_not_sign_what_it_votes_for_is_put_out(tmp_path: Path
         assert_put_out(run, honest, liar, "has not signed what it votes for")
 
 
-def test_a_member_that_tells_others_different_links_costs_one_round_and_sends_nobody_home(tmp_path: Path) -> None:
+def test_a_member_that_tells_others_different_links_costs_a_round_now_and_then_and_sends_nobody_home(
+    tmp_path: Path,
+) -> None:
     with running(tmp_path) as run:
         honest, _ = three_honest_and(run, "two_surveys")
         founder = honest[0]
@@ -91,8 +93,8 @@ def test_a_member_that_tells_others_different_links_costs_one_round_and_sends_no
         newcomer = run.join()
         run.until_step(founder.step + 20, *honest)
         run.until_step(founder.step + 3, newcomer)
-        assert len(plans_differed(founder)) == 1, "the others plan without a survey then"
-        assert founder.console.with_suffix(".err").read_text().count("without a survey until outer step") == 1
+        most = 1 + math.log2(1 + founder.step / 64)
+        assert len(plans_differed(founder)) <= most, "the others plan without a survey for 64 steps, 128, 256, ..."
         assert not any(peer.events("learner") for peer in honest), "no honest member was put out"
         run.leave_all()
     assert_same_commits(*honest, newcomer)
