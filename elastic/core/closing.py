@@ -192,9 +192,17 @@ class Closing:
         if close_at is None or roster.now < close_at:
             return
         silent = [item.ref for item in roster.members() if not roster.rounds.spoke(item.ref.peer_id)]
+        voted_at = min(roster.rounds.voted_at.values(), default=roster.now)
         for ref in silent:
-            roster.pauses.missed(ref, roster.state.outer_step)
+            self.waited_in_vain(ref, voted_at)
         roster.drop(dict.fromkeys(silent, "has not voted although nobody keeps it waiting"))
+
+    def waited_in_vain(self, ref: PeerRef, since: Instant) -> None:
+        """The others could have made rounds since then, but for this member."""
+        roster, waited_s = self._roster, self._roster.now - since
+        round_s = roster.grace.work_s + self._exchange_s
+        num_rounds = waited_s / round_s if round_s > 0.0 else 0.0
+        roster.pauses.missed(ref, roster.state.outer_step, num_rounds=num_rounds)
 
     def _closes_at(self) -> Instant | None:
         """When the round goes on without those that have not handed in."""

@@ -146,6 +146,13 @@ def test_who_is_needed_for_a_commit_is_awaited_before_its_pause_is_over() -> Non
     assert driver.member_numbers() == [1, 2, LATE]
 
 
+def test_a_wait_of_many_rounds_is_followed_by_nine_times_as_many_without_who_was_awaited() -> None:
+    pauses = Pauses(max_peers=2)
+    pauses.missed(ref(1), OuterStep(100), num_rounds=400.0)
+    assert not pauses.is_over(ref(1), OuterStep(100 + 3599))
+    assert pauses.is_over(ref(1), OuterStep(100 + 3600))
+
+
 def test_pause_is_of_one_start_and_bounded() -> None:
     pauses = Pauses(max_peers=2)
     for _ in range(20):
