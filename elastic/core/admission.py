@@ -63,7 +63,7 @@ class Admission:
             session
             for session in roster.learners()
             if session.synced is not None and session.synced in enough and session.ref not in evicted
-            if roster.pauses.is_over(session.ref, state.outer_step)
+            if roster.pauses.is_over(session.ref, state.outer_step, roster.now)
         ]
         into = self._meetings.have_met(into, stays)
         roster.cross_boundary(evicted=evicted, into=into)
@@ -99,8 +99,8 @@ class Admission:
         nobody (seed 49).
         """
         roster = self._roster
-        is_over, step = roster.pauses.is_over, roster.state.outer_step
-        works = [item for item in arrived if self._is_known(item) and is_over(item.ref, step)]
+        step, now = roster.state.outer_step, roster.now
+        works = [item for item in arrived if self._is_known(item) and roster.pauses.is_over(item.ref, step, now)]
         return self._meetings.have_met([*works, *(item for item in arrived if item not in works)], ())
 
     def _is_known(self, session: Session) -> bool:

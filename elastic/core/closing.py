@@ -192,17 +192,11 @@ class Closing:
         if close_at is None or roster.now < close_at:
             return
         silent = [item.ref for item in roster.members() if not roster.rounds.spoke(item.ref.peer_id)]
-        voted_at = min(roster.rounds.voted_at.values(), default=roster.now)
+        reasons = dict[PeerRef, str]()
         for ref in silent:
-            self.waited_in_vain(ref, voted_at)
-        roster.drop(dict.fromkeys(silent, "has not voted although nobody keeps it waiting"))
-
-    def waited_in_vain(self, ref: PeerRef, since: Instant) -> None:
-        """The others could have made rounds since then, but for this member."""
-        roster, waited_s = self._roster, self._roster.now - since
-        round_s = roster.grace.work_s + self._exchange_s
-        num_rounds = waited_s / round_s if round_s > 0.0 else 0.0
-        roster.pauses.missed(ref, roster.state.outer_step, num_rounds=num_rounds)
+            pause_s = roster.waited_in_vain(ref, min(roster.rounds.voted_at.values(), default=roster.now))
+            reasons[ref] = f"has not voted although nobody keeps it waiting; stays out for {pause_s:.0f} s"
+        roster.drop(reasons, counted_as="has not voted although nobody keeps it waiting")
 
     def _closes_at(self) -> Instant | None:
         """When the round goes on without those that have not handed in."""

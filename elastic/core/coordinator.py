@@ -460,7 +460,7 @@ class CoordinatorMachine:
             if deadline <= roster.now:
                 lost.setdefault(session.ref, reason)
                 if reason == STANDS_STILL and roster.is_member(session):
-                    self._closing.waited_in_vain(session.ref, session.progressed_at)
+                    roster.waited_in_vain(session.ref, session.progressed_at)
         for session in roster.members():
             if session.disconnected and accused[session.ref.peer_id]:
                 lost.setdefault(session.ref, "connection lost, and a member waits for it")

@@ -46,11 +46,6 @@ class Grace:
         usual_s = config.grace_factor * self._lateness_s
         return max(config.grace_floor_s, min(usual_s, config.grace_limit * self._round_s))
 
-    @property
-    def work_s(self) -> float:
-        """How long a round works until its quorum has handed in; 0 while nothing is measured."""
-        return self._round_s
-
     def closes_at(self, ready_at: Collection[Instant], num_standing: int) -> Instant | None:
         """When the round goes on without whoever is not ready; None while the quorum is not there."""
         quorum = self.quorum_of(num_standing)

@@ -124,7 +124,7 @@ class Meetings:
         roster, state = self._roster, self._roster.state
         since = state.reached.get(session.ref.peer_id)
         is_fit = session.synced in (state.committed, state.previous) and session.synced is not None
-        if since is None or not is_fit or not roster.pauses.is_over(session.ref, state.outer_step):
+        if since is None or not is_fit or not roster.pauses.is_over(session.ref, state.outer_step, roster.now):
             return []
         lacking = self._lacking(session)
         if not lacking or any(

@@ -248,7 +248,7 @@ class Roster:
             session.admit(holds_state=session.synced == committed, now=self.now)
         for session in excuse:
             session.excuse(epoch, committed)
-            self.pauses.missed(session.ref, committed.outer_step)
+            self.pauses.missed(session.ref, committed.outer_step, self.now)
         stays = [session for session in self.members() if session.ref not in out and session not in excuse]
         for session in excuse:  # they were members together, and need not meet again
             session.met.update(other.ref for other in stays)
@@ -311,6 +311,10 @@ class Roster:
         for ref in leases.owners():
             if self.state.standing_since(ref) is None:
                 self.persist(ReleaseRecord(ref=ref, epoch=self.state.epoch, ranges=leases.owned_by(ref)))
+
+    def waited_in_vain(self, ref: PeerRef, since: Instant) -> float:
+        """The members have waited for this peer since then, and go on without. Returns how long it stays out [s]."""
+        return self.pauses.missed(ref, self.state.outer_step, self.now, waited_s=self.now - since)
 
     # -------------------------------------------------------------------------------- telling
 

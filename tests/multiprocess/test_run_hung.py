@@ -84,14 +84,13 @@ def test_a_member_that_does_not_vote_costs_the_others_little(tmp_path: Path) -> 
         (mute.directory / MUTE).touch()
         silent_at = now_s()
         beside = [_rate(run, founder, silent_at + SETTLED_S + number * WINDOW_S) for number in range(2)]
-        (mute.directory / MUTE).unlink()
-        run.until_step(founder.step + 3, mute)
         mute.signal(signal.SIGINT)
         run.until_ended(mute)
         after = _rate(run, founder, now_s())
         print(f"three {before:.2f} and {after:.2f}, beside one that does not vote {beside} commits/s")
         assert max(beside) >= BESIDE * min(before, after)
         assert not any(peer.events("learner") for peer in honest)
+        assert "stays out for 1" in mute.events("learner")[-1]["cause"]
         run.leave_all()
     assert_same_commits(*honest, mute)
 

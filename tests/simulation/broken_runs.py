@@ -227,7 +227,7 @@ class MeetsNobody(PatchedCoordinator):
 class PausesNobody(PatchedCoordinator):
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
         super()._start(config, state)
-        self._roster.pauses.is_over = lambda ref, outer_step: True  # type: ignore[method-assign]
+        self._roster.pauses.is_over = lambda ref, outer_step, now: True  # type: ignore[method-assign]
 
 
 class AwaitsNobody(Admission):

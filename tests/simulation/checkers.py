@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 LIVENESS_S = 120.0
 """Virtual time in which a healed run must have shown that it goes on."""
+PAUSE_S = 1200.0
+"""Virtual time in which the pause of who was awaited in vain is over: nine times the longest wait."""
 NUM_LIVE_COMMITS = 3
 
 
@@ -342,8 +344,17 @@ class Checkers:
                 end = self._end(first)
             return bool(end)
 
-        sim = self._sim
-        if not sim.world.run_until(sim.world.now + LIVENESS_S, stop=has_come_to_an_end):
+        sim, deadline = self._sim, self._sim.world.now + LIVENESS_S
+        if not sim.world.run_until(deadline, stop=has_come_to_an_end):
+            # Who was awaited in vain stays out for a while; the others have to go on meanwhile.
+            while (
+                self._pauses()
+                and len(self.history.commits) > first + NUM_LIVE_COMMITS
+                and sim.world.now < deadline + PAUSE_S
+            ):
+                if sim.world.run_until(sim.world.now + LIVENESS_S, stop=has_come_to_an_end):
+                    break
+        if not end:
             phases = {name(node.ref): node.machine.phase.value if node.machine else "-" for node in sim.peers.values()}
             num_commits = len(self.history.commits) - first
             raise Violation("I4", f"healed, but it does not go on: {num_commits} commits, {phases}")
@@ -353,6 +364,17 @@ class Checkers:
             leases = machine.state.leases
             self._leases.at_rest(leases.next_index, sum(len(item) for item in leases.free))
         return end
+
+    def _pauses(self) -> bool:
+        """Whether somebody is not active because the coordinator lets it pause."""
+        machine, history = self._sim.coordinator.machine, self.history
+        if machine is None or history.newest is None:
+            return False
+        idle = [
+            node for node in self._sim.core() if node.machine is not None and node.machine.phase is not Phase.ACTIVE
+        ]
+        step, now = history.newest.outer_step, self._sim.world.now
+        return not all(machine._roster.pauses.is_over(node.ref, step, now) for node in idle)
 
     def _out_of_reach(self) -> list["PeerNode"]:
         """The members, if nobody can dial any of them: whoever fetches dials, so the others cannot come in again."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from collective.core.types import OuterStep, PeerRef
+from collective.core.types import Instant, OuterStep, PeerRef
 from elastic.core.config import CoordinatorConfig
 from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.pauses import Pauses
@@ -21,7 +21,7 @@ LOOK_S = 0.05
 
 
 class NoPauses(Pauses):
-    def is_over(self, ref: PeerRef, outer_step: OuterStep) -> bool:
+    def is_over(self, ref: PeerRef, outer_step: OuterStep, now: Instant) -> bool:
         return True
 
 

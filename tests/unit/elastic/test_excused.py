@@ -146,25 +146,26 @@ def test_who_is_needed_for_a_commit_is_awaited_before_its_pause_is_over() -> Non
     assert driver.member_numbers() == [1, 2, LATE]
 
 
-def test_a_wait_of_many_rounds_is_followed_by_nine_times_as_many_without_who_was_awaited() -> None:
+def test_a_long_wait_is_followed_by_a_pause_nine_times_as_long() -> None:
     pauses = Pauses(max_peers=2)
-    pauses.missed(ref(1), OuterStep(100), num_rounds=400.0)
-    assert not pauses.is_over(ref(1), OuterStep(100 + 3599))
-    assert pauses.is_over(ref(1), OuterStep(100 + 3600))
+    assert pauses.missed(ref(1), OuterStep(100), 50.0, waited_s=20.0) == pytest.approx(180.0)
+    assert not pauses.is_over(ref(1), OuterStep(3000), 229.0)
+    assert not pauses.is_over(ref(1), OuterStep(100), 231.0), "and at least until the next commit"
+    assert pauses.is_over(ref(1), OuterStep(101), 231.0)
 
 
 def test_pause_is_of_one_start_and_bounded() -> None:
     pauses = Pauses(max_peers=2)
     for _ in range(20):
-        pauses.missed(ref(1), OuterStep(100))
-    assert not pauses.is_over(ref(1), OuterStep(99 + LONGEST))
-    assert pauses.is_over(ref(1), OuterStep(100 + LONGEST))
-    assert pauses.is_over(ref(1, 2), OuterStep(100)), "a new start begins anew"
-    pauses.missed(ref(2), OuterStep(100))
-    pauses.missed(ref(3), OuterStep(100))
-    assert pauses.is_over(ref(1), OuterStep(100)), "forgotten"
+        pauses.missed(ref(1), OuterStep(100), 0.0)
+    assert not pauses.is_over(ref(1), OuterStep(99 + LONGEST), 0.0)
+    assert pauses.is_over(ref(1), OuterStep(100 + LONGEST), 0.0)
+    assert pauses.is_over(ref(1, 2), OuterStep(100), 0.0), "a new start begins anew"
+    pauses.missed(ref(2), OuterStep(100), 0.0)
+    pauses.missed(ref(3), OuterStep(100), 0.0)
+    assert pauses.is_over(ref(1), OuterStep(100), 0.0), "forgotten"
     pauses.contributed([ref(2)])
-    assert pauses.is_over(ref(2), OuterStep(100))
+    assert pauses.is_over(ref(2), OuterStep(100), 0.0)
 
 
 def test_a_member_that_has_not_heard_of_its_admission_is_put_out_and_not_excused() -> None:
