@@ -192,9 +192,10 @@ class Closing:
         if close_at is None or roster.now < close_at:
             return
         silent = [item.ref for item in roster.members() if not roster.rounds.spoke(item.ref.peer_id)]
+        waited_s = roster.now - min(roster.rounds.voted_at.values(), default=roster.now)
         reasons = dict[PeerRef, str]()
         for ref in silent:
-            pause_s = roster.waited_in_vain(ref, min(roster.rounds.voted_at.values(), default=roster.now))
+            pause_s = roster.pauses.missed(ref, roster.state.outer_step, roster.now, waited_s=waited_s)
             reasons[ref] = f"has not voted although nobody keeps it waiting; stays out for {pause_s:.0f} s"
         roster.drop(reasons, counted_as="has not voted although nobody keeps it waiting")
 

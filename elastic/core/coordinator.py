@@ -460,7 +460,7 @@ class CoordinatorMachine:
             if deadline <= roster.now:
                 lost.setdefault(session.ref, reason)
                 if reason == STANDS_STILL and roster.is_member(session):
-                    roster.waited_in_vain(session.ref, session.progressed_at)
+                    roster.pauses.missed(session.ref, self.state.outer_step, roster.now)
         for session in roster.members():
             if session.disconnected and accused[session.ref.peer_id]:
                 lost.setdefault(session.ref, "connection lost, and a member waits for it")

@@ -312,10 +312,6 @@ class Roster:
             if self.state.standing_since(ref) is None:
                 self.persist(ReleaseRecord(ref=ref, epoch=self.state.epoch, ranges=leases.owned_by(ref)))
 
-    def waited_in_vain(self, ref: PeerRef, since: Instant) -> float:
-        """The members have waited for this peer since then, and go on without. Returns how long it stays out [s]."""
-        return self.pauses.missed(ref, self.state.outer_step, self.now, waited_s=self.now - since)
-
     # -------------------------------------------------------------------------------- telling
 
     def expect_news(self, session: Session) -> None:
