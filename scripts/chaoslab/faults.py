@@ -12,7 +12,7 @@
     handover      all leave in order but one, which is asked to go while a peer that nobody knows fetches its state
     power         SIGKILL of everything within 50 ms; all the same commands are given again
     hung          SIGSTOP of a member's workers for 1 to 15 s, or for good: its daemon has to replace them
-    silent        a member exchanges, and keeps its votes to itself for 5 to 20 s
+    silent        a member exchanges, and keeps its votes to itself for 5 to 40 s, and is started again then
     cut           a site loses its network, or one path, one way or both, for 1 to 15 s
     disk          a site's disk is full for 1 to 8 s
 

@@ -2,15 +2,15 @@
 """How soon the others went on, fault by fault, and how soon who was hit took part again.
 
     kill donor joiner   from the signal to the survivors' next commit
-    clone               from the older start's end to the others' next commit
-    freeze cut hung     as a kill
+    freeze cut hung     the same
     silent              the same
+    clone               from the older start's end to the others' next commit
     leave               from the command to the others' next commit
     coordinator         from the moment when it listens again to the next commit
     power handover      from the last of the starts to the next commit of a new step
     disk                a peer's: as a kill; the coordinator's: as the coordinator
-    heal, thaw          from the end of a cut or a freeze, or when hung workers go on or a silent member votes, to the
-                        victim's next commit of a step that was new by then
+    heal, thaw          from the end of a cut or a freeze, or when hung workers go on, to the victim's next commit of a
+                        step that was new by then
     replaced            from when hung workers were found to the victim's next commit of such a step
 
 The next commit is one that the fault could have hindered: a round for which every victim had voted before does not
@@ -38,7 +38,7 @@ LIMITS_S = {
     "freeze": 10.0,
     "cut": 10.0,
     "hung": 10.0,
-    "silent": 10.0,
+    "silent": 25.0,
     "coordinator": 5.0,
     "power": 20.0,
     "handover": 20.0,
@@ -138,7 +138,7 @@ def _measured(evidence: Evidence, fault: Fault) -> Iterator[tuple[str, float, fl
         yield fault.kind, fault.at_s, _next_commit_s(evidence, fault)
     if fault.over_s is None:
         return
-    if fault.kind in ("freeze", "cut", "hung", "silent"):
+    if fault.kind in ("freeze", "cut", "hung"):
         until_s = (
             _next_new_step_s(evidence, None, fault.over_s)
             if hits_coordinator

@@ -41,22 +41,24 @@ class Standing(Hand):
             fault.over_s = now_s()
 
     async def silent(self, rng: random.Random) -> None:
-        """See faults.py. The member is one that was started for this, in place of the site's own."""
+        """See faults.py. The member is one that was started for this, in place of the site's own.
+
+        Who has not voted stays out for minutes; its operator starts it again.
+        """
         world = self._world
         (site,) = self._pick(rng, 1)
-        seconds = rng.uniform(5.0, 20.0)
+        seconds = rng.uniform(5.0, 40.0)
         with self._holding(site):
             await world.leave(site)
             process = world.start(site, program=(sys.executable, mute.__file__))
             await self._until_up(process)
-            file = process.folder / mute.MUTE
             fault = self._note("silent", (site,), f"does not vote for {seconds:.1f} s")
-            file.touch()
-            try:
-                await asyncio.sleep(seconds)
-            finally:
-                file.unlink()
+            (process.folder / mute.MUTE).touch()
+            await asyncio.sleep(seconds)
+            (process.folder / mute.MUTE).unlink()
+            await world.leave(site)
             fault.over_s = now_s()
+            await self._come_back(site, rng)
 
     async def _until_found(self, process: Process, at_s: float) -> None:
         world = self._world

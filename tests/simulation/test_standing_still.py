@@ -75,3 +75,24 @@ def test_a_peer_that_works_until_it_is_a_member_again_costs_less_and_less() -> N
     assert _commits(4, _hang_as_a_member) >= 0.9 * healthy
     with pytest.raises(Violation, match="is back after"):
         _commits(4, _hang_as_a_member, Parts(coordinator=ComesBackAtOnce))
+
+
+class ShortPauses(Pauses):
+    def missed(self, ref: PeerRef, outer_step: OuterStep, now: Instant, *, waited_s: float = 0.0) -> float:
+        return super().missed(ref, outer_step, now)
+
+
+class WithoutLongPauses(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._roster.pauses = ShortPauses(config.max_peers)
+
+
+def _never_vote(node: PeerNode) -> None:
+    node.hang_absorb(True)
+
+
+def test_a_vote_that_never_comes_takes_a_tenth_of_the_others_time_at_most() -> None:
+    healthy = _commits(3, _healthy)
+    assert _commits(4, _never_vote) >= 0.9 * healthy
+    assert _commits(4, _never_vote, Parts(coordinator=WithoutLongPauses)) < 0.9 * healthy
