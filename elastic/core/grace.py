@@ -62,7 +62,10 @@ class Grace:
             work_s = times[quorum - 1] - self._began
             if not self._is_whole:  # better than nothing, if every round is interrupted
                 work_s = min(work_s, self._config.grace_initial_s / self._config.grace_limit)
-            self._lateness_s = max(times[-1] - times[quorum - 1], _MEMORY * (self._lateness_s or 0.0))
+            # Where nobody could be late, or somebody is excused, it is not known that nobody would have been: two
+            # members of uneven pace were left behind in turn, for ever (seed 16834).
+            memory = _MEMORY if quorum < len(times) == num_standing else 1.0
+            self._lateness_s = max(times[-1] - times[quorum - 1], memory * (self._lateness_s or 0.0))
             self._round_s = max(work_s, _MEMORY * self._round_s)
         self._began, self._is_whole = now, True
 

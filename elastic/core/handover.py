@@ -50,9 +50,9 @@ class Handover:
             return None
         return next((item for item in leavers if item.holds_state is not False), None)
 
-    def is_last(self, session: Session) -> bool:
-        """Whether this session's peer holds the committed state and nobody else is known to."""
-        others = (item for item in self._roster.sessions.values() if item is not session)
+    def is_last(self, session: Session, going: Collection[Session] = ()) -> bool:
+        """Whether this session's peer holds the committed state and nobody else is known to but those that go, too."""
+        others = (item for item in self._roster.sessions.values() if item is not session and item not in going)
         return self._holds(session) and not any(self._holds(item) for item in others)
 
     def is_held(self) -> bool:

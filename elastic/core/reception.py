@@ -114,6 +114,8 @@ class Reception:
             # It may have a payload and leases that the lost journal gave it, the newest commit staged, or a state
             # whose commit nobody else has heard of.
             certificate = self._roster.state.certificate
+            if message.held is not None and message.held == self._roster.state.committed:
+                self._roster.bears(sender)  # it is asked to say so again, and nothing is given up meanwhile
             if message.certificate is not None and certificate is not None:
                 self._roster.counters["newer_certificate_given_up"] += message.certificate.order > certificate.order
             roster.tell_rebuilt(sender)

@@ -5,8 +5,8 @@ All processes may lose power at once, and what a peer's disk can replay may end 
 run goes back, openly: to the newest commit that somebody holds who is here, under a new epoch, by a record. Rules:
 
 * Nothing is given up while a member, or a learner that is here, holds the committed state.
-* If all members of the newest commit are back in newer starts, they are all that can ever bring it: the run goes back
-  as soon as they had time to say what they hold.
+* If all members of the newest commit are back in newer starts, and whoever else was seen to hold it is back without,
+  nobody can ever bring it: the run goes back as soon as they had time to say what they hold.
 * Half of them are enough after `recover_s`: a machine that does not come back must not end the run.
 * Fewer wait for `orphan_timeout_s`: most of the run may be alive behind a broken line.
 * If nobody holds any commit that the journal remembers, the peers are sent home then.
@@ -16,8 +16,9 @@ The price of the second and third rule: whoever held the newest commit and comes
 
 from collections.abc import Sequence
 
-from collective.core.types import Epoch, Instant, PeerId
+from collective.core.types import Epoch, Instant, PeerId, PeerRef
 from elastic.core.admission import QUORUM_EXIT_CODE
+from elastic.core.certificate import Certificate
 from elastic.core.messages import Refused
 from elastic.core.past import Past
 from elastic.core.records import RollbackRecord
@@ -37,7 +38,10 @@ class Rollback:
         """Go back, or send everybody home, if it is time."""
         roster, state = self._roster, self._roster.state
         learners = [session for session in roster.sessions.values() if session.synced is not None]
-        is_held = bool(state.view.members) or any(item.synced == state.committed for item in learners)
+        holders = [item.ref for item in learners if item.synced == state.committed]
+        for ref in holders:
+            roster.bears(ref)
+        is_held = bool(state.view.members or holders)
         if state.committed is None or is_held or not roster.sessions:
             self._orphaned_since = self._complete_since = None
             return
@@ -82,7 +86,7 @@ class Rollback:
         if self._complete_since is not None:
             return min(due_at, self._complete_since + config.rebuild_grace_s)
         certificate = self._roster.state.certificate
-        num_named = 0 if certificate is None else len(certificate.contributors)
+        num_named = 0 if certificate is None else len(certificate.contributors) + len(self._others(certificate))
         if 2 * self._num_missing() <= num_named:
             due_at = min(due_at, self._orphaned_since + config.recover_s)
         return due_at
@@ -92,7 +96,18 @@ class Rollback:
         certificate = self._roster.state.certificate
         if certificate is None:
             return 0
-        return sum(not self._is_back(item.peer_id, item.incarnation) for item in certificate.contributors)
+        named = [self._is_back(item.peer_id, item.incarnation) for item in certificate.contributors]
+        return sum(not is_back for is_back in (*named, *map(self._is_here, self._others(certificate))))
+
+    def _others(self, certificate: Certificate) -> list[PeerRef]:
+        """Learners and the like that were seen to hold the committed state."""
+        members = {item.peer_id for item in certificate.contributors}
+        return [ref for ref in self._roster.bearers() if ref.peer_id not in members]
+
+    def _is_here(self, ref: PeerRef) -> bool:
+        """And nobody who is here holds the state."""
+        session = self._roster.sessions.get(ref.peer_id)
+        return session is not None and not session.disconnected and session.synced is not None
 
     def _is_back(self, peer_id: PeerId, incarnation: int) -> bool:
         session = self._roster.sessions.get(peer_id)
@@ -112,6 +127,8 @@ class Rollback:
             epoch=Epoch(state.epoch + 1), certificate=known, given_up=state.outer_step, holders=holders
         )
         roster.persist(record)
+        for ref in holders:
+            roster.bears(ref)
         roster.rounds.begin(roster.now)
         roster.grace.interrupted(roster.now)
         roster.counters["rolled_back"] += 1

@@ -15,7 +15,7 @@ from elastic.core.config import CoordinatorConfig
 from elastic.core.events import CoordinatorEffect, Persist, SendToPeer
 from elastic.core.grace import Grace
 from elastic.core.handover import Handover
-from elastic.core.messages import Commit, CoordinatorMessage, Evicted, Goodbye, NewView, Rebuilt, Refused, Welcome
+from elastic.core.messages import Commit, CoordinatorMessage, Evicted, Goodbye, Held, NewView, Rebuilt, Refused, Welcome
 from elastic.core.pauses import Pauses
 from elastic.core.records import Record, ReleaseRecord, RollbackRecord, ViewRecord
 from elastic.core.rounds import Rounds
@@ -51,6 +51,8 @@ class Roster:
         """What the parts weigh in the newest view's first round, if that was said."""
         self.survey_from = OuterStep(0)
         """See `NewView`."""
+        self._borne: Held | None = None
+        self._bearers: dict[PeerId, PeerRef] = {}  # who was seen to hold that state, here or not
         self.halted: Refused | None = None
         """What everybody hears once the members' results differ for good."""
         self._sealed: Certificate | None = None  # the newest one that was told
@@ -95,6 +97,17 @@ class Roster:
     def arrived(self) -> list[Session]:
         """Learners that hold the committed state, and wait for a boundary."""
         return [item for item in self.learners() if item.synced is not None and item.synced == self.state.committed]
+
+    def bears(self, ref: PeerRef) -> None:
+        """This peer has said that it holds the committed state."""
+        if self._borne != self.state.committed:
+            self._borne, self._bearers = self.state.committed, {}
+        if ref.peer_id in self._bearers or len(self._bearers) < self.config.max_peers:
+            self._bearers[ref.peer_id] = ref
+
+    def bearers(self) -> list[PeerRef]:
+        """Peers that have said so, and may be gone or hold something else by now."""
+        return list(self._bearers.values()) if self._borne == self.state.committed else []
 
     def holders(self) -> tuple[Member, ...]:
         """Members that hold the committed state, or have it staged."""
@@ -299,7 +312,7 @@ class Roster:
                 out[session.ref] = None
                 causes.append(f"{session.ref.peer_id} left, and serves outer step {step} until another peer holds it")
             else:
-                out[session.ref] = Goodbye(outer_step=step, alone=self.handover.is_last(session))
+                out[session.ref] = Goodbye(outer_step=step, alone=self.handover.is_last(session, leavers))
                 causes.append(f"{session.ref.peer_id} left")
         self.change_view(out=out, into=into, cause="; ".join(causes))
         if keeper is not None:

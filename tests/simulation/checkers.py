@@ -14,6 +14,7 @@ from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.events import BecomeLearner, CoordinatorEffect, Finish, InstallStaged, Persist
 from elastic.core.messages import (
     CoordinatorMessage,
+    Goodbye,
     Held,
     Join,
     LeaseGrant,
@@ -215,8 +216,12 @@ class Checkers:
         self._leavers.told(to, message)
         self.certificates.told(message)
         self._words.told(to, message)
+        if isinstance(message, Goodbye):
+            self._said_to_hold.pop(to, None)  # it takes that with it, and may
         if isinstance(message, LeaseGrant):
             self._leases.told(to, message)
+        if isinstance(message, Refused) and "by the operator" in message.reason:
+            self.certificates.turned_away(to)
         if isinstance(message, Refused) and "results differ" in message.reason:
             self._halted = True
         self._sim.marks.told(to, message)

@@ -6,7 +6,7 @@ times in a row stays out for twice as many commits each time. A run that went ba
 """
 
 from collective.core.types import PeerId, PeerRef, View
-from elastic.core.messages import Met, PeerMessage
+from elastic.core.messages import Leave, Met, PeerMessage
 from elastic.core.records import CommitRecord, RebuildRecord, RollbackRecord, ViewRecord
 from tests.simulation.symbols import name
 from tests.simulation.world import demand
@@ -48,8 +48,13 @@ class Entries:
         self._without_s += min(max(gap_s, 0.0), LOOKS_EVERY_S)
 
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
-        if isinstance(message, Met):
-            self._met |= {(sender, peer) for peer in message.peers}
+        match message:
+            case Met():
+                self._met |= {(sender, peer) for peer in message.peers}
+            case Leave() if self._awaited is not None:
+                self._awaited[0].discard(sender.peer_id)  # it serves the state, and is no member
+            case _:
+                pass
 
     def committed(self, record: CommitRecord) -> None:
         self._num_commits += 1

@@ -134,6 +134,10 @@ class Certificates:
             case _:
                 pass
 
+    def turned_away(self, to: PeerRef) -> None:
+        """What it brought counts no more: it was evicted, or is of another run."""
+        self._brought.pop(to, None)
+
     # ------------------------------------------------------------------------ the peers
 
     def started(self, node: "PeerNode") -> None:

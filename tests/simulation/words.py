@@ -93,7 +93,7 @@ class Words:
         self._agreed(record)
 
     def rebuilt(self) -> None:
-        self._members, self._excused, self._excused_at = set(), set(), {}
+        self._members, self._excused, self._excused_at, self._put_out = set(), set(), {}, set()
         self._gone_since.clear()
         self._held = {}
 

@@ -79,6 +79,14 @@ def test_grace_that_was_too_short_is_longer_next_time_and_never_longer_than_work
     assert windows == pytest.approx([2.25, 3.375, 5.0625, 6.0])
 
 
+def test_a_round_in_which_nobody_could_be_late_does_not_make_the_grace_fade():
+    grace = grace_after((4.0, 1.0))
+    grace.learn([9.0], 1, 9.0)
+    assert grace.window_s == pytest.approx(3.0)
+    grace.learn([13.0, 13.0, 13.0], MEMBERS, 13.0)  # one is excused: would it have been in time?
+    assert grace.window_s == pytest.approx(3.0)
+
+
 def test_nobody_knows_how_long_a_grace_should_be_before_anything_was_measured():
     grace = Grace(CONFIG)
     grace.was_too_short()

@@ -50,6 +50,16 @@ def test_who_is_alone_in_the_run_goes_at_once_and_hears_that_nobody_else_holds_t
     assert goodbye(driver, 1) == Goodbye(outer_step=OuterStep(1), alone=True)
 
 
+def test_of_two_that_leave_together_each_hears_that_nobody_who_stays_holds_the_state() -> None:
+    driver = CoordinatorDriver().with_members(1, 2)
+    for number in (1, 2):
+        driver.says(number, Leave(held=held(0), address=f"host{number}:1"))
+    for number in (1, 2):
+        driver.vote(number)
+    for number in (1, 2):
+        assert goodbye(driver, number) == Goodbye(outer_step=OuterStep(2), alone=True)
+
+
 def test_of_two_that_leave_together_the_first_in_the_view_stays() -> None:
     driver = CoordinatorDriver().with_members(1, 2)
     driver.join(3)

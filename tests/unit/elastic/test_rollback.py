@@ -3,6 +3,7 @@
 
 import pytest
 
+from elastic.core.events import PeerConnectionLost
 from elastic.core.leases import count
 from elastic.core.member import went_back
 from elastic.core.messages import (
@@ -242,3 +243,16 @@ def test_the_reason_says_what_has_happened(given_up: int) -> None:
     said = went_back(Rebuilt(epoch=view(2, 2).epoch, certificate=certificate(1, 1), given_up=held(given_up).outer_step))
     assert ("outer step 3" in said) == (given_up == 3)
     assert ("journal was lost" in said) == (given_up == 0)
+
+
+def test_a_learner_that_was_seen_to_hold_the_state_is_awaited_although_all_members_are_back_without() -> None:
+    driver = after_power_cut(1, 2)
+    come_back(driver, 4, 3)
+    driver.says(ref(4, 2), Synced(held=held(3)))
+    driver.feed(PeerConnectionLost(sender=ref(4, 2)))
+    for number in (1, 2):
+        come_back(driver, number, 2)
+    live_on(driver, RECOVER_S - 5.0, p1=2, p2=2)
+    assert not driver.records(RollbackRecord), "it may still be alive, behind a broken line"
+    live_on(driver, 10.0, p1=2, p2=2)
+    assert driver.machine.state.committed == held(2), "half of those who might bring it are here"
