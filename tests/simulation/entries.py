@@ -6,13 +6,27 @@ times in a row stays out for twice as many commits each time. A run that went ba
 """
 
 from collective.core.types import PeerId, PeerRef, View
-from elastic.core.messages import Leave, Met, PeerMessage
+from elastic.core.messages import (
+    CoordinatorMessage,
+    Evicted,
+    Goodbye,
+    Leave,
+    Meet,
+    Met,
+    PeerMessage,
+    Rebuilt,
+    Refused,
+    Welcome,
+)
 from elastic.core.records import CommitRecord, RebuildRecord, RollbackRecord, ViewRecord
 from tests.simulation.symbols import name
 from tests.simulation.world import demand
 
 LOOKS_EVERY_S = 2.1
 """A coordinator that has slept for less than this is not sure to notice it."""
+
+LOST_S = 5.0
+"""So long after its connection was lost a peer may not be asked for."""
 
 
 class Entries:
@@ -28,6 +42,9 @@ class Entries:
         self._patience_s = patience_s
         self._met: set[tuple[PeerRef, PeerRef]] = set()  # as the first one says
         self._together: set[frozenset[PeerRef]] = set()  # were in one view
+        self._members: set[PeerRef] = set()
+        self._learners: set[PeerRef] = set()  # welcome, and not sent away since
+        self._lost_at: dict[PeerRef, float] = {}  # their newest connections
         self._waits: dict[PeerRef, int] = {}  # in vain, in a row
         self._excused: dict[PeerRef, int] = {}  # after how many commits
         self._num_commits = 0
@@ -38,6 +55,8 @@ class Entries:
     def coordinator_started(self) -> None:
         """Its own patience is forgotten with it."""
         self._met.clear()
+        self._learners.clear()
+        self._lost_at.clear()
         self._waits.clear()
         self._excused.clear()
         self._awaited, self._looked_at, self._without_s = None, None, 0.0
@@ -51,10 +70,39 @@ class Entries:
         match message:
             case Met():
                 self._met |= {(sender, peer) for peer in message.peers}
-            case Leave() if self._awaited is not None:
-                self._awaited[0].discard(sender.peer_id)  # it serves the state, and is no member
+            case Leave():
+                self._learners.discard(sender)
+                if self._awaited is not None:
+                    self._awaited[0].discard(sender.peer_id)  # it serves the state, and is no member
             case _:
                 pass
+
+    def went(self, sender: PeerRef, now: float) -> None:
+        """Its connection is lost. Words that came before may still be read."""
+        self._lost_at[sender] = now
+
+    def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
+        match message:
+            case Welcome():
+                self._learners = {ref for ref in self._learners if ref.peer_id != to.peer_id} | {to}
+            case Meet(peers=peers):
+                self._demand_calls(to, {peer.ref for peer in peers})
+            case Evicted(reason="a learner, no member"):
+                pass
+            case Evicted() | Refused() | Goodbye() | Rebuilt():
+                self._learners.discard(to)
+            case _:
+                pass
+
+    def _demand_calls(self, to: PeerRef, named: set[PeerRef]) -> None:
+        """Who is asked to meet others also calls those again that have not met it, though it has met them."""
+        others = self._learners if to in self._members else self._members
+        now = self._looked_at or 0.0
+        lost = {ref for ref, lost_at in self._lost_at.items() if now < lost_at + LOST_S}
+        for other in others - {to} - named - lost:
+            is_one_sided = (to, other) in self._met and (other, to) not in self._met
+            is_known = frozenset((to, other)) in self._together
+            demand(not is_one_sided or is_known, "I5", "{} is not asked to meet {} again", to, other)
 
     def committed(self, record: CommitRecord) -> None:
         self._num_commits += 1
@@ -74,6 +122,7 @@ class Entries:
         members = [member.ref for member in record.view.members]
         if members or (before is not None and before.members):
             self._without_s = 0.0
+        self._members, self._learners = set(members), self._learners.difference(members)
         old = {member.ref for member in before.members} if before is not None else set()
         for ref in (ref for ref in members if ref not in old):
             self._demand_links(ref, members)
