@@ -2,16 +2,15 @@
 """How the round in progress ends: committed, tried once more, or without whoever is silent or late.
 
 Decided from what is known now (rounds.py counts, grace.py measures, sessions.py remembers); what follows for the
-membership is the roster's business, and who comes in at a commit boundary admission.py's. Holds only which newcomers
-could not be reached, and how long an exchange takes.
+membership is the roster's business, who comes in at a commit boundary admission.py's, and what becomes of a round that
+a member cannot finish failures.py's. Holds only how long an exchange takes, and what its votes were judged by.
 """
 
-from collections import deque
 from collections.abc import Collection, Sequence
 
 from collective.core.types import Instant, OuterStep, PeerId, PeerRef
 from elastic.core.admission import Admission
-from elastic.core.farewell import UNREACHABLE_EXIT_CODE
+from elastic.core.failures import Failures
 from elastic.core.leases import merged
 from elastic.core.messages import Refused, Vote
 from elastic.core.records import CommitRecord, Contribution
@@ -20,14 +19,6 @@ from elastic.core.rounds import Agreed, Split
 from elastic.core.sessions import Session
 from elastic.core.witnesses import Verdict, Witnesses
 
-MAX_CAUSES = 400
-"""Characters of the members' reports that a reason quotes."""
-
-
-_UNSURVEYED = 64
-"""Outer steps without a survey of links after the first failure for other plans. A plan from no survey is right
-anyway; over unequal links it is slower."""
-
 
 class Closing:
     """Ends rounds, as soon as what is known decides one."""
@@ -35,11 +26,9 @@ class Closing:
     def __init__(self, roster: Roster, admission: Admission) -> None:
         self._roster = roster
         self._admission = admission
-        self._unreached: deque[PeerRef] = deque(maxlen=roster.config.max_peers)
-        """Peers that the members dropped before any commit held work of theirs."""
+        self._failures = Failures(roster)
         self._witnesses = Witnesses(roster.config.norm_guard)
         self._weighed: dict[PeerId, Vote] = {}  # those whose weight was looked at
-        self._unsurveyed = _UNSURVEYED
         self._disputed: tuple[PeerId, ...] = ()  # members that are at odds about the round's results
         self._exchange_s = 0.0  # from the last payload to the last vote, of the slowest recent round
 
@@ -47,7 +36,7 @@ class Closing:
         """Judge failures, count votes, go on without the late."""
         for decide in (
             self._drop_the_overweight,
-            self._judge_reports,
+            self._failures.settle,
             self._decide_round,
             self._drop_the_voteless,
             self._excuse_the_late,
@@ -59,81 +48,6 @@ class Closing:
         """When to look again."""
         instants = (self._roster.rounds.judge_at, self._closes_at(), self._votes_close_at())
         return [instant for instant in instants if instant is not None]
-
-    def _judge_reports(self) -> None:
-        """The members that wait on a failed round get another view: without the silent, or one more try."""
-        roster, rounds, view = self._roster, self._roster.rounds, self._roster.state.view
-        if rounds.judge_at is None or roster.now < rounds.judge_at:
-            return
-        accused = rounds.accused(view)
-        heard_before = roster.now - roster.config.suspect_silence_s
-        silent = [
-            session.ref
-            for session in roster.members()
-            if accused[session.ref.peer_id] and session.last_heard <= heard_before
-        ]
-        if silent:
-            roster.drop(dict.fromkeys(silent, "silent, and a member waits for it"))
-            return
-        if self._plans_without_a_survey():
-            return
-        newcomers = rounds.known(view) - roster.state.reached.keys()
-        blamed = rounds.blamed(view, newcomers)
-        are_alone = all(member.peer_id in newcomers for member in view.members)
-        is_about_newcomers = newcomers.issuperset(blamed) and not are_alone
-        rounds.remember(view)
-        if not blamed or (not is_about_newcomers and (rounds.retries == 0 or not self._leaves_half(blamed))):
-            rounds.retries += 1
-            roster.change_view(out={}, cause=f"round failed, one more try: {self._causes()}")
-        else:
-            self._drop_blamed([roster.sessions[peer_id] for peer_id in blamed])
-
-    def _plans_without_a_survey(self) -> bool:
-        """The members differ about the plan, which follows from what each told the others of its links.
-
-        Who told one of them this and the other that is not known: nobody is blamed, and for a while, twice as long
-        each time, all plan without. If they differ then, too, the one with another plan does not follow the rules.
-        """
-        roster, step = self._roster, self._roster.state.outer_step
-        if step < roster.survey_from or not any(report.differs for report in roster.rounds.reports.values()):
-            return False
-        roster.survey_from = OuterStep(step + self._unsurveyed)
-        roster.counters["planned_differently"] += 1
-        cause = f"the members plan differently, one more try, without a survey until outer step {roster.survey_from}"
-        self._unsurveyed *= 2
-        roster.change_view(out={}, cause=f"{cause}: {self._causes()}")
-        return True
-
-    def _drop_blamed(self, blamed: Sequence[Session]) -> None:
-        """The others go on without these. A newcomer that failed before is told why and sent home."""
-        roster = self._roster
-        last_words: dict[PeerRef, Refused] = {}
-        for session in blamed:
-            if session.ref.peer_id in roster.state.reached:
-                continue  # it was reached once: its line is broken, its address is not wrong
-            if session.ref in self._unreached:
-                reason = (
-                    f"the members cannot exchange with {session.ref.peer_id} at {session.address or 'no address'} "
-                    f"({self._causes()}): give it an address that all of them reach (--advertise) and open its port"
-                )
-                last_words[session.ref] = Refused(code=UNREACHABLE_EXIT_CODE, reason=reason)
-            self._unreached.append(session.ref)
-        roster.counters["blamed"] += len(blamed)
-        reasons = {session.ref: "members could not finish the round with it" for session in blamed}
-        roster.drop(reasons, last_words)
-
-    def _leaves_half(self, blamed: Collection[PeerId]) -> bool:
-        """Whether half of the members of the last commit would stay. Fewer are not left over by accusations alone."""
-        certificate = self._roster.state.certificate
-        if certificate is None:
-            return True
-        present = [member.ref for member in self._roster.state.view.members if member.peer_id not in blamed]
-        stay = [item for item in certificate.contributors if item.ref in present]
-        return 2 * len(stay) >= len(certificate.contributors)
-
-    def _causes(self) -> str:
-        reports = self._roster.rounds.reports.values()
-        return "; ".join(dict.fromkeys(report.cause for report in reports))[:MAX_CAUSES]
 
     def _votes_close_at(self) -> Instant | None:
         """By when every vote must be here; None while nobody waits for votes alone.

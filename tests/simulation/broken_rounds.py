@@ -11,6 +11,7 @@ from collective.core.types import Instant, PeerId, PeerRef, RoundKey, View
 from elastic.core.closing import Closing
 from elastic.core.config import CoordinatorConfig
 from elastic.core.coordinator import CoordinatorMachine
+from elastic.core.failures import Failures
 from elastic.core.grace import Grace
 from elastic.core.messages import LeaseRequest, RoundFailed, Vote
 from elastic.core.records import Contribution
@@ -63,13 +64,15 @@ class BelievesTheAccuser(PatchedCoordinator):
     rounds_type = BlamesWhoIsAccused
 
 
-class LeavesAnyNumber(Closing):
+class LeavesAnyNumber(Failures):
     def _leaves_half(self, blamed: Collection[PeerId]) -> bool:
         return True
 
 
 class AccusesAllOut(PatchedCoordinator):
-    closing_type = LeavesAnyNumber
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._closing._failures = LeavesAnyNumber(self._roster)
 
 
 class LeavesNewcomersAlone(Closing):
