@@ -77,6 +77,36 @@ def test_a_member_that_is_overruled_three_times_in_a_row_is_put_out(tmp_path: Pa
         assert_put_out(run, honest, liar, "another result")
 
 
+def test_a_member_that_was_overruled_holds_no_state_for_a_coordinator_that_starts_again(tmp_path: Path) -> None:
+    flags = ("--members.start_peers", "3", "--run.outer_steps", str(OPEN_END), "--outer.inner_steps", "60")
+    flags += ("--members.durable", "true")  # what was committed is on a disk
+    with running(tmp_path) as run:
+        coordinator = run.coordinator(*flags)
+        run.wait_for_ticket()
+        honest = [run.join(), run.join()]
+        liar = run.join_as_liar("digest")
+        run.until("overruled vote", lambda: bool(coordinator.events("lied")))
+        for process in (coordinator, *honest):
+            process.kill()
+        step = max(peer.step for peer in honest)
+        num_commits = len(coordinator.events("commit_decided"))
+
+        coordinator = run.coordinator(*flags, folder=coordinator.directory)
+        run.wait_for_ticket()
+        run.until("word to the liar", lambda: bool(liar.events("learner")))
+        assert len(coordinator.events("commit_decided")) == num_commits
+        honest = [run.join(folder=peer.directory) for peer in honest]
+        liar.is_judged = True  # it goes on lying
+        run.until_step(step + 3, *honest)
+        liar.signal(signal.SIGKILL)
+        for peer in honest:
+            peer.signal(signal.SIGINT)
+        run.until_ended(*honest)
+        coordinator.signal(signal.SIGINT)
+        run.until_ended(coordinator)
+    assert_same_commits(*honest)
+
+
 def test_a_member_that_does_not_sign_what_it_votes_for_is_put_out(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         honest, liar = three_honest_and(run, "unsigned")

@@ -162,7 +162,6 @@ class Checkers:
     def went(self, sender: PeerRef) -> None:
         """Its connection was lost, as the coordinator's process sees it."""
         self._words.went(sender, self._sim.coordinator.awake_s())
-        self._entries.went(sender, self._sim.coordinator.awake_s())
 
     def decided(self, effects: Sequence[CoordinatorEffect]) -> None:
         """What the coordinator is about to do."""
@@ -217,7 +216,8 @@ class Checkers:
         self._leavers.told(to, message)
         self.certificates.told(message)
         self._words.told(to, message)
-        self._entries.told(to, message)
+        sessions = [] if (machine := self._sim.coordinator.machine) is None else machine._roster.sessions.values()
+        self._entries.told(to, message, {session.ref for session in sessions if not session.disconnected})
         if isinstance(message, Goodbye):
             self._said_to_hold.pop(to, None)  # it takes that with it, and may
         if isinstance(message, LeaseGrant):

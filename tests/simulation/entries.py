@@ -5,6 +5,8 @@ Whoever becomes a member has links with all others, as both ends have said. Whom
 times in a row stays out for twice as many commits each time. A run that went back begins with all who hold its state.
 """
 
+from collections.abc import Collection
+
 from collective.core.types import PeerId, PeerRef, View
 from elastic.core.messages import (
     CoordinatorMessage,
@@ -25,9 +27,6 @@ from tests.simulation.world import demand
 LOOKS_EVERY_S = 2.1
 """A coordinator that has slept for less than this is not sure to notice it."""
 
-LOST_S = 5.0
-"""So long after its connection was lost a peer may not be asked for."""
-
 
 class Entries:
     """Books of links, of waits in vain, and of who is awaited.
@@ -44,7 +43,6 @@ class Entries:
         self._together: set[frozenset[PeerRef]] = set()  # were in one view
         self._members: set[PeerRef] = set()
         self._learners: set[PeerRef] = set()  # welcome, and not sent away since
-        self._lost_at: dict[PeerRef, float] = {}  # their newest connections
         self._waits: dict[PeerRef, int] = {}  # in vain, in a row
         self._excused: dict[PeerRef, int] = {}  # after how many commits
         self._num_commits = 0
@@ -56,7 +54,6 @@ class Entries:
         """Its own patience is forgotten with it."""
         self._met.clear()
         self._learners.clear()
-        self._lost_at.clear()
         self._waits.clear()
         self._excused.clear()
         self._awaited, self._looked_at, self._without_s = None, None, 0.0
@@ -77,16 +74,13 @@ class Entries:
             case _:
                 pass
 
-    def went(self, sender: PeerRef, now: float) -> None:
-        """Its connection is lost. Words that came before may still be read."""
-        self._lost_at[sender] = now
-
-    def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
+    def told(self, to: PeerRef, message: CoordinatorMessage, connected: Collection[PeerRef]) -> None:
+        """The coordinator says this, and has connections with these."""
         match message:
             case Welcome():
                 self._learners = {ref for ref in self._learners if ref.peer_id != to.peer_id} | {to}
             case Meet(peers=peers):
-                self._demand_calls(to, {peer.ref for peer in peers})
+                self._demand_calls(to, {peer.ref for peer in peers}, connected)
             case Evicted(reason="a learner, no member"):
                 pass
             case Evicted() | Refused() | Goodbye() | Rebuilt():
@@ -94,12 +88,10 @@ class Entries:
             case _:
                 pass
 
-    def _demand_calls(self, to: PeerRef, named: set[PeerRef]) -> None:
+    def _demand_calls(self, to: PeerRef, named: set[PeerRef], connected: Collection[PeerRef]) -> None:
         """Who is asked to meet others also calls those again that have not met it, though it has met them."""
         others = self._learners if to in self._members else self._members
-        now = self._looked_at or 0.0
-        lost = {ref for ref, lost_at in self._lost_at.items() if now < lost_at + LOST_S}
-        for other in others - {to} - named - lost:
+        for other in others.intersection(connected) - {to} - named:
             is_one_sided = (to, other) in self._met and (other, to) not in self._met
             is_known = frozenset((to, other)) in self._together
             demand(not is_one_sided or is_known, "I5", "{} is not asked to meet {} again", to, other)
