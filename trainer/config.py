@@ -125,6 +125,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _results_have_a_checkpoint_to_follow(self) -> Self:
+        if self.members.durable and not self.checkpoint.every:
+            raise ValueError(
+                "members.durable keeps results behind a checkpoint, and checkpoint.every = 0 writes none before the "
+                "end; give a checkpoint.every of at least 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _schedule_fits_the_run(self) -> Self:
         least_rest = 1 if isinstance(self.inner.schedule, CosineSchedule) else 0
         needed = self.warmup_steps + self.decay_steps + least_rest

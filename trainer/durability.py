@@ -5,7 +5,8 @@
     every `checkpoint.every` commits, and where the results do not continue from what is on the disk ─► a checkpoint
 
 So after a power cut a peer goes on from the newest commit, or from the one before it. With `members.durable` a result
-is on the disk before this peer votes for it, and no commit is lost while one of its voters' disks lives.
+is on the disk before this peer votes for it, and the state that it continues from; no commit is lost while one of its
+voters' disks lives.
 
 Rules: a disk that refuses is told and never ends a run; results are replayed only onto the very state that they were
 made for, and must reach the committed digest; the results since a checkpoint are never more than `_MAX_STATES` copies
@@ -104,6 +105,7 @@ class Durability:
         self._newest: Certificate | None = None
         self._unneeded_before = 0
         self._has_failed = False
+        self._has_checkpoint = False  # of this run, from this start or an older one
         self._is_recovering = False
         state.on_replayed = self.committed
 
@@ -133,7 +135,7 @@ class Durability:
             self._unsaved = self._meta(held, DataPosition(meta.next_index, meta.returned))
             self._save()
             return None
-        self._is_recovering = True
+        self._is_recovering, self._has_checkpoint = True, True
         held = await self._replay(held)
         self._is_recovering = False
         if not self._every:
@@ -207,7 +209,11 @@ class Durability:
         self._save()
 
     async def before_vote(self, key: RoundKey, entry: CommitEntry) -> None:
-        """This result is staged: what was committed before it is on the disk when this returns, or cannot be."""
+        """This result is staged: what was committed before it is on the disk when this returns, or cannot be.
+
+        With `members.durable` it is there as well, behind the state that it continues from: what a newcomer voted for
+        could not be replayed after a power cut, since the state that it had fetched was nowhere.
+        """
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 await self._is_idle.wait()
@@ -215,10 +221,20 @@ class Durability:
             self._refused(f"the disk has not taken a result for {_PATIENCE_S:.0f} s")
         if not self._before_votes or not self._every:
             return
+        if not self._has_checkpoint or self._end != self._state.held():
+            await self._save_before_vote()
         try:
             await in_thread(self._files.save_voted, key, self._state.live.held.digest, entry)
         except OSError as error:
             self._refused(str(error))
+
+    async def _save_before_vote(self) -> None:
+        self.save_held()
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await self._checkpoints.drain()
+        except TimeoutError:
+            log.warning("checkpoint_slow seconds=%.0f; this vote does not wait longer for it", _PATIENCE_S)
 
     async def run(self) -> None:
         """Write what is due until cancelled."""
@@ -268,7 +284,7 @@ class Durability:
             self._end = Held(OuterStep(meta.outer_step), meta.digest)
 
     def _saved(self, outer_step: int, seconds: float) -> None:
-        self._has_failed = False
+        self._has_failed, self._has_checkpoint = False, True
         self._on_saved(outer_step, seconds)
         self._unneeded_before = outer_step - 1  # the two before it stay for peers that are one commit behind
         self._is_due.set()

@@ -78,15 +78,16 @@ def test_a_member_that_is_overruled_three_times_in_a_row_is_put_out(tmp_path: Pa
 
 
 def test_a_member_that_was_overruled_holds_no_state_for_a_coordinator_that_starts_again(tmp_path: Path) -> None:
-    flags = ("--members.start_peers", "3", "--run.outer_steps", str(OPEN_END), "--outer.inner_steps", "60")
-    flags += ("--members.durable", "true")  # what was committed is on a disk
+    flags = ("--members.start_peers", "3", "--run.outer_steps", str(OPEN_END), "--members.durable", "true")
+    flags += ("--checkpoint.every", "20", "--model.dim", "128", "--model.hidden_dim", "256")
+    slowly = ("--max-upload", "400kB")  # the liar has no time to fetch what it was overruled with
     with running(tmp_path) as run:
         coordinator = run.coordinator(*flags)
         run.wait_for_ticket()
-        honest = [run.join(), run.join()]
+        honest = [run.join(*slowly), run.join(*slowly)]
         liar = run.join_as_liar("digest")
         run.until("overruled vote", lambda: bool(coordinator.events("lied")))
-        for process in (coordinator, *honest):
+        for process in (*honest, coordinator):
             process.kill()
         step = max(peer.step for peer in honest)
         num_commits = len(coordinator.events("commit_decided"))

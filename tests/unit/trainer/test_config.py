@@ -294,6 +294,11 @@ def streaming(**settings: object) -> list[tuple[str, str]]:
     return [("outer.type", "streaming"), *((f"outer.{key}", str(value)) for key, value in settings.items())]
 
 
+def test_durable_results_need_checkpoints() -> None:
+    with pytest.raises(ConfigError, match=r"^members\.durable .* give a checkpoint\.every of at least 1$"):
+        load(("members.durable", "true"), ("checkpoint.every", "0"))
+
+
 def test_diloco_has_no_delay() -> None:
     with pytest.raises(
         ConfigError, match=r'^outer\.delay from .* does not belong to outer\.type = "diloco"; remove it or'

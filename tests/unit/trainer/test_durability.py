@@ -271,6 +271,23 @@ async def test_what_was_voted_for_is_on_the_disk_before_the_vote(hasher: Hasher,
         machine.state.install_staged(Held(entry.outer_step, entry.digest))
 
 
+@pytest.mark.parametrize("is_founder", [True, False])
+async def test_the_state_under_a_first_vote_is_on_the_disk_as_well(
+    hasher: Hasher, tmp_path: Path, is_founder: bool
+) -> None:
+    async with started(tmp_path, hasher, before_votes=True) as machine:
+        if is_founder:
+            await machine.found()
+        else:
+            await machine.state.found(numbers(0))  # as fetched
+        held = machine.state.held()
+        entry = await machine.stage(1)
+    async with started(tmp_path, hasher, before_votes=True) as machine:
+        voted = await machine.durability.recover(None)
+        assert machine.state.held() == held
+        assert voted == (RoundKey(Epoch(1), OuterStep(0), 0), entry)
+
+
 async def test_an_older_vote_is_no_vote(hasher: Hasher, tmp_path: Path) -> None:
     async with started(tmp_path, hasher, before_votes=True) as machine:
         await machine.found()
