@@ -43,6 +43,7 @@ class Entries:
         self._together: set[frozenset[PeerRef]] = set()  # were in one view
         self._members: set[PeerRef] = set()
         self._learners: set[PeerRef] = set()  # welcome, and not sent away since
+        self._leaving: set[PeerRef] = set()  # will be no members any more
         self._waits: dict[PeerRef, int] = {}  # in vain, in a row
         self._excused: dict[PeerRef, int] = {}  # after how many commits
         self._num_commits = 0
@@ -68,7 +69,7 @@ class Entries:
             case Met():
                 self._met |= {(sender, peer) for peer in message.peers}
             case Leave():
-                self._learners.discard(sender)
+                self._leaving.add(sender)
                 if self._awaited is not None:
                     self._awaited[0].discard(sender.peer_id)  # it serves the state, and is no member
             case _:
@@ -91,7 +92,7 @@ class Entries:
     def _demand_calls(self, to: PeerRef, named: set[PeerRef], connected: Collection[PeerRef]) -> None:
         """Who is asked to meet others also calls those again that have not met it, though it has met them."""
         others = self._learners if to in self._members else self._members
-        for other in others.intersection(connected) - {to} - named:
+        for other in others.intersection(connected) - {to} - named - self._leaving:
             is_one_sided = (to, other) in self._met and (other, to) not in self._met
             is_known = frozenset((to, other)) in self._together
             demand(not is_one_sided or is_known, "I5", "{} is not asked to meet {} again", to, other)
