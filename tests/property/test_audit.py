@@ -418,7 +418,7 @@ def test_what_a_snapshot_stands_for_is_enough_to_judge_all_that_comes_after_it(
 
 
 @given(case=mutants(), place=st.integers(0, 10**6), other=st.integers(0, 10**6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_snapshot_that_says_something_else_than_the_records_before_it_is_found(
     case: tuple[list[Record], list[Record]], place: int, other: int
 ) -> None:

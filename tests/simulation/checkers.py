@@ -40,6 +40,7 @@ from tests.simulation.entries import Entries
 from tests.simulation.history import Admissions, History, SharedState
 from tests.simulation.leavers import Leavers
 from tests.simulation.lies import Lies
+from tests.simulation.options import PATIENT_S
 from tests.simulation.patience import Patience
 from tests.simulation.rebuilds import Certificates
 from tests.simulation.symbols import Payload, Result, State, name
@@ -353,9 +354,10 @@ class Checkers:
 
         sim, deadline = self._sim, self._sim.world.now + LIVENESS_S
         if not sim.world.run_until(deadline, stop=has_come_to_an_end):
-            # Who was awaited in vain stays out for a while; the others have to go on meanwhile.
+            # Who was awaited in vain stays out for a while, and where patience with who stands still is long, each wait
+            # for it takes its time (seed 60465); the others have to go on meanwhile.
             while (
-                self._pauses()
+                (self._pauses() or sim.options.stall_floor_s > PATIENT_S)
                 and len(self.history.commits) > first + NUM_LIVE_COMMITS
                 and sim.world.now < deadline + PAUSE_S
             ):

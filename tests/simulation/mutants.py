@@ -43,7 +43,6 @@ from tests.simulation.broken_rounds import (
     VotesWithoutDigest,
     WaitsForTheFirstVote,
     WaitsForTheVoteless,
-    WaitsLongerAndLonger,
 )
 from tests.simulation.broken_runs import (
     AnswersNoStranger,
@@ -174,10 +173,6 @@ MUTANTS: dict[str, Mutant] = {
     "voteless_awaited": Mutant(
         what="a member that never votes is awaited as long as its heart beats",
         parts=Parts(coordinator=WaitsForTheVoteless),
-    ),
-    "voteless_teaches_patience": Mutant(
-        what="the time that one vote was awaited in vain counts as the time that exchanges take",
-        parts=Parts(coordinator=WaitsLongerAndLonger),
     ),
     "few_votes_never_enough": Mutant(
         what="where most do not vote, or the only member, nobody is ever given up",

@@ -171,9 +171,9 @@ class Simulator:
                 self.peers[ghost.peer_id].start()
         for node in self.peers.values():
             node.resume(now=True)
-            # Whoever stands still or stays silent costs the others a deadline each time it is a member again.
-            if node.hung and (rng.random() < 0.5 or self.options.stall_floor_s > PATIENT_S):
+            if node.hung and rng.random() < 0.5:
                 node.hang(False)
+            # Whoever stays silent costs the others a deadline each time it is a member again.
             if not node.votes and (rng.random() < 0.5 or self.options.stall_floor_s > PATIENT_S):
                 node.hang_absorb(False)
             node.next_undialled_by = frozenset()

@@ -11,6 +11,7 @@ from elastic.core.coordinator import CoordinatorMachine
 from elastic.core.pauses import Pauses
 from elastic.core.run_state import RunState
 from tests.simulation.broken_members import CountsBytesAsWork
+from tests.simulation.broken_rounds import WaitsLongerAndLonger
 from tests.simulation.parts import Parts
 from tests.simulation.peer import PeerNode
 from tests.simulation.stage import Stage
@@ -96,3 +97,28 @@ def test_a_vote_that_never_comes_takes_a_tenth_of_the_others_time_at_most() -> N
     healthy = _commits(3, _healthy)
     assert _commits(4, _never_vote) >= 0.9 * healthy
     assert _commits(4, _never_vote, Parts(coordinator=WithoutLongPauses)) < 0.9 * healthy
+
+
+def _awaited_after_a_hang_of_all_s(parts: Parts | None = None) -> float:
+    """All outer steps hang once and come back. For so long the next member that hangs is awaited then [s]."""
+    stage = Stage(4, stall_floor_s=8.0, parts=parts)
+    stage.start()
+    stage.until_active(*range(4))
+    stage.until_committed(5)
+    for node in stage.peers:
+        node.hang_absorb(True)
+    stage.run(20.0)
+    for node in stage.peers:
+        node.hang_absorb(False)
+    stage.until_active(*range(4))
+    stage.until_committed(3)
+    node, began = stage.peers[-1], stage.sim.world.now
+    node.hang_absorb(True)
+    while node.ref in {member.ref for member in stage.sim.checkers.history.members()}:
+        stage.run(LOOK_S)
+    return stage.sim.world.now - began
+
+
+def test_a_hang_that_is_over_does_not_make_the_next_silent_member_awaited_longer() -> None:
+    assert _awaited_after_a_hang_of_all_s() < 15.0
+    assert _awaited_after_a_hang_of_all_s(Parts(coordinator=WaitsLongerAndLonger)) > 30.0
