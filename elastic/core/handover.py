@@ -8,7 +8,7 @@ Rules:
 * It goes when another one holds the state, when nobody else is in the run, or when those that it waits for have got no
   further for `handover_timeout_s`. Who was told to join afresh, or may be on its way to a restarted coordinator, is
   still in the run for as long as that takes.
-* `Leave(now=True)` asks for nothing. The Goodbye says whether anybody else holds the state.
+* `Leave(now=True)` asks for nothing. The Goodbye says whether anybody who stays holds the state.
 
 Knows sessions, not connections; how views change is the roster's business.
 """

@@ -41,7 +41,10 @@ class Pauses:
         self._pauses: dict[PeerId, _Pause] = {}
 
     def missed(self, ref: PeerRef, outer_step: OuterStep, now: Instant, *, waited_s: float = 0.0) -> float:
-        """The others waited for it in vain, from this committed step on, for so long if that was longer than a round.
+        """The others waited for it in vain, for a round that starts from this committed step.
+
+        Args:
+            waited_s: for how long, where that may be many rounds; 0: about a round at most.
 
         Returns:
             After how many seconds, at the least, it may be a member again.

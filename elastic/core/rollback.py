@@ -100,12 +100,12 @@ class Rollback:
         return sum(not is_back for is_back in (*named, *map(self._is_here, self._others(certificate))))
 
     def _others(self, certificate: Certificate) -> list[PeerRef]:
-        """Learners and the like that were seen to hold the committed state."""
+        """Peers that were seen to hold the committed state, beside the members of its commit."""
         members = {item.peer_id for item in certificate.contributors}
         return [ref for ref in self._roster.bearers() if ref.peer_id not in members]
 
     def _is_here(self, ref: PeerRef) -> bool:
-        """And nobody who is here holds the state."""
+        """Whether this peer is back. Asked only where nobody who is back holds the state."""
         session = self._roster.sessions.get(ref.peer_id)
         return session is not None and not session.disconnected and session.synced is not None
 

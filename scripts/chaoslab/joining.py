@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong while somebody joins: its donor is killed or leaves, or itself, nobody can dial it, or it is a copy.
+"""What goes wrong while a peer joins: it or its donor is killed, its donor leaves, nobody can dial it, or it is a copy.
 
 Rules: see hand.py. `faults.py` has the list.
 """
