@@ -167,9 +167,13 @@ class Keeper:
         """Serve one peer until its end."""
         here = self._decoder.decode(await reader.readline())
         assert isinstance(here, Here)
+        arrival = self._arrivals.pop((here.number, here.incarnation))
+        if arrival.done():  # nobody waits for this start any more
+            writer.close()
+            return
         site = Site(here.number, here.incarnation, here.pid, here.address, writer)
         self.sites[site.number] = site
-        self._arrivals.pop((site.number, site.incarnation)).set_result(site)
+        arrival.set_result(site)
         with contextlib.suppress(ConnectionError):
             while received := await reader.readline():
                 self._hear(site, self._decoder.decode(received))

@@ -32,6 +32,7 @@ from scripts.wanlink.wan import ROOT, Wan
 TIMEOUT_S = 30.0
 PIECE_NBYTES = 1 << 18
 DATAGRAM_NBYTES = 64
+_RETURN_S = 4.0  # far beyond any path: on a busy machine a datagram is late before it is lost
 _NUMBER = struct.Struct("!Id")
 _SO_RCVBUFFORCE = 33  # asm-generic/socket.h; needs root
 
@@ -51,7 +52,7 @@ def rtt(address: str, port: str, count: str, interval_ms: str) -> None:
     """Print the round trips, in ms, of the datagrams that came back; one is under way at a time."""
     trips = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
-        client.settimeout(1.0)
+        client.settimeout(_RETURN_S)
         client.connect((address, int(port)))
         for number in range(int(count)):
             client.send(_NUMBER.pack(number, time.monotonic()))
