@@ -62,6 +62,10 @@ class Reception:
     def _leave(self, sender: PeerRef, leave: Leave) -> None:
         """Somebody without a session wants to go. It may be the only one that holds the committed state."""
         roster, held, committed = self._roster, leave.held, self._roster.state.committed
+        before = roster.sessions.get(sender.peer_id)
+        if before is not None and before.ref.incarnation < sender.incarnation:
+            # That start has ended. As the one who still holds the state it let this one take it along (seed 49817).
+            roster.drop({before.ref: "started again"})
         departure = roster.state.departed.get(sender.peer_id)
         is_newest = departure is None or departure.incarnation <= sender.incarnation
         may_stay = not leave.now and not roster.over and is_newest and sender.peer_id not in roster.sessions

@@ -2,7 +2,15 @@
 """The last holder of the committed state leaves in order: it stays until somebody else holds it."""
 
 from collective.core.types import Epoch, OuterStep
-from elastic.core.events import BecomeLearner, Disconnected, Finish, LeaveRequested, PeerConnectionLost, Tick
+from elastic.core.events import (
+    BecomeLearner,
+    Disconnected,
+    Finish,
+    LeaveRequested,
+    PeerConnectionLost,
+    SendToPeer,
+    Tick,
+)
 from elastic.core.messages import Commit, Goodbye, Heartbeat, Leave, Synced, Welcome
 from tests.unit.elastic.machines import CoordinatorDriver, MemberDriver, certificate, held, ref, view
 
@@ -113,6 +121,18 @@ def test_a_restarted_coordinator_asks_the_leaver_that_it_does_not_know_to_stay()
     assert [item.ref for item in driver.told(2, Welcome).donors] == [ref(1)]
     driver.wait(3.0)
     assert goodbye(driver, 1) is None
+
+
+def test_the_start_before_does_not_hold_the_state_for_the_one_that_leaves() -> None:
+    """It crashed, nobody has noticed, and its next start wants to go at once (seed 49817)."""
+    driver = CoordinatorDriver(handover_timeout_s=TIMEOUT_S).with_members(1)
+    driver.join(2)
+    again = ref(1, incarnation=2)
+    driver.says(again, Leave(held=driver.machine.state.committed, address="host1:1"))
+    assert driver.member_numbers() == []
+    told = [effect.message for effect in driver.effects if isinstance(effect, SendToPeer) and effect.to == again]
+    assert any(isinstance(item, Welcome) for item in told), "it stays until the learner holds the state"
+    assert not any(isinstance(item, Goodbye) for item in told)
 
 
 def test_a_leave_from_before_the_last_commit_does_not_say_that_the_state_is_older() -> None:
