@@ -61,13 +61,18 @@ class StreamBroken(ConnectionLost):
 
 
 class PeerUnreachable(CollectiveError):
-    """Nobody answered at this address in time. `is_nowhere`: there is no such address, and trying again is in vain."""
+    """Nobody answered at this address in time.
 
-    def __init__(self, address: str, cause: str, *, is_nowhere: bool = False) -> None:
+    `is_nowhere`: there is no such address, and trying again is in vain. `is_refused`: the host is up and says that
+    nobody listens there, by each of its candidates.
+    """
+
+    def __init__(self, address: str, cause: str, *, is_nowhere: bool = False, is_refused: bool = False) -> None:
         super().__init__(f"{address} cannot be reached: {cause}")
         self.address = address
         self.cause = cause
         self.is_nowhere = is_nowhere
+        self.is_refused = is_refused
 
 
 class DeadlineExceeded(CollectiveError):

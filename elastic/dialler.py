@@ -9,12 +9,12 @@ that refuses is no refusal while another may still answer. Nothing here knows wh
 
 import asyncio
 import random
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from collective.core.types import Instant
 from collective.errors import CollectiveError, HandshakeRefused
 from collective.transport import Channel, Purpose
+from collective.transport.racing import race
 
 Dial = Callable[[str, Purpose], Awaitable[Channel]]
 """Opens a connection to an address for a purpose, within its own deadline. Raises CollectiveError."""
@@ -24,8 +24,6 @@ LATER_CODE = 4
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 """A coordinator that is back is found within this; it waits longer than that for its members."""
-
-
 _HEAD_START_S = 0.5
 """Of each address over the next. Over the longest path a handshake with TLS takes about as long."""
 
@@ -76,7 +74,13 @@ class Dialler:
             await asyncio.sleep(self._pause_s * self._rng.uniform(0.5, 1.0))
             self._pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
             causes: dict[str, CollectiveError] = {}
-            answer = await self._first_answer(causes)
+            answer = await race(
+                self._addresses,
+                lambda address: self._dial(address, Purpose.CONTROL),
+                head_start_s=_HEAD_START_S,  # every dial has a deadline of its own
+                let_go=lambda channel: channel.close(),
+                causes=causes,
+            )
             if answer is not None:
                 self._addresses.remove(answer[0])
                 self._addresses.insert(0, answer[0])
@@ -88,39 +92,3 @@ class Dialler:
             waited_s = self._clock() - began
             if timeout_s is not None and waited_s >= timeout_s:
                 raise NobodyAnswers(waited_s, {address: str(cause) for address, cause in causes.items()})
-
-    async def _first_answer(self, causes: dict[str, CollectiveError]) -> tuple[str, Channel] | None:
-        """Dial every address; the first connection counts. `causes` is filled with what happened elsewhere."""
-        rest = deque(self._addresses)
-        dials: dict[asyncio.Task[Channel | CollectiveError], str] = {}
-        async with asyncio.TaskGroup() as tasks:
-            try:
-                while rest or dials:
-                    if rest:
-                        address = rest.popleft()
-                        dials[tasks.create_task(self._outcome(address))] = address
-                    head_start_s = _HEAD_START_S if rest else None  # every dial has a deadline of its own
-                    done, _ = await asyncio.wait(dials, timeout=head_start_s, return_when=asyncio.FIRST_COMPLETED)
-                    for dial in done:
-                        address, outcome = dials.pop(dial), dial.result()
-                        if not isinstance(outcome, CollectiveError):
-                            return address, outcome
-                        causes[address] = outcome
-                return None
-            finally:
-                for dial in dials:
-                    dial.cancel()
-                    if dial.done() and not dial.cancelled() and dial.exception() is None:
-                        _let_go(dial.result())
-
-    async def _outcome(self, address: str) -> Channel | CollectiveError:
-        try:
-            return await self._dial(address, Purpose.CONTROL)
-        except CollectiveError as error:
-            return error
-
-
-def _let_go(outcome: Channel | CollectiveError) -> None:
-    """Two have answered in the same instant, and one was faster."""
-    if not isinstance(outcome, CollectiveError):
-        outcome.close()

@@ -100,10 +100,11 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted", forbid_unknown_fields=True):
-    """The answer to a stranger that is let in."""
+    """The answer to a stranger that is let in. `seen_from` is the host that it came from."""
 
     terms: RunTerms
     certificate: _Certificate
+    seen_from: Annotated[str, Meta(max_length=64)]
 
 
 class NotAdmitted(msgspec.Struct, frozen=True, tag="not admitted", forbid_unknown_fields=True):
@@ -196,7 +197,7 @@ class Gatekeeper:
         else:
             number = max(round(self._now_s() * 1000), self._doors().void_up_to(peer_id) + 1)
             certificate = self._authority.issue(Ed25519PublicKey.from_public_bytes(request.public_key), number)
-            answer = Admitted(self._terms, certificate_to_bytes(certificate))
+            answer = Admitted(self._terms, certificate_to_bytes(certificate), channel.host)
             log.info("admitted peer_id=%s by=%s", peer_id, "certificate" if claims is None else claims.ticket_id.hex())
         await channel.send(FrameType.CONTROL, msgspec.msgpack.encode(answer), timeout_s=_TIMEOUT_S)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from collective.core.address import candidates_of
 from trainer.cli_config import AsJson, ConfigFiles, Dir, resolve
 from trainer.cli_support import RUNS_FOLDER, choose_folder, configure_logging, is_loopback
 from trainer.errors import ConfigError, EnvironmentFault, ExitCode, NothingRuns
@@ -24,10 +25,15 @@ log = logging.getLogger(__name__)
 LocalWorkers = Annotated[int | None, typer.Option(help="Worker processes, one a GPU.", show_default=False)]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", show_default=False)]
 Listen = Annotated[
-    str | None, typer.Option(help="host:port to listen on. Default: a free port of this machine.", show_default=False)
+    str | None,
+    typer.Option(
+        help="host:port to listen on; 127.0.0.1:0 keeps the peer at home. Default: a free port, on every interface.",
+        show_default=False,
+    ),
 ]
 Advertise = Annotated[
-    str | None, typer.Option(help="host:port where others reach this peer, if not --listen.", show_default=False)
+    str | None,
+    typer.Option(help="host:port where others reach this peer too (a forwarded port, a name).", show_default=False),
 ]
 Name = Annotated[str | None, typer.Option(help="Name of the run.", show_default=False)]
 Data = Annotated[Path | None, typer.Option(help="Text to train on. Default: Python's own sources.", show_default=False)]
@@ -116,7 +122,6 @@ def up(
         | _net_flags(tls, streams, insecure=insecure),
     )
     _require_secure(resolved, insecure=insecure)
-    _require_reachable(resolved)
     configure_logging(verbose=verbose)
     _warn_of_insecurity(resolved, insecure=insecure)
     options = PeerOptions(
@@ -174,7 +179,6 @@ def join(
     else:
         run_dir, addresses = _run_dir(resolved, decoded.run_id), decoded.addresses
     _require_secure(resolved, insecure=insecure, dialled=addresses)
-    _require_reachable(resolved)
     configure_logging(verbose=verbose)
     _warn_of_insecurity(resolved, insecure=insecure)
     if decoded is not None:
@@ -218,7 +222,6 @@ def coordinator(
         | _net_flags(tls, streams, insecure=insecure),
     )
     _require_secure(resolved, insecure=insecure)
-    _require_reachable(resolved)
     configure_logging(verbose=verbose)
     _warn_of_insecurity(resolved, insecure=insecure)
     role: Founding | StandingBy = Founding(
@@ -383,7 +386,7 @@ def _standby_ticket(given: str, resolved: "ResolvedConfig") -> "Ticket":
             origin=resolved.origins["coordinator.store"],
         )
     address = config.node.advertise or config.node.listen
-    if address not in ticket.addresses:
+    if not any(address in candidates_of(known) for known in ticket.addresses):
         raise ConfigError(
             f"peers look for coordinators at {', '.join(ticket.addresses)}, and not at {address}",
             cure="say one of these with --listen or --advertise, or found the run with more coordinator.addresses",
@@ -391,18 +394,6 @@ def _standby_ticket(given: str, resolved: "ResolvedConfig") -> "Ticket":
             origin=resolved.origins["node.listen"],
         )
     return ticket
-
-
-def _require_reachable(resolved: "ResolvedConfig") -> None:
-    node = resolved.config.node
-    host = node.listen.rpartition(":")[0]
-    if host in ("0.0.0.0", "[::]") and node.advertise is None:
-        raise ConfigError(
-            f"node.listen {node.listen} means every address of this machine, and others cannot dial that",
-            cure="say which one they shall dial with --advertise HOST:PORT",
-            key="node.advertise",
-            origin=resolved.origins["node.listen"],
-        )
 
 
 def _require_secure(resolved: "ResolvedConfig", *, insecure: bool, dialled: Sequence[str] = ()) -> None:
@@ -418,7 +409,7 @@ def _require_secure(resolved: "ResolvedConfig", *, insecure: bool, dialled: Sequ
             )
         return
     named = [("node.listen", config.node.listen), ("node.advertise", config.node.advertise)]
-    named += [("the ticket's address", address) for address in dialled]
+    named += [("the ticket's address", one) for address in dialled for one in candidates_of(address)]
     for name, address in named:
         if address is not None and not is_loopback(address) and not insecure:
             raise ConfigError(

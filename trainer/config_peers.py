@@ -139,9 +139,10 @@ class NodeSection(Section):
     """CPU threads of one worker; 0: as many as there are cores for it."""
     hang_timeout_s: Annotated[Seconds, Field(gt=0, le=86400)] = 60.0
     """A worker that gives no answer for so long, and for ten times as long as that took before, is replaced."""
-    listen: Address = "127.0.0.1:0"
-    advertise: Maybe[Address] = None
-    """Where other peers reach this one, if that is not `listen`."""
+    listen: Address = "*:0"
+    """`host:port`; host "*" is every interface of this machine, "127.0.0.1" keeps the peer at home."""
+    advertise: Maybe[FixedAddress] = None
+    """Where others reach this peer, beside the machine's own addresses if it listens on every interface."""
     max_upload_bytes_per_s: Maybe[Rate] = None
     """What exchanges and state for joiners may send together; none: no bound."""
     max_download_bytes_per_s: Maybe[Rate] = None

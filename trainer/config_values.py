@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from collective.core.address import is_wildcard, split_address
 from trainer.quantities import BytesPerSecond
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
@@ -20,7 +21,7 @@ _UNIT_SUFFIXES = ("_nbytes", "_bytes_per_s", "_s")
 _LEAST_RATE = 16_000.0
 """Bytes a second. Under less the others would take a peer for one that stands still."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
-_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]+):(\d{1,5})")
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]+|\*):(\d{1,5})")
 
 
 def _toml_key(field: str) -> str:
@@ -42,8 +43,15 @@ def _address(value: str) -> str:
     return value
 
 
+def _dialled(value: str) -> str:
+    """An address that others can dial, though its port may not be known yet."""
+    if is_wildcard(split_address(_address(value))[0]):
+        raise ValueError("expected an address that others can dial, not every interface of a machine")
+    return value
+
+
 def _fixed_address(value: str) -> str:
-    if _address(value).endswith(":0"):
+    if _dialled(value).endswith(":0"):
         raise ValueError("expected a port that others can know, not 0")
     return value
 

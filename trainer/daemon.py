@@ -21,6 +21,7 @@ import msgspec
 import torch
 
 from collective import AddressInUse
+from collective.core.address import candidates_of, is_wildcard, join_address, split_address
 from collective.transport import Channel, Hello, Listener, Purpose
 from elastic.coordinator import CoordinatorShell
 from elastic.core.config import REBUILD_SALTS, RebuildRule
@@ -46,6 +47,7 @@ from trainer.options import CoordinatorOptions, Founding, Joining, PeerOptions, 
 from trainer.peer import Peer, PeerPlan
 from trainer.preparation import Start, prepare, wall_s
 from trainer.progress import open_progress
+from trainer.reach import reachable_at
 from trainer.scoreboard import Scoreboard
 from trainer.status import Status
 from trainer.ticket import encode_ticket
@@ -151,7 +153,7 @@ class _Process:
         listener = self._listener()
         with _address_errors():
             listener.bind()
-        address = start.config.node.advertise or listener.address
+        address = reachable_at(listener.address, advertise=start.config.node.advertise, seen_from=start.seen_from)
         coordinators = start.coordinators or self._coordinators(address)
         self._board.coordinator = coordinators[0]
         coordination = self._coordination(chronicle)
@@ -176,7 +178,7 @@ class _Process:
                         self._peer = self._make_peer(chronicle, address, coordinators)
                     with _address_errors():
                         await listener.start()
-                    self._announce(chronicle, listener.address)
+                    self._announce(chronicle, listener.address, address)
                     return await self._take_part()
                 finally:
                     for task in helpers:
@@ -188,7 +190,8 @@ class _Process:
 
     def _coordinators(self, address: str) -> tuple[str, ...]:
         """Where the run's coordinators listen, this one first."""
-        others = (other for other in self._start.config.coordinator.addresses if other != address)
+        own = candidates_of(address)
+        others = (other for other in self._start.config.coordinator.addresses if other not in own)
         return (address, *others)
 
     def _coordination(self, chronicle: Chronicle) -> Coordination | None:
@@ -263,11 +266,10 @@ class _Process:
         )
         return Peer(plan, chronicle)
 
-    def _announce(self, chronicle: Chronicle, listening: str) -> None:
+    def _announce(self, chronicle: Chronicle, listening: str, address: str) -> None:
         start, inner = self._start, self._start.config.inner
         corpus, seq_len = start.corpus, start.config.model.decoder_config().max_seq_len
         num_samples = None if corpus is None else samples_per_data_epoch(len(corpus.train), seq_len)
-        address = start.config.node.advertise or listening
         chronicle.started(
             run_id=start.terms.run_id,
             address=address,
@@ -275,8 +277,10 @@ class _Process:
             tokens_per_inner_step=inner.batch_size * seq_len,
             samples_per_data_epoch=num_samples,
         )
+        is_open = is_wildcard(split_address(listening)[0])
         log.info(
-            "listening address=%s run_id=%s tls=%s text=%r",
+            "listening on=%r address=%s run_id=%s tls=%s text=%r",
+            "every interface" if is_open else listening,
             address,
             start.terms.run_id,
             start.security.mode,
@@ -360,10 +364,10 @@ class _Process:
         return listener
 
     def _address(self) -> str:
-        """The address of the last start, where the others look for the coordinator, unless told otherwise."""
+        """With the port of the last start, where the others look for the coordinator, unless told otherwise."""
         listen, founded = self._start.config.node.listen, self._start.founded
         if founded is not None and founded.address is not None and listen.endswith(":0"):
-            return founded.address
+            return join_address(split_address(listen)[0], split_address(founded.address)[1])
         return listen
 
     async def _coordinate(self, channel: Channel) -> None:

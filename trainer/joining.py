@@ -33,10 +33,11 @@ within ten."""
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a joiner has learnt: the run's terms, and its own certificate."""
+    """What a joiner has learnt: the run's terms, its own certificate, and the host that it was seen to come from."""
 
     terms: RunTerms
     certificate: x509.Certificate
+    seen_from: str
 
 
 def stranger_security(ticket: Ticket, tls: str) -> TicketSecurity | None:
@@ -145,4 +146,4 @@ async def _ask_one(address: str, hello: Hello, security: TicketSecurity | None) 
         raise Refused("the coordinator's answer cannot be read", cure="run the same version of isthmus") from error
     finally:
         channel.close()
-    return Admission(answer.terms, certificate)
+    return Admission(answer.terms, certificate, answer.seen_from)

@@ -57,6 +57,8 @@ class Start:
     security: Security
     coordinators: tuple[str, ...]
     founded: Founded | None
+    seen_from: str | None
+    """The host that the coordinator saw us come from."""
 
 
 async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder) -> Start:
@@ -89,7 +91,17 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
             security = _members_security(me, admission, config)
             folder.keep_certificate(admission.certificate)
             remember_membership(folder, terms, coordinators)
-            return _start(options, folder, me.ref, config, terms, corpus, security, coordinators=coordinators)
+            return _start(
+                options,
+                folder,
+                me.ref,
+                config,
+                terms,
+                corpus,
+                security,
+                coordinators=coordinators,
+                seen_from=admission.seen_from or None,
+            )
         case StandingBy(ticket=ticket):
             # Whoever has the secret may ask at any time.
             token = issue_token(ticket.secret, ticket.run_id, round(wall_s()) + _STANDBY_TOKEN_S)
@@ -122,6 +134,7 @@ def _start(
     *,
     founded: Founded | None = None,
     coordinators: tuple[str, ...] = (),
+    seen_from: str | None = None,
 ) -> Start:
     return Start(
         options=options,
@@ -133,6 +146,7 @@ def _start(
         security=security,
         coordinators=coordinators,
         founded=founded,
+        seen_from=seen_from,
     )
 
 

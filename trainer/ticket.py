@@ -40,6 +40,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from collective.core.address import MAX_LENGTH
 from trainer.errors import ConfigError, Refused
 
 PREFIX = "isthmus"
@@ -91,7 +92,7 @@ class Ticket:
     """What a joiner needs to know.
 
     Attributes:
-        addresses: `host:port` of the coordinator, the likeliest first.
+        addresses: of the run's coordinators, the likeliest first; each with its candidates.
         run_id: which run.
         fingerprint: `FINGERPRINT_NBYTES` bytes by which the run's peers are known (`Security.server_fingerprint`);
             empty if the run's connections are not encrypted.
@@ -129,7 +130,7 @@ class Claims:
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    addresses: Annotated[tuple[Annotated[str, Meta(min_length=3, max_length=256)], ...], Meta(min_length=1)]
+    addresses: Annotated[tuple[Annotated[str, Meta(min_length=3, max_length=MAX_LENGTH)], ...], Meta(min_length=1)]
     run_id: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}\Z")]
     fingerprint: Annotated[bytes, Meta(max_length=FINGERPRINT_NBYTES)]
     token: Annotated[bytes, Meta(min_length=TOKEN_NBYTES, max_length=TOKEN_NBYTES)]

@@ -35,7 +35,7 @@ class PeerRef(msgspec.Struct, frozen=True, order=True, cache_hash=True, forbid_u
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A peer with its place in a view. `address` is `host:port`, where others reach it."""
+    """A peer with its place in a view. `address` is where others reach it (core/address.py)."""
 
     peer_id: PeerId
     incarnation: Incarnation

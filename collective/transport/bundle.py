@@ -10,6 +10,7 @@ background. Frames that were on a broken stream may be lost: with the next strea
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections import deque
@@ -19,6 +20,7 @@ from typing import Protocol
 from collective.core.types import PeerId, PeerRef
 from collective.errors import CollectiveError, ConnectionLost
 from collective.transport.hello import MAX_STREAMS, Hello
+from collective.transport.interfaces import plain_host
 from collective.transport.link import Caps, Link, Outgoing, Sink
 from collective.transport.pacing import FADING, RAISE, is_used, streams_needed
 from collective.transport.redial import Redial
@@ -114,6 +116,8 @@ class Bundle:
         """Whether a stream ever broke: what was on it may be lost."""
         self.was_connected = False
         """Whether any stream was ever up."""
+        self.host = ""
+        """Where its newest stream comes from or leads to; empty before the first."""
         self.round_trip_s = 0.0
         self.notices: deque[Outgoing] = deque()
         self.results: deque[Outgoing] = deque()
@@ -154,6 +158,11 @@ class Bundle:
     def is_refused(self) -> bool:
         """Whether the peer's host says that nobody listens there."""
         return self._redial.is_refused
+
+    @property
+    def path(self) -> str | None:
+        """The candidate that led there when we dialled last; None if we have not."""
+        return self._redial.path
 
     @property
     def cause(self) -> str:
@@ -280,6 +289,8 @@ class Bundle:
             self._links[stream].close(ConnectionLost("replaced by a newer connection"))
         link = link_over(sock, stream=stream, limits=self._limits, caps=self._caps, owner=self)
         self._links[stream] = link
+        with contextlib.suppress(OSError):  # it is broken already
+            self.host = plain_host(str(sock.getpeername()[0]))
         known_s = [seconds for seconds in (self.round_trip_s, round_trip_s(sock)) if seconds > 0.0]
         self.round_trip_s = min(known_s, default=0.0)
         self._control = congestion_control_of(sock)

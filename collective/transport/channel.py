@@ -17,6 +17,7 @@ from collective.core.types import PeerId
 from collective.errors import ConnectionLost, DeadlineExceeded, RemoteProtocolError
 from collective.transport.dialling import open_connection
 from collective.transport.hello import Hello, Purpose
+from collective.transport.interfaces import plain_host
 from collective.transport.security import DialSecurity
 from collective.transport.sockets import SocketOptions, lost
 from collective.wire import ON_CONTROL, ON_STATE, FrameReader, FrameType, Header, pack
@@ -121,6 +122,14 @@ class Channel:
         if self._num_users == 0:
             self._sock.close()
 
+    @property
+    def host(self) -> str:
+        """Where the other side is, as this side sees it; empty if the connection is gone."""
+        try:
+            return plain_host(str(self._sock.getpeername()[0]))
+        except OSError:
+            return ""
+
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
         """Keep the descriptor open while the loop waits on it: closing it under the loop would wait for ever."""
@@ -167,7 +176,7 @@ async def connect(
         SecurityRefused: it is somebody else, or one side does not take the other's certificate.
         ConnectionLost, DeadlineExceeded, RemoteProtocolError: the handshake broke off.
     """
-    sock, reply = await open_connection(
+    sock, reply, _ = await open_connection(
         address, hello, timeout_s=timeout_s, options=options, security=security, expect=expect
     )
     answered = Hello(

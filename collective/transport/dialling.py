@@ -1,24 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dialler's whole way: TCP, encryption where it is wanted or else a proof of who we are, hello.
 
-Control, state and bulk connections all go it.
+Control, state and bulk connections all go it. An address may have several candidates. They are tried side by side, and
+the first one where the expected peer proves to be there counts: another machine may have the same private address.
 
 Rules: one deadline for everything. Nothing is left open after an error. Does not know what the connection is for.
 """
 
 import asyncio
+import ipaddress
 import socket
+from typing import NamedTuple
 
 import msgspec
 
+from collective.core.address import MAX_CANDIDATES, candidates_of, join_address, split_address
 from collective.core.types import PeerId
-from collective.errors import ConnectionLost, PeerUnreachable, SecurityRefused
+from collective.errors import CollectiveError, ConnectionLost, HandshakeRefused, PeerUnreachable, SecurityRefused
 from collective.transport.hello import Hello, HelloReply, Purpose, introduce
+from collective.transport.interfaces import is_loopback, own_interfaces, sort_candidates
+from collective.transport.racing import race
 from collective.transport.security import DialSecurity, name_mismatch
 from collective.transport.shared_memory import make_offering
 from collective.transport.shared_socket import SharedSocket
-from collective.transport.sockets import EncryptionFailed, SocketOptions, dial, is_loopback, lost
+from collective.transport.sockets import EncryptionFailed, SocketOptions, dial, lost
 from collective.transport.tls import TlsSocket
+
+
+_HEAD_START_S = 0.25
+"""Of each candidate over the next, as RFC 8305 advises."""
+
+
+class Opened(NamedTuple):
+    """A connection after its handshake. `address` is the candidate that led there.
+
+    An encrypted socket, or one that shares memory, may hold bytes that epoll does not tell of: see `TlsSocket.pending`.
+    """
+
+    sock: socket.socket
+    reply: HelloReply
+    address: str
 
 
 async def open_connection(
@@ -29,27 +50,121 @@ async def open_connection(
     options: SocketOptions | None = None,
     security: DialSecurity | None = None,
     expect: PeerId | None = None,
-) -> tuple[socket.socket, HelloReply]:
+) -> Opened:
     """Dial, encrypt if `security` wants that for the address found, introduce ourselves.
 
     Args:
-        address: host:port.
+        address: host:port, or several candidates.
         hello: what to say.
         timeout_s: for all of it.
         options: of the socket.
         security: None never encrypts and proves nothing.
         expect: who must answer; None for anybody.
 
-    Returns:
-        The socket and what the other side said. An encrypted socket, or one that shares memory, may hold bytes that
-        epoll does not tell of: see `TlsSocket.pending`.
-
     Raises:
-        PeerUnreachable: nobody there, or not the expected peer.
+        PeerUnreachable: nobody there, or not the expected peer; names every candidate that was tried.
         HandshakeRefused: somebody is there and says no.
         SecurityRefused: it is somebody else, or one side does not take the other's certificate.
         ConnectionLost, DeadlineExceeded, RemoteProtocolError: the handshake broke off.
     """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    causes: dict[str, CollectiveError] = {}
+    candidates = await _candidates(address, causes, timeout_s=timeout_s)
+
+    async def attempt(candidate: str) -> Opened:
+        return await _open_one(
+            candidate, hello, timeout_s=deadline - loop.time(), options=options, security=security, expect=expect
+        )
+
+    opened = await race(
+        candidates, attempt, head_start_s=_HEAD_START_S, let_go=lambda late: late.sock.close(), causes=causes
+    )
+    if opened is None:
+        raise _failure(address, causes)
+    return opened[1]
+
+
+def _failure(address: str, causes: dict[str, CollectiveError]) -> CollectiveError:
+    """What to tell of several failures: who said no says most."""
+    errors = list(causes.values())
+    if len(errors) == 1:
+        return errors[0]
+    for kind in (HandshakeRefused, SecurityRefused):
+        for error in errors:
+            if isinstance(error, kind):
+                return error
+    told = ", ".join(f"{item}: {_cause_of(error)}" for item, error in causes.items())
+    unreachable = [error for error in errors if isinstance(error, PeerUnreachable)]
+    is_nowhere = len(unreachable) == len(errors) and all(error.is_nowhere for error in unreachable)
+    is_refused = len(unreachable) == len(errors) and all(error.is_refused for error in unreachable)
+    return PeerUnreachable(address, told, is_nowhere=is_nowhere, is_refused=is_refused)
+
+
+def _cause_of(error: CollectiveError) -> str:
+    return error.cause if isinstance(error, PeerUnreachable) else str(error)
+
+
+async def knock(address: str, options: SocketOptions, *, timeout_s: float) -> None:
+    """Connect to whichever candidate takes a connection, and hang up.
+
+    Raises:
+        PeerUnreachable: none does.
+    """
+    causes: dict[str, CollectiveError] = {}
+
+    async def attempt(candidate: str) -> socket.socket:
+        return await dial(candidate, options, timeout_s=timeout_s)
+
+    candidates = await _candidates(address, causes, timeout_s=timeout_s)
+    answered = await race(
+        candidates, attempt, head_start_s=_HEAD_START_S, let_go=lambda late: late.close(), causes=causes
+    )
+    if answered is None:
+        raise _failure(address, causes)
+    answered[1].close()
+
+
+async def _candidates(address: str, causes: dict[str, CollectiveError], *, timeout_s: float) -> list[str]:
+    """What to dial, in order, each once; names are replaced by all that they stand for. Fills `causes`."""
+    loop = asyncio.get_running_loop()
+    found: list[str] = []
+    given = candidates_of(address)
+    for candidate in given if len(given) == 1 else sort_candidates(given, own_interfaces()):
+        try:
+            host, port = split_address(candidate)
+            if _is_number(host):
+                found.append(candidate)
+                continue
+            async with asyncio.timeout(timeout_s):
+                entries = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            found += [join_address(str(entry[4][0]), port) for entry in entries]
+        except TimeoutError:
+            causes[candidate] = PeerUnreachable(candidate, f"its name is not known after {timeout_s:g} s")
+        except (ValueError, OSError) as error:
+            # A resolver that is away for now may know the name later.
+            is_nowhere = error.args[0] != socket.EAI_AGAIN
+            causes[candidate] = PeerUnreachable(candidate, str(error), is_nowhere=is_nowhere)
+    return list(dict.fromkeys(found))[: 2 * MAX_CANDIDATES]
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+async def _open_one(
+    address: str,
+    hello: Hello,
+    *,
+    timeout_s: float,
+    options: SocketOptions | None,
+    security: DialSecurity | None,
+    expect: PeerId | None,
+) -> Opened:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     options = options or SocketOptions()
@@ -75,7 +190,7 @@ async def open_connection(
     except BaseException:
         sock.close()
         raise
-    return sock, reply
+    return Opened(sock, reply, address)
 
 
 def _host_of(sock: socket.socket) -> str:

@@ -20,6 +20,7 @@ from functools import partial
 
 import msgspec
 
+from collective.core.address import EVERY_INTERFACE, join_address, split_address
 from collective.core.types import PeerId
 from collective.errors import (
     AddressInUse,
@@ -32,11 +33,12 @@ from collective.errors import (
 from collective.transport.accept_limit import AcceptLimiter, Attempt
 from collective.transport.channel import Channel
 from collective.transport.hello import REFUSED_EXIT_CODE, Hello, HelloReply, Purpose, read_hello, send_reply
+from collective.transport.interfaces import is_loopback, plain_host
 from collective.transport.refusal_log import RefusalLog
 from collective.transport.security import Security, name_mismatch
 from collective.transport.shared_memory import take_offer
 from collective.transport.shared_socket import SharedSocket
-from collective.transport.sockets import SocketOptions, bind, fit_to_path, is_loopback, join_address, lost, tune
+from collective.transport.sockets import SocketOptions, bind, fit_to_path, lost, tune
 from collective.transport.tls import TLS_HANDSHAKE_RECORD, TlsSocket
 from collective.wire import PROTOCOL_VERSION
 
@@ -63,7 +65,7 @@ class Listener:
     """The server side of all connections of one peer.
 
     Args:
-        address: host:port; port 0 takes any free one, `address` tells which after start().
+        address: host:port; port 0 takes any free one, `address` tells which after start(). Host "*" is every interface.
         accept: decides about a valid hello. Runs on the loop, must be quick.
         routes: who takes a CONTROL or STATE connection. Each runs as a task of the listener until it returns; the
             channel is closed then.
@@ -115,7 +117,8 @@ class Listener:
         """
         self._sock = bind(self.address, self._options)
         host, port, *_ = self._sock.getsockname()
-        self.address = join_address(host, port)
+        is_everywhere = split_address(self.address)[0] == EVERY_INTERFACE
+        self.address = join_address(EVERY_INTERFACE if is_everywhere else host, port)
 
     async def start(self) -> None:
         """Accept from now on. Raises as `bind`."""
@@ -184,7 +187,7 @@ class Listener:
                 self.counters["out of descriptors"] += 1
                 await asyncio.sleep(_RESOURCE_PAUSE_S)
                 continue
-            caller = self._admitted(sock, remote[0])
+            caller = self._admitted(sock, plain_host(remote[0]))
             if caller is None:
                 sock.close()
             else:

@@ -24,7 +24,8 @@ from collective.core.types import PeerId
 from collective.errors import SecurityRefused
 from collective.transport.certificates import certificate_from_bytes, certificate_to_bytes, key_in
 from collective.transport.hello import Hello, HelloReply
-from collective.transport.sockets import is_loopback, lost
+from collective.transport.interfaces import is_loopback
+from collective.transport.sockets import lost
 
 LOOPBACK_WINDOW_S = 60.0
 WINDOW_S = 600.0

@@ -9,12 +9,13 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from collective.core.address import candidates_of, split_address
 from collective.core.types import PeerRef
 from collective.errors import CollectiveError, PeerUnreachable
-from collective.transport.dialling import open_connection
+from collective.transport.dialling import knock, open_connection
 from collective.transport.hello import Hello
 from collective.transport.security import Security
-from collective.transport.sockets import SocketOptions, dial
+from collective.transport.sockets import SocketOptions
 
 if TYPE_CHECKING:
     from collective.transport.bundle import Bundle
@@ -48,6 +49,8 @@ class Redial:
         """Whether the peer's host says that nobody listens there."""
         self.cause = ""
         """Why the last attempt failed."""
+        self.path: str | None = None
+        """The candidate that led there last."""
         self._bundle = bundle
         self._hello = hello
         self._options = options
@@ -75,9 +78,10 @@ class Redial:
                         return
                     await self._dial_missing(bundle.address)
                 except PeerUnreachable as error:
-                    self.is_refused, self.cause = error.cause == "refused", error.cause
+                    self.is_refused, self.cause = error.is_refused, error.cause
                     if self.is_refused and bundle.was_connected:
                         return
+                    self.path = None
                     log.debug("dial_failed peer_id=%s cause=%s", bundle.peer_id, error.cause)
                 except CollectiveError as error:
                     self.cause = str(error)
@@ -89,8 +93,11 @@ class Redial:
             self._is_repairing = False
 
     async def _dial_missing(self, address: str) -> None:
+        if self.path not in candidates_of(address):
+            await self._dial(address, self._bundle.missing_streams[0])  # finds the way for the others
+        path = self.path or address
         async with asyncio.TaskGroup() as group:
-            dials = [group.create_task(self._try_dial(address, stream)) for stream in self._bundle.missing_streams]
+            dials = [group.create_task(self._try_dial(path, stream)) for stream in self._bundle.missing_streams]
         for finished in dials:
             error = finished.result()
             if error is not None:
@@ -106,7 +113,7 @@ class Redial:
 
     async def _dial(self, address: str, stream: int) -> None:
         bundle = self._bundle
-        sock, reply = await open_connection(
+        sock, reply, path = await open_connection(
             address,
             self._hello(bundle.peer, stream, bundle.num_streams),
             timeout_s=_DIAL_TIMEOUT_S,
@@ -120,10 +127,12 @@ class Redial:
         if bundle.closed:
             sock.close()
         else:
+            self.path = path
             bundle.attach(sock, stream)
 
     async def _look(self, address: str) -> None:
         """As the side that waits: find out at once if nobody listens there any more."""
-        sock = await dial(address, self._options, timeout_s=_DIAL_TIMEOUT_S)
-        sock.close()
+        host = self._bundle.host
+        known = [item for item in candidates_of(address) if split_address(item)[0] == host]
+        await knock(known[0] if known else address, self._options, timeout_s=_DIAL_TIMEOUT_S)
         self._has_looked = True

@@ -40,8 +40,8 @@ from collective.transport.certificates import (
     signer_of,
 )
 from collective.transport.hello import Hello, HelloReply
+from collective.transport.interfaces import is_loopback
 from collective.transport.proof import certificate_answered, certificate_shown, with_answer, with_proof
-from collective.transport.sockets import is_loopback
 from collective.transport.tls import Session, TlsSocket
 
 NO_CERTIFICATE = "no certificate"

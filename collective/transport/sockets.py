@@ -10,12 +10,12 @@ this system does not have are left out.
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import socket
 import struct
 import sys
 from dataclasses import dataclass
 
+from collective.core.address import EVERY_INTERFACE, split_address
 from collective.errors import AddressInUse, ConnectionLost, PeerUnreachable, StreamBroken
 from collective.transport.tcp_info import round_trip_s as round_trip_s
 from collective.transport.tcp_info import unacknowledged_nbytes as unacknowledged_nbytes
@@ -50,23 +50,6 @@ class SocketOptions:
     keepalive_probes: int = 4
     shares_memory: bool = True
     """Bulk bytes between processes of one machine go through memory of both, where a connection is not encrypted."""
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """`host:port`, with IPv6 hosts in brackets, as (host, port).
-
-    Raises:
-        ValueError: no such form.
-    """
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{address!r} is not host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def join_address(host: str, port: int) -> str:
-    """The inverse of split_address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class EncryptionFailed(OSError):
@@ -192,13 +175,29 @@ def bind(address: str, options: SocketOptions) -> socket.socket:
         ValueError: `address` is not host:port of this machine.
     """
     host, port = split_address(address)
+    if host == EVERY_INTERFACE:
+        return _bind_everywhere(port, options)
     try:
         (family, _, _, _, bind_to), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise ValueError(f"{address!r} is no address of this machine: {error.strerror}") from error
+    return _bound(family, bind_to, address, options)
+
+
+def _bind_everywhere(port: int, options: SocketOptions) -> socket.socket:
+    """One socket for IPv4 and IPv6, or for IPv4 where there is no other."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(ValueError):
+            return _bound(socket.AF_INET6, ("::", port), f"{EVERY_INTERFACE}:{port}", options)
+    return _bound(socket.AF_INET, ("0.0.0.0", port), f"{EVERY_INTERFACE}:{port}", options)  # noqa: S104 - that is asked
+
+
+def _bound(family: int, bind_to: tuple[object, ...], address: str, options: SocketOptions) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and bind_to[0] == "::":
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         tune(sock, options)
         sock.bind(bind_to)
     except OSError as error:
@@ -234,21 +233,10 @@ async def dial(address: str, options: SocketOptions, *, timeout_s: float) -> soc
             case TimeoutError():
                 raise PeerUnreachable(address, f"no answer in {timeout_s:g} s") from error
             case ConnectionRefusedError():
-                raise PeerUnreachable(address, "refused") from error
+                raise PeerUnreachable(address, "refused", is_refused=True) from error
             case OSError() | ValueError():
                 # A resolver that is away for now may know the name later.
                 is_nowhere = isinstance(error, ValueError | socket.gaierror) and error.args[0] != socket.EAI_AGAIN
                 raise PeerUnreachable(address, str(error), is_nowhere=is_nowhere) from error
             case _:
                 raise
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address of a socket (no name, no port) means this machine itself."""
-    try:
-        parsed = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
-        return parsed.ipv4_mapped.is_loopback
-    return parsed.is_loopback

@@ -28,8 +28,8 @@ MAX_LEARNERS = 64
 
 _NEVER = float("inf")
 
-_MAX_NAMED = 8
-"""Failed attempts that a reason names."""
+_MOST_TOLD = 340
+"""Characters about failed attempts that a reason holds: it is a `Reason` with the rest of the sentence."""
 
 
 class Meetings:
@@ -186,10 +186,12 @@ class Meetings:
             if other.ref not in session.met:
                 cause = session.unmet.get(other.ref, "no connection")
                 attempts.append(f"you with {other.ref.peer_id} at {other.address or 'no address'}: {cause}")
+        told = "; ".join(attempts)
+        if len(told) > _MOST_TOLD:
+            told = f"{told[:_MOST_TOLD]}..."
         return (
-            f"{len(lacking)} of the {len(self._roster.members())} members have no link with you "
-            f"({'; '.join(attempts[:_MAX_NAMED])}): give this peer an address that all of them reach (--advertise) and "
-            "open its port"
+            f"{len(lacking)} of the {len(self._roster.members())} members have no link with you ({told}): give this "
+            "peer an address that all of them reach (--advertise) and open its port"
         )
 
 

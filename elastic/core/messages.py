@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from collective.core.address import MAX_LENGTH
 from collective.core.types import (
     PEER_ID_PATTERN,
     Epoch,
@@ -54,7 +55,7 @@ class Join(_Message, frozen=True, kw_only=True):
     """
 
     epoch: Epoch = Epoch(0)
-    address: Annotated[str, Meta(max_length=256)]
+    address: Annotated[str, Meta(max_length=MAX_LENGTH)]
     manifest_digest: Digest
     held: Held | None = None
     certificate: Certificate | None = None
@@ -126,7 +127,7 @@ class Leave(_Message, frozen=True, kw_only=True):
 
     now: bool = False
     held: Held | None = None
-    address: Annotated[str, Meta(max_length=256)] = ""
+    address: Annotated[str, Meta(max_length=MAX_LENGTH)] = ""
 
 
 class Unmet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

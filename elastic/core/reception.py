@@ -13,6 +13,7 @@ Rules:
 from collections import Counter
 from typing import assert_never
 
+from collective.core.address import candidates_of
 from collective.core.types import PeerRef
 from elastic.core.messages import (
     Evicted,
@@ -257,4 +258,5 @@ class Reception:
 
 
 def _host_of(address: str) -> str:
-    return address.rpartition(":")[0]
+    """Of its first candidate: a machine's peers have the same ones."""
+    return candidates_of(address)[0].rpartition(":")[0]

@@ -187,11 +187,11 @@ class Run:
 
     # -------------------------------------------------------------------------------- starting
 
-    def found(self, *flags: str, folder: Path | None = None) -> Process:
+    def found(self, *flags: str, folder: Path | None = None, inside: Sequence[str] = ()) -> Process:
         """`isthmus up`: a founding peer. `wait_for_ticket` before anybody joins."""
         self.ticket.unlink(missing_ok=True)  # of the founder before, if there was one
         flags = ("-c", str(self.config), "--data", str(self.text), "--node.threads", "1", *flags)
-        return self.start("up", "--ticket-file", str(self.ticket), *flags, folder=folder)
+        return self.start("up", "--ticket-file", str(self.ticket), *flags, folder=folder, inside=inside)
 
     def coordinator(self, *flags: str, folder: Path | None = None) -> Process:
         """`isthmus coordinator`: a founder without a peer."""
@@ -199,9 +199,9 @@ class Run:
         flags = ("-c", str(self.config), "--data.path", str(self.text), *flags)
         return self.start("coordinator", "--ticket-file", str(self.ticket), *flags, folder=folder)
 
-    def join(self, *flags: str, folder: Path | None = None) -> Process:
+    def join(self, *flags: str, folder: Path | None = None, inside: Sequence[str] = ()) -> Process:
         """`isthmus join` with the founder's ticket."""
-        return self.start("join", f"@{self.ticket}", "--node.threads", "1", *flags, folder=folder)
+        return self.start("join", f"@{self.ticket}", "--node.threads", "1", *flags, folder=folder, inside=inside)
 
     def join_as_liar(self, kind: str, *flags: str) -> Process:
         """The same by a peer that lies about its work: see tests/multiprocess/liar.py."""
@@ -226,14 +226,20 @@ class Run:
         """Wait until the founder has written its ticket: others can join from then on."""
         self.until("ticket", self.ticket.exists)
 
-    def start(self, *arguments: str, folder: Path | None = None, program: Sequence[str] = (ISTHMUS,)) -> Process:
-        """Any command that gets a folder, in one of its own."""
+    def start(
+        self,
+        *arguments: str,
+        folder: Path | None = None,
+        program: Sequence[str] = (ISTHMUS,),
+        inside: Sequence[str] = (),
+    ) -> Process:
+        """Any command that gets a folder, in one of its own. `inside`: what goes before a command on another machine."""
         name = f"{len(self.processes)}-{arguments[0]}"
         directory = folder or self.folder / name
         console = self.folder / f"{name}.out"
         with console.open("wb") as out, console.with_suffix(".err").open("wb") as err:
             popen = subprocess.Popen(
-                [*program, *arguments, "--dir", str(directory)],
+                [*inside, *program, *arguments, "--dir", str(directory)],
                 cwd=self.folder,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,

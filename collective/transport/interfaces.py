@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This machine's own addresses: which ones others may reach it at, and in which order to dial somebody else's.
+
+Rules: asks the operating system anew every time, since interfaces come and go; sends nothing. Link-local addresses
+(fe80::/10, 169.254/16) are left out: they mean something only together with an interface.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+import psutil
+
+from collective.core.address import join_address, split_address
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+IPInterface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
+
+_FAR_AWAY = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+"""Addresses for documentation (RFC 5737, RFC 3849), beyond any network of ours; nothing is sent to them."""
+
+
+def own_interfaces() -> tuple[IPInterface, ...]:
+    """The addresses of all interfaces that are up, with their networks; loopback is left out."""
+    stats = psutil.net_if_stats()
+    found: list[IPInterface] = []
+    for name, addresses in psutil.net_if_addrs().items():
+        if name in stats and not stats[name].isup:
+            continue
+        for item in addresses:
+            if item.family in (socket.AF_INET, socket.AF_INET6) and (one := _interface(item.address, item.netmask)):
+                found.append(one)
+    return tuple(found)
+
+
+def gather_candidates(host: str, port: int) -> list[str]:
+    """Where a socket that listens on a wildcard host may be reached: the address that leads out of here comes first.
+
+    Args:
+        host: "*", "::" or "0.0.0.0"; the last one is of IPv4 only.
+        port: that it listens on.
+    """
+    versions = (4,) if host == "0.0.0.0" else (4, 6)  # noqa: S104
+    own = [item.ip for item in own_interfaces() if item.version in versions]
+    ways_out = _ways_out()
+    own.sort(key=lambda ip: ways_out.index(ip) if ip in ways_out else len(ways_out))
+    return [*(join_address(str(ip), port) for ip in own), join_address("127.0.0.1", port)]
+
+
+def sort_candidates(candidates: Sequence[str], own: Sequence[IPInterface]) -> list[str]:
+    """Which candidates to dial, in this order: this machine itself, networks that it is part of, the rest.
+
+    Another machine's loopback is our own: it is dialled only if the peer may live here, because it names one of this
+    machine's addresses or nothing but loopback.
+
+    Args:
+        candidates: single addresses.
+        own: see `own_interfaces`.
+    """
+    addresses = {item.ip for item in own}
+    is_here = any(_ip(item) in addresses for item in candidates) or all(map(_is_home, candidates))
+
+    def rank(candidate: str) -> int:
+        ip = _ip(candidate)
+        if _is_home(candidate):
+            return 0
+        if ip is None:
+            return 3  # a name
+        if ip in addresses:
+            return 1
+        return 2 if any(ip in item.network for item in own) else 3
+
+    return sorted((item for item in candidates if is_here or not _is_home(item)), key=rank)
+
+
+def plain_host(host: str) -> str:
+    """A socket's host without its scope, and IPv4 as IPv4 where it comes over a socket of both."""
+    host = host.partition("%")[0]
+    try:
+        parsed = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return str(mapped or parsed)
+
+
+def _interface(address: str, netmask: str | None) -> IPInterface | None:
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+        if ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified:
+            return None
+        if netmask is None:
+            return ipaddress.ip_interface(ip)
+        mask = ipaddress.ip_address(netmask)
+        return ipaddress.ip_interface(f"{ip}/{int(mask).bit_count()}")
+    except ValueError:
+        return None
+
+
+def _ways_out() -> list[IPAddress]:
+    """Our address on the way to far away, by version; none where there is no such way."""
+    found: list[IPAddress] = []
+    for family, far_away in _FAR_AWAY:
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((far_away, 9))
+                found.append(ipaddress.ip_address(plain_host(probe.getsockname()[0])))
+        except OSError:
+            continue
+    return found
+
+
+def _ip(candidate: str) -> IPAddress | None:
+    try:
+        return ipaddress.ip_address(split_address(candidate)[0])
+    except ValueError:
+        return None
+
+
+def _is_home(candidate: str) -> bool:
+    """Whether it is a loopback address, or the name of one."""
+    ip = _ip(candidate)
+    return ip.is_loopback if ip is not None else candidate.startswith("localhost:")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address of a socket (no name, no port) means this machine itself."""
+    try:
+        return ipaddress.ip_address(plain_host(host)).is_loopback
+    except ValueError:
+        return False

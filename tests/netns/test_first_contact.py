@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Machines with addresses of their own: `up` on one, the line that it prints on the others, nothing else typed."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.run_harness import OPEN_END, assert_same_commits, running
+from tests.netns.machines import World, two_machines, why_impossible
+
+IMPOSSIBLE = why_impossible()
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(IMPOSSIBLE is not None, reason=str(IMPOSSIBLE)),
+]
+
+
+def test_two_machines_that_know_no_address_train_together(tmp_path: Path) -> None:
+    with two_machines() as (left, right), running(tmp_path) as run:
+        founder = run.found("--outer-steps", str(OPEN_END), inside=left.inside)
+        run.wait_for_ticket()
+        joiner = run.join(inside=right.inside)
+        run.until_step(5, founder, joiner)
+        run.leave_all()
+    assert_same_commits(founder, joiner)
+
+
+def test_machines_that_share_different_networks_find_the_way_to_each_of_the_others(tmp_path: Path) -> None:
+    """One has an interface that leads nowhere, and one sees the founder over IPv6 only."""
+    with World() as world, running(tmp_path) as run:
+        first = world.machine(ab="10.9.0.1/24", ac="fd00:9::1/64")
+        second = world.machine(nowhere="172.31.5.1/24", ab="10.9.0.2/24", bc="10.8.0.2/24")
+        third = world.machine(bc="10.8.0.3/24", ac="fd00:9::3/64")
+        founder = run.found("--outer-steps", str(OPEN_END), inside=first.inside)
+        run.wait_for_ticket()
+        peers = [run.join(inside=second.inside), run.join(inside=third.inside)]
+        run.until_step(5, founder, *peers)
+
+        peers[1].kill()
+        step = founder.step
+        back = run.join(folder=peers[1].directory, inside=third.inside)
+        run.until("return", lambda: max(back.commits(), default=0) > step + 5)
+        run.leave_all()
+    assert_same_commits(founder, *peers)

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where others may reach this peer: nobody has to know it, and nobody can before it is tried.
+
+    listening on every interface    what `--advertise` says, every address of this machine, the one that the coordinator
+                                    saw it come from, loopback for peers of this machine
+    listening at one address        what `--advertise` says, or that address
+
+Rules: only names addresses; which of them is right the dialler finds out (collective/transport/dialling.py).
+"""
+
+from collective.core.address import is_wildcard, join_address, join_candidates, split_address
+from collective.transport.interfaces import gather_candidates, is_loopback
+
+
+def reachable_at(listening: str, *, advertise: str | None = None, seen_from: str | None = None) -> str:
+    """The address of this peer, with its candidates.
+
+    Args:
+        listening: `host:port` as the listener has it.
+        advertise: what the operator says.
+        seen_from: the host that the coordinator saw this peer come from: behind a NAT another than its own.
+    """
+    host, port = split_address(listening)
+    if not is_wildcard(host):
+        return advertise or listening
+    *own, home = gather_candidates(host, port)
+    seen = [join_address(seen_from, port)] if seen_from is not None and not is_loopback(seen_from) else []
+    return join_candidates([*([advertise] if advertise else []), *own[:_MAX_OWN], *seen, home])
+
+
+_MAX_OWN = 5
+"""Of a machine with more addresses the first ones: the others would push out what was seen, and loopback."""
