@@ -19,7 +19,7 @@ Rules: errors carry typed attributes; operating system errors are mapped once, i
 `RemoteProtocolError` never says anything about us: whatever bytes arrive, that is the only error they can cause.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from collective.core.types import PeerId, RoundKey
 
@@ -64,11 +64,21 @@ class PeerUnreachable(CollectiveError):
     """Nobody answered at this address in time.
 
     `is_nowhere`: there is no such address, and trying again is in vain. `is_refused`: the host is up and says that
-    nobody listens there, by each of its candidates.
+    nobody listens there. Both hold of an address with several candidates if they hold of each. `attempts` has what was
+    tried, each with its cause.
     """
 
-    def __init__(self, address: str, cause: str, *, is_nowhere: bool = False, is_refused: bool = False) -> None:
-        super().__init__(f"{address} cannot be reached: {cause}")
+    def __init__(
+        self,
+        address: str,
+        cause: str,
+        *,
+        is_nowhere: bool = False,
+        is_refused: bool = False,
+        attempts: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(f"{address} cannot be reached: {cause}" if attempts is None else f"nobody answers: {cause}")
+        self.attempts = attempts or {address: cause}
         self.address = address
         self.cause = cause
         self.is_nowhere = is_nowhere

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connections of one peer to the others of its view: dialled, adopted, kept across views, dropped.
 
-Rules: of a pair, the peer with the smaller id dials. Links to members that stay outlive a view. Nothing runs in the
+Rules: of a pair, the peer with the smaller id dials. If its calls do not get through, the other one dials too: a peer
+behind a NAT can call and cannot be called. Whichever side has a connection first keeps that direction, and it is
+remembered. Links to members that stay outlive a view. Nothing runs in the
 background but the sockets' callbacks; `connect` and the rounds' supervision are the only places that dial. It must not
 know tensors or rounds.
 """
@@ -21,6 +23,8 @@ from collective.transport.sockets import SocketOptions
 
 _MAX_STRANGERS = 64
 """Peers that may be connected before a view names them; the oldest goes first."""
+_MAX_REMEMBERED = 4096
+"""Peers of which is remembered which side dials."""
 
 
 class Mesh:
@@ -63,14 +67,16 @@ class Mesh:
         self._security = security
         self._caps = caps
         self._refusals = refusals
+        self._dials: dict[PeerId, bool] = {}
+        """Whether our side opens the connections, where that was found out."""
         self._moved_by_closed = [0, 0]
 
     def adopt(self, sock: socket.socket, hello: Hello) -> None:
         """Take an accepted BULK connection for good. One that cannot be meant for us is closed and counted."""
         known = self.view
         member = next((m for m in known.members if m.peer_id == hello.peer_id), None) if known else None
-        if self.closed or hello.peer_id >= self._me.peer_id or hello.stream >= hello.num_streams:
-            self._refuse(sock, hello, "connection in the wrong direction")
+        if self.closed or hello.peer_id == self._me.peer_id or hello.stream >= hello.num_streams:
+            self._refuse(sock, hello, "connection of nobody else")
             return
         if member is not None and hello.incarnation < member.incarnation:
             self._refuse(sock, hello, "connection of an older incarnation")
@@ -79,6 +85,10 @@ class Mesh:
         if bundle is None:
             self._make_room_for_stranger(hello.peer_id)
             bundle = self._new_bundle(hello.ref, hello.num_streams)
+        elif bundle.is_dialler and bundle.is_connected:
+            self._refuse(sock, hello, "connected in the other direction")
+            return
+        bundle.is_dialler = False
         bundle.keep_streams(hello.num_streams)  # the dialler decides
         bundle.attach(sock, hello.stream)
 
@@ -136,6 +146,11 @@ class Mesh:
     def drop(self, ref: PeerRef) -> None:
         """End all links to this start of a peer."""
         bundle = self.bundles.pop(ref)
+        if bundle.was_connected:
+            self._dials.pop(ref.peer_id, None)
+            self._dials[ref.peer_id] = bundle.is_dialler
+            if len(self._dials) > _MAX_REMEMBERED:
+                del self._dials[next(iter(self._dials))]
         bundle.close()
         self._moved_by_closed[0] += bundle.bytes_sent
         self._moved_by_closed[1] += bundle.bytes_received
@@ -159,7 +174,7 @@ class Mesh:
     def _new_bundle(self, ref: PeerRef, num_streams: int | None) -> Bundle:
         self.bundles[ref] = Bundle(
             ref,
-            is_dialler=self._me.peer_id < ref.peer_id,
+            is_dialler=self._dials.get(ref.peer_id, self._me.peer_id < ref.peer_id),
             num_streams=num_streams,
             chunk_nbytes=self._chunk_nbytes,
             hello=self._hello,

@@ -141,9 +141,10 @@ def up(
 def join(
     context: typer.Context,
     ticket: Annotated[
-        str | None,
+        list[str] | None,
         typer.Argument(
-            help="The ticket, or @FILE that holds it. Without one this folder's peer comes back to its run.",
+            help="The ticket, @FILE that holds it, or - for standard input. Without one this folder's peer comes back "
+            "to its run.",
             show_default=False,
         ),
     ] = None,
@@ -165,7 +166,8 @@ def join(
     """Join a run with its ticket and train in it."""
     from trainer.options import Joining, PeerOptions
 
-    decoded = None if ticket is None else _peers_ticket(ticket)
+    # A ticket that was pasted with line breaks or spaces in it comes as several arguments.
+    decoded = _peers_ticket("".join(ticket)) if ticket else None
     resolved = resolve(
         context,
         files=config,
@@ -408,13 +410,14 @@ def _require_secure(resolved: "ResolvedConfig", *, insecure: bool, dialled: Sequ
                 origin=origin,
             )
         return
-    named = [("node.listen", config.node.listen), ("node.advertise", config.node.advertise)]
-    named += [("the ticket's address", one) for address in dialled for one in candidates_of(address)]
+    named = [("the ticket's address", one) for address in dialled for one in candidates_of(address)]
+    named += [("node.advertise", config.node.advertise or ""), ("node.listen", config.node.listen)]
     for name, address in named:
-        if address is not None and not is_loopback(address) and not insecure:
+        if address and not is_loopback(address) and not insecure:
             raise ConfigError(
                 f"{name} {address} is beyond this machine, and net.tls from {origin} says to encrypt nothing",
-                cure="leave the encryption on, or add --insecure if the network is your own (a VPN, say)",
+                cure="leave the encryption on, stay on this machine with --listen 127.0.0.1:0, or add --insecure if the "
+                "network is your own (a VPN, say)",
                 key="net.tls",
                 origin=origin,
             )
@@ -437,17 +440,19 @@ def _absolute(path: Path | None) -> Path | None:
     return None if path is None else path.absolute()
 
 
-def _announcer(ticket_file: Path | None) -> Callable[[str], None]:
-    """Prints the ticket, the one result of `up`, and writes it where it was asked for."""
+def _announcer(ticket_file: Path | None) -> "Callable[[Ticket], None]":
+    """Prints the line that others join with, the one result of `up`, and writes the ticket where it was asked for."""
 
-    def announce(ticket: str) -> None:
-        print(ticket, flush=True)
+    from trainer.ticket import encode_ticket, invitation
+
+    def announce(ticket: "Ticket") -> None:
+        print(invitation(ticket), flush=True)
         if ticket_file is None:
             return
         from trainer.files import write_atomically
 
         try:
-            write_atomically(ticket_file, f"{ticket}\n".encode(), mode=0o600)
+            write_atomically(ticket_file, f"{encode_ticket(ticket)}\n".encode(), mode=0o600)
         except OSError as error:
             raise EnvironmentFault(
                 f"the ticket cannot be written to {ticket_file}: {error.strerror}", cure="name another --ticket-file"

@@ -50,7 +50,6 @@ from trainer.progress import open_progress
 from trainer.reach import reachable_at
 from trainer.scoreboard import Scoreboard
 from trainer.status import Status
-from trainer.ticket import encode_ticket
 from trainer.wiring import coordinator_config
 
 log = logging.getLogger(__name__)
@@ -294,7 +293,7 @@ class _Process:
         ticket = self._office.ticket()
         if start.config.coordinator.store == "etcd":
             save_standby_ticket(start.folder, ticket, founded.run.secret)
-        role.announce_ticket(encode_ticket(ticket))
+        role.announce_ticket(ticket)
 
     async def _take_part(self) -> int:
         if self._peer is None:

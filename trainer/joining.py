@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 _TIMEOUT_S = 10.0
 """For one connection and its answer."""
 
-PATIENCE_S = 30.0
+PATIENCE_S = 12.0
 """How long a joiner asks on. A coordinator that is started again is back within a few seconds, and a standby takes over
-within ten."""
+within ten. People wait for the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,9 @@ async def ask_admission(
             except SecurityRefused as error:
                 causes[address], impostor = error.reason, error  # another address may be the run's all the same
             except PeerUnreachable as error:
-                causes[address] = error.cause
+                causes |= error.attempts
                 if error.is_nowhere:
-                    nowhere.add(address)
+                    nowhere |= error.attempts.keys()
             except CollectiveError as error:
                 causes[address] = str(error)
         tried = ", ".join(f"{address} ({cause})" for address, cause in causes.items())

@@ -18,14 +18,14 @@ class Founding:
     """This process decides what the run is.
 
     Attributes:
-        announce_ticket: called once with the encoded ticket, as soon as others can join. Must not block for long.
+        announce_ticket: called once, as soon as others can join. Must not block for long.
         resume_dir: a run's folder or one checkpoint to start from; None starts anew, or goes on where the journal in
             `run_dir` ends.
         rebuild: the journal of the run in `run_dir` is lost: make it anew from its peers' certificates, by this rule.
             None goes on with what is there.
     """
 
-    announce_ticket: Callable[[str], None]
+    announce_ticket: Callable[[Ticket], None]
     resume_dir: Path | None = None
     rebuild: RebuildRule | None = None
 
@@ -51,7 +51,7 @@ class StandingBy:
     """
 
     ticket: Ticket
-    announce_ticket: Callable[[str], None]
+    announce_ticket: Callable[[Ticket], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -200,13 +201,21 @@ def decode_ticket(text: str) -> Ticket:
     )
 
 
+def invitation(ticket: Ticket) -> str:
+    """What is printed for others: the line that they type, whole, and how long it works."""
+    until = datetime.fromtimestamp(ticket.expires_at_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return f"others join with (until {until}):\n\n    isthmus join {encode_ticket(ticket)}\n"
+
+
 def read_ticket(argument: str) -> Ticket:
-    """Read a ticket given on the command line: the ticket itself, or `@FILE` that holds it.
+    """Read a ticket given on the command line: the ticket itself, `@FILE` that holds it, or `-` for standard input.
 
     Raises:
         ConfigError: the file cannot be read.
         TicketRefused: see `decode_ticket`.
     """
+    if argument == "-":
+        argument = "@/dev/stdin"
     if not argument.startswith("@"):
         return decode_ticket(argument)
     path = Path(argument[1:])

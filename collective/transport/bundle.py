@@ -3,7 +3,8 @@
 
 Several streams share the queue: whichever can write takes the next frame. Small notices go first.
 
-Rules: of a pair, the peer with the smaller id dials; the other waits, and may only look whether anybody is there.
+Rules: one side of a pair dials, and the other one waits; it looks whether anybody is there, and dials if no call comes
+(redial.py).
 Streams outlive views. A broken stream is made anew by whoever needs it (`repair`), so there is no task in the
 background. Frames that were on a broken stream may be lost: with the next stream that comes up, whichever it is,
 `BundleOwner.on_renewed` says to send again.
@@ -80,7 +81,7 @@ class Bundle:
 
     Args:
         peer: exactly this start of the peer.
-        is_dialler: whether our side opens the connections.
+        is_dialler: whether our side opens the connections, at first.
         num_streams: how many connections the pair keeps; None: one, and more once the path is found to be long.
         chunk_nbytes: longest payload.
         hello: makes the hello for one stream.
@@ -143,6 +144,11 @@ class Bundle:
     def peer_id(self) -> PeerId:
         """The peer's stable name."""
         return self.peer.peer_id
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether any stream is up."""
+        return bool(self._links)
 
     @property
     def is_whole(self) -> bool:

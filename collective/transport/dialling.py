@@ -94,15 +94,12 @@ def _failure(address: str, causes: dict[str, CollectiveError]) -> CollectiveErro
         for error in errors:
             if isinstance(error, kind):
                 return error
-    told = ", ".join(f"{item}: {_cause_of(error)}" for item, error in causes.items())
+    attempts = {item: error.cause if isinstance(error, PeerUnreachable) else str(error) for item, error in causes.items()}
+    told = ", ".join(f"{item} ({cause})" for item, cause in attempts.items())
     unreachable = [error for error in errors if isinstance(error, PeerUnreachable)]
     is_nowhere = len(unreachable) == len(errors) and all(error.is_nowhere for error in unreachable)
     is_refused = len(unreachable) == len(errors) and all(error.is_refused for error in unreachable)
-    return PeerUnreachable(address, told, is_nowhere=is_nowhere, is_refused=is_refused)
-
-
-def _cause_of(error: CollectiveError) -> str:
-    return error.cause if isinstance(error, PeerUnreachable) else str(error)
+    return PeerUnreachable(address, told, is_nowhere=is_nowhere, is_refused=is_refused, attempts=attempts)
 
 
 async def knock(address: str, options: SocketOptions, *, timeout_s: float) -> None:

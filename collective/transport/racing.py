@@ -57,8 +57,11 @@ async def race(
             return None
         finally:
             for task in running:
-                task.cancel()
-                task.add_done_callback(lambda ended: _clear_away(ended, let_go))
+                if task.done():
+                    _clear_away(task, let_go)
+                else:
+                    task.cancel()
+                    task.add_done_callback(lambda ended: _clear_away(ended, let_go))
 
 
 def _clear_away(ended: "asyncio.Task[T | CollectiveError]", let_go: Callable[[T], None]) -> None:

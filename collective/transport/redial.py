@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making the missing streams of one bundle anew: by its dialler; the other side may only look who is there.
+"""Making the missing streams of one bundle anew: by its dialler. The other side looks whether anybody is there, and
+dials as well if no call has come for a while: its peer may be behind a NAT that only it can be called through.
 
-Rules: a repair is somebody's task and ends with it. One at a time; there is none in the background.
+Rules: a repair is somebody's task and ends with it. One at a time; there is none in the background. A connection that
+comes up when the pair has one in the other direction already is given up.
 """
 
 import asyncio
@@ -25,6 +27,8 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
 _DIAL_TIMEOUT_S = 5.0
+_WAIT_FOR_CALL_S = 1.5
+"""How long the side that waits leaves it to the other one: a first call with TLS over the longest path takes less."""
 
 
 class Redial:
@@ -57,15 +61,17 @@ class Redial:
         self._security = security
         self._is_repairing = False
         self._has_looked = False
+        self._waits_since: float | None = None
 
     def found(self) -> None:
         """A stream is up: the peer is there."""
         self.is_refused = self._has_looked = False
+        self._waits_since = None
 
     async def repair(self) -> None:
         """See Bundle.repair."""
         bundle = self._bundle
-        if self._is_repairing or bundle.closed or bundle.address is None or self._has_looked:
+        if self._is_repairing or bundle.closed or bundle.address is None or not self._has_something_to_do():
             return
         self._is_repairing = True
         self.is_refused = False
@@ -73,7 +79,7 @@ class Redial:
         try:
             while not bundle.closed and not bundle.is_whole:
                 try:
-                    if not bundle.is_dialler:
+                    if not bundle.is_dialler and not self._has_waited():
                         await self._look(bundle.address)
                         return
                     await self._dial_missing(bundle.address)
@@ -91,6 +97,18 @@ class Redial:
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
             self._is_repairing = False
+
+    def _has_something_to_do(self) -> bool:
+        return self._bundle.is_dialler or not self._has_looked or self._has_waited()
+
+    def _has_waited(self) -> bool:
+        """Whether the side that should be called has waited in vain."""
+        if self._bundle.is_connected:
+            return False
+        now = asyncio.get_running_loop().time()
+        if self._waits_since is None:
+            self._waits_since = now
+        return now - self._waits_since >= _WAIT_FOR_CALL_S
 
     async def _dial_missing(self, address: str) -> None:
         if self.path not in candidates_of(address):
@@ -124,11 +142,12 @@ class Redial:
         if reply.ref != bundle.peer:
             sock.close()
             raise PeerUnreachable(address, "another start of the peer answers there")
-        if bundle.closed:
+        if bundle.closed or (bundle.is_connected and not bundle.is_dialler):
             sock.close()
-        else:
-            self.path = path
-            bundle.attach(sock, stream)
+            return
+        self.path = path
+        bundle.is_dialler = True
+        bundle.attach(sock, stream)
 
     async def _look(self, address: str) -> None:
         """As the side that waits: find out at once if nobody listens there any more."""

@@ -6,7 +6,7 @@
     coordinator   SIGKILL of the coordinator; it is started again on its journal
     donor         SIGKILL of the member that serves a joiner most, in the middle of the transfer
     joiner        SIGKILL of a joiner, somewhere between its command and its first commits
-    stranger      a joiner advertises an address that nobody can dial: it goes home with 4
+    stranger      a joiner that no member reaches, and that reaches none: it goes home with 4
     clone         a member's folder is copied, as by a disk image, and the copy is started beside it
     leave         `isthmus leave` of a member; it comes back in its folder or as a peer that nobody knows
     handover      all leave in order but one, which is asked to go while a peer that nobody knows fetches its state

@@ -6,7 +6,9 @@ Rules: see hand.py. `faults.py` has the list.
 
 import asyncio
 import random
+import sys
 
+from scripts.chaoslab import walled
 from scripts.chaoslab.hand import Hand
 from scripts.chaoslab.process import NOBODY_REACHABLE, REFUSED, Process
 from scripts.chaoslab.watch import START_LIMIT_S
@@ -75,14 +77,15 @@ class Joining(Hand):
             await self._come_back(site, rng)
 
     async def stranger(self, rng: random.Random) -> None:
-        """See faults.py. If its id is such that it dials all others itself, it is a member like any."""
+        """See faults.py."""
         world = self._world
         (site,) = self._pick(rng, 1)
         with self._holding(site):
             await world.leave(site)
-            process = world.start(site, fresh=True, flags=("--advertise", NOBODY))
+            program = (sys.executable, walled.__file__)
+            process = world.start(site, fresh=True, flags=("--advertise", NOBODY), program=program)
             process.expected.add(NOBODY_REACHABLE)
-            self._note("stranger", (site,), f"joins as {NOBODY}")
+            self._note("stranger", (site,), f"joins as {NOBODY}, and reaches nobody but its coordinator")
             await world.until(lambda: process.is_up or not process.is_running, HOME_LIMIT_S + 2.0)
             world.note("strangers that nobody can dial go home", site, process.began_s, HOME_LIMIT_S)
             if process.is_running:

@@ -22,6 +22,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, assert_never
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from collective.core.address import candidates_of
+from collective.transport.certificates import key_to_pem, peer_id_of_key
 from elastic import journal_reader
 from elastic.core.messages import Held
 from elastic.core.records import (
@@ -315,6 +319,20 @@ class Run:
         if all(process.popen.returncode != KILLED for process in self.processes):
             wrong += [f"left behind: {path}" for path in self.temporary.glob("isthmus-*")]
         return wrong
+
+
+def at_home(address: str) -> str:
+    """Where a peer that listens on every interface is found from this machine."""
+    return candidates_of(address)[-1]
+
+
+def make_folder(folder: Path, *, id_begins: str) -> Path:
+    """The folder of a peer with an id of this kind, before its first start. Of two peers the smaller id dials first."""
+    keys = (Ed25519PrivateKey.generate() for _ in range(100_000))
+    key = next(key for key in keys if peer_id_of_key(key.public_key().public_bytes_raw()).startswith(id_begins))
+    folder.mkdir()
+    (folder / "key.pem").write_bytes(key_to_pem(key))
+    return folder
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from trainer.ticket import read_ticket
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
 REFUSED = 5
+HOME = ("--listen", "127.0.0.1:0")
 TIMEOUT_S = 15.0
 BURST_NBYTES = 16 << 10
 """What a capped peer may send at once after a pause, at the rates used here."""
@@ -83,9 +84,9 @@ def test_an_encrypted_run_goes_on_after_a_kill_and_brings_a_late_peer_to_its_sta
 @pytest.mark.parametrize("flag", [("--tls", "off"), ("--insecure",)], ids=["tls off", "insecure"])
 def test_a_joiner_that_would_not_encrypt_is_refused_with_a_sentence(tmp_path: Path, flag: tuple[str, ...]) -> None:
     with running(tmp_path) as run:
-        run.coordinator("--tls", "on")
+        run.coordinator("--tls", "on", *HOME)
         run.wait_for_ticket()
-        refused = run.join(*flag).outcome()
+        refused = run.join(*flag, *HOME).outcome()
     assert refused.code == REFUSED
     assert refused.out == ""
     (sentence,) = refused.sentences
@@ -95,17 +96,17 @@ def test_a_joiner_that_would_not_encrypt_is_refused_with_a_sentence(tmp_path: Pa
 
 def test_a_run_without_encryption_is_joined_only_by_who_says_so(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        founder = run.found("--peers", "2", "--outer-steps", "3", "--tls", "off")
+        founder = run.found("--peers", "2", "--outer-steps", "3", "--tls", "off", *HOME)
         run.wait_for_ticket()
         ticket = read_ticket(f"@{run.ticket}")
         assert ticket.fingerprint == b""
         assert _answers_in_plain(ticket.addresses[0])
-        refused = run.join().outcome()
+        refused = run.join(*HOME).outcome()
         (sentence,) = refused.sentences
         assert refused.code == REFUSED
         assert "the ticket has no fingerprint to know the run by" in sentence
         assert "join with --insecure" in sentence
-        joiner = run.join("--tls", "off")
+        joiner = run.join("--tls", "off", *HOME)
         assert run.until_ended(founder, joiner) == [0, 0]
     assert_same_commits(founder, joiner)
 

@@ -19,7 +19,15 @@ import pytest
 from collective.core.types import Incarnation, PeerId
 from collective.transport import FrameType, Hello, Purpose
 from collective.wire import PROTOCOL_VERSION, Header, pack
-from tests.multiprocess.run_harness import OPEN_END, Audit, Process, assert_same_commits, read_journal, running
+from tests.multiprocess.run_harness import (
+    OPEN_END,
+    Audit,
+    Process,
+    assert_same_commits,
+    at_home,
+    read_journal,
+    running,
+)
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
@@ -132,7 +140,7 @@ def _whoever_answers() -> ssl.SSLContext:
 
 
 def _dial(peer: Process, content: bytes, encryption: ssl.SSLContext | None = None) -> socket.socket:
-    host, _, port = peer.events("started")[0]["address"].rpartition(":")
+    host, _, port = at_home(peer.events("started")[0]["address"]).rpartition(":")
     stranger = socket.create_connection((host, int(port)), timeout=CLOSED_WITHIN_S)
     if encryption is not None:
         stranger = encryption.wrap_socket(stranger)

@@ -20,6 +20,7 @@ from tests.multiprocess.run_harness import (
     Process,
     Run,
     assert_same_commits,
+    at_home,
     running,
 )
 from trainer.admission import hello_maker
@@ -49,7 +50,7 @@ def _end_of(process: Process) -> Outcome:
 
 
 def _address_of(process: Process) -> str:
-    return str(process.events("started")[-1]["address"])
+    return at_home(process.events("started")[-1]["address"])
 
 
 def _identity_in(folder: Path) -> tuple[PeerIdentity, Security, str]:

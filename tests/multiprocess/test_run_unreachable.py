@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A joiner that the members cannot dial: it ends with the cause and the cure, and the run goes on without it."""
+"""A joiner without a link to the members: it ends with the cause and the cure, and the run goes on without it."""
 
+import sys
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-from collective.transport.certificates import key_to_pem, peer_id_of_key
-from tests.multiprocess.run_harness import OPEN_END, assert_same_commits, running
+from scripts.chaoslab import walled
+from tests.multiprocess.run_harness import OPEN_END, assert_same_commits, make_folder, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
@@ -18,22 +17,17 @@ NOBODY = "127.0.0.1:1"
 """Nothing listens there: what a NAT, a firewall, or another machine's loopback looks like."""
 
 
-def _key_of_a_late_id() -> Ed25519PrivateKey:
-    keys = (Ed25519PrivateKey.generate() for _ in range(100_000))
-    return next(key for key in keys if peer_id_of_key(key.public_key().public_bytes_raw()).startswith(LAST_IDS))
-
-
-def test_a_joiner_that_nobody_can_dial_goes_home_and_takes_nobody_with_it(tmp_path: Path) -> None:
+def test_a_joiner_that_nobody_can_dial_and_that_reaches_nobody_goes_home_and_takes_nobody_with_it(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), "--members.grace", "1s")
         run.wait_for_ticket()
         others = run.join(), run.join()
         run.until_step(5, founder, *others)
 
-        folder = tmp_path / "stranger"
-        folder.mkdir()
-        (folder / "key.pem").write_bytes(key_to_pem(_key_of_a_late_id()))
-        stranger = run.join("--advertise", NOBODY, folder=folder)
+        folder = make_folder(tmp_path / "stranger", id_begins=LAST_IDS)
+        ticket = f"@{run.ticket}"
+        flags = ("--node.threads", "1", "--listen", "127.0.0.1:0", "--advertise", NOBODY)
+        stranger = run.start("join", ticket, *flags, folder=folder, program=(sys.executable, walled.__file__))
         stranger.is_judged = True
         outcome = stranger.outcome()
         ended_at = founder.step

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import OPEN_END, assert_same_commits, running
+from tests.multiprocess.run_harness import OPEN_END, assert_same_commits, make_folder, running
 from tests.netns.machines import World, two_machines, why_impossible
 
 IMPOSSIBLE = why_impossible()
@@ -19,7 +19,7 @@ pytestmark = [
 
 def test_two_machines_that_know_no_address_train_together(tmp_path: Path) -> None:
     with two_machines() as (left, right), running(tmp_path) as run:
-        founder = run.found("--outer-steps", str(OPEN_END), inside=left.inside)
+        founder = run.found("--outer-steps", str(OPEN_END), "--members.grace", "2s", inside=left.inside)
         run.wait_for_ticket()
         joiner = run.join(inside=right.inside)
         run.until_step(5, founder, joiner)
@@ -33,7 +33,7 @@ def test_machines_that_share_different_networks_find_the_way_to_each_of_the_othe
         first = world.machine(ab="10.9.0.1/24", ac="fd00:9::1/64")
         second = world.machine(nowhere="172.31.5.1/24", ab="10.9.0.2/24", bc="10.8.0.2/24")
         third = world.machine(bc="10.8.0.3/24", ac="fd00:9::3/64")
-        founder = run.found("--outer-steps", str(OPEN_END), inside=first.inside)
+        founder = run.found("--outer-steps", str(OPEN_END), "--members.grace", "2s", inside=first.inside)
         run.wait_for_ticket()
         peers = [run.join(inside=second.inside), run.join(inside=third.inside)]
         run.until_step(5, founder, *peers)
@@ -44,3 +44,21 @@ def test_machines_that_share_different_networks_find_the_way_to_each_of_the_othe
         run.until("return", lambda: max(back.commits(), default=0) > step + 5)
         run.leave_all()
     assert_same_commits(founder, *peers)
+
+
+@pytest.mark.parametrize("id_begins", ["00", "ff"], ids=["it would dial", "it would be dialled"])
+def test_a_peer_that_can_dial_and_cannot_be_dialled_is_a_member(tmp_path: Path, id_begins: str) -> None:
+    with two_machines() as (left, right), running(tmp_path) as run:
+        founder = run.found("--outer-steps", str(OPEN_END), "--members.grace", "2s", inside=left.inside)
+        run.wait_for_ticket()
+        folder = make_folder(tmp_path / "joiner", id_begins=id_begins)
+        joiner = run.join("--listen", "127.0.0.1:0", folder=folder, inside=right.inside)
+        run.until_step(5, founder, joiner)
+        assert not founder.events("fault", kind="round_broke")
+
+        joiner.kill()
+        step = founder.step
+        back = run.join("--listen", "127.0.0.1:0", folder=folder, inside=right.inside)
+        run.until("return", lambda: max(back.commits(), default=0) > step + 5)
+        run.leave_all()
+    assert_same_commits(founder, back)

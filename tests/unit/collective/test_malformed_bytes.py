@@ -209,7 +209,7 @@ class Port:
         """A connection to here, as far as `where` says: a raw socket, and how to send over it."""
         purpose = where.split()[-1]
         if purpose in list(Purpose):
-            sock, _ = await open_connection(
+            sock, _, _ = await open_connection(
                 self.listener.address,
                 hello(Purpose(purpose)),
                 timeout_s=5,
@@ -312,7 +312,7 @@ async def test_handshakes_from_loopback_are_limited_too_and_members_never_meet_t
     assert security.is_served
     async with port:
         for _ in range(10):
-            sock, _ = await open_connection(port.listener.address, hello(), timeout_s=5, security=client)
+            sock, _, _ = await open_connection(port.listener.address, hello(), timeout_s=5, security=client)
             sock.close()
         for _ in range(10):
             await send(port, Case("plain", b"\x16\x03\x01\x00\x05hello", ""))

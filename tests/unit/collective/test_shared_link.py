@@ -60,7 +60,7 @@ async def door(*, accepted=True, options=None):
 
 
 async def dialled(address, came, until, *, options=None, purpose=Purpose.BULK):
-    sock, reply = await open_connection(address, hello(purpose), timeout_s=5, options=options)
+    sock, reply, _ = await open_connection(address, hello(purpose), timeout_s=5, options=options)
     await until(lambda: came)
     return sock, reply
 

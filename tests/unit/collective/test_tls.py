@@ -383,7 +383,7 @@ async def test_members_of_a_run_talk_and_know_each_other_by_their_certificates(p
 async def test_a_bulk_connection_is_handed_on_encrypted_with_the_peers_proven_name():
     taken = asyncio.get_running_loop().create_future()
     async with listener(member(SERVER), bulk=lambda sock, hello: taken.set_result((sock, hello))) as door:
-        mine, answer = await open_connection(
+        mine, answer, _ = await open_connection(
             door.address, hello(Purpose.BULK), timeout_s=5, security=member(), expect=SERVER
         )
         theirs, _ = await taken
@@ -769,7 +769,7 @@ def test_what_leaves_this_machine_is_encrypted_unless_told_otherwise(mode, wante
 async def test_over_loopback_the_usual_dialler_is_plain_and_the_usual_listener_takes_both():
     async with listener(member(SERVER, mode=Mode.AUTO)) as door:
         for mode, is_encrypted in ((Mode.AUTO, False), (Mode.ON, True)):
-            sock, _ = await open_connection(
+            sock, _, _ = await open_connection(
                 door.address, hello(), timeout_s=5, security=member(mode=mode), expect=SERVER
             )
             with contextlib.closing(sock):

@@ -90,7 +90,8 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *part
         (["up", "--insecure", "--tls", "on"], ["--insecure contradicts net.tls on from --tls"]),
         (["up", "--insecure", "--net.tls", "auto"], ["--insecure contradicts net.tls auto from --net.tls"]),
         (["up", "--tls", "of"], ["net.tls from --tls is \"of\", expected 'auto', 'on' or 'off'; did you mean off?"]),
-        (["up", "--listen", "0.0.0.0:7000"], ["others cannot dial that", "--advertise HOST:PORT"]),
+        (["up", "--tls", "off"], ["node.listen *:0 is beyond this machine", "--insecure"]),
+        (["up", "--advertise", "*:7"], ["node.advertise", "an address that others can dial"]),
         (
             ["up", "--max-upload", "20Mb"],
             ['node.max_upload from --max-upload is "20Mb", expected a rate such as "20mbit"'],
@@ -114,7 +115,6 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *part
         (["evict", "somebody"], ["somebody is no peer; give the 16 hexadecimal digits of its id"]),
         (["ticket", "--once", "--revoke", "0" * 16], ["--revoke is about a ticket that exists"]),
         (["ticket", "--lifetime", "soon"], ["--lifetime is soon, expected"]),
-        (["join", TICKET, "surplus"], ["surplus"]),
         (["join", "@nowhere"], ["the ticket's file nowhere cannot be read: No such file or directory"]),
         (["status", "--inner.lr", "1"], ["no such option --inner.lr", "isthmus status takes no configuration"]),
         (["sample", "x", "--model", "nowhere"], ["nowhere"]),
@@ -275,7 +275,7 @@ def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- peers
 
-RECORDING_DAEMON = """
+RECORDING_DAEMON = f"TICKET = {TICKET!r}" + """
 import asyncio, sys, types
 import trainer
 from trainer.errors import ExitCode, Refused
@@ -284,7 +284,8 @@ async def run_peer(options):
     config = options.resolved.config
     role = options.role
     if type(role).__name__ == "Founding":
-        role.announce_ticket("TICKET")
+        from trainer.ticket import decode_ticket
+        role.announce_ticket(decode_ticket(TICKET))
         print("founding", config.run.name, config.members.start_peers, options.run_dir, file=sys.stderr)
         return int(ExitCode.LEFT)
     print("joining", role.ticket.run_id, config.node.local_workers, options.run_dir, file=sys.stderr)
@@ -313,15 +314,17 @@ def test_up_hands_the_daemon_its_options_and_prints_the_ticket(tmp_path: Path) -
         launch=RECORDING_DAEMON,
     )
     assert done.returncode == ExitCode.LEFT, done.stderr
-    assert done.stdout == "TICKET\n"
+    assert f"\n    isthmus join {TICKET}\n" in done.stdout
     assert done.stderr == f"founding demo 3 {tmp_path}/runs/demo\n"
-    assert (tmp_path / "t").read_text() == "TICKET\n"
+    assert (tmp_path / "t").read_text() == f"{TICKET}\n"
     assert (tmp_path / "t").stat().st_mode & 0o777 == 0o600
 
 
 def test_coordinator_prints_the_ticket_too(tmp_path: Path) -> None:
     done = isthmus("coordinator", cwd=tmp_path, launch=RECORDING_DAEMON)
-    assert (done.returncode, done.stdout) == (ExitCode.LEFT, "TICKET\n")
+    assert done.returncode == ExitCode.LEFT, done.stderr
+    assert done.stdout.startswith("others join with (until ")
+    assert done.stdout.splitlines()[-2:] == [f"    isthmus join {TICKET}", ""]
 
 
 def test_resumed_run_keeps_its_manifest_unless_told_otherwise(tmp_path: Path) -> None:
@@ -357,13 +360,13 @@ main()
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["up"], "auto None 127.0.0.1:0 None None"),
+        (["up"], "auto None *:0 None None"),
         (["up", "--listen", "10.0.0.1:7"], "auto None 10.0.0.1:7 None None"),
-        (["up", "--tls", "off"], "off None 127.0.0.1:0 None None"),
-        (["up", "--streams", "4", "--max-upload", "20mbit"], "auto 4 127.0.0.1:0 2500000.0 None"),
+        (["up", "--tls", "off", "--listen", "127.0.0.1:0"], "off None 127.0.0.1:0 None None"),
+        (["up", "--streams", "4", "--max-upload", "20mbit"], "auto 4 *:0 2500000.0 None"),
         (["coordinator", "--listen", "[2001:db8::1]:0", "--tls", "on"], "on None [2001:db8::1]:0 None None"),
         (["join", FAR_TICKET, "--max-upload", "6MB", "--max-download", "1gbit/s"],
-         "auto None 127.0.0.1:0 6000000.0 125000000.0"),
+         "auto None *:0 6000000.0 125000000.0"),
     ],
 )  # fmt: skip
 def test_the_line_is_as_the_flags_say_and_encryption_needs_no_insistence(
