@@ -24,7 +24,7 @@ import xxhash
 from collective.core.types import Epoch, OuterStep, RoundKey
 from collective.errors import ConnectionLost, PayloadCorrupted, RemoteProtocolError, StreamBroken
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAGIC = b"IS"
 HEADER_NBYTES = 48
 MAX_WEIGHT = 2.0**64

@@ -236,8 +236,16 @@ class Run:
         folder: Path | None = None,
         program: Sequence[str] = (ISTHMUS,),
         inside: Sequence[str] = (),
+        terminal: int | None = None,
     ) -> Process:
-        """Any command that gets a folder, in one of its own. `inside`: what goes before a command on another machine."""
+        """Any command that gets a folder, in one of its own.
+
+        Args:
+            folder: of another start, to go on in it.
+            program: instead of `isthmus`.
+            inside: what goes before a command that runs on another machine.
+            terminal: descriptor that takes stdout instead of a file.
+        """
         name = f"{len(self.processes)}-{arguments[0]}"
         directory = folder or self.folder / name
         console = self.folder / f"{name}.out"
@@ -247,7 +255,7 @@ class Run:
                 cwd=self.folder,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
-                stdout=out,
+                stdout=out if terminal is None else terminal,
                 stderr=err,
                 start_new_session=True,
             )

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What people get wrong: each mistake is one sentence on stderr, the right exit code, and nothing on stdout."""
 
+import fcntl
+import os
+import pty
 import re
+import struct
+import termios
 from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import Outcome, Process, Run, at_home, now_s, running
+from tests.multiprocess.run_harness import OPEN_END, Outcome, Process, Run, at_home, now_s, running
 from trainer.ticket import read_ticket
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
 USAGE, ENVIRONMENT, REFUSED, WORKER_CRASHED = 2, 3, 5, 10
+COLUMNS = 80
 
 
 def _sentence(outcome: Outcome, code: int) -> str:
@@ -98,11 +104,39 @@ def test_a_worker_that_cannot_start_ends_its_peer_with_the_reason(tmp_path: Path
     with running(tmp_path, GLOO_SOCKET_IFNAME="no-such-interface") as run:
         founder = run.found()
         ended = founder.outcome()
-        assert ended.out == run.ticket.read_text()
+        assert f"isthmus join {run.ticket.read_text()}" in ended.out
         ended.out = ""
         sentence = _sentence(ended, WORKER_CRASHED)
         assert sentence.startswith("worker 0 ended with exit code 1: ")
         assert str(founder.directory / "worker-0.log") in sentence
+
+
+def test_the_line_that_a_terminal_shows_joins_however_it_was_copied(tmp_path: Path) -> None:
+    """Of 80 columns: whoever copies from it may get a line break after each."""
+    with running(tmp_path) as run:
+        screen, terminal = pty.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+        flags = ("-c", str(run.config), "--data", str(run.text), "--ticket-file", str(run.ticket))
+        founder = run.start("up", *flags, "--outer-steps", str(OPEN_END), terminal=terminal)
+        run.wait_for_ticket()
+        os.close(terminal)
+        shown = os.read(screen, 1 << 16).decode().replace("\r\n", "\n")
+        os.close(screen)
+        assert shown.startswith("others join with (until ")
+        (line,) = (line.strip() for line in shown.splitlines() if "isthmus join " in line)
+        ticket = line.removeprefix("isthmus join ")
+        assert ticket == run.ticket.read_text().strip()
+        pieces = [ticket[start : start + COLUMNS] for start in range(0, len(ticket), COLUMNS)]
+        assert len(pieces) > 1
+
+        copied = tmp_path / "copied"
+        copied.write_text("\n".join(pieces))
+        peers = [
+            run.start("join", *given, "--node.threads", "1")
+            for given in ((ticket,), tuple(pieces), ("\n".join(pieces),), (f"@{copied}",))
+        ]
+        run.until("members", lambda: all(len(peer.commits()) > 2 for peer in (founder, *peers)))
+        run.leave_all()
 
 
 def _address_of(run: Run) -> str:
