@@ -416,8 +416,8 @@ def _require_secure(resolved: "ResolvedConfig", *, insecure: bool, dialled: Sequ
         if address and not is_loopback(address) and not insecure:
             raise ConfigError(
                 f"{name} {address} is beyond this machine, and net.tls from {origin} says to encrypt nothing",
-                cure="leave the encryption on, stay on this machine with --listen 127.0.0.1:0, or add --insecure if the "
-                "network is your own (a VPN, say)",
+                cure="leave the encryption on, stay on this machine with --listen 127.0.0.1:0, or add --insecure if "
+                "the network is your own (a VPN, say)",
                 key="net.tls",
                 origin=origin,
             )

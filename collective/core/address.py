@@ -19,7 +19,7 @@ EVERY_INTERFACE = "*"
 """The host to listen on for all interfaces of a machine, of IPv4 and IPv6."""
 
 _SEPARATOR = ","
-_WILDCARDS = (EVERY_INTERFACE, "0.0.0.0", "::")  # noqa: S104 - to tell them, not to bind
+_WILDCARDS = (EVERY_INTERFACE, "0.0.0.0", "::")
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -26,7 +26,6 @@ from collective.transport.shared_socket import SharedSocket
 from collective.transport.sockets import EncryptionFailed, SocketOptions, dial, lost
 from collective.transport.tls import TlsSocket
 
-
 _HEAD_START_S = 0.25
 """Of each candidate over the next, as RFC 8305 advises."""
 
@@ -94,7 +93,9 @@ def _failure(address: str, causes: dict[str, CollectiveError]) -> CollectiveErro
         for error in errors:
             if isinstance(error, kind):
                 return error
-    attempts = {item: error.cause if isinstance(error, PeerUnreachable) else str(error) for item, error in causes.items()}
+    attempts = {
+        item: error.cause if isinstance(error, PeerUnreachable) else str(error) for item, error in causes.items()
+    }
     told = ", ".join(f"{item} ({cause})" for item, cause in attempts.items())
     unreachable = [error for error in errors if isinstance(error, PeerUnreachable)]
     is_nowhere = len(unreachable) == len(errors) and all(error.is_nowhere for error in unreachable)

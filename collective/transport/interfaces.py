@@ -16,6 +16,7 @@ from collective.core.address import join_address, split_address
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IPInterface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _FAR_AWAY = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 """Addresses for documentation (RFC 5737, RFC 3849), beyond any network of ours; nothing is sent to them."""
 
@@ -28,7 +29,8 @@ def own_interfaces() -> tuple[IPInterface, ...]:
         if name in stats and not stats[name].isup:
             continue
         for item in addresses:
-            if item.family in (socket.AF_INET, socket.AF_INET6) and (one := _interface(item.address, item.netmask)):
+            one = _interface(item.address, item.netmask) if item.family in _FAMILIES else None
+            if one is not None:
                 found.append(one)
     return tuple(found)
 
@@ -40,7 +42,7 @@ def gather_candidates(host: str, port: int) -> list[str]:
         host: "*", "::" or "0.0.0.0"; the last one is of IPv4 only.
         port: that it listens on.
     """
-    versions = (4,) if host == "0.0.0.0" else (4, 6)  # noqa: S104
+    versions = (4,) if host == "0.0.0.0" else (4, 6)
     own = [item.ip for item in own_interfaces() if item.version in versions]
     ways_out = _ways_out()
     own.sort(key=lambda ip: ways_out.index(ip) if ip in ways_out else len(ways_out))

@@ -189,7 +189,7 @@ def _bind_everywhere(port: int, options: SocketOptions) -> socket.socket:
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(ValueError):
             return _bound(socket.AF_INET6, ("::", port), f"{EVERY_INTERFACE}:{port}", options)
-    return _bound(socket.AF_INET, ("0.0.0.0", port), f"{EVERY_INTERFACE}:{port}", options)  # noqa: S104 - that is asked
+    return _bound(socket.AF_INET, ("0.0.0.0", port), f"{EVERY_INTERFACE}:{port}", options)
 
 
 def _bound(family: int, bind_to: tuple[object, ...], address: str, options: SocketOptions) -> socket.socket:
@@ -231,7 +231,7 @@ async def dial(address: str, options: SocketOptions, *, timeout_s: float) -> soc
             sock.close()
         match error:
             case TimeoutError():
-                raise PeerUnreachable(address, f"no answer in {timeout_s:g} s") from error
+                raise PeerUnreachable(address, f"no answer in {timeout_s:.3g} s") from error
             case ConnectionRefusedError():
                 raise PeerUnreachable(address, "refused", is_refused=True) from error
             case OSError() | ValueError():

@@ -18,7 +18,8 @@ def wall_off() -> None:
     async def refused(address: str, *_: object, **__: object) -> NoReturn:
         raise PeerUnreachable(address, "refused", is_refused=True)
 
-    redial.open_connection = redial.knock = refused  # type: ignore[assignment]
+    for dial in ("open_connection", "knock"):
+        setattr(redial, dial, refused)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,8 @@ def test_a_join_without_anybody_there_says_so_once_and_gets_in_when_the_coordina
         early = run.join()
         log = early.console.with_suffix(".err")
         run.until(
-            "patience", lambda: re.search(rf"waiting_for_coordinator .*{address} \(refused\)", log.read_text()) is not None
+            "patience",
+            lambda: re.search(rf"waiting_for_coordinator .*{address} \(refused\)", log.read_text()) is not None,
         )
         run.coordinator("--listen", address, folder=coordinator.directory)
         run.until("join", lambda: bool(early.events("join")))

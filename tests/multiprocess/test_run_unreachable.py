@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from scripts.chaoslab import walled
 from tests.multiprocess.run_harness import OPEN_END, assert_same_commits, make_folder, running
 
@@ -17,7 +18,9 @@ NOBODY = "127.0.0.1:1"
 """Nothing listens there: what a NAT, a firewall, or another machine's loopback looks like."""
 
 
-def test_a_joiner_that_nobody_can_dial_and_that_reaches_nobody_goes_home_and_takes_nobody_with_it(tmp_path: Path) -> None:
+def test_a_joiner_that_nobody_can_dial_and_that_reaches_nobody_goes_home_and_takes_nobody_with_it(
+    tmp_path: Path,
+) -> None:
     with running(tmp_path) as run:
         founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), "--members.grace", "1s")
         run.wait_for_ticket()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from collective.core.address import candidates_of, split_address
-from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, make_folder, running
+from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, make_folder, now_s, running
 from tests.netns.machines import Machine, World, why_impossible
 from trainer.ticket import encode_ticket, read_ticket
 
@@ -132,7 +132,7 @@ def test_another_runs_port_and_an_old_ticket_are_refused(place: Place, tmp_path:
     folder = ("--dir", str(place.founder.directory))
     short = place.run.command("ticket", "--lifetime", "1s", *folder).out
     expires_at_s = read_ticket(short).expires_at_s
-    place.run.until("expiry", lambda: time.time() >= expires_at_s)
+    place.run.until("expiry", lambda: now_s() >= expires_at_s)
     code, sentence = place.join(place.world.machine(lan="10.9.0.10/24"), ticket=short)
     assert code == REFUSED
     assert sentence.startswith("isthmus: the ticket expired ")

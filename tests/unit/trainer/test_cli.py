@@ -275,7 +275,9 @@ def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- peers
 
-RECORDING_DAEMON = f"TICKET = {TICKET!r}" + """
+RECORDING_DAEMON = (
+    f"TICKET = {TICKET!r}"
+    + """
 import asyncio, sys, types
 import trainer
 from trainer.errors import ExitCode, Refused
@@ -298,6 +300,7 @@ sys.modules["trainer.daemon"] = daemon
 from trainer.cli import main
 main()
 """
+)
 
 
 def test_up_hands_the_daemon_its_options_and_prints_the_ticket(tmp_path: Path) -> None:
