@@ -44,6 +44,10 @@ class LinkReport:
     """What is known of the way to one member. 0.0 is unknown."""
 
     peer_id: PeerId
+    host: str
+    """The other end of the path that was found; "" before that."""
+    is_dialled: bool
+    """Whether this side opened the connections."""
     num_streams: int
     round_trip_s: float
     bytes_per_s: float
@@ -235,6 +239,8 @@ class LinkMeter:
         return [
             LinkReport(
                 peer_id=bundle.peer_id,
+                host=bundle.host,
+                is_dialled=bundle.is_dialler,
                 num_streams=bundle.num_streams,
                 round_trip_s=bundle.shortest_round_trip_s(),
                 bytes_per_s=max(seen.rates, default=0.0) if seen else 0.0,

@@ -406,7 +406,8 @@ class _Process:
             now = self._coordinator.status()
             num_others = len({*(member.ref for member in now.view.members), *now.learners})
             farewell = msgspec.structs.replace(farewell, waits_for="others", num_others=num_others)
-        return msgspec.structs.replace(self._board.status(os.getpid()), leaving=farewell)
+        links = () if self._peer is None else self._peer.communicator.links()
+        return msgspec.structs.replace(self._board.status(os.getpid(), links), leaving=farewell)
 
     def leave(self) -> None:
         """Begin to leave in order."""

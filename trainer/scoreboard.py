@@ -4,10 +4,10 @@
 Fed by chronicle.py with the same facts that go into the event log. It must not decide anything.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from collective import RoundStats
-from collective.core.types import PeerRef, View
+from collective import LinkReport, RoundStats
+from collective.core.types import Member, PeerId, PeerRef, View
 from elastic.core.messages import Held
 from trainer.config import Config
 from trainer.metrics import Metrics
@@ -173,8 +173,8 @@ class Scoreboard:
 
     # -------------------------------------------------------------------------------- reading
 
-    def status(self, pid: int) -> Status:
-        """What `isthmus status` tells."""
+    def status(self, pid: int, links: Sequence[LinkReport] = ()) -> Status:
+        """What `isthmus status` tells. `links` are those with the members."""
         uptime_s = self._clock() - self._started_at
         return Status(
             run_id=self._run_id,
@@ -187,7 +187,7 @@ class Scoreboard:
             inner_step=min(self._inner_steps_of_round, self._inner_steps_per_round),
             inner_steps_per_round=self._inner_steps_per_round,
             epoch=self._view.epoch if self._view is not None else 0,
-            members=self._members(),
+            members=self._members({link.peer_id: link for link in links}),
             coordinator=self.coordinator,
             train_loss=self._train_loss,
             validation_loss=self._validation_loss,
@@ -202,18 +202,21 @@ class Scoreboard:
             uptime_s=uptime_s,
         )
 
-    def _members(self) -> tuple[MemberStatus, ...]:
-        if self._view is None:
-            return ()
-        return tuple(
-            MemberStatus(
-                peer_id=member.peer_id,
-                incarnation=member.incarnation,
-                address=member.address,
-                is_me=member.ref == self._me,
-                is_coordinator=member.address == self.coordinator,
-            )
-            for member in self._view.members
+    def _members(self, links: Mapping[PeerId, LinkReport]) -> tuple[MemberStatus, ...]:
+        members = () if self._view is None else self._view.members
+        return tuple(self._member(member, links.get(member.peer_id)) for member in members)
+
+    def _member(self, member: Member, link: LinkReport | None) -> MemberStatus:
+        has_path = link is not None and link.host != ""
+        return MemberStatus(
+            peer_id=member.peer_id,
+            incarnation=member.incarnation,
+            address=member.address,
+            host=link.host if link is not None and has_path else None,
+            is_dialled=link.is_dialled if link is not None and has_path else None,
+            round_trip_ms=link.round_trip_s * 1e3 if link is not None and link.round_trip_s else None,
+            is_me=member.ref == self._me,
+            is_coordinator=member.address == self.coordinator,
         )
 
     def _goodput(self) -> float:

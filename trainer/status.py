@@ -16,11 +16,18 @@ Phase = Literal["starting", "joining", "learning", "training", "exchanging", "wa
 
 
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One member of the view."""
+    """One member of the view.
+
+    `address` has all candidates; `host` is where the link with it leads or comes from (`is_dialled`: we called), and
+    `round_trip_ms` is the shortest round trip there. All null before there is a link.
+    """
 
     peer_id: str
     incarnation: int
     address: str
+    host: str | None = None
+    is_dialled: bool | None = None
+    round_trip_ms: float | None = None
     is_me: bool = False
     is_coordinator: bool = False
 
@@ -127,7 +134,7 @@ def render_status(status: Status) -> str:
         lines.append(f"metrics at http://{status.metrics_address}/metrics")
     for member in status.members:
         notes = [note for note, holds in (("this", member.is_me), ("coordinator", member.is_coordinator)) if holds]
-        lines.append(f"  {member.peer_id}  {member.address}" + (f"  ({', '.join(notes)})" if notes else ""))
+        lines.append(f"  {member.peer_id}  {_path_to(member)}" + (f"  ({', '.join(notes)})" if notes else ""))
     return "\n".join(lines)
 
 
@@ -144,6 +151,14 @@ def format_nbytes(nbytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.1f} TB"
+
+
+def _path_to(member: MemberStatus) -> str:
+    """The path that its link takes, or else where it may be reached."""
+    if not member.host:
+        return member.address
+    path = f"{'to' if member.is_dialled else 'from'} {member.host}"
+    return path if member.round_trip_ms is None else f"{path}, {member.round_trip_ms:.1f} ms"
 
 
 def _number(value: float | None, spec: str) -> str:

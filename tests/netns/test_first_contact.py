@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machines with addresses of their own: `up` on one, the line that it prints on the others, nothing else typed."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import OPEN_END, assert_same_commits, make_folder, running
+from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, make_folder, running
 from tests.netns.machines import World, two_machines, why_impossible
 
 IMPOSSIBLE = why_impossible()
@@ -27,6 +28,12 @@ def test_two_machines_that_know_no_address_train_together(tmp_path: Path) -> Non
     assert_same_commits(founder, joiner)
 
 
+def _paths(run: Run, peer: Process) -> dict[str, str]:
+    """Where its links lead or come from, by the other peer, as `isthmus status` has it."""
+    told = json.loads(run.command("status", "--json", "--dir", str(peer.directory)).out)
+    return {member["peer_id"]: member["host"] for member in told["members"] if not member["is_me"]}
+
+
 def test_machines_that_share_different_networks_find_the_way_to_each_of_the_others(tmp_path: Path) -> None:
     """One has an interface that leads nowhere, and one sees the founder over IPv6 only."""
     with World() as world, running(tmp_path) as run:
@@ -37,6 +44,10 @@ def test_machines_that_share_different_networks_find_the_way_to_each_of_the_othe
         run.wait_for_ticket()
         peers = [run.join(inside=second.inside), run.join(inside=third.inside)]
         run.until_step(5, founder, *peers)
+        paths = [_paths(run, peer) for peer in (founder, *peers)]
+        assert paths[0] == {peers[0].peer_id: "10.9.0.2", peers[1].peer_id: "fd00:9::3"}
+        assert paths[1] == {founder.peer_id: "10.9.0.1", peers[1].peer_id: "10.8.0.3"}
+        assert paths[2] == {founder.peer_id: "fd00:9::1", peers[0].peer_id: "10.8.0.2"}
 
         peers[1].kill()
         step = founder.step
