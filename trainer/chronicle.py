@@ -40,12 +40,13 @@ from elastic.observation import (
     WentBack,
     WorkCarriedOver,
 )
-from trainer.errors import CheckpointFailed
+from trainer.errors import CheckpointFailed, WorkerCrashed
 from trainer.events import EventLog, Field
 from trainer.record_lines import key_fields, line_of, view_fields
 from trainer.scoreboard import Scoreboard
 from trainer.training_loop import RoundReport
 from trainer.worker_link import WorkerStalled
+from trainer.worker_process import WorkerDied
 
 log = logging.getLogger(__name__)
 
@@ -113,8 +114,29 @@ class Chronicle:
         self._log.emit("fault", kind="checkpoint_failed", cause=str(failure))
         log.warning("checkpoint_failed cause=%r", str(failure))
 
-    def worker_hung(self, hang: WorkerStalled) -> None:
-        """Workers do not answer. They are killed and replaced; what they did since the last commit is done again."""
+    def worker_crashed(self, crash: WorkerCrashed) -> None:
+        """Workers do not answer, or died. They are replaced; what they did since the last commit is done again."""
+        match crash:
+            case WorkerStalled():
+                self._worker_hung(crash)
+            case WorkerDied():
+                self._worker_died(crash)
+            case _:
+                raise crash
+
+    def _worker_died(self, death: WorkerDied) -> None:
+        self._board.worker_died()
+        self._log.emit(
+            "fault",
+            kind="worker_died",
+            local_rank=death.local_rank,
+            exit_code=death.worker_exit_code,
+            memory_bytes=death.memory_nbytes,
+            cause=death.how,
+        )
+        log.warning("worker_died cause=%r; the workers of this peer are replaced", death.how)
+
+    def _worker_hung(self, hang: WorkerStalled) -> None:
         self._board.worker_hung()
         self._log.emit(
             "fault",

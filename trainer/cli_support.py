@@ -18,7 +18,7 @@ from pathlib import Path
 
 import typer
 
-from trainer.errors import ConfigError, ExitCode, IsthmusError
+from trainer.errors import ConfigError, ExitCode, IsthmusError, leaves, operator_error
 
 PROGRAM = "isthmus"
 RUNS_FOLDER = Path("runs")
@@ -85,7 +85,7 @@ def report(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, UsageMistake):
         complain(_usage_sentence(error))
         return int(ExitCode.USAGE)
-    leaf = _leaves(error)[0]
+    leaf = leaves(error)[0]
     what = f"{type(leaf).__name__}: {leaf}".split("\n", 1)[0]
     complain(f"this is a bug in isthmus ({what[:200]}); please report it with {_write_story(error)}")
     return int(ExitCode.UNEXPECTED)
@@ -94,22 +94,6 @@ def report(error: BaseException, *, debug: bool) -> int:
 def complain(sentence: str) -> None:
     """One sentence on stderr."""
     print(f"{PROGRAM}: {sentence}", file=sys.stderr)
-
-
-def operator_error(error: BaseException) -> IsthmusError | None:
-    """The operator's error in what a command raised; None if any part of it is our bug.
-
-    Task groups hand on groups of errors; the first one is what happened first.
-    """
-    leaves = _leaves(error)
-    known = [leaf for leaf in leaves if isinstance(leaf, IsthmusError)]
-    return known[0] if known and len(known) == len(leaves) else None
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]
 
 
 def _usage_sentence(error: Exception) -> str:

@@ -35,7 +35,7 @@ from trainer.chronicle import Chronicle
 from trainer.control_socket import ControlServer
 from trainer.coordination import Coordination
 from trainer.data import samples_per_data_epoch
-from trainer.errors import ConfigError, EnvironmentFault, ExitCode, IsthmusError
+from trainer.errors import ConfigError, EnvironmentFault, ExitCode, IsthmusError, leaves, operator_error
 from trainer.events import FILE_NAME, EventLog
 from trainer.founding import Founded, remember_terms, save_standby_ticket
 from trainer.identity import PeerFolder
@@ -316,7 +316,8 @@ class _Process:
         except (IsthmusError, ExceptionGroup) as error:
             if self._coordinator is not None:
                 # The workers here are lost, the run is not: the others need the coordinator until they are done.
-                log.error("peer_failed cause=%r; interrupt to end the coordinator too", error)  # noqa: TRY400
+                cause = str(operator_error(error) or leaves(error)[0])
+                log.error("peer_failed cause=%r; interrupt to end the coordinator too", cause)  # noqa: TRY400
                 self._is_closing.clear()
                 await self._everybody_gone(timeout_s=None)
             raise

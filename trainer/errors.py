@@ -180,3 +180,20 @@ class WorkerCrashed(IsthmusError):
     """A worker process of this peer is gone."""
 
     exit_code = ExitCode.WORKER_CRASHED
+
+
+def operator_error(error: BaseException) -> IsthmusError | None:
+    """The operator's error in what a command raised; None if any part of it is our bug.
+
+    Task groups hand on groups of errors; the first one is what happened first.
+    """
+    found = leaves(error)
+    known = [leaf for leaf in found if isinstance(leaf, IsthmusError)]
+    return known[0] if known and len(known) == len(found) else None
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """The errors in a group of groups, in the order in which they happened; an error that is no group is its own."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in leaves(inner)]
+    return [error]

@@ -49,6 +49,7 @@ class Metrics:
             registry=self.registry,
         )
         # Workers.
+        self.worker_deaths = self._counter("worker_deaths_total", "Workers replaced because one died.")
         self.worker_hangs = self._counter("worker_hangs_total", "Workers replaced because one gave no answer.")
         # Disk.
         self.checkpoints = self._counter("checkpoints_total", "Checkpoints written.")

@@ -45,7 +45,7 @@ from trainer.chronicle import Chronicle
 from trainer.config import Config
 from trainer.corpus import Corpus
 from trainer.durability import Durability, Origin
-from trainer.errors import ExitCode
+from trainer.errors import ExitCode, WorkerCrashed
 from trainer.model import initial_parameters
 from trainer.moments import Moments
 from trainer.outer_state import OuterState
@@ -56,7 +56,7 @@ from trainer.shared_buffer import SharedBuffer
 from trainer.status import FetchStatus, LeavingStatus
 from trainer.training_loop import RoundReport, TrainingLoop
 from trainer.wiring import bulk_options, fragments_of, member_config, outer_of, samples_in_stock, training_job
-from trainer.worker_pool import WorkerPool, WorkerStalled
+from trainer.worker_pool import WorkerPool
 from trainer.worker_values import WorkerValues
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ _LAST_ROUND_TIMEOUT_S = 600.0
 """For the evaluation and the checkpoint of the final state, after everybody has said goodbye."""
 _SIGN_OF_LIFE_S = 1.0
 _MAX_REPLACED = 3
-"""Workers that hang again and again, and never train a round, hang for a reason that a new start does not mend."""
+"""Workers that hang or die again and again, and never train a round, do so for a reason that no new start mends."""
 _LAST_STEP_TIMEOUT_S = 20.0
 """For the inner step that is under way when this peer's part ends early."""
 
@@ -373,13 +373,19 @@ class Peer:
             progress = self._inner_steps + self._signs_of_life + self.communicator.progress()
             self._membership.progressed(progress, inner_steps=self._inner_steps, blocked=self._blocked)
 
-    async def _replace_workers(self, hang: WorkerStalled) -> None:
+    async def _replace_workers(self, crash: WorkerCrashed) -> None:
         """Once more, unless that has not helped before."""
-        if self._num_replaced == _MAX_REPLACED:
-            raise hang
-        self._num_replaced += 1
-        self._chronicle.worker_hung(hang)
-        await self._pool.renew()
+        while True:
+            if self._num_replaced == _MAX_REPLACED:
+                raise crash
+            self._num_replaced += 1
+            self._chronicle.worker_crashed(crash)
+            try:
+                await self._pool.renew()
+            except WorkerCrashed as again:
+                crash = again
+            else:
+                return
 
     def _on_round(self, report: RoundReport) -> None:
         self._num_rounds += 1

@@ -159,6 +159,10 @@ class Scoreboard:
         """A checkpoint could not be written."""
         self._metrics.checkpoint_failures.inc()
 
+    def worker_died(self) -> None:
+        """The workers are replaced, because one of them died."""
+        self._metrics.worker_deaths.inc()
+
     def worker_hung(self) -> None:
         """The workers are replaced, because one of them hangs."""
         self._metrics.worker_hangs.inc()

@@ -28,12 +28,12 @@ from elastic.core.messages import DataPosition
 from elastic.errors import ElasticError, NotAMember, RoundMissed, RunFinished
 from elastic.member import Membership
 from optim.outer import Round, Work
+from trainer.errors import WorkerCrashed
 from trainer.outer_state import OuterState
 from trainer.round_runner import RoundRunner
 from trainer.round_schedule import RoundSchedule
 from trainer.sample_feed import LeasesLost, SampleFeed
 from trainer.tally import HandedIn, Tally
-from trainer.worker_link import WorkerStalled
 from trainer.worker_values import WorkerValues
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class TrainingLoop:
         on_landed: told of it again before the workers go on from its outcome; may have them judge it.
         on_inner_step: told of every inner step (global number, loss, tokens), for progress.
         on_blocked: told when this peer begins and ceases to stand still for the others.
-        replace_workers: gets others in the place of those that hang, or raises.
+        replace_workers: gets others in the place of those that hang or died, or raises.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class TrainingLoop:
         on_landed: Callable[[RoundReport], Awaitable[None]],
         on_inner_step: Callable[[int, float, int], None],
         on_blocked: Callable[[bool], None],
-        replace_workers: Callable[[WorkerStalled], Awaitable[None]],
+        replace_workers: Callable[[WorkerCrashed], Awaitable[None]],
     ) -> None:
         self._membership = membership
         self._runner = runner
@@ -122,9 +122,10 @@ class TrainingLoop:
         self._blocked_since: float | None = None
 
     async def run(self) -> None:
-        """Train until the final commit or the end of the membership. Errors of the workers come through, but for hangs.
+        """Train until the final commit or the end of the membership. What workers report of themselves comes through.
 
-        Who hangs takes the work since the last commit along, and nothing else: no round is out then, the leases stay.
+        Who hangs or dies takes the work since the last commit along, and nothing else: no round is out then, the leases
+        stay.
         """
         with contextlib.suppress(RunFinished):
             while True:
@@ -133,9 +134,9 @@ class TrainingLoop:
                     with contextlib.suppress(LeasesLost, NotAMember):
                         await self._train_as_member(admitted)
                         return
-                except WorkerStalled as hang:
+                except WorkerCrashed as crash:
                     self._feed.take_back()
-                    await self._replace_workers(hang)
+                    await self._replace_workers(crash)
 
     async def _train_as_member(self, admitted: View) -> None:
         """Until the run's last commit. `admitted` is the view in which this peer became active."""
@@ -196,7 +197,7 @@ class TrainingLoop:
         try:
             async with _beside(self._commit(round_, ready, handed_in)) as outcome:
                 if round_.delay and ready.outer_step + 1 < self._outer_steps:
-                    with contextlib.suppress(WorkerStalled):  # it will be raised again, once this round is out
+                    with contextlib.suppress(WorkerCrashed):  # it will be raised again, once this round is out
                         await self._train(round_.due_step, admitted, is_behind=False, outcome=outcome)
                 self._block()
                 report = await outcome

@@ -15,8 +15,8 @@ Errors, all of them for the operator (trainer/errors.py)::
     ├── WorkerDied       a process ended unasked
     └── WorkerStalled    an answer did not come in its time
 
-After the first of them the pool is broken and raises it again whatever it is asked. After a WorkerStalled, and if only
-the parameters and the optimizer's state are lost by it, `renew` mends it.
+After the first of them the pool is broken and raises it again whatever it is asked. A WorkerCrashed costs no more than
+the parameters and the optimizer's state, and `renew` mends the pool.
 """
 
 import asyncio
@@ -33,6 +33,7 @@ import msgspec
 from optim.inner import Moment
 from trainer import ipc
 from trainer.corpus import Corpus
+from trainer.errors import WorkerCrashed
 from trainer.shared_buffer import SharedBuffer, SharedTokens
 from trainer.worker_crew import WorkerCrew
 from trainer.worker_job import Device, FilePart, TrainingJob, WorkerJob
@@ -189,14 +190,14 @@ class WorkerPool:
     async def failed(self) -> None:
         """Wait for the pool's failure and raise it: for a task that watches while nothing is asked.
 
-        A hang is not raised here: whoever has asked hears of it, and renews the pool or ends.
+        A crash is not raised here: whoever asks next hears of it, and renews the pool or ends.
         """
         before: WorkerCrew | None = None
         while (crew := self._crew) is not before:
             assert crew is not None, "the pool was entered"
             await crew.link.failed()
             failure = crew.link.failure
-            if failure is not None and not isinstance(failure, WorkerStalled):
+            if failure is not None and not isinstance(failure, WorkerCrashed):
                 raise failure
             await crew.closed.wait()  # by then there is another one, or the pool is left
             before = crew
@@ -253,7 +254,7 @@ class WorkerPool:
             await self._close()
 
     async def renew(self) -> None:
-        """Other workers in the place of these, which are killed: after a WorkerStalled. They know no parameters.
+        """Other workers in the place of these, which are killed: after a WorkerCrashed. They know no parameters.
 
         Raises:
             WorkerDied, WorkerStalled, EnvironmentFault: as at the first start.

@@ -9,6 +9,7 @@ know what is said to it.
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import sys
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from trainer.files import open_private
 from trainer.worker_job import WorkerJob
 
 _STDERR_TAIL_NBYTES = 4096
+_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
@@ -31,17 +33,31 @@ class WorkerDied(WorkerCrashed):
     Attributes:
         local_rank: which.
         worker_exit_code: its exit code; -n if signal n ended it. (`exit_code` is what our own process ends with.)
+        how: the same in words, with the memory that it had if that ran out.
+        memory_nbytes: the most it may have had: of this peer's workers so far the largest.
         stderr_tail: the end of what it printed.
         log_path: where all of it is.
     """
 
-    def __init__(self, local_rank: int, exit_code: int, stderr_tail: str, log_path: Path) -> None:
+    def __init__(
+        self,
+        local_rank: int,
+        exit_code: int,
+        stderr_tail: str,
+        log_path: Path,
+        *,
+        memory_nbytes: int = 0,
+        was_out_of_memory: bool = False,
+    ) -> None:
         how = f"by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"with exit code {exit_code}"
-        last_line = stderr_tail.strip().rpartition("\n")[2]
-        super().__init__(
-            f"worker {local_rank} ended {how}" + (f": {last_line}" if last_line else ""),
-            cure=f"{log_path} says more; start the peer again",
-        )
+        cure = f"{log_path} says more; start the peer again"
+        if was_out_of_memory and exit_code == -signal.SIGKILL:
+            how += f": the kernel had no memory left, and the worker had up to {memory_nbytes / 1e9:.2f} GB"
+            cure = "give the machine more memory, or the peer a smaller inner.micro_batch"
+        last_line = "" if exit_code < 0 else stderr_tail.strip().rpartition("\n")[2]  # else it tells of something else
+        super().__init__(f"worker {local_rank} ended {how}" + (f": {last_line}" if last_line else ""), cure=cure)
+        self.how = f"worker {local_rank} ended {how}"
+        self.memory_nbytes = memory_nbytes
         self.local_rank = local_rank
         self.worker_exit_code = exit_code
         self.stderr_tail = stderr_tail
@@ -57,6 +73,8 @@ class WorkerProcess:
     _process: asyncio.subprocess.Process
     _log_start: int
     """Size of the log before this process wrote to it."""
+    _memory_kills: int
+    """How often the kernel had ended a process for lack of memory before."""
 
     @classmethod
     async def start(cls, job: WorkerJob, *, local_rank: int, num_workers: int, log_path: Path) -> Self:
@@ -78,7 +96,13 @@ class WorkerProcess:
                 pass_fds=(job.mailbox_fd, job.train.fd, job.validation.fd),
                 start_new_session=True,
             )
-            return cls(local_rank=local_rank, log_path=log_path, _process=process, _log_start=log.tell())
+            return cls(
+                local_rank=local_rank,
+                log_path=log_path,
+                _process=process,
+                _log_start=log.tell(),
+                _memory_kills=_num_memory_kills(),
+            )
 
     @property
     def pid(self) -> int:
@@ -107,7 +131,24 @@ class WorkerProcess:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, size - _STDERR_TAIL_NBYTES))
             tail = log.read().decode("utf-8", "replace")
-        return WorkerDied(self.local_rank, exit_code, tail, self.log_path)
+        return WorkerDied(
+            self.local_rank,
+            exit_code,
+            tail,
+            self.log_path,
+            memory_nbytes=resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * _MAXRSS_UNIT,
+            was_out_of_memory=_num_memory_kills() > self._memory_kills,
+        )
+
+
+def _num_memory_kills() -> int:
+    """How many processes of this machine the kernel has ended for lack of memory; 0 where it does not tell."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
 
 
 def _environment(local_rank: int, num_workers: int, num_threads: int) -> dict[str, str]:

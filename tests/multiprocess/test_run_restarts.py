@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that die and are started again in their folders: they find their run, and the run finds them."""
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -91,26 +89,3 @@ def test_a_peer_that_is_killed_comes_back_from_its_disk_and_fetches_only_what_it
     assert sum(fetched) < 8 * num_parameters / 2
     err = again.console.with_suffix(".err").read_text()
     assert f"checkpoint_adopted outer_step={kept}" in err
-
-
-def test_a_peer_whose_worker_died_tells_why_and_can_be_started_again(tmp_path: Path) -> None:
-    with running(tmp_path) as run:
-        founder = run.found("--peers", "2", "--outer-steps", str(OPEN_END))
-        run.wait_for_ticket()
-        peer = run.join()
-        run.until_step(3, founder, peer)
-        (worker,) = peer.worker_pids()
-        os.kill(worker, signal.SIGKILL)
-        ended = peer.outcome()
-        assert ended.code == WORKER_CRASHED
-        (sentence,) = ended.sentences
-        assert sentence.startswith("isthmus: worker 0 ended by SIGKILL")
-        assert "Traceback" not in ended.err
-        run.until_step(founder.step + 5, founder)
-
-        again = run.join(folder=peer.directory)
-        run.until("membership", lambda: len(again.events("join")) == 2)
-        run.until_step(again.events("join")[-1]["outer_step"] + 5, founder, again)
-        run.leave_all()
-    assert_same_commits(founder, again)
-    Audit.of(read_journal(founder.directory))

@@ -31,6 +31,7 @@ from optim.diloco import DiLoCo
 from optim.fragments import FragmentTable
 from optim.outer import Absorbed
 from optim.streaming import Streaming
+from trainer.errors import WorkerCrashed
 from trainer.moments import Moments
 from trainer.outer_state import OuterState
 from trainer.round_schedule import RoundSchedule
@@ -92,14 +93,15 @@ class Pool:
     """How many of them there were when a fragment was last in a commit of this peer."""
     hangs_at: int = -1
     """Which request gives no answer, nor does any after it."""
+    crash: WorkerCrashed = field(default_factory=lambda: WorkerStalled("step", (0,), 1.0, "hangs"))
     num_hangs: int = 0
 
     def answer(self) -> None:
         self.hangs_at -= self.hangs_at > 0
         if self.hangs_at == 0:
-            raise WorkerStalled("step", (0,), 1.0, "hangs")
+            raise self.crash
 
-    async def renew(self, _hang: WorkerStalled) -> None:
+    async def renew(self, _hang: WorkerCrashed) -> None:
         self.hangs_at = -1
         self.num_hangs += 1
         self.local.fill_(torch.nan)

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from trainer.checkpoint import FOLDER_NAME, STATE_NAME, CheckpointMeta, CheckpointStore
-from trainer.cli_support import is_loopback, operator_error, take_apart
+from trainer.cli_support import is_loopback, take_apart
 from trainer.config import Config
 from trainer.config_training import ModelSection
-from trainer.errors import ConfigError, ExitCode, IsthmusError, Refused
+from trainer.errors import ConfigError, ExitCode, IsthmusError, Refused, operator_error
 from trainer.model import initial_parameters, num_parameters
 from trainer.run_manifest import manifest_of
 from trainer.ticket import decode_ticket, encode_ticket, make_ticket

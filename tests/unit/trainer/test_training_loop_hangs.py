@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that hang and are replaced: no sample is lost or used twice, whatever they were asked for."""
+"""Workers that hang or die and are replaced: no sample is lost or used twice, whatever they were asked for."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
 from elastic.digest import Hasher
 from tests.unit.trainer.loop_rig import BATCH, INNER_STEPS, Happening, Rig
+from trainer.errors import WorkerCrashed
+from trainer.worker_link import WorkerStalled
+from trainer.worker_process import WorkerDied
 
+HANG = WorkerStalled("step", (0,), 1.0, "hangs")
+DEATH = WorkerDied(0, -9, "", Path("worker-0.log"))
 STREAMING = {"inner_steps": 8, "num_fragments": 4, "delay": 1, "keep": 1.0}
 
 
@@ -20,11 +26,12 @@ def hasher() -> Iterator[Hasher]:
 
 @pytest.mark.parametrize("streaming", [None, STREAMING], ids=["diloco", "streaming"])
 @pytest.mark.parametrize("place", range(1, 14))
-async def test_samples_of_a_hung_worker_are_trained_on_again(
-    hasher: Hasher, place: int, streaming: Mapping[str, object] | None
+@pytest.mark.parametrize("crash", [HANG, DEATH], ids=["hangs", "dies"])
+async def test_samples_of_a_worker_that_crashed_are_trained_on_again(
+    hasher: Hasher, place: int, streaming: Mapping[str, object] | None, crash: WorkerCrashed
 ) -> None:
     rig = Rig(hasher, outer_steps=4, streaming=streaming)
-    rig.pool.hangs_at = place
+    rig.pool.hangs_at, rig.pool.crash = place, crash
     await rig.run()
     assert rig.pool.num_hangs == 1
     rig.audit_the_end()
