@@ -26,6 +26,7 @@ RUNS_FOLDER = Path("runs")
 # A command line's mistakes, in every version of Typer (which moved them from one package to another).
 UsageMistake: type[Exception] = typer.BadParameter.__mro__[1]
 
+_PLAIN_FLAG = re.compile(r"--[A-Za-z0-9]+(?:_[A-Za-z0-9]+)+(?==|$)")
 _DOTTED_FLAG = re.compile(r"--([A-Za-z0-9_]+(?:\.[A-Za-z0-9_-]+)+)(?:=(.*))?", re.DOTALL)
 
 
@@ -47,6 +48,8 @@ class Invocation:
 def take_apart(argv: Sequence[str]) -> Invocation:
     """Separate the config's flags, which have a dot in their name, from the commands' own, which have none.
 
+    Dashes and underscores in the name of a flag mean the same.
+
     Typer could only be made to let them through together with every misspelt flag.
 
     Raises:
@@ -61,11 +64,13 @@ def take_apart(argv: Sequence[str]) -> Invocation:
             arguments += [argument, *rest]
         elif argument == "--debug":
             debug = True
+        elif (match := _PLAIN_FLAG.match(argument)) is not None:
+            arguments.append(match[0].replace("_", "-") + argument[match.end() :])
         elif (match := _DOTTED_FLAG.fullmatch(argument)) is not None:
             value = match[2] if match[2] is not None else next(rest, None)
             if value is None or (match[2] is None and value.startswith("--")):
                 raise ConfigError(f"--{match[1]} needs a value", cure=f"write --{match[1]} VALUE", key=match[1])
-            overrides.append((match[1], value))
+            overrides.append((match[1].replace("-", "_"), value))
         else:
             arguments.append(argument)
     return Invocation(arguments=tuple(arguments), overrides=tuple(overrides), debug=debug)

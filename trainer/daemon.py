@@ -289,6 +289,15 @@ class _Process:
         if founded is None or isinstance(role, Joining):
             return
         remember_terms(start.folder, start.terms, listening)
+        made = 0 if founded.checkpoint is None else founded.checkpoint.meta.outer_step
+        if made >= start.config.run.outer_steps:
+            log.info(
+                "run_complete outer_step=%d; nothing is left to train, and with more steps isthmus up --resume %s "
+                "--run.outer_steps MORE goes on",
+                made,
+                self._run_dir,
+            )
+            return
         assert self._office is not None, "a coordinator lives here"
         ticket = self._office.ticket()
         if start.config.coordinator.store == "etcd":

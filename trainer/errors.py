@@ -7,6 +7,7 @@ traceback. Everything else is our bug: exit code 1, traceback, story. Must not k
 ::
 
     IsthmusError                 exit code
+    ├── RunComplete              0   nothing is left to train
     ├── ConfigError              2   a flag, a config value, a path
     ├── EnvironmentFault         3   this machine: disk, port, permissions, missing device
     │   └── CheckpointFailed         a checkpoint was not written; training goes on
@@ -118,6 +119,12 @@ class NobodyReachable(IsthmusError):
     """Nobody answers."""
 
     exit_code = ExitCode.NOBODY_REACHABLE
+
+
+class RunComplete(IsthmusError):
+    """The run has made all of its outer steps: nothing is left to train."""
+
+    exit_code = ExitCode.DONE
 
 
 class NothingRuns(NobodyReachable):

@@ -26,10 +26,11 @@ import msgspec
 from collective.transport.certificates import certificate_to_bytes
 from elastic.journal_archive import archives_of
 from trainer.admission import MAX_AUTHORITIES, RunTerms, authority_of
+from trainer.certificates import FILE_NAME as CERTIFICATES_NAME
 from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointStore, load_resumed, newest_usable
 from trainer.config import Config
 from trainer.corpus import Corpus
-from trainer.errors import ConfigError, EnvironmentFault, IntegrityError
+from trainer.errors import ConfigError, EnvironmentFault, IntegrityError, RunComplete
 from trainer.files import write_atomically
 from trainer.identity import PeerFolder, RunIdentity
 from trainer.run_manifest import manifest_diff, manifest_of
@@ -89,12 +90,14 @@ def found_or_go_on(folder: PeerFolder, config: Config, corpus: Corpus, resume_di
     Raises:
         ConfigError: the folder holds a run with other settings, or one that should be resumed from a checkpoint.
         CheckpointCorrupted: `resume_dir` holds no whole checkpoint.
+        RunComplete: what it holds is the end of the run.
         IntegrityError: a file of the folder is damaged.
         EnvironmentFault: the disk refuses.
     """
     checkpoint = None
     if resume_dir is not None:
         checkpoint = load_resumed(resume_dir)
+        _require_unfinished(checkpoint, config, resume_dir)
         with _disk_errors(folder.path):
             _archive(folder.path, checkpoint.meta.outer_step)
     manifest = manifest_of(config)
@@ -113,6 +116,15 @@ def found_or_go_on(folder: PeerFolder, config: Config, corpus: Corpus, resume_di
         checkpoint=checkpoint,
         has_lost_its_journal=saved is not None and not has_journal,
     )
+
+
+def _require_unfinished(checkpoint: Checkpoint, config: Config, resume_dir: Path) -> None:
+    made, wanted = checkpoint.meta.outer_step, config.run.outer_steps
+    if made >= wanted:
+        raise RunComplete(
+            f"the run in {resume_dir} is complete at outer step {made} of {wanted}: nothing is left to train",
+            cure=f"go on with more steps: --run.outer_steps {2 * made}",
+        )
 
 
 def take_over(folder: PeerFolder) -> bytes:
@@ -296,6 +308,7 @@ def _archive(path: Path, outer_step: int) -> None:
     names = (
         *(f"{JOURNAL_NAME}{end}" for end in ("-wal", "-shm", "", ".lock")),
         STANDBY_TICKET_NAME,
+        CERTIFICATES_NAME,
         "run.json",
         _TERMS_NAME,
     )

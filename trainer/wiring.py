@@ -33,6 +33,11 @@ __all__ = [
 ]
 
 
+_MEET_TIMEOUT_S = 10.0
+"""A newcomer that has no link with a member by then is sent home. Somebody waits for the answer at a terminal, and one
+attempt by both sides takes six seconds."""
+
+
 def outer_of(config: Config) -> Outer:
     """`[outer]`: the method, with all settings known."""
     section = config.outer.model_dump(exclude={"codec"})
@@ -128,6 +133,7 @@ def coordinator_config(
         suspect_silence_s=2.5 * members.heartbeat_interval_s,
         reconnect_grace_s=members.reconnect_grace_s,
         recover_s=members.recover_s,
+        meet_timeout_s=_MEET_TIMEOUT_S,
         stall_floor_s=members.stall_timeout_s,
         round_quorum=members.quorum,
         grace_floor_s=members.grace_s,

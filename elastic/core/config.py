@@ -85,9 +85,8 @@ class CoordinatorConfig:
     """A member that is behind is told the view again at most this often."""
     meet_interval_s: float = 2.0
     """A peer is asked at most this often to make links that are missing."""
-    meet_timeout_s: float = 10.0
-    """A newcomer that has no link with a member by then is sent home. Somebody waits for the answer at a terminal, and
-    one attempt by both sides takes six seconds."""
+    meet_timeout_s: float = 20.0
+    """A newcomer that has no link with a member by then is sent home: three dials of five seconds, and their pauses."""
     recover_s: float = 30.0
     """If nobody holds the committed state, half of the members of the newest commit wait so long for it before the run
     goes back to what they hold."""

@@ -473,6 +473,9 @@ def test_config_flags_are_taken_out_of_the_command_line() -> None:
     assert taken.debug
     with pytest.raises(ConfigError):
         take_apart(["up", "--inner.lr"])
+    alike = take_apart(["up", "--run.outer-steps", "3", "--ticket_file=a_b", "--dry_run", "a_b"])
+    assert alike.overrides == (("run.outer_steps", "3"),)
+    assert alike.arguments == ("up", "--ticket-file=a_b", "--dry-run", "a_b")
 
 
 @pytest.mark.parametrize(

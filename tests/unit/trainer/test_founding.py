@@ -17,7 +17,7 @@ from trainer.checkpoint import FOLDER_NAME, CheckpointMeta, CheckpointStore
 from trainer.config import Config
 from trainer.config_sources import Override, load_config
 from trainer.corpus import Corpus
-from trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault, IntegrityError
+from trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault, IntegrityError, RunComplete
 from trainer.founding import (
     JOURNAL_NAME,
     MEMBERSHIP_NAME,
@@ -163,6 +163,30 @@ def test_resuming_in_the_same_folder_is_a_new_run_and_puts_the_old_one_aside(fol
     assert not (folder.path / JOURNAL_NAME).exists()
     assert (folder.path / "lineage-1" / JOURNAL_NAME).read_bytes() == old.run.run_id.encode()
     assert (folder.path / "lineage-1" / "run.json").exists()
+
+
+def test_a_complete_run_is_not_resumed_and_stays_where_it_is_unless_more_steps_are_wanted(folder: PeerFolder) -> None:
+    end = CONFIG.run.outer_steps
+    before = start(folder)
+    save_checkpoints(folder.path, end)
+    with pytest.raises(RunComplete, match=f"is complete at outer step {end} of {end}") as complete:
+        found(folder, resume=folder.path)
+    assert complete.value.exit_code == 0
+    assert f"--run.outer_steps {2 * end}" in complete.value.cure
+    assert not (folder.path / "lineage-1").exists()
+
+    more = load_config(overrides=[Override("run.outer_steps", str(end + 1), "--run.outer_steps")]).config
+    assert found(folder, more, resume=folder.path).run.run_id != before.run.run_id
+
+
+def test_certificates_of_the_old_lineage_go_aside_with_it(folder: PeerFolder) -> None:
+    """Those of another run would be refused at every start."""
+    start(folder)
+    save_checkpoints(folder.path, 10)
+    (folder.path / "certificates").write_bytes(b"of the old run")
+    found(folder, OTHER_CONFIG, resume=folder.path)
+    assert not (folder.path / "certificates").exists()
+    assert (folder.path / "lineage-1" / "certificates").exists()
 
 
 def test_checkpoints_newer_than_the_one_resumed_go_aside_with_their_lineage(folder: PeerFolder) -> None:
