@@ -7,6 +7,7 @@ keep their own, deliberately simple books and never ask a machine whether it is 
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from collective.core.types import PeerRef, RoundKey, View
@@ -343,21 +344,23 @@ class Checkers:
     def converge(self) -> str:
         """I4: the healed run goes on, or tells everybody why it cannot."""
         first = len(self.history.commits)
-        end = ""
+        end, paused_at = "", -inf
 
         def has_come_to_an_end() -> bool:
-            nonlocal end
+            nonlocal end, paused_at
             if self._news:
                 self._news = False
                 end = self._end(first)
+                paused_at = sim.world.now if self._pauses() else paused_at
             return bool(end)
 
         sim, deadline = self._sim, self._sim.world.now + LIVENESS_S
         if not sim.world.run_until(deadline, stop=has_come_to_an_end):
-            # Who was awaited in vain stays out for a while, and where patience with who stands still is long, each wait
-            # for it takes its time (seed 60465); the others have to go on meanwhile.
+            # Who was awaited in vain stays out for a while, or did until a moment ago (seed 70234), and where patience
+            # with who stands still is long, each wait for it takes its time (seed 60465); the others have to go on
+            # meanwhile.
             while (
-                (self._pauses() or sim.options.stall_floor_s > PATIENT_S)
+                (sim.world.now < paused_at + LIVENESS_S or sim.options.stall_floor_s > PATIENT_S)
                 and len(self.history.commits) > first + NUM_LIVE_COMMITS
                 and sim.world.now < deadline + PAUSE_S
             ):
