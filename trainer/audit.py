@@ -11,7 +11,7 @@ wrong with the run is no error here but a finding (elastic/audit).
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +26,8 @@ from elastic.core.records import RebuildRecord, Record, SnapshotRecord
 from elastic.errors import JournalUnreadable
 from elastic.journal_reader import JournalReading, read_journal
 from elastic.notary import RunVerifier
-from trainer.audit_certificates import audit_certificates, read_kept
-from trainer.audit_checkpoints import audit_checkpoints, read_checkpoints
+from trainer.audit_certificates import KeptCertificates, audit_certificates, read_kept
+from trainer.audit_checkpoints import SavedState, audit_checkpoints, read_checkpoints
 from trainer.audit_logs import Deviant, Log, MissingLogs, audit_logs, deviants, missing_logs, read_logs
 from trainer.certificates import FILE_NAME as CERTIFICATES_NAME
 from trainer.checkpoint import FOLDER_NAME
@@ -85,11 +85,11 @@ def find_verifier(folders: Sequence[Path], run_id: str) -> Verifier | None:
     return RunVerifier(run_id, lambda: authorities) if authorities else None
 
 
-def audit_run(given: Sequence[Path]) -> RunAudit:
-    """Audit the run of these folders: peers' folders in any order, or folders of such.
+def audit_runs(given: Sequence[Path]) -> list[RunAudit]:
+    """Audit every run of these folders of which a journal is there: peers' folders in any order, or folders of such.
 
     Raises:
-        ConfigError: a folder is none, there is no journal, or there are journals of several runs.
+        ConfigError: a folder is none, or there is no journal.
         EnvironmentFault: a file cannot be read.
     """
     folders = [folder for path in given for folder in _peers_folders(path)]
@@ -103,26 +103,50 @@ def audit_run(given: Sequence[Path]) -> RunAudit:
         raise EnvironmentFault(str(error), cure="check its permissions, or audit a copy of its folder") from error
     except OSError as error:
         raise EnvironmentFault(f"{error.filename} cannot be read: {error.strerror}", cure="check it") from error
-    journal = _choose(readings, given)
+    if not readings:
+        names = ", ".join(map(str, given))
+        cure = f"name the folder of its founder or coordinator too, where {JOURNAL_NAME} is"
+        raise ConfigError(f"there is no journal in {names}", cure=cure)
+    evidence = _Evidence(folders=tuple(folders), logs=logs, missing=missing, saved=saved, kept=kept)
+    run_ids = sorted({reading.run_id for reading in readings if reading.run_id is not None})
+    if len(run_ids) <= 1:
+        return [_audit_run(readings, evidence)]
+    return [_audit_run([item for item in readings if item.run_id == run_id], evidence) for run_id in run_ids]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Evidence:
+    """What the peers of all runs here have kept."""
+
+    folders: tuple[Path, ...]
+    logs: Mapping[str, Log]
+    missing: tuple[MissingLogs, ...]
+    saved: Sequence[SavedState]
+    kept: Sequence[KeptCertificates]
+
+
+def _audit_run(readings: Sequence[JournalReading], evidence: _Evidence) -> RunAudit:
+    """One run. Of several journals (`readings`) the longest counts, and of rebuilt ones the newest."""
+    journal = max(readings, key=lambda reading: (_rebuilt_epoch(reading), reading.end))
     index = RecordIndex(journal.records, is_whole=journal.broken is None)
-    log = logs.get(journal.run_id or "", Log())
-    verifier = find_verifier(folders, journal.run_id or "")
+    log = evidence.logs.get(journal.run_id or "", Log())
+    verifier = find_verifier(evidence.folders, journal.run_id or "")
     proved = audit(journal.records, samples_per_data_epoch=log.samples_per_data_epoch)
     over_records = (
         *proved.verdicts,
-        audit_certificates(kept, verifier, journal.records, index),
+        audit_certificates(evidence.kept, verifier, journal.records, index),
         audit_logs(log, index),
-        audit_checkpoints(saved, journal.run_id, journal.records, index, verifier),
+        audit_checkpoints(evidence.saved, journal.run_id, journal.records, index, verifier),
     )
     return RunAudit(
         run_id=journal.run_id,
         journal=journal.path,
         archives=journal.archives,
         first_record=journal.base.slot,
-        folders=tuple(folders),
+        folders=evidence.folders,
         proved=proved,
         deviants=deviants(log, index),
-        missing_logs=missing,
+        missing_logs=evidence.missing,
         knows_authorities=verifier is not None,
         verdicts=(
             _audit_files(journal, readings),
@@ -143,18 +167,6 @@ def _peers_folders(path: Path) -> list[Path]:
 def _is_peers(folder: Path) -> bool:
     names = (JOURNAL_NAME, FOLDER_NAME, CERTIFICATES_NAME)
     return any((folder / name).exists() for name in names) or has_events(folder / FILE_NAME)
-
-
-def _choose(readings: Sequence[JournalReading], given: Sequence[Path]) -> JournalReading:
-    """The journal to audit: the only one, or the longest of several of one run; of rebuilt ones the newest."""
-    if not readings:
-        names = ", ".join(map(str, given))
-        cure = f"name the folder of its founder or coordinator too, where {JOURNAL_NAME} is"
-        raise ConfigError(f"there is no journal in {names}", cure=cure)
-    run_ids = sorted({reading.run_id for reading in readings if reading.run_id is not None})
-    if len(run_ids) > 1:
-        raise ConfigError(f"there are journals of several runs here: {', '.join(run_ids)}", cure="audit one at a time")
-    return max(readings, key=lambda reading: (_rebuilt_epoch(reading), reading.end))
 
 
 def _rebuilt_epoch(reading: JournalReading) -> int:

@@ -14,21 +14,25 @@ def audit(
     folders: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUNDIR...", help="Folders of the run's peers, its founder's or coordinator's among them."
+            metavar="RUNDIR...", help="Folders of runs' peers, their founders' or coordinators' among them."
         ),
     ],
     as_json: AsJson = False,
 ) -> int:
-    """Prove from a run's journal and what its peers kept what it did. Exit code 9 if something does not hold."""
-    from trainer.audit import audit_run
+    """Prove from runs' journals and what their peers kept what they did. Exit code 9 if something does not hold.
+
+    With --json every run is an object in a line of its own.
+    """
+    from trainer.audit import audit_runs
     from trainer.audit_report import audit_as_json, render_audit, sentence_of
 
-    found = audit_run(folders)
-    print(audit_as_json(found) if as_json else render_audit(found))
-    if not found.holds:
-        more = sum(verdict.num_findings for verdict in found.verdicts) - 1
+    found = audit_runs(folders)
+    print("\n".join(map(audit_as_json, found)) if as_json else "\n\n".join(map(render_audit, found)))
+    wrong = [finding for run in found for finding in run.findings]
+    if wrong:
+        more = sum(verdict.num_findings for run in found for verdict in run.verdicts) - 1
         raise IntegrityError(
-            sentence_of(found.findings[0]) + (f", and {more} more" if more else ""),
+            sentence_of(wrong[0]) + (f", and {more} more" if more else ""),
             cure="do not go on from this run before it is known why",
         )
     return int(ExitCode.DONE)

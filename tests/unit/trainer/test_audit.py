@@ -19,7 +19,7 @@ from elastic.digest import CHUNK_NBYTES, Hasher, StateManifest, describe_state
 from elastic.journal import Journal
 from tests.unit.elastic.machines import held, key
 from tests.unit.elastic.test_audit import A, B, C, history
-from trainer.audit import RunAudit, audit_run
+from trainer.audit import RunAudit, audit_runs
 from trainer.audit_checkpoints import read_checkpoints
 from trainer.audit_report import render_audit
 from trainer.checkpoint import FOLDER_NAME, MANIFEST_NAME, STATE_NAME, CheckpointMeta, CheckpointStore, Manifest
@@ -116,6 +116,12 @@ def reseal(checkpoint: Path, **fields: object) -> None:
 def founder(tmp_path: Path) -> Path:
     """The folder of A, in which the coordinator lives."""
     return write_journal(tmp_path / "founder", with_state(2, digest_of(2)))
+
+
+def audit_run(folders: Sequence[Path]) -> RunAudit:
+    """Of the only run here."""
+    (audited,) = audit_runs(folders)
+    return audited
 
 
 def findings(audited: RunAudit, check: str) -> tuple[Finding, ...]:
@@ -416,9 +422,18 @@ def test_what_is_no_run_is_the_operators_mistake(founder: Path, tmp_path: Path) 
         audit_run([tmp_path / "nowhere"])
     with pytest.raises(ConfigError, match="is no folder"):
         audit_run([founder / JOURNAL_NAME])
-    stranger = write_journal(tmp_path / "stranger", history(), run_id="demo-ffffffff")
-    with pytest.raises(ConfigError, match="several runs here: demo-0123abcd, demo-ffffffff; audit one at a time"):
-        audit_run([founder, stranger])
+
+
+def test_several_runs_are_audited_each_by_itself(founder: Path, tmp_path: Path) -> None:
+    alone = audit_run([founder])
+    other = write_journal(tmp_path / "other", history(), run_id="demo-ffffffff")
+    ours, theirs = audit_runs([founder, other])
+    assert (ours.run_id, theirs.run_id) == ("demo-0123abcd", "demo-ffffffff")
+    assert ours.verdicts == alone.verdicts
+    assert theirs.holds
+    (other / JOURNAL_NAME).unlink()
+    write_journal(tmp_path / "other", history()[:1], run_id="demo-ffffffff")
+    assert audit_runs([founder, other])[0].verdicts == alone.verdicts
 
 
 def test_what_cannot_be_read_is_the_machines_fault(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.unit.elastic.test_audit import A, C
 from tests.unit.trainer.test_audit import (
     RUN_ID,
     TRUE_LINES,
+    audit_run,
     commit_line,
     digest_of,
     findings,
@@ -26,7 +27,6 @@ from tests.unit.trainer.test_audit import (
     write_journal,
     write_log,
 )
-from trainer.audit import audit_run
 from trainer.audit_report import audit_as_json, render_audit
 from trainer.founding import JOURNAL_NAME
 

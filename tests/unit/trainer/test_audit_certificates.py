@@ -15,9 +15,8 @@ from elastic.core.run_state import RunState
 from tests.keys import Keys, certified
 from tests.unit.elastic.machines import KEYS, OTHERS, certificate, held, key
 from tests.unit.elastic.test_audit import A, history, signed, view
-from tests.unit.trainer.test_audit import RUN_ID, digest_of, findings, save, with_state, write_journal
+from tests.unit.trainer.test_audit import RUN_ID, audit_run, digest_of, findings, save, with_state, write_journal
 from trainer.admission import RunTerms
-from trainer.audit import audit_run
 from trainer.audit_report import render_audit
 from trainer.certificates import FILE_NAME
 from trainer.checkpoint import load_checkpoint

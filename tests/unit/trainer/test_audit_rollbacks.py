@@ -15,9 +15,17 @@ from tests.keys import Keys, certified
 from tests.unit.elastic.machines import KEYS, OTHERS, held
 from tests.unit.elastic.test_audit import A
 from tests.unit.elastic.test_audit_rollbacks import OTHER, STEP_1, before, went_back
-from tests.unit.trainer.test_audit import Line, commit_line, digest_of, findings, save, write_journal, write_log
+from tests.unit.trainer.test_audit import (
+    Line,
+    audit_run,
+    commit_line,
+    digest_of,
+    findings,
+    save,
+    write_journal,
+    write_log,
+)
 from tests.unit.trainer.test_audit_certificates import chain, keep, know
-from trainer.audit import audit_run
 from trainer.cli import run
 from trainer.errors import ExitCode
 
