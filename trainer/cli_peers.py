@@ -267,13 +267,22 @@ def leave(
 
 
 def status(directory: Dir = None, as_json: AsJson = False) -> int:
-    """How this machine's peer is doing."""
+    """How this machine's peer is doing, or how it ended."""
     import msgspec
 
     from trainer.control_socket import PEER_FILE_NAME, ControlClient
+    from trainer.events import FILE_NAME
+    from trainer.last_known import last_known, nothing_runs
     from trainer.status import render_status
 
-    current = ControlClient(choose_folder(directory, holding=PEER_FILE_NAME, or_else=NothingRuns)).status()
+    try:
+        current = ControlClient(choose_folder(directory, holding=PEER_FILE_NAME, or_else=NothingRuns)).status()
+    except NothingRuns as nothing:
+        folder = choose_folder(directory, holding=FILE_NAME, or_else=NothingRuns)
+        past = last_known(folder)
+        if past is None:
+            raise
+        raise nothing_runs(folder, past) from nothing
     print(msgspec.json.encode(current).decode() if as_json else render_status(current))
     return int(ExitCode.DONE)
 
@@ -349,7 +358,8 @@ def _peers_ticket(given: str) -> "Ticket":
 
 def _joined_folder(resolved: "ResolvedConfig") -> tuple[Path, tuple[str, ...]]:
     """The folder of a peer that comes back, and where the coordinators of its run may be."""
-    from trainer.founding import MEMBERSHIP_NAME, recall_membership
+    from trainer.files import MEMBERSHIP_NAME
+    from trainer.founding import recall_membership
 
     try:
         folder = choose_folder(resolved.config.node.dir, holding=MEMBERSHIP_NAME, or_else=NothingRuns).absolute()

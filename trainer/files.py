@@ -9,6 +9,8 @@ import secrets
 from pathlib import Path
 from typing import IO
 
+MEMBERSHIP_NAME = "membership.json"
+"""In the folder of a peer that has joined a run: what it was told of it."""
 PRIVATE_MODE = 0o600
 """Of every file in a peer's folder: what a run learns is nobody else's business."""
 PRIVATE_FOLDER_MODE = 0o700

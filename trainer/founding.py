@@ -31,14 +31,13 @@ from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointStore, load_re
 from trainer.config import Config
 from trainer.corpus import Corpus
 from trainer.errors import ConfigError, EnvironmentFault, IntegrityError, RunComplete
-from trainer.files import write_atomically
+from trainer.files import MEMBERSHIP_NAME, write_atomically
 from trainer.identity import PeerFolder, RunIdentity
 from trainer.run_manifest import manifest_diff, manifest_of
 from trainer.ticket import Ticket, encode_ticket
 
 JOURNAL_NAME = "journal.sqlite"
 STANDBY_TICKET_NAME = "standby.ticket"
-MEMBERSHIP_NAME = "membership.json"
 _TERMS_NAME = "terms.json"
 
 

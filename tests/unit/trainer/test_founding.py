@@ -18,9 +18,9 @@ from trainer.config import Config
 from trainer.config_sources import Override, load_config
 from trainer.corpus import Corpus
 from trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault, IntegrityError, RunComplete
+from trainer.files import MEMBERSHIP_NAME
 from trainer.founding import (
     JOURNAL_NAME,
-    MEMBERSHIP_NAME,
     STANDBY_TICKET_NAME,
     Founded,
     MembershipKept,

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `isthmus status` says of a folder where nothing runs any more."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import run
+from trainer.errors import ExitCode
+from trainer.events import FILE_NAME, EventLog
+from trainer.files import MEMBERSHIP_NAME
+
+
+def write_log(folder: Path, *, steps: int, code: int | None, cause: str = "") -> None:
+    with EventLog(folder / FILE_NAME, "a" * 16) as log:
+        log.emit("started", run_id="demo-0123abcd", address="127.0.0.1:1")
+        for step in range(1, steps + 1):
+            log.emit("commit", outer_step=step, digest="d" * 64)
+        if code is not None:
+            log.emit("leave", code=code, cause=cause)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "is_joiner", "parts"),
+    [
+        (0, "the run is complete", False, ["demo-0123abcd is complete at outer step 3 (20", "isthmus export --dir"]),
+        (20, "left at outer step 3", True, ["ended with 20 (left at outer step 3)", "isthmus join --dir"]),
+        (None, "", True, ["ended without a word at outer step 3", "comes back"]),
+        (None, "", False, ["ended without a word at outer step 3", "give its command again"]),
+    ],
+    ids=["complete", "left", "a joiner was killed", "a founder was killed"],
+)
+def test_how_a_peer_ended_is_told_with_what_to_type_next(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    code: int | None,
+    cause: str,
+    is_joiner: bool,
+    parts: list[str],
+) -> None:
+    write_log(tmp_path, steps=1, code=7, cause="an earlier start")
+    write_log(tmp_path, steps=3, code=code, cause=cause)
+    if is_joiner:
+        (tmp_path / MEMBERSHIP_NAME).write_text("{}")
+    assert run(["status", "--dir", str(tmp_path)]) == ExitCode.NOBODY_REACHABLE
+    out, err = capsys.readouterr()
+    assert out == ""
+    (sentence,) = err.splitlines()
+    assert sentence.startswith(f"isthmus: nothing runs in {tmp_path}: ")
+    for part in parts:
+        assert part in sentence
+
+
+def test_a_folder_where_nothing_ever_ran_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["status", "--dir", str(tmp_path)]) == ExitCode.NOBODY_REACHABLE
+    assert "no isthmus runs in" in capsys.readouterr().err
