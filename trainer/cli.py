@@ -30,6 +30,7 @@ config_app = typer.Typer(help="Look at the configuration.", rich_markup_mode=Non
 app.add_typer(config_app, name="config")
 
 for command in (
+    cli_config.init,
     cli_peers.up,
     cli_peers.join,
     cli_peers.coordinator,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainer.cli_support import Invocation
-from trainer.errors import ExitCode
+from trainer.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from trainer.config_sources import ResolvedConfig
@@ -31,11 +31,28 @@ def show(
     origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Print the configuration that all layers make together, as TOML."""
+    """Print the configuration that all layers make together, as TOML, with what each key means."""
     from trainer.config_show import as_json_text, as_toml
 
     resolved = resolve(context, files=config, flags={})
     print(as_json_text(resolved) if as_json else as_toml(resolved, with_origin=origin), end="")
+    return int(ExitCode.DONE)
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("run.toml"),
+) -> int:
+    """Write a configuration to begin with: every key with its meaning and its default."""
+    from trainer.config_show import as_template
+
+    try:
+        with file.open("x") as new:
+            new.write(as_template())
+    except FileExistsError as error:
+        raise ConfigError(f"{file} exists already", cure="name another file, or take this one away first") from error
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}", cure="name another file") from error
+    print(f"{file} is written: every key is in it, with its meaning and its default; isthmus up -c {file} founds a run")
     return int(ExitCode.DONE)
 
 

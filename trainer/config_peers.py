@@ -22,6 +22,7 @@ class MembersSection(Section):
     min_peers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Nothing is committed by fewer; the others wait."""
     heartbeat_interval_s: Annotated[Seconds, Field(gt=0, le=60)] = 1.0
+    """Between two signs of life of a peer."""
     heartbeat_timeout_s: Annotated[Seconds, Field(gt=0, le=3600)] = 5.0
     """Silence after which a member is put out of the view."""
     reconnect_grace_s: Annotated[Seconds, Field(gt=0, le=3600)] = 1.0
@@ -44,6 +45,7 @@ class MembersSection(Section):
     outage_s: Annotated[Seconds, Field(gt=0, le=30 * 86400)] = 600.0
     """How long a peer looks for a lost coordinator before it gives up with exit code 4."""
     ticket_lifetime_s: Annotated[Seconds, Field(gt=0, le=365 * 86400)] = 7 * 86400.0
+    """How long a ticket lets strangers in."""
 
     @model_validator(mode="after")
     def _several_heartbeats_fit(self) -> Self:
@@ -69,6 +71,7 @@ class CheckpointSection(Section):
     every: Annotated[int, Field(ge=0)] = 10
     """Outer steps between two; 0: none but the last."""
     keep: Annotated[int, Field(ge=1, le=10_000)] = 3
+    """How many stay, the newest ones."""
 
 
 class EvalSection(Section):
@@ -77,6 +80,7 @@ class EvalSection(Section):
     every: Annotated[int, Field(ge=0)] = 1
     """Outer steps between two; 0: never."""
     batches: Annotated[int, Field(ge=1, le=100_000)] = 8
+    """Batches of held-out text that it is the mean of."""
 
 
 class MetricsSection(Section):
@@ -98,8 +102,11 @@ class CoordinatorSection(Section):
     etcd_cert: Maybe[Path] = None
     """PEM of our certificate, if etcd asks for one."""
     etcd_key: Maybe[Path] = None
+    """PEM of its private key."""
     etcd_user: Maybe[str] = None
+    """Name of an etcd user, where the cluster asks for one."""
     etcd_password_file: Maybe[Path] = None
+    """File with its password."""
     etcd_patience_s: Annotated[Seconds, Field(gt=0, le=30 * 86400)] = 600.0
     """How long the run pauses while etcd gives no answer, before the coordinator ends."""
     addresses: Annotated[tuple[FixedAddress, ...], Field(max_length=16)] = ()
@@ -135,6 +142,7 @@ class NodeSection(Section):
     local_workers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Worker processes, one a GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the workers compute; auto: on GPUs, if there are any."""
     threads: Annotated[int, Field(ge=0, le=4096)] = 0
     """CPU threads of one worker; 0: as many as there are cores for it."""
     hang_timeout_s: Annotated[Seconds, Field(gt=0, le=86400)] = 60.0

@@ -1,24 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration as text: what `isthmus config show` prints.
+"""The configuration as text: what `isthmus config show` prints, and what `isthmus init` writes.
 
-Rules: the TOML reads back to the same configuration ("none" stands for a value that is not set); the JSON has the
-schema `isthmus.config/1`.
+Rules: the TOML reads back to the same configuration ("none" stands for a value that is not set); what a key means is
+its docstring in the sections, and stands nowhere else; the JSON has the schema `isthmus.config/1`.
 """
 
 import json
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
 
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from trainer.config import Config
 from trainer.config_sources import ResolvedConfig
-from trainer.config_values import Json
+from trainer.config_values import Json, Section
+from trainer.quantities import format_nbytes, format_rate, format_seconds
 from trainer.run_manifest import manifest_digest, manifest_of
+
+_WIDTH = 96
+"""Of the meaning of a key above it."""
+_PREFACE = """\
+# What a run is told. Every key has its default here: take the # away where you want something else.
+# `isthmus up -c run.toml` founds the run; `isthmus config show -c run.toml` says what it comes to.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key of a table with its value, as TOML has them, and what it means."""
+
+    table: str
+    key: str
+    value: str
+    meaning: str
+
+
+def entries(config: Config) -> Iterator[Entry]:
+    """Every key of this configuration, table by table."""
+    for name, info in type(config).model_fields.items():
+        section = getattr(config, name)
+        assert isinstance(section, Section)
+        yield from _entries(section, info.alias or name, info)
 
 
 def as_toml(resolved: ResolvedConfig, *, with_origin: bool) -> str:
-    """All sections as TOML; each value followed by its origin if asked."""
+    """All sections as TOML, each value followed by the first sentence of its meaning, and by its origin if asked."""
     lines: list[str] = []
-    for section, values in resolved.config.tree().items():
-        assert isinstance(values, dict)
-        _add_table(lines, section, values, resolved if with_origin else None)
+    table = ""
+    for entry in entries(resolved.config):
+        if entry.table != table:
+            table = entry.table
+            lines += ["", f"[{table}]"]
+        origin = f"({resolved.origins[f'{table}.{entry.key}']}) " if with_origin else ""
+        lines.append(f"{entry.key} = {entry.value}  # {origin}{_first_sentence(entry.meaning)}")
     return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def as_template() -> str:
+    """A file to begin with: every key as a comment, with its meaning and its default."""
+    lines = [_PREFACE]
+    table = ""
+    for entry in entries(Config()):
+        if entry.table != table:
+            table = entry.table
+            lines += [f"[{table}]"]
+        lines += [f"# {line}" for line in _wrapped(entry.meaning)]
+        lines += [f"# {entry.key} = {entry.value}", ""]
+    return "\n".join(lines)
 
 
 def as_json_text(resolved: ResolvedConfig) -> str:
@@ -32,17 +82,50 @@ def as_json_text(resolved: ResolvedConfig) -> str:
     return json.dumps(result) + "\n"
 
 
-def _add_table(lines: list[str], name: str, values: dict[str, Json], resolved: ResolvedConfig | None) -> None:
-    lines += ["", f"[{name}]"]
-    for key, value in values.items():
-        if not isinstance(value, dict):
-            comment = "" if resolved is None else f"  # {resolved.origins[f'{name}.{key}']}"
-            lines.append(f"{key} = {_toml_value(value)}{comment}")
-    for key, value in values.items():
-        if isinstance(value, dict):
-            _add_table(lines, f"{name}.{key}", value, resolved)
+def _entries(section: Section, table: str, field: FieldInfo) -> Iterator[Entry]:
+    tables: list[tuple[str, Section, FieldInfo]] = []
+    values = section.model_dump(mode="json", by_alias=True)
+    choices = [one.model_fields["type"].default for one in _variants(field)]
+    fields = type(section).model_fields
+    for name in sorted(fields, key=lambda name: name != "type"):
+        info = fields[name]
+        key = info.alias or name
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            tables.append((f"{table}.{key}", value, info))
+            continue
+        is_choice = name == "type" and len(choices) > 1
+        meaning = f"One of {', '.join(choices)}." if is_choice else " ".join((info.description or "").split())
+        yield Entry(table, key, _toml_value(name, values[key]), meaning)
+    for inner_table, value, info in tables:
+        yield from _entries(value, inner_table, info)
 
 
-def _toml_value(value: Json) -> str:
-    # JSON's numbers, booleans, lists and strings are TOML's, but for null.
-    return '"none"' if value is None else json.dumps(value)
+def _variants(field: FieldInfo) -> list[type[BaseModel]]:
+    parts = typing.get_args(field.annotation)
+    return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+
+
+def _toml_value(name: str, value: Json) -> str:
+    """JSON's numbers, booleans, lists and strings are TOML's, but for null; quantities have their unit."""
+    if value is None:
+        return '"none"'
+    for suffix, write in (("_bytes_per_s", format_rate), ("_nbytes", format_nbytes), ("_s", format_seconds)):
+        if name.endswith(suffix) and isinstance(value, int | float):
+            return json.dumps(write(value))
+    return json.dumps(value)
+
+
+def _first_sentence(meaning: str) -> str:
+    return meaning.partition(". ")[0].rstrip(".")
+
+
+def _wrapped(text: str) -> Iterator[str]:
+    line = ""
+    for word in text.split():
+        if line and len(line) + 1 + len(word) > _WIDTH:
+            yield line
+            line = ""
+        line = f"{line} {word}".strip()
+    if line:
+        yield line

@@ -23,6 +23,7 @@ class RunSection(Section):
     """`[run]`: what the run is called and how long it lasts."""
 
     name: RunName = "run"
+    """What the run and its folders are called."""
     outer_steps: Annotated[Count, Field(ge=1, le=2**40)] = 100
     """Exchanges after which the run is done; with fragments each is of one of them."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
@@ -33,16 +34,25 @@ class ModelSection(Section):
     """`[model]`: a preset of trainer/model.py; every other key replaces one of the preset's values."""
 
     preset: str = "tiny"
+    """A size of the decoder: tiny, nano, 10m, 50m, 150m, 500m or 1b."""
     seq_len: Maybe[Annotated[Count, Field(ge=1)]] = None
     """Tokens in a sample; none: the preset's longest."""
     tie_embeddings: Maybe[bool] = None
+    """Whether the output layer has the embedding's weights."""
     dim: Maybe[Annotated[int, Field(ge=1)]] = None
+    """Width of the residual stream."""
     num_layers: Maybe[Annotated[int, Field(ge=1)]] = None
+    """Transformer blocks."""
     num_heads: Maybe[Annotated[int, Field(ge=1)]] = None
+    """Attention heads of a layer."""
     num_kv_heads: Maybe[Annotated[int, Field(ge=1)]] = None
+    """Key and value heads, which several attention heads share."""
     hidden_dim: Maybe[Annotated[int, Field(ge=1)]] = None
+    """Width of the feed-forward layer."""
     rope_theta: Maybe[Positive] = None
+    """Base of the rotary position embedding."""
     norm_eps: Maybe[Positive] = None
+    """Added under the root in normalisation."""
 
     def decoder_config(self) -> "ModelConfig":
         """The shape of the decoder.
@@ -93,6 +103,7 @@ class WsdSchedule(_Schedule):
     decay_steps: Maybe[Annotated[Count, Field(ge=0)]] = None
     """Inner steps of the decay; none: a fifth of the run's."""
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The last learning rate, as a fraction of `lr`."""
 
 
 class ConstantSchedule(_Schedule):
@@ -108,6 +119,7 @@ class _Inner(Section):
     lr: Positive = 1e-3
     """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Of matrices; decoupled from the gradient."""
     batch_size: Annotated[int, Field(ge=1, le=2**31 - 1)] = 16
     """Samples of one inner step of one peer, over all its workers."""
     micro_batch: Maybe[Annotated[int, Field(ge=1)]] = None
@@ -115,6 +127,7 @@ class _Inner(Section):
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest norm of the gradient; 0: no limit."""
     schedule: Schedule = Field(default_factory=CosineSchedule)
+    """How the learning rate moves."""
 
     @model_validator(mode="after")
     def _micro_batch_divides(self) -> Self:
@@ -128,7 +141,9 @@ class AdamW(_Inner):
 
     type: Literal["adamw"] = "adamw"
     betas: tuple[Portion, Portion] = (0.9, 0.99)
+    """Decay rates of the two moments."""
     eps: Positive = 1e-8
+    """Added to the root of the second moment."""
     moments: Literal["fresh", "donor"] = "fresh"
     """What a peer that comes later begins with: none and a warm-up of its own, or a copy of a donor's, which is twice
     the parameters to send, and for which the donor's workers stop after an inner step."""
@@ -145,7 +160,9 @@ class Adopt(_Inner):
 
     type: Literal["adopt"] = "adopt"
     betas: tuple[Portion, Portion] = (0.9, 0.9999)
+    """Decay rates of the two moments."""
     eps: Positive = 1e-6
+    """Least root of the second moment."""
 
 
 class Muon(_Inner):
@@ -155,8 +172,9 @@ class Muon(_Inner):
     momentum: Portion = 0.95
     """Nesterov's, of the hidden matrices."""
     betas: tuple[Portion, Portion] = (0.9, 0.99)
-    """Of the rest."""
+    """Decay rates of the two moments, of the rest."""
     eps: Positive = 1e-8
+    """Added to the root of the second moment, of the rest."""
 
 
 InnerSection = Annotated[AdamW | Sgd | Adopt | Muon, Field(discriminator="type")]
@@ -166,6 +184,7 @@ class _Outer(Section):
     lr: Maybe[Positive] = None
     """Outer learning rate, constant; none: by the number of peers that give to a round, see `default_outer_lr`."""
     momentum: Portion = 0.9
+    """Nesterov's, of the outer step."""
     inner_steps: Annotated[Count, Field(ge=1, le=10**6)] = 100
     """Inner steps between two exchanges of the same parameters."""
     codec: Literal["raw", "bf16", "int8", "e3m0"] = "int8"

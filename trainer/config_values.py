@@ -99,6 +99,7 @@ class Section(BaseModel):
         alias_generator=_toml_key,
         populate_by_name=True,
         protected_namespaces=(),
+        use_attribute_docstrings=True,
     )
 
 

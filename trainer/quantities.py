@@ -8,7 +8,7 @@ may mean bits or bytes, which is a factor of eight, so it is refused.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 from pydantic import BeforeValidator
@@ -68,6 +68,29 @@ def parse_rate(value: object) -> object:
         if re.search(r"(?:[kmgKMG]i?b|ps)\s*$", value):
             raise ValueError(f"expected {expected}; Mb and mbps could be either")
     return _parse(value, _RATES, expected)
+
+
+def format_seconds(seconds: float) -> str:
+    """The shortest text that `parse_seconds` reads back as this, such as "90s" or "7d"."""
+    return _format(seconds, {"d": 86400.0, "h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3}, parse_seconds)
+
+
+def format_nbytes(nbytes: float) -> str:
+    """Likewise for `parse_nbytes`, such as "64MiB"."""
+    return _format(nbytes, {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}, parse_nbytes)
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Likewise for `parse_rate`, such as "20mbit"."""
+    return _format(bytes_per_s, {"gbit": 1.25e8, "mbit": 1.25e5, "kbit": 125.0}, parse_rate)
+
+
+def _format(number: float, units: Mapping[str, float], parse: Callable[[object], object]) -> str:
+    for unit, scale in units.items():
+        text = f"{number / scale:.12g}{unit}"
+        if number and (number / scale).is_integer() and parse(text) == number:
+            return text
+    return f"{number:.12g}" if number and parse(f"{number:.12g}") == number else repr(number)
 
 
 def _parse(value: object, units: Mapping[str, float], expected: str) -> object:

@@ -267,6 +267,16 @@ def test_changed_byte_in_the_only_checkpoint_is_exit_code_9(tmp_path: Path) -> N
     assert "Traceback" not in done.stderr
 
 
+def test_init_writes_a_file_that_founds_a_run_and_never_over_another(tmp_path: Path) -> None:
+    done = isthmus("init", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (ExitCode.DONE, "")
+    assert "isthmus up -c run.toml" in done.stdout
+    shown = [isthmus("config", "show", *more, cwd=tmp_path).stdout for more in ((), ("-c", "run.toml"))]
+    assert shown[0] == shown[1]
+    assert_one_sentence(isthmus("init", cwd=tmp_path), ExitCode.USAGE, "run.toml exists already")
+    assert_one_sentence(isthmus("init", "no/where.toml", cwd=tmp_path), ExitCode.USAGE, "cannot be written")
+
+
 def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:
     saved_run(tmp_path / "runs" / "a")
     saved_run(tmp_path / "runs" / "b")

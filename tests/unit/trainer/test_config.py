@@ -2,6 +2,7 @@
 """Configuration: layers, origins, the sentences for every mistake, the run manifest."""
 
 import json
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -11,13 +12,21 @@ import pytest
 
 from optim.schedule import Schedule, build_schedule
 from trainer.config import Config
-from trainer.config_keys import KNOWN_KEYS
+from trainer.config_keys import DEFAULTS, KNOWN_KEYS
 from trainer.config_peers import NodeSection
-from trainer.config_show import as_json_text, as_toml
+from trainer.config_show import as_json_text, as_template, as_toml, entries
 from trainer.config_sources import Override, ResolvedConfig, load_config
 from trainer.config_training import ConstantSchedule, RunSection, Sgd, WsdSchedule
 from trainer.errors import ConfigError, ExitCode, Refused
-from trainer.quantities import parse_count, parse_nbytes, parse_rate, parse_seconds
+from trainer.quantities import (
+    format_nbytes,
+    format_rate,
+    format_seconds,
+    parse_count,
+    parse_nbytes,
+    parse_rate,
+    parse_seconds,
+)
 from trainer.round_schedule import RoundSchedule
 from trainer.run_manifest import config_of, manifest_diff, manifest_digest, manifest_of, manifest_sections
 from trainer.wiring import outer_of
@@ -521,6 +530,44 @@ def test_printed_toml_reads_back_to_the_same_configuration(tmp_path: Path) -> No
         file = write(tmp_path, f"{with_origin}.toml", as_toml(resolved, with_origin=with_origin))
         assert load(files=[file]).config == resolved.config
     assert "--metrics.port" in as_toml(resolved, with_origin=True)
+
+
+def test_the_file_to_begin_with_has_every_key_with_its_meaning_and_its_default(tmp_path: Path) -> None:
+    written = as_template()
+    file = write(tmp_path, "as_it_is.toml", written)
+    assert load(files=[file]).config == Config()
+    taken_away = re.sub(r"(?m)^# (?=[a-z_]+ = )", "", written)
+    file = write(tmp_path, "all.toml", taken_away)
+    resolved = load(files=[file])
+    assert resolved.config == Config()
+    assert {origin for key, origin in resolved.origins.items() if key in DEFAULTS} == {str(file)}
+    assert all(len(line) <= 120 for line in written.splitlines())
+
+
+def test_every_key_of_every_variant_has_a_meaning() -> None:
+    variants = [(inner, "cosine", "diloco") for inner in ("adamw", "sgd", "adopt", "muon")]
+    variants += [("adamw", schedule, "streaming") for schedule in ("wsd", "constant")]
+    for inner, schedule, outer in variants:
+        config = load(("inner.type", inner), ("inner.schedule.type", schedule), ("outer.type", outer)).config
+        assert [entry for entry in entries(config) if not entry.meaning.endswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("number", "write_it", "read", "text"),
+    [
+        (604800.0, format_seconds, parse_seconds, "7d"),
+        (90.0, format_seconds, parse_seconds, "90s"),
+        (0.25, format_seconds, parse_seconds, "250ms"),
+        (1 / 3, format_seconds, parse_seconds, str(1 / 3)),
+        (1 << 26, format_nbytes, parse_nbytes, "64MiB"),
+        (1000, format_nbytes, parse_nbytes, "1000"),
+        (0, format_nbytes, parse_nbytes, "0"),
+        (2_500_000.0, format_rate, parse_rate, "20mbit"),
+    ],
+)
+def test_a_quantity_is_written_with_its_unit_and_reads_back_as_itself(number, write_it, read, text) -> None:
+    assert write_it(number) == text
+    assert read(write_it(number)) == number
 
 
 def test_printed_json_has_a_versioned_schema() -> None:
