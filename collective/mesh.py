@@ -2,10 +2,9 @@
 """The connections of one peer to the others of its view: dialled, adopted, kept across views, dropped.
 
 Rules: of a pair, the peer with the smaller id dials. If its calls do not get through, the other one dials too: a peer
-behind a NAT can call and cannot be called. Whichever side has a connection first keeps that direction, and it is
-remembered. Links to members that stay outlive a view. Nothing runs in the
-background but the sockets' callbacks; `connect` and the rounds' supervision are the only places that dial. It must not
-know tensors or rounds.
+behind a NAT can call and cannot be called. The direction in which a pair is connected first stays, and is remembered.
+Links to members that stay outlive a view. Nothing runs in the background but the sockets' callbacks; `connect` and the
+rounds' supervision are the only places that dial. It must not know tensors or rounds.
 """
 
 import asyncio
@@ -76,7 +75,7 @@ class Mesh:
         known = self.view
         member = next((m for m in known.members if m.peer_id == hello.peer_id), None) if known else None
         if self.closed or hello.peer_id == self._me.peer_id or hello.stream >= hello.num_streams:
-            self._refuse(sock, hello, "connection of nobody else")
+            self._refuse(sock, hello, "no stream of another peer")
             return
         if member is not None and hello.incarnation < member.incarnation:
             self._refuse(sock, hello, "connection of an older incarnation")

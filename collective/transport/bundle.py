@@ -3,10 +3,9 @@
 
 Several streams share the queue: whichever can write takes the next frame. Small notices go first.
 
-Rules: one side of a pair dials, and the other one waits; it looks whether anybody is there, and dials if no call comes
-(redial.py).
-Streams outlive views. A broken stream is made anew by whoever needs it (`repair`), so there is no task in the
-background. Frames that were on a broken stream may be lost: with the next stream that comes up, whichever it is,
+Rules: one side of a pair dials; the other one waits, looks whether anybody is there, and dials if no call comes
+(redial.py). Streams outlive views. A broken stream is made anew by whoever needs it (`repair`), so there is no task in
+the background. Frames that were on a broken stream may be lost: with the next stream that comes up, whichever it is,
 `BundleOwner.on_renewed` says to send again.
 """
 
@@ -164,11 +163,6 @@ class Bundle:
     def is_refused(self) -> bool:
         """Whether the peer's host says that nobody listens there."""
         return self._redial.is_refused
-
-    @property
-    def path(self) -> str | None:
-        """The candidate that led there when we dialled last; None if we have not."""
-        return self._redial.path
 
     @property
     def cause(self) -> str:

@@ -10,7 +10,8 @@ Rules: one deadline for everything. Nothing is left open after an error. Does no
 import asyncio
 import ipaddress
 import socket
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -25,6 +26,8 @@ from collective.transport.shared_memory import make_offering
 from collective.transport.shared_socket import SharedSocket
 from collective.transport.sockets import EncryptionFailed, SocketOptions, dial, lost
 from collective.transport.tls import TlsSocket
+
+T = TypeVar("T")
 
 _HEAD_START_S = 0.25
 """Of each candidate over the next, as RFC 8305 advises."""
@@ -68,27 +71,59 @@ async def open_connection(
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
-    causes: dict[str, CollectiveError] = {}
-    candidates = await _candidates(address, causes, timeout_s=timeout_s)
 
-    async def attempt(candidate: str) -> Opened:
+    async def attempt(endpoint: str) -> Opened:
         return await _open_one(
-            candidate, hello, timeout_s=deadline - loop.time(), options=options, security=security, expect=expect
+            endpoint, hello, timeout_s=deadline - loop.time(), options=options, security=security, expect=expect
         )
 
-    opened = await race(
-        candidates, attempt, head_start_s=_HEAD_START_S, let_go=lambda late: late.sock.close(), causes=causes
-    )
-    if opened is None:
-        raise _failure(address, causes)
-    return opened[1]
+    return await _first(address, attempt, timeout_s=timeout_s, let_go=lambda late: late.sock.close())
+
+
+async def knock(address: str, options: SocketOptions, *, timeout_s: float) -> None:
+    """Connect to whichever candidate takes a connection, and hang up.
+
+    Raises:
+        PeerUnreachable: none does.
+    """
+
+    async def attempt(endpoint: str) -> socket.socket:
+        return await dial(endpoint, options, timeout_s=timeout_s)
+
+    answered = await _first(address, attempt, timeout_s=timeout_s, let_go=lambda late: late.close())
+    answered.close()
+
+
+async def _first(
+    address: str, attempt: Callable[[str], Awaitable[T]], *, timeout_s: float, let_go: Callable[[T], None]
+) -> T:
+    """What the first candidate gives that leads anywhere; a name stands for all that it is known by.
+
+    Raises:
+        CollectiveError: none does.
+    """
+
+    async def by_name(candidate: str) -> T:
+        endpoints = await _resolve(candidate, timeout_s=timeout_s)
+        return await among(candidate, endpoints, attempt)
+
+    async def among(whole: str, ways: Sequence[str], go: Callable[[str], Awaitable[T]]) -> T:
+        if len(ways) == 1:
+            return await go(ways[0])
+        causes: dict[str, CollectiveError] = {}
+        found = await race(ways, go, head_start_s=_HEAD_START_S, let_go=let_go, causes=causes)
+        if found is None:
+            raise _failure(whole, causes)
+        return found[1]
+
+    candidates = candidates_of(address)[:MAX_CANDIDATES]
+    ways = candidates if len(candidates) == 1 else sort_candidates(candidates, own_interfaces())
+    return await among(address, ways, by_name)
 
 
 def _failure(address: str, causes: dict[str, CollectiveError]) -> CollectiveError:
     """What to tell of several failures: who said no says most."""
     errors = list(causes.values())
-    if len(errors) == 1:
-        return errors[0]
     for kind in (HandshakeRefused, SecurityRefused):
         for error in errors:
             if isinstance(error, kind):
@@ -103,47 +138,25 @@ def _failure(address: str, causes: dict[str, CollectiveError]) -> CollectiveErro
     return PeerUnreachable(address, told, is_nowhere=is_nowhere, is_refused=is_refused, attempts=attempts)
 
 
-async def knock(address: str, options: SocketOptions, *, timeout_s: float) -> None:
-    """Connect to whichever candidate takes a connection, and hang up.
+async def _resolve(candidate: str, *, timeout_s: float) -> list[str]:
+    """The addresses that a candidate stands for: itself, unless its host is a name.
 
     Raises:
-        PeerUnreachable: none does.
+        PeerUnreachable: it is no address, or its name is not known.
     """
-    causes: dict[str, CollectiveError] = {}
-
-    async def attempt(candidate: str) -> socket.socket:
-        return await dial(candidate, options, timeout_s=timeout_s)
-
-    candidates = await _candidates(address, causes, timeout_s=timeout_s)
-    answered = await race(
-        candidates, attempt, head_start_s=_HEAD_START_S, let_go=lambda late: late.close(), causes=causes
-    )
-    if answered is None:
-        raise _failure(address, causes)
-    answered[1].close()
-
-
-async def _candidates(address: str, causes: dict[str, CollectiveError], *, timeout_s: float) -> list[str]:
-    """What to dial, in order, each once; names are replaced by all that they stand for. Fills `causes`."""
-    loop = asyncio.get_running_loop()
-    found: list[str] = []
-    given = candidates_of(address)
-    for candidate in given if len(given) == 1 else sort_candidates(given, own_interfaces()):
-        try:
-            host, port = split_address(candidate)
-            if _is_number(host):
-                found.append(candidate)
-                continue
-            async with asyncio.timeout(timeout_s):
-                entries = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            found += [join_address(str(entry[4][0]), port) for entry in entries]
-        except TimeoutError:
-            causes[candidate] = PeerUnreachable(candidate, f"its name is not known after {timeout_s:g} s")
-        except (ValueError, OSError) as error:
-            # A resolver that is away for now may know the name later.
-            is_nowhere = error.args[0] != socket.EAI_AGAIN
-            causes[candidate] = PeerUnreachable(candidate, str(error), is_nowhere=is_nowhere)
-    return list(dict.fromkeys(found))[: 2 * MAX_CANDIDATES]
+    try:
+        host, port = split_address(candidate)
+        if _is_number(host):
+            return [candidate]
+        async with asyncio.timeout(timeout_s):
+            entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except TimeoutError as error:
+        raise PeerUnreachable(candidate, f"its name is not known after {timeout_s:.3g} s") from error
+    except (ValueError, OSError) as error:
+        # A resolver that is away for now may know the name later.
+        is_nowhere = error.args[0] != socket.EAI_AGAIN
+        raise PeerUnreachable(candidate, str(error), is_nowhere=is_nowhere) from error
+    return list(dict.fromkeys(join_address(str(entry[4][0]), port) for entry in entries))[:MAX_CANDIDATES]
 
 
 def _is_number(host: str) -> bool:
