@@ -8,8 +8,13 @@
 Rules: only names addresses; which of them is right the dialler finds out (collective/transport/dialling.py).
 """
 
+import ipaddress
+
 from collective.core.address import is_wildcard, join_address, join_candidates, split_address
-from collective.transport.interfaces import gather_candidates, is_loopback
+from collective.transport.interfaces import gather_candidates
+
+_MAX_OWN = 5
+"""Of a machine with more addresses the first ones: the others would push out what was seen, and loopback."""
 
 
 def reachable_at(listening: str, *, advertise: str | None = None, seen_from: str | None = None) -> str:
@@ -24,9 +29,13 @@ def reachable_at(listening: str, *, advertise: str | None = None, seen_from: str
     if not is_wildcard(host):
         return advertise or listening
     *own, home = gather_candidates(host, port)
-    seen = [join_address(seen_from, port)] if seen_from is not None and not is_loopback(seen_from) else []
+    seen = [join_address(seen_from, port)] if seen_from is not None and _is_abroad(seen_from) else []
     return join_candidates([*([advertise] if advertise else []), *own[:_MAX_OWN], *seen, home])
 
 
-_MAX_OWN = 5
-"""Of a machine with more addresses the first ones: the others would push out what was seen, and loopback."""
+def _is_abroad(host: str) -> bool:
+    """Whether it is an address, and not of the coordinator's own machine."""
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
