@@ -22,7 +22,7 @@ app = typer.Typer(
     name=PROGRAM,
     help="Train one model on machines far apart, badly connected and unreliable.",
     epilog="Any config key can be given as a flag (--inner.lr 3e-4); --debug shows tracebacks.",
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )

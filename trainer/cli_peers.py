@@ -49,10 +49,13 @@ Streams = Annotated[
 ]
 MaxUpload = Annotated[
     str | None,
-    typer.Option(help="Cap of what exchanges send, as 20mbit or 6MB. Not of state for joiners.", show_default=False),
+    typer.Option(
+        help="Cap of what exchanges and state for joiners send together, as 20mbit or 6MB.", show_default=False
+    ),
 ]
 MaxDownload = Annotated[
-    str | None, typer.Option(help="Cap of what exchanges receive. Not of state when joining.", show_default=False)
+    str | None,
+    typer.Option(help="Cap of what exchanges receive; the state is fetched as fast as it comes.", show_default=False),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log everything.")]
 TicketFile = Annotated[

@@ -154,7 +154,7 @@ class NodeSection(Section):
     max_upload_bytes_per_s: Maybe[Rate] = None
     """What exchanges and state for joiners may send together; none: no bound."""
     max_download_bytes_per_s: Maybe[Rate] = None
-    """The same for what they receive."""
+    """What exchanges may receive; none: no bound."""
     commit_log_nbytes: Maybe[Annotated[Nbytes, Field(ge=0)]] = None
     """Memory for the newest results, for peers that come back; none: one copy of the shared state. More never pays."""
     events_nbytes: Annotated[Nbytes, Field(ge=2**16, le=2**40)] = 64 * 2**20

@@ -200,7 +200,7 @@ def test_error_inside_task_groups_is_the_operators_only_if_all_of_it_is() -> Non
 
 def test_help_and_version_answer_without_torch_or_zmq(tmp_path: Path) -> None:
     check = "import sys\ntry:\n    {}\nfinally:\n    assert not {{'torch', 'zmq'}} & set(sys.modules)"
-    for arguments in ([], ["--help"], ["up", "--help"], ["--version"]):
+    for arguments in ([], ["--help"], ["-h"], ["up", "--help"], ["join", "-h"], ["--version"]):
         done = isthmus(*arguments, cwd=tmp_path, launch=check.format(LAUNCH.replace("; ", "\n    ")))
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
@@ -217,10 +217,15 @@ def test_config_show_needs_no_torch_and_prints_what_counts(tmp_path: Path) -> No
         environment={"ISTHMUS__EVAL__BATCHES": "2"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "lr = 0.25  # a.toml" in done.stdout
-    assert "seed = 3  # --run.seed" in done.stdout
-    assert 'codec = "raw"  # --outer.codec' in done.stdout
-    assert "batches = 2  # ISTHMUS__EVAL__BATCHES" in done.stdout
+    assert "lr = 0.25  # (a.toml) Peak learning rate" in done.stdout
+    assert "seed = 3  # (--run.seed)" in done.stdout
+    assert 'codec = "raw"  # (--outer.codec)' in done.stdout
+    assert "batches = 2  # (ISTHMUS__EVAL__BATCHES)" in done.stdout
+
+
+def test_a_shell_completes_commands(tmp_path: Path) -> None:
+    asked = {"_ISTHMUS_COMPLETE": "complete_bash", "COMP_WORDS": "isthmus jo", "COMP_CWORD": "1"}
+    assert isthmus(cwd=tmp_path, environment=asked).stdout.split() == ["join"]
 
 
 def test_config_show_as_json_is_one_object(tmp_path: Path) -> None:
