@@ -528,7 +528,7 @@ async def test_a_coordinator_that_comes_back_within_the_joiners_patience_is_wait
 
         assert await terms_for(ticket(address), pause=Patience(comes_back)) == TERMS
     (said,) = [record.message for record in caplog.records if record.name == "trainer.joining"]
-    assert said == f"waiting_for_coordinator nobody_answers_at='{address} (refused)' up_to_s=30"
+    assert said == f"waiting_for_coordinator nobody_answers_at='{address} (refused)' up_to_s={PATIENCE_S:.0f}"
 
 
 @pytest.mark.parametrize(
