@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A machine that opens connections without end, and another one that wants to join meanwhile."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from collective.core.address import candidates_of, split_address
+from tests.multiprocess.run_harness import OPEN_END, Run, assert_same_commits, running
+from tests.netns.machines import Machine, World, why_impossible
+from trainer.ticket import read_ticket
+
+IMPOSSIBLE = why_impossible()
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(IMPOSSIBLE is not None, reason=str(IMPOSSIBLE)),
+]
+
+PER_S = 200
+HELD_S = 5.0
+AS_LONG = 3.0
+_FLOOD = """
+import asyncio, sys
+host, port, per_s, held_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+async def hold():
+    try:
+        _, writer = await asyncio.open_connection(host, port)
+        await asyncio.sleep(held_s)
+        writer.close()
+    except OSError:
+        pass
+async def main():
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(10**9):
+            tasks.create_task(hold())
+            if number == per_s:
+                print("flows", flush=True)
+            await asyncio.sleep(1 / per_s)
+asyncio.run(main())
+"""
+
+
+def _join_s(run: Run, machine: Machine) -> float:
+    """Seconds from the command to the first commit with the joiner's work."""
+    began_s = time.monotonic()
+    joiner = run.join(inside=machine.inside)
+    run.until("commit", lambda: bool(joiner.commits()))
+    return time.monotonic() - began_s
+
+
+def test_a_join_beside_two_hundred_connections_a_second_takes_at_most_three_times_as_long(tmp_path: Path) -> None:
+    with World() as world, running(tmp_path) as run:
+        home = world.machine(lan="10.9.0.1/24")
+        founder = run.found("--outer-steps", str(OPEN_END), "--members.grace", "2s", inside=home.inside)
+        run.wait_for_ticket()
+        run.until_step(3, founder)
+        calm_s = _join_s(run, world.machine(lan="10.9.0.2/24"))
+
+        host, port = split_address(candidates_of(read_ticket(f"@{run.ticket}").addresses[0])[0])
+        flooder = world.machine(lan="10.9.0.66/24")
+        command = [*flooder.inside, sys.executable, "-c", _FLOOD, host, str(port), str(PER_S), str(HELD_S)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as flood:
+            try:
+                assert flood.stdout is not None
+                assert flood.stdout.readline() == b"flows\n"
+                beside_s = _join_s(run, world.machine(lan="10.9.0.3/24"))
+            finally:
+                flood.kill()
+        print(f"a join takes {calm_s:.1f} s, beside {PER_S} connections a second {beside_s:.1f} s")
+        assert beside_s < AS_LONG * calm_s
+        run.leave_all()
+    assert_same_commits(*run.processes)
