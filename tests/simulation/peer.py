@@ -47,7 +47,7 @@ from elastic.core.messages import CoordinatorMessage, Evicted, Held, IndexRange,
 from tests.simulation.disk import Disk
 from tests.simulation.exchange import Exchange, Frame
 from tests.simulation.process import Process
-from tests.simulation.symbols import Payload, Result, State, first_state
+from tests.simulation.symbols import MOST_SAID, Payload, Result, State, first_state
 from tests.simulation.transfer import Transfer
 from tests.simulation.world import demand
 
@@ -366,6 +366,7 @@ class PeerNode(Process):
         lie = self.sim.lie_of(self.peer_id)
         if lie == "weight":
             weight *= FAR_TOO_MUCH
+        weight = min(weight, MOST_SAID)
         size = FAR_TOO_MUCH if lie == "size" else 1.0
         self.payload = Payload(self.ref, self._serial, step, weight, tuple(taken), size)
         self.sim.checkers.payload_made(self, self.payload)

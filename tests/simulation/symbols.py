@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from collective.core.types import OuterStep, PeerRef
 from elastic.core.messages import Held, IndexRange
 
+MOST_SAID = 1e15
+"""A weight beyond it is no message."""
+
 
 @dataclass(frozen=True, slots=True)
 class Payload:
