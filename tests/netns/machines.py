@@ -16,6 +16,8 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import pytest
+
 _HOLD = ("setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sh", "-c", "echo; exec sleep 100000")
 
 
@@ -100,3 +102,12 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
     """10.9.0.1 and 10.9.0.2 in one network."""
     with World() as world:
         yield world.machine(lan="10.9.0.1/24"), world.machine(lan="10.9.0.2/24")
+
+
+IMPOSSIBLE = why_impossible()
+MARKS = (
+    pytest.mark.netns,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(IMPOSSIBLE is not None, reason=str(IMPOSSIBLE)),
+)
+"""Of tests with real peers on several machines."""

@@ -7,15 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, make_folder, running
-from tests.netns.machines import World, two_machines, why_impossible
+from tests.netns.machines import MARKS, World, two_machines
 
-IMPOSSIBLE = why_impossible()
-pytestmark = [
-    pytest.mark.netns,
-    pytest.mark.multiprocess,
-    pytest.mark.timeout(200),
-    pytest.mark.skipif(IMPOSSIBLE is not None, reason=str(IMPOSSIBLE)),
-]
+pytestmark = [*MARKS, pytest.mark.timeout(200)]
 
 
 def test_two_machines_that_know_no_address_train_together(tmp_path: Path) -> None:

@@ -12,16 +12,10 @@ import pytest
 
 from collective.core.address import candidates_of, split_address
 from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, make_folder, now_s, running
-from tests.netns.machines import Machine, World, why_impossible
+from tests.netns.machines import MARKS, Machine, World
 from trainer.ticket import encode_ticket, read_ticket
 
-IMPOSSIBLE = why_impossible()
-pytestmark = [
-    pytest.mark.netns,
-    pytest.mark.multiprocess,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(IMPOSSIBLE is not None, reason=str(IMPOSSIBLE)),
-]
+pytestmark = [*MARKS, pytest.mark.timeout(300)]
 
 NOBODY_REACHABLE, REFUSED = 4, 5
 SOON_S = 15.0

@@ -10,16 +10,10 @@ import pytest
 
 from collective.core.address import candidates_of, split_address
 from tests.multiprocess.run_harness import OPEN_END, Run, assert_same_commits, running
-from tests.netns.machines import Machine, World, why_impossible
+from tests.netns.machines import MARKS, Machine, World
 from trainer.ticket import read_ticket
 
-IMPOSSIBLE = why_impossible()
-pytestmark = [
-    pytest.mark.netns,
-    pytest.mark.multiprocess,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(IMPOSSIBLE is not None, reason=str(IMPOSSIBLE)),
-]
+pytestmark = [*MARKS, pytest.mark.timeout(300)]
 
 PER_S = 200
 HELD_S = 5.0

@@ -19,7 +19,7 @@ from collective.core.address import (
     split_address,
 )
 from collective.errors import CollectiveError, ConnectionLost, HandshakeRefused, PeerUnreachable
-from collective.transport import Hello, HelloReply, Listener, Purpose, connect
+from collective.transport import Channel, Hello, HelloReply, Listener, Purpose, connect
 from collective.transport.interfaces import gather_candidates, plain_host, sort_candidates
 from collective.transport.racing import race
 from collective.wire import PROTOCOL_VERSION
@@ -32,7 +32,10 @@ def _hello(purpose: Purpose = Purpose.CONTROL) -> Hello:
     return Hello(protocol_version=PROTOCOL_VERSION, run_id="run", purpose=purpose, peer_id="a" * 16, incarnation=1)
 
 
-def _listener(letter: str, *, address: str = "127.0.0.1:0", accepted: bool = True) -> Listener:
+def _listener(
+    letter: str, *, address: str = "127.0.0.1:0", accepted: bool = True, hosts: list[str] | None = None
+) -> Listener:
+    """A peer's door; `hosts` takes where its callers come from."""
     reply = HelloReply(
         accepted=accepted,
         code=0 if accepted else 5,
@@ -41,8 +44,9 @@ def _listener(letter: str, *, address: str = "127.0.0.1:0", accepted: bool = Tru
         incarnation=1,
     )
 
-    async def serve(_: object) -> None:
-        await asyncio.sleep(0)
+    async def serve(channel: Channel) -> None:
+        if hosts is not None:
+            hosts.append(channel.host)
 
     return Listener(address, accept=lambda _: reply, routes={Purpose.CONTROL: serve}, bulk=lambda sock, _: sock.close())
 
@@ -198,12 +202,7 @@ async def test_a_no_says_more_than_silence() -> None:
 async def test_a_listener_on_every_interface_is_reached_over_both_versions_and_sees_plain_hosts() -> None:
     seen: list[str] = []
 
-    async def serve(channel: object) -> None:
-        seen.append(channel.host)  # type: ignore[attr-defined]
-
-    door = _listener("b", address="*:0")
-    door._routes[Purpose.CONTROL] = serve  # type: ignore[index]
-    async with door:
+    async with _listener("b", address="*:0", hosts=seen) as door:
         host, port = split_address(door.address)
         assert host == "*"
         for address in (f"127.0.0.1:{port}", f"[::1]:{port}"):
