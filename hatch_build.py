@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes collective/transport/stream_copy.so when the project is installed or packed. Where it cannot, it goes on."""
+"""Makes stream_copy.so beside its source when the project is installed or packed. Where it cannot, it goes on."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = Path("collective/transport/stream_copy.c")
+SOURCE = Path("src/isthmus/collective/transport/stream_copy.c")
 LIBRARY = SOURCE.with_suffix(".so")
 
 

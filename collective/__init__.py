@@ -8,8 +8,8 @@ one for control messages and state transfer. No policy in here: who takes part i
 import importlib
 from typing import TYPE_CHECKING
 
-from collective.core.quorum import Quorum
-from collective.core.types import (
+from isthmus.collective.core.quorum import Quorum
+from isthmus.collective.core.types import (
     Epoch,
     Incarnation,
     Instant,
@@ -20,7 +20,7 @@ from collective.core.types import (
     RoundKey,
     View,
 )
-from collective.errors import (
+from isthmus.collective.errors import (
     AddressInUse,
     CollectiveError,
     ConnectionLost,
@@ -38,13 +38,13 @@ from collective.errors import (
 )
 
 if TYPE_CHECKING:
-    from collective.blocking import BlockingCommunicator
-    from collective.communicator import Communicator
-    from collective.links import LinkReport
-    from collective.options import BulkOptions, RoundStats
-    from collective.replay import decode_result
-    from collective.standalone import open_communicator, view_of
-    from collective.transport.security import Mode, Security, TicketSecurity
+    from isthmus.collective.blocking import BlockingCommunicator
+    from isthmus.collective.communicator import Communicator
+    from isthmus.collective.links import LinkReport
+    from isthmus.collective.options import BulkOptions, RoundStats
+    from isthmus.collective.replay import decode_result
+    from isthmus.collective.standalone import open_communicator, view_of
+    from isthmus.collective.transport.security import Mode, Security, TicketSecurity
 
 __all__ = [
     "AddressInUse",
@@ -89,13 +89,13 @@ if not TYPE_CHECKING:  # else every misspelt name of this package would pass for
     # Errors and values are wanted by programs that never touch a tensor or a socket; torch and the TLS library are
     # loaded for those that do.
     _LATE = {
-        **dict.fromkeys(("BulkOptions", "RoundStats"), "collective.options"),
-        "Communicator": "collective.communicator",
-        "decode_result": "collective.replay",
-        "BlockingCommunicator": "collective.blocking",
-        "LinkReport": "collective.links",
-        **dict.fromkeys(("open_communicator", "view_of"), "collective.standalone"),
-        **dict.fromkeys(("Mode", "Security", "TicketSecurity"), "collective.transport.security"),
+        **dict.fromkeys(("BulkOptions", "RoundStats"), "isthmus.collective.options"),
+        "Communicator": "isthmus.collective.communicator",
+        "decode_result": "isthmus.collective.replay",
+        "BlockingCommunicator": "isthmus.collective.blocking",
+        "LinkReport": "isthmus.collective.links",
+        **dict.fromkeys(("open_communicator", "view_of"), "isthmus.collective.standalone"),
+        **dict.fromkeys(("Mode", "Security", "TicketSecurity"), "isthmus.collective.transport.security"),
     }
 
     def __getattr__(name: str) -> object:

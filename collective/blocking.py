@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from collective.communicator import Communicator
-from collective.core.link_table import LinkTable
-from collective.core.types import PeerId, RoundKey, View
-from collective.links import LinkReport
-from collective.options import BulkOptions, RoundStats
-from collective.standalone import open_communicator
-from collective.tensors import Array
-from collective.transport.security import Security
+from isthmus.collective.communicator import Communicator
+from isthmus.collective.core.link_table import LinkTable
+from isthmus.collective.core.types import PeerId, RoundKey, View
+from isthmus.collective.links import LinkReport
+from isthmus.collective.options import BulkOptions, RoundStats
+from isthmus.collective.standalone import open_communicator
+from isthmus.collective.tensors import Array
+from isthmus.collective.transport.security import Security
 
 _T = TypeVar("_T")
 _START_TIMEOUT_S = 30.0

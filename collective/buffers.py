@@ -17,10 +17,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from collective.codec.base import NotFinite, first_non_finite, weighted_sum
-from collective.errors import NonFiniteInput
-from collective.memory import Scratch, bytes_of
-from collective.plan import RoundPlan
+from isthmus.collective.codec.base import NotFinite, first_non_finite, weighted_sum
+from isthmus.collective.errors import NonFiniteInput
+from isthmus.collective.memory import Scratch, bytes_of
+from isthmus.collective.plan import RoundPlan
 
 Record = Callable[[int, int, memoryview], None]
 """Receives (start_numel, numel, wire form) of every result chunk; the memory is valid during the call only."""

@@ -6,9 +6,9 @@ Rules: references only; whose memory the bytes are is the round's business.
 
 from typing import Protocol
 
-from collective.memory import Scratch
-from collective.transport.link import Link
-from collective.wire import Frame, FrameType
+from isthmus.collective.memory import Scratch
+from isthmus.collective.transport.link import Link
+from isthmus.collective.wire import Frame, FrameType
 
 
 class ChunkSender(Protocol):

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collective.buffers import RoundBuffers, divide
-from collective.codec.base import TINY, Codec, NotFinite, first_non_finite, weighted_sum
-from collective.memory import Scratch, bytes_of
+from isthmus.collective.buffers import RoundBuffers, divide
+from isthmus.collective.codec.base import TINY, Codec, NotFinite, first_non_finite, weighted_sum
+from isthmus.collective.memory import Scratch, bytes_of
 
 
 class CodedBuffers(RoundBuffers):

@@ -16,26 +16,34 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from collective.buffers import Record
-from collective.codec import BLOCK_NUMEL
-from collective.core.bucket import TokenBucket
-from collective.core.link_table import LinkTable
-from collective.core.quorum import Quorum
-from collective.core.survey import Observation, table_of
-from collective.core.types import Member, PeerId, PeerRef, RoundKey, View
-from collective.engine import Engine
-from collective.errors import OperationAborted, RoundRefused
-from collective.links import LinkMeter, LinkReport
-from collective.memory import BufferPool, give_back_to_system
-from collective.mesh import Mesh
-from collective.operations import Reducible, all_gather, all_reduce, barrier, broadcast, exchange, reduce_scatter
-from collective.options import BulkOptions, RoundStats
-from collective.runner import FIRST_PHASE, Runner
-from collective.tensors import Array
-from collective.transport.hello import MAX_STREAMS, Hello
-from collective.transport.link import Caps
-from collective.transport.security import Security
-from collective.workplace import Workplace
+from isthmus.collective.buffers import Record
+from isthmus.collective.codec import BLOCK_NUMEL
+from isthmus.collective.core.bucket import TokenBucket
+from isthmus.collective.core.link_table import LinkTable
+from isthmus.collective.core.quorum import Quorum
+from isthmus.collective.core.survey import Observation, table_of
+from isthmus.collective.core.types import Member, PeerId, PeerRef, RoundKey, View
+from isthmus.collective.engine import Engine
+from isthmus.collective.errors import OperationAborted, RoundRefused
+from isthmus.collective.links import LinkMeter, LinkReport
+from isthmus.collective.memory import BufferPool, give_back_to_system
+from isthmus.collective.mesh import Mesh
+from isthmus.collective.operations import (
+    Reducible,
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast,
+    exchange,
+    reduce_scatter,
+)
+from isthmus.collective.options import BulkOptions, RoundStats
+from isthmus.collective.runner import FIRST_PHASE, Runner
+from isthmus.collective.tensors import Array
+from isthmus.collective.transport.hello import MAX_STREAMS, Hello
+from isthmus.collective.transport.link import Caps
+from isthmus.collective.transport.security import Security
+from isthmus.collective.workplace import Workplace
 
 log = logging.getLogger(__name__)
 

@@ -17,17 +17,17 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
 
-from collective.core.fence import Fence, Standing
-from collective.core.types import Epoch, PeerRef, RoundKey, View
-from collective.errors import CollectiveError, OperationAborted, RemoteProtocolError, RoundRefused, StreamBroken
-from collective.memory import fresh_memory
-from collective.notices import HAS_RESULT, abort_payload, abort_payload_of
-from collective.plan import FAR_CHUNK_NBYTES
-from collective.round import Round
-from collective.transport.bundle import Bundle, Notice
-from collective.transport.link import Link, Sink
-from collective.transport.refusal_log import RefusalLog
-from collective.wire import Frame, FrameType, Header, pack
+from isthmus.collective.core.fence import Fence, Standing
+from isthmus.collective.core.types import Epoch, PeerRef, RoundKey, View
+from isthmus.collective.errors import CollectiveError, OperationAborted, RemoteProtocolError, RoundRefused, StreamBroken
+from isthmus.collective.memory import fresh_memory
+from isthmus.collective.notices import HAS_RESULT, abort_payload, abort_payload_of
+from isthmus.collective.plan import FAR_CHUNK_NBYTES
+from isthmus.collective.round import Round
+from isthmus.collective.transport.bundle import Bundle, Notice
+from isthmus.collective.transport.link import Link, Sink
+from isthmus.collective.transport.refusal_log import RefusalLog
+from isthmus.collective.wire import Frame, FrameType, Header, pack
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ Rules: errors carry typed attributes; operating system errors are mapped once, i
 
 from collections.abc import Mapping, Sequence
 
-from collective.core.types import PeerId, RoundKey
+from isthmus.collective.core.types import PeerId, RoundKey
 
 
 class CollectiveError(Exception):

@@ -10,14 +10,14 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
-from collective.core.quorum import Clerk, Quorum
-from collective.core.slices import broadcast
-from collective.core.types import Member, RoundKey
-from collective.engine import Engine
-from collective.operation import Operation
-from collective.round import Round
-from collective.transport.bundle import Bundle
-from collective.workplace import Workplace
+from isthmus.collective.core.quorum import Clerk, Quorum
+from isthmus.collective.core.slices import broadcast
+from isthmus.collective.core.types import Member, RoundKey
+from isthmus.collective.engine import Engine
+from isthmus.collective.operation import Operation
+from isthmus.collective.round import Round
+from isthmus.collective.transport.bundle import Bundle
+from isthmus.collective.workplace import Workplace
 
 
 class Gathering:

@@ -18,12 +18,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from collective.core.held_rate import HeldRate
-from collective.core.survey import Observation
-from collective.core.types import Member, PeerId, PeerRef
-from collective.transport.bundle import Bundle
-from collective.transport.pacing import Brake
-from collective.transport.sockets import FAR_S
+from isthmus.collective.core.held_rate import HeldRate
+from isthmus.collective.core.survey import Observation
+from isthmus.collective.core.types import Member, PeerId, PeerRef
+from isthmus.collective.transport.bundle import Bundle
+from isthmus.collective.transport.pacing import Brake
+from isthmus.collective.transport.sockets import FAR_S
 
 _WINDOW_S = 0.2
 _LONGEST_WINDOW_S = 0.8

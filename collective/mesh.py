@@ -12,13 +12,13 @@ import contextlib
 import socket
 from collections.abc import Callable
 
-from collective.core.types import Member, PeerId, PeerRef, View
-from collective.transport.bundle import Bundle, BundleOwner
-from collective.transport.hello import Hello, Purpose
-from collective.transport.link import Caps
-from collective.transport.refusal_log import RefusalLog
-from collective.transport.security import Security
-from collective.transport.sockets import SocketOptions
+from isthmus.collective.core.types import Member, PeerId, PeerRef, View
+from isthmus.collective.transport.bundle import Bundle, BundleOwner
+from isthmus.collective.transport.hello import Hello, Purpose
+from isthmus.collective.transport.link import Caps
+from isthmus.collective.transport.refusal_log import RefusalLog
+from isthmus.collective.transport.security import Security
+from isthmus.collective.transport.sockets import SocketOptions
 
 _MAX_STRANGERS = 64
 """Peers that may be connected before a view names them; the oldest goes first."""

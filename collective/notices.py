@@ -6,9 +6,9 @@ from functools import lru_cache
 
 import msgspec
 
-from collective.core.types import PeerId
-from collective.errors import NonFiniteInput, OperationAborted, PlanMismatch, RemoteProtocolError
-from collective.plan import Terms
+from isthmus.collective.core.types import PeerId
+from isthmus.collective.errors import NonFiniteInput, OperationAborted, PlanMismatch, RemoteProtocolError
+from isthmus.collective.plan import Terms
 
 _MAX_TEXT = 512
 """Longer words are cut, so that a notice keeps within its frame."""

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from collective.buffers import DTYPES, Record, RoundBuffers
-from collective.coded import CodedBuffers
-from collective.core.link_table import Matrix
-from collective.core.types import Member, PeerRef, RoundKey
-from collective.plan import RoundPlan, Terms, terms_of
-from collective.swap import SwapBuffers
-from collective.tensors import on_host, overlap
-from collective.workplace import Workplace
+from isthmus.collective.buffers import DTYPES, Record, RoundBuffers
+from isthmus.collective.coded import CodedBuffers
+from isthmus.collective.core.link_table import Matrix
+from isthmus.collective.core.types import Member, PeerRef, RoundKey
+from isthmus.collective.plan import RoundPlan, Terms, terms_of
+from isthmus.collective.swap import SwapBuffers
+from isthmus.collective.tensors import on_host, overlap
+from isthmus.collective.workplace import Workplace
 
 _ATTEMPTS_KEPT = 8
 _COPY_NBYTES = 8 << 20

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from collective.buffers import OPS, Record
-from collective.core import slices
-from collective.operation import Operation
-from collective.tensors import Array, check_out, check_weight, flat, overlap
-from collective.workplace import Workplace
+from isthmus.collective.buffers import OPS, Record
+from isthmus.collective.core import slices
+from isthmus.collective.operation import Operation
+from isthmus.collective.tensors import Array, check_out, check_weight, flat, overlap
+from isthmus.collective.workplace import Workplace
 
 
 class Reducible:

@@ -3,9 +3,9 @@
 
 from dataclasses import dataclass, field
 
-from collective.core.types import PeerRef
-from collective.supervision import Patience
-from collective.transport.sockets import SocketOptions
+from isthmus.collective.core.types import PeerRef
+from isthmus.collective.supervision import Patience
+from isthmus.collective.transport.sockets import SocketOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

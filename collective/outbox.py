@@ -8,17 +8,17 @@ Nothing is decided here: what is sent to whom is the machine's business (core/ro
 import functools
 from collections.abc import Callable, Sequence
 
-from collective.buffers import RoundBuffers
-from collective.chunks import ChunkSend
-from collective.codec.base import NotFinite
-from collective.core.round import RoundMachine
-from collective.core.types import RoundKey
-from collective.errors import NonFiniteInput
-from collective.memory import Scratch
-from collective.notices import opening_payload
-from collective.plan import Terms
-from collective.transport.bundle import Bundle, Notice
-from collective.wire import FrameType, Header, pack
+from isthmus.collective.buffers import RoundBuffers
+from isthmus.collective.chunks import ChunkSend
+from isthmus.collective.codec.base import NotFinite
+from isthmus.collective.core.round import RoundMachine
+from isthmus.collective.core.types import RoundKey
+from isthmus.collective.errors import NonFiniteInput
+from isthmus.collective.memory import Scratch
+from isthmus.collective.notices import opening_payload
+from isthmus.collective.plan import Terms
+from isthmus.collective.transport.bundle import Bundle, Notice
+from isthmus.collective.wire import FrameType, Header, pack
 
 
 class Outbox:

@@ -16,9 +16,9 @@ from itertools import pairwise
 import msgspec
 import xxhash
 
-from collective.codec.base import BLOCK_NUMEL
-from collective.core.slices import Route, SlicePlan
-from collective.core.types import PeerRef
+from isthmus.collective.codec.base import BLOCK_NUMEL
+from isthmus.collective.core.slices import Route, SlicePlan
+from isthmus.collective.core.types import PeerRef
 
 _MIN_CHUNK_NBYTES = 1 << 20
 """Do not cut finer: a frame costs 0.1 ms, its code has left the cache by then. Once a survey has found a long path,

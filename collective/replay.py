@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from collective.codec import codec_named
+from isthmus.collective.codec import codec_named
 
 
 def decode_result(codec: str, start: int, numel: int, wire_bytes: bytes | memoryview, out: Tensor) -> None:

@@ -17,11 +17,11 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from collective.buffers import RoundBuffers
-from collective.chunks import Inbox
-from collective.codec.base import NotFinite
-from collective.core.round import RoundMachine
-from collective.core.round_words import (
+from isthmus.collective.buffers import RoundBuffers
+from isthmus.collective.chunks import Inbox
+from isthmus.collective.codec.base import NotFinite
+from isthmus.collective.core.round import RoundMachine
+from isthmus.collective.core.round_words import (
     Accumulate,
     ContributionArrived,
     FinishChunk,
@@ -36,15 +36,21 @@ from collective.core.round_words import (
     SendOpen,
     SendResult,
 )
-from collective.core.types import Member, RoundKey
-from collective.errors import CollectiveError, NonFiniteInput, OperationAborted, PlanMismatch, RemoteProtocolError
-from collective.notices import AbortNotice, Opening, abort_payload_of, mismatch_heard, opening_payload
-from collective.outbox import Outbox
-from collective.plan import RoundPlan, Terms
-from collective.transport.bundle import Bundle
-from collective.transport.hello import decode
-from collective.transport.link import Link, Sink
-from collective.wire import HEADER_NBYTES, Frame, FrameType, Header
+from isthmus.collective.core.types import Member, RoundKey
+from isthmus.collective.errors import (
+    CollectiveError,
+    NonFiniteInput,
+    OperationAborted,
+    PlanMismatch,
+    RemoteProtocolError,
+)
+from isthmus.collective.notices import AbortNotice, Opening, abort_payload_of, mismatch_heard, opening_payload
+from isthmus.collective.outbox import Outbox
+from isthmus.collective.plan import RoundPlan, Terms
+from isthmus.collective.transport.bundle import Bundle
+from isthmus.collective.transport.hello import decode
+from isthmus.collective.transport.link import Link, Sink
+from isthmus.collective.wire import HEADER_NBYTES, Frame, FrameType, Header
 
 _MAX_FAULTS = 3
 """So often a peer's link may break by its own fault (a wrong checksum) before the round gives it up."""

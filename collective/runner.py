@@ -10,20 +10,20 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from collective.core.quorum import Quorum
-from collective.core.types import Member, PeerRef, RoundKey
-from collective.engine import Engine
-from collective.errors import LeftBehind, OperationAborted
-from collective.gathering import Gathering
-from collective.links import LinkMeter
-from collective.mesh import Mesh
-from collective.operation import Attempts, Operation
-from collective.options import RoundStats
-from collective.plan import RoundPlan
-from collective.round import Round
-from collective.supervision import Patience, supervise
-from collective.transport.bundle import Bundle
-from collective.workplace import Workplace
+from isthmus.collective.core.quorum import Quorum
+from isthmus.collective.core.types import Member, PeerRef, RoundKey
+from isthmus.collective.engine import Engine
+from isthmus.collective.errors import LeftBehind, OperationAborted
+from isthmus.collective.gathering import Gathering
+from isthmus.collective.links import LinkMeter
+from isthmus.collective.mesh import Mesh
+from isthmus.collective.operation import Attempts, Operation
+from isthmus.collective.options import RoundStats
+from isthmus.collective.plan import RoundPlan
+from isthmus.collective.round import Round
+from isthmus.collective.supervision import Patience, supervise
+from isthmus.collective.transport.bundle import Bundle
+from isthmus.collective.workplace import Workplace
 
 FIRST_PHASE = 1 << 15
 """Fragments from here on name the first phase of an operation in two phases; callers' fragments are smaller."""

@@ -12,13 +12,13 @@ import contextlib
 import hmac
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from collective.communicator import Communicator
-from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, View
-from collective.options import BulkOptions
-from collective.transport.hello import REFUSED_EXIT_CODE, Hello, HelloReply, Purpose
-from collective.transport.listener import Listener
-from collective.transport.security import Security
-from collective.wire import PROTOCOL_VERSION
+from isthmus.collective.communicator import Communicator
+from isthmus.collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, View
+from isthmus.collective.options import BulkOptions
+from isthmus.collective.transport.hello import REFUSED_EXIT_CODE, Hello, HelloReply, Purpose
+from isthmus.collective.transport.listener import Listener
+from isthmus.collective.transport.security import Security
+from isthmus.collective.wire import PROTOCOL_VERSION
 
 
 def peer_id_of(number: int) -> PeerId:

@@ -11,10 +11,10 @@ every dial has an owner.
 import asyncio
 from dataclasses import dataclass, field
 
-from collective.core.progress import ProgressWatch, StallLimits
-from collective.links import LinkMeter
-from collective.round import Round
-from collective.transport.bundle import Bundle
+from isthmus.collective.core.progress import ProgressWatch, StallLimits
+from isthmus.collective.links import LinkMeter
+from isthmus.collective.round import Round
+from isthmus.collective.transport.bundle import Bundle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

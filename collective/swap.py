@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collective.buffers import RoundBuffers, divide
-from collective.codec.base import NotFinite, first_non_finite
-from collective.errors import NonFiniteInput
+from isthmus.collective.buffers import RoundBuffers, divide
+from isthmus.collective.codec.base import NotFinite, first_non_finite
+from isthmus.collective.errors import NonFiniteInput
 
 
 class SwapBuffers(RoundBuffers):

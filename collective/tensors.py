@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collective.buffers import DTYPES
-from collective.wire import MAX_WEIGHT
+from isthmus.collective.buffers import DTYPES
+from isthmus.collective.wire import MAX_WEIGHT
 
 Array = Tensor | np.ndarray[Any, Any]
 """What operations take: contiguous, of one of the dtypes of `collective.buffers.DTYPES`, on the CPU or on CUDA."""

@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 import xxhash
 
-from collective.core.types import Epoch, OuterStep, RoundKey
-from collective.errors import ConnectionLost, PayloadCorrupted, RemoteProtocolError, StreamBroken
+from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
+from isthmus.collective.errors import ConnectionLost, PayloadCorrupted, RemoteProtocolError, StreamBroken
 
 PROTOCOL_VERSION = 3
 MAGIC = b"IS"

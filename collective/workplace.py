@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from collective.buffers import HALF
-from collective.codec import Codec, codec_named
-from collective.core.cost import Volume, paces, predict
-from collective.core.link_table import LinkTable
-from collective.core.planner import PLANS, Choice, choose
-from collective.core.slices import Route, gather
-from collective.memory import BufferPool
-from collective.plan import FAR_CHUNK_NBYTES, RoundPlan, cut, share_out
+from isthmus.collective.buffers import HALF
+from isthmus.collective.codec import Codec, codec_named
+from isthmus.collective.core.cost import Volume, paces, predict
+from isthmus.collective.core.link_table import LinkTable
+from isthmus.collective.core.planner import PLANS, Choice, choose
+from isthmus.collective.core.slices import Route, gather
+from isthmus.collective.memory import BufferPool
+from isthmus.collective.plan import FAR_CHUNK_NBYTES, RoundPlan, cut, share_out
 
 _SWAP_NBYTES = 4 << 20
 """Above that the second pass over the tensor costs more than the second trip."""

@@ -4,7 +4,7 @@
 import asyncio
 from collections.abc import Callable
 
-from collective.core.types import Instant
+from isthmus.collective.core.types import Instant
 
 
 class Alarm:

@@ -8,8 +8,8 @@ just fetched a snapshot must find the commit which was made meanwhile. Nothing h
 
 from collections import deque
 
-from collective.core.types import OuterStep
-from elastic.replica import CommitEntry
+from isthmus.collective.core.types import OuterStep
+from isthmus.elastic.replica import CommitEntry
 
 MIN_ENTRIES = 2
 """Entries that are kept whatever their size."""

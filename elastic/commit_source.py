@@ -8,13 +8,13 @@ stays a donor. What is collected beside a snapshot is bounded by the caller's ro
 import asyncio
 import logging
 
-from collective.core.types import Member, OuterStep
-from collective.errors import CollectiveError
-from elastic.core.messages import Held
-from elastic.donor_link import DonorLink
-from elastic.donors import Donors
-from elastic.errors import DonorFault, DonorRefused, StateDiverged
-from elastic.replica import CommitEntry
+from isthmus.collective.core.types import Member, OuterStep
+from isthmus.collective.errors import CollectiveError
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.donor_link import DonorLink
+from isthmus.elastic.donors import Donors
+from isthmus.elastic.errors import DonorFault, DonorRefused, StateDiverged
+from isthmus.elastic.replica import CommitEntry
 
 _log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
-from collective.transport import Channel
-from collective.wire import FrameType
-from elastic.wire import decode, encode
+from isthmus.collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
+from isthmus.collective.transport import Channel
+from isthmus.collective.wire import FrameType
+from isthmus.elastic.wire import decode, encode
 
 _Heard = TypeVar("_Heard")
 

@@ -29,15 +29,15 @@ from typing import assert_never
 
 import msgspec
 
-from collective.core.types import Incarnation, Instant, OuterStep, PeerId, PeerRef, View
-from collective.errors import ConnectionLost, StreamBroken
-from collective.transport import Channel
-from elastic.alarm import Alarm, HeldClock
-from elastic.control import ControlConnection
-from elastic.core.config import CoordinatorConfig, RebuildRule
-from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.doors import Doors
-from elastic.core.events import (
+from isthmus.collective.core.types import Incarnation, Instant, OuterStep, PeerId, PeerRef, View
+from isthmus.collective.errors import ConnectionLost, StreamBroken
+from isthmus.collective.transport import Channel
+from isthmus.elastic.alarm import Alarm, HeldClock
+from isthmus.elastic.control import ControlConnection
+from isthmus.elastic.core.config import CoordinatorConfig, RebuildRule
+from isthmus.elastic.core.coordinator import CoordinatorMachine
+from isthmus.elastic.core.doors import Doors
+from isthmus.elastic.core.events import (
     Answered,
     CoordinatorEffect,
     CoordinatorEvent,
@@ -52,11 +52,11 @@ from elastic.core.events import (
     SendToPeer,
     Tick,
 )
-from elastic.core.messages import PeerMessage
-from elastic.core.records import Record, SnapshotRecord
-from elastic.errors import JournalOutdated
-from elastic.observation import Observe, PeerConnected, PeerDisconnected, PeerExposed, RecordWritten, ignore
-from elastic.store import Store, pack
+from isthmus.elastic.core.messages import PeerMessage
+from isthmus.elastic.core.records import Record, SnapshotRecord
+from isthmus.elastic.errors import JournalOutdated
+from isthmus.elastic.observation import Observe, PeerConnected, PeerDisconnected, PeerExposed, RecordWritten, ignore
+from isthmus.elastic.store import Store, pack
 
 _log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from collective.core.types import RoundKey, View
-from elastic.core.messages import DataPosition, Held, IndexRange
-from elastic.errors import ElasticError, NotAMember, RoundMissed
+from isthmus.collective.core.types import RoundKey, View
+from isthmus.elastic.core.messages import DataPosition, Held, IndexRange
+from isthmus.elastic.errors import ElasticError, NotAMember, RoundMissed
 
 _T = TypeVar("_T")
 

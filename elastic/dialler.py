@@ -11,10 +11,10 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 
-from collective.core.types import Instant
-from collective.errors import CollectiveError, HandshakeRefused
-from collective.transport import Channel, Purpose
-from collective.transport.racing import race
+from isthmus.collective.core.types import Instant
+from isthmus.collective.errors import CollectiveError, HandshakeRefused
+from isthmus.collective.transport import Channel, Purpose
+from isthmus.collective.transport.racing import race
 
 Dial = Callable[[str, Purpose], Awaitable[Channel]]
 """Opens a connection to an address for a purpose, within its own deadline. Raises CollectiveError."""

@@ -21,9 +21,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from collective.core.types import OuterStep
-from elastic.core.messages import Digest, Natural
-from elastic.errors import ManifestInvalid
+from isthmus.collective.core.types import OuterStep
+from isthmus.elastic.core.messages import Digest, Natural
+from isthmus.elastic.errors import ManifestInvalid
 
 CHUNK_NBYTES = 4 << 20
 """Bytes of a chunk; the last one of a tensor may be shorter."""

@@ -14,14 +14,14 @@ import asyncio
 import math
 from collections.abc import Callable
 
-from collective.core.bucket import TokenBucket
-from collective.core.types import Instant, OuterStep, PeerId
-from collective.errors import RemoteProtocolError
-from collective.transport import Channel
-from collective.wire import FrameType
-from elastic.commit_log import CommitLog
-from elastic.replica import Pinned, PrivateState, Replica
-from elastic.state_wire import (
+from isthmus.collective.core.bucket import TokenBucket
+from isthmus.collective.core.types import Instant, OuterStep, PeerId
+from isthmus.collective.errors import RemoteProtocolError
+from isthmus.collective.transport import Channel
+from isthmus.collective.wire import FrameType
+from isthmus.elastic.commit_log import CommitLog
+from isthmus.elastic.replica import Pinned, PrivateState, Replica
+from isthmus.elastic.state_wire import (
     MAX_STOCK,
     PIECE_NBYTES,
     REQUESTS,
@@ -37,7 +37,7 @@ from elastic.state_wire import (
     Stock,
     StockRequest,
 )
-from elastic.wire import decode, encode
+from isthmus.elastic.wire import decode, encode
 
 TURN_S = 2.0
 """What a piece may wait for exchanges. Far less than a learner's patience."""

@@ -8,15 +8,15 @@ donor. Answers come in the order of the questions.
 
 import asyncio
 
-from collective.core.types import Member, OuterStep
-from collective.errors import DeadlineExceeded, RemoteProtocolError
-from collective.transport import Channel
-from collective.transport.channel import ChannelFrame, Into
-from collective.wire import FrameType
-from elastic.digest import StateManifest, digest_of
-from elastic.errors import ChunkCorrupted, DonorRefused, DonorStalled
-from elastic.replica import CommitEntry, ResultChunk
-from elastic.state_wire import (
+from isthmus.collective.core.types import Member, OuterStep
+from isthmus.collective.errors import DeadlineExceeded, RemoteProtocolError
+from isthmus.collective.transport import Channel
+from isthmus.collective.transport.channel import ChannelFrame, Into
+from isthmus.collective.wire import FrameType
+from isthmus.elastic.digest import StateManifest, digest_of
+from isthmus.elastic.errors import ChunkCorrupted, DonorRefused, DonorStalled
+from isthmus.elastic.replica import CommitEntry, ResultChunk
+from isthmus.elastic.state_wire import (
     COMMIT_HEADERS,
     MANIFESTS,
     MAX_STOCK,
@@ -31,7 +31,7 @@ from elastic.state_wire import (
     StateRequest,
     StockRequest,
 )
-from elastic.wire import decode, encode
+from isthmus.elastic.wire import decode, encode
 
 
 class DonorLink:

@@ -10,13 +10,13 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from collective.core.types import Member, OuterStep, PeerRef
-from collective.errors import CollectiveError
-from collective.transport import Channel
-from elastic.digest import StateManifest
-from elastic.donor_link import DonorLink
-from elastic.errors import DonorFault
-from elastic.state_wire import Pace
+from isthmus.collective.core.types import Member, OuterStep, PeerRef
+from isthmus.collective.errors import CollectiveError
+from isthmus.collective.transport import Channel
+from isthmus.elastic.digest import StateManifest
+from isthmus.elastic.donor_link import DonorLink
+from isthmus.elastic.errors import DonorFault
+from isthmus.elastic.state_wire import Pace
 
 _log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from typing import TypeVar
 
 import msgspec
 
-from elastic.errors import EtcdRefused, EtcdTooMuch, EtcdUnavailable
-from elastic.etcd_wire import Request
+from isthmus.elastic.errors import EtcdRefused, EtcdTooMuch, EtcdUnavailable
+from isthmus.elastic.etcd_wire import Request
 
 ATTEMPT_S = 0.5
 """For one attempt. A healthy cluster answers within 10 ms, and a new leader is there after a second or two."""

@@ -13,9 +13,9 @@ from pathlib import PurePosixPath
 
 import msgspec
 
-from elastic.errors import EtcdError, EtcdRefused, JournalCorrupted, Superseded
-from elastic.etcd import ATTEMPT_S, EtcdAccess, EtcdClient
-from elastic.etcd_wire import Done, GrantAnswer, KeepAliveAnswer, KeyValue, RangeAnswer, Request, TxnAnswer
+from isthmus.elastic.errors import EtcdError, EtcdRefused, JournalCorrupted, Superseded
+from isthmus.elastic.etcd import ATTEMPT_S, EtcdAccess, EtcdClient
+from isthmus.elastic.etcd_wire import Done, GrantAnswer, KeepAliveAnswer, KeyValue, RangeAnswer, Request, TxnAnswer
 
 LEASE_S = 5
 """A leader that is gone is replaced after this. Three signs of life fit in."""

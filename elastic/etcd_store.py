@@ -23,8 +23,8 @@ from pathlib import PurePosixPath
 
 import msgspec
 
-from elastic.core.records import BarRecord, Record, SnapshotRecord, TicketRecord
-from elastic.errors import (
+from isthmus.elastic.core.records import BarRecord, Record, SnapshotRecord, TicketRecord
+from isthmus.elastic.errors import (
     EtcdError,
     EtcdRefused,
     EtcdTooMuch,
@@ -33,10 +33,10 @@ from elastic.errors import (
     JournalUnwritable,
     Superseded,
 )
-from elastic.etcd import EtcdAccess, EtcdClient
-from elastic.etcd_leader import LEASE_S, TOKEN_NBYTES, UNKNOWN_HOLDER, Leader, Leadership, made, transact
-from elastic.etcd_wire import KeyValue, RangeAnswer, Request
-from elastic.store import FIRST, Base, chain, pack, verified
+from isthmus.elastic.etcd import EtcdAccess, EtcdClient
+from isthmus.elastic.etcd_leader import LEASE_S, TOKEN_NBYTES, UNKNOWN_HOLDER, Leader, Leadership, made, transact
+from isthmus.elastic.etcd_wire import KeyValue, RangeAnswer, Request
+from isthmus.elastic.store import FIRST, Base, chain, pack, verified
 
 _log = logging.getLogger(__name__)
 

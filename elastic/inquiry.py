@@ -14,13 +14,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic.core.messages import Held
-from elastic.digest import Hasher, StateManifest, chunk_of
-from elastic.observation import Deviated, Observe
-from elastic.parity import Difference, damaged_chunks, differing, first_difference, narrowed
-from elastic.replica import Replica
-from elastic.state_wire import ChunkMap
-from elastic.transfer import Transfer
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.digest import Hasher, StateManifest, chunk_of
+from isthmus.elastic.observation import Deviated, Observe
+from isthmus.elastic.parity import Difference, damaged_chunks, differing, first_difference, narrowed
+from isthmus.elastic.replica import Replica
+from isthmus.elastic.state_wire import ChunkMap
+from isthmus.elastic.transfer import Transfer
 
 _log = logging.getLogger(__name__)
 

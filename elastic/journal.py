@@ -20,10 +20,17 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from elastic.core.records import Record, SnapshotRecord
-from elastic.errors import JournalCorrupted, JournalInUse, JournalOfAnotherRun, JournalUnwritable
-from elastic.journal_archive import COMPACTED_FORMAT, archives_of, base_in, drop_before, remove_all_but, write_archive
-from elastic.store import Base, chain, pack, verified
+from isthmus.elastic.core.records import Record, SnapshotRecord
+from isthmus.elastic.errors import JournalCorrupted, JournalInUse, JournalOfAnotherRun, JournalUnwritable
+from isthmus.elastic.journal_archive import (
+    COMPACTED_FORMAT,
+    archives_of,
+    base_in,
+    drop_before,
+    remove_all_but,
+    write_archive,
+)
+from isthmus.elastic.store import Base, chain, pack, verified
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from elastic.store import FIRST, Base
+from isthmus.elastic.store import FIRST, Base
 
 BASE_SLOT, BASE_CHECKSUM = "base_slot", "base_checksum"
 """Where the table `about` says what the journal goes on from; missing in a journal that has all of its records."""

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.core.records import Record
-from elastic.errors import JournalUnreadable
-from elastic.journal_archive import COMPACTED_FORMAT, archives_of, base_in
-from elastic.store import FIRST, Base
+from isthmus.elastic.core.records import Record
+from isthmus.elastic.errors import JournalUnreadable
+from isthmus.elastic.journal_archive import COMPACTED_FORMAT, archives_of, base_in
+from isthmus.elastic.store import FIRST, Base
 
 _FORMATS = ("1", COMPACTED_FORMAT)
 _SLOT = struct.Struct("!Q")

@@ -8,13 +8,13 @@ replaces a running one, which then stays silent. What cannot be cured by trying 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from collective.core.types import Instant, Member
-from elastic.core.events import CatchUp, CatchUpFailed, CaughtUp
-from elastic.core.messages import Held
-from elastic.errors import NoDonor, StateMismatch
-from elastic.observation import CatchUpEnded, CatchUpStarted, Observe
-from elastic.rounds import RoundRunner
-from elastic.state_sync import StateSync
+from isthmus.collective.core.types import Instant, Member
+from isthmus.elastic.core.events import CatchUp, CatchUpFailed, CaughtUp
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.errors import NoDonor, StateMismatch
+from isthmus.elastic.observation import CatchUpEnded, CatchUpStarted, Observe
+from isthmus.elastic.rounds import RoundRunner
+from isthmus.elastic.state_sync import StateSync
 
 
 class Learner:

@@ -8,9 +8,9 @@ not know how a link is made.
 import asyncio
 from collections.abc import Callable, Sequence
 
-from collective.core.types import Member, PeerRef
-from elastic.core.events import LinkMade
-from elastic.rounds import RoundRunner
+from isthmus.collective.core.types import Member, PeerRef
+from isthmus.elastic.core.events import LinkMade
+from isthmus.elastic.rounds import RoundRunner
 
 
 class Links:

@@ -11,14 +11,14 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
-from collective.core.types import Member
-from collective.errors import CollectiveError
-from elastic.digest import StateManifest, chunk_of
-from elastic.donor_link import DonorLink
-from elastic.donors import Dial
-from elastic.errors import DonorStalled, ElasticError
-from elastic.replica import PrivateState
-from elastic.state_wire import ChunkMap, Pace
+from isthmus.collective.core.types import Member
+from isthmus.collective.errors import CollectiveError
+from isthmus.elastic.digest import StateManifest, chunk_of
+from isthmus.elastic.donor_link import DonorLink
+from isthmus.elastic.donors import Dial
+from isthmus.elastic.errors import DonorStalled, ElasticError
+from isthmus.elastic.replica import PrivateState
+from isthmus.elastic.state_wire import ChunkMap, Pace
 
 _log = logging.getLogger(__name__)
 

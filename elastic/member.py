@@ -26,12 +26,12 @@ from typing import assert_never
 
 import msgspec
 
-from collective.core.types import Instant, Member, View
-from collective.errors import HandshakeRefused, PeerUnreachable
-from collective.transport import Channel, Purpose
-from elastic.alarm import Alarm
-from elastic.control import ControlConnection
-from elastic.core.events import (
+from isthmus.collective.core.types import Instant, Member, View
+from isthmus.collective.errors import HandshakeRefused, PeerUnreachable
+from isthmus.collective.transport import Channel, Purpose
+from isthmus.elastic.alarm import Alarm
+from isthmus.elastic.control import ControlConnection
+from isthmus.elastic.core.events import (
     AbortExchange,
     BecomeActive,
     BecomeExcused,
@@ -58,17 +58,17 @@ from elastic.core.events import (
     TakeLeases,
     Tick,
 )
-from elastic.core.farewell import UNREACHABLE_EXIT_CODE, LeavesAfter
-from elastic.core.member import MemberMachine, went_back
-from elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding, Rebuilt, Trust
-from elastic.desk import Committed, Desk
-from elastic.dialler import Dial, Dialler, NobodyAnswers
-from elastic.digest import Hasher
-from elastic.errors import NotAMember, RoundMissed, RunFinished
-from elastic.learner import Learner
-from elastic.links import Links
-from elastic.loan import borrow
-from elastic.observation import (
+from isthmus.elastic.core.farewell import UNREACHABLE_EXIT_CODE, LeavesAfter
+from isthmus.elastic.core.member import MemberMachine, went_back
+from isthmus.elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding, Rebuilt, Trust
+from isthmus.elastic.desk import Committed, Desk
+from isthmus.elastic.dialler import Dial, Dialler, NobodyAnswers
+from isthmus.elastic.digest import Hasher
+from isthmus.elastic.errors import NotAMember, RoundMissed, RunFinished
+from isthmus.elastic.learner import Learner
+from isthmus.elastic.links import Links
+from isthmus.elastic.loan import borrow
+from isthmus.elastic.observation import (
     BecameActive,
     BecameExcused,
     BecameLearner,
@@ -84,10 +84,10 @@ from elastic.observation import (
     WorkCarriedOver,
     ignore,
 )
-from elastic.replica import PrivateState, Replica
-from elastic.rounds import RoundRunner, Rounds
-from elastic.state_sync import StateSync
-from elastic.state_wire import Pace
+from isthmus.elastic.replica import PrivateState, Replica
+from isthmus.elastic.rounds import RoundRunner, Rounds
+from isthmus.elastic.state_sync import StateSync
+from isthmus.elastic.state_wire import Pace
 
 __all__ = ["Committed", "Membership", "RoundRunner"]
 

@@ -12,9 +12,9 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from collective.core.types import PeerId
-from collective.transport import Authority
-from collective.transport.certificates import KEY_NBYTES, key_in, peer_id_of_key
+from isthmus.collective.core.types import PeerId
+from isthmus.collective.transport import Authority
+from isthmus.collective.transport.certificates import KEY_NBYTES, key_in, peer_id_of_key
 
 _DOMAIN = b"isthmus words 1\0"
 

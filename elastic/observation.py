@@ -9,11 +9,11 @@ stamps them.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from collective.core.types import OuterStep, PeerId, PeerRef, RoundKey, View
-from elastic.core.certificate import Certificate
-from elastic.core.messages import Held, Trust
-from elastic.core.records import Record
-from elastic.parity import Difference
+from isthmus.collective.core.types import OuterStep, PeerId, PeerRef, RoundKey, View
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.messages import Held, Trust
+from isthmus.elastic.core.records import Record
+from isthmus.elastic.parity import Difference
 
 # ------------------------------------------------------------------------------------ at the coordinator
 

@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from elastic.digest import Hasher, StateManifest, chunk_of
-from elastic.replica import Pinned
-from elastic.state_wire import ChunkMap
+from isthmus.elastic.digest import Hasher, StateManifest, chunk_of
+from isthmus.elastic.replica import Pinned
+from isthmus.elastic.state_wire import ChunkMap
 
 Contents = Sequence[bytes | None]
 """By chunk: the digest of what lies there, as far as anybody knows."""

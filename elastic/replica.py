@@ -9,9 +9,9 @@ from typing import Protocol
 
 import msgspec
 
-from collective.core.types import OuterStep, PeerId
-from elastic.core.messages import Digest, Held, Natural, Weight
-from elastic.digest import StateManifest
+from isthmus.collective.core.types import OuterStep, PeerId
+from isthmus.elastic.core.messages import Digest, Held, Natural, Weight
+from isthmus.elastic.digest import StateManifest
 
 
 class ResultChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

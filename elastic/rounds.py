@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from collective.core.types import Instant, Member, PeerId, RoundKey, View
-from collective.errors import CollectiveError, NonFiniteInput, OperationAborted, PlanMismatch
-from elastic.core.events import AbortExchange, ExchangeDone, ExchangeFailed, InstallView, StartExchange
-from elastic.core.messages import Held
-from elastic.observation import Observe, RoundAborted, RoundBroke, RoundStaged, RoundStarted, ViewInstalled
+from isthmus.collective.core.types import Instant, Member, PeerId, RoundKey, View
+from isthmus.collective.errors import CollectiveError, NonFiniteInput, OperationAborted, PlanMismatch
+from isthmus.elastic.core.events import AbortExchange, ExchangeDone, ExchangeFailed, InstallView, StartExchange
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.observation import Observe, RoundAborted, RoundBroke, RoundStaged, RoundStarted, ViewInstalled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

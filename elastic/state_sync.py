@@ -20,20 +20,20 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from collective.core.types import Member, OuterStep
-from collective.errors import CollectiveError
-from elastic.commit_source import CommitSource
-from elastic.core.messages import Held
-from elastic.digest import Hasher, StateManifest
-from elastic.donor_link import DonorLink
-from elastic.donors import Dial, Donors, Offer
-from elastic.errors import DonorFault, NoDonor, StateDiverged, StateMismatch
-from elastic.inquiry import Inquiry
-from elastic.observation import Observe, ignore
-from elastic.parity import contents_of, missing_nbytes, salvage
-from elastic.replica import Replica
-from elastic.state_wire import Pace
-from elastic.transfer import Transfer
+from isthmus.collective.core.types import Member, OuterStep
+from isthmus.collective.errors import CollectiveError
+from isthmus.elastic.commit_source import CommitSource
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.digest import Hasher, StateManifest
+from isthmus.elastic.donor_link import DonorLink
+from isthmus.elastic.donors import Dial, Donors, Offer
+from isthmus.elastic.errors import DonorFault, NoDonor, StateDiverged, StateMismatch
+from isthmus.elastic.inquiry import Inquiry
+from isthmus.elastic.observation import Observe, ignore
+from isthmus.elastic.parity import contents_of, missing_nbytes, salvage
+from isthmus.elastic.replica import Replica
+from isthmus.elastic.state_wire import Pace
+from isthmus.elastic.transfer import Transfer
 
 _log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from collective.core.types import OuterStep, PeerId
-from collective.errors import RemoteProtocolError
-from elastic.core.messages import Digest, Natural, Reason, Weight
-from elastic.digest import StateManifest, count_chunks
-from elastic.replica import CommitEntry, ResultChunk
+from isthmus.collective.core.types import OuterStep, PeerId
+from isthmus.collective.errors import RemoteProtocolError
+from isthmus.elastic.core.messages import Digest, Natural, Reason, Weight
+from isthmus.elastic.digest import StateManifest, count_chunks
+from isthmus.elastic.replica import CommitEntry, ResultChunk
 
 PIECE_NBYTES = 256 << 10
 """Bytes of one STATE_CHUNK frame; a chunk is sent as several."""

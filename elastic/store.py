@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from elastic.core.records import Record
-from elastic.errors import JournalCorrupted
+from isthmus.elastic.core.records import Record
+from isthmus.elastic.errors import JournalCorrupted
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)

@@ -9,9 +9,9 @@ import asyncio
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from elastic.digest import StateManifest, chunk_of
-from elastic.parity import Contents, contents_of
-from elastic.state_wire import ChunkMap
+from isthmus.elastic.digest import StateManifest, chunk_of
+from isthmus.elastic.parity import Contents, contents_of
+from isthmus.elastic.state_wire import ChunkMap
 
 
 class Transfer:

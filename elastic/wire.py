@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from collective.errors import RemoteProtocolError
+from isthmus.collective.errors import RemoteProtocolError
 
 _T = TypeVar("_T")
 _ENCODER = msgspec.msgpack.Encoder()

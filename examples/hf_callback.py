@@ -23,9 +23,9 @@ from plain_loop import PATIENCE, start_all, text_of
 from torch import nn
 from torch.optim import Optimizer
 
-from collective import BlockingCommunicator, BulkOptions, view_of
-from optim import DiLoCo, Outer
-from trainer import OuterLoop
+from isthmus import OuterLoop
+from isthmus.collective import BlockingCommunicator, BulkOptions, view_of
+from isthmus.optim import DiLoCo, Outer
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from collective import BlockingCommunicator, BulkOptions, OperationAborted, view_of
-from collective.standalone import peer_id_of
-from collective.supervision import Patience
-from optim import DiLoCo, default_outer_lr
-from trainer import OuterLoop
+from isthmus import OuterLoop
+from isthmus.collective import BlockingCommunicator, BulkOptions, OperationAborted, view_of
+from isthmus.collective.standalone import peer_id_of
+from isthmus.collective.supervision import Patience
+from isthmus.optim import DiLoCo, default_outer_lr
 
 CONTEXT = 16
 BATCH_SIZE = 64

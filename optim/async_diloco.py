@@ -33,19 +33,19 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.diloco import MOMENTUM, DiLoCo, anchor_and_momentum
-from optim.flat import overlap, require_flat
-from optim.fragments import FragmentKey
-from optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
-from optim.registry import register
+from isthmus.optim.diloco import MOMENTUM, DiLoCo, anchor_and_momentum
+from isthmus.optim.flat import overlap, require_flat
+from isthmus.optim.fragments import FragmentKey
+from isthmus.optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from optim.fragments import Fragment, FragmentTable
-    from optim.outer import Contribution, Result, Work
+    from isthmus.optim.fragments import Fragment, FragmentTable
+    from isthmus.optim.outer import Contribution, Result, Work
 
 ACCUMULATOR: Final = "accumulator"
 """Name, in `State.shared`, of the sum of the differences since the momentum moved, [numel]."""

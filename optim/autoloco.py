@@ -30,16 +30,16 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.diloco import DiLoCo, step_anchor
-from optim.outer import ANCHOR, Absorbed, State
-from optim.qsr import QSR
-from optim.registry import register
+from isthmus.optim.diloco import DiLoCo, step_anchor
+from isthmus.optim.outer import ANCHOR, Absorbed, State
+from isthmus.optim.qsr import QSR
+from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optim.fragments import Fragment
-    from optim.outer import Result, Round
+    from isthmus.optim.fragments import Fragment
+    from isthmus.optim.outer import Result, Round
 
 COMMITTED_AT: Final = "committed_at"
 """Name, in `State.shared`, of the inner step of the last committed round, [1]: exact in fp32 up to 2^24."""

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.flat import overlap, require_flat
+from isthmus.optim.flat import overlap, require_flat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from optim.fragments import Fragment
+    from isthmus.optim.fragments import Fragment
 
 SHAPES: Final = "shapes"
 """Name, in `State.shared`, of what `shapes_of` gives."""

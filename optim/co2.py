@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from optim.delayed import CARRIED, Delayed
-from optim.diloco import MOMENTUM
-from optim.flat import require_flat
-from optim.outer import ANCHOR, Absorbed, Round, State
-from optim.registry import register
+from isthmus.optim.delayed import CARRIED, Delayed
+from isthmus.optim.diloco import MOMENTUM
+from isthmus.optim.flat import require_flat
+from isthmus.optim.outer import ANCHOR, Absorbed, Round, State
+from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
-    from optim.outer import Result
+    from isthmus.optim.outer import Result
 
 
 @register("co2")

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from optim.flat import require_flat
-from optim.fragments import FragmentKey
-from optim.outer import GRAD, PARAM, Absorbed, Emitted, Op, Round, State
-from optim.registry import register
+from isthmus.optim.flat import require_flat
+from isthmus.optim.fragments import FragmentKey
+from isthmus.optim.outer import GRAD, PARAM, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optim.fragments import Fragment, FragmentTable
-    from optim.outer import Contribution, Result, Work
+    from isthmus.optim.fragments import Fragment, FragmentTable
+    from isthmus.optim.outer import Contribution, Result, Work
 
 
 @register("data_parallel")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.stable import exact_matmul
+from isthmus.optim.stable import exact_matmul
 
 if TYPE_CHECKING:
     from torch import Tensor

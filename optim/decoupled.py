@@ -33,19 +33,19 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.diloco import DiLoCo, lr_by_members, step_anchor
-from optim.fragments import FragmentKey
-from optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
-from optim.registry import register
-from optim.stable import norm
+from isthmus.optim.diloco import DiLoCo, lr_by_members, step_anchor
+from isthmus.optim.fragments import FragmentKey
+from isthmus.optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.registry import register
+from isthmus.optim.stable import norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from optim.fragments import Fragment, FragmentTable, ParameterSpec
-    from optim.outer import Result, Work
+    from isthmus.optim.fragments import Fragment, FragmentTable, ParameterSpec
+    from isthmus.optim.outer import Result, Work
 
 PLAIN_MEAN: Final = "plain_mean"
 """Name, in `State.shared`, of the fragment's rule, [1]: 1 if it is merged by the plain mean, 0 by RDA."""

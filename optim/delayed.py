@@ -29,17 +29,17 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.diloco import DiLoCo, anchor_and_momentum, step_anchor
-from optim.flat import require_flat
-from optim.fragments import FragmentKey
-from optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
-from optim.registry import register
+from isthmus.optim.diloco import DiLoCo, anchor_and_momentum, step_anchor
+from isthmus.optim.flat import require_flat
+from isthmus.optim.fragments import FragmentKey
+from isthmus.optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optim.fragments import Fragment
-    from optim.outer import Contribution, Result, Work
+    from isthmus.optim.fragments import Fragment
+    from isthmus.optim.outer import Contribution, Result, Work
 
 CARRIED: Final = "carried"
 """Name, in `State.private`, of the work of an aborted round, which the next payload takes along."""

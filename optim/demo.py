@@ -32,19 +32,19 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.blocks import RUN_NUMEL, SHAPES, block_order, shapes_of, topk_codec
-from optim.dct import dct2, idct2
-from optim.diloco import MOMENTUM
-from optim.flat import require_flat
-from optim.fragments import FragmentKey
-from optim.outer import GRAD, Absorbed, Emitted, Op, Round, State
-from optim.registry import register
+from isthmus.optim.blocks import RUN_NUMEL, SHAPES, block_order, shapes_of, topk_codec
+from isthmus.optim.dct import dct2, idct2
+from isthmus.optim.diloco import MOMENTUM
+from isthmus.optim.flat import require_flat
+from isthmus.optim.fragments import FragmentKey
+from isthmus.optim.outer import GRAD, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optim.fragments import Fragment, FragmentTable
-    from optim.outer import Contribution, Result, Work
+    from isthmus.optim.fragments import Fragment, FragmentTable
+    from isthmus.optim.outer import Contribution, Result, Work
 
 _WHOLE: Final = FragmentKey(kind=GRAD, index=0)
 

@@ -37,18 +37,18 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.flat import require_flat
-from optim.fragments import FragmentKey
-from optim.outer import ANCHOR, GRAD, PARAM, Absorbed, Emitted, Op, Round, State
-from optim.registry import register
+from isthmus.optim.flat import require_flat
+from isthmus.optim.fragments import FragmentKey
+from isthmus.optim.outer import ANCHOR, GRAD, PARAM, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
-    from optim.fragments import Fragment, FragmentTable
-    from optim.outer import Contribution, Result, Work
+    from isthmus.optim.fragments import Fragment, FragmentTable
+    from isthmus.optim.outer import Contribution, Result, Work
 
 NON_NEGATIVE: Final = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
 """States of torch's optimizers that are means of squares."""

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.flat import require_flat
-from optim.fragments import FragmentKey
-from optim.nesterov import nesterov_step
-from optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
-from optim.registry import register
+from isthmus.optim.flat import require_flat
+from isthmus.optim.fragments import FragmentKey
+from isthmus.optim.nesterov import nesterov_step
+from isthmus.optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optim.fragments import Fragment, FragmentTable
-    from optim.outer import Contribution, Result, Work
+    from isthmus.optim.fragments import Fragment, FragmentTable
+    from isthmus.optim.outer import Contribution, Result, Work
 
 MOMENTUM: Final = "momentum"
 """Name of the outer momentum in `State.shared`."""

@@ -35,16 +35,16 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.delayed import CARRIED, Delayed
-from optim.diloco import step_anchor
-from optim.outer import ANCHOR, Absorbed, Round, State
-from optim.registry import register
+from isthmus.optim.delayed import CARRIED, Delayed
+from isthmus.optim.diloco import step_anchor
+from isthmus.optim.outer import ANCHOR, Absorbed, Round, State
+from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optim.fragments import Fragment
-    from optim.outer import Result
+    from isthmus.optim.fragments import Fragment
+    from isthmus.optim.outer import Result
 
 AHEAD: Final = "ahead"
 """Name, in `State.private`, of the part of the mean to come that this worker has applied already."""

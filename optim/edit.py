@@ -15,16 +15,16 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from optim.diloco import DiLoCo
-from optim.fragments import FragmentKey
-from optim.guards import Guarded, Guards
-from optim.layers import layer_groups
-from optim.outer import PARAM, Round
-from optim.registry import register
+from isthmus.optim.diloco import DiLoCo
+from isthmus.optim.fragments import FragmentKey
+from isthmus.optim.guards import Guarded, Guards
+from isthmus.optim.layers import layer_groups
+from isthmus.optim.outer import PARAM, Round
+from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
-    from optim.fragments import Fragment, FragmentTable
-    from optim.outer import Outer
+    from isthmus.optim.fragments import Fragment, FragmentTable
+    from isthmus.optim.outer import Outer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,16 +41,16 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.outer import ANCHOR, Absorbed, Emitted, Op, Round, State, fit
-from optim.stable import norm
+from isthmus.optim.outer import ANCHOR, Absorbed, Emitted, Op, Round, State, fit
+from isthmus.optim.stable import norm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from optim.fragments import Fragment, FragmentTable
-    from optim.outer import Contribution, Outer, Result, Work
+    from isthmus.optim.fragments import Fragment, FragmentTable
+    from isthmus.optim.outer import Contribution, Outer, Result, Work
 
 TYPICAL: Final = "guard_typical"
 """Name, in `State.shared`, of [rounds, running mean of their median stride], [2]."""

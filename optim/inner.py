@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, assert_never, 
 
 import torch
 
-from optim.adopt import Adopt
+from isthmus.optim.adopt import Adopt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

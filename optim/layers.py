@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from optim.fragments import FragmentTable
+    from isthmus.optim.fragments import FragmentTable
 
 _NUMBER = re.compile(r"[0-9]+")
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from optim.fragments import Fragment, FragmentKey, FragmentTable
-    from optim.outer import Absorbed, Contribution, Emitted, Outer, Result, Round, State, Work
+    from isthmus.optim.fragments import Fragment, FragmentKey, FragmentTable
+    from isthmus.optim.outer import Absorbed, Contribution, Emitted, Outer, Result, Round, State, Work
 
 _ROUNDING: Final = 1e-12
 """Above the relative rounding error of a sum in another order."""

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from optim.desloc import StateAveraging, checked_states
-from optim.outer import PARAM
-from optim.registry import register
+from isthmus.optim.desloc import StateAveraging, checked_states
+from isthmus.optim.outer import PARAM
+from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,7 +21,7 @@ It must not know: rounds, wires, residuals.
 import torch
 from torch import Tensor
 
-from optim.stable import exact_matmul, power_of_two_above, sum_last
+from isthmus.optim.stable import exact_matmul, power_of_two_above, sum_last
 
 _VANISHED = 1e-6
 """A column of which less than this is left, when what lies in earlier ones is taken away, was rounding errors."""

@@ -21,10 +21,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from optim.adopt import SECOND_MOMENT, momentum_names
-from optim.desloc import StateAveraging, checked_multiples
-from optim.outer import PARAM
-from optim.registry import register
+from isthmus.optim.adopt import SECOND_MOMENT, momentum_names
+from isthmus.optim.desloc import StateAveraging, checked_multiples
+from isthmus.optim.outer import PARAM
+from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.flat import overlap, require_flat
+from isthmus.optim.flat import overlap, require_flat
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -37,14 +37,14 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import torch
 
-from optim.flat import overlap
+from isthmus.optim.flat import overlap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
-    from optim.fragments import Fragment, FragmentKey, FragmentTable
+    from isthmus.optim.fragments import Fragment, FragmentKey, FragmentTable
 
 PARAM: Final = "param"
 """Kind of the fragments of the parameters."""

@@ -34,19 +34,19 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.diloco import DiLoCo, anchor_and_momentum, step_anchor
-from optim.flat import require_flat
-from optim.lowrank import decompress, first_q, orthonormalise, project, project_back, warm_start
-from optim.outer import ANCHOR, Absorbed, Emitted, State
-from optim.registry import register
+from isthmus.optim.diloco import DiLoCo, anchor_and_momentum, step_anchor
+from isthmus.optim.flat import require_flat
+from isthmus.optim.lowrank import decompress, first_q, orthonormalise, project, project_back, warm_start
+from isthmus.optim.outer import ANCHOR, Absorbed, Emitted, State
+from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from optim.fragments import Fragment, FragmentTable
-    from optim.outer import Result, Round, Work
+    from isthmus.optim.fragments import Fragment, FragmentTable
+    from isthmus.optim.outer import Result, Round, Work
 
 LEFT: Final = "left"
 """Name of the orthonormal factors [rows, rank] in `State.shared`, and of the rounds that renew them."""

@@ -24,14 +24,14 @@ import typing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
-from optim.diloco import DiLoCo
-from optim.fragments import FragmentKey
-from optim.outer import PARAM, Op, Round
-from optim.registry import register
-from optim.schedule import ScheduleType, build_schedule
+from isthmus.optim.diloco import DiLoCo
+from isthmus.optim.fragments import FragmentKey
+from isthmus.optim.outer import PARAM, Op, Round
+from isthmus.optim.registry import register
+from isthmus.optim.schedule import ScheduleType, build_schedule
 
 if TYPE_CHECKING:
-    from optim.schedule import Schedule
+    from isthmus.optim.schedule import Schedule
 
 _WHOLE: Final = FragmentKey(kind=PARAM, index=0)
 _FORGIVEN: Final = 1e-9

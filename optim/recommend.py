@@ -24,8 +24,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, assert_never
 
-from optim.diloco import default_outer_lr
-from optim.outer import Op
+from isthmus.optim.diloco import default_outer_lr
+from isthmus.optim.outer import Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

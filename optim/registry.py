@@ -19,12 +19,12 @@ import types
 import typing
 from typing import TYPE_CHECKING, TypeVar
 
-import optim
+from isthmus import optim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from optim.outer import Outer
+    from isthmus.optim.outer import Outer
 
 _OuterT = TypeVar("_OuterT", bound="Outer")
 
@@ -112,7 +112,7 @@ def outer_from_config(section: Mapping[str, object], *, num_peers: int) -> Outer
 @functools.cache
 def _import_methods() -> None:
     for module in sorted(pkgutil.iter_modules(optim.__path__), key=lambda module: module.name):
-        importlib.import_module(f"optim.{module.name}")
+        importlib.import_module(f"{optim.__name__}.{module.name}")
 
 
 def _check_type(type_: str, name: str, value: object, hint: object) -> None:

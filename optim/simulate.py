@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from optim.flat import blend
-from optim.outer import ANCHOR, GRAD, PARAM, Contribution, Result, Round, State, Work, fit
-from optim.workload import ExactWire
+from isthmus.optim.flat import blend
+from isthmus.optim.outer import ANCHOR, GRAD, PARAM, Contribution, Result, Round, State, Work, fit
+from isthmus.optim.workload import ExactWire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
-    from optim.fragments import Fragment, FragmentKey, FragmentTable
-    from optim.outer import Absorbed, Emitted, Outer
-    from optim.workload import Delivery, Wire, Workload
+    from isthmus.optim.fragments import Fragment, FragmentKey, FragmentTable
+    from isthmus.optim.outer import Absorbed, Emitted, Outer
+    from isthmus.optim.workload import Delivery, Wire, Workload
 
     States: TypeAlias = dict[FragmentKey, State]
 

@@ -28,18 +28,18 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from optim.blocks import SHAPES, block_order, shapes_of, topk_codec
-from optim.flat import require_flat
-from optim.fragments import FragmentKey
-from optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
-from optim.registry import register
-from optim.stable import norm
+from isthmus.optim.blocks import SHAPES, block_order, shapes_of, topk_codec
+from isthmus.optim.flat import require_flat
+from isthmus.optim.fragments import FragmentKey
+from isthmus.optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.registry import register
+from isthmus.optim.stable import norm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optim.fragments import Fragment, FragmentTable
-    from optim.outer import Contribution, Result, Work
+    from isthmus.optim.fragments import Fragment, FragmentTable
+    from isthmus.optim.outer import Contribution, Result, Work
 
 RESIDUAL: Final = "residual"
 """Name, in `State.private`, of what this worker wanted to send and could not."""

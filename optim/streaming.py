@@ -26,15 +26,15 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from optim.diloco import DiLoCo, lr_by_members
-from optim.fragments import FragmentKey
-from optim.layers import layer_groups
-from optim.outer import PARAM, Absorbed, Op, Round
-from optim.registry import register
+from isthmus.optim.diloco import DiLoCo, lr_by_members
+from isthmus.optim.fragments import FragmentKey
+from isthmus.optim.layers import layer_groups
+from isthmus.optim.outer import PARAM, Absorbed, Op, Round
+from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
-    from optim.fragments import Fragment, FragmentTable
-    from optim.outer import Result, State
+    from isthmus.optim.fragments import Fragment, FragmentTable
+    from isthmus.optim.outer import Result, State
 
 _LAYERS_A_FRAGMENT: Final = 3
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, assert_never
 
 import torch
 
-from optim.outer import PARAM, Op, Round
+from isthmus.optim.outer import PARAM, Op, Round
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
-    from optim.fragments import Fragment
+    from isthmus.optim.fragments import Fragment
 
     InnerStep: TypeAlias = Callable[[str, int, Tensor], None]
     """(worker, its inner step counted from 1, value [numel]): trains the value in place."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from collective.codec import Codec, codec_named, codec_names
+from isthmus.collective.codec import Codec, codec_named, codec_names
 
 CHUNK_NBYTES = (1 << 19, 1 << 20, 1 << 21)
 ITEM_NBYTES = 4

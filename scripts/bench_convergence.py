@@ -31,11 +31,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from isthmus.trainer.model import num_parameters
 from scripts.convergence.cases import CASES, Case, Tuned
 from scripts.convergence.report import as_dicts, judge, plot, print_claims, print_table, summarise
 from scripts.convergence.text import Text, load_text
 from scripts.convergence.trial import Budget, run_trial
-from trainer.model import num_parameters
 
 QUICK_BUDGET: Final = Budget(start_steps=120, num_steps=240, warmup_steps=15, held_out_samples=256)
 QUICK_CASES: Final = (

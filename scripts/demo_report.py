@@ -11,11 +11,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, LeaseRecord, Record, ReleaseRecord
-from elastic.journal_reader import read_journal
-from trainer import events
-from trainer.events import FILE_NAME, has_events
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.elastic.core.records import CommitRecord, LeaseRecord, Record, ReleaseRecord
+from isthmus.elastic.journal_reader import read_journal
+from isthmus.trainer import events
+from isthmus.trainer.events import FILE_NAME, has_events
 
 Event = dict[str, Any]
 

@@ -28,14 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from collective import BulkOptions, Communicator, OperationAborted, PlanMismatch, RemoteProtocolError
-from collective.notices import AbortNotice, Opening
-from collective.standalone import open_communicator, peer_id_of, view_of
-from collective.supervision import Patience
-from collective.transport.hello import Hello, HelloReply, Purpose, decode
-from collective.transport.shared_memory import make_offering, take_offer
-from collective.transport.shared_socket import SharedSocket
-from collective.wire import (
+from isthmus.collective import BulkOptions, Communicator, OperationAborted, PlanMismatch, RemoteProtocolError
+from isthmus.collective.notices import AbortNotice, Opening
+from isthmus.collective.standalone import open_communicator, peer_id_of, view_of
+from isthmus.collective.supervision import Patience
+from isthmus.collective.transport.hello import Hello, HelloReply, Purpose, decode
+from isthmus.collective.transport.shared_memory import make_offering, take_offer
+from isthmus.collective.transport.shared_socket import SharedSocket
+from isthmus.collective.wire import (
     BEFORE_HELLO,
     BEFORE_REPLY,
     HEADER_NBYTES,
@@ -298,7 +298,7 @@ def main() -> int:
     parser.add_argument("--frames", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    logging.getLogger("collective").setLevel(logging.ERROR)  # every dropped link is worth a warning, else
+    logging.getLogger("isthmus.collective").setLevel(logging.ERROR)  # every dropped link is worth a warning, else
     started = time.monotonic()
     outcomes = fuzz(options.frames, options.seed)
     seconds = time.monotonic() - started

@@ -28,29 +28,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from collective import BulkOptions, Communicator
-from collective.core.types import Incarnation, PeerId, PeerRef
-from collective.transport import Authority, Channel, Hello, HelloReply, Listener, Purpose, connect
-from collective.transport.certificates import peer_id_of_key
-from collective.wire import PROTOCOL_VERSION
-from elastic.commit_log import CommitLog
-from elastic.coordinator import CoordinatorShell
-from elastic.core.config import CoordinatorConfig, MemberConfig
-from elastic.core.events import RoundReady
-from elastic.core.member import MemberMachine
-from elastic.digest import Hasher
-from elastic.donor import Donor
-from elastic.errors import NotAMember
-from elastic.journal import Journal
-from elastic.member import Membership
-from elastic.notary import PeerSigner, RunSealer
-from elastic.observation import BecameActive, BecameLearner, CatchUpEnded, CatchUpStarted, ElasticEvent, RoundBroke
-from optim.diloco import DiLoCo
-from optim.fragments import FragmentTable
-from optim.streaming import Streaming
-from trainer.outer_state import OuterState
-from trainer.round_runner import MemoryKeeper, RoundRunner
-from trainer.round_schedule import RoundSchedule
+from isthmus.collective import BulkOptions, Communicator
+from isthmus.collective.core.types import Incarnation, PeerId, PeerRef
+from isthmus.collective.transport import Authority, Channel, Hello, HelloReply, Listener, Purpose, connect
+from isthmus.collective.transport.certificates import peer_id_of_key
+from isthmus.collective.wire import PROTOCOL_VERSION
+from isthmus.elastic.commit_log import CommitLog
+from isthmus.elastic.coordinator import CoordinatorShell
+from isthmus.elastic.core.config import CoordinatorConfig, MemberConfig
+from isthmus.elastic.core.events import RoundReady
+from isthmus.elastic.core.member import MemberMachine
+from isthmus.elastic.digest import Hasher
+from isthmus.elastic.donor import Donor
+from isthmus.elastic.errors import NotAMember
+from isthmus.elastic.journal import Journal
+from isthmus.elastic.member import Membership
+from isthmus.elastic.notary import PeerSigner, RunSealer
+from isthmus.elastic.observation import (
+    BecameActive,
+    BecameLearner,
+    CatchUpEnded,
+    CatchUpStarted,
+    ElasticEvent,
+    RoundBroke,
+)
+from isthmus.optim.diloco import DiLoCo
+from isthmus.optim.fragments import FragmentTable
+from isthmus.optim.streaming import Streaming
+from isthmus.trainer.outer_state import OuterState
+from isthmus.trainer.round_runner import MemoryKeeper, RoundRunner
+from isthmus.trainer.round_schedule import RoundSchedule
 
 RUN_ID = "bench-join"
 TERMS = b"j" * 32

@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import xxhash
 
-from collective import BulkOptions
-from collective.communicator import Communicator
-from collective.core.types import RoundKey
-from collective.standalone import open_communicator, peer_id_of, view_of
-from collective.transport.security import Mode, Security
-from collective.transport.sockets import SocketOptions
+from isthmus.collective import BulkOptions
+from isthmus.collective.communicator import Communicator
+from isthmus.collective.core.types import RoundKey
+from isthmus.collective.standalone import open_communicator, peer_id_of, view_of
+from isthmus.collective.transport.security import Mode, Security
+from isthmus.collective.transport.sockets import SocketOptions
 from scripts.wanlink import processor
 
 SECRET = bytes(range(32))  # of a network that lives for some minutes on one machine

@@ -9,8 +9,8 @@ import hmac
 
 import msgspec
 
-from collective.core.types import PeerId
-from elastic.core.certificate import Certificate, ballot
+from isthmus.collective.core.types import PeerId
+from isthmus.elastic.core.certificate import Certificate, ballot
 
 
 def certified(certificate: Certificate, keys: "Keys") -> Certificate:

@@ -24,9 +24,9 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from msgspec import Meta
 
-from collective.core.types import PeerId, PeerRef
-from collective.errors import SecurityRefused
-from collective.transport import (
+from isthmus.collective.core.types import PeerId, PeerRef
+from isthmus.collective.errors import SecurityRefused
+from isthmus.collective.transport import (
     Authority,
     Channel,
     Credentials,
@@ -37,23 +37,23 @@ from collective.transport import (
     Purpose,
     Security,
 )
-from collective.transport.certificates import (
+from isthmus.collective.transport.certificates import (
     KEY_NBYTES,
     certificate_from_bytes,
     certificate_to_bytes,
     key_in,
     peer_id_of_key,
 )
-from collective.wire import PROTOCOL_VERSION
-from elastic.coordinator import CoordinatorShell
-from elastic.core.doorkeeper import BANNED
-from elastic.core.doors import Doors
-from elastic.core.events import UseTicket
-from elastic.dialler import LATER_CODE
-from trainer.errors import ExitCode, Refused
-from trainer.identity import PeerIdentity, RunIdentity
-from trainer.run_manifest import MAX_MANIFEST_NBYTES
-from trainer.ticket import Claims, TicketFault, TicketRefused, verify_token
+from isthmus.collective.wire import PROTOCOL_VERSION
+from isthmus.elastic.coordinator import CoordinatorShell
+from isthmus.elastic.core.doorkeeper import BANNED
+from isthmus.elastic.core.doors import Doors
+from isthmus.elastic.core.events import UseTicket
+from isthmus.elastic.dialler import LATER_CODE
+from isthmus.trainer.errors import ExitCode, Refused
+from isthmus.trainer.identity import PeerIdentity, RunIdentity
+from isthmus.trainer.run_manifest import MAX_MANIFEST_NBYTES
+from isthmus.trainer.ticket import Claims, TicketFault, TicketRefused, verify_token
 
 log = logging.getLogger(__name__)
 

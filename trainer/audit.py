@@ -18,22 +18,22 @@ from pathlib import Path
 import msgspec
 from cryptography import x509
 
-from collective.transport.certificates import certificate_from_bytes
-from elastic.audit import Audit, Finding, RecordIndex, Verdict, audit, judge
-from elastic.audit.beginning import first_slot
-from elastic.core.notary import Verifier
-from elastic.core.records import RebuildRecord, Record, SnapshotRecord
-from elastic.errors import JournalUnreadable
-from elastic.journal_reader import JournalReading, read_journal
-from elastic.notary import RunVerifier
-from trainer.audit_certificates import KeptCertificates, audit_certificates, read_kept
-from trainer.audit_checkpoints import SavedState, audit_checkpoints, read_checkpoints
-from trainer.audit_logs import Deviant, Log, MissingLogs, audit_logs, deviants, missing_logs, read_logs
-from trainer.certificates import FILE_NAME as CERTIFICATES_NAME
-from trainer.checkpoint import FOLDER_NAME
-from trainer.errors import ConfigError, EnvironmentFault
-from trainer.events import FILE_NAME, has_events
-from trainer.founding import JOURNAL_NAME, find_authorities
+from isthmus.collective.transport.certificates import certificate_from_bytes
+from isthmus.elastic.audit import Audit, Finding, RecordIndex, Verdict, audit, judge
+from isthmus.elastic.audit.beginning import first_slot
+from isthmus.elastic.core.notary import Verifier
+from isthmus.elastic.core.records import RebuildRecord, Record, SnapshotRecord
+from isthmus.elastic.errors import JournalUnreadable
+from isthmus.elastic.journal_reader import JournalReading, read_journal
+from isthmus.elastic.notary import RunVerifier
+from isthmus.trainer.audit_certificates import KeptCertificates, audit_certificates, read_kept
+from isthmus.trainer.audit_checkpoints import SavedState, audit_checkpoints, read_checkpoints
+from isthmus.trainer.audit_logs import Deviant, Log, MissingLogs, audit_logs, deviants, missing_logs, read_logs
+from isthmus.trainer.certificates import FILE_NAME as CERTIFICATES_NAME
+from isthmus.trainer.checkpoint import FOLDER_NAME
+from isthmus.trainer.errors import ConfigError, EnvironmentFault
+from isthmus.trainer.events import FILE_NAME, has_events
+from isthmus.trainer.founding import JOURNAL_NAME, find_authorities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

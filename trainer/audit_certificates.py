@@ -15,12 +15,12 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.audit import Finding, RecordIndex, Verdict, judge
-from elastic.audit.proofs import certificates_at, contradictions
-from elastic.core.certificate import Certificate, ballot
-from elastic.core.notary import Verifier
-from elastic.core.records import CommitRecord, RebuildRecord, Record, RollbackRecord
-from trainer.certificates import FILE_NAME, read_certificates
+from isthmus.elastic.audit import Finding, RecordIndex, Verdict, judge
+from isthmus.elastic.audit.proofs import certificates_at, contradictions
+from isthmus.elastic.core.certificate import Certificate, ballot
+from isthmus.elastic.core.notary import Verifier
+from isthmus.elastic.core.records import CommitRecord, RebuildRecord, Record, RollbackRecord
+from isthmus.trainer.certificates import FILE_NAME, read_certificates
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from collective.core.types import OuterStep
-from elastic.audit import Finding, RecordIndex, Verdict, judge
-from elastic.audit.coverage import all_but, used_up
-from elastic.audit.findings import short
-from elastic.core.certificate import decode_certificate
-from elastic.core.messages import Held
-from elastic.core.notary import Verifier
-from elastic.core.records import Record
-from trainer.checkpoint import FOLDER_NAME, CheckpointStore, Manifest
-from trainer.checkpoint_proof import prove_checkpoint
-from trainer.errors import CheckpointCorrupted
+from isthmus.collective.core.types import OuterStep
+from isthmus.elastic.audit import Finding, RecordIndex, Verdict, judge
+from isthmus.elastic.audit.coverage import all_but, used_up
+from isthmus.elastic.audit.findings import short
+from isthmus.elastic.core.certificate import decode_certificate
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.core.notary import Verifier
+from isthmus.elastic.core.records import Record
+from isthmus.trainer.checkpoint import FOLDER_NAME, CheckpointStore, Manifest
+from isthmus.trainer.checkpoint_proof import prove_checkpoint
+from isthmus.trainer.errors import CheckpointCorrupted
 
 
 @dataclass(frozen=True, slots=True)

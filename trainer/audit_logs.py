@@ -14,11 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from collective.core.types import Epoch, OuterStep, RoundKey
-from elastic.audit import Finding, RecordIndex, Verdict, judge
-from elastic.audit.findings import short
-from trainer.events import FILE_NAME, missing_files, read_events
-from trainer.record_lines import line_of
+from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
+from isthmus.elastic.audit import Finding, RecordIndex, Verdict, judge
+from isthmus.elastic.audit.findings import short
+from isthmus.trainer.events import FILE_NAME, missing_files, read_events
+from isthmus.trainer.record_lines import line_of
 
 
 class _Line(msgspec.Struct, frozen=True, tag_field="event"):

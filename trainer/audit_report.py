@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from elastic.audit import Finding, SampleCount, Verdict
-from trainer.audit import RunAudit
+from isthmus.elastic.audit import Finding, SampleCount, Verdict
+from isthmus.trainer.audit import RunAudit
 
 SCHEMA = "isthmus.audit/1"
 

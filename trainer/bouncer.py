@@ -9,10 +9,10 @@ Must not know why somebody is put out.
 import logging
 from collections.abc import Callable
 
-from collective.core.types import PeerId
-from collective.transport import Security
-from collective.transport.certificates import certificate_from_bytes
-from elastic.core.messages import Bar, Trust
+from isthmus.collective.core.types import PeerId
+from isthmus.collective.transport import Security
+from isthmus.collective.transport.certificates import certificate_from_bytes
+from isthmus.elastic.core.messages import Bar, Trust
 
 log = logging.getLogger(__name__)
 

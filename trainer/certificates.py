@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.core.certificate import Certificate, decode_certificate, encode_certificate
-from elastic.core.notary import Verifier
-from trainer.files import write_atomically
-from trainer.threads import in_thread
+from isthmus.elastic.core.certificate import Certificate, decode_certificate, encode_certificate
+from isthmus.elastic.core.notary import Verifier
+from isthmus.trainer.files import write_atomically
+from isthmus.trainer.threads import in_thread
 
 log = logging.getLogger(__name__)
 

@@ -37,9 +37,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from elastic.core.messages import IndexRange, Natural
-from trainer.errors import CheckpointCorrupted, CheckpointFailed, ConfigError
-from trainer.files import PRIVATE_FOLDER_MODE, make_private_folder, open_private, sync_folder, write_atomically
+from isthmus.elastic.core.messages import IndexRange, Natural
+from isthmus.trainer.errors import CheckpointCorrupted, CheckpointFailed, ConfigError
+from isthmus.trainer.files import PRIVATE_FOLDER_MODE, make_private_folder, open_private, sync_folder, write_atomically
 
 log = logging.getLogger(__name__)
 

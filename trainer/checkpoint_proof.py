@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.core.messages import Natural
-from elastic.digest import CHUNK_NBYTES, TensorManifest, digest_of, root_digest
-from trainer.checkpoint import MANIFEST_NAME, STATE_NAME, Manifest, open_regular, read_manifest
-from trainer.errors import CheckpointCorrupted
+from isthmus.elastic.core.messages import Natural
+from isthmus.elastic.digest import CHUNK_NBYTES, TensorManifest, digest_of, root_digest
+from isthmus.trainer.checkpoint import MANIFEST_NAME, STATE_NAME, Manifest, open_regular, read_manifest
+from isthmus.trainer.errors import CheckpointCorrupted
 
 _MAX_HEADER_NBYTES = 64 << 20
 

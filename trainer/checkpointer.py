@@ -8,10 +8,10 @@ is skipped rather than queued; a full disk is told and never ends a run. Must no
 import asyncio
 from collections.abc import Callable
 
-from trainer.checkpoint import CheckpointMeta, CheckpointStore
-from trainer.errors import CheckpointFailed
-from trainer.state_version import Version
-from trainer.threads import in_thread
+from isthmus.trainer.checkpoint import CheckpointMeta, CheckpointStore
+from isthmus.trainer.errors import CheckpointFailed
+from isthmus.trainer.state_version import Version
+from isthmus.trainer.threads import in_thread
 
 
 class Checkpointer:

@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import assert_never
 
-from collective import RoundStats
-from collective.core.types import PeerRef, RoundKey
-from elastic.core.records import CommitRecord, RollbackRecord, ViewRecord
-from elastic.observation import (
+from isthmus.collective import RoundStats
+from isthmus.collective.core.types import PeerRef, RoundKey
+from isthmus.elastic.core.records import CommitRecord, RollbackRecord, ViewRecord
+from isthmus.elastic.observation import (
     BecameActive,
     BecameExcused,
     BecameLearner,
@@ -40,13 +40,13 @@ from elastic.observation import (
     WentBack,
     WorkCarriedOver,
 )
-from trainer.errors import CheckpointFailed, WorkerCrashed
-from trainer.events import EventLog, Field
-from trainer.record_lines import key_fields, line_of, view_fields
-from trainer.scoreboard import Scoreboard
-from trainer.training_loop import RoundReport
-from trainer.worker_link import WorkerStalled
-from trainer.worker_process import WorkerDied
+from isthmus.trainer.errors import CheckpointFailed, WorkerCrashed
+from isthmus.trainer.events import EventLog, Field
+from isthmus.trainer.record_lines import key_fields, line_of, view_fields
+from isthmus.trainer.scoreboard import Scoreboard
+from isthmus.trainer.training_loop import RoundReport
+from isthmus.trainer.worker_link import WorkerStalled
+from isthmus.trainer.worker_process import WorkerDied
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from typing import Annotated
 
 import typer
 
-from trainer import cli_audit, cli_config, cli_models, cli_operator, cli_peers
-from trainer.cli_config import invocation_of
-from trainer.cli_support import PROGRAM, report, take_apart
-from trainer.errors import ConfigError, ExitCode
+from isthmus.trainer import cli_audit, cli_config, cli_models, cli_operator, cli_peers
+from isthmus.trainer.cli_config import invocation_of
+from isthmus.trainer.cli_support import PROGRAM, report, take_apart
+from isthmus.trainer.errors import ConfigError, ExitCode
 
 app = typer.Typer(
     name=PROGRAM,

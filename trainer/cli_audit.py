@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from trainer.cli_config import AsJson
-from trainer.errors import ExitCode, IntegrityError
+from isthmus.trainer.cli_config import AsJson
+from isthmus.trainer.errors import ExitCode, IntegrityError
 
 
 def audit(
@@ -23,8 +23,8 @@ def audit(
 
     With --json every run is an object in a line of its own.
     """
-    from trainer.audit import audit_runs
-    from trainer.audit_report import audit_as_json, render_audit, sentence_of
+    from isthmus.trainer.audit import audit_runs
+    from isthmus.trainer.audit_report import audit_as_json, render_audit, sentence_of
 
     found = audit_runs(folders)
     print("\n".join(map(audit_as_json, found)) if as_json else "\n\n".join(map(render_audit, found)))

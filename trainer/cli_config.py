@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainer.cli_support import Invocation
-from trainer.errors import ConfigError, ExitCode
+from isthmus.trainer.cli_support import Invocation
+from isthmus.trainer.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
-    from trainer.config_sources import ResolvedConfig
+    from isthmus.trainer.config_sources import ResolvedConfig
 
 ConfigFiles = Annotated[
     list[Path] | None, typer.Option("--config", "-c", help="TOML file; repeat it, later ones win.", show_default=False)
@@ -32,7 +32,7 @@ def show(
     as_json: AsJson = False,
 ) -> int:
     """Print the configuration that all layers make together, as TOML, with what each key means."""
-    from trainer.config_show import as_json_text, as_toml
+    from isthmus.trainer.config_show import as_json_text, as_toml
 
     resolved = resolve(context, files=config, flags={})
     print(as_json_text(resolved) if as_json else as_toml(resolved, with_origin=origin), end="")
@@ -43,7 +43,7 @@ def init(
     file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("run.toml"),
 ) -> int:
     """Write a configuration to begin with: every key with its meaning and its default."""
-    from trainer.config_show import as_template
+    from isthmus.trainer.config_show import as_template
 
     try:
         with file.open("x") as new:
@@ -74,14 +74,14 @@ def resolve(
     Raises:
         IsthmusError: see `load_config` and `load_resumed`.
     """
-    from trainer.config_sources import Override, load_config
+    from isthmus.trainer.config_sources import Override, load_config
 
     overrides = [Override(key, str(value), flag) for key, (flag, value) in flags.items() if value is not None]
     overrides += [Override(key, text, f"--{key}") for key, text in invocation_of(context).overrides]
     manifest = None
     if resume is not None:
-        from trainer.checkpoint import load_resumed
-        from trainer.run_manifest import without_key
+        from isthmus.trainer.checkpoint import load_resumed
+        from isthmus.trainer.run_manifest import without_key
 
         # "With any number of peers": the first start's wish for company does not bind a later one.
         manifest = without_key(load_resumed(resume).meta.run_manifest, "members", "start_peers")

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from trainer.cli_config import AsJson
-from trainer.cli_support import choose_folder
-from trainer.errors import ConfigError, ExitCode
+from isthmus.trainer.cli_config import AsJson
+from isthmus.trainer.cli_support import choose_folder
+from isthmus.trainer.errors import ConfigError, ExitCode
 
 
 def export(
@@ -21,8 +21,8 @@ def export(
     """Write the model of a run's newest checkpoint. Prints its folder."""
     import msgspec
 
-    from trainer.checkpoint import FOLDER_NAME
-    from trainer.export import export_model
+    from isthmus.trainer.checkpoint import FOLDER_NAME
+    from isthmus.trainer.export import export_model
 
     exported = export_model(choose_folder(directory, holding=FOLDER_NAME, or_else=ConfigError), out)
     if as_json:
@@ -50,7 +50,7 @@ def sample(
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
 ) -> int:
     """Let a model continue a text."""
-    from trainer.generate import generate, load_model
+    from isthmus.trainer.generate import generate, load_model
 
     decoder = load_model(model)
     start = prompt.encode()

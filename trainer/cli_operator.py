@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from collective.core.types import PeerId
-from trainer.cli_config import AsJson, Dir
-from trainer.cli_support import choose_folder
-from trainer.errors import ConfigError, ExitCode, NothingRuns
+from isthmus.collective.core.types import PeerId
+from isthmus.trainer.cli_config import AsJson, Dir
+from isthmus.trainer.cli_support import choose_folder
+from isthmus.trainer.errors import ConfigError, ExitCode, NothingRuns
 
 if TYPE_CHECKING:
-    from trainer.control_socket import ControlClient
+    from isthmus.trainer.control_socket import ControlClient
 
 _LONGEST_S = 366 * 86_400
 
@@ -25,7 +25,7 @@ def peers(directory: Dir = None, as_json: AsJson = False) -> int:
     """Who is in the run: members, learners, and who is kept out of it."""
     import msgspec
 
-    from trainer.status import render_peers
+    from isthmus.trainer.status import render_peers
 
     found = _client(directory).peers()
     print(msgspec.json.encode(found).decode() if as_json else render_peers(found))
@@ -34,7 +34,7 @@ def peers(directory: Dir = None, as_json: AsJson = False) -> int:
 
 def evict(peer: Peer, directory: Dir = None) -> int:
     """Put a peer out of the run at once. It may join again with a ticket."""
-    from trainer.control_messages import PutOutRequest
+    from isthmus.trainer.control_messages import PutOutRequest
 
     order = PutOutRequest(_peer_id(peer), for_ever=False)
     _client(directory).order(order)
@@ -46,7 +46,7 @@ def ban(
     directory: Dir = None,
 ) -> int:
     """Put a peer out of the run for ever, and revoke the ticket by which it came. It need not be there."""
-    from trainer.control_messages import PutOutRequest
+    from isthmus.trainer.control_messages import PutOutRequest
 
     order = PutOutRequest(_peer_id(peer), for_ever=True)
     _client(directory).order(order)
@@ -72,8 +72,8 @@ def ticket(
     if revoke is not None and (once or lifetime is not None):
         raise ConfigError("--revoke is about a ticket that exists, --once and --lifetime about a new one")
     if revoke is not None:
-        from trainer.control_messages import RevokeRequest
-        from trainer.ticket import named_ticket
+        from isthmus.trainer.control_messages import RevokeRequest
+        from isthmus.trainer.ticket import named_ticket
 
         order = RevokeRequest(*named_ticket(revoke))
         _client(directory).order(order)
@@ -84,7 +84,7 @@ def ticket(
 
 
 def _client(directory: Path | None) -> "ControlClient":
-    from trainer.control_socket import PEER_FILE_NAME, ControlClient
+    from isthmus.trainer.control_socket import PEER_FILE_NAME, ControlClient
 
     return ControlClient(choose_folder(directory, holding=PEER_FILE_NAME, or_else=NothingRuns))
 
@@ -101,7 +101,7 @@ def _peer_id(given: str) -> PeerId:
 def _seconds(given: str | None) -> float | None:
     if given is None:
         return None
-    from trainer.quantities import parse_seconds
+    from isthmus.trainer.quantities import parse_seconds
 
     try:
         seconds = parse_seconds(given)

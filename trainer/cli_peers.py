@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from collective.core.address import candidates_of
-from trainer.cli_config import AsJson, ConfigFiles, Dir, resolve
-from trainer.cli_support import RUNS_FOLDER, choose_folder, configure_logging, is_loopback
-from trainer.errors import ConfigError, EnvironmentFault, ExitCode, NothingRuns
+from isthmus.collective.core.address import candidates_of
+from isthmus.trainer.cli_config import AsJson, ConfigFiles, Dir, resolve
+from isthmus.trainer.cli_support import RUNS_FOLDER, choose_folder, configure_logging, is_loopback
+from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, NothingRuns
 
 if TYPE_CHECKING:
-    from elastic.core.config import RebuildRule
-    from trainer.config_sources import ResolvedConfig
-    from trainer.ticket import Ticket
+    from isthmus.elastic.core.config import RebuildRule
+    from isthmus.trainer.config_sources import ResolvedConfig
+    from isthmus.trainer.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def up(
     verbose: Verbose = False,
 ) -> int:
     """Found a run and train in it. Prints the ticket with which others join."""
-    from trainer.options import Founding, PeerOptions
+    from isthmus.trainer.options import Founding, PeerOptions
 
     resolved = resolve(
         context,
@@ -136,7 +136,7 @@ def up(
             rebuild=_rebuild_rule(rebuild=rebuild, with_few=rebuild_with_few, resume=resume),
         ),
     )
-    from trainer.daemon import run_peer
+    from isthmus.trainer.daemon import run_peer
 
     return asyncio.run(run_peer(options))
 
@@ -167,7 +167,7 @@ def join(
     verbose: Verbose = False,
 ) -> int:
     """Join a run with its ticket and train in it."""
-    from trainer.options import Joining, PeerOptions
+    from isthmus.trainer.options import Joining, PeerOptions
 
     # A ticket that was pasted with line breaks or spaces in it comes as several arguments.
     decoded = _peers_ticket("".join(ticket)) if ticket else None
@@ -189,7 +189,7 @@ def join(
     if decoded is not None:
         _hint_at_expiry(decoded)
     options = PeerOptions(resolved=resolved, run_dir=run_dir, role=Joining(ticket=decoded))
-    from trainer.daemon import run_peer
+    from isthmus.trainer.daemon import run_peer
 
     return asyncio.run(run_peer(options))
 
@@ -216,7 +216,7 @@ def coordinator(
     verbose: Verbose = False,
 ) -> int:
     """Found a run without training in it: membership and decisions only. Prints the ticket."""
-    from trainer.options import CoordinatorOptions, Founding, StandingBy
+    from isthmus.trainer.options import CoordinatorOptions, Founding, StandingBy
 
     resolved = resolve(
         context,
@@ -240,7 +240,7 @@ def coordinator(
         role = StandingBy(ticket=ticket, announce_ticket=_announcer(ticket_file))
         folder = f"{ticket.run_id}-standby"
     options = CoordinatorOptions(resolved=resolved, run_dir=_run_dir(resolved, folder), role=role)
-    from trainer.daemon import run_coordinator
+    from isthmus.trainer.daemon import run_coordinator
 
     return asyncio.run(run_coordinator(options))
 
@@ -250,8 +250,8 @@ def leave(
     now: Annotated[bool, typer.Option("--now", help="Stop at once; the steps since the last commit are lost.")] = False,
 ) -> int:
     """Let this machine's peer hand in its work and leave the run. Ctrl-C ends this command, not the leaving."""
-    from trainer.control_socket import PEER_FILE_NAME, ControlClient
-    from trainer.leaving import follow, say_on_stderr
+    from isthmus.trainer.control_socket import PEER_FILE_NAME, ControlClient
+    from isthmus.trainer.leaving import follow, say_on_stderr
 
     folder = choose_folder(directory, holding=PEER_FILE_NAME, or_else=NothingRuns)
     client = ControlClient(folder)
@@ -273,10 +273,10 @@ def status(directory: Dir = None, as_json: AsJson = False) -> int:
     """How this machine's peer is doing, or how it ended."""
     import msgspec
 
-    from trainer.control_socket import PEER_FILE_NAME, ControlClient
-    from trainer.events import FILE_NAME
-    from trainer.last_known import last_known, nothing_runs
-    from trainer.status import render_status
+    from isthmus.trainer.control_socket import PEER_FILE_NAME, ControlClient
+    from isthmus.trainer.events import FILE_NAME
+    from isthmus.trainer.last_known import last_known, nothing_runs
+    from isthmus.trainer.status import render_status
 
     try:
         current = ControlClient(choose_folder(directory, holding=PEER_FILE_NAME, or_else=NothingRuns)).status()
@@ -291,7 +291,7 @@ def status(directory: Dir = None, as_json: AsJson = False) -> int:
 
 
 def _rebuild_rule(*, rebuild: bool, with_few: bool, resume: Path | None) -> "RebuildRule | None":
-    from elastic.core.config import RebuildRule
+    from isthmus.elastic.core.config import RebuildRule
 
     if not rebuild and not with_few:
         return None
@@ -347,7 +347,7 @@ def _net_flags(tls: str | None, streams: int | None, *, insecure: bool) -> dict[
 
 def _peers_ticket(given: str) -> "Ticket":
     """The ticket of a peer."""
-    from trainer.ticket import TicketFault, TicketRefused, read_ticket
+    from isthmus.trainer.ticket import TicketFault, TicketRefused, read_ticket
 
     ticket = read_ticket(given)
     if ticket.secret:
@@ -361,8 +361,8 @@ def _peers_ticket(given: str) -> "Ticket":
 
 def _joined_folder(resolved: "ResolvedConfig") -> tuple[Path, tuple[str, ...]]:
     """The folder of a peer that comes back, and where the coordinators of its run may be."""
-    from trainer.files import MEMBERSHIP_NAME
-    from trainer.founding import recall_membership
+    from isthmus.trainer.files import MEMBERSHIP_NAME
+    from isthmus.trainer.founding import recall_membership
 
     try:
         folder = choose_folder(resolved.config.node.dir, holding=MEMBERSHIP_NAME, or_else=NothingRuns).absolute()
@@ -376,7 +376,7 @@ def _joined_folder(resolved: "ResolvedConfig") -> tuple[Path, tuple[str, ...]]:
 
 
 def _hint_at_expiry(ticket: "Ticket") -> None:
-    from trainer.ticket import expiry_hint
+    from isthmus.trainer.ticket import expiry_hint
 
     if (hint := expiry_hint(ticket, now_s=datetime.now(UTC).timestamp())) is not None:
         log.warning("ticket_old hint=%r; if the coordinator refuses it, ask for a new one", hint)
@@ -384,7 +384,7 @@ def _hint_at_expiry(ticket: "Ticket") -> None:
 
 def _standby_ticket(given: str, resolved: "ResolvedConfig") -> "Ticket":
     """The ticket of a standby that could really take over."""
-    from trainer.ticket import TicketFault, TicketRefused, read_ticket
+    from isthmus.trainer.ticket import TicketFault, TicketRefused, read_ticket
 
     ticket, config = read_ticket(given), resolved.config
     if not ticket.secret:
@@ -456,13 +456,13 @@ def _absolute(path: Path | None) -> Path | None:
 def _announcer(ticket_file: Path | None) -> "Callable[[Ticket], None]":
     """Prints the line that others join with, the one result of `up`, and writes the ticket where it was asked for."""
 
-    from trainer.ticket import encode_ticket, invitation
+    from isthmus.trainer.ticket import encode_ticket, invitation
 
     def announce(ticket: "Ticket") -> None:
         print(invitation(ticket), flush=True)
         if ticket_file is None:
             return
-        from trainer.files import write_atomically
+        from isthmus.trainer.files import write_atomically
 
         try:
             write_atomically(ticket_file, f"{encode_ticket(ticket)}\n".encode(), mode=0o600)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import typer
 
-from trainer.errors import ConfigError, ExitCode, IsthmusError, leaves, operator_error
+from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, leaves, operator_error
 
 PROGRAM = "isthmus"
 RUNS_FOLDER = Path("runs")
@@ -145,8 +145,7 @@ def configure_logging(*, verbose: bool) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    for package in ("collective", "elastic", "optim", "trainer"):
-        logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.INFO)
+    logging.getLogger("isthmus").setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
 # ------------------------------------------------------------------------------------------------- the run's folder

@@ -13,7 +13,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from trainer.config_peers import (
+from isthmus.trainer.config_peers import (
     CheckpointSection,
     CoordinatorSection,
     EvalSection,
@@ -22,7 +22,7 @@ from trainer.config_peers import (
     NetSection,
     NodeSection,
 )
-from trainer.config_training import (
+from isthmus.trainer.config_training import (
     AdamW,
     CosineSchedule,
     DataSection,
@@ -34,7 +34,7 @@ from trainer.config_training import (
     Streaming,
     WsdSchedule,
 )
-from trainer.config_values import Json, Section
+from isthmus.trainer.config_values import Json, Section
 
 
 class Config(Section):
@@ -74,9 +74,9 @@ class Config(Section):
             return 1
         if self.outer.num_fragments is not None:
             return self.outer.num_fragments
-        from optim.fragments import FragmentTable
-        from optim.streaming import default_num_fragments
-        from trainer.model import named_shapes
+        from isthmus.optim.fragments import FragmentTable
+        from isthmus.optim.streaming import default_num_fragments
+        from isthmus.trainer.model import named_shapes
 
         return default_num_fragments(FragmentTable.from_named_shapes(named_shapes(self.model.decoder_config())))
 

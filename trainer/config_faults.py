@@ -11,9 +11,9 @@ from typing import Protocol
 
 from pydantic_core import ErrorDetails
 
-from trainer.config_keys import KNOWN_KEYS, TABLES
-from trainer.config_values import Json
-from trainer.errors import ConfigError
+from isthmus.trainer.config_keys import KNOWN_KEYS, TABLES
+from isthmus.trainer.config_values import Json
+from isthmus.trainer.errors import ConfigError
 
 _EXPECTED = {
     "int_type": "a whole number",

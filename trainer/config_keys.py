@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from trainer.config import Config
-from trainer.config_values import flatten
+from isthmus.trainer.config import Config
+from isthmus.trainer.config_values import flatten
 
 _OTHER_WORDS = {
     "learning_rate": "lr",

@@ -10,8 +10,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.config_values import Address, FixedAddress, Maybe, Rate, Section
-from trainer.quantities import Nbytes, Seconds
+from isthmus.trainer.config_values import Address, FixedAddress, Maybe, Rate, Section
+from isthmus.trainer.quantities import Nbytes, Seconds
 
 
 class MembersSection(Section):

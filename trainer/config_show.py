@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from trainer.config import Config
-from trainer.config_sources import ResolvedConfig
-from trainer.config_values import Json, Section
-from trainer.quantities import format_nbytes, format_rate, format_seconds
-from trainer.run_manifest import manifest_digest, manifest_of
+from isthmus.trainer.config import Config
+from isthmus.trainer.config_sources import ResolvedConfig
+from isthmus.trainer.config_values import Json, Section
+from isthmus.trainer.quantities import format_nbytes, format_rate, format_seconds
+from isthmus.trainer.run_manifest import manifest_digest, manifest_of
 
 _WIDTH = 96
 """Of the meaning of a key above it."""

@@ -20,12 +20,12 @@ from typing import NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from trainer.config import Config
-from trainer.config_faults import config_error, key_at, show
-from trainer.config_keys import DEFAULTS, KNOWN_KEYS, TABLES, closest_key
-from trainer.config_values import Json, flatten
-from trainer.errors import ConfigError, Refused
-from trainer.run_manifest import LOCAL_SECTIONS, manifest_sections
+from isthmus.trainer.config import Config
+from isthmus.trainer.config_faults import config_error, key_at, show
+from isthmus.trainer.config_keys import DEFAULTS, KNOWN_KEYS, TABLES, closest_key
+from isthmus.trainer.config_values import Json, flatten
+from isthmus.trainer.errors import ConfigError, Refused
+from isthmus.trainer.run_manifest import LOCAL_SECTIONS, manifest_sections
 
 ENVIRONMENT_PREFIX = "ISTHMUS__"
 DEFAULT = "default"

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.config_values import Fraction, Maybe, Portion, Positive, RunName, Section
-from trainer.errors import ConfigError
-from trainer.quantities import Count, Nbytes
+from isthmus.trainer.config_values import Fraction, Maybe, Portion, Positive, RunName, Section
+from isthmus.trainer.errors import ConfigError
+from isthmus.trainer.quantities import Count, Nbytes
 
 if TYPE_CHECKING:
-    from trainer.model import ModelConfig
+    from isthmus.trainer.model import ModelConfig
 
 
 class RunSection(Section):
@@ -60,7 +60,7 @@ class ModelSection(Section):
         Raises:
             ConfigError: there is no such preset, or the values do not fit each other.
         """
-        from trainer.model import preset
+        from isthmus.trainer.model import preset
 
         overrides = self.model_dump(exclude={"preset", "seq_len"}, exclude_none=True)
         if self.seq_len is not None:

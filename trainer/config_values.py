@@ -11,8 +11,8 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from collective.core.address import is_wildcard, split_address
-from trainer.quantities import BytesPerSecond
+from isthmus.collective.core.address import is_wildcard, split_address
+from isthmus.trainer.quantities import BytesPerSecond
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 T = TypeVar("T")

@@ -6,8 +6,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from collective.core.types import PEER_ID_PATTERN, PeerId
-from trainer.status import PeerStatus, Status
+from isthmus.collective.core.types import PEER_ID_PATTERN, PeerId
+from isthmus.trainer.status import PeerStatus, Status
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):

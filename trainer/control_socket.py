@@ -21,8 +21,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from collective.core.types import PeerId
-from trainer.control_messages import (
+from isthmus.collective.core.types import PeerId
+from isthmus.trainer.control_messages import (
     Accepted,
     LeaveRequest,
     NotDone,
@@ -39,9 +39,9 @@ from trainer.control_messages import (
     TicketReply,
     TicketRequest,
 )
-from trainer.errors import EnvironmentFault, IsthmusError, NobodyReachable, NothingRuns, Refused
-from trainer.files import write_atomically
-from trainer.status import PeerStatus, Status
+from isthmus.trainer.errors import EnvironmentFault, IsthmusError, NobodyReachable, NothingRuns, Refused
+from isthmus.trainer.files import write_atomically
+from isthmus.trainer.status import PeerStatus, Status
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from collective.core.types import PeerRef
-from elastic.coordinator import CoordinatorShell
-from elastic.core.config import CoordinatorConfig, RebuildRule
-from elastic.errors import (
+from isthmus.collective.core.types import PeerRef
+from isthmus.elastic.coordinator import CoordinatorShell
+from isthmus.elastic.core.config import CoordinatorConfig, RebuildRule
+from isthmus.elastic.errors import (
     EtcdUnavailable,
     JournalCorrupted,
     JournalError,
@@ -31,15 +31,15 @@ from elastic.errors import (
     JournalOutdated,
     Superseded,
 )
-from elastic.etcd import EtcdAccess
-from elastic.etcd_store import EtcdStore
-from elastic.journal import Journal, set_aside
-from elastic.observation import Observe
-from elastic.store import Store
-from trainer.config_peers import CoordinatorSection
-from trainer.errors import ConfigError, EnvironmentFault, IntegrityError, NobodyReachable, Refused
-from trainer.founding import JOURNAL_NAME
-from trainer.threads import in_thread
+from isthmus.elastic.etcd import EtcdAccess
+from isthmus.elastic.etcd_store import EtcdStore
+from isthmus.elastic.journal import Journal, set_aside
+from isthmus.elastic.observation import Observe
+from isthmus.elastic.store import Store
+from isthmus.trainer.config_peers import CoordinatorSection
+from isthmus.trainer.errors import ConfigError, EnvironmentFault, IntegrityError, NobodyReachable, Refused
+from isthmus.trainer.founding import JOURNAL_NAME
+from isthmus.trainer.threads import in_thread
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from trainer.errors import ConfigError
+from isthmus.trainer.errors import ConfigError
 
 TokenArray = npt.NDArray[np.uint8]
 

@@ -20,37 +20,37 @@ from collections.abc import Awaitable, Callable, Iterator
 import msgspec
 import torch
 
-from collective import AddressInUse
-from collective.core.address import candidates_of, is_wildcard, join_address, split_address
-from collective.transport import Channel, Hello, Listener, Purpose
-from elastic.coordinator import CoordinatorShell
-from elastic.core.config import REBUILD_SALTS, RebuildRule
-from elastic.core.events import Finish
-from elastic.core.records import BarRecord
-from elastic.notary import RunSealer
-from elastic.observation import ElasticEvent, RecordWritten
-from trainer.admission import Gatekeeper, authority_of, hello_maker
-from trainer.bouncer import Bouncer
-from trainer.chronicle import Chronicle
-from trainer.control_socket import ControlServer
-from trainer.coordination import Coordination
-from trainer.data import samples_per_data_epoch
-from trainer.errors import ConfigError, EnvironmentFault, ExitCode, IsthmusError, leaves, operator_error
-from trainer.events import FILE_NAME, EventLog
-from trainer.founding import Founded, remember_terms, save_standby_ticket
-from trainer.identity import PeerFolder
-from trainer.interrupts import Interrupts
-from trainer.metrics import Metrics
-from trainer.metrics_server import MetricsServer
-from trainer.office import Office
-from trainer.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
-from trainer.peer import Peer, PeerPlan
-from trainer.preparation import Start, prepare, wall_s
-from trainer.progress import open_progress
-from trainer.reach import reachable_at
-from trainer.scoreboard import Scoreboard
-from trainer.status import Status
-from trainer.wiring import coordinator_config
+from isthmus.collective import AddressInUse
+from isthmus.collective.core.address import candidates_of, is_wildcard, join_address, split_address
+from isthmus.collective.transport import Channel, Hello, Listener, Purpose
+from isthmus.elastic.coordinator import CoordinatorShell
+from isthmus.elastic.core.config import REBUILD_SALTS, RebuildRule
+from isthmus.elastic.core.events import Finish
+from isthmus.elastic.core.records import BarRecord
+from isthmus.elastic.notary import RunSealer
+from isthmus.elastic.observation import ElasticEvent, RecordWritten
+from isthmus.trainer.admission import Gatekeeper, authority_of, hello_maker
+from isthmus.trainer.bouncer import Bouncer
+from isthmus.trainer.chronicle import Chronicle
+from isthmus.trainer.control_socket import ControlServer
+from isthmus.trainer.coordination import Coordination
+from isthmus.trainer.data import samples_per_data_epoch
+from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, IsthmusError, leaves, operator_error
+from isthmus.trainer.events import FILE_NAME, EventLog
+from isthmus.trainer.founding import Founded, remember_terms, save_standby_ticket
+from isthmus.trainer.identity import PeerFolder
+from isthmus.trainer.interrupts import Interrupts
+from isthmus.trainer.metrics import Metrics
+from isthmus.trainer.metrics_server import MetricsServer
+from isthmus.trainer.office import Office
+from isthmus.trainer.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
+from isthmus.trainer.peer import Peer, PeerPlan
+from isthmus.trainer.preparation import Start, prepare, wall_s
+from isthmus.trainer.progress import open_progress
+from isthmus.trainer.reach import reachable_at
+from isthmus.trainer.scoreboard import Scoreboard
+from isthmus.trainer.status import Status
+from isthmus.trainer.wiring import coordinator_config
 
 log = logging.getLogger(__name__)
 

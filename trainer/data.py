@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.corpus import TokenArray, require_one_sample
+from isthmus.trainer.corpus import TokenArray, require_one_sample
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,20 +20,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from collective.core.types import OuterStep, RoundKey
-from collective.errors import CollectiveError
-from elastic.commit_log import CommitLog
-from elastic.core.certificate import Certificate, encode_certificate
-from elastic.core.messages import DataPosition, Held
-from elastic.errors import StateDiverged, StateMismatch
-from elastic.replica import CommitEntry
-from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointMeta, CheckpointStore, newest_usable
-from trainer.checkpointer import Checkpointer
-from trainer.errors import CheckpointFailed
-from trainer.outer_state import OuterState
-from trainer.result_files import FOLDER_NAME as RESULTS_NAME
-from trainer.result_files import ResultFiles
-from trainer.threads import in_thread
+from isthmus.collective.core.types import OuterStep, RoundKey
+from isthmus.collective.errors import CollectiveError
+from isthmus.elastic.commit_log import CommitLog
+from isthmus.elastic.core.certificate import Certificate, encode_certificate
+from isthmus.elastic.core.messages import DataPosition, Held
+from isthmus.elastic.errors import StateDiverged, StateMismatch
+from isthmus.elastic.replica import CommitEntry
+from isthmus.trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointMeta, CheckpointStore, newest_usable
+from isthmus.trainer.checkpointer import Checkpointer
+from isthmus.trainer.errors import CheckpointFailed
+from isthmus.trainer.outer_state import OuterState
+from isthmus.trainer.result_files import FOLDER_NAME as RESULTS_NAME
+from isthmus.trainer.result_files import ResultFiles
+from isthmus.trainer.threads import in_thread
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from trainer.model import token_loss
+from isthmus.trainer.model import token_loss
 
 
 def evaluate(

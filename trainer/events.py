@@ -33,8 +33,8 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.errors import EnvironmentFault
-from trainer.files import PRIVATE_MODE
+from isthmus.trainer.errors import EnvironmentFault
+from isthmus.trainer.files import PRIVATE_MODE
 
 log = logging.getLogger(__name__)
 

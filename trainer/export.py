@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from trainer.checkpoint import load_resumed
-from trainer.errors import CheckpointCorrupted, EnvironmentFault
-from trainer.generate import save_model
-from trainer.run_manifest import config_of
-from trainer.state_version import gather_anchor
-from trainer.wiring import fragment_table, fragments_of
+from isthmus.trainer.checkpoint import load_resumed
+from isthmus.trainer.errors import CheckpointCorrupted, EnvironmentFault
+from isthmus.trainer.generate import save_model
+from isthmus.trainer.run_manifest import config_of
+from isthmus.trainer.state_version import gather_anchor
+from isthmus.trainer.wiring import fragment_table, fragments_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,18 +23,18 @@ from pathlib import Path
 
 import msgspec
 
-from collective.transport.certificates import certificate_to_bytes
-from elastic.journal_archive import archives_of
-from trainer.admission import MAX_AUTHORITIES, RunTerms, authority_of
-from trainer.certificates import FILE_NAME as CERTIFICATES_NAME
-from trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointStore, load_resumed, newest_usable
-from trainer.config import Config
-from trainer.corpus import Corpus
-from trainer.errors import ConfigError, EnvironmentFault, IntegrityError, RunComplete
-from trainer.files import MEMBERSHIP_NAME, write_atomically
-from trainer.identity import PeerFolder, RunIdentity
-from trainer.run_manifest import manifest_diff, manifest_of
-from trainer.ticket import Ticket, encode_ticket
+from isthmus.collective.transport.certificates import certificate_to_bytes
+from isthmus.elastic.journal_archive import archives_of
+from isthmus.trainer.admission import MAX_AUTHORITIES, RunTerms, authority_of
+from isthmus.trainer.certificates import FILE_NAME as CERTIFICATES_NAME
+from isthmus.trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointStore, load_resumed, newest_usable
+from isthmus.trainer.config import Config
+from isthmus.trainer.corpus import Corpus
+from isthmus.trainer.errors import ConfigError, EnvironmentFault, IntegrityError, RunComplete
+from isthmus.trainer.files import MEMBERSHIP_NAME, write_atomically
+from isthmus.trainer.identity import PeerFolder, RunIdentity
+from isthmus.trainer.run_manifest import manifest_diff, manifest_of
+from isthmus.trainer.ticket import Ticket, encode_ticket
 
 JOURNAL_NAME = "journal.sqlite"
 STANDBY_TICKET_NAME = "standby.ticket"

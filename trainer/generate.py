@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainer.errors import ConfigError, EnvironmentFault, IntegrityError
-from trainer.model import Decoder, ModelConfig, named_shapes
+from isthmus.trainer.errors import ConfigError, EnvironmentFault, IntegrityError
+from isthmus.trainer.model import Decoder, ModelConfig, named_shapes
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"

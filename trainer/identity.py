@@ -32,10 +32,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 from msgspec import Meta
 
-from collective.core.types import PEER_ID_PATTERN, Incarnation, PeerId, PeerRef
-from collective.transport.certificates import key_from_pem, key_to_pem, peer_id_of_key
-from trainer.errors import EnvironmentFault, IntegrityError
-from trainer.files import PRIVATE_MODE, make_private_folder, write_atomically
+from isthmus.collective.core.types import PEER_ID_PATTERN, Incarnation, PeerId, PeerRef
+from isthmus.collective.transport.certificates import key_from_pem, key_to_pem, peer_id_of_key
+from isthmus.trainer.errors import EnvironmentFault, IntegrityError
+from isthmus.trainer.files import PRIVATE_MODE, make_private_folder, write_atomically
 
 _SECRET_NBYTES = 32
 

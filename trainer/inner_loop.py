@@ -20,16 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from optim.fragments import FragmentTable
-from optim.inner import Moment, build_inner_optimizer, set_lr
-from optim.schedule import build_schedule, warmup
-from trainer.corpus import TokenArray
-from trainer.data import SampleSource, validation_batches
-from trainer.errors import TrainingFault
-from trainer.evaluate import evaluate
-from trainer.model import Decoder, named_shapes, token_loss
-from trainer.shards import ShardMap
-from trainer.worker_job import Precision, TrainingJob
+from isthmus.optim.fragments import FragmentTable
+from isthmus.optim.inner import Moment, build_inner_optimizer, set_lr
+from isthmus.optim.schedule import build_schedule, warmup
+from isthmus.trainer.corpus import TokenArray
+from isthmus.trainer.data import SampleSource, validation_batches
+from isthmus.trainer.errors import TrainingFault
+from isthmus.trainer.evaluate import evaluate
+from isthmus.trainer.model import Decoder, named_shapes, token_loss
+from isthmus.trainer.shards import ShardMap
+from isthmus.trainer.worker_job import Precision, TrainingJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

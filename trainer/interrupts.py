@@ -10,7 +10,7 @@ import logging
 import signal
 from collections.abc import Callable, Coroutine
 
-from trainer.errors import ExitCode
+from isthmus.trainer.errors import ExitCode
 
 log = logging.getLogger(__name__)
 

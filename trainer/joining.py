@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import msgspec
 from cryptography import x509
 
-from collective.core.types import Instant
-from collective.errors import CollectiveError, HandshakeRefused, PeerUnreachable, SecurityRefused
-from collective.transport import Hello, Mode, Purpose, TicketSecurity, connect
-from collective.transport.certificates import certificate_from_bytes, certificate_to_bytes
-from elastic.dialler import LATER_CODE
-from trainer.admission import Admitted, NotAdmitted, Request, RunTerms, hello_maker
-from trainer.errors import NobodyReachable, Refused
-from trainer.identity import PeerIdentity
-from trainer.ticket import Ticket, TicketFault, TicketRefused
+from isthmus.collective.core.types import Instant
+from isthmus.collective.errors import CollectiveError, HandshakeRefused, PeerUnreachable, SecurityRefused
+from isthmus.collective.transport import Hello, Mode, Purpose, TicketSecurity, connect
+from isthmus.collective.transport.certificates import certificate_from_bytes, certificate_to_bytes
+from isthmus.elastic.dialler import LATER_CODE
+from isthmus.trainer.admission import Admitted, NotAdmitted, Request, RunTerms, hello_maker
+from isthmus.trainer.errors import NobodyReachable, Refused
+from isthmus.trainer.identity import PeerIdentity
+from isthmus.trainer.ticket import Ticket, TicketFault, TicketRefused
 
 log = logging.getLogger(__name__)
 

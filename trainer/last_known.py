@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from trainer.errors import ExitCode, NothingRuns
-from trainer.events import FILE_NAME, Field, has_events, read_events
-from trainer.files import MEMBERSHIP_NAME
+from isthmus.trainer.errors import ExitCode, NothingRuns
+from isthmus.trainer.events import FILE_NAME, Field, has_events, read_events
+from isthmus.trainer.files import MEMBERSHIP_NAME
 
 
 @dataclass(slots=True)

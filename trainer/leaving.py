@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.control_socket import PEER_FILE_NAME, ControlClient
-from trainer.errors import NobodyReachable, NothingRuns
-from trainer.events import FILE_NAME
-from trainer.status import LeavingStatus, Status, format_nbytes
+from isthmus.trainer.control_socket import PEER_FILE_NAME, ControlClient
+from isthmus.trainer.errors import NobodyReachable, NothingRuns
+from isthmus.trainer.events import FILE_NAME
+from isthmus.trainer.status import LeavingStatus, Status, format_nbytes
 
 _POLL_S = 0.1
 _QUIET_S = 1.0

@@ -25,9 +25,9 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client.exposition import make_wsgi_app
 
-from collective.transport.refusal_log import RefusalLog
-from trainer.errors import EnvironmentFault
-from trainer.metrics import Metrics
+from isthmus.collective.transport.refusal_log import RefusalLog
+from isthmus.trainer.errors import EnvironmentFault
+from isthmus.trainer.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from elastic.digest import Hasher, StateManifest, chunk_of, describe_state
-from elastic.errors import StateMismatch
-from optim.inner import Moment
-from trainer.state_version import byte_view
-from trainer.threads import in_thread
-from trainer.worker_pool import WorkerPool
+from isthmus.elastic.digest import Hasher, StateManifest, chunk_of, describe_state
+from isthmus.elastic.errors import StateMismatch
+from isthmus.optim.inner import Moment
+from isthmus.trainer.state_version import byte_view
+from isthmus.trainer.threads import in_thread
+from isthmus.trainer.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ Rules: what is answered with None is in the journal. Must not know how a questio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from collective.core.types import PeerId, PeerRef
-from elastic.coordinator import CoordinatorShell
-from elastic.core.events import PutOut, RevokeTicket
-from trainer.identity import RunIdentity
-from trainer.status import PeerStatus
-from trainer.ticket import Ticket, encode_ticket, make_ticket
+from isthmus.collective.core.types import PeerId, PeerRef
+from isthmus.elastic.coordinator import CoordinatorShell
+from isthmus.elastic.core.events import PutOut, RevokeTicket
+from isthmus.trainer.identity import RunIdentity
+from isthmus.trainer.status import PeerStatus
+from isthmus.trainer.ticket import Ticket, encode_ticket, make_ticket
 
 _TIMEOUT_S = 4.0
 """For the journal. Shorter than the command line's patience."""

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.core.config import RebuildRule
-from trainer.config_sources import ResolvedConfig
-from trainer.ticket import Ticket
+from isthmus.elastic.core.config import RebuildRule
+from isthmus.trainer.config_sources import ResolvedConfig
+from isthmus.trainer.ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

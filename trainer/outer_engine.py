@@ -27,13 +27,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from collective.core.types import Epoch
-from collective.errors import CollectiveError, OperationAborted
-from optim.fragments import FragmentKey
-from optim.outer import ANCHOR, GRAD, PARAM, Contribution, Emitted, Outer, Round, State, Work, fit
-from trainer.outer_exchange import Exchange, Exchanger
-from trainer.outer_values import LocalValues, bytes_of, take_bytes
-from trainer.outer_votes import History, Settled
+from isthmus.collective.core.types import Epoch
+from isthmus.collective.errors import CollectiveError, OperationAborted
+from isthmus.optim.fragments import FragmentKey
+from isthmus.optim.outer import ANCHOR, GRAD, PARAM, Contribution, Emitted, Outer, Round, State, Work, fit
+from isthmus.trainer.outer_exchange import Exchange, Exchanger
+from isthmus.trainer.outer_values import LocalValues, bytes_of, take_bytes
+from isthmus.trainer.outer_votes import History, Settled
 
 log = logging.getLogger(__name__)
 

@@ -25,15 +25,15 @@ from typing import Any, Final, TypeVar, assert_never
 import torch
 from torch import Tensor
 
-from collective.blocking import BlockingCommunicator
-from collective.codec import Codec, NotFinite, codec_named
-from collective.codec.base import first_non_finite
-from collective.core.types import OuterStep, PeerId, RoundKey, View
-from collective.errors import CollectiveError, OperationAborted
-from collective.wire import MAX_WEIGHT
-from optim.outer import Contribution, Emitted, Op, Result, Round
-from optim.workload import draw_pairs
-from trainer.outer_votes import History, Settled, Vote
+from isthmus.collective.blocking import BlockingCommunicator
+from isthmus.collective.codec import Codec, NotFinite, codec_named
+from isthmus.collective.codec.base import first_non_finite
+from isthmus.collective.core.types import OuterStep, PeerId, RoundKey, View
+from isthmus.collective.errors import CollectiveError, OperationAborted
+from isthmus.collective.wire import MAX_WEIGHT
+from isthmus.optim.outer import Contribution, Emitted, Op, Result, Round
+from isthmus.optim.workload import draw_pairs
+from isthmus.trainer.outer_votes import History, Settled, Vote
 
 log = logging.getLogger(__name__)
 

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from collective.blocking import BlockingCommunicator
-from collective.errors import CollectiveError, OperationAborted
-from optim.outer import ANCHOR, GRAD, PARAM, Outer, Work
-from trainer.outer_engine import OuterEngine, by_work
-from trainer.outer_exchange import Exchanger
-from trainer.outer_values import LocalValues
+from isthmus.collective.blocking import BlockingCommunicator
+from isthmus.collective.errors import CollectiveError, OperationAborted
+from isthmus.optim.outer import ANCHOR, GRAD, PARAM, Outer, Work
+from isthmus.trainer.outer_engine import OuterEngine, by_work
+from isthmus.trainer.outer_exchange import Exchanger
+from isthmus.trainer.outer_values import LocalValues
 
 _MEETING: Final = 32_000
 """Fragments of keys from here on are the loop's own; from 32768 on they are the communicator's."""

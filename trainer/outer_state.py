@@ -22,19 +22,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from collective import decode_result
-from collective.core.types import OuterStep
-from collective.errors import RemoteProtocolError
-from elastic.core.messages import Held
-from elastic.digest import Hasher, StateManifest, TensorManifest, describe_state
-from elastic.errors import StateDiverged, StateMismatch
-from elastic.parity import Difference
-from elastic.replica import CommitEntry
-from optim.fragments import Fragment
-from optim.outer import ANCHOR, Absorbed, Outer, Result, Round, State
-from trainer.round_schedule import RoundSchedule
-from trainer.state_version import Version, byte_view, name_tensors
-from trainer.threads import in_thread
+from isthmus.collective import decode_result
+from isthmus.collective.core.types import OuterStep
+from isthmus.collective.errors import RemoteProtocolError
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.digest import Hasher, StateManifest, TensorManifest, describe_state
+from isthmus.elastic.errors import StateDiverged, StateMismatch
+from isthmus.elastic.parity import Difference
+from isthmus.elastic.replica import CommitEntry
+from isthmus.optim.fragments import Fragment
+from isthmus.optim.outer import ANCHOR, Absorbed, Outer, Result, Round, State
+from isthmus.trainer.round_schedule import RoundSchedule
+from isthmus.trainer.state_version import Version, byte_view, name_tensors
+from isthmus.trainer.threads import in_thread
 
 _NUMEL_NBYTES = 4
 """Of an fp32 element."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from optim.flat import blend
-from optim.fragments import Fragment, FragmentTable
-from optim.outer import GRAD, PARAM
+from isthmus.optim.flat import blend
+from isthmus.optim.fragments import Fragment, FragmentTable
+from isthmus.optim.outer import GRAD, PARAM
 
 
 class LocalValues:

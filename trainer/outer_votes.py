@@ -12,8 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collective.errors import CollectiveError
-from optim.outer import Round
+from isthmus.collective.errors import CollectiveError
+from isthmus.optim.outer import Round
 
 _TORN: Final = -1
 

@@ -15,20 +15,20 @@ from pathlib import Path
 
 import torch
 
-from collective import Communicator
-from collective.core.types import PeerRef, RoundKey
-from collective.errors import CollectiveError
-from collective.transport import Channel, Hello, Purpose, Security, connect
-from elastic.commit_log import CommitLog
-from elastic.core.events import Finish
-from elastic.core.member import MemberMachine
-from elastic.core.messages import Held
-from elastic.digest import Hasher
-from elastic.donor import Donor
-from elastic.errors import StateDiverged
-from elastic.member import Membership
-from elastic.notary import PeerSigner
-from elastic.observation import (
+from isthmus.collective import Communicator
+from isthmus.collective.core.types import PeerRef, RoundKey
+from isthmus.collective.errors import CollectiveError
+from isthmus.collective.transport import Channel, Hello, Purpose, Security, connect
+from isthmus.elastic.commit_log import CommitLog
+from isthmus.elastic.core.events import Finish
+from isthmus.elastic.core.member import MemberMachine
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.digest import Hasher
+from isthmus.elastic.donor import Donor
+from isthmus.elastic.errors import StateDiverged
+from isthmus.elastic.member import Membership
+from isthmus.elastic.notary import PeerSigner
+from isthmus.elastic.observation import (
     BecameLearner,
     CertificateKept,
     Deviated,
@@ -36,28 +36,28 @@ from elastic.observation import (
     TrustHeard,
     ViewInstalled,
 )
-from trainer.admission import RunTerms
-from trainer.bouncer import Bouncer
-from trainer.certificates import FILE_NAME as CERTIFICATES_NAME
-from trainer.certificates import CertificateKeeper, load_certificates
-from trainer.checkpoint import Checkpoint
-from trainer.chronicle import Chronicle
-from trainer.config import Config
-from trainer.corpus import Corpus
-from trainer.durability import Durability, Origin
-from trainer.errors import ExitCode, WorkerCrashed
-from trainer.model import initial_parameters
-from trainer.moments import Moments
-from trainer.outer_state import OuterState
-from trainer.round_runner import RoundRunner
-from trainer.round_schedule import RoundSchedule
-from trainer.sample_feed import SampleFeed
-from trainer.shared_buffer import SharedBuffer
-from trainer.status import FetchStatus, LeavingStatus
-from trainer.training_loop import RoundReport, TrainingLoop
-from trainer.wiring import bulk_options, fragments_of, member_config, outer_of, samples_in_stock, training_job
-from trainer.worker_pool import WorkerPool
-from trainer.worker_values import WorkerValues
+from isthmus.trainer.admission import RunTerms
+from isthmus.trainer.bouncer import Bouncer
+from isthmus.trainer.certificates import FILE_NAME as CERTIFICATES_NAME
+from isthmus.trainer.certificates import CertificateKeeper, load_certificates
+from isthmus.trainer.checkpoint import Checkpoint
+from isthmus.trainer.chronicle import Chronicle
+from isthmus.trainer.config import Config
+from isthmus.trainer.corpus import Corpus
+from isthmus.trainer.durability import Durability, Origin
+from isthmus.trainer.errors import ExitCode, WorkerCrashed
+from isthmus.trainer.model import initial_parameters
+from isthmus.trainer.moments import Moments
+from isthmus.trainer.outer_state import OuterState
+from isthmus.trainer.round_runner import RoundRunner
+from isthmus.trainer.round_schedule import RoundSchedule
+from isthmus.trainer.sample_feed import SampleFeed
+from isthmus.trainer.shared_buffer import SharedBuffer
+from isthmus.trainer.status import FetchStatus, LeavingStatus
+from isthmus.trainer.training_loop import RoundReport, TrainingLoop
+from isthmus.trainer.wiring import bulk_options, fragments_of, member_config, outer_of, samples_in_stock, training_job
+from isthmus.trainer.worker_pool import WorkerPool
+from isthmus.trainer.worker_values import WorkerValues
 
 log = logging.getLogger(__name__)
 

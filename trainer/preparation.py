@@ -15,14 +15,14 @@ from typing import assert_never
 
 from cryptography import x509
 
-from collective.core.types import PeerRef
-from collective.transport import Hello, Mode, Security, TicketSecurity
-from collective.transport.certificates import certificate_from_bytes, is_signed_by, key_in
-from trainer.admission import RunTerms, authority_of, own_security
-from trainer.config import Config
-from trainer.corpus import Corpus, load_corpus
-from trainer.errors import ConfigError, Refused
-from trainer.founding import (
+from isthmus.collective.core.types import PeerRef
+from isthmus.collective.transport import Hello, Mode, Security, TicketSecurity
+from isthmus.collective.transport.certificates import certificate_from_bytes, is_signed_by, key_in
+from isthmus.trainer.admission import RunTerms, authority_of, own_security
+from isthmus.trainer.config import Config
+from isthmus.trainer.corpus import Corpus, load_corpus
+from isthmus.trainer.errors import ConfigError, Refused
+from isthmus.trainer.founding import (
     Founded,
     found_or_go_on,
     recall_membership,
@@ -31,12 +31,12 @@ from trainer.founding import (
     stand_by,
     take_over,
 )
-from trainer.identity import PeerFolder, PeerIdentity
-from trainer.joining import Admission, ask_admission, stranger_hello, stranger_security
-from trainer.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
-from trainer.threads import in_thread
-from trainer.ticket import Ticket, issue_token
-from trainer.wiring import fragments_of
+from isthmus.trainer.identity import PeerFolder, PeerIdentity
+from isthmus.trainer.joining import Admission, ask_admission, stranger_hello, stranger_security
+from isthmus.trainer.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
+from isthmus.trainer.threads import in_thread
+from isthmus.trainer.ticket import Ticket, issue_token
+from isthmus.trainer.wiring import fragments_of
 
 _RETRY_PAUSE_S = 1.0
 _STANDBY_TOKEN_S = 86_400

@@ -10,8 +10,8 @@ Rules: only names addresses; which of them is right the dialler finds out (colle
 
 import ipaddress
 
-from collective.core.address import is_wildcard, join_address, join_candidates, split_address
-from collective.transport.interfaces import gather_candidates
+from isthmus.collective.core.address import is_wildcard, join_address, join_candidates, split_address
+from isthmus.collective.transport.interfaces import gather_candidates
 
 _MAX_OWN = 5
 """Of a machine with more addresses the first ones: the others would push out what was seen, and loopback."""

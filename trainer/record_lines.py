@@ -3,10 +3,10 @@
 
 from typing import assert_never
 
-from collective.core.types import RoundKey, View
-from elastic.core.doors import FOR_EVER
-from elastic.core.leases import count
-from elastic.core.records import (
+from isthmus.collective.core.types import RoundKey, View
+from isthmus.elastic.core.doors import FOR_EVER
+from isthmus.elastic.core.leases import count
+from isthmus.elastic.core.records import (
     BarRecord,
     CommitRecord,
     Genesis,
@@ -19,7 +19,7 @@ from elastic.core.records import (
     TicketRecord,
     ViewRecord,
 )
-from trainer.events import Field
+from isthmus.trainer.events import Field
 
 Line = tuple[str, dict[str, Field]]
 

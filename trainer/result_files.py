@@ -26,13 +26,13 @@ from pathlib import Path
 
 import msgspec
 
-from collective.core.types import RoundKey
-from elastic.core.values import Digest
-from elastic.replica import CommitEntry, ResultChunk
-from elastic.state_wire import CommitHeader
-from trainer.checkpoint import open_regular
-from trainer.errors import CheckpointCorrupted
-from trainer.files import make_private_folder, open_private, sync_folder
+from isthmus.collective.core.types import RoundKey
+from isthmus.elastic.core.values import Digest
+from isthmus.elastic.replica import CommitEntry, ResultChunk
+from isthmus.elastic.state_wire import CommitHeader
+from isthmus.trainer.checkpoint import open_regular
+from isthmus.trainer.errors import CheckpointCorrupted
+from isthmus.trainer.files import make_private_folder, open_private, sync_folder
 
 log = logging.getLogger(__name__)
 

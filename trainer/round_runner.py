@@ -13,16 +13,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from collective import Communicator, RoundStats
-from collective.core.types import Epoch, Member, OuterStep, RoundKey, View
-from elastic.commit_log import CommitLog
-from elastic.core.messages import Held
-from elastic.replica import CommitEntry, ResultChunk
-from elastic.rounds import Exchanged
-from optim.outer import Absorbed
-from trainer.outer_state import OuterState
-from trainer.round_schedule import RoundSchedule
-from trainer.threads import in_thread
+from isthmus.collective import Communicator, RoundStats
+from isthmus.collective.core.types import Epoch, Member, OuterStep, RoundKey, View
+from isthmus.elastic.commit_log import CommitLog
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.replica import CommitEntry, ResultChunk
+from isthmus.elastic.rounds import Exchanged
+from isthmus.optim.outer import Absorbed
+from isthmus.trainer.outer_state import OuterState
+from isthmus.trainer.round_schedule import RoundSchedule
+from isthmus.trainer.threads import in_thread
 
 _SURVEY_EVERY = 20
 """Outer steps between two looks at the links; each costs one small gather. In a new view the second, third, fifth, ...

@@ -5,7 +5,7 @@ The n-th round of the plan, in the order of inner steps, makes outer step n. It 
 alone, so a learner, a member and a resumed run agree on it without a word.
 """
 
-from optim.outer import Outer, Round
+from isthmus.optim.outer import Outer, Round
 
 
 class RoundSchedule:

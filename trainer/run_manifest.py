@@ -11,10 +11,10 @@ import json
 
 from pydantic import ValidationError
 
-from trainer.config import Config
-from trainer.config_peers import NodeSection
-from trainer.config_values import Json, flatten
-from trainer.errors import Refused
+from isthmus.trainer.config import Config
+from isthmus.trainer.config_peers import NodeSection
+from isthmus.trainer.config_values import Json, flatten
+from isthmus.trainer.errors import Refused
 
 MANIFEST_FORMAT = 1
 """Grows when a manifest of an older program can no longer be understood."""

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from elastic.core.leases import count, merged, without
-from elastic.core.messages import IndexRange
-from elastic.errors import NotAMember, RunFinished
+from isthmus.elastic.core.leases import count, merged, without
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.elastic.errors import NotAMember, RunFinished
 
 
 class LeasesLost(Exception):

@@ -6,14 +6,14 @@ Fed by chronicle.py with the same facts that go into the event log. It must not 
 
 from collections.abc import Callable, Mapping, Sequence
 
-from collective import LinkReport, RoundStats
-from collective.core.types import Member, PeerId, PeerRef, View
-from elastic.core.messages import Held
-from trainer.config import Config
-from trainer.metrics import Metrics
-from trainer.progress import Progress
-from trainer.status import MemberStatus, Phase, RoundStatus, Status
-from trainer.training_loop import RoundReport
+from isthmus.collective import LinkReport, RoundStats
+from isthmus.collective.core.types import Member, PeerId, PeerRef, View
+from isthmus.elastic.core.messages import Held
+from isthmus.trainer.config import Config
+from isthmus.trainer.metrics import Metrics
+from isthmus.trainer.progress import Progress
+from isthmus.trainer.status import MemberStatus, Phase, RoundStatus, Status
+from isthmus.trainer.training_loop import RoundReport
 
 
 class Scoreboard:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from optim.fragments import FragmentTable, ParameterSpec
+from isthmus.optim.fragments import FragmentTable, ParameterSpec
 
 
 def shard_rows(num_rows: int, local_rank: int, local_world_size: int) -> range:

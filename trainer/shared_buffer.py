@@ -15,8 +15,8 @@ from typing import Self
 import numpy as np
 import torch
 
-from trainer.corpus import TokenArray
-from trainer.errors import EnvironmentFault
+from isthmus.trainer.corpus import TokenArray
+from isthmus.trainer.errors import EnvironmentFault
 
 _FLOAT_NBYTES = 4
 

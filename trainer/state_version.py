@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from elastic.core.messages import Held
-from elastic.digest import StateManifest, TensorManifest, chunk_of
-from optim.fragments import Fragment
-from optim.outer import ANCHOR, State
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.digest import StateManifest, TensorManifest, chunk_of
+from isthmus.optim.fragments import Fragment
+from isthmus.optim.outer import ANCHOR, State
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -41,8 +41,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from collective.core.address import MAX_LENGTH
-from trainer.errors import ConfigError, Refused
+from isthmus.collective.core.address import MAX_LENGTH
+from isthmus.trainer.errors import ConfigError, Refused
 
 PREFIX = "isthmus"
 VERSION = "2"

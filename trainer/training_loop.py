@@ -22,19 +22,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from collective.core.types import View
-from elastic.core.events import RoundReady
-from elastic.core.messages import DataPosition
-from elastic.errors import ElasticError, NotAMember, RoundMissed, RunFinished
-from elastic.member import Membership
-from optim.outer import Round, Work
-from trainer.errors import WorkerCrashed
-from trainer.outer_state import OuterState
-from trainer.round_runner import RoundRunner
-from trainer.round_schedule import RoundSchedule
-from trainer.sample_feed import LeasesLost, SampleFeed
-from trainer.tally import HandedIn, Tally
-from trainer.worker_values import WorkerValues
+from isthmus.collective.core.types import View
+from isthmus.elastic.core.events import RoundReady
+from isthmus.elastic.core.messages import DataPosition
+from isthmus.elastic.errors import ElasticError, NotAMember, RoundMissed, RunFinished
+from isthmus.elastic.member import Membership
+from isthmus.optim.outer import Round, Work
+from isthmus.trainer.errors import WorkerCrashed
+from isthmus.trainer.outer_state import OuterState
+from isthmus.trainer.round_runner import RoundRunner
+from isthmus.trainer.round_schedule import RoundSchedule
+from isthmus.trainer.sample_feed import LeasesLost, SampleFeed
+from isthmus.trainer.tally import HandedIn, Tally
+from isthmus.trainer.worker_values import WorkerValues
 
 T = TypeVar("T")
 

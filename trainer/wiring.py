@@ -8,18 +8,18 @@ from typing import assert_never
 
 import msgspec
 
-from collective import BulkOptions
-from elastic.core.config import CoordinatorConfig, MemberConfig
-from elastic.core.messages import IndexRange
-from elastic.core.notary import Sealer
-from optim.fragments import Fragment, FragmentTable
-from optim.outer import Outer, fit
-from optim.registry import outer_from_config
-from trainer.config import Config
-from trainer.config_training import AdamW, Adopt, ConstantSchedule, Muon, Sgd, WsdSchedule
-from trainer.errors import ConfigError
-from trainer.model import ModelConfig, named_shapes
-from trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
+from isthmus.collective import BulkOptions
+from isthmus.elastic.core.config import CoordinatorConfig, MemberConfig
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.elastic.core.notary import Sealer
+from isthmus.optim.fragments import Fragment, FragmentTable
+from isthmus.optim.outer import Outer, fit
+from isthmus.optim.registry import outer_from_config
+from isthmus.trainer.config import Config
+from isthmus.trainer.config_training import AdamW, Adopt, ConstantSchedule, Muon, Sgd, WsdSchedule
+from isthmus.trainer.errors import ConfigError
+from isthmus.trainer.model import ModelConfig, named_shapes
+from isthmus.trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
 
 __all__ = [
     "bulk_options",

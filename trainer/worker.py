@@ -24,12 +24,12 @@ import torch.distributed as dist
 import zmq
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer import ipc
-from trainer.corpus import TokenArray
-from trainer.errors import ConfigError, EnvironmentFault, ExitCode, IsthmusError, TrainingFault
-from trainer.inner_loop import InnerLoop
-from trainer.shared_buffer import SharedBuffer, SharedTokens
-from trainer.worker_job import Device, FilePart, WorkerJob
+from isthmus.trainer import ipc
+from isthmus.trainer.corpus import TokenArray
+from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, IsthmusError, TrainingFault
+from isthmus.trainer.inner_loop import InnerLoop
+from isthmus.trainer.shared_buffer import SharedBuffer, SharedTokens
+from isthmus.trainer.worker_job import Device, FilePart, WorkerJob
 
 log = logging.getLogger(__name__)
 

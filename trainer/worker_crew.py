@@ -14,12 +14,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trainer import ipc
-from trainer.errors import EnvironmentFault
-from trainer.worker_inquest import inquire
-from trainer.worker_job import WorkerJob
-from trainer.worker_link import WorkerLink
-from trainer.worker_process import WorkerProcess
+from isthmus.trainer import ipc
+from isthmus.trainer.errors import EnvironmentFault
+from isthmus.trainer.worker_inquest import inquire
+from isthmus.trainer.worker_job import WorkerJob
+from isthmus.trainer.worker_link import WorkerLink
+from isthmus.trainer.worker_process import WorkerProcess
 
 log = logging.getLogger(__name__)
 

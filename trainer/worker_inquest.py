@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.worker_process import WorkerProcess
-from trainer.worker_start import STACK_SIGNAL
+from isthmus.trainer.worker_process import WorkerProcess
+from isthmus.trainer.worker_start import STACK_SIGNAL
 
 _ANSWER_S = 2.0
 """A thread that runs is interrupted at once; on a machine without a free core that may take a while."""

@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from optim.inner import InnerType
-from optim.schedule import ScheduleType
-from trainer.model import ModelConfig
+from isthmus.optim.inner import InnerType
+from isthmus.optim.schedule import ScheduleType
+from isthmus.trainer.model import ModelConfig
 
 Device = Literal["auto", "cpu", "cuda"]
 """Where workers compute; "auto": on CUDA devices if there are any."""

@@ -16,8 +16,8 @@ from typing import TypeVar
 import zmq
 import zmq.asyncio
 
-from trainer import ipc
-from trainer.errors import ConfigError, EnvironmentFault, IsthmusError, TrainingFault, WorkerCrashed
+from isthmus.trainer import ipc
+from isthmus.trainer.errors import ConfigError, EnvironmentFault, IsthmusError, TrainingFault, WorkerCrashed
 
 WINDOW = 2
 """Requests under way at once: the next step is with the workers before the daemon has heard of this one."""

@@ -30,16 +30,16 @@ from typing import Self
 
 import msgspec
 
-from optim.inner import Moment
-from trainer import ipc
-from trainer.corpus import Corpus
-from trainer.errors import WorkerCrashed
-from trainer.shared_buffer import SharedBuffer, SharedTokens
-from trainer.worker_crew import WorkerCrew
-from trainer.worker_job import Device, FilePart, TrainingJob, WorkerJob
-from trainer.worker_link import WINDOW, ReplyT, Request, WorkerLink, WorkerStalled
-from trainer.worker_pace import WorkerPace
-from trainer.worker_process import WorkerDied
+from isthmus.optim.inner import Moment
+from isthmus.trainer import ipc
+from isthmus.trainer.corpus import Corpus
+from isthmus.trainer.errors import WorkerCrashed
+from isthmus.trainer.shared_buffer import SharedBuffer, SharedTokens
+from isthmus.trainer.worker_crew import WorkerCrew
+from isthmus.trainer.worker_job import Device, FilePart, TrainingJob, WorkerJob
+from isthmus.trainer.worker_link import WINDOW, ReplyT, Request, WorkerLink, WorkerStalled
+from isthmus.trainer.worker_pace import WorkerPace
+from isthmus.trainer.worker_process import WorkerDied
 
 __all__ = ["WINDOW", "WorkerDied", "WorkerPool", "WorkerStalled"]
 

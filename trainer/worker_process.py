@@ -18,9 +18,9 @@ from typing import Self
 
 import msgspec
 
-from trainer.errors import WorkerCrashed
-from trainer.files import open_private
-from trainer.worker_job import WorkerJob
+from isthmus.trainer.errors import WorkerCrashed
+from isthmus.trainer.files import open_private
+from isthmus.trainer.worker_job import WorkerJob
 
 _STDERR_TAIL_NBYTES = 4096
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
@@ -86,8 +86,9 @@ class WorkerProcess:
         with open_private(log_path, "ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # not the working directory: a user's own module there must not hide one of ours
                 "-m",
-                "trainer.worker_start",
+                "isthmus.trainer.worker_start",
                 msgspec.json.encode(job).decode(),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,

@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 
-from trainer.errors import ExitCode
-from trainer.lifeline import die_with
+from isthmus.trainer.errors import ExitCode
+from isthmus.trainer.lifeline import die_with
 
 STACK_SIGNAL = signal.SIGUSR1
 """A worker that gets it writes the stacks of its threads to its log, and goes on."""
@@ -26,7 +26,7 @@ def main() -> None:
     faulthandler.register(STACK_SIGNAL, all_threads=True)
     if not die_with(int(json.loads(sys.argv[1])["parent_pid"])):
         os._exit(ExitCode.UNEXPECTED)
-    from trainer.worker import main as work
+    from isthmus.trainer.worker import main as work
 
     work()
 

@@ -18,13 +18,13 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from torch import Tensor
 
-from optim.fragments import Fragment
-from optim.outer import Absorbed, Outer, Round, State, Work
-from trainer.ipc import StepDone
-from trainer.moments import Moments
-from trainer.state_version import Version, gather_anchor
-from trainer.threads import in_thread
-from trainer.worker_pool import WorkerPool
+from isthmus.optim.fragments import Fragment
+from isthmus.optim.outer import Absorbed, Outer, Round, State, Work
+from isthmus.trainer.ipc import StepDone
+from isthmus.trainer.moments import Moments
+from isthmus.trainer.state_version import Version, gather_anchor
+from isthmus.trainer.threads import in_thread
+from isthmus.trainer.worker_pool import WorkerPool
 
 
 class WorkerValues:

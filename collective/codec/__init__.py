@@ -3,14 +3,14 @@
 
 from collections.abc import Callable
 
-from collective.codec.base import BLOCK_NUMEL, BadWire, Codec, NotFinite
-from collective.codec.bf16 import Bf16Codec
-from collective.codec.blocks import BlockCodec
-from collective.codec.e3m0 import E3M0Kernel
-from collective.codec.int8 import Int8Kernel
-from collective.codec.raw import RawCodec
-from collective.codec.topk import TopKCodec
-from collective.codec.twobit import TwoBitKernel
+from isthmus.collective.codec.base import BLOCK_NUMEL, BadWire, Codec, NotFinite
+from isthmus.collective.codec.bf16 import Bf16Codec
+from isthmus.collective.codec.blocks import BlockCodec
+from isthmus.collective.codec.e3m0 import E3M0Kernel
+from isthmus.collective.codec.int8 import Int8Kernel
+from isthmus.collective.codec.raw import RawCodec
+from isthmus.collective.codec.topk import TopKCodec
+from isthmus.collective.codec.twobit import TwoBitKernel
 
 __all__ = ["BLOCK_NUMEL", "BadWire", "Codec", "NotFinite", "codec_named", "codec_names"]
 

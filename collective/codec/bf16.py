@@ -10,7 +10,7 @@ subnormal numbers stay what they are. NaN and infinity are refused.
 import torch
 from torch import Tensor
 
-from collective.codec.base import NotFinite, Scratch, first_non_finite, weighted_sum
+from isthmus.collective.codec.base import NotFinite, Scratch, first_non_finite, weighted_sum
 
 _ITEM_NBYTES = 2
 _HIGHEST = torch.finfo(torch.bfloat16).max

@@ -16,7 +16,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from collective.codec.base import BLOCK_NUMEL, TINY, NotFinite, Scratch, check_scales, first_non_finite, weighted_sum
+from isthmus.collective.codec.base import (
+    BLOCK_NUMEL,
+    TINY,
+    NotFinite,
+    Scratch,
+    check_scales,
+    first_non_finite,
+    weighted_sum,
+)
 
 _SCALE_NBYTES = 4
 _ALIGNMENT_NUMEL = 4

@@ -22,8 +22,8 @@ mantissa added carries what is above the middle into the next level. The top six
 import torch
 from torch import Tensor
 
-from collective.codec.base import BLOCK_NUMEL, Scratch
-from collective.codec.blocks import largest_magnitudes, settle_scales
+from isthmus.collective.codec.base import BLOCK_NUMEL, Scratch
+from isthmus.collective.codec.blocks import largest_magnitudes, settle_scales
 
 
 def _int16(value: int) -> Tensor:

@@ -14,7 +14,7 @@ refused.
 import torch
 from torch import Tensor
 
-from collective.codec.blocks import largest_magnitudes, settle_scales
+from isthmus.collective.codec.blocks import largest_magnitudes, settle_scales
 
 _LEVELS = torch.tensor(127.0)
 _ONE = torch.tensor(1.0)

@@ -8,7 +8,7 @@ infinity, `check` does.
 import torch
 from torch import Tensor
 
-from collective.codec.base import NotFinite, first_non_finite, weighted_sum
+from isthmus.collective.codec.base import NotFinite, first_non_finite, weighted_sum
 
 _ITEM_NBYTES = 4
 

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from collective.codec.base import TINY, BadWire, NotFinite, Scratch, check_scales, first_non_finite
-from collective.codec.twobit import pack_quads
+from isthmus.collective.codec.base import TINY, BadWire, NotFinite, Scratch, check_scales, first_non_finite
+from isthmus.collective.codec.twobit import pack_quads
 
 CHUNK_NUMEL = 4096
 _TILE_CHUNKS = 128

@@ -22,8 +22,8 @@ import math
 import torch
 from torch import Tensor
 
-from collective.codec.base import BLOCK_NUMEL, NotFinite, Scratch, first_non_finite
-from collective.codec.blocks import settle_scales
+from isthmus.collective.codec.base import BLOCK_NUMEL, NotFinite, Scratch, first_non_finite
+from isthmus.collective.codec.blocks import settle_scales
 
 _TWO_BY_THRESHOLD = torch.tensor(2.0 / 1.2297)
 _SMALL = 0.5674

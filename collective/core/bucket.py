@@ -13,7 +13,7 @@ that has grown large cannot express them and a caller would wait for ever.
 
 import math
 
-from collective.core.types import Instant
+from isthmus.collective.core.types import Instant
 
 _NO_DELAY_S = 1e-6
 

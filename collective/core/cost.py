@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from collective.core.link_table import LinkTable, Matrix
-from collective.core.slices import NOBODY, Route
+from isthmus.collective.core.link_table import LinkTable, Matrix
+from isthmus.collective.core.slices import NOBODY, Route
 
 _SLACK = 1e-6
 """How far above the least time shares may lie to be more alike."""

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from collective.core.types import Epoch, Incarnation, PeerId, PeerRef, View
+from isthmus.collective.core.types import Epoch, Incarnation, PeerId, PeerRef, View
 
 
 class Standing(enum.Enum):

@@ -7,7 +7,7 @@ Rules: pure, and the same whenever it is asked for; so it is read from the plan 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from collective.core.slices import NOBODY, Route, SlicePlan
+from isthmus.collective.core.slices import NOBODY, Route, SlicePlan
 
 
 @dataclass(frozen=True, slots=True)

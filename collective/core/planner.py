@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from collective.core.cost import Volume, best_shares, paces, predict
-from collective.core.link_table import LinkTable, Matrix
-from collective.core.regions import guess_trunks, regions
-from collective.core.ring_order import ring_order
-from collective.core.slices import Route, butterfly, ring, two_level
+from isthmus.collective.core.cost import Volume, best_shares, paces, predict
+from isthmus.collective.core.link_table import LinkTable, Matrix
+from isthmus.collective.core.regions import guess_trunks, regions
+from isthmus.collective.core.ring_order import ring_order
+from isthmus.collective.core.slices import Route, butterfly, ring, two_level
 
 PLANS = ("butterfly", "ring", "two_level")
 

@@ -14,7 +14,7 @@ the measured chunk time of a slow link, never below a floor.
 
 from dataclasses import dataclass
 
-from collective.core.types import Instant
+from isthmus.collective.core.types import Instant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

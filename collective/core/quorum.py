@@ -11,7 +11,7 @@ other. The decision is made once. Time is the caller's.
 
 from dataclasses import dataclass
 
-from collective.core.types import Instant
+from isthmus.collective.core.types import Instant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import inf
 
-from collective.core.link_table import LinkTable, Trunk
+from isthmus.collective.core.link_table import LinkTable, Trunk
 
 _GAP = 3.0
 """A region ends where the next member is this many times farther than the farthest step inside."""

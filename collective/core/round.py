@@ -24,8 +24,8 @@ Rules:
 from collections.abc import Sequence
 from typing import assert_never
 
-from collective.core.member_part import part_of
-from collective.core.round_words import (
+from isthmus.collective.core.member_part import part_of
+from isthmus.collective.core.round_words import (
     Accumulate,
     ChunkRefused,
     ContributionArrived,
@@ -42,8 +42,8 @@ from collective.core.round_words import (
     SendOpen,
     SendResult,
 )
-from collective.core.slices import NOBODY, SlicePlan
-from collective.core.types import RoundKey
+from isthmus.collective.core.slices import NOBODY, SlicePlan
+from isthmus.collective.core.types import RoundKey
 
 
 class RoundMachine:

@@ -6,7 +6,7 @@ Rules: plain values; a chunk is a number. `rank` and `to` are places in the roun
 
 import msgspec
 
-from collective.errors import RemoteProtocolError
+from isthmus.collective.errors import RemoteProtocolError
 
 
 class ChunkRefused(RemoteProtocolError):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from collective.core.link_table import LinkTable
+from isthmus.collective.core.link_table import LinkTable
 
 _SATURATED = 0.7
 """A member that receives less than this part of what the others could send it is limited by its own line; a pair

@@ -4,13 +4,13 @@
 The layer above speaks of frames. Operating system errors end here: they become the errors of collective/errors.py.
 """
 
-from collective.transport.certificates import Authority, Credentials
-from collective.transport.channel import Channel, connect
-from collective.transport.hello import Hello, HelloReply, Purpose
-from collective.transport.listener import Listener
-from collective.transport.security import Mode, Security, TicketSecurity
-from collective.transport.sockets import SocketOptions
-from collective.wire import FrameType
+from isthmus.collective.transport.certificates import Authority, Credentials
+from isthmus.collective.transport.channel import Channel, connect
+from isthmus.collective.transport.hello import Hello, HelloReply, Purpose
+from isthmus.collective.transport.listener import Listener
+from isthmus.collective.transport.security import Mode, Security, TicketSecurity
+from isthmus.collective.transport.sockets import SocketOptions
+from isthmus.collective.wire import FrameType
 
 __all__ = [
     "Authority",

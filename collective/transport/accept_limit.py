@@ -21,8 +21,8 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from collective.core.bucket import TokenBucket
-from collective.core.types import Instant
+from isthmus.collective.core.bucket import TokenBucket
+from isthmus.collective.core.types import Instant
 
 _IPV6_SITE_BITS = 64
 

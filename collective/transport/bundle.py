@@ -17,18 +17,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from collective.core.types import PeerId, PeerRef
-from collective.errors import CollectiveError, ConnectionLost
-from collective.transport.hello import MAX_STREAMS, Hello
-from collective.transport.interfaces import plain_host
-from collective.transport.link import Caps, Link, Outgoing, Sink
-from collective.transport.pacing import FADING, RAISE, is_used, streams_needed
-from collective.transport.redial import Redial
-from collective.transport.security import Security
-from collective.transport.shared_link import link_over
-from collective.transport.sockets import FAR_S, SocketOptions, congestion_control_of, round_trip_s, streams_for
-from collective.transport.tcp_info import TcpInfo
-from collective.wire import HEADER_NBYTES, PADDING_NBYTES, Frame, FrameType, Header, on_bulk, pack
+from isthmus.collective.core.types import PeerId, PeerRef
+from isthmus.collective.errors import CollectiveError, ConnectionLost
+from isthmus.collective.transport.hello import MAX_STREAMS, Hello
+from isthmus.collective.transport.interfaces import plain_host
+from isthmus.collective.transport.link import Caps, Link, Outgoing, Sink
+from isthmus.collective.transport.pacing import FADING, RAISE, is_used, streams_needed
+from isthmus.collective.transport.redial import Redial
+from isthmus.collective.transport.security import Security
+from isthmus.collective.transport.shared_link import link_over
+from isthmus.collective.transport.sockets import FAR_S, SocketOptions, congestion_control_of, round_trip_s, streams_for
+from isthmus.collective.transport.tcp_info import TcpInfo
+from isthmus.collective.wire import HEADER_NBYTES, PADDING_NBYTES, Frame, FrameType, Header, on_bulk, pack
 
 log = logging.getLogger(__name__)
 

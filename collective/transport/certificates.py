@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from collective.core.types import PEER_ID_PATTERN, PeerId
+from isthmus.collective.core.types import PEER_ID_PATTERN, PeerId
 
 SECRET_NBYTES = 32
 KEY_NBYTES = 32

@@ -13,14 +13,14 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from collective.core.types import PeerId
-from collective.errors import ConnectionLost, DeadlineExceeded, RemoteProtocolError
-from collective.transport.dialling import open_connection
-from collective.transport.hello import Hello, Purpose
-from collective.transport.interfaces import plain_host
-from collective.transport.security import DialSecurity
-from collective.transport.sockets import SocketOptions, lost
-from collective.wire import ON_CONTROL, ON_STATE, FrameReader, FrameType, Header, pack
+from isthmus.collective.core.types import PeerId
+from isthmus.collective.errors import ConnectionLost, DeadlineExceeded, RemoteProtocolError
+from isthmus.collective.transport.dialling import open_connection
+from isthmus.collective.transport.hello import Hello, Purpose
+from isthmus.collective.transport.interfaces import plain_host
+from isthmus.collective.transport.security import DialSecurity
+from isthmus.collective.transport.sockets import SocketOptions, lost
+from isthmus.collective.wire import ON_CONTROL, ON_STATE, FrameReader, FrameType, Header, pack
 
 Into = Callable[[FrameType, int, int], memoryview | None]
 """Given (frame type, chunk, payload_nbytes): where that payload belongs, or None for fresh memory."""

@@ -15,17 +15,23 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from collective.core.address import MAX_CANDIDATES, candidates_of, join_address, split_address
-from collective.core.types import PeerId
-from collective.errors import CollectiveError, ConnectionLost, HandshakeRefused, PeerUnreachable, SecurityRefused
-from collective.transport.hello import Hello, HelloReply, Purpose, introduce
-from collective.transport.interfaces import is_loopback, own_interfaces, sort_candidates
-from collective.transport.racing import race
-from collective.transport.security import DialSecurity, name_mismatch
-from collective.transport.shared_memory import make_offering
-from collective.transport.shared_socket import SharedSocket
-from collective.transport.sockets import EncryptionFailed, SocketOptions, dial, lost
-from collective.transport.tls import TlsSocket
+from isthmus.collective.core.address import MAX_CANDIDATES, candidates_of, join_address, split_address
+from isthmus.collective.core.types import PeerId
+from isthmus.collective.errors import (
+    CollectiveError,
+    ConnectionLost,
+    HandshakeRefused,
+    PeerUnreachable,
+    SecurityRefused,
+)
+from isthmus.collective.transport.hello import Hello, HelloReply, Purpose, introduce
+from isthmus.collective.transport.interfaces import is_loopback, own_interfaces, sort_candidates
+from isthmus.collective.transport.racing import race
+from isthmus.collective.transport.security import DialSecurity, name_mismatch
+from isthmus.collective.transport.shared_memory import make_offering
+from isthmus.collective.transport.shared_socket import SharedSocket
+from isthmus.collective.transport.sockets import EncryptionFailed, SocketOptions, dial, lost
+from isthmus.collective.transport.tls import TlsSocket
 
 T = TypeVar("T")
 

@@ -13,11 +13,11 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from collective.core.types import PEER_ID_PATTERN, Incarnation, PeerId, PeerRef
-from collective.errors import ConnectionLost, DeadlineExceeded, HandshakeRefused, RemoteProtocolError
-from collective.transport.shared_memory import Offer
-from collective.transport.sockets import lost
-from collective.wire import BEFORE_HELLO, BEFORE_REPLY, Frame, FrameReader, FrameType, Header, Limits, pack
+from isthmus.collective.core.types import PEER_ID_PATTERN, Incarnation, PeerId, PeerRef
+from isthmus.collective.errors import ConnectionLost, DeadlineExceeded, HandshakeRefused, RemoteProtocolError
+from isthmus.collective.transport.shared_memory import Offer
+from isthmus.collective.transport.sockets import lost
+from isthmus.collective.wire import BEFORE_HELLO, BEFORE_REPLY, Frame, FrameReader, FrameType, Header, Limits, pack
 
 MAX_STREAMS = 64
 MAX_CREDENTIAL_NBYTES = 2048

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from collective.core.address import join_address, split_address
+from isthmus.collective.core.address import join_address, split_address
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IPInterface = ipaddress.IPv4Interface | ipaddress.IPv6Interface

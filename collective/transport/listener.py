@@ -20,9 +20,9 @@ from functools import partial
 
 import msgspec
 
-from collective.core.address import EVERY_INTERFACE, join_address, split_address
-from collective.core.types import PeerId
-from collective.errors import (
+from isthmus.collective.core.address import EVERY_INTERFACE, join_address, split_address
+from isthmus.collective.core.types import PeerId
+from isthmus.collective.errors import (
     AddressInUse,
     CollectiveError,
     ConnectionLost,
@@ -30,17 +30,17 @@ from collective.errors import (
     SecurityRefused,
     StreamBroken,
 )
-from collective.transport.accept_limit import AcceptLimiter, Attempt
-from collective.transport.channel import Channel
-from collective.transport.hello import REFUSED_EXIT_CODE, Hello, HelloReply, Purpose, read_hello, send_reply
-from collective.transport.interfaces import is_loopback, plain_host
-from collective.transport.refusal_log import RefusalLog
-from collective.transport.security import Security, name_mismatch
-from collective.transport.shared_memory import take_offer
-from collective.transport.shared_socket import SharedSocket
-from collective.transport.sockets import SocketOptions, bind, fit_to_path, lost, tune
-from collective.transport.tls import TLS_HANDSHAKE_RECORD, TlsSocket
-from collective.wire import PROTOCOL_VERSION
+from isthmus.collective.transport.accept_limit import AcceptLimiter, Attempt
+from isthmus.collective.transport.channel import Channel
+from isthmus.collective.transport.hello import REFUSED_EXIT_CODE, Hello, HelloReply, Purpose, read_hello, send_reply
+from isthmus.collective.transport.interfaces import is_loopback, plain_host
+from isthmus.collective.transport.refusal_log import RefusalLog
+from isthmus.collective.transport.security import Security, name_mismatch
+from isthmus.collective.transport.shared_memory import take_offer
+from isthmus.collective.transport.shared_socket import SharedSocket
+from isthmus.collective.transport.sockets import SocketOptions, bind, fit_to_path, lost, tune
+from isthmus.collective.transport.tls import TLS_HANDSHAKE_RECORD, TlsSocket
+from isthmus.collective.wire import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
 

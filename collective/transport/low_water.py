@@ -13,9 +13,9 @@ counts as heard (`unread_nbytes`), so a path that has become slow is not taken f
 import contextlib
 import socket
 
-from collective.transport.sockets import FAR_S, round_trip_s
-from collective.transport.tls import TlsSocket
-from collective.wire import FrameReader
+from isthmus.collective.transport.sockets import FAR_S, round_trip_s
+from isthmus.collective.transport.tls import TlsSocket
+from isthmus.collective.wire import FrameReader
 
 _MOST_NBYTES = 128 << 10
 _WAIT_S = 0.01

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeVar
 
-from collective.transport.link import Link
+from isthmus.collective.transport.link import Link
 
 P = TypeVar("P", bound=Hashable)
 

@@ -20,12 +20,12 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from msgspec import Meta
 
-from collective.core.types import PeerId
-from collective.errors import SecurityRefused
-from collective.transport.certificates import certificate_from_bytes, certificate_to_bytes, key_in
-from collective.transport.hello import Hello, HelloReply
-from collective.transport.interfaces import is_loopback
-from collective.transport.sockets import lost
+from isthmus.collective.core.types import PeerId
+from isthmus.collective.errors import SecurityRefused
+from isthmus.collective.transport.certificates import certificate_from_bytes, certificate_to_bytes, key_in
+from isthmus.collective.transport.hello import Hello, HelloReply
+from isthmus.collective.transport.interfaces import is_loopback
+from isthmus.collective.transport.sockets import lost
 
 LOOPBACK_WINDOW_S = 60.0
 WINDOW_S = 600.0

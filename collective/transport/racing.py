@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from collective.errors import CollectiveError
+from isthmus.collective.errors import CollectiveError
 
 T = TypeVar("T")
 

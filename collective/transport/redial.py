@@ -11,16 +11,16 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from collective.core.address import candidates_of, split_address
-from collective.core.types import PeerRef
-from collective.errors import CollectiveError, PeerUnreachable
-from collective.transport.dialling import knock, open_connection
-from collective.transport.hello import Hello
-from collective.transport.security import Security
-from collective.transport.sockets import SocketOptions
+from isthmus.collective.core.address import candidates_of, split_address
+from isthmus.collective.core.types import PeerRef
+from isthmus.collective.errors import CollectiveError, PeerUnreachable
+from isthmus.collective.transport.dialling import knock, open_connection
+from isthmus.collective.transport.hello import Hello
+from isthmus.collective.transport.security import Security
+from isthmus.collective.transport.sockets import SocketOptions
 
 if TYPE_CHECKING:
-    from collective.transport.bundle import Bundle
+    from isthmus.collective.transport.bundle import Bundle
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import logging
 import math
 from collections import Counter
 
-from collective.core.types import Instant
+from isthmus.collective.core.types import Instant
 
 log = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from collective.core.types import PeerId
-from collective.errors import DeadlineExceeded, SecurityRefused
-from collective.transport.certificates import (
+from isthmus.collective.core.types import PeerId
+from isthmus.collective.errors import DeadlineExceeded, SecurityRefused
+from isthmus.collective.transport.certificates import (
     Authority,
     Credentials,
     is_signed_by,
@@ -39,10 +39,10 @@ from collective.transport.certificates import (
     peer_id_in,
     signer_of,
 )
-from collective.transport.hello import Hello, HelloReply
-from collective.transport.interfaces import is_loopback
-from collective.transport.proof import certificate_answered, certificate_shown, with_answer, with_proof
-from collective.transport.tls import Session, TlsSocket
+from isthmus.collective.transport.hello import Hello, HelloReply
+from isthmus.collective.transport.interfaces import is_loopback
+from isthmus.collective.transport.proof import certificate_answered, certificate_shown, with_answer, with_proof
+from isthmus.collective.transport.tls import Session, TlsSocket
 
 NO_CERTIFICATE = "no certificate"
 ANOTHER_PEER = "certificate of another peer"

@@ -27,9 +27,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from collective.errors import RemoteProtocolError
-from collective.transport.copying import copy_bytes, copy_past_cache
-from collective.transport.shared_memory import NUM_SLOTS, SLOT_NBYTES, SharedMemory
+from isthmus.collective.errors import RemoteProtocolError
+from isthmus.collective.transport.copying import copy_bytes, copy_past_cache
+from isthmus.collective.transport.shared_memory import NUM_SLOTS, SLOT_NBYTES, SharedMemory
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer

@@ -15,11 +15,11 @@ import struct
 import sys
 from dataclasses import dataclass
 
-from collective.core.address import EVERY_INTERFACE, split_address
-from collective.errors import AddressInUse, ConnectionLost, PeerUnreachable, StreamBroken
-from collective.transport.tcp_info import round_trip_s as round_trip_s
-from collective.transport.tcp_info import unacknowledged_nbytes as unacknowledged_nbytes
-from collective.transport.tcp_info import unread_nbytes as unread_nbytes
+from isthmus.collective.core.address import EVERY_INTERFACE, split_address
+from isthmus.collective.errors import AddressInUse, ConnectionLost, PeerUnreachable, StreamBroken
+from isthmus.collective.transport.tcp_info import round_trip_s as round_trip_s
+from isthmus.collective.transport.tcp_info import unacknowledged_nbytes as unacknowledged_nbytes
+from isthmus.collective.transport.tcp_info import unread_nbytes as unread_nbytes
 
 FAR_S = 0.002
 """A round trip from which on a path counts as long."""

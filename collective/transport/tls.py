@@ -27,9 +27,9 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from collective.core.types import PeerId
-from collective.errors import ConnectionLost, SecurityRefused
-from collective.transport.sockets import EncryptionFailed, lost
+from isthmus.collective.core.types import PeerId
+from isthmus.collective.errors import ConnectionLost, SecurityRefused
+from isthmus.collective.transport.sockets import EncryptionFailed, lost
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer

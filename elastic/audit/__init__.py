@@ -22,14 +22,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from elastic.audit.account import Account, Departure, GivenUp, Share, account_for
-from elastic.audit.findings import Finding, Invariant, Verdict, judge
-from elastic.audit.index import RecordIndex
-from elastic.audit.order import audit_chain, audit_contributions, audit_views
-from elastic.audit.rollbacks import audit_rollbacks
-from elastic.audit.samples import SampleCount, audit_samples
-from elastic.audit.snapshots import audit_snapshots
-from elastic.core.records import Record
+from isthmus.elastic.audit.account import Account, Departure, GivenUp, Share, account_for
+from isthmus.elastic.audit.findings import Finding, Invariant, Verdict, judge
+from isthmus.elastic.audit.index import RecordIndex
+from isthmus.elastic.audit.order import audit_chain, audit_contributions, audit_views
+from isthmus.elastic.audit.rollbacks import audit_rollbacks
+from isthmus.elastic.audit.samples import SampleCount, audit_samples
+from isthmus.elastic.audit.snapshots import audit_snapshots
+from isthmus.elastic.core.records import Record
 
 __all__ = [
     "Account",

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from collective.core.types import PeerId, PeerRef
-from elastic.audit.beginning import beginning_at
-from elastic.audit.lineage import given_up_in, rollbacks_in, state_after
-from elastic.core.records import (
+from isthmus.collective.core.types import PeerId, PeerRef
+from isthmus.elastic.audit.beginning import beginning_at
+from isthmus.elastic.audit.lineage import given_up_in, rollbacks_in, state_after
+from isthmus.elastic.core.records import (
     CommitRecord,
     Genesis,
     RebuildRecord,

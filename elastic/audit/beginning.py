@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from collective.core.types import OuterStep
-from elastic.core.certificate import Certificate
-from elastic.core.leases import merged
-from elastic.core.messages import DataPosition
-from elastic.core.records import BarRecord, Genesis, RebuildRecord, Record, SnapshotRecord, TicketRecord
+from isthmus.collective.core.types import OuterStep
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.leases import merged
+from isthmus.elastic.core.messages import DataPosition
+from isthmus.elastic.core.records import BarRecord, Genesis, RebuildRecord, Record, SnapshotRecord, TicketRecord
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True):

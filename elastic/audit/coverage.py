@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from elastic.audit.beginning import beginning_at
-from elastic.audit.findings import MAX_KEPT
-from elastic.audit.lineage import given_up_in
-from elastic.core.leases import merged
-from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record, SnapshotRecord
+from isthmus.elastic.audit.beginning import beginning_at
+from isthmus.elastic.audit.findings import MAX_KEPT
+from isthmus.elastic.audit.lineage import given_up_in
+from isthmus.elastic.core.leases import merged
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.elastic.core.records import CommitRecord, Genesis, RebuildRecord, Record, SnapshotRecord
 
 
 class DataEpoch(msgspec.Struct, frozen=True):

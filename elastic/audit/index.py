@@ -3,9 +3,9 @@
 
 from collections.abc import Sequence
 
-from collective.core.types import PeerId, RoundKey, View
-from elastic.audit.beginning import beginning_at, kept_commits, leading
-from elastic.core.records import (
+from isthmus.collective.core.types import PeerId, RoundKey, View
+from isthmus.elastic.audit.beginning import beginning_at, kept_commits, leading
+from isthmus.elastic.core.records import (
     BarRecord,
     CommitRecord,
     Genesis,

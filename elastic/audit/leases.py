@@ -4,11 +4,11 @@
 from collections.abc import Iterator, Sequence
 from typing import assert_never
 
-from collective.core.types import PeerRef
-from elastic.audit.beginning import beginning_in
-from elastic.audit.findings import Finding
-from elastic.core.messages import IndexRange
-from elastic.core.records import (
+from isthmus.collective.core.types import PeerRef
+from isthmus.elastic.audit.beginning import beginning_in
+from isthmus.elastic.audit.findings import Finding
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.elastic.core.records import (
     BarRecord,
     CommitRecord,
     Genesis,

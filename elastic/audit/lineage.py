@@ -9,8 +9,8 @@ whether a rollback was allowed is judged in rollbacks.py.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from elastic.audit.beginning import beginning_in, first_state, kept_states, slot_of_beginning
-from elastic.core.records import CommitRecord, Record, RollbackRecord
+from isthmus.elastic.audit.beginning import beginning_in, first_state, kept_states, slot_of_beginning
+from isthmus.elastic.core.records import CommitRecord, Record, RollbackRecord
 
 
 class Rollback(NamedTuple):

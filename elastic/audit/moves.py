@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 from typing import NamedTuple
 
-from collective.core.types import PeerRef
-from elastic.audit.beginning import Beginning, beginning_at, kept_states, slot_of_beginning
-from elastic.audit.lineage import Rollback
-from elastic.core.messages import IndexRange
-from elastic.core.records import (
+from isthmus.collective.core.types import PeerRef
+from isthmus.elastic.audit.beginning import Beginning, beginning_at, kept_states, slot_of_beginning
+from isthmus.elastic.audit.lineage import Rollback
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.elastic.core.records import (
     CommitRecord,
     Genesis,
     LeaseRecord,

@@ -10,11 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from collective.core.types import PeerId, PeerRef, View
-from elastic.audit.beginning import beginning_at, first_slot, slot_of_beginning
-from elastic.audit.findings import Finding, Verdict, judge, short
-from elastic.audit.lineage import state_after
-from elastic.core.records import (
+from isthmus.collective.core.types import PeerId, PeerRef, View
+from isthmus.elastic.audit.beginning import beginning_at, first_slot, slot_of_beginning
+from isthmus.elastic.audit.findings import Finding, Verdict, judge, short
+from isthmus.elastic.audit.lineage import state_after
+from isthmus.elastic.core.records import (
     BarRecord,
     CommitRecord,
     Genesis,

@@ -4,15 +4,15 @@
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from elastic.audit.beginning import Beginning, beginning_at, kept_commits, kept_states, slot_of_beginning
-from elastic.audit.coverage import all_but
-from elastic.audit.findings import Finding, short
-from elastic.audit.lineage import rollbacks_in
-from elastic.core.certificate import Certificate, genesis_link
-from elastic.core.leases import merged
-from elastic.core.messages import DataPosition, Held, IndexRange
-from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, RollbackRecord
-from elastic.core.run_state import contributors_of
+from isthmus.elastic.audit.beginning import Beginning, beginning_at, kept_commits, kept_states, slot_of_beginning
+from isthmus.elastic.audit.coverage import all_but
+from isthmus.elastic.audit.findings import Finding, short
+from isthmus.elastic.audit.lineage import rollbacks_in
+from isthmus.elastic.core.certificate import Certificate, genesis_link
+from isthmus.elastic.core.leases import merged
+from isthmus.elastic.core.messages import DataPosition, Held, IndexRange
+from isthmus.elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, RollbackRecord
+from isthmus.elastic.core.run_state import contributors_of
 
 
 class _Place(NamedTuple):

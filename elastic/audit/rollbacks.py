@@ -8,12 +8,12 @@ is not the last one, an older commit as the journal itself knows it, and somebod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from elastic.audit.beginning import beginning_at, kept_states
-from elastic.audit.findings import Finding, Verdict, judge
-from elastic.audit.lineage import Rollback, rollbacks_in, state_after
-from elastic.audit.proofs import certificates_at, contradictions
-from elastic.core.certificate import Certificate
-from elastic.core.records import CommitRecord, Record, RollbackRecord
+from isthmus.elastic.audit.beginning import beginning_at, kept_states
+from isthmus.elastic.audit.findings import Finding, Verdict, judge
+from isthmus.elastic.audit.lineage import Rollback, rollbacks_in, state_after
+from isthmus.elastic.audit.proofs import certificates_at, contradictions
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.records import CommitRecord, Record, RollbackRecord
 
 
 def audit_rollbacks(records: Sequence[Record]) -> Verdict:

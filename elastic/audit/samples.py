@@ -16,15 +16,15 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from collective.core.types import PeerRef
-from elastic.audit.beginning import first_state, leading
-from elastic.audit.coverage import DataEpochs, count_data_epochs
-from elastic.audit.findings import Finding, Verdict, judge
-from elastic.audit.leases import lease_findings
-from elastic.audit.lineage import Rollback, rollbacks_in
-from elastic.audit.moves import Jump, Kind, Move, in_order, jumps_in, moves_in, pieces_of
-from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, Record, ViewRecord
+from isthmus.collective.core.types import PeerRef
+from isthmus.elastic.audit.beginning import first_state, leading
+from isthmus.elastic.audit.coverage import DataEpochs, count_data_epochs
+from isthmus.elastic.audit.findings import Finding, Verdict, judge
+from isthmus.elastic.audit.leases import lease_findings
+from isthmus.elastic.audit.lineage import Rollback, rollbacks_in
+from isthmus.elastic.audit.moves import Jump, Kind, Move, in_order, jumps_in, moves_in, pieces_of
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.elastic.core.records import CommitRecord, Record, ViewRecord
 
 
 class SampleCount(msgspec.Struct, kw_only=True):

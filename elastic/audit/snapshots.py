@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from elastic.audit.findings import Finding, Verdict, judge
-from elastic.core.records import Record, SnapshotRecord
-from elastic.core.run_state import RunState
+from isthmus.elastic.audit.findings import Finding, Verdict, judge
+from isthmus.elastic.core.records import Record, SnapshotRecord
+from isthmus.elastic.core.run_state import RunState
 
 
 def audit_snapshots(records: Sequence[Record]) -> Verdict:

@@ -16,12 +16,12 @@
 from collections import deque
 from collections.abc import Sequence
 
-from collective.core.types import Epoch, Instant, PeerRef
-from elastic.core.meetings import Meetings
-from elastic.core.messages import CoordinatorMessage, Evicted, Held
-from elastic.core.roster import Roster
-from elastic.core.sessions import Session
-from elastic.core.work import MAX_STRIKES
+from isthmus.collective.core.types import Epoch, Instant, PeerRef
+from isthmus.elastic.core.meetings import Meetings
+from isthmus.elastic.core.messages import CoordinatorMessage, Evicted, Held
+from isthmus.elastic.core.roster import Roster
+from isthmus.elastic.core.sessions import Session
+from isthmus.elastic.core.work import MAX_STRIKES
 
 QUORUM_EXIT_CODE = 7
 MAX_COMMITS_BEHIND = 64

@@ -9,10 +9,17 @@ aside: it may be the only copy of a commit that was made while nothing could be 
 
 from collections.abc import Callable, Sequence
 
-from collective.core.types import OuterStep, PeerRef, RoundKey, View
-from elastic.core.certificate import ballot
-from elastic.core.events import AbortExchange, ExchangeDone, ExchangeFailed, MemberEffect, RoundReady, StartExchange
-from elastic.core.messages import Held, RoundFailed, Vote
+from isthmus.collective.core.types import OuterStep, PeerRef, RoundKey, View
+from isthmus.elastic.core.certificate import ballot
+from isthmus.elastic.core.events import (
+    AbortExchange,
+    ExchangeDone,
+    ExchangeFailed,
+    MemberEffect,
+    RoundReady,
+    StartExchange,
+)
+from isthmus.elastic.core.messages import Held, RoundFailed, Vote
 
 
 class Attempt:

@@ -21,9 +21,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef, RoundKey
-from elastic.core.notary import Sealer, Verifier
-from elastic.core.values import DataPosition, Digest, Held, Signature, Weight
+from isthmus.collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef, RoundKey
+from isthmus.elastic.core.notary import Sealer, Verifier
+from isthmus.elastic.core.values import DataPosition, Digest, Held, Signature, Weight
 
 MAX_CONTRIBUTORS = 1024
 

@@ -9,8 +9,8 @@ from it.
 
 from collections import Counter
 
-from elastic.core.certificate import Certificate
-from elastic.core.notary import Verifier
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.notary import Verifier
 
 
 class Chain:

@@ -8,16 +8,16 @@ a member cannot finish failures.py's. Holds only how long an exchange takes, and
 
 from collections.abc import Collection, Sequence
 
-from collective.core.types import Instant, OuterStep, PeerId, PeerRef
-from elastic.core.admission import Admission
-from elastic.core.failures import Failures
-from elastic.core.leases import merged
-from elastic.core.messages import Refused, Vote
-from elastic.core.records import CommitRecord, Contribution
-from elastic.core.roster import INTEGRITY_EXIT_CODE, Roster
-from elastic.core.rounds import Agreed, Split
-from elastic.core.sessions import Session
-from elastic.core.witnesses import Verdict, Witnesses
+from isthmus.collective.core.types import Instant, OuterStep, PeerId, PeerRef
+from isthmus.elastic.core.admission import Admission
+from isthmus.elastic.core.failures import Failures
+from isthmus.elastic.core.leases import merged
+from isthmus.elastic.core.messages import Refused, Vote
+from isthmus.elastic.core.records import CommitRecord, Contribution
+from isthmus.elastic.core.roster import INTEGRITY_EXIT_CODE, Roster
+from isthmus.elastic.core.rounds import Agreed, Split
+from isthmus.elastic.core.sessions import Session
+from isthmus.elastic.core.witnesses import Verdict, Witnesses
 
 
 class Closing:

@@ -8,8 +8,8 @@ caller's monotonic clock.
 import enum
 from dataclasses import dataclass, field
 
-from elastic.core.messages import IndexRange
-from elastic.core.notary import Sealer
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.elastic.core.notary import Sealer
 
 REBUILD_SALTS = 1 << 20
 

@@ -20,13 +20,13 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import assert_never
 
-from collective.core.types import Instant, OuterStep, PeerRef
-from elastic.core.admission import Admission
-from elastic.core.certificate import Certificate, ballot
-from elastic.core.closing import Closing
-from elastic.core.config import CoordinatorConfig, RebuildRule
-from elastic.core.doorkeeper import Doorkeeper
-from elastic.core.events import (
+from isthmus.collective.core.types import Instant, OuterStep, PeerRef
+from isthmus.elastic.core.admission import Admission
+from isthmus.elastic.core.certificate import Certificate, ballot
+from isthmus.elastic.core.closing import Closing
+from isthmus.elastic.core.config import CoordinatorConfig, RebuildRule
+from isthmus.elastic.core.doorkeeper import Doorkeeper
+from isthmus.elastic.core.events import (
     CoordinatorEffect,
     CoordinatorEvent,
     Expose,
@@ -36,8 +36,8 @@ from elastic.core.events import (
     Resign,
     Tick,
 )
-from elastic.core.meetings import Meetings
-from elastic.core.messages import (
+from isthmus.elastic.core.meetings import Meetings
+from isthmus.elastic.core.messages import (
     Evicted,
     Goodbye,
     Heartbeat,
@@ -52,13 +52,13 @@ from elastic.core.messages import (
     Synced,
     Vote,
 )
-from elastic.core.rebuild import Rebuild
-from elastic.core.reception import Reception
-from elastic.core.records import LeaseRecord, Record
-from elastic.core.rollback import Rollback
-from elastic.core.roster import Roster
-from elastic.core.run_state import RunState
-from elastic.core.sessions import STANDS_STILL, Session
+from isthmus.elastic.core.rebuild import Rebuild
+from isthmus.elastic.core.reception import Reception
+from isthmus.elastic.core.records import LeaseRecord, Record
+from isthmus.elastic.core.rollback import Rollback
+from isthmus.elastic.core.roster import Roster
+from isthmus.elastic.core.run_state import RunState
+from isthmus.elastic.core.sessions import STANDS_STILL, Session
 
 STORY_LENGTH = 512
 

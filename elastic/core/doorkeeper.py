@@ -9,12 +9,12 @@ answered twice.
 
 from typing import assert_never
 
-from collective.core.types import Incarnation, PeerRef
-from elastic.core.doors import FOR_EVER, MAX_BARS, MAX_TICKETS, merged
-from elastic.core.events import Answered, Disconnect, Ordered, PutOut, RevokeTicket, UseTicket
-from elastic.core.messages import Bar, Refused, Trust
-from elastic.core.records import BarRecord, TicketRecord
-from elastic.core.roster import REFUSED_EXIT_CODE, Roster
+from isthmus.collective.core.types import Incarnation, PeerRef
+from isthmus.elastic.core.doors import FOR_EVER, MAX_BARS, MAX_TICKETS, merged
+from isthmus.elastic.core.events import Answered, Disconnect, Ordered, PutOut, RevokeTicket, UseTicket
+from isthmus.elastic.core.messages import Bar, Refused, Trust
+from isthmus.elastic.core.records import BarRecord, TicketRecord
+from isthmus.elastic.core.roster import REFUSED_EXIT_CODE, Roster
 
 EVICTED = "this peer was evicted by the operator of the run; it may join again with a ticket"
 BANNED = "the key of this peer was banned from the run by its operator"

@@ -10,9 +10,9 @@ which one a peer was let in is remembered as well: who is banned must not come b
 a record says when it was made.
 """
 
-from collective.core.types import Incarnation, PeerId, PeerRef
-from elastic.core.messages import Bar
-from elastic.core.records import BarRecord, SnapshotRecord, TicketRecord
+from isthmus.collective.core.types import Incarnation, PeerId, PeerRef
+from isthmus.elastic.core.messages import Bar
+from isthmus.elastic.core.records import BarRecord, SnapshotRecord, TicketRecord
 
 FOR_EVER = 2**53
 MAX_BARS = 1024

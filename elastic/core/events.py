@@ -11,10 +11,10 @@ Contract with whoever drives a machine:
 
 from dataclasses import dataclass
 
-from collective.core.types import Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
-from elastic.core.certificate import Certificate
-from elastic.core.messages import CoordinatorMessage, DataPosition, Held, IndexRange, PeerMessage
-from elastic.core.records import Record
+from isthmus.collective.core.types import Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.messages import CoordinatorMessage, DataPosition, Held, IndexRange, PeerMessage
+from isthmus.elastic.core.records import Record
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ without a survey of links when they differ about the plan again.
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from collective.core.types import OuterStep, PeerId, PeerRef
-from elastic.core.farewell import UNREACHABLE_EXIT_CODE
-from elastic.core.messages import Refused
-from elastic.core.roster import Roster
-from elastic.core.sessions import Session
+from isthmus.collective.core.types import OuterStep, PeerId, PeerRef
+from isthmus.elastic.core.farewell import UNREACHABLE_EXIT_CODE
+from isthmus.elastic.core.messages import Refused
+from isthmus.elastic.core.roster import Roster
+from isthmus.elastic.core.sessions import Session
 
 MAX_CAUSES = 400
 """Characters of the members' reports that a reason quotes."""

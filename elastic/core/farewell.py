@@ -9,9 +9,9 @@ told to stay, because nobody else holds the state, waits for as long as it would
 from collections.abc import Callable
 from typing import Literal
 
-from collective.core.types import Instant
-from elastic.core.events import Finish, LeaveRequested
-from elastic.core.messages import Leave
+from isthmus.collective.core.types import Instant
+from isthmus.elastic.core.events import Finish, LeaveRequested
+from isthmus.elastic.core.messages import Leave
 
 LeavesAfter = Literal["commit", "handover", "answer"]
 

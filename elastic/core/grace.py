@@ -13,8 +13,8 @@ decides nothing.
 import math
 from collections.abc import Collection
 
-from collective.core.types import Instant
-from elastic.core.config import CoordinatorConfig
+from isthmus.collective.core.types import Instant
+from isthmus.elastic.core.config import CoordinatorConfig
 
 _MEMORY = 0.9
 """What is usual fades by this factor with every round that was quicker."""

@@ -16,12 +16,12 @@ Knows sessions, not connections; how views change is the roster's business.
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from collective.core.types import Instant, Member, PeerRef
-from elastic.core.messages import Goodbye, Leave
-from elastic.core.sessions import Session
+from isthmus.collective.core.types import Instant, Member, PeerRef
+from isthmus.elastic.core.messages import Goodbye, Leave
+from isthmus.elastic.core.sessions import Session
 
 if TYPE_CHECKING:
-    from elastic.core.roster import Roster
+    from isthmus.elastic.core.roster import Roster
 
 
 class Handover:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a member asks for data: one request at a time, recognisable by its serial, valid for one membership."""
 
-from collective.core.types import Epoch
-from elastic.core.messages import IndexRange, LeaseGrant, LeaseRequest
+from isthmus.collective.core.types import Epoch
+from isthmus.elastic.core.messages import IndexRange, LeaseGrant, LeaseRequest
 
 
 class LeaseDesk:

@@ -13,9 +13,9 @@ consumes; what its owner's departure leaves unconsumed becomes free. Knows nothi
 from bisect import bisect_right
 from collections.abc import Collection, Iterable
 
-from collective.core.types import PeerId, PeerRef
-from elastic.core.messages import DataPosition, IndexRange
-from elastic.core.records import Grant, SnapshotRecord
+from isthmus.collective.core.types import PeerId, PeerRef
+from isthmus.elastic.core.messages import DataPosition, IndexRange
+from isthmus.elastic.core.records import Grant, SnapshotRecord
 
 MAX_RANGES_PER_GRANT = 64
 """A grant may hold fewer samples than asked for rather than more ranges than this: votes have to list them again."""

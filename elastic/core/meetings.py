@@ -17,11 +17,11 @@ Nothing is repeated but in answer to a heartbeat.
 
 from collections.abc import Iterable, Sequence
 
-from collective.core.types import Instant, Member, PeerRef
-from elastic.core.farewell import UNREACHABLE_EXIT_CODE
-from elastic.core.messages import Meet, Met, Refused
-from elastic.core.roster import Roster
-from elastic.core.sessions import Session
+from isthmus.collective.core.types import Instant, Member, PeerRef
+from isthmus.elastic.core.farewell import UNREACHABLE_EXIT_CODE
+from isthmus.elastic.core.messages import Meet, Met, Refused
+from isthmus.elastic.core.roster import Roster
+from isthmus.elastic.core.sessions import Session
 
 MAX_LEARNERS = 64
 """Learners that are asked to meet each other; all of them meet the members."""

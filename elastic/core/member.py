@@ -27,11 +27,11 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import assert_never
 
-from collective.core.types import Epoch, Instant, Member, OuterStep, PeerRef, RoundKey, View
-from elastic.core.certificate import Certificate
-from elastic.core.chain import Chain
-from elastic.core.config import MemberConfig
-from elastic.core.events import (
+from isthmus.collective.core.types import Epoch, Instant, Member, OuterStep, PeerRef, RoundKey, View
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.chain import Chain
+from isthmus.elastic.core.config import MemberConfig
+from isthmus.elastic.core.events import (
     CatchUpFailed,
     CaughtUp,
     Connected,
@@ -53,8 +53,8 @@ from elastic.core.events import (
     TakeLeases,
     Tick,
 )
-from elastic.core.farewell import UNREACHABLE_EXIT_CODE, Farewell, LeavesAfter
-from elastic.core.messages import (
+from isthmus.elastic.core.farewell import UNREACHABLE_EXIT_CODE, Farewell, LeavesAfter
+from isthmus.elastic.core.messages import (
     Commit,
     CoordinatorMessage,
     Evicted,
@@ -75,8 +75,8 @@ from elastic.core.messages import (
     Unmet,
     Welcome,
 )
-from elastic.core.notary import Signer
-from elastic.core.place import Phase, Place
+from isthmus.elastic.core.notary import Signer
+from isthmus.elastic.core.place import Phase, Place
 
 STORY_LENGTH = 512
 

@@ -11,8 +11,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from collective.core.address import MAX_LENGTH
-from collective.core.types import (
+from isthmus.collective.core.address import MAX_LENGTH
+from isthmus.collective.core.types import (
     PEER_ID_PATTERN,
     Epoch,
     Incarnation,
@@ -23,19 +23,19 @@ from collective.core.types import (
     RoundKey,
     View,
 )
-from elastic.core.certificate import Certificate
+from isthmus.elastic.core.certificate import Certificate
 
 # Everybody has these from here: whoever speaks of messages speaks of what is in them.
-from elastic.core.values import DataPosition as DataPosition
-from elastic.core.values import Digest as Digest
-from elastic.core.values import Held as Held
-from elastic.core.values import IndexRange as IndexRange
-from elastic.core.values import Mark as Mark
-from elastic.core.values import Natural as Natural
-from elastic.core.values import Reason as Reason
-from elastic.core.values import Signature as Signature
-from elastic.core.values import Size as Size
-from elastic.core.values import Weight as Weight
+from isthmus.elastic.core.values import DataPosition as DataPosition
+from isthmus.elastic.core.values import Digest as Digest
+from isthmus.elastic.core.values import Held as Held
+from isthmus.elastic.core.values import IndexRange as IndexRange
+from isthmus.elastic.core.values import Mark as Mark
+from isthmus.elastic.core.values import Natural as Natural
+from isthmus.elastic.core.values import Reason as Reason
+from isthmus.elastic.core.values import Signature as Signature
+from isthmus.elastic.core.values import Size as Size
+from isthmus.elastic.core.values import Weight as Weight
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):

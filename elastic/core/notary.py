@@ -8,7 +8,7 @@ in elastic/notary.py; the machines know only that nobody signs in the name of an
 
 from typing import Protocol
 
-from collective.core.types import PeerId
+from isthmus.collective.core.types import PeerId
 
 
 class Verifier(Protocol):

@@ -3,8 +3,8 @@
 
 import msgspec
 
-from elastic.core.certificate import Certificate
-from elastic.core.values import DataPosition, Digest, Held
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.values import DataPosition, Digest, Held
 
 
 class Past(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ operator mends it. Pure; knows neither why somebody was late nor who is a member
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from collective.core.types import Instant, OuterStep, PeerId, PeerRef
+from isthmus.collective.core.types import Instant, OuterStep, PeerId, PeerRef
 
 LONGEST = 1024
 """Commits."""

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from collective.core.types import Epoch, Instant, Member, OuterStep, PeerRef, View
-from elastic.core.attempt import Attempt
-from elastic.core.certificate import Certificate
-from elastic.core.events import (
+from isthmus.collective.core.types import Epoch, Instant, Member, OuterStep, PeerRef, View
+from isthmus.elastic.core.attempt import Attempt
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.events import (
     BecomeActive,
     BecomeExcused,
     BecomeLearner,
@@ -29,9 +29,9 @@ from elastic.core.events import (
     Progressed,
     RoundReady,
 )
-from elastic.core.lease_desk import LeaseDesk
-from elastic.core.messages import Heartbeat, Held, NewView
-from elastic.core.pursuit import Pursuit
+from isthmus.elastic.core.lease_desk import LeaseDesk
+from isthmus.elastic.core.messages import Heartbeat, Held, NewView
+from isthmus.elastic.core.pursuit import Pursuit
 
 
 class Phase(enum.Enum):

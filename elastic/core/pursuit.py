@@ -8,9 +8,9 @@ older than what is held is stale, unless the peer was told that what it holds is
 
 from collections.abc import Sequence
 
-from collective.core.types import Instant, Member, OuterStep, PeerId
-from elastic.core.events import CatchUp, CatchUpFailed, CaughtUp, FoundState, MemberEffect
-from elastic.core.messages import Held
+from isthmus.collective.core.types import Instant, Member, OuterStep, PeerId
+from isthmus.elastic.core.events import CatchUp, CatchUpFailed, CaughtUp, FoundState, MemberEffect
+from isthmus.elastic.core.messages import Held
 
 NOTHING: tuple[MemberEffect, ...] = ()
 

@@ -21,11 +21,11 @@ a vote is no commit. If somebody who has heard of it comes later, it is told tha
 from dataclasses import dataclass
 from typing import assert_never
 
-from collective.core.types import Epoch, Instant, PeerId, PeerRef
-from elastic.core.admission import QUORUM_EXIT_CODE
-from elastic.core.certificate import Certificate
-from elastic.core.config import RebuildRule
-from elastic.core.messages import (
+from isthmus.collective.core.types import Epoch, Instant, PeerId, PeerRef
+from isthmus.elastic.core.admission import QUORUM_EXIT_CODE
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.config import RebuildRule
+from isthmus.elastic.core.messages import (
     Goodbye,
     Heartbeat,
     Held,
@@ -40,8 +40,8 @@ from elastic.core.messages import (
     Synced,
     Vote,
 )
-from elastic.core.records import RebuildRecord
-from elastic.core.roster import REFUSED_EXIT_CODE, Roster
+from isthmus.elastic.core.records import RebuildRecord
+from isthmus.elastic.core.roster import REFUSED_EXIT_CODE, Roster
 
 EPOCHS_A_REBUILD = 1 << 20
 """How far a rebuilt run's epochs begin behind the newest one that anybody has heard of. The lost journal may have known

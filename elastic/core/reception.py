@@ -13,9 +13,9 @@ Rules:
 from collections import Counter
 from typing import assert_never
 
-from collective.core.address import candidates_of
-from collective.core.types import PeerRef
-from elastic.core.messages import (
+from isthmus.collective.core.address import candidates_of
+from isthmus.collective.core.types import PeerRef
+from isthmus.elastic.core.messages import (
     Evicted,
     Goodbye,
     Heartbeat,
@@ -30,9 +30,9 @@ from elastic.core.messages import (
     Synced,
     Vote,
 )
-from elastic.core.records import Genesis
-from elastic.core.roster import INTEGRITY_EXIT_CODE, REFUSED_EXIT_CODE, WRONG, Roster
-from elastic.core.sessions import Session
+from isthmus.elastic.core.records import Genesis
+from isthmus.elastic.core.roster import INTEGRITY_EXIT_CODE, REFUSED_EXIT_CODE, WRONG, Roster
+from isthmus.elastic.core.sessions import Session
 
 DONE_EXIT_CODE = 0
 

@@ -11,9 +11,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef, RoundKey, View
-from elastic.core.certificate import Certificate
-from elastic.core.messages import Bar, DataPosition, Digest, Held, IndexRange, Natural, Signature, Weight
+from isthmus.collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef, RoundKey, View
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.messages import Bar, DataPosition, Digest, Held, IndexRange, Natural, Signature, Weight
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):

@@ -16,14 +16,14 @@ The price of the second and third rule: whoever held the newest commit and comes
 
 from collections.abc import Sequence
 
-from collective.core.types import Epoch, Instant, PeerId, PeerRef
-from elastic.core.admission import QUORUM_EXIT_CODE
-from elastic.core.certificate import Certificate
-from elastic.core.messages import Refused
-from elastic.core.past import Past
-from elastic.core.records import RollbackRecord
-from elastic.core.roster import Roster
-from elastic.core.sessions import Session
+from isthmus.collective.core.types import Epoch, Instant, PeerId, PeerRef
+from isthmus.elastic.core.admission import QUORUM_EXIT_CODE
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.messages import Refused
+from isthmus.elastic.core.past import Past
+from isthmus.elastic.core.records import RollbackRecord
+from isthmus.elastic.core.roster import Roster
+from isthmus.elastic.core.sessions import Session
 
 
 class Rollback:

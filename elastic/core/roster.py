@@ -9,19 +9,29 @@ afterwards. When to use which verb is decided in coordinator.py, closing.py and 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from collective.core.types import Epoch, Instant, Member, OuterStep, PeerId, PeerRef, View
-from elastic.core.certificate import Certificate
-from elastic.core.config import CoordinatorConfig
-from elastic.core.events import CoordinatorEffect, Persist, SendToPeer
-from elastic.core.grace import Grace
-from elastic.core.handover import Handover
-from elastic.core.messages import Commit, CoordinatorMessage, Evicted, Goodbye, Held, NewView, Rebuilt, Refused, Welcome
-from elastic.core.pauses import Pauses
-from elastic.core.records import Record, ReleaseRecord, RollbackRecord, ViewRecord
-from elastic.core.rounds import Rounds
-from elastic.core.run_state import RunState
-from elastic.core.sessions import Session
-from elastic.core.work import MAX_STRIKES
+from isthmus.collective.core.types import Epoch, Instant, Member, OuterStep, PeerId, PeerRef, View
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.config import CoordinatorConfig
+from isthmus.elastic.core.events import CoordinatorEffect, Persist, SendToPeer
+from isthmus.elastic.core.grace import Grace
+from isthmus.elastic.core.handover import Handover
+from isthmus.elastic.core.messages import (
+    Commit,
+    CoordinatorMessage,
+    Evicted,
+    Goodbye,
+    Held,
+    NewView,
+    Rebuilt,
+    Refused,
+    Welcome,
+)
+from isthmus.elastic.core.pauses import Pauses
+from isthmus.elastic.core.records import Record, ReleaseRecord, RollbackRecord, ViewRecord
+from isthmus.elastic.core.rounds import Rounds
+from isthmus.elastic.core.run_state import RunState
+from isthmus.elastic.core.sessions import Session
+from isthmus.elastic.core.work import MAX_STRIKES
 
 REFUSED_EXIT_CODE, INTEGRITY_EXIT_CODE = 5, 9
 

@@ -10,8 +10,8 @@ are broken. Only counting: what follows from it is decided in closing.py.
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from collective.core.types import Instant, PeerId, RoundKey, View
-from elastic.core.messages import RoundFailed, Vote
+from isthmus.collective.core.types import Instant, PeerId, RoundKey, View
+from isthmus.elastic.core.messages import RoundFailed, Vote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

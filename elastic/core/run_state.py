@@ -13,13 +13,13 @@ from typing import assert_never
 
 import msgspec
 
-from collective.core.types import Epoch, OuterStep, PeerId, PeerRef, View
-from elastic.core.certificate import Certificate, Contributor, genesis_link
-from elastic.core.doors import Doors
-from elastic.core.leases import LeaseLedger
-from elastic.core.messages import Held
-from elastic.core.past import Past, is_of
-from elastic.core.records import (
+from isthmus.collective.core.types import Epoch, OuterStep, PeerId, PeerRef, View
+from isthmus.elastic.core.certificate import Certificate, Contributor, genesis_link
+from isthmus.elastic.core.doors import Doors
+from isthmus.elastic.core.leases import LeaseLedger
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.core.past import Past, is_of
+from isthmus.elastic.core.records import (
     BarRecord,
     CommitRecord,
     Departure,
@@ -33,7 +33,7 @@ from elastic.core.records import (
     TicketRecord,
     ViewRecord,
 )
-from elastic.core.work import Strikes, WorkBook
+from isthmus.elastic.core.work import Strikes, WorkBook
 
 MAX_COMMITS_BACK = 256
 """So many of the newest commits are remembered, and the run can go back to each of them."""

@@ -11,9 +11,9 @@ All of this dies with the coordinator's process; what must not is in run_state.p
 
 from dataclasses import dataclass, field
 
-from collective.core.types import Epoch, Instant, OuterStep, PeerRef
-from elastic.core.config import CoordinatorConfig
-from elastic.core.messages import Heartbeat, Held
+from isthmus.collective.core.types import Epoch, Instant, OuterStep, PeerRef
+from isthmus.elastic.core.config import CoordinatorConfig
+from isthmus.elastic.core.messages import Heartbeat, Held
 
 STANDS_STILL = "makes no progress"
 """Why a stalled peer is given up."""

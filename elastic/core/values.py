@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from collective.core.types import OuterStep
+from isthmus.collective.core.types import OuterStep
 
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Natural = Annotated[int, Meta(ge=0, le=2**53)]

@@ -27,8 +27,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from collective.core.types import PeerId
-from elastic.core.messages import Vote
+from isthmus.collective.core.types import PeerId
+from isthmus.elastic.core.messages import Vote
 
 _MAX_LINKS = 1024
 _ROUNDS_KNOWN = 5

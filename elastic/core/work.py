@@ -6,10 +6,10 @@ Rules: both follow from the journal's records alone, so that a restarted coordin
 
 from collections.abc import Collection
 
-from collective.core.types import PeerId, PeerRef
-from elastic.core.leases import count
-from elastic.core.records import Work
-from elastic.core.values import IndexRange
+from isthmus.collective.core.types import PeerId, PeerRef
+from isthmus.elastic.core.leases import count
+from isthmus.elastic.core.records import Work
+from isthmus.elastic.core.values import IndexRange
 
 MAX_STRIKES = 3
 """After so many in a row a peer is sent home."""

@@ -15,8 +15,8 @@ MUTE = "mute"
 
 def keep_votes_while(file: Path) -> None:
     """From now on no peer of this process votes while the file is there."""
-    from elastic.core.attempt import Attempt
-    from elastic.core.messages import RoundFailed, Vote
+    from isthmus.elastic.core.attempt import Attempt
+    from isthmus.elastic.core.messages import RoundFailed, Vote
 
     report = Attempt.report
 
@@ -29,7 +29,7 @@ def keep_votes_while(file: Path) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from trainer.cli import main
+    from isthmus.trainer.cli import main
 
     keep_votes_while(Path(sys.argv[sys.argv.index("--dir") + 1]) / MUTE)
     main()

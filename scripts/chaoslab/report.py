@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from elastic.core.records import CommitRecord, LeaseRecord, ViewRecord
+from isthmus.elastic.core.records import CommitRecord, LeaseRecord, ViewRecord
 from scripts.chaoslab.evidence import Evidence, Wait
 from scripts.chaoslab.recovery import calm_round_s, recoveries, table
 

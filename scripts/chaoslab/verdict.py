@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, pairwise
 from typing import assert_never
 
-from collective.core.types import RoundKey
-from elastic.audit.beginning import Beginning, beginning_in
-from elastic.core.messages import IndexRange
-from elastic.core.records import (
+from isthmus.collective.core.types import RoundKey
+from isthmus.elastic.audit.beginning import Beginning, beginning_in
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.elastic.core.records import (
     BarRecord,
     CommitRecord,
     Genesis,
@@ -35,7 +35,7 @@ from elastic.core.records import (
     TicketRecord,
     ViewRecord,
 )
-from elastic.core.run_state import RunState
+from isthmus.elastic.core.run_state import RunState
 from scripts.chaoslab.evidence import COORDINATOR, Event, Evidence, Log, wall_s
 from scripts.chaoslab.recovery import table
 

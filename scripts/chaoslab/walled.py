@@ -12,8 +12,8 @@ from typing import NoReturn
 
 def wall_off() -> None:
     """From now on no exchange of this process gets a connection that it dials."""
-    from collective.errors import PeerUnreachable
-    from collective.transport import redial
+    from isthmus.collective.errors import PeerUnreachable
+    from isthmus.collective.transport import redial
 
     async def refused(address: str, *_: object, **__: object) -> NoReturn:
         raise PeerUnreachable(address, "refused", is_refused=True)
@@ -24,7 +24,7 @@ def wall_off() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from trainer.cli import main
+    from isthmus.trainer.cli import main
 
     wall_off()
     main()

@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+from isthmus.trainer.control_socket import ControlClient
+from isthmus.trainer.errors import NobodyReachable
 from scripts.chaoslab.evidence import COORDINATOR, End, Log, Tail, Wait, now_s, wall_s
 from scripts.chaoslab.process import NOBODY_REACHABLE, Process, is_alive
-from trainer.control_socket import ControlClient
-from trainer.errors import NobodyReachable
 
 PULSE_S = 0.05
 START_LIMIT_S = 90.0

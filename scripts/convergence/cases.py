@@ -12,14 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from optim.outer import fit
-from optim.registry import build_outer
+from isthmus.optim.outer import fit
+from isthmus.optim.registry import build_outer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from optim.fragments import FragmentTable
-    from optim.outer import Outer
+    from isthmus.optim.fragments import FragmentTable
+    from isthmus.optim.outer import Outer
 
 INNER_STEPS: Final = 15
 """H of every method that has one."""

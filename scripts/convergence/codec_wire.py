@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 import torch
 
-from collective.buffers import divide
-from collective.codec import Codec, codec_named
-from collective.core.slices import butterfly
-from collective.plan import RoundPlan, cut, share_out
-from optim.outer import Op
-from optim.workload import FP32_NBYTES, Delivery, draw_pairs
+from isthmus.collective.buffers import divide
+from isthmus.collective.codec import Codec, codec_named
+from isthmus.collective.core.slices import butterfly
+from isthmus.collective.plan import RoundPlan, cut, share_out
+from isthmus.optim.outer import Op
+from isthmus.optim.workload import FP32_NBYTES, Delivery, draw_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from optim.fragments import Fragment
-    from optim.outer import Round
+    from isthmus.optim.fragments import Fragment
+    from isthmus.optim.outer import Round
 
 CHUNK_NBYTES: Final = 2 << 20
 """The collective's default."""

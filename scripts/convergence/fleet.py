@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias, assert_never
 import torch
 import torch.nn.functional as F
 
-from optim.fragments import FragmentTable
-from optim.outer import GRAD, PARAM
-from optim.schedule import cosine
-from trainer.model import RotaryTable, named_shapes
+from isthmus.optim.fragments import FragmentTable
+from isthmus.optim.outer import GRAD, PARAM
+from isthmus.optim.schedule import cosine
+from isthmus.trainer.model import RotaryTable, named_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from trainer.model import ModelConfig
+    from isthmus.trainer.model import ModelConfig
 
     Batches: TypeAlias = Callable[[Sequence[str], int], Tensor]
     """(workers, global inner step from 1) -> tokens [R, B, L + 1] int64."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from trainer.corpus import load_corpus
+from isthmus.trainer.corpus import load_corpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from trainer.corpus import TokenArray
+    from isthmus.trainer.corpus import TokenArray
 
 TEXT_NBYTES: Final = 3 << 20
 """Read at most this much: several times what a run trains on."""

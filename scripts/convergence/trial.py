@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from collective.codec import NotFinite
-from optim.registry import build_outer
-from optim.simulate import shared_parameters, simulate
+from isthmus.collective.codec import NotFinite
+from isthmus.optim.registry import build_outer
+from isthmus.optim.simulate import shared_parameters, simulate
+from isthmus.trainer.model import ModelConfig, initial_parameters
 from scripts.convergence.cases import INNER_STEPS, Run
 from scripts.convergence.codec_wire import CodecWire
 from scripts.convergence.fleet import Architecture, Fleet, InnerSettings
 from scripts.convergence.text import VOCAB_SIZE, Reader
-from trainer.model import ModelConfig, initial_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from optim.fragments import Fragment
-    from optim.outer import Round
-    from optim.simulate import Trajectory
+    from isthmus.optim.fragments import Fragment
+    from isthmus.optim.outer import Round
+    from isthmus.optim.simulate import Trajectory
     from scripts.convergence.cases import Case, Tuned
     from scripts.convergence.text import Text
 

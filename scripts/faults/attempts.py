@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from collective import RoundKey
+from isthmus.collective import RoundKey
 from scripts.faults.words import Report, SelfFault, line
 
 

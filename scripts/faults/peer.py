@@ -22,12 +22,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from collective import Communicator, Incarnation, OperationAborted, PeerId, PeerRef, RoundKey
-from collective.memory import give_back_to_system
-from collective.standalone import peer_id_of
-from collective.transport.hello import Hello, HelloReply, Purpose
-from collective.transport.listener import Listener
-from collective.wire import PROTOCOL_VERSION
+from isthmus.collective import Communicator, Incarnation, OperationAborted, PeerId, PeerRef, RoundKey
+from isthmus.collective.memory import give_back_to_system
+from isthmus.collective.standalone import peer_id_of
+from isthmus.collective.transport.hello import Hello, HelloReply, Purpose
+from isthmus.collective.transport.listener import Listener
+from isthmus.collective.wire import PROTOCOL_VERSION
 from scripts.faults.values import bits, fill, is_mean
 from scripts.faults.words import (
     Beat,

@@ -25,8 +25,8 @@ from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
-from collective import Epoch, Incarnation, Member, OuterStep, RoundKey, View
-from collective.standalone import peer_id_of
+from isthmus.collective import Epoch, Incarnation, Member, OuterStep, RoundKey, View
+from isthmus.collective.standalone import peer_id_of
 from scripts.faults.attempts import Attempt, Fault, Outcome, Site, Tally
 from scripts.faults.keeper import WORD_S, FaultBenchError, Keeper
 from scripts.faults.words import Check, FromPeer, Mode, Post, Prepare, Ready, Report, Struck, Verdict

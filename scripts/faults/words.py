@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from collective import RoundKey, View
+from isthmus.collective import RoundKey, View
 
 
 class Mode(enum.StrEnum):

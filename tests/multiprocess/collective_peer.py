@@ -13,11 +13,11 @@ import time
 import msgspec
 import torch
 
-from collective import BulkOptions, Communicator, OperationAborted, PeerRef, PlanMismatch, RoundKey, View
-from collective.core.progress import StallLimits
-from collective.supervision import Patience
-from collective.transport import Hello, HelloReply, Listener, Purpose
-from collective.wire import PROTOCOL_VERSION
+from isthmus.collective import BulkOptions, Communicator, OperationAborted, PeerRef, PlanMismatch, RoundKey, View
+from isthmus.collective.core.progress import StallLimits
+from isthmus.collective.supervision import Patience
+from isthmus.collective.transport import Hello, HelloReply, Listener, Purpose
+from isthmus.collective.wire import PROTOCOL_VERSION
 
 
 def digest(tensor):

@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.errors import EtcdError
-from elastic.etcd import EtcdAccess, EtcdClient
-from elastic.etcd_wire import RangeAnswer
+from isthmus.elastic.errors import EtcdError
+from isthmus.elastic.etcd import EtcdAccess, EtcdClient
+from isthmus.elastic.etcd_wire import RangeAnswer
 
 ETCD = shutil.which("etcd")
 needs_etcd = pytest.mark.skipif(ETCD is None, reason="etcd is not installed (apt-get install etcd-server)")

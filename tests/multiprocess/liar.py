@@ -30,8 +30,8 @@ def lie_as_worker(kind: str) -> None:
     """Run the worker that the rest of the command line describes."""
     import torch
 
-    from trainer.inner_loop import InnerLoop
-    from trainer.worker_start import main
+    from isthmus.trainer.inner_loop import InnerLoop
+    from isthmus.trainer.worker_start import main
 
     step, store = InnerLoop.step, InnerLoop.store
 
@@ -49,9 +49,9 @@ def lie_as_worker(kind: str) -> None:
 
 def forged(me: Any, sign: Any) -> Any:
     """A commit that never was, of a round with its maker alone, under its own signature as the run's seal."""
-    from collective.core.types import Epoch, OuterStep, RoundKey
-    from elastic.core.certificate import Certificate, Contributor, ballot
-    from elastic.core.messages import DataPosition
+    from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
+    from isthmus.elastic.core.certificate import Certificate, Contributor, ballot
+    from isthmus.elastic.core.messages import DataPosition
 
     key, previous, digest = RoundKey(Epoch(1_000_000), OuterStep(1_000_000), 0), b"p" * 32, b"d" * 32
     signature = sign(ballot(key, previous, digest, me, 1.0))
@@ -71,15 +71,15 @@ def lie_as_daemon(kind: str) -> None:
     """Run the command that the rest of the command line gives."""
     import msgspec
 
-    from collective.chunks import ChunkSend
-    from collective.outbox import Outbox
-    from collective.wire import FrameType, pack
-    from elastic.core.member import MemberMachine
-    from elastic.core.messages import Join
-    from elastic.notary import PeerSigner
+    from isthmus.collective.chunks import ChunkSend
+    from isthmus.collective.outbox import Outbox
+    from isthmus.collective.wire import FrameType, pack
+    from isthmus.elastic.core.member import MemberMachine
+    from isthmus.elastic.core.messages import Join
+    from isthmus.elastic.notary import PeerSigner
+    from isthmus.trainer.cli import main
+    from isthmus.trainer.round_runner import _SURVEY_FRAGMENT, RoundRunner
     from scripts.chaoslab.mute import MUTE, keep_votes_while
-    from trainer.cli import main
-    from trainer.round_runner import _SURVEY_FRAGMENT, RoundRunner
 
     sign = PeerSigner.sign
     if kind in ("weight", "noise"):

@@ -24,11 +24,11 @@ from typing import Any, assert_never
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from collective.core.address import candidates_of
-from collective.transport.certificates import key_to_pem, peer_id_of_key
-from elastic import journal_reader
-from elastic.core.messages import Held
-from elastic.core.records import (
+from isthmus.collective.core.address import candidates_of
+from isthmus.collective.transport.certificates import key_to_pem, peer_id_of_key
+from isthmus.elastic import journal_reader
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.core.records import (
     BarRecord,
     CommitRecord,
     Genesis,

@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 
-from collective import RoundKey
+from isthmus.collective import RoundKey
 from scripts.faults.attempts import Attempt, Site
 from scripts.faults.churn import churn
 from scripts.faults.reviving import Reviver

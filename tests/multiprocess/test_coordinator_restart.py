@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.core.records import CommitRecord, ViewRecord
-from elastic.digest import Hasher
-from elastic.journal import Journal
+from isthmus.elastic.core.records import CommitRecord, ViewRecord
+from isthmus.elastic.digest import Hasher
+from isthmus.elastic.journal import Journal
 from tests.unit.elastic.harness import CHUNK_NBYTES, RUN_ID, until
 from tests.unit.elastic.peers import CoordinatorHost, audit, running
 

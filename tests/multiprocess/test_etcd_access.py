@@ -14,11 +14,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from elastic.core.records import Genesis
-from elastic.errors import EtcdUnavailable, JournalUnwritable
-from elastic.etcd import EtcdAccess, EtcdClient
-from elastic.etcd_store import EtcdStore
-from elastic.etcd_wire import Done
+from isthmus.elastic.core.records import Genesis
+from isthmus.elastic.errors import EtcdUnavailable, JournalUnwritable
+from isthmus.elastic.etcd import EtcdAccess, EtcdClient
+from isthmus.elastic.etcd_store import EtcdStore
+from isthmus.elastic.etcd_wire import Done
 from tests.multiprocess.etcd_cluster import Cluster, etcd_nodes, needs_etcd
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120), needs_etcd]

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.core.certificate import decode_certificate
-from elastic.core.records import CommitRecord
+from isthmus.elastic.core.certificate import decode_certificate
+from isthmus.elastic.core.records import CommitRecord
+from isthmus.trainer.checkpoint import newest_usable
+from isthmus.trainer.events import FILE_NAME, older_files, read_events
 from tests.multiprocess.run_harness import OPEN_END, Process, Run, read_journal, running
-from trainer.checkpoint import newest_usable
-from trainer.events import FILE_NAME, older_files, read_events
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.trainer.quantities import parse_rate
+from isthmus.trainer.ticket import read_ticket
 from tests.multiprocess.run_harness import OPEN_END, Audit, Process, assert_same_commits, read_journal, running
 from tests.multiprocess.test_run_hostile import strangers_hello
-from trainer.quantities import parse_rate
-from trainer.ticket import read_ticket
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.trainer.checkpoint import newest_usable
 from tests.multiprocess.run_harness import (
     ISTHMUS,
     LEFT,
@@ -17,7 +18,6 @@ from tests.multiprocess.run_harness import (
     running,
     wall_s,
 )
-from trainer.checkpoint import newest_usable
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(240)]
 

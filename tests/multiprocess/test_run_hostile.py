@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from collective.core.types import Incarnation, PeerId
-from collective.transport import FrameType, Hello, Purpose
-from collective.wire import PROTOCOL_VERSION, Header, pack
+from isthmus.collective.core.types import Incarnation, PeerId
+from isthmus.collective.transport import FrameType, Hello, Purpose
+from isthmus.collective.wire import PROTOCOL_VERSION, Header, pack
 from tests.multiprocess.run_harness import (
     OPEN_END,
     Audit,

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef, RoundKey
-from collective.errors import CollectiveError
-from collective.transport import Channel, FrameType, Purpose, Security, connect
-from elastic.core.messages import (
+from isthmus.collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef, RoundKey
+from isthmus.collective.errors import CollectiveError
+from isthmus.collective.transport import Channel, FrameType, Purpose, Security, connect
+from isthmus.elastic.core.messages import (
     Heartbeat,
     Held,
     Join,
@@ -30,14 +30,14 @@ from elastic.core.messages import (
     Unmet,
     Vote,
 )
-from elastic.notary import PeerSigner
-from elastic.state_wire import ChunkRequest, CommitRequest, ManifestRequest, PrivateRequest, StockRequest
-from elastic.wire import encode
+from isthmus.elastic.notary import PeerSigner
+from isthmus.elastic.state_wire import ChunkRequest, CommitRequest, ManifestRequest, PrivateRequest, StockRequest
+from isthmus.elastic.wire import encode
+from isthmus.trainer.admission import hello_maker
+from isthmus.trainer.founding import recall_membership
 from tests.multiprocess.liar import forged
 from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, running
 from tests.multiprocess.test_run_keys import TIMEOUT_S, _address_of, _identity_in
-from trainer.admission import hello_maker
-from trainer.founding import recall_membership
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
 

@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from collective.core.types import Incarnation, PeerRef
-from collective.errors import CollectiveError, HandshakeRefused
-from collective.transport import Channel, Credentials, Mode, Purpose, Security, connect
-from collective.transport.certificates import certificate_from_bytes
+from isthmus.collective.core.types import Incarnation, PeerRef
+from isthmus.collective.errors import CollectiveError, HandshakeRefused
+from isthmus.collective.transport import Channel, Credentials, Mode, Purpose, Security, connect
+from isthmus.collective.transport.certificates import certificate_from_bytes
+from isthmus.trainer.admission import hello_maker
+from isthmus.trainer.founding import recall_membership
+from isthmus.trainer.identity import PeerFolder, PeerIdentity
+from isthmus.trainer.ticket import read_ticket
 from tests.multiprocess.run_harness import (
     END_TIMEOUT_S,
     LEFT,
@@ -23,10 +27,6 @@ from tests.multiprocess.run_harness import (
     at_home,
     running,
 )
-from trainer.admission import hello_maker
-from trainer.founding import recall_membership
-from trainer.identity import PeerFolder, PeerIdentity
-from trainer.ticket import read_ticket
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 

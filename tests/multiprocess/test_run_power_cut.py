@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.core.records import CommitRecord, Record, RollbackRecord
+from isthmus.elastic.core.records import CommitRecord, Record, RollbackRecord
 from tests.multiprocess.run_harness import OPEN_END, Process, Run, now_s, read_journal, running, wall_s
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.core.leases import count
-from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, ReleaseRecord
-from elastic.core.run_state import RunState
+from isthmus.elastic.core.leases import count
+from isthmus.elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, ReleaseRecord
+from isthmus.elastic.core.run_state import RunState
 from tests.multiprocess.run_harness import LEFT, OPEN_END, Process, Run, assert_same_commits, read_journal, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.core.records import ViewRecord
+from isthmus.elastic.core.records import ViewRecord
 from tests.multiprocess.run_harness import OPEN_END, Audit, assert_same_commits, read_journal, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]

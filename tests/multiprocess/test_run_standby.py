@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic.core.records import Record, SnapshotRecord, ViewRecord
-from elastic.etcd import EtcdAccess
-from elastic.etcd_store import EtcdStore
-from elastic.store import verified
+from isthmus.elastic.core.records import Record, SnapshotRecord, ViewRecord
+from isthmus.elastic.etcd import EtcdAccess
+from isthmus.elastic.etcd_store import EtcdStore
+from isthmus.elastic.store import verified
 from tests.multiprocess.etcd_cluster import Cluster, etcd_nodes, free_ports, needs_etcd
 from tests.multiprocess.run_harness import (
     LEFT,

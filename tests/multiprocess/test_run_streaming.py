@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.core.records import CommitRecord
+from isthmus.elastic.core.records import CommitRecord
 from tests.multiprocess.run_harness import (
     OPEN_END,
     Audit,

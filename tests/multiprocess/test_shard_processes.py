@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from optim.fragments import FragmentTable
-from trainer.shards import ShardMap
-from trainer.shared_buffer import SharedBuffer
+from isthmus.optim.fragments import FragmentTable
+from isthmus.trainer.shards import ShardMap
+from isthmus.trainer.shared_buffer import SharedBuffer
 
 pytestmark = pytest.mark.multiprocess
 

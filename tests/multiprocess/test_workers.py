@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 import torch
 
-from optim.inner import InnerType
-from trainer.corpus import Corpus
-from trainer.errors import ConfigError, EnvironmentFault, ExitCode, TrainingFault
-from trainer.model import ModelConfig, initial_parameters, num_parameters
-from trainer.shared_buffer import SharedBuffer
-from trainer.worker_inquest import frames_of
-from trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
-from trainer.worker_pool import WorkerDied, WorkerPool, WorkerStalled
-from trainer.worker_start import STACK_SIGNAL
+from isthmus.optim.inner import InnerType
+from isthmus.trainer.corpus import Corpus
+from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, TrainingFault
+from isthmus.trainer.model import ModelConfig, initial_parameters, num_parameters
+from isthmus.trainer.shared_buffer import SharedBuffer
+from isthmus.trainer.worker_inquest import frames_of
+from isthmus.trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
+from isthmus.trainer.worker_pool import WorkerDied, WorkerPool, WorkerStalled
+from isthmus.trainer.worker_start import STACK_SIGNAL
 
 pytestmark = pytest.mark.multiprocess
 
@@ -365,7 +365,7 @@ def _start_of_worker(tmp_path: Path, parent: str) -> list[str]:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(NEVER_LOADED)
     environment = f"os.environ | dict(PYTHONPATH={os.pathsep.join([str(tmp_path), *sys.path])!r})"
-    command = "[sys.executable, '-m', 'trainer.worker_start', json.dumps(dict(parent_pid=" + parent + "))]"
+    command = "[sys.executable, '-m', 'isthmus.trainer.worker_start', json.dumps(dict(parent_pid=" + parent + "))]"
     start = f"import json, os, signal, subprocess, sys\nworker = subprocess.Popen({command}, env={environment})\n"
     return [sys.executable, "-c", start + "print(worker.pid, flush=True)\nsys.exit(worker.wait())"]
 

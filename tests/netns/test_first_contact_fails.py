@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from collective.core.address import candidates_of, split_address
+from isthmus.collective.core.address import candidates_of, split_address
+from isthmus.trainer.ticket import encode_ticket, read_ticket
 from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, make_folder, now_s, running
 from tests.netns.machines import MARKS, Machine, World
-from trainer.ticket import encode_ticket, read_ticket
 
 pytestmark = [*MARKS, pytest.mark.timeout(300)]
 

@@ -15,11 +15,11 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
-from elastic.audit import audit
-from elastic.core.certificate import Certificate
-from elastic.core.messages import IndexRange
-from elastic.core.records import (
+from isthmus.collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from isthmus.elastic.audit import audit
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.elastic.core.records import (
     BarRecord,
     CommitRecord,
     Contribution,
@@ -33,9 +33,9 @@ from elastic.core.records import (
     TicketRecord,
     ViewRecord,
 )
-from elastic.core.run_state import RunState
-from elastic.journal import Journal
-from elastic.journal_reader import read_journal
+from isthmus.elastic.core.run_state import RunState
+from isthmus.elastic.journal import Journal
+from isthmus.elastic.journal_reader import read_journal
 from tests.simulation.history import History
 from tests.simulation.simulator import Simulator
 from tests.simulation.work import Leases

@@ -5,9 +5,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collective.core.types import RoundKey
-from elastic.core.certificate import Certificate, Contributor, decode_certificate, encode_certificate
-from elastic.core.messages import DataPosition, IndexRange
+from isthmus.collective.core.types import RoundKey
+from isthmus.elastic.core.certificate import Certificate, Contributor, decode_certificate, encode_certificate
+from isthmus.elastic.core.messages import DataPosition, IndexRange
 from tests.keys import Keys, certified
 
 KEYS = Keys()

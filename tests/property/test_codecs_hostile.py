@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective.codec import NotFinite, codec_named, codec_names
+from isthmus.collective.codec import NotFinite, codec_named, codec_names
 
 NAMES = [*codec_names(), "topk:3", "topk:4096"]
 GUARD = 64

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective.codec import bf16, blocks, codec_named, codec_names, topk
+from isthmus.collective.codec import bf16, blocks, codec_named, codec_names, topk
 
 LARGEST = torch.finfo(torch.float32).max
 TINY = 2.0**-100

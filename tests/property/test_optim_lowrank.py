@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective.codec import codec_named, codec_names
-from optim.lowrank import decompress, first_q, orthonormalise, project, project_back, warm_start
+from isthmus.collective.codec import codec_named, codec_names
+from isthmus.optim.lowrank import decompress, first_q, orthonormalise, project, project_back, warm_start
 
 SHAPES = st.tuples(st.integers(1, 60), st.integers(1, 60))
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optim import nesterov
-from optim.nesterov import nesterov_step
+from isthmus.optim import nesterov
+from isthmus.optim.nesterov import nesterov_step
 
 
 @settings(deadline=None)  # machines are slow at times; pytest bounds the whole

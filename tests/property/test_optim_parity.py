@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optim import ANCHOR, FragmentTable, build_outer
-from optim.simulate import simulate
-from optim.workload import OneByOne
+from isthmus.optim import ANCHOR, FragmentTable, build_outer
+from isthmus.optim.simulate import simulate
+from isthmus.optim.workload import OneByOne
 
 TABLE = FragmentTable.from_named_shapes([("layer0.w", (5, 3)), ("layer1.b", (7,))])
 INNER_STEPS, NUM_STEPS = 3, 30

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective.core.cost import Volume, best_shares, predict
-from collective.core.link_table import LinkTable
-from collective.core.planner import choose
-from collective.core.regions import guess_trunks, regions
-from collective.core.ring_order import ring_order
-from collective.core.slices import Route, butterfly, gather, ring, scatter, two_level
+from isthmus.collective.core.cost import Volume, best_shares, predict
+from isthmus.collective.core.link_table import LinkTable
+from isthmus.collective.core.planner import choose
+from isthmus.collective.core.regions import guess_trunks, regions
+from isthmus.collective.core.ring_order import ring_order
+from isthmus.collective.core.slices import Route, butterfly, gather, ring, scatter, two_level
 
 RATES = st.one_of(st.floats(1e3, 1e9), st.just(inf), st.just(0.0))
 """bytes/s: a modem to ten Gbit/s, unknown, out of reach."""

@@ -6,9 +6,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective.core import slices as trees
-from collective.core.round import RoundMachine
-from collective.core.round_words import (
+from isthmus.collective.core import slices as trees
+from isthmus.collective.core.round import RoundMachine
+from isthmus.collective.core.round_words import (
     Accumulate,
     ContributionArrived,
     FinishChunk,
@@ -21,8 +21,8 @@ from collective.core.round_words import (
     SendOpen,
     SendResult,
 )
-from collective.core.slices import NOBODY, SlicePlan
-from collective.core.types import Epoch, OuterStep, RoundKey
+from isthmus.collective.core.slices import NOBODY, SlicePlan
+from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
 
 KEY = RoundKey(Epoch(1), OuterStep(0), 0)
 EVENT_BUDGET = 30_000

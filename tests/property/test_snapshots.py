@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.doors import Doors
-from elastic.core.leases import LeaseLedger
-from elastic.core.records import Record
-from elastic.core.run_state import RunState
-from elastic.core.work import Strikes, WorkBook
-from elastic.store import pack
+from isthmus.elastic.core.coordinator import CoordinatorMachine
+from isthmus.elastic.core.doors import Doors
+from isthmus.elastic.core.leases import LeaseLedger
+from isthmus.elastic.core.records import Record
+from isthmus.elastic.core.run_state import RunState
+from isthmus.elastic.core.work import Strikes, WorkBook
+from isthmus.elastic.store import pack
 from tests.simulation.simulator import Simulator
 
 SEEDS = tuple(range(60))

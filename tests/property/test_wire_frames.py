@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collective.errors import PayloadCorrupted, RemoteProtocolError
-from collective.wire import (
+from isthmus.collective.errors import PayloadCorrupted, RemoteProtocolError
+from isthmus.collective.wire import (
     HEADER_NBYTES,
     ON_CONTROL,
     FrameReader,

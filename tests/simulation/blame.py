@@ -8,9 +8,9 @@ never outweighs members who reach each other: who goes alone has at least as man
 
 from collections import defaultdict
 
-from collective.core.types import PeerId, PeerRef, View
-from elastic.core.messages import RoundFailed
-from elastic.core.records import CommitRecord, RebuildRecord, RollbackRecord, ViewRecord
+from isthmus.collective.core.types import PeerId, PeerRef, View
+from isthmus.elastic.core.messages import RoundFailed
+from isthmus.elastic.core.records import CommitRecord, RebuildRecord, RollbackRecord, ViewRecord
 from tests.simulation.symbols import name
 from tests.simulation.world import demand
 

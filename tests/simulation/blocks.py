@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 
+from isthmus.trainer.lifeline import die_with
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.parts import Parts
 from tests.simulation.rounds.mutants import ROUND_MUTANTS
 from tests.simulation.rounds.simulator import RoundSimulator
 from tests.simulation.simulator import Outcome, Simulator
-from trainer.lifeline import die_with
 
 SEEDS_A_BLOCK = 40
 BLOCK_TIMEOUT_S = 1200.0

@@ -7,17 +7,17 @@ from typing import Any
 
 import msgspec
 
-from collective.core.types import Epoch, Instant, OuterStep, RoundKey, View
-from elastic.core.attempt import Attempt
-from elastic.core.events import (
+from isthmus.collective.core.types import Epoch, Instant, OuterStep, RoundKey, View
+from isthmus.elastic.core.attempt import Attempt
+from isthmus.elastic.core.events import (
     ExchangeDone,
     MemberEffect,
     MemberEvent,
     StartExchange,
 )
-from elastic.core.member import MemberMachine
-from elastic.core.messages import Heartbeat, Held, NewView, RoundFailed, Vote
-from elastic.core.place import Phase, Place
+from isthmus.elastic.core.member import MemberMachine
+from isthmus.elastic.core.messages import Heartbeat, Held, NewView, RoundFailed, Vote
+from isthmus.elastic.core.place import Phase, Place
 from tests.simulation.exchange import Frame, FrameGate
 
 

@@ -7,17 +7,17 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from collective.core.types import Instant, PeerId, PeerRef, RoundKey, View
-from elastic.core.closing import Closing
-from elastic.core.config import CoordinatorConfig
-from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.failures import Failures
-from elastic.core.grace import Grace
-from elastic.core.messages import LeaseRequest, RoundFailed, Vote
-from elastic.core.records import Contribution
-from elastic.core.rounds import Agreed, Rounds, Split
-from elastic.core.run_state import RunState
-from elastic.core.sessions import Session
+from isthmus.collective.core.types import Instant, PeerId, PeerRef, RoundKey, View
+from isthmus.elastic.core.closing import Closing
+from isthmus.elastic.core.config import CoordinatorConfig
+from isthmus.elastic.core.coordinator import CoordinatorMachine
+from isthmus.elastic.core.failures import Failures
+from isthmus.elastic.core.grace import Grace
+from isthmus.elastic.core.messages import LeaseRequest, RoundFailed, Vote
+from isthmus.elastic.core.records import Contribution
+from isthmus.elastic.core.rounds import Agreed, Rounds, Split
+from isthmus.elastic.core.run_state import RunState
+from isthmus.elastic.core.sessions import Session
 from tests.simulation.broken_runs import PatchedCoordinator
 
 

@@ -6,29 +6,29 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from collective.core.types import Epoch, Instant, PeerRef
-from elastic.core.admission import Admission
-from elastic.core.certificate import Certificate
-from elastic.core.closing import Closing
-from elastic.core.config import CoordinatorConfig, RebuildRule
-from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.doorkeeper import Doorkeeper
-from elastic.core.events import (
+from isthmus.collective.core.types import Epoch, Instant, PeerRef
+from isthmus.elastic.core.admission import Admission
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.closing import Closing
+from isthmus.elastic.core.config import CoordinatorConfig, RebuildRule
+from isthmus.elastic.core.coordinator import CoordinatorMachine
+from isthmus.elastic.core.doorkeeper import Doorkeeper
+from isthmus.elastic.core.events import (
     CoordinatorEffect,
     CoordinatorEvent,
     PutOut,
     SendToPeer,
 )
-from elastic.core.handover import Handover
-from elastic.core.messages import Evicted, Join, PeerMessage
-from elastic.core.past import Past
-from elastic.core.rebuild import Rebuild
-from elastic.core.reception import Reception
-from elastic.core.records import Record
-from elastic.core.rollback import Rollback
-from elastic.core.rounds import Rounds
-from elastic.core.run_state import RunState
-from elastic.core.sessions import Session
+from isthmus.elastic.core.handover import Handover
+from isthmus.elastic.core.messages import Evicted, Join, PeerMessage
+from isthmus.elastic.core.past import Past
+from isthmus.elastic.core.rebuild import Rebuild
+from isthmus.elastic.core.reception import Reception
+from isthmus.elastic.core.records import Record
+from isthmus.elastic.core.rollback import Rollback
+from isthmus.elastic.core.rounds import Rounds
+from isthmus.elastic.core.run_state import RunState
+from isthmus.elastic.core.sessions import Session
 
 
 class PatchedCoordinator(CoordinatorMachine):

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from elastic.core.records import SnapshotRecord
-from elastic.core.run_state import RunState
+from isthmus.elastic.core.records import SnapshotRecord
+from isthmus.elastic.core.run_state import RunState
 
 
 def without(**forgotten: object) -> Callable[[RunState], SnapshotRecord]:

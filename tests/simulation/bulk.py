@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING
 
-from collective.core.types import PeerRef
+from isthmus.collective.core.types import PeerRef
 from tests.simulation.exchange import Frame
 from tests.simulation.network import COORDINATOR
 from tests.simulation.peer import PeerNode

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
-from collective.core.types import PeerRef, RoundKey, View
-from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.events import BecomeLearner, CoordinatorEffect, Finish, InstallStaged, Persist
-from elastic.core.messages import (
+from isthmus.collective.core.types import PeerRef, RoundKey, View
+from isthmus.elastic.core.coordinator import CoordinatorMachine
+from isthmus.elastic.core.events import BecomeLearner, CoordinatorEffect, Finish, InstallStaged, Persist
+from isthmus.elastic.core.messages import (
     CoordinatorMessage,
     Goodbye,
     Held,
@@ -26,8 +26,8 @@ from elastic.core.messages import (
     Synced,
     Vote,
 )
-from elastic.core.place import Phase
-from elastic.core.records import (
+from isthmus.elastic.core.place import Phase
+from isthmus.elastic.core.records import (
     CommitRecord,
     LeaseRecord,
     RebuildRecord,

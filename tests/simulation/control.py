@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from collective.core.types import Incarnation, PeerId, PeerRef
-from collective.errors import RemoteProtocolError
-from elastic.core.events import Connected, Disconnected
-from elastic.core.messages import CoordinatorMessage, Join, PeerMessage, Vote
-from elastic.wire import decode, encode
+from isthmus.collective.core.types import Incarnation, PeerId, PeerRef
+from isthmus.collective.errors import RemoteProtocolError
+from isthmus.elastic.core.events import Connected, Disconnected
+from isthmus.elastic.core.messages import CoordinatorMessage, Join, PeerMessage, Vote
+from isthmus.elastic.wire import decode, encode
 from tests.simulation.coordinator_node import CoordinatorNode
 from tests.simulation.network import COORDINATOR, ControlConnection
 from tests.simulation.peer import PeerNode

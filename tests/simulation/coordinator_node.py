@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from collective.core.types import Instant, PeerId, PeerRef
-from elastic.alarm import HeldClock
-from elastic.core.config import RebuildRule
-from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.events import (
+from isthmus.collective.core.types import Instant, PeerId, PeerRef
+from isthmus.elastic.alarm import HeldClock
+from isthmus.elastic.core.config import RebuildRule
+from isthmus.elastic.core.coordinator import CoordinatorMachine
+from isthmus.elastic.core.events import (
     Answered,
     CoordinatorEffect,
     CoordinatorEvent,
@@ -29,9 +29,9 @@ from elastic.core.events import (
     SendToPeer,
     Tick,
 )
-from elastic.core.messages import PeerMessage
-from elastic.core.records import CommitRecord, Record
-from elastic.wire import decode, encode
+from isthmus.elastic.core.messages import PeerMessage
+from isthmus.elastic.core.records import CommitRecord, Record
+from isthmus.elastic.wire import decode, encode
 from tests.simulation.network import COORDINATOR, ControlConnection
 from tests.simulation.process import Process
 from tests.simulation.world import demand

@@ -7,8 +7,8 @@ times in a row stays out for twice as many commits each time. A run that went ba
 
 from collections.abc import Collection
 
-from collective.core.types import PeerId, PeerRef, View
-from elastic.core.messages import (
+from isthmus.collective.core.types import PeerId, PeerRef, View
+from isthmus.elastic.core.messages import (
     CoordinatorMessage,
     Evicted,
     Goodbye,
@@ -20,7 +20,7 @@ from elastic.core.messages import (
     Refused,
     Welcome,
 )
-from elastic.core.records import CommitRecord, RebuildRecord, RollbackRecord, ViewRecord
+from isthmus.elastic.core.records import CommitRecord, RebuildRecord, RollbackRecord, ViewRecord
 from tests.simulation.symbols import name
 from tests.simulation.world import demand
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from collective.core.fence import Fence, Standing
-from collective.core.round import RoundMachine
-from collective.core.round_words import (
+from isthmus.collective.core.fence import Fence, Standing
+from isthmus.collective.core.round import RoundMachine
+from isthmus.collective.core.round_words import (
     Accumulate,
     ChunkRefused,
     ContributionArrived,
@@ -31,8 +31,8 @@ from collective.core.round_words import (
     SendOpen,
     SendResult,
 )
-from collective.core.slices import Route, SlicePlan, butterfly, ring, two_level
-from collective.core.types import PeerId, PeerRef, RoundKey, View
+from isthmus.collective.core.slices import Route, SlicePlan, butterfly, ring, two_level
+from isthmus.collective.core.types import PeerId, PeerRef, RoundKey, View
 from tests.simulation.symbols import ChunkValue, Payload, Result, Share
 from tests.simulation.world import Violation
 

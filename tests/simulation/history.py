@@ -3,11 +3,11 @@
 
 from typing import TYPE_CHECKING
 
-from collective.core.types import Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
-from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.events import InstallStaged
-from elastic.core.messages import Commit, CoordinatorMessage, Held, LeaseGrant, NewView, Welcome
-from elastic.core.records import (
+from isthmus.collective.core.types import Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from isthmus.elastic.core.coordinator import CoordinatorMachine
+from isthmus.elastic.core.events import InstallStaged
+from isthmus.elastic.core.messages import Commit, CoordinatorMessage, Held, LeaseGrant, NewView, Welcome
+from isthmus.elastic.core.records import (
     BarRecord,
     CommitRecord,
     Genesis,

@@ -7,10 +7,10 @@ The books are kept from what is said: who is in the run as the coordinator has t
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from collective.core.types import PeerRef
-from elastic.core.events import Finish
-from elastic.core.farewell import LEFT_EXIT_CODE
-from elastic.core.messages import (
+from isthmus.collective.core.types import PeerRef
+from isthmus.elastic.core.events import Finish
+from isthmus.elastic.core.farewell import LEFT_EXIT_CODE
+from isthmus.elastic.core.messages import (
     CoordinatorMessage,
     Evicted,
     Goodbye,

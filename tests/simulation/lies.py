@@ -4,11 +4,11 @@
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from collective.core.types import PeerId, PeerRef, RoundKey, View
-from elastic.core.leases import count
-from elastic.core.messages import CoordinatorMessage, Refused, RoundFailed
-from elastic.core.records import CommitRecord, ViewRecord
-from elastic.core.work import MAX_STRIKES
+from isthmus.collective.core.types import PeerId, PeerRef, RoundKey, View
+from isthmus.elastic.core.leases import count
+from isthmus.elastic.core.messages import CoordinatorMessage, Refused, RoundFailed
+from isthmus.elastic.core.records import CommitRecord, ViewRecord
+from isthmus.elastic.core.work import MAX_STRIKES
 from tests.simulation.symbols import name
 from tests.simulation.world import demand
 

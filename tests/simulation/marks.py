@@ -8,10 +8,10 @@ be read off the records, the messages and the effects. `fault: ...` says how oft
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from collective.core.types import PeerRef, View
-from elastic.core.events import BecomeLearner, Finish, InstallStaged
-from elastic.core.messages import CoordinatorMessage, Evicted, LeaseGrant, Refused, Welcome
-from elastic.core.records import (
+from isthmus.collective.core.types import PeerRef, View
+from isthmus.elastic.core.events import BecomeLearner, Finish, InstallStaged
+from isthmus.elastic.core.messages import CoordinatorMessage, Evicted, LeaseGrant, Refused, Welcome
+from isthmus.elastic.core.records import (
     CommitRecord,
     LeaseRecord,
     RebuildRecord,

@@ -8,8 +8,8 @@ flag for any of them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic.alarm import HeldClock
-from elastic.core.events import CoordinatorEffect, Persist, SendToPeer
+from isthmus.elastic.alarm import HeldClock
+from isthmus.elastic.core.events import CoordinatorEffect, Persist, SendToPeer
 from tests.simulation.broken_members import (
     ChangesItsWeight,
     CountsBytesAsWork,

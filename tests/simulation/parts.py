@@ -4,12 +4,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from elastic.alarm import HeldClock
-from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.events import CoordinatorEffect
-from elastic.core.member import MemberMachine
-from elastic.core.records import SnapshotRecord
-from elastic.core.run_state import RunState
+from isthmus.elastic.alarm import HeldClock
+from isthmus.elastic.core.coordinator import CoordinatorMachine
+from isthmus.elastic.core.events import CoordinatorEffect
+from isthmus.elastic.core.member import MemberMachine
+from isthmus.elastic.core.records import SnapshotRecord
+from isthmus.elastic.core.run_state import RunState
 from tests.simulation.exchange import FrameGate
 
 

@@ -10,9 +10,9 @@ done no work since it was excused is looked at always.
 import math
 from collections.abc import Callable, Collection
 
-from collective.core.types import PeerRef, View
-from elastic.core.messages import Vote
-from elastic.core.records import CommitRecord
+from isthmus.collective.core.types import PeerRef, View
+from isthmus.elastic.core.messages import Vote
+from isthmus.elastic.core.records import CommitRecord
 from tests.simulation.options import Options
 from tests.simulation.symbols import name
 from tests.simulation.world import World, demand

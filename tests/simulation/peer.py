@@ -7,11 +7,11 @@ crash. Effects are carried out in list order. While it is paused (SIGSTOP), what
 
 from typing import TYPE_CHECKING, assert_never
 
-from collective.core.fence import Fence
-from collective.core.types import Incarnation, Instant, PeerId, PeerRef, RoundKey, View
-from elastic.core.certificate import Certificate
-from elastic.core.config import MemberConfig
-from elastic.core.events import (
+from isthmus.collective.core.fence import Fence
+from isthmus.collective.core.types import Incarnation, Instant, PeerId, PeerRef, RoundKey, View
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.config import MemberConfig
+from isthmus.elastic.core.events import (
     AbortExchange,
     BecomeActive,
     BecomeExcused,
@@ -40,10 +40,10 @@ from elastic.core.events import (
     TakeLeases,
     Tick,
 )
-from elastic.core.farewell import LEFT_EXIT_CODE
-from elastic.core.leases import count, merged
-from elastic.core.member import MemberMachine
-from elastic.core.messages import CoordinatorMessage, Evicted, Held, IndexRange, RoundFailed, Vote
+from isthmus.elastic.core.farewell import LEFT_EXIT_CODE
+from isthmus.elastic.core.leases import count, merged
+from isthmus.elastic.core.member import MemberMachine
+from isthmus.elastic.core.messages import CoordinatorMessage, Evicted, Held, IndexRange, RoundFailed, Vote
 from tests.simulation.disk import Disk
 from tests.simulation.exchange import Exchange, Frame
 from tests.simulation.process import Process

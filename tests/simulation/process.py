@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from collective.core.types import Instant
+from isthmus.collective.core.types import Instant
 from tests.simulation.world import World
 
 CLOCK_RESOLUTION_S = 1e-9

@@ -7,9 +7,9 @@ testified has heard of; what was committed after it is given up, and nothing els
 
 from typing import TYPE_CHECKING
 
-from collective.core.types import OuterStep, PeerRef, RoundKey
-from elastic.core.certificate import Certificate, Contributor, ballot, encode_certificate, genesis_link
-from elastic.core.messages import (
+from isthmus.collective.core.types import OuterStep, PeerRef, RoundKey
+from isthmus.elastic.core.certificate import Certificate, Contributor, ballot, encode_certificate, genesis_link
+from isthmus.elastic.core.messages import (
     Commit,
     CoordinatorMessage,
     DataPosition,
@@ -20,7 +20,7 @@ from elastic.core.messages import (
     PeerMessage,
     Rebuilt,
 )
-from elastic.core.records import CommitRecord, RebuildRecord, Record
+from isthmus.elastic.core.records import CommitRecord, RebuildRecord, Record
 from tests.keys import PeerKeys
 from tests.simulation.work import consumed_by
 from tests.simulation.world import demand

@@ -21,7 +21,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from elastic.core.events import (
+from isthmus.elastic.core.events import (
     Answered,
     CoordinatorEffect,
     Disconnect,
@@ -31,7 +31,7 @@ from elastic.core.events import (
     Resign,
     SendToPeer,
 )
-from elastic.core.records import CommitRecord, Genesis, Record, ViewRecord
+from isthmus.elastic.core.records import CommitRecord, Genesis, Record, ViewRecord
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.network import COORDINATOR
 from tests.simulation.options import Options

@@ -10,8 +10,8 @@ holder of the committed state is gone for good, must say so to everybody within 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elastic.core.config import CoordinatorConfig
-from elastic.core.records import CommitRecord, ViewRecord
+from isthmus.elastic.core.config import CoordinatorConfig
+from isthmus.elastic.core.records import CommitRecord, ViewRecord
 from tests.keys import Keys
 from tests.simulation.bulk import Bulk
 from tests.simulation.checkers import Checkers

@@ -3,8 +3,8 @@
 
 from collections.abc import Callable
 
-from elastic.core.place import Phase
-from elastic.core.records import CommitRecord, ViewRecord
+from isthmus.elastic.core.place import Phase
+from isthmus.elastic.core.records import CommitRecord, ViewRecord
 from tests.simulation.options import Options
 from tests.simulation.parts import Parts
 from tests.simulation.peer import PeerNode

@@ -9,8 +9,8 @@ state who is in it, and how often.
 import hashlib
 from dataclasses import dataclass
 
-from collective.core.types import OuterStep, PeerRef
-from elastic.core.messages import Held, IndexRange
+from isthmus.collective.core.types import OuterStep, PeerRef
+from isthmus.elastic.core.messages import Held, IndexRange
 
 MOST_SAID = 1e15
 """A weight beyond it is no message."""

@@ -5,16 +5,16 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-from collective.core.types import PeerId
-from elastic.audit import Audit, audit
-from elastic.audit.beginning import beginning_in
-from elastic.core.closing import Closing
-from elastic.core.config import CoordinatorConfig
-from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.messages import LeaseRequest
-from elastic.core.records import Contribution
-from elastic.core.run_state import RunState
-from elastic.core.sessions import Session
+from isthmus.collective.core.types import PeerId
+from isthmus.elastic.audit import Audit, audit
+from isthmus.elastic.audit.beginning import beginning_in
+from isthmus.elastic.core.closing import Closing
+from isthmus.elastic.core.config import CoordinatorConfig
+from isthmus.elastic.core.coordinator import CoordinatorMachine
+from isthmus.elastic.core.messages import LeaseRequest
+from isthmus.elastic.core.records import Contribution
+from isthmus.elastic.core.run_state import RunState
+from isthmus.elastic.core.sessions import Session
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.parts import Parts
 from tests.simulation.simulator import Simulator

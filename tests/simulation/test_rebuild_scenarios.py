@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Histories with a name in which the coordinator's disk is lost."""
 
-from elastic.core.events import CoordinatorEffect, SendToPeer
-from elastic.core.messages import Commit
-from elastic.core.records import RebuildRecord
+from isthmus.elastic.core.events import CoordinatorEffect, SendToPeer
+from isthmus.elastic.core.messages import Commit
+from isthmus.elastic.core.records import RebuildRecord
 from tests.simulation.stage import Stage
 
 

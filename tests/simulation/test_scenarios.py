@@ -3,9 +3,9 @@
 
 import pytest
 
-from elastic.core.events import CoordinatorEffect, LeaveRequested, Persist, SendToPeer
-from elastic.core.messages import Commit
-from elastic.core.records import CommitRecord
+from isthmus.elastic.core.events import CoordinatorEffect, LeaveRequested, Persist, SendToPeer
+from isthmus.elastic.core.messages import Commit
+from isthmus.elastic.core.records import CommitRecord
 from tests.simulation.network import COORDINATOR
 from tests.simulation.stage import Stage
 

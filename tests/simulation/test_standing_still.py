@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
-from collective.core.types import Instant, OuterStep, PeerRef
-from elastic.core.config import CoordinatorConfig
-from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.pauses import Pauses
-from elastic.core.run_state import RunState
+from isthmus.collective.core.types import Instant, OuterStep, PeerRef
+from isthmus.elastic.core.config import CoordinatorConfig
+from isthmus.elastic.core.coordinator import CoordinatorMachine
+from isthmus.elastic.core.pauses import Pauses
+from isthmus.elastic.core.run_state import RunState
 from tests.simulation.broken_members import CountsBytesAsWork
 from tests.simulation.broken_rounds import WaitsLongerAndLonger
 from tests.simulation.parts import Parts

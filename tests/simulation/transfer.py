@@ -3,8 +3,8 @@
 
 from typing import TYPE_CHECKING
 
-from collective.core.types import PeerRef
-from elastic.core.events import CatchUp, CatchUpFailed, CaughtUp, Progressed
+from isthmus.collective.core.types import PeerRef
+from isthmus.elastic.core.events import CatchUp, CatchUpFailed, CaughtUp, Progressed
 from tests.simulation.symbols import State
 
 if TYPE_CHECKING:

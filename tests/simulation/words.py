@@ -5,8 +5,8 @@ Donors hold what they are named for, as far as anybody has said. Who is put out 
 for. Who was excused comes back only if it has got on since.
 """
 
-from collective.core.types import PeerRef, View
-from elastic.core.messages import (
+from isthmus.collective.core.types import PeerRef, View
+from isthmus.elastic.core.messages import (
     Commit,
     CoordinatorMessage,
     Evicted,
@@ -19,7 +19,7 @@ from elastic.core.messages import (
     Vote,
     Welcome,
 )
-from elastic.core.records import CommitRecord, ViewRecord
+from isthmus.elastic.core.records import CommitRecord, ViewRecord
 from tests.simulation.history import History
 from tests.simulation.world import demand
 

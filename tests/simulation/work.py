@@ -4,10 +4,10 @@
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from collective.core.types import PeerRef, RoundKey, View
-from elastic.core.leases import without
-from elastic.core.messages import Held, LeaseGrant, LeaseRequest
-from elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, ReleaseRecord, RollbackRecord
+from isthmus.collective.core.types import PeerRef, RoundKey, View
+from isthmus.elastic.core.leases import without
+from isthmus.elastic.core.messages import Held, LeaseGrant, LeaseRequest
+from isthmus.elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, ReleaseRecord, RollbackRecord
 from tests.simulation.history import History
 from tests.simulation.symbols import MOST_SAID, Payload, Result, State, name
 from tests.simulation.world import demand

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from collective.core.types import PeerRef
+from isthmus.collective.core.types import PeerRef
 from tests.simulation.symbols import name
 
 _pack_instant = struct.Struct("<d").pack

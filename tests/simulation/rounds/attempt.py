@@ -4,8 +4,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from collective.core.slices import SlicePlan
-from collective.core.types import View
+from isthmus.collective.core.slices import SlicePlan
+from isthmus.collective.core.types import View
 from tests.simulation.rounds.values import Frame, Value
 
 if TYPE_CHECKING:

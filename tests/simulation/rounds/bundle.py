@@ -4,7 +4,7 @@
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-from collective.core.types import PeerRef
+from isthmus.collective.core.types import PeerRef
 from tests.simulation.rounds.network import Link
 from tests.simulation.rounds.values import SIGN, Frame
 

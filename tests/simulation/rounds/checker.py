@@ -10,7 +10,7 @@ I9 what a peer must hold back is bounded.
 from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
-from collective.core.types import PeerRef, RoundKey, View
+from isthmus.collective.core.types import PeerRef, RoundKey, View
 from tests.simulation.network import pair_of
 from tests.simulation.rounds.options import FIRST_CONTACT_S, KEEPALIVE_S, LOOK_S, REDIAL_S, SILENCE_S
 from tests.simulation.rounds.values import PART, RESULT, Frame, Result, Value, weight_of

@@ -7,10 +7,10 @@ Some are rules of a machine that are taken out, some rules of the shell. Product
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from collective.core.fence import Fence, Standing
-from collective.core.progress import ProgressWatch
-from collective.core.round import RoundMachine
-from collective.core.round_words import (
+from isthmus.collective.core.fence import Fence, Standing
+from isthmus.collective.core.progress import ProgressWatch
+from isthmus.collective.core.round import RoundMachine
+from isthmus.collective.core.round_words import (
     Accumulate,
     ContributionArrived,
     LinkRenewed,
@@ -20,7 +20,7 @@ from collective.core.round_words import (
     SendOpen,
     SendResult,
 )
-from collective.core.types import Epoch, Instant, PeerRef, RoundKey
+from isthmus.collective.core.types import Epoch, Instant, PeerRef, RoundKey
 from tests.simulation.rounds.bundle import Bundle
 from tests.simulation.rounds.operation import Operation
 from tests.simulation.rounds.parts import RoundParts

@@ -9,8 +9,8 @@ encoded when a stream takes it, not when it is ordered.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, assert_never
 
-from collective.core.progress import StallLimits
-from collective.core.round_words import (
+from isthmus.collective.core.progress import StallLimits
+from isthmus.collective.core.round_words import (
     Accumulate,
     ChunkRefused,
     ContributionArrived,
@@ -26,8 +26,8 @@ from collective.core.round_words import (
     SendOpen,
     SendResult,
 )
-from collective.core.slices import SlicePlan
-from collective.core.types import RoundKey, View
+from isthmus.collective.core.slices import SlicePlan
+from isthmus.collective.core.types import RoundKey, View
 from tests.simulation.rounds.attempt import Attempt, ChunkSend
 from tests.simulation.rounds.bundle import Bundle, Notice
 from tests.simulation.rounds.options import FIRST_CONTACT_S, REDIAL_S, ROUND_S, SIGN_EVERY_S, SILENCE_S

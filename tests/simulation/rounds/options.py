@@ -7,7 +7,7 @@ Times are shorter than in life, in proportion: a silence counts after 1 s, a cut
 import random
 from dataclasses import dataclass, replace
 
-from collective.core.slices import Route, SlicePlan, butterfly, ring, two_level
+from isthmus.collective.core.slices import Route, SlicePlan, butterfly, ring, two_level
 
 LOOK_S = 0.25
 BROKEN_LOOK_S = 0.1

@@ -4,11 +4,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from collective.core.fence import Fence, Standing
-from collective.core.progress import ProgressWatch
-from collective.core.round import RoundMachine
-from collective.core.slices import NOBODY, SlicePlan
-from collective.core.types import Epoch, PeerRef, RoundKey
+from isthmus.collective.core.fence import Fence, Standing
+from isthmus.collective.core.progress import ProgressWatch
+from isthmus.collective.core.round import RoundMachine
+from isthmus.collective.core.slices import NOBODY, SlicePlan
+from isthmus.collective.core.types import Epoch, PeerRef, RoundKey
 from tests.simulation.rounds.bundle import Bundle
 from tests.simulation.rounds.operation import Operation
 

@@ -9,8 +9,8 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from collective.core.fence import Fence, Standing
-from collective.core.types import Incarnation, PeerId, PeerRef, RoundKey, View
+from isthmus.collective.core.fence import Fence, Standing
+from isthmus.collective.core.types import Incarnation, PeerId, PeerRef, RoundKey, View
 from tests.simulation.rounds.attempt import Attempt
 from tests.simulation.rounds.bundle import Bundle, Notice
 from tests.simulation.rounds.operation import Operation

@@ -7,7 +7,7 @@ asks. A step is committed when all members have all results of it in the same vi
 
 from typing import TYPE_CHECKING
 
-from collective.core.types import Epoch, Member, OuterStep, PeerRef, View
+from isthmus.collective.core.types import Epoch, Member, OuterStep, PeerRef, View
 from tests.simulation.rounds.network import SERVER
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ must go on: `NUM_LIVE_COMMITS` further steps by a view of all peers within `LIVE
 import random
 from collections.abc import Callable, Mapping
 
-from collective.core.slices import SlicePlan
-from collective.core.types import PeerId, View
+from isthmus.collective.core.slices import SlicePlan
+from isthmus.collective.core.types import PeerId, View
 from tests.simulation.rounds.checker import LIVENESS_S, NUM_LIVE_COMMITS, RoundChecker
 from tests.simulation.rounds.faults import RoundFaults
 from tests.simulation.rounds.network import Network

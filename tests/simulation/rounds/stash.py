@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What came before its round was posted, or before its view. Stands in for the stashes of collective/engine.py."""
 
-from collective.core.types import PeerRef, RoundKey
+from isthmus.collective.core.types import PeerRef, RoundKey
 from tests.simulation.rounds.values import Frame
 
 Stash = dict[tuple[RoundKey, str, int], Frame]

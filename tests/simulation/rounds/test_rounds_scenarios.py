@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from collective.core.round import RoundMachine
-from collective.core.round_words import PeerOpened, ResultArrived, RoundEffect, SendContribution
-from collective.core.slices import SlicePlan, butterfly, ring
-from collective.core.types import Epoch, OuterStep, RoundKey
+from isthmus.collective.core.round import RoundMachine
+from isthmus.collective.core.round_words import PeerOpened, ResultArrived, RoundEffect, SendContribution
+from isthmus.collective.core.slices import SlicePlan, butterfly, ring
+from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
 from tests.simulation.rounds.checker import CUT_IS_FOUND_S, MARGIN_S
 from tests.simulation.rounds.network import End, Link, Network
 from tests.simulation.rounds.operation import Operation

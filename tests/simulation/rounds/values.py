@@ -8,7 +8,7 @@ making: two results of the same parts that were made twice stand for sums with o
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from collective.core.types import Incarnation, PeerId, PeerRef, RoundKey
+from isthmus.collective.core.types import Incarnation, PeerId, PeerRef, RoundKey
 
 OPEN, PART, RESULT, ABORT, ENDED, SIGN = "open", "part", "result", "abort", "ended", "sign"
 

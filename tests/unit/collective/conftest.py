@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from collective import (
+from isthmus.collective import (
     BulkOptions,
     Communicator,
     Epoch,
@@ -23,10 +23,10 @@ from collective import (
     RoundKey,
     View,
 )
-from collective.core.progress import StallLimits
-from collective.supervision import Patience
-from collective.transport import Hello, HelloReply, Listener, Purpose, SocketOptions
-from collective.wire import PROTOCOL_VERSION
+from isthmus.collective.core.progress import StallLimits
+from isthmus.collective.supervision import Patience
+from isthmus.collective.transport import Hello, HelloReply, Listener, Purpose, SocketOptions
+from isthmus.collective.wire import PROTOCOL_VERSION
 
 # The floor is above the pause between two signs of life, else a member that waits for a third one would be a suspect.
 QUICK = BulkOptions(

@@ -4,7 +4,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collective.transport.accept_limit import (
+from isthmus.collective.transport.accept_limit import (
     NO_PLACE_FOR_ADDRESS,
     NO_PLACE_FOR_STRANGERS,
     TOO_MANY_FROM_ADDRESS,

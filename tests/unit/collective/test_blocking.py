@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from collective import AddressInUse, BlockingCommunicator, OperationAborted, view_of
+from isthmus.collective import AddressInUse, BlockingCommunicator, OperationAborted, view_of
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collective.core.bucket import TokenBucket
+from isthmus.collective.core.bucket import TokenBucket
 
 RATES = st.floats(min_value=0.01, max_value=1e10)
 BURSTS = st.floats(min_value=1, max_value=1e8)

@@ -7,11 +7,11 @@ import struct
 
 import pytest
 
-from collective.core.types import Incarnation, PeerId, PeerRef
-from collective.transport.bundle import Bundle, Notice
-from collective.transport.link import Caps, Link
-from collective.transport.sockets import SocketOptions, congestion_control_of, find_speed_anew, pace
-from collective.wire import FrameType, Header, pack
+from isthmus.collective.core.types import Incarnation, PeerId, PeerRef
+from isthmus.collective.transport.bundle import Bundle, Notice
+from isthmus.collective.transport.link import Caps, Link
+from isthmus.collective.transport.sockets import SocketOptions, congestion_control_of, find_speed_anew, pace
+from isthmus.collective.wire import FrameType, Header, pack
 
 PEER = PeerRef(PeerId("0" * 16), Incarnation(1))
 SO_MAX_PACING_RATE = 47
@@ -103,7 +103,7 @@ async def test_a_paced_stream_has_something_to_go_on_with_while_we_are_busy(pace
 @pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="pacing is Linux's")
 async def test_fewer_streams_that_carry_what_more_of_them_did_find_their_speed_anew(monkeypatch):
     anew = []
-    monkeypatch.setattr("collective.transport.link.find_speed_anew", anew.append)
+    monkeypatch.setattr("isthmus.collective.transport.link.find_speed_anew", anew.append)
     async with bundle_of(8, round_trip_s=0.05) as (bundle, ours, _):
         bundle.pace(100e6)  # five of eight streams are used
         assert anew == ours
@@ -232,7 +232,7 @@ async def test_what_was_lost_is_to_be_sent_again_once_with_the_next_stream_that_
 
 async def test_the_distance_is_that_of_the_quickest_stream(monkeypatch):
     seen_s = iter([0.004, 0.0003, 0.0, 0.005])
-    monkeypatch.setattr("collective.transport.bundle.round_trip_s", lambda _sock: next(seen_s))
+    monkeypatch.setattr("isthmus.collective.transport.bundle.round_trip_s", lambda _sock: next(seen_s))
     async with bundle_of(4, round_trip_s=None) as (bundle, _, _):
         assert bundle.round_trip_s == 0.0003
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from collective.codec import BLOCK_NUMEL, BadWire, NotFinite, codec_named, codec_names
-from collective.codec.base import first_non_finite
-from collective.codec.topk import TopKCodec
+from isthmus.collective.codec import BLOCK_NUMEL, BadWire, NotFinite, codec_named, codec_names
+from isthmus.collective.codec.base import first_non_finite
+from isthmus.collective.codec.topk import TopKCodec
 
 SIZES = [0, 1, 2, 255, 256, 257, 1000, 4096, 4097, 262_144, 300_001]
 LOSSY = [name for name in codec_names() if name != "raw"]

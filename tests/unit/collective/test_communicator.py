@@ -11,19 +11,19 @@ import msgspec
 import pytest
 import torch
 
-from collective import (
+from isthmus.collective import (
     NonFiniteInput,
     OperationAborted,
     PlanMismatch,
     RoundRefused,
     decode_result,
 )
-from collective.codec import codec_named
-from collective.notices import Opening
-from collective.outbox import Outbox
-from collective.transport.hello import introduce
-from collective.transport.sockets import SocketOptions, dial
-from collective.wire import Frame, FrameType, Header, pack
+from isthmus.collective.codec import codec_named
+from isthmus.collective.notices import Opening
+from isthmus.collective.outbox import Outbox
+from isthmus.collective.transport.hello import introduce
+from isthmus.collective.transport.sockets import SocketOptions, dial
+from isthmus.collective.wire import Frame, FrameType, Header, pack
 
 NUMEL = 700_001
 

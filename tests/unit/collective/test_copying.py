@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collective.transport import copying
-from collective.transport.copying import HAS_STREAM_COPY, copy_bytes, copy_past_cache
+from isthmus.collective.transport import copying
+from isthmus.collective.transport.copying import HAS_STREAM_COPY, copy_bytes, copy_past_cache
 
 Copy = Callable[[memoryview, memoryview], None]
 LONG = 64 << 10

@@ -7,9 +7,9 @@ from math import inf
 
 import pytest
 
-from collective.core.cost import Volume, best_shares, paces, predict
-from collective.core.link_table import LinkTable, Trunk
-from collective.core.slices import broadcast, butterfly, gather, ring, scatter, two_level
+from isthmus.collective.core.cost import Volume, best_shares, paces, predict
+from isthmus.collective.core.link_table import LinkTable, Trunk
+from isthmus.collective.core.slices import broadcast, butterfly, gather, ring, scatter, two_level
 
 MBIT = 1e6 / 8
 MIB = 2.0**20

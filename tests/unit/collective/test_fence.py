@@ -3,8 +3,8 @@
 
 import pytest
 
-from collective.core.fence import Fence, Standing
-from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, View
+from isthmus.collective.core.fence import Fence, Standing
+from isthmus.collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, View
 
 ALICE = PeerId("a" * 16)
 BOB = PeerId("b" * 16)

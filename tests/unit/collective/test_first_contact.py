@@ -6,12 +6,12 @@ import asyncio
 import pytest
 import torch
 
-from collective import BulkOptions, OperationAborted
-from collective.standalone import open_communicator, peer_id_of, view_of
-from collective.supervision import Patience
-from collective.transport import SocketOptions
-from collective.transport.dialling import introduce
-from collective.transport.sockets import dial
+from isthmus.collective import BulkOptions, OperationAborted
+from isthmus.collective.standalone import open_communicator, peer_id_of, view_of
+from isthmus.collective.supervision import Patience
+from isthmus.collective.transport import SocketOptions
+from isthmus.collective.transport.dialling import introduce
+from isthmus.collective.transport.sockets import dial
 
 REDIAL_S = 0.05
 OPTIONS = BulkOptions(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collective.core.held_rate import HeldRate
+from isthmus.collective.core.held_rate import HeldRate
 
 
 def most_of(*stretches, is_padding=False):

@@ -5,8 +5,8 @@ import asyncio
 
 import pytest
 
-from collective.core.types import Incarnation, Member, PeerId
-from collective.links import LinkMeter
+from isthmus.collective.core.types import Incarnation, Member, PeerId
+from isthmus.collective.links import LinkMeter
 
 WINDOW_S = 0.25
 PACE = 1000.0

@@ -13,16 +13,16 @@ from collections import Counter
 import msgspec
 import pytest
 
-from collective import Epoch, Incarnation, Member, OuterStep, PeerId, View
-from collective.communicator import Communicator
-from collective.core.types import PeerRef
-from collective.errors import ConnectionLost
-from collective.options import BulkOptions
-from collective.transport import Channel, Hello, HelloReply, Listener, Purpose, SocketOptions, connect
-from collective.transport.accept_limit import TOO_MANY_HANDSHAKES, AcceptLimiter, AcceptLimits
-from collective.transport.dialling import open_connection
-from collective.transport.security import Mode, Security
-from collective.wire import PROTOCOL_VERSION, FrameType, Header, pack
+from isthmus.collective import Epoch, Incarnation, Member, OuterStep, PeerId, View
+from isthmus.collective.communicator import Communicator
+from isthmus.collective.core.types import PeerRef
+from isthmus.collective.errors import ConnectionLost
+from isthmus.collective.options import BulkOptions
+from isthmus.collective.transport import Channel, Hello, HelloReply, Listener, Purpose, SocketOptions, connect
+from isthmus.collective.transport.accept_limit import TOO_MANY_HANDSHAKES, AcceptLimiter, AcceptLimits
+from isthmus.collective.transport.dialling import open_connection
+from isthmus.collective.transport.security import Mode, Security
+from isthmus.collective.wire import PROTOCOL_VERSION, FrameType, Header, pack
 
 SERVER, CLIENT = PeerRef(PeerId("5" * 16), Incarnation(3)), PeerRef(PeerId("0" * 15 + "c"), Incarnation(7))
 SECRET = b"s" * 32

@@ -3,7 +3,7 @@
 
 import torch
 
-from collective.memory import BufferPool
+from isthmus.collective.memory import BufferPool
 
 
 def kept(pool):

@@ -8,10 +8,10 @@ from math import inf
 
 import pytest
 
-from collective.core.cost import Volume, best_shares, predict
-from collective.core.link_table import LinkTable, Trunk
-from collective.core.planner import choose
-from collective.core.slices import butterfly, ring, two_level
+from isthmus.collective.core.cost import Volume, best_shares, predict
+from isthmus.collective.core.link_table import LinkTable, Trunk
+from isthmus.collective.core.planner import choose
+from isthmus.collective.core.slices import butterfly, ring, two_level
 
 MBIT = 1e6 / 8
 GBIT = 1e9 / 8

@@ -3,7 +3,7 @@
 
 import pytest
 
-from collective.core.progress import ProgressWatch, StallLimits
+from isthmus.collective.core.progress import ProgressWatch, StallLimits
 
 LIMITS = StallLimits(floor_s=4.0, chunk_times=8.0, ceiling_s=30.0)
 

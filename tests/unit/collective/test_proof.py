@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from collective.core.types import Incarnation
-from collective.errors import ConnectionLost, HandshakeRefused, SecurityRefused
-from collective.transport import (
+from isthmus.collective.core.types import Incarnation
+from isthmus.collective.errors import ConnectionLost, HandshakeRefused, SecurityRefused
+from isthmus.collective.transport import (
     Authority,
     Credentials,
     Hello,
@@ -21,9 +21,16 @@ from collective.transport import (
     Security,
     connect,
 )
-from collective.transport.certificates import peer_id_of_key
-from collective.transport.proof import LOOPBACK_WINDOW_S, WINDOW_S, Proof, certificate_shown, with_answer, with_proof
-from collective.wire import PROTOCOL_VERSION
+from isthmus.collective.transport.certificates import peer_id_of_key
+from isthmus.collective.transport.proof import (
+    LOOPBACK_WINDOW_S,
+    WINDOW_S,
+    Proof,
+    certificate_shown,
+    with_answer,
+    with_proof,
+)
+from isthmus.collective.wire import PROTOCOL_VERSION
 
 NOW_S = 1_000_000.0
 AUTHORITY = Authority(b"s" * 32)

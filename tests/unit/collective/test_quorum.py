@@ -6,8 +6,8 @@ import asyncio
 import pytest
 import torch
 
-from collective import LeftBehind, OperationAborted
-from collective.core.quorum import Clerk, Quorum
+from isthmus.collective import LeftBehind, OperationAborted
+from isthmus.collective.core.quorum import Clerk, Quorum
 
 TWO_AT_ONCE = Quorum(min_members=2, grace_s=0.0)
 

@@ -5,8 +5,8 @@ from math import inf
 
 import pytest
 
-from collective.core.link_table import LinkTable, Trunk
-from collective.core.regions import guess_trunks, regions
+from isthmus.collective.core.link_table import LinkTable, Trunk
+from isthmus.collective.core.regions import guess_trunks, regions
 
 
 def make_table(latency_s, rate=lambda a, b: inf, size=8, upload=inf):

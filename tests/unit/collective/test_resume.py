@@ -6,7 +6,7 @@ import asyncio
 import pytest
 import torch
 
-from collective import OperationAborted
+from isthmus.collective import OperationAborted
 
 NUMEL = 2_000_000
 CHUNK = 16 << 10

@@ -8,8 +8,8 @@ from math import inf
 
 import pytest
 
-from collective.core import ring_order as module
-from collective.core.ring_order import ring_order
+from isthmus.collective.core import ring_order as module
+from isthmus.collective.core.ring_order import ring_order
 
 
 def length(order, cost):

@@ -3,9 +3,9 @@
 
 import pytest
 
-from collective.core import slices as trees
-from collective.core.round import RoundMachine
-from collective.core.round_words import (
+from isthmus.collective.core import slices as trees
+from isthmus.collective.core.round import RoundMachine
+from isthmus.collective.core.round_words import (
     Accumulate,
     ChunkRefused,
     ContributionArrived,
@@ -20,8 +20,8 @@ from collective.core.round_words import (
     SendOpen,
     SendResult,
 )
-from collective.core.slices import SlicePlan
-from collective.core.types import Epoch, OuterStep, RoundKey
+from isthmus.collective.core.slices import SlicePlan
+from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
 
 KEY = RoundKey(Epoch(1), OuterStep(0), 0)
 

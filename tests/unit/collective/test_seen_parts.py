@@ -6,7 +6,7 @@ import asyncio
 import pytest
 import torch
 
-from collective import Epoch, OuterStep, RoundKey
+from isthmus.collective import Epoch, OuterStep, RoundKey
 
 NUMEL = 100_000
 

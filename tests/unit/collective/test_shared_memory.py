@@ -7,7 +7,7 @@ import os
 import msgspec
 import pytest
 
-from collective.transport.shared_memory import NUM_SLOTS, SLOT_NBYTES, Offer, make_offering, take_offer
+from isthmus.collective.transport.shared_memory import NUM_SLOTS, SLOT_NBYTES, Offer, make_offering, take_offer
 from tests.unit.collective.conftest import num_descriptors, num_mapped
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="anonymous files are Linux's")

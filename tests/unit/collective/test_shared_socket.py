@@ -9,10 +9,10 @@ import struct
 
 import pytest
 
-from collective.errors import RemoteProtocolError
-from collective.transport.shared_memory import NUM_SLOTS, SLOT_NBYTES, make_offering, take_offer
-from collective.transport.shared_socket import SharedSocket
-from collective.transport.sockets import SocketOptions
+from isthmus.collective.errors import RemoteProtocolError
+from isthmus.collective.transport.shared_memory import NUM_SLOTS, SLOT_NBYTES, make_offering, take_offer
+from isthmus.collective.transport.shared_socket import SharedSocket
+from isthmus.collective.transport.sockets import SocketOptions
 from tests.unit.collective.conftest import num_descriptors, num_mapped
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="anonymous files are Linux's")

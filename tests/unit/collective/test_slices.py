@@ -3,7 +3,7 @@
 
 import pytest
 
-from collective.core.slices import (
+from isthmus.collective.core.slices import (
     NOBODY,
     Route,
     SlicePlan,

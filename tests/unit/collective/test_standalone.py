@@ -7,11 +7,11 @@ import contextlib
 import pytest
 import torch
 
-from collective import AddressInUse, BulkOptions, NonFiniteInput, OperationAborted, RoundRefused
-from collective.core.progress import StallLimits
-from collective.standalone import open_communicator, peer_id_of, view_of
-from collective.supervision import Patience
-from collective.transport import Mode, Security
+from isthmus.collective import AddressInUse, BulkOptions, NonFiniteInput, OperationAborted, RoundRefused
+from isthmus.collective.core.progress import StallLimits
+from isthmus.collective.standalone import open_communicator, peer_id_of, view_of
+from isthmus.collective.supervision import Patience
+from isthmus.collective.transport import Mode, Security
 
 QUICK = BulkOptions(
     patience=Patience(stall=StallLimits(floor_s=1.5), redial_s=0.2, first_contact_s=0.5, round_s=20.0),

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collective import BulkOptions
-from collective.core.progress import StallLimits
-from collective.core.survey import Observation, table_of
-from collective.core.types import Incarnation, Member, PeerId, View
-from collective.errors import OperationAborted, RoundRefused
-from collective.supervision import Patience
+from isthmus.collective import BulkOptions
+from isthmus.collective.core.progress import StallLimits
+from isthmus.collective.core.survey import Observation, table_of
+from isthmus.collective.core.types import Incarnation, Member, PeerId, View
+from isthmus.collective.errors import OperationAborted, RoundRefused
+from isthmus.collective.supervision import Patience
 
 MBIT = 1e6
 SHORT = Patience(stall=StallLimits(floor_s=1.5), first_contact_s=0.5)

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from collective.transport.tcp_info import (
+from isthmus.collective.transport.tcp_info import (
     TcpInfo,
     parse_tcp_info,
     read_tcp_info,

@@ -18,17 +18,17 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective.core.types import Incarnation, PeerId
-from collective.errors import (
+from isthmus.collective.core.types import Incarnation, PeerId
+from isthmus.collective.errors import (
     ConnectionLost,
     DeadlineExceeded,
     HandshakeRefused,
     PeerUnreachable,
     SecurityRefused,
 )
-from collective.transport import Channel, FrameType, Hello, HelloReply, Listener, Purpose, connect
-from collective.transport.accept_limit import TOO_MANY_FROM_ADDRESS, AcceptLimiter, AcceptLimits
-from collective.transport.certificates import (
+from isthmus.collective.transport import Channel, FrameType, Hello, HelloReply, Listener, Purpose, connect
+from isthmus.collective.transport.accept_limit import TOO_MANY_FROM_ADDRESS, AcceptLimiter, AcceptLimits
+from isthmus.collective.transport.certificates import (
     Authority,
     Credentials,
     is_signed_by,
@@ -38,11 +38,11 @@ from collective.transport.certificates import (
     peer_id_in,
     peer_id_of_key,
 )
-from collective.transport.dialling import open_connection
-from collective.transport.security import Mode, Security, TicketSecurity
-from collective.transport.sockets import EncryptionFailed
-from collective.transport.tls import Session, TlsSocket
-from collective.wire import PROTOCOL_VERSION
+from isthmus.collective.transport.dialling import open_connection
+from isthmus.collective.transport.security import Mode, Security, TicketSecurity
+from isthmus.collective.transport.sockets import EncryptionFailed
+from isthmus.collective.transport.tls import Session, TlsSocket
+from isthmus.collective.wire import PROTOCOL_VERSION
 
 KEYS = {
     peer_id_of_key(key.public_key().public_bytes_raw()): key

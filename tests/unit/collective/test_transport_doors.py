@@ -8,8 +8,8 @@ import socket
 import msgspec
 import pytest
 
-from collective.core.types import Incarnation, PeerId
-from collective.errors import (
+from isthmus.collective.core.types import Incarnation, PeerId
+from isthmus.collective.errors import (
     AddressInUse,
     ConnectionLost,
     DeadlineExceeded,
@@ -17,10 +17,10 @@ from collective.errors import (
     PeerUnreachable,
     RemoteProtocolError,
 )
-from collective.transport import Channel, FrameType, Hello, HelloReply, Listener, Purpose, connect
-from collective.transport.accept_limit import NO_PLACE_FOR_ADDRESS
-from collective.transport.hello import MAX_CREDENTIAL_NBYTES
-from collective.wire import PROTOCOL_VERSION, Header, pack
+from isthmus.collective.transport import Channel, FrameType, Hello, HelloReply, Listener, Purpose, connect
+from isthmus.collective.transport.accept_limit import NO_PLACE_FOR_ADDRESS
+from isthmus.collective.transport.hello import MAX_CREDENTIAL_NBYTES
+from isthmus.collective.wire import PROTOCOL_VERSION, Header, pack
 
 SERVER, CLIENT = PeerId("5" * 16), PeerId("c" * 16)
 

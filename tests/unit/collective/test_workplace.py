@@ -4,11 +4,11 @@
 import pytest
 import torch
 
-from collective.codec import codec_named, codec_names
-from collective.core.link_table import LinkTable
-from collective.memory import BufferPool
-from collective.plan import FAR_CHUNK_NBYTES
-from collective.workplace import Workplace
+from isthmus.collective.codec import codec_named, codec_names
+from isthmus.collective.core.link_table import LinkTable
+from isthmus.collective.memory import BufferPool
+from isthmus.collective.plan import FAR_CHUNK_NBYTES
+from isthmus.collective.workplace import Workplace
 
 CHUNK_NBYTES = 1 << 20
 TENSOR = torch.empty(24 << 20)

@@ -19,7 +19,7 @@ import jsonschema
 import pytest
 import yaml
 
-from trainer.errors import RESTARTABLE, ExitCode
+from isthmus.trainer.errors import RESTARTABLE, ExitCode
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCKER = ROOT / "docker"
@@ -228,7 +228,8 @@ def test_every_copied_source_exists_and_is_let_through_to_the_builder() -> None:
 def test_image_holds_every_package_that_the_wheel_is_made_of() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed = {
-        *project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"],
+        *(Path(package).parts[0] for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]),
+        *(link.readlink().name for link in (ROOT / "src" / "isthmus").iterdir() if link.is_symlink()),
         project["project"]["readme"],
         "hatch_build.py",
         *project["project"]["license-files"],

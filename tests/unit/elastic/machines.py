@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
-from elastic.core.certificate import Certificate, Contributor, ballot
-from elastic.core.config import CoordinatorConfig, MemberConfig
-from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.events import (
+from isthmus.collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from isthmus.elastic.core.certificate import Certificate, Contributor, ballot
+from isthmus.elastic.core.config import CoordinatorConfig, MemberConfig
+from isthmus.elastic.core.coordinator import CoordinatorMachine
+from isthmus.elastic.core.events import (
     Connected,
     CoordinatorEffect,
     CoordinatorEvent,
@@ -26,8 +26,8 @@ from elastic.core.events import (
     SendToPeer,
     Tick,
 )
-from elastic.core.member import MemberMachine
-from elastic.core.messages import (
+from isthmus.elastic.core.member import MemberMachine
+from isthmus.elastic.core.messages import (
     CoordinatorMessage,
     DataPosition,
     Held,
@@ -40,8 +40,8 @@ from elastic.core.messages import (
     RoundFailed,
     Vote,
 )
-from elastic.core.place import Phase
-from elastic.core.records import Record
+from isthmus.elastic.core.place import Phase
+from isthmus.elastic.core.records import Record
 from tests.keys import Keys, certified
 
 MANIFEST = b"\7" * 32

@@ -14,28 +14,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collective.core.types import Incarnation, Member, PeerId, PeerRef, RoundKey, View
-from collective.errors import OperationAborted
-from collective.transport import Channel, Purpose, connect
-from elastic.commit_log import CommitLog
-from elastic.coordinator import CoordinatorShell
-from elastic.core.config import CoordinatorConfig, MemberConfig
-from elastic.core.events import Finish, RoundReady
-from elastic.core.member import MemberMachine
-from elastic.core.messages import Held, IndexRange
-from elastic.core.records import CommitRecord, Record
-from elastic.digest import Hasher
-from elastic.donor import Donor
-from elastic.errors import JournalUnwritable, NotAMember, RunFinished
-from elastic.journal import Journal
-from elastic.member import Membership
-from elastic.rounds import Exchanged
-from elastic.state_wire import Pace
+from isthmus.collective.core.types import Incarnation, Member, PeerId, PeerRef, RoundKey, View
+from isthmus.collective.errors import OperationAborted
+from isthmus.collective.transport import Channel, Purpose, connect
+from isthmus.elastic.commit_log import CommitLog
+from isthmus.elastic.coordinator import CoordinatorShell
+from isthmus.elastic.core.config import CoordinatorConfig, MemberConfig
+from isthmus.elastic.core.events import Finish, RoundReady
+from isthmus.elastic.core.member import MemberMachine
+from isthmus.elastic.core.messages import Held, IndexRange
+from isthmus.elastic.core.records import CommitRecord, Record
+from isthmus.elastic.digest import Hasher
+from isthmus.elastic.donor import Donor
+from isthmus.elastic.errors import JournalUnwritable, NotAMember, RunFinished
+from isthmus.elastic.journal import Journal
+from isthmus.elastic.member import Membership
+from isthmus.elastic.rounds import Exchanged
+from isthmus.elastic.state_wire import Pace
 from tests.keys import Keys
 from tests.unit.elastic.harness import RUN_ID, NumberReplica, entry_of, hello, listening, peer_id
 
 if TYPE_CHECKING:
-    from elastic.observation import ElasticEvent
+    from isthmus.elastic.observation import ElasticEvent
 
 MANIFEST_DIGEST = b"m" * 32
 KEYS = Keys()
@@ -82,7 +82,7 @@ class Rendezvous:
 
 
 class NumberRunner:
-    """elastic.rounds.RoundRunner over a NumberReplica."""
+    """isthmus.elastic.rounds.RoundRunner over a NumberReplica."""
 
     def __init__(self, me: PeerRef, replica: NumberReplica, log: CommitLog, rendezvous: Rendezvous) -> None:
         self.me = me

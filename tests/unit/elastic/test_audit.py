@@ -6,13 +6,13 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from collective.core.types import View
-from elastic.audit import Audit, audit
-from elastic.audit.coverage import DataEpoch, all_but, count_data_epochs, used_up
-from elastic.audit.findings import MAX_KEPT, Finding, judge
-from elastic.core.certificate import ballot
-from elastic.core.messages import Bar, IndexRange
-from elastic.core.records import (
+from isthmus.collective.core.types import View
+from isthmus.elastic.audit import Audit, audit
+from isthmus.elastic.audit.coverage import DataEpoch, all_but, count_data_epochs, used_up
+from isthmus.elastic.audit.findings import MAX_KEPT, Finding, judge
+from isthmus.elastic.core.certificate import ballot
+from isthmus.elastic.core.messages import Bar, IndexRange
+from isthmus.elastic.core.records import (
     BarRecord,
     CommitRecord,
     Contribution,
@@ -24,7 +24,7 @@ from elastic.core.records import (
     TicketRecord,
     ViewRecord,
 )
-from elastic.core.run_state import RunState
+from isthmus.elastic.core.run_state import RunState
 from tests.unit.elastic.machines import KEYS, certificate, held, key, member, ref
 
 A, B, C = ref(1), ref(2), ref(3)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from collective.core.types import View
-from elastic.audit import audit
-from elastic.audit.coverage import used_up
-from elastic.core.certificate import Certificate
-from elastic.core.messages import DataPosition
-from elastic.core.records import Genesis, RebuildRecord, Record, ReleaseRecord, RollbackRecord, ViewRecord
-from elastic.core.run_state import RunState
+from isthmus.collective.core.types import View
+from isthmus.elastic.audit import audit
+from isthmus.elastic.audit.coverage import used_up
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.messages import DataPosition
+from isthmus.elastic.core.records import Genesis, RebuildRecord, Record, ReleaseRecord, RollbackRecord, ViewRecord
+from isthmus.elastic.core.run_state import RunState
 from tests.unit.elastic.machines import certificate, held, key, member
 from tests.unit.elastic.test_audit import (
     A,

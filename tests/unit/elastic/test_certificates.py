@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from collective.core.types import Epoch, OuterStep, PeerId
-from collective.transport import FrameType
-from collective.wire import ON_CONTROL
-from elastic.core.certificate import (
+from isthmus.collective.core.types import Epoch, OuterStep, PeerId
+from isthmus.collective.transport import FrameType
+from isthmus.collective.wire import ON_CONTROL
+from isthmus.elastic.core.certificate import (
     MAX_CONTRIBUTORS,
     Certificate,
     Contributor,
@@ -19,12 +19,12 @@ from elastic.core.certificate import (
     encode_certificate,
     genesis_link,
 )
-from elastic.core.chain import Chain
-from elastic.core.messages import Commit, DataPosition, Held, IndexRange, Join, LeaseGrant, LeaseRequest
-from elastic.core.records import CommitRecord, Genesis
-from elastic.core.run_state import RunState
-from elastic.core.values import MAX_SIGNATURE_NBYTES
-from elastic.wire import encode
+from isthmus.elastic.core.chain import Chain
+from isthmus.elastic.core.messages import Commit, DataPosition, Held, IndexRange, Join, LeaseGrant, LeaseRequest
+from isthmus.elastic.core.records import CommitRecord, Genesis
+from isthmus.elastic.core.run_state import RunState
+from isthmus.elastic.core.values import MAX_SIGNATURE_NBYTES
+from isthmus.elastic.wire import encode
 from tests.unit.elastic.machines import KEYS, MANIFEST, OTHERS, CoordinatorDriver, certificate, held, key, ref
 
 ONE = certificate(3, 4, 1, 2)

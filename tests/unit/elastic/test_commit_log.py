@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from elastic.commit_log import MIN_ENTRIES, CommitLog
-from elastic.replica import CommitEntry, ResultChunk
+from isthmus.elastic.commit_log import MIN_ENTRIES, CommitLog
+from isthmus.elastic.replica import CommitEntry, ResultChunk
 
 
 def _entry(outer_step, nbytes=100, digest=None):

@@ -5,10 +5,10 @@ import asyncio
 
 import msgspec
 
-from collective.errors import ConnectionLost
-from collective.transport import Channel, Purpose, connect
-from elastic.control import ControlConnection
-from elastic.core.messages import Goodbye
+from isthmus.collective.errors import ConnectionLost
+from isthmus.collective.transport import Channel, Purpose, connect
+from isthmus.elastic.control import ControlConnection
+from isthmus.elastic.core.messages import Goodbye
 from tests.unit.elastic.harness import hello, listening, until
 
 DECODER = msgspec.msgpack.Decoder(Goodbye)

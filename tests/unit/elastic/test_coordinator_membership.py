@@ -3,9 +3,9 @@
 
 import pytest
 
-from collective.core.types import Epoch, OuterStep
-from elastic.core.events import PeerConnectionLost, Persist, SendToPeer, Tick
-from elastic.core.messages import (
+from isthmus.collective.core.types import Epoch, OuterStep
+from isthmus.elastic.core.events import PeerConnectionLost, Persist, SendToPeer, Tick
+from isthmus.elastic.core.messages import (
     Commit,
     Evicted,
     Goodbye,
@@ -19,7 +19,7 @@ from elastic.core.messages import (
     Synced,
     Welcome,
 )
-from elastic.core.records import Genesis, ViewRecord
+from isthmus.elastic.core.records import Genesis, ViewRecord
 from tests.unit.elastic.machines import CoordinatorDriver, held, key, ref
 
 

@@ -3,10 +3,10 @@
 
 import pytest
 
-from collective.core.types import Epoch, OuterStep
-from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.events import PeerConnectionLost, Tick
-from elastic.core.messages import (
+from isthmus.collective.core.types import Epoch, OuterStep
+from isthmus.elastic.core.coordinator import CoordinatorMachine
+from isthmus.elastic.core.events import PeerConnectionLost, Tick
+from isthmus.elastic.core.messages import (
     Commit,
     Evicted,
     Heartbeat,
@@ -19,7 +19,7 @@ from elastic.core.messages import (
     Refused,
     RoundFailed,
 )
-from elastic.core.records import CommitRecord, LeaseRecord, ReleaseRecord, RollbackRecord
+from isthmus.elastic.core.records import CommitRecord, LeaseRecord, ReleaseRecord, RollbackRecord
 from tests.unit.elastic.machines import MANIFEST, CoordinatorDriver, held, key, ref
 
 OTHER = b"\xee" * 32

@@ -7,11 +7,11 @@ import logging
 import numpy as np
 import pytest
 
-from elastic.core.messages import Held
-from elastic.core.records import CommitRecord
-from elastic.observation import Deviated
-from elastic.parity import Difference
-from elastic.state_sync import StateSync
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.core.records import CommitRecord
+from isthmus.elastic.observation import Deviated
+from isthmus.elastic.parity import Difference
+from isthmus.elastic.state_sync import StateSync
 from tests.unit.elastic.harness import (
     CHUNK_NBYTES,
     QUICK,

@@ -6,7 +6,7 @@ import os
 import msgspec
 import pytest
 
-from elastic.digest import (
+from isthmus.elastic.digest import (
     CHUNK_NBYTES,
     Hasher,
     StateManifest,
@@ -17,7 +17,7 @@ from elastic.digest import (
     digest_of,
     root_digest,
 )
-from elastic.errors import ManifestInvalid
+from isthmus.elastic.errors import ManifestInvalid
 
 
 @pytest.fixture

@@ -5,12 +5,21 @@ from typing import Any
 
 import pytest
 
-from collective.core.types import Epoch, Incarnation, PeerId
-from elastic.core.doorkeeper import BANNED, EVICTED
-from elastic.core.doors import FOR_EVER, MAX_BARS, MAX_TICKETS
-from elastic.core.events import Answered, Disconnect, Ordered, Persist, PutOut, RevokeTicket, SendToPeer, UseTicket
-from elastic.core.messages import Bar, Heartbeat, Join, NewView, Refused, Trust, Welcome
-from elastic.core.records import BarRecord, TicketRecord, ViewRecord
+from isthmus.collective.core.types import Epoch, Incarnation, PeerId
+from isthmus.elastic.core.doorkeeper import BANNED, EVICTED
+from isthmus.elastic.core.doors import FOR_EVER, MAX_BARS, MAX_TICKETS
+from isthmus.elastic.core.events import (
+    Answered,
+    Disconnect,
+    Ordered,
+    Persist,
+    PutOut,
+    RevokeTicket,
+    SendToPeer,
+    UseTicket,
+)
+from isthmus.elastic.core.messages import Bar, Heartbeat, Join, NewView, Refused, Trust, Welcome
+from isthmus.elastic.core.records import BarRecord, TicketRecord, ViewRecord
 from tests.unit.elastic.machines import MANIFEST, CoordinatorDriver, MemberDriver, held, ref, view
 
 NUMBER = 1_000
@@ -234,7 +243,7 @@ def test_a_ban_does_not_revoke_what_has_expired() -> None:
 
 
 def test_by_which_ticket_a_peer_came_is_known_of_the_newest_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic.core.doors.MAX_ADMITTED", 3)
+    monkeypatch.setattr("isthmus.elastic.core.doors.MAX_ADMITTED", 3)
     driver = CoordinatorDriver()
     for number in (1, 2, 3, 4):
         use(driver, number, is_once=False)

@@ -3,10 +3,10 @@
 
 import pytest
 
-from collective.core.types import Epoch, OuterStep
-from elastic.core.messages import Heartbeat, Leave, Synced
-from elastic.core.pauses import LONGEST, Pauses
-from elastic.core.records import ViewRecord
+from isthmus.collective.core.types import Epoch, OuterStep
+from isthmus.elastic.core.messages import Heartbeat, Leave, Synced
+from isthmus.elastic.core.pauses import LONGEST, Pauses
+from isthmus.elastic.core.records import ViewRecord
 from tests.unit.elastic.machines import CoordinatorDriver, ref
 
 OTHERS, LATE = (1, 2, 3), 4

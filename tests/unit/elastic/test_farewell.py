@@ -3,9 +3,9 @@
 
 import pytest
 
-from elastic.core.events import LeaveRequested
-from elastic.core.farewell import DONE_EXIT_CODE, LEFT_EXIT_CODE, Farewell
-from elastic.core.messages import Leave
+from isthmus.elastic.core.events import LeaveRequested
+from isthmus.elastic.core.farewell import DONE_EXIT_CODE, LEFT_EXIT_CODE, Farewell
+from isthmus.elastic.core.messages import Leave
 
 TIMEOUT_S = 3.0
 

@@ -3,10 +3,10 @@
 
 import pytest
 
-from collective.core.types import OuterStep
-from elastic.core.config import CoordinatorConfig
-from elastic.core.grace import Grace
-from elastic.core.values import Digest
+from isthmus.collective.core.types import OuterStep
+from isthmus.elastic.core.config import CoordinatorConfig
+from isthmus.elastic.core.grace import Grace
+from isthmus.elastic.core.values import Digest
 from tests.unit.elastic.machines import KEYS
 
 CONFIG = CoordinatorConfig(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The last holder of the committed state leaves in order: it stays until somebody else holds it."""
 
-from collective.core.types import Epoch, OuterStep
-from elastic.core.events import (
+from isthmus.collective.core.types import Epoch, OuterStep
+from isthmus.elastic.core.events import (
     BecomeLearner,
     Disconnected,
     Finish,
@@ -11,7 +11,7 @@ from elastic.core.events import (
     SendToPeer,
     Tick,
 )
-from elastic.core.messages import Commit, Goodbye, Heartbeat, Leave, Synced, Welcome
+from isthmus.elastic.core.messages import Commit, Goodbye, Heartbeat, Leave, Synced, Welcome
 from tests.unit.elastic.machines import CoordinatorDriver, MemberDriver, certificate, held, ref, view
 
 TIMEOUT_S = 30.0

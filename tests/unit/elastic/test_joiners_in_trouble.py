@@ -5,8 +5,8 @@ import asyncio
 
 import pytest
 
-from collective.transport import FrameType, Purpose
-from elastic.core.records import CommitRecord, ViewRecord
+from isthmus.collective.transport import FrameType, Purpose
+from isthmus.elastic.core.records import CommitRecord, ViewRecord
 from tests.unit.elastic.harness import peer_id, records_of, until
 from tests.unit.elastic.peers import CoordinatorHost, audit, running
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from collective.core.types import Member, PeerRef, RoundKey, View
-from elastic.core.messages import Bar, IndexRange
-from elastic.core.records import (
+from isthmus.collective.core.types import Member, PeerRef, RoundKey, View
+from isthmus.elastic.core.messages import Bar, IndexRange
+from isthmus.elastic.core.records import (
     BarRecord,
     CommitRecord,
     Contribution,
@@ -26,8 +26,8 @@ from elastic.core.records import (
     TicketRecord,
     ViewRecord,
 )
-from elastic.errors import JournalCorrupted, JournalInUse, JournalOfAnotherRun, JournalUnwritable
-from elastic.journal import Journal
+from isthmus.elastic.errors import JournalCorrupted, JournalInUse, JournalOfAnotherRun, JournalUnwritable
+from isthmus.elastic.journal import Journal
 from tests.unit.elastic.machines import certificate
 
 PEER = "00000000000000aa"
@@ -189,8 +189,8 @@ _WRITER = """
 import os, signal, sys
 sys.path.insert(0, os.getcwd())
 from pathlib import Path
-from elastic.core.records import Genesis
-from elastic.journal import Journal
+from isthmus.elastic.core.records import Genesis
+from isthmus.elastic.journal import Journal
 journal = Journal(Path(sys.argv[1]), run_id="run")
 for step in range(int(sys.argv[2])):
     print(journal.append(Genesis(outer_step=step, digest=b"0" * 32, next_index=0)), flush=True)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from collective.core.types import Member, PeerRef, RoundKey, View
-from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, Contribution, Genesis, Record, ViewRecord
-from elastic.errors import JournalCorrupted, JournalOfAnotherRun, JournalUnwritable
-from elastic.journal import Journal
+from isthmus.collective.core.types import Member, PeerRef, RoundKey, View
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.elastic.core.records import CommitRecord, Contribution, Genesis, Record, ViewRecord
+from isthmus.elastic.errors import JournalCorrupted, JournalOfAnotherRun, JournalUnwritable
+from isthmus.elastic.journal import Journal
 
 PEER = "00000000000000aa"
 NUM_COMMITS = 5

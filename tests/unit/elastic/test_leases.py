@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.core.leases import (
+from isthmus.elastic.core.leases import (
     MAX_NEW_PIECES_PER_VOTE,
     MAX_PIECES,
     MAX_RANGES_PER_GRANT,
@@ -18,7 +18,7 @@ from elastic.core.leases import (
     overlap,
     without,
 )
-from elastic.core.messages import DataPosition, IndexRange
+from isthmus.elastic.core.messages import DataPosition, IndexRange
 from tests.unit.elastic.machines import ref
 
 

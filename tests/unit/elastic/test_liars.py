@@ -3,11 +3,21 @@
 
 import pytest
 
-from elastic.core.certificate import ballot
-from elastic.core.events import PeerSaid
-from elastic.core.messages import Commit, Evicted, IndexRange, LeaseGrant, LeaseRequest, NewView, Refused, Vote, Welcome
-from elastic.core.records import CommitRecord, ViewRecord
-from elastic.core.work import MAX_STRIKES, Strikes
+from isthmus.elastic.core.certificate import ballot
+from isthmus.elastic.core.events import PeerSaid
+from isthmus.elastic.core.messages import (
+    Commit,
+    Evicted,
+    IndexRange,
+    LeaseGrant,
+    LeaseRequest,
+    NewView,
+    Refused,
+    Vote,
+    Welcome,
+)
+from isthmus.elastic.core.records import CommitRecord, ViewRecord
+from isthmus.elastic.core.work import MAX_STRIKES, Strikes
 from tests.unit.elastic.machines import KEYS, CoordinatorDriver, MemberDriver, held, key, payload, ref, view
 
 OTHER = b"\xee" * 32

@@ -7,11 +7,11 @@ import contextlib
 import numpy as np
 import pytest
 
-from collective.transport import FrameType
-from elastic import loan
-from elastic.digest import Hasher
-from elastic.errors import StateMismatch
-from elastic.loan import borrow
+from isthmus.collective.transport import FrameType
+from isthmus.elastic import loan
+from isthmus.elastic.digest import Hasher
+from isthmus.elastic.errors import StateMismatch
+from isthmus.elastic.loan import borrow
 from tests.unit.elastic.harness import QUICK, DonorPeer, NumberReplica, dial_state, tampered, that_dies, totals, until
 
 

@@ -1,8 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links before membership: who has not met the members does not become one, and they never notice."""
 
-from elastic.core.events import CoordinatorSaid, LinkMade, MakeLinks, PeerConnectionLost, SendToCoordinator, SendToPeer
-from elastic.core.messages import Heartbeat, Leave, Meet, Met, Refused, Synced, Unmet, Welcome
+from isthmus.elastic.core.events import (
+    CoordinatorSaid,
+    LinkMade,
+    MakeLinks,
+    PeerConnectionLost,
+    SendToCoordinator,
+    SendToPeer,
+)
+from isthmus.elastic.core.messages import Heartbeat, Leave, Meet, Met, Refused, Synced, Unmet, Welcome
 from tests.unit.elastic.machines import CoordinatorDriver, MemberDriver, held, member, ref, view
 
 TIMEOUT_S = 20.0

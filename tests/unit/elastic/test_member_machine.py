@@ -3,8 +3,8 @@
 
 import pytest
 
-from collective.core.types import Epoch, OuterStep, View
-from elastic.core.events import (
+from isthmus.collective.core.types import Epoch, OuterStep, View
+from isthmus.elastic.core.events import (
     AbortExchange,
     BecomeActive,
     BecomeLearner,
@@ -26,7 +26,7 @@ from elastic.core.events import (
     TakeLeases,
     Tick,
 )
-from elastic.core.messages import (
+from isthmus.elastic.core.messages import (
     Commit,
     Evicted,
     Goodbye,
@@ -44,7 +44,7 @@ from elastic.core.messages import (
     Vote,
     Welcome,
 )
-from elastic.core.place import Phase
+from isthmus.elastic.core.place import Phase
 from tests.unit.elastic.machines import MANIFEST, MemberDriver, certificate, held, key, member, payload, ref, view
 
 

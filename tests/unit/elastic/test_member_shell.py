@@ -3,14 +3,14 @@ import asyncio
 
 import pytest
 
-from collective.core.types import Member
-from collective.errors import NonFiniteInput, PeerUnreachable
-from collective.transport import FrameType, HelloReply, Listener, Purpose
-from elastic.core.events import RoundReady
-from elastic.core.records import CommitRecord, ViewRecord
-from elastic.errors import JournalUnwritable, RoundMissed, RunFinished
-from elastic.journal import Journal
-from elastic.observation import BecameLearner, CatchUpEnded, CoordinatorConnected, CoordinatorLost, RoundStaged
+from isthmus.collective.core.types import Member
+from isthmus.collective.errors import NonFiniteInput, PeerUnreachable
+from isthmus.collective.transport import FrameType, HelloReply, Listener, Purpose
+from isthmus.elastic.core.events import RoundReady
+from isthmus.elastic.core.records import CommitRecord, ViewRecord
+from isthmus.elastic.errors import JournalUnwritable, RoundMissed, RunFinished
+from isthmus.elastic.journal import Journal
+from isthmus.elastic.observation import BecameLearner, CatchUpEnded, CoordinatorConnected, CoordinatorLost, RoundStaged
 from tests.unit.elastic.harness import RUN_ID, DonorPeer, listening, peer_id, until
 from tests.unit.elastic.peers import CoordinatorHost, audit, running
 

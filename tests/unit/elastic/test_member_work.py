@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from collective.core.types import Member, RoundKey, View
-from collective.errors import HandshakeRefused, OperationAborted, PeerUnreachable, PlanMismatch
-from elastic.alarm import Alarm
-from elastic.core.events import (
+from isthmus.collective.core.types import Member, RoundKey, View
+from isthmus.collective.errors import HandshakeRefused, OperationAborted, PeerUnreachable, PlanMismatch
+from isthmus.elastic.alarm import Alarm
+from isthmus.elastic.core.events import (
     AbortExchange,
     CatchUp,
     CaughtUp,
@@ -19,13 +19,13 @@ from elastic.core.events import (
     InstallView,
     StartExchange,
 )
-from elastic.core.messages import Held, IndexRange
-from elastic.desk import Committed, Desk
-from elastic.dialler import LATER_CODE, Dialler, NobodyAnswers
-from elastic.errors import NotAMember, RunFinished
-from elastic.learner import Learner
-from elastic.observation import RoundAborted, ViewInstalled, ignore
-from elastic.rounds import Exchanged, Rounds
+from isthmus.elastic.core.messages import Held, IndexRange
+from isthmus.elastic.desk import Committed, Desk
+from isthmus.elastic.dialler import LATER_CODE, Dialler, NobodyAnswers
+from isthmus.elastic.errors import NotAMember, RunFinished
+from isthmus.elastic.learner import Learner
+from isthmus.elastic.observation import RoundAborted, ViewInstalled, ignore
+from isthmus.elastic.rounds import Exchanged, Rounds
 from tests.unit.elastic.harness import peer_id
 
 VIEW = View(4, 7, b"d" * 32, (Member(peer_id(1), 1, "127.0.0.1:1"),))

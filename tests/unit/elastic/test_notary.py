@@ -4,13 +4,13 @@
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from collective.core.types import Epoch, Incarnation, OuterStep, PeerRef, RoundKey
-from collective.transport import Authority
-from collective.transport.certificates import peer_id_of_key
-from elastic.core.certificate import Certificate, Contributor, ballot
-from elastic.core.messages import DataPosition
-from elastic.core.values import MAX_SIGNATURE_NBYTES
-from elastic.notary import PeerSigner, RunSealer, RunVerifier
+from isthmus.collective.core.types import Epoch, Incarnation, OuterStep, PeerRef, RoundKey
+from isthmus.collective.transport import Authority
+from isthmus.collective.transport.certificates import peer_id_of_key
+from isthmus.elastic.core.certificate import Certificate, Contributor, ballot
+from isthmus.elastic.core.messages import DataPosition
+from isthmus.elastic.core.values import MAX_SIGNATURE_NBYTES
+from isthmus.elastic.notary import PeerSigner, RunSealer, RunVerifier
 
 AUTHORITY, NEWER, STRANGE = Authority(b"a" * 32), Authority(b"b" * 32), Authority(b"c" * 32)
 WORDS = b"words"

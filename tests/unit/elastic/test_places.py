@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A full house: who comes back finds a place, and nobody fills the house alone."""
 
-from collective.core.types import Epoch
-from elastic.core.messages import Join, Refused, Welcome
+from isthmus.collective.core.types import Epoch
+from isthmus.elastic.core.messages import Join, Refused, Welcome
 from tests.unit.elastic.machines import MANIFEST, CoordinatorDriver, ref
 
 

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from collective.core.types import Epoch, OuterStep
-from elastic.core.certificate import Certificate
-from elastic.core.config import RebuildRule
-from elastic.core.coordinator import CoordinatorMachine
-from elastic.core.events import (
+from isthmus.collective.core.types import Epoch, OuterStep
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.config import RebuildRule
+from isthmus.elastic.core.coordinator import CoordinatorMachine
+from isthmus.elastic.core.events import (
     BecomeLearner,
     CatchUp,
     CaughtUp,
@@ -19,7 +19,7 @@ from elastic.core.events import (
     Resign,
     Tick,
 )
-from elastic.core.messages import (
+from isthmus.elastic.core.messages import (
     Commit,
     Evicted,
     Goodbye,
@@ -37,9 +37,9 @@ from elastic.core.messages import (
     Synced,
     Welcome,
 )
-from elastic.core.place import Phase
-from elastic.core.rebuild import EPOCHS_A_REBUILD
-from elastic.core.records import Genesis, RebuildRecord, ViewRecord
+from isthmus.elastic.core.place import Phase
+from isthmus.elastic.core.rebuild import EPOCHS_A_REBUILD
+from isthmus.elastic.core.records import Genesis, RebuildRecord, ViewRecord
 from tests.unit.elastic.machines import (
     KEYS,
     MANIFEST,

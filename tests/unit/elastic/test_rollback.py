@@ -3,10 +3,10 @@
 
 import pytest
 
-from elastic.core.events import PeerConnectionLost
-from elastic.core.leases import count
-from elastic.core.member import went_back
-from elastic.core.messages import (
+from isthmus.elastic.core.events import PeerConnectionLost
+from isthmus.elastic.core.leases import count
+from isthmus.elastic.core.member import went_back
+from isthmus.elastic.core.messages import (
     Commit,
     Heartbeat,
     IndexRange,
@@ -17,9 +17,9 @@ from elastic.core.messages import (
     Synced,
     Welcome,
 )
-from elastic.core.place import Phase
-from elastic.core.records import RollbackRecord
-from elastic.core.run_state import RunState
+from isthmus.elastic.core.place import Phase
+from isthmus.elastic.core.records import RollbackRecord
+from isthmus.elastic.core.run_state import RunState
 from tests.unit.elastic.machines import KEYS, CoordinatorDriver, MemberDriver, certificate, held, key, ref, view
 
 GRACE_S, RECOVER_S, ORPHAN_S = 5.0, 30.0, 600.0

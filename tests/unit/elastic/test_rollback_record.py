@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from collective.core.types import Epoch
-from elastic.audit import audit
-from elastic.core.messages import Heartbeat, IndexRange, Join, LeaseRequest, Rebuilt
-from elastic.core.records import Record, RollbackRecord
+from isthmus.collective.core.types import Epoch
+from isthmus.elastic.audit import audit
+from isthmus.elastic.core.messages import Heartbeat, IndexRange, Join, LeaseRequest, Rebuilt
+from isthmus.elastic.core.records import Record, RollbackRecord
 from tests.unit.elastic.machines import KEYS, MANIFEST, CoordinatorDriver, MemberDriver, held, ref
 
 BACK_S = 8

@@ -5,16 +5,16 @@ import contextlib
 import msgspec
 import pytest
 
-from collective.core.types import Member
-from collective.errors import ConnectionLost
-from collective.transport import FrameType, Purpose, connect
-from elastic.core.messages import Held
-from elastic.digest import Hasher, StateManifest, digest_of, root_digest
-from elastic.errors import NoDonor, StateMismatch
-from elastic.replica import CommitEntry
-from elastic.state_sync import StateSync
-from elastic.state_wire import ChunkRequest, CommitRequest, ManifestRequest, Pace
-from elastic.wire import encode
+from isthmus.collective.core.types import Member
+from isthmus.collective.errors import ConnectionLost
+from isthmus.collective.transport import FrameType, Purpose, connect
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.digest import Hasher, StateManifest, digest_of, root_digest
+from isthmus.elastic.errors import NoDonor, StateMismatch
+from isthmus.elastic.replica import CommitEntry
+from isthmus.elastic.state_sync import StateSync
+from isthmus.elastic.state_wire import ChunkRequest, CommitRequest, ManifestRequest, Pace
+from isthmus.elastic.wire import encode
 from tests.unit.elastic.harness import (
     CHUNK_NBYTES,
     NUM_CHUNKS,

@@ -3,7 +3,7 @@
 
 import torch
 
-from optim.outer import GRAD, PARAM
+from isthmus.optim.outer import GRAD, PARAM
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, gradient, run
 
 LR, BETAS, EPS = 0.02, (0.9, 0.99), 1e-8

@@ -3,9 +3,9 @@
 
 import torch
 
-from optim import ANCHOR, FragmentTable
-from optim.simulate import simulate
-from optim.workload import ExactWire, OneByOne
+from isthmus.optim import ANCHOR, FragmentTable
+from isthmus.optim.simulate import simulate
+from isthmus.optim.workload import ExactWire, OneByOne
 
 TABLE = FragmentTable.from_named_shapes([(f"layer{i}", (i + 2, 3)) for i in range(6)])
 WORKERS = ("ash", "birch", "cedar", "dogwood")

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from optim.adopt import Adopt, momentum_names
+from isthmus.optim.adopt import Adopt, momentum_names
 
 SHAPES = ((4, 3), (5,))
 

@@ -8,9 +8,9 @@ otherwise:   θ ← θ - ε(c β m + g/N)
 import pytest
 import torch
 
-from optim import ANCHOR, Contribution, DiLoCo, Op, Result, Round, State, Work, build_outer
-from optim.async_diloco import ACCUMULATOR, NUM_ARRIVALS, PULLED, PULLED_AT, AsyncDiLoCo, dylu_steps
-from optim.diloco import MOMENTUM
+from isthmus.optim import ANCHOR, Contribution, DiLoCo, Op, Result, Round, State, Work, build_outer
+from isthmus.optim.async_diloco import ACCUMULATOR, NUM_ARRIVALS, PULLED, PULLED_AT, AsyncDiLoCo, dylu_steps
+from isthmus.optim.diloco import MOMENTUM
 from tests.unit.optim.lab import (
     INITIAL,
     TABLE,

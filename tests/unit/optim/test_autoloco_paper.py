@@ -10,10 +10,10 @@ import itertools
 import pytest
 import torch
 
-from optim import ANCHOR, DiLoCo, Result, State, Work, build_outer, build_schedule
-from optim.autoloco import COMMITTED_AT, AutoLoCo
-from optim.diloco import MOMENTUM
-from optim.qsr import QSR
+from isthmus.optim import ANCHOR, DiLoCo, Result, State, Work, build_outer, build_schedule
+from isthmus.optim.autoloco import COMMITTED_AT, AutoLoCo
+from isthmus.optim.diloco import MOMENTUM
+from isthmus.optim.qsr import QSR
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, anchors, assert_parity, assert_same, gradient, run
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from optim import outer_types
+from isthmus.optim import outer_types
 
 CAPABILITIES = ["default", "avx2", "avx512"]
 
@@ -19,8 +19,8 @@ CAPABILITIES = ["default", "avx2", "avx512"]
 # torch.randn differs between CPUs.
 SCRIPT = """
 import hashlib, json, sys, torch
-from optim import FragmentTable, Op, Result, build_outer, outer_types
-from optim.outer import fit
+from isthmus.optim import FragmentTable, Op, Result, build_outer, outer_types
+from isthmus.optim.outer import fit
 
 torch.set_num_threads(int(sys.argv[1]))
 SHAPES = [("embed.weight", (320, 64))] + [(f"layers.{n}.w", (192, 128)) for n in range(6)] + [("norm", (131,))]

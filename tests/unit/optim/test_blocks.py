@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from optim.blocks import RUN_NUMEL, block_order, shapes_of, topk_codec
-from optim.fragments import FragmentTable
+from isthmus.optim.blocks import RUN_NUMEL, block_order, shapes_of, topk_codec
+from isthmus.optim.fragments import FragmentTable
 
 SHAPES = {
     "norm": (96,),

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from optim import ANCHOR, Op, Result, Round, build_outer
-from optim.co2 import CO2
-from optim.diloco import MOMENTUM
+from isthmus.optim import ANCHOR, Op, Result, Round, build_outer
+from isthmus.optim.co2 import CO2
+from isthmus.optim.diloco import MOMENTUM
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, anchors, assert_same, gradient, run, sgd_step
 
 TAU = 4

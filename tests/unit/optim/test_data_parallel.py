@@ -4,10 +4,10 @@
 import pytest
 import torch
 
-from optim.data_parallel import DataParallel
-from optim.diloco import DiLoCo
-from optim.outer import GRAD, PARAM, Contribution, Op, Result, Round, State, Work
-from optim.registry import build_outer
+from isthmus.optim.data_parallel import DataParallel
+from isthmus.optim.diloco import DiLoCo
+from isthmus.optim.outer import GRAD, PARAM, Contribution, Op, Result, Round, State, Work
+from isthmus.optim.registry import build_outer
 from tests.unit.optim.adam_lab import BETAS, EPS, LR, AdamRows, OptimizerRows, run_rows
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, gradient, run
 

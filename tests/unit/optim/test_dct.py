@@ -8,8 +8,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from optim import dct
-from optim.dct import dct2, dct_matrix, idct2
+from isthmus.optim import dct
+from isthmus.optim.dct import dct2, dct_matrix, idct2
 
 SIDES = [(1, 1), (1, 48), (13, 64), (64, 64), (7, 5)]
 

@@ -10,9 +10,9 @@ import math
 import pytest
 import torch
 
-from optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, Round, State, Work, build_outer
-from optim.decoupled import PLAIN_MEAN, DecoupledDiLoCo, radial_directional
-from optim.diloco import MOMENTUM
+from isthmus.optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, Round, State, Work, build_outer
+from isthmus.optim.decoupled import PLAIN_MEAN, DecoupledDiLoCo, radial_directional
+from isthmus.optim.diloco import MOMENTUM
 from tests.unit.optim.lab import (
     INITIAL,
     TABLE,

@@ -11,11 +11,11 @@ import random
 import pytest
 import torch
 
-from optim import ANCHOR, Contribution, DiLoCo, Op, Result, Round, State, Work, build_outer
-from optim.co2 import CO2
-from optim.delayed import CARRIED, Delayed
-from optim.diloco import MOMENTUM
-from optim.eager import Eager
+from isthmus.optim import ANCHOR, Contribution, DiLoCo, Op, Result, Round, State, Work, build_outer
+from isthmus.optim.co2 import CO2
+from isthmus.optim.delayed import CARRIED, Delayed
+from isthmus.optim.diloco import MOMENTUM
+from isthmus.optim.eager import Eager
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, anchors, assert_parity, assert_same, gradient, run
 
 H = 4

@@ -9,11 +9,23 @@ import math
 import pytest
 import torch
 
-from optim import GRAD, PARAM, Contribution, FragmentKey, FragmentTable, Op, Result, Round, State, Work, build_outer
-from optim.blocks import SHAPES, block_order, shapes_of
-from optim.demo import DeMo
-from optim.diloco import MOMENTUM
-from optim.simulate import simulate
+from isthmus.optim import (
+    GRAD,
+    PARAM,
+    Contribution,
+    FragmentKey,
+    FragmentTable,
+    Op,
+    Result,
+    Round,
+    State,
+    Work,
+    build_outer,
+)
+from isthmus.optim.blocks import SHAPES, block_order, shapes_of
+from isthmus.optim.demo import DeMo
+from isthmus.optim.diloco import MOMENTUM
+from isthmus.optim.simulate import simulate
 from tests.unit.optim import lab
 
 TABLE = FragmentTable.from_named_shapes([("norm", (64,)), ("up", (128, 64)), ("odd", (10, 7))])

@@ -7,12 +7,12 @@ if t mod K_u = 0: u ← mean u;  if t mod K_v = 0: v ← mean v;  if t mod K_x =
 import pytest
 import torch
 
-from optim.data_parallel import DataParallel
-from optim.desloc import DesLoc, half_life
-from optim.local_adam import LocalAdam
-from optim.outer import ANCHOR, GRAD, PARAM, Contribution, Result, State, Work
-from optim.registry import build_outer
-from optim.workload import ExactWire
+from isthmus.optim.data_parallel import DataParallel
+from isthmus.optim.desloc import DesLoc, half_life
+from isthmus.optim.local_adam import LocalAdam
+from isthmus.optim.outer import ANCHOR, GRAD, PARAM, Contribution, Result, State, Work
+from isthmus.optim.registry import build_outer
+from isthmus.optim.workload import ExactWire
 from tests.unit.optim.adam_lab import AdamRows, adam_directly, fixed_gradient, run_rows
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, assert_parity
 

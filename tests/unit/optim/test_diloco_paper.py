@@ -9,10 +9,10 @@ import itertools
 import pytest
 import torch
 
-from optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, Round, State, Work, default_outer_lr
-from optim.diloco import MOMENTUM, effective_number
-from optim.simulate import simulate
-from optim.workload import OneByOne
+from isthmus.optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, Round, State, Work, default_outer_lr
+from isthmus.optim.diloco import MOMENTUM, effective_number
+from isthmus.optim.simulate import simulate
+from isthmus.optim.workload import OneByOne
 
 TABLE = FragmentTable.from_named_shapes([("a", (7, 3)), ("b", (11,))])
 NUMEL = TABLE.numel

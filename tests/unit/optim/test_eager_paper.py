@@ -9,11 +9,11 @@ What it shares with every method that is delayed by a whole round is in test_del
 import pytest
 import torch
 
-from optim import ANCHOR, Contribution, DiLoCo, Op, Result, Round, Work, build_outer
-from optim.delayed import CARRIED, Delayed
-from optim.diloco import MOMENTUM
-from optim.eager import AHEAD, AHEAD_MOMENTUM, Eager
-from optim.simulate import shared_parameters
+from isthmus.optim import ANCHOR, Contribution, DiLoCo, Op, Result, Round, Work, build_outer
+from isthmus.optim.delayed import CARRIED, Delayed
+from isthmus.optim.diloco import MOMENTUM
+from isthmus.optim.eager import AHEAD, AHEAD_MOMENTUM, Eager
+from isthmus.optim.simulate import shared_parameters
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, anchors, assert_parity, assert_same, gradient, run, sgd_step
 
 H = 4

@@ -13,13 +13,13 @@ import statistics
 import pytest
 import torch
 
-from optim import ANCHOR, Absorbed, Contribution, DiLoCo, Op, Result, Round, State, Work, build_outer
-from optim.decoupled import DecoupledDiLoCo
-from optim.diloco import MOMENTUM
-from optim.edit import EDiT, LayerwiseDiLoCo
-from optim.guards import HISTORY, TYPICAL, Guarded, Guards
-from optim.noloco import NoLoCo
-from optim.streaming import Streaming
+from isthmus.optim import ANCHOR, Absorbed, Contribution, DiLoCo, Op, Result, Round, State, Work, build_outer
+from isthmus.optim.decoupled import DecoupledDiLoCo
+from isthmus.optim.diloco import MOMENTUM
+from isthmus.optim.edit import EDiT, LayerwiseDiLoCo
+from isthmus.optim.guards import HISTORY, TYPICAL, Guarded, Guards
+from isthmus.optim.noloco import NoLoCo
+from isthmus.optim.streaming import Streaming
 from tests.unit.optim.lab import (
     INITIAL,
     TABLE,

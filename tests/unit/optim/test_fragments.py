@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from optim.fragments import FragmentKey, FragmentTable
+from isthmus.optim.fragments import FragmentKey, FragmentTable
 
 SHAPES = [("embed", (4, 2)), ("layer0", (3,)), ("layer1", (2, 2)), ("scale", ()), ("layer2", (5,))]
 

@@ -6,8 +6,8 @@ import copy
 import pytest
 import torch
 
-from optim.adopt import Adopt
-from optim.inner import CompositeOptimizer, build_inner_optimizer, set_lr
+from isthmus.optim.adopt import Adopt
+from isthmus.optim.inner import CompositeOptimizer, build_inner_optimizer, set_lr
 
 
 def _model() -> torch.nn.Module:

@@ -3,8 +3,8 @@
 
 import pytest
 
-from optim import FragmentTable
-from optim.layers import layer_groups
+from isthmus.optim import FragmentTable
+from isthmus.optim.layers import layer_groups
 
 
 def groups(*names):

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optim import DiLoCo, FragmentKey
-from optim.lgreco import Cost, choose, with_codecs
+from isthmus.optim import DiLoCo, FragmentKey
+from isthmus.optim.lgreco import Cost, choose, with_codecs
 from tests.unit.optim.lab import INITIAL, TABLE, anchors, assert_parity, assert_same, run
 
 CODECS = ("raw", "bf16", "int8", "e3m0", "twobit")
@@ -218,7 +218,7 @@ class TwoHalves(DiLoCo):
         return tuple(table.fragment(p, names[p::2]) for p in range(2))
 
     def plan(self, inner_step):
-        from optim import Op, Round
+        from isthmus.optim import Op, Round
 
         half, rest = divmod(inner_step, self.inner_steps)
         if rest or not half:

@@ -4,9 +4,9 @@
 import pytest
 import torch
 
-from optim.local_adam import LocalAdam
-from optim.outer import PARAM
-from optim.registry import build_outer
+from isthmus.optim.local_adam import LocalAdam
+from isthmus.optim.outer import PARAM
+from isthmus.optim.registry import build_outer
 from tests.unit.optim.adam_lab import AdamRows, adam_directly, run_rows
 from tests.unit.optim.lab import assert_parity
 

@@ -4,11 +4,11 @@
 import pytest
 import torch
 
-from optim.adopt import Adopt, momentum_names
-from optim.desloc import DesLoc, half_life
-from optim.mtdao import MTDAO
-from optim.outer import PARAM
-from optim.registry import build_outer
+from isthmus.optim.adopt import Adopt, momentum_names
+from isthmus.optim.desloc import DesLoc, half_life
+from isthmus.optim.mtdao import MTDAO
+from isthmus.optim.outer import PARAM
+from isthmus.optim.registry import build_outer
 from tests.unit.optim.adam_lab import LR, OptimizerRows, fixed_gradient, run_rows
 from tests.unit.optim.lab import INITIAL, WORKERS, assert_parity, gradient
 

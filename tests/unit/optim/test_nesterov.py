@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optim import nesterov
-from optim.nesterov import nesterov_step
+from isthmus.optim import nesterov
+from isthmus.optim.nesterov import nesterov_step
 
 LR, MU = 0.7, 0.9
 NUMEL = 2 * nesterov.TILE_NUMEL + 12345
@@ -24,7 +24,7 @@ NUMEL = 2 * nesterov.TILE_NUMEL + 12345
 # torch.randn differs between CPUs.
 DIGEST_SCRIPT = f"""
 import hashlib, sys, torch
-from optim.nesterov import nesterov_step
+from isthmus.optim.nesterov import nesterov_step
 
 torch.set_num_threads(int(sys.argv[1]))
 index = torch.arange({NUMEL}, dtype=torch.int64)

@@ -7,10 +7,10 @@ m_i ← μ m_i + η mean(θ - φ) + η (mean φ - φ_i);   φ_i ← φ_i + m_i; 
 import pytest
 import torch
 
-from optim import Contribution, DiLoCo, Op, Result, Round, State, Work, build_outer
-from optim.diloco import MOMENTUM
-from optim.noloco import SLOW, NoLoCo
-from optim.workload import draw_pairs
+from isthmus.optim import Contribution, DiLoCo, Op, Result, Round, State, Work, build_outer
+from isthmus.optim.diloco import MOMENTUM
+from isthmus.optim.noloco import SLOW, NoLoCo
+from isthmus.optim.workload import draw_pairs
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, assert_parity, assert_same, gradient, run, sgd_step
 
 NUMEL = TABLE.numel

@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 import torch
 
-from optim import Absorbed, FragmentKey, Op, Result, Round, State
-from optim.flat import blend, overlap
+from isthmus.optim import Absorbed, FragmentKey, Op, Result, Round, State
+from isthmus.optim.flat import blend, overlap
 
 KEY = FragmentKey(kind="param", index=0)
 

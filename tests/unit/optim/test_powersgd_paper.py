@@ -10,10 +10,10 @@ import math
 import pytest
 import torch
 
-from optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, State, Work, build_outer
-from optim.outer import Contribution
-from optim.powersgd import LEFT, RESIDUAL, RIGHT, PowerSGD
-from optim.workload import Delivery, ExactWire
+from isthmus.optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, State, Work, build_outer
+from isthmus.optim.outer import Contribution
+from isthmus.optim.powersgd import LEFT, RESIDUAL, RIGHT, PowerSGD
+from isthmus.optim.workload import Delivery, ExactWire
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, anchors, assert_parity, assert_same, run, sgd_step
 
 MATRICES = FragmentTable.from_named_shapes([("bias", (5,)), ("wide", (6, 20)), ("conv", (8, 3, 5)), ("tiny", (2, 3))])

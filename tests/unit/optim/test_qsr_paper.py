@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from optim import DiLoCo, Op, build_outer, build_schedule, qsr
-from optim.qsr import QSR
+from isthmus.optim import DiLoCo, Op, build_outer, build_schedule, qsr
+from isthmus.optim.qsr import QSR
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, anchors, assert_parity, assert_same, run, sgd_step
 
 

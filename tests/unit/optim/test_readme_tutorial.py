@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import optim
-from optim import ANCHOR, DiLoCo, FragmentTable, build_outer, registry
-from optim.simulate import simulate
-from optim.workload import OneByOne
+from isthmus import optim
+from isthmus.optim import ANCHOR, DiLoCo, FragmentTable, build_outer, registry
+from isthmus.optim.simulate import simulate
+from isthmus.optim.workload import OneByOne
 
 TABLE = FragmentTable.from_named_shapes([("w", (5, 2))])
 
@@ -43,7 +43,7 @@ def tutorial(monkeypatch, tmp_path):
     registry._import_methods.cache_clear()
     yield
     registry._import_methods.cache_clear()
-    sys.modules.pop("optim.readme_tutorial", None)
+    sys.modules.pop("isthmus.optim.readme_tutorial", None)
     vars(optim).pop("readme_tutorial", None)
 
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from optim import Op, default_outer_lr, outer_types
-from optim.recommend import (
+from isthmus.optim import Op, default_outer_lr, outer_types
+from isthmus.optim.recommend import (
     CODEC_NBYTES,
     MAX_DELAY,
     Candidate,
@@ -233,7 +233,7 @@ def test_methods_are_known_by_their_registered_names():
 
 
 def test_wire_sizes_are_those_of_the_codecs():
-    codec_named = pytest.importorskip("collective.codec").codec_named
+    codec_named = pytest.importorskip("isthmus.collective.codec").codec_named
     for name, nbytes in CODEC_NBYTES.items():
         assert codec_named(name).wire_nbytes(1 << 20) / (1 << 20) == pytest.approx(nbytes, rel=2e-3)
 

@@ -3,8 +3,8 @@
 
 import pytest
 
-from optim import DiLoCo, build_outer, outer_from_config, outer_types
-from optim.registry import register
+from isthmus.optim import DiLoCo, build_outer, outer_from_config, outer_types
+from isthmus.optim.registry import register
 
 
 def test_a_method_is_built_from_its_name_and_settings():

@@ -3,7 +3,7 @@
 
 import pytest
 
-from optim.schedule import build_schedule, constant, cosine, wsd
+from isthmus.optim.schedule import build_schedule, constant, cosine, wsd
 
 
 def test_warm_up_is_linear_and_wastes_no_step():

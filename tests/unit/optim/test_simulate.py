@@ -4,9 +4,9 @@
 import pytest
 import torch
 
-from optim import ANCHOR, DiLoCo, FragmentKey, FragmentTable
-from optim.simulate import simulate
-from optim.workload import OneByOne
+from isthmus.optim import ANCHOR, DiLoCo, FragmentKey, FragmentTable
+from isthmus.optim.simulate import simulate
+from isthmus.optim.workload import OneByOne
 
 TABLE = FragmentTable.from_named_shapes([("w", (4,))])
 KEY = FragmentKey(kind="param", index=0)

@@ -9,9 +9,21 @@ import math
 import pytest
 import torch
 
-from optim import ANCHOR, Contribution, DiLoCo, FragmentKey, FragmentTable, Op, Result, Round, State, Work, build_outer
-from optim.blocks import SHAPES, block_order, shapes_of
-from optim.sparseloco import RESIDUAL, SparseLoCo
+from isthmus.optim import (
+    ANCHOR,
+    Contribution,
+    DiLoCo,
+    FragmentKey,
+    FragmentTable,
+    Op,
+    Result,
+    Round,
+    State,
+    Work,
+    build_outer,
+)
+from isthmus.optim.blocks import SHAPES, block_order, shapes_of
+from isthmus.optim.sparseloco import RESIDUAL, SparseLoCo
 from tests.unit.optim import lab
 
 TABLE = FragmentTable.from_named_shapes([("norm", (64,)), ("up", (128, 64)), ("odd", (10, 7))])

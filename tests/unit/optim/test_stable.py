@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from optim import stable
+from isthmus.optim import stable
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 64, 1001])

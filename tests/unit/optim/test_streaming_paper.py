@@ -8,8 +8,8 @@ receive at (t - t_p - τ) mod H = 0:   θ_p ← Nesterov(θ_p, mean Δ_p);   θ_
 import pytest
 import torch
 
-from optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, Round, Work, build_outer
-from optim.streaming import Streaming
+from isthmus.optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, Round, Work, build_outer
+from isthmus.optim.streaming import Streaming
 from tests.unit.optim.lab import (
     INITIAL,
     TABLE,

@@ -7,9 +7,17 @@ after. The times of the run begin at BEGAN_S.
 
 from datetime import UTC, datetime
 
-from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
-from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, Contribution, Genesis, LeaseRecord, Record, ReleaseRecord, ViewRecord
+from isthmus.collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.elastic.core.records import (
+    CommitRecord,
+    Contribution,
+    Genesis,
+    LeaseRecord,
+    Record,
+    ReleaseRecord,
+    ViewRecord,
+)
 from scripts.chaoslab.evidence import Event, Evidence, Glimpse, Log
 
 BEGAN_S = 1_000_000.0

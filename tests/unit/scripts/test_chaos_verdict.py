@@ -4,10 +4,10 @@
 import msgspec
 import pytest
 
-from collective.core.types import Epoch, OuterStep, RoundKey
-from elastic.core.certificate import Certificate, Contributor
-from elastic.core.messages import DataPosition, IndexRange
-from elastic.core.records import (
+from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
+from isthmus.elastic.core.certificate import Certificate, Contributor
+from isthmus.elastic.core.messages import DataPosition, IndexRange
+from isthmus.elastic.core.records import (
     CommitRecord,
     Contribution,
     LeaseRecord,
@@ -17,7 +17,7 @@ from elastic.core.records import (
     RollbackRecord,
     ViewRecord,
 )
-from elastic.core.run_state import RunState
+from isthmus.elastic.core.run_state import RunState
 from scripts.chaoslab.evidence import End, Evidence, Fault, Glimpse, Wait, wall_s
 from scripts.chaoslab.recovery import calm_round_s, recoveries, table
 from scripts.chaoslab.verdict import GAP_LIMIT_S, POWER_CUT, ROUND_LIMIT_S, judge

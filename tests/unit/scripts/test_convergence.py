@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from collective.codec import NotFinite, codec_named
-from optim import GRAD, PARAM, FragmentKey, FragmentTable, Op, Round, build_inner_optimizer, outer_types
-from optim.schedule import cosine
+from isthmus.collective.codec import NotFinite, codec_named
+from isthmus.optim import GRAD, PARAM, FragmentKey, FragmentTable, Op, Round, build_inner_optimizer, outer_types
+from isthmus.optim.schedule import cosine
+from isthmus.trainer.model import Decoder, ModelConfig, initial_parameters, token_loss
 from scripts import bench_convergence
 from scripts.convergence.cases import CASES, RUNS_PER_SWEEP, Case, Tuned
 from scripts.convergence.claims import Claim
@@ -21,7 +22,6 @@ from scripts.convergence.fleet import EXP_AVG, EXP_AVG_SQ, Architecture, Fleet, 
 from scripts.convergence.report import judge, summarise
 from scripts.convergence.text import Reader, load_text
 from scripts.convergence.trial import Budget, run_trial, start
-from trainer.model import Decoder, ModelConfig, initial_parameters, token_loss
 
 CONFIG = ModelConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, hidden_dim=24, max_seq_len=8, vocab_size=32)
 BUDGET = Budget(

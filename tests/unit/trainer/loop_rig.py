@@ -20,25 +20,25 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
-from elastic.core.events import RoundReady
-from elastic.core.leases import LeaseLedger, count
-from elastic.core.messages import DataPosition, Held, IndexRange
-from elastic.desk import Committed
-from elastic.digest import Hasher
-from elastic.errors import NotAMember, RoundMissed, RunFinished
-from optim.diloco import DiLoCo
-from optim.fragments import FragmentTable
-from optim.outer import Absorbed
-from optim.streaming import Streaming
-from trainer.errors import WorkerCrashed
-from trainer.moments import Moments
-from trainer.outer_state import OuterState
-from trainer.round_schedule import RoundSchedule
-from trainer.sample_feed import SampleFeed
-from trainer.training_loop import RoundReport, TrainingLoop
-from trainer.worker_link import WorkerStalled
-from trainer.worker_values import WorkerValues
+from isthmus.collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from isthmus.elastic.core.events import RoundReady
+from isthmus.elastic.core.leases import LeaseLedger, count
+from isthmus.elastic.core.messages import DataPosition, Held, IndexRange
+from isthmus.elastic.desk import Committed
+from isthmus.elastic.digest import Hasher
+from isthmus.elastic.errors import NotAMember, RoundMissed, RunFinished
+from isthmus.optim.diloco import DiLoCo
+from isthmus.optim.fragments import FragmentTable
+from isthmus.optim.outer import Absorbed
+from isthmus.optim.streaming import Streaming
+from isthmus.trainer.errors import WorkerCrashed
+from isthmus.trainer.moments import Moments
+from isthmus.trainer.outer_state import OuterState
+from isthmus.trainer.round_schedule import RoundSchedule
+from isthmus.trainer.sample_feed import SampleFeed
+from isthmus.trainer.training_loop import RoundReport, TrainingLoop
+from isthmus.trainer.worker_link import WorkerStalled
+from isthmus.trainer.worker_values import WorkerValues
 
 NUMEL = 64
 BATCH = 2

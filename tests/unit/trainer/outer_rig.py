@@ -7,12 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import nn
 
-from collective import BlockingCommunicator, OperationAborted, view_of
-from collective.codec import codec_named
-from collective.standalone import peer_id_of
-from optim.fragments import FragmentTable
-from optim.outer import GRAD, PARAM
-from optim.workload import ExactWire
+from isthmus.collective import BlockingCommunicator, OperationAborted, view_of
+from isthmus.collective.codec import codec_named
+from isthmus.collective.standalone import peer_id_of
+from isthmus.optim.fragments import FragmentTable
+from isthmus.optim.outer import GRAD, PARAM
+from isthmus.optim.workload import ExactWire
 
 LR = 0.03
 PATIENCE_S = 40.0

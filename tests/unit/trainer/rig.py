@@ -9,18 +9,18 @@ from collections.abc import AsyncIterator, Sequence
 import torch
 from torch import Tensor
 
-from collective import BulkOptions, Communicator
-from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
-from collective.transport import Hello, HelloReply, Listener, Purpose
-from collective.wire import PROTOCOL_VERSION
-from elastic.commit_log import CommitLog
-from elastic.digest import Hasher
-from optim.diloco import DiLoCo
-from optim.fragments import Fragment, FragmentTable
-from trainer.outer_state import OuterState
-from trainer.round_runner import MemoryKeeper, RoundRunner
-from trainer.round_schedule import RoundSchedule
-from trainer.state_version import Version
+from isthmus.collective import BulkOptions, Communicator
+from isthmus.collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from isthmus.collective.transport import Hello, HelloReply, Listener, Purpose
+from isthmus.collective.wire import PROTOCOL_VERSION
+from isthmus.elastic.commit_log import CommitLog
+from isthmus.elastic.digest import Hasher
+from isthmus.optim.diloco import DiLoCo
+from isthmus.optim.fragments import Fragment, FragmentTable
+from isthmus.trainer.outer_state import OuterState
+from isthmus.trainer.round_runner import MemoryKeeper, RoundRunner
+from isthmus.trainer.round_schedule import RoundSchedule
+from isthmus.trainer.state_version import Version
 
 NUMEL = 1000
 CHUNK_NBYTES = 2048

@@ -14,9 +14,9 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from collective.core.types import Incarnation
-from collective.errors import HandshakeRefused
-from collective.transport import (
+from isthmus.collective.core.types import Incarnation
+from isthmus.collective.errors import HandshakeRefused
+from isthmus.collective.transport import (
     Channel,
     FrameType,
     Hello,
@@ -27,16 +27,15 @@ from collective.transport import (
     TicketSecurity,
     connect,
 )
-from collective.transport.certificates import certificate_to_bytes, key_in, peer_id_of_key
-from collective.wire import PROTOCOL_VERSION
-from elastic.coordinator import CoordinatorShell
-from elastic.core.config import CoordinatorConfig
-from elastic.core.events import PutOut, RevokeTicket
-from elastic.core.records import Record
-from elastic.dialler import LATER_CODE
-from elastic.journal import Journal
-from tests.unit.elastic.machines import KEYS
-from trainer.admission import (
+from isthmus.collective.transport.certificates import certificate_to_bytes, key_in, peer_id_of_key
+from isthmus.collective.wire import PROTOCOL_VERSION
+from isthmus.elastic.coordinator import CoordinatorShell
+from isthmus.elastic.core.config import CoordinatorConfig
+from isthmus.elastic.core.events import PutOut, RevokeTicket
+from isthmus.elastic.core.records import Record
+from isthmus.elastic.dialler import LATER_CODE
+from isthmus.elastic.journal import Journal
+from isthmus.trainer.admission import (
     Gatekeeper,
     Request,
     RunTerms,
@@ -44,10 +43,11 @@ from trainer.admission import (
     hello_maker,
     own_security,
 )
-from trainer.errors import ExitCode, NobodyReachable, Refused
-from trainer.identity import PeerIdentity, RunIdentity
-from trainer.joining import PATIENCE_S, Admission, ask_admission, stranger_hello, stranger_security
-from trainer.ticket import Ticket, TicketFault, TicketRefused, issue_token, make_ticket
+from isthmus.trainer.errors import ExitCode, NobodyReachable, Refused
+from isthmus.trainer.identity import PeerIdentity, RunIdentity
+from isthmus.trainer.joining import PATIENCE_S, Admission, ask_admission, stranger_hello, stranger_security
+from isthmus.trainer.ticket import Ticket, TicketFault, TicketRefused, issue_token, make_ticket
+from tests.unit.elastic.machines import KEYS
 
 NOW_S = 1_000_000.0
 SECRET = b"s" * 32
@@ -527,7 +527,7 @@ async def test_a_coordinator_that_comes_back_within_the_joiners_patience_is_wait
                 await stack.enter_async_context(door(address=address))
 
         assert await terms_for(ticket(address), pause=Patience(comes_back)) == TERMS
-    (said,) = [record.message for record in caplog.records if record.name == "trainer.joining"]
+    (said,) = [record.message for record in caplog.records if record.name == "isthmus.trainer.joining"]
     assert said == f"waiting_for_coordinator nobody_answers_at='{address} (refused)' up_to_s={PATIENCE_S:.0f}"
 
 

@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic.audit import Finding
-from elastic.core.messages import IndexRange
-from elastic.core.records import CommitRecord, Record, ViewRecord
-from elastic.digest import CHUNK_NBYTES, Hasher, StateManifest, describe_state
-from elastic.journal import Journal
+from isthmus.elastic.audit import Finding
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.elastic.core.records import CommitRecord, Record, ViewRecord
+from isthmus.elastic.digest import CHUNK_NBYTES, Hasher, StateManifest, describe_state
+from isthmus.elastic.journal import Journal
+from isthmus.trainer.audit import RunAudit, audit_runs
+from isthmus.trainer.audit_checkpoints import read_checkpoints
+from isthmus.trainer.audit_report import render_audit
+from isthmus.trainer.checkpoint import FOLDER_NAME, MANIFEST_NAME, STATE_NAME, CheckpointMeta, CheckpointStore, Manifest
+from isthmus.trainer.checkpoint_proof import prove_checkpoint
+from isthmus.trainer.cli import run
+from isthmus.trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault, ExitCode
+from isthmus.trainer.events import FILE_NAME, EventLog, Field
+from isthmus.trainer.founding import JOURNAL_NAME
 from tests.unit.elastic.machines import held, key
 from tests.unit.elastic.test_audit import A, B, C, history
-from trainer.audit import RunAudit, audit_runs
-from trainer.audit_checkpoints import read_checkpoints
-from trainer.audit_report import render_audit
-from trainer.checkpoint import FOLDER_NAME, MANIFEST_NAME, STATE_NAME, CheckpointMeta, CheckpointStore, Manifest
-from trainer.checkpoint_proof import prove_checkpoint
-from trainer.cli import run
-from trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault, ExitCode
-from trainer.events import FILE_NAME, EventLog, Field
-from trainer.founding import JOURNAL_NAME
 
 RUN_ID = "demo-0123abcd"
 TENSORS = {"momentum": torch.arange(5.0), "anchor": torch.linspace(0, 1, 50)}
@@ -361,7 +361,7 @@ def test_a_checkpoint_that_makes_room_while_it_is_read_is_no_damage(
         raise CheckpointCorrupted(path, "is missing")
 
     save(founder, 2)
-    monkeypatch.setattr("trainer.audit_checkpoints.prove_checkpoint", gone)
+    monkeypatch.setattr("isthmus.trainer.audit_checkpoints.prove_checkpoint", gone)
     assert read_checkpoints([founder]) == []
 
 

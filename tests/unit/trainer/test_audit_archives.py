@@ -9,10 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.core.certificate import encode_certificate
-from elastic.core.records import CommitRecord, Record, SnapshotRecord
-from elastic.core.run_state import RunState
-from elastic.journal_archive import archives_of
+from isthmus.elastic.core.certificate import encode_certificate
+from isthmus.elastic.core.records import CommitRecord, Record, SnapshotRecord
+from isthmus.elastic.core.run_state import RunState
+from isthmus.elastic.journal_archive import archives_of
+from isthmus.trainer.audit_report import audit_as_json, render_audit
+from isthmus.trainer.founding import JOURNAL_NAME
 from tests.unit.elastic.machines import held
 from tests.unit.elastic.test_audit import A, C
 from tests.unit.trainer.test_audit import (
@@ -27,8 +29,6 @@ from tests.unit.trainer.test_audit import (
     write_journal,
     write_log,
 )
-from trainer.audit_report import audit_as_json, render_audit
-from trainer.founding import JOURNAL_NAME
 
 
 def whole() -> list[Record]:

@@ -7,21 +7,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.audit import Finding
-from elastic.core.certificate import Certificate, encode_certificate
-from elastic.core.messages import DataPosition, IndexRange
-from elastic.core.records import CommitRecord, RebuildRecord, Record
-from elastic.core.run_state import RunState
+from isthmus.elastic.audit import Finding
+from isthmus.elastic.core.certificate import Certificate, encode_certificate
+from isthmus.elastic.core.messages import DataPosition, IndexRange
+from isthmus.elastic.core.records import CommitRecord, RebuildRecord, Record
+from isthmus.elastic.core.run_state import RunState
+from isthmus.trainer.admission import RunTerms
+from isthmus.trainer.audit_report import render_audit
+from isthmus.trainer.certificates import FILE_NAME
+from isthmus.trainer.checkpoint import load_checkpoint
+from isthmus.trainer.founding import remember_membership
+from isthmus.trainer.identity import PeerFolder, RunIdentity
 from tests.keys import Keys, certified
 from tests.unit.elastic.machines import KEYS, OTHERS, certificate, held, key
 from tests.unit.elastic.test_audit import A, history, signed, view
 from tests.unit.trainer.test_audit import RUN_ID, audit_run, digest_of, findings, save, with_state, write_journal
-from trainer.admission import RunTerms
-from trainer.audit_report import render_audit
-from trainer.certificates import FILE_NAME
-from trainer.checkpoint import load_checkpoint
-from trainer.founding import remember_membership
-from trainer.identity import PeerFolder, RunIdentity
 
 pytestmark = pytest.mark.usefixtures("keys_of_histories")
 

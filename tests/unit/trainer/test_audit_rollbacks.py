@@ -8,9 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.core.certificate import Certificate
-from elastic.core.messages import DataPosition, IndexRange
-from elastic.core.records import CommitRecord, Record, RollbackRecord
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.messages import DataPosition, IndexRange
+from isthmus.elastic.core.records import CommitRecord, Record, RollbackRecord
+from isthmus.trainer.cli import run
+from isthmus.trainer.errors import ExitCode
 from tests.keys import Keys, certified
 from tests.unit.elastic.machines import KEYS, OTHERS, held
 from tests.unit.elastic.test_audit import A
@@ -26,8 +28,6 @@ from tests.unit.trainer.test_audit import (
     write_log,
 )
 from tests.unit.trainer.test_audit_certificates import chain, keep, know
-from trainer.cli import run
-from trainer.errors import ExitCode
 
 pytestmark = pytest.mark.usefixtures("keys_of_histories")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.core.certificate import Certificate, encode_certificate
+from isthmus.elastic.core.certificate import Certificate, encode_certificate
+from isthmus.trainer import certificates
+from isthmus.trainer.certificates import FILE_NAME, KEPT, CertificateKeeper, load_certificates
 from tests.unit.elastic.machines import KEYS, OTHERS, certificate
-from trainer import certificates
-from trainer.certificates import FILE_NAME, KEPT, CertificateKeeper, load_certificates
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from elastic.core.messages import IndexRange
-from trainer.checkpoint import (
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.trainer.checkpoint import (
     MANIFEST_NAME,
     STATE_NAME,
     Checkpoint,
@@ -26,7 +26,7 @@ from trainer.checkpoint import (
     load_checkpoint,
     load_resumed,
 )
-from trainer.errors import CheckpointCorrupted, CheckpointFailed, ConfigError, EnvironmentFault, ExitCode
+from isthmus.trainer.errors import CheckpointCorrupted, CheckpointFailed, ConfigError, EnvironmentFault, ExitCode
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -150,7 +150,7 @@ def test_killed_in_the_middle_of_saving_leaves_the_earlier_checkpoint(tmp_path: 
     script = f"""
 import os, signal, sys, torch
 from pathlib import Path
-from trainer import checkpoint
+from isthmus.trainer import checkpoint
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 if {stop_at!r} == "write": checkpoint._write_state = lambda path, *_: (path.write_bytes(b"half"), die())
 if {stop_at!r} == "fsync": os.fsync = die

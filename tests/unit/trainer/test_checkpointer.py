@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic.digest import Hasher
+from isthmus.elastic.digest import Hasher
+from isthmus.trainer.checkpoint import CheckpointMeta, CheckpointStore
+from isthmus.trainer.checkpointer import Checkpointer
+from isthmus.trainer.errors import CheckpointFailed
+from isthmus.trainer.outer_state import OuterState
 from tests.unit.trainer.rig import numbers, outer_state
-from trainer.checkpoint import CheckpointMeta, CheckpointStore
-from trainer.checkpointer import Checkpointer
-from trainer.errors import CheckpointFailed
-from trainer.outer_state import OuterState
 
 
 @pytest.fixture

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from collective import RoundStats
-from collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
-from elastic.core.certificate import Certificate, Contributor
-from elastic.core.messages import (
+from isthmus.collective import RoundStats
+from isthmus.collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
+from isthmus.elastic.core.certificate import Certificate, Contributor
+from isthmus.elastic.core.messages import (
     Bar,
     DataPosition,
     Held,
     IndexRange,
     Trust,
 )
-from elastic.core.records import (
+from isthmus.elastic.core.records import (
     BarRecord,
     CommitRecord,
     Contribution,
@@ -30,8 +30,8 @@ from elastic.core.records import (
     TicketRecord,
     ViewRecord,
 )
-from elastic.core.run_state import RunState
-from elastic.observation import (
+from isthmus.elastic.core.run_state import RunState
+from isthmus.elastic.observation import (
     BecameActive,
     BecameExcused,
     BecameLearner,
@@ -58,15 +58,15 @@ from elastic.observation import (
     WentBack,
     WorkCarriedOver,
 )
-from elastic.parity import Difference
-from trainer.chronicle import Chronicle
-from trainer.config import Config
-from trainer.errors import CheckpointFailed
-from trainer.events import FILE_NAME, EventLog
-from trainer.metrics import Metrics
-from trainer.progress import SilentProgress
-from trainer.scoreboard import Scoreboard
-from trainer.training_loop import RoundReport
+from isthmus.elastic.parity import Difference
+from isthmus.trainer.chronicle import Chronicle
+from isthmus.trainer.config import Config
+from isthmus.trainer.errors import CheckpointFailed
+from isthmus.trainer.events import FILE_NAME, EventLog
+from isthmus.trainer.metrics import Metrics
+from isthmus.trainer.progress import SilentProgress
+from isthmus.trainer.scoreboard import Scoreboard
+from isthmus.trainer.training_loop import RoundReport
 
 A = PeerRef(PeerId("a" * 16), Incarnation(1))
 B = PeerRef(PeerId("b" * 16), Incarnation(2))

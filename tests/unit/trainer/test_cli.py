@@ -14,14 +14,14 @@ import msgspec
 import pytest
 import torch
 
-from trainer.checkpoint import FOLDER_NAME, STATE_NAME, CheckpointMeta, CheckpointStore
-from trainer.cli_support import is_loopback, take_apart
-from trainer.config import Config
-from trainer.config_training import ModelSection
-from trainer.errors import ConfigError, ExitCode, IsthmusError, Refused, operator_error
-from trainer.model import initial_parameters, num_parameters
-from trainer.run_manifest import manifest_of
-from trainer.ticket import decode_ticket, encode_ticket, make_ticket
+from isthmus.trainer.checkpoint import FOLDER_NAME, STATE_NAME, CheckpointMeta, CheckpointStore
+from isthmus.trainer.cli_support import is_loopback, take_apart
+from isthmus.trainer.config import Config
+from isthmus.trainer.config_training import ModelSection
+from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, Refused, operator_error
+from isthmus.trainer.model import initial_parameters, num_parameters
+from isthmus.trainer.run_manifest import manifest_of
+from isthmus.trainer.ticket import decode_ticket, encode_ticket, make_ticket
 
 REPOSITORY = Path(__file__).parents[3]
 ON_THIS_MACHINE = make_ticket(
@@ -36,7 +36,7 @@ FAR_TICKET = encode_ticket(dataclasses.replace(ON_THIS_MACHINE, addresses=("203.
 IN_ETCD = ("--coordinator.store", "etcd", "--coordinator.etcd", '["127.0.0.1:1"]')
 STANDBY_TICKET = encode_ticket(dataclasses.replace(ON_THIS_MACHINE, secret=b"s" * 32))
 MODEL = ModelSection(preset="nano", num_layers=1, seq_len=16)
-LAUNCH = "from trainer.cli import main; main()"
+LAUNCH = "from isthmus.trainer.cli import main; main()"
 
 
 def isthmus(
@@ -166,10 +166,10 @@ def test_variable_with_an_unknown_key_is_a_mistake(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ our bugs
 
 BROKEN = """
-import trainer.cli, trainer.cli_peers
+import isthmus.trainer.cli, isthmus.trainer.cli_peers
 def status(*_, **__): raise KeyError("secret detail")
-trainer.cli_peers.choose_folder = status
-trainer.cli.main()
+isthmus.trainer.cli_peers.choose_folder = status
+isthmus.trainer.cli.main()
 """
 
 
@@ -294,14 +294,14 @@ RECORDING_DAEMON = (
     f"TICKET = {TICKET!r}"
     + """
 import asyncio, sys, types
-import trainer
-from trainer.errors import ExitCode, Refused
-daemon = types.ModuleType("trainer.daemon")
+from isthmus import trainer
+from isthmus.trainer.errors import ExitCode, Refused
+daemon = types.ModuleType("isthmus.trainer.daemon")
 async def run_peer(options):
     config = options.resolved.config
     role = options.role
     if type(role).__name__ == "Founding":
-        from trainer.ticket import decode_ticket
+        from isthmus.trainer.ticket import decode_ticket
         role.announce_ticket(decode_ticket(TICKET))
         print("founding", config.run.name, config.members.start_peers, options.run_dir, file=sys.stderr)
         return int(ExitCode.LEFT)
@@ -311,8 +311,8 @@ async def run_peer(options):
 async def refuse(): raise Refused("the run does not want us")
 daemon.run_peer = run_peer
 daemon.run_coordinator = run_peer
-sys.modules["trainer.daemon"] = daemon
-from trainer.cli import main
+sys.modules["isthmus.trainer.daemon"] = daemon
+from isthmus.trainer.cli import main
 main()
 """
 )
@@ -363,14 +363,14 @@ def test_join_hands_over_the_ticket_and_ends_with_the_code_of_a_refusal(tmp_path
 
 LINE_DAEMON = """
 import sys, types
-import trainer
-daemon = types.ModuleType("trainer.daemon")
+from isthmus import trainer
+daemon = types.ModuleType("isthmus.trainer.daemon")
 async def run(options):
     net, node = options.resolved.config.net, options.resolved.config.node
     print(net.tls, net.num_streams, node.listen, node.max_upload_bytes_per_s, node.max_download_bytes_per_s)
 daemon.run_peer = daemon.run_coordinator = run
-sys.modules["trainer.daemon"] = daemon
-from trainer.cli import main
+sys.modules["isthmus.trainer.daemon"] = daemon
+from isthmus.trainer.cli import main
 main()
 """
 
@@ -410,8 +410,8 @@ def test_without_encryption_every_start_beyond_this_machine_warns(
 SERVING_DAEMON = """
 import asyncio, os, sys
 from pathlib import Path
-from trainer.control_socket import ControlServer
-from trainer.status import Status
+from isthmus.trainer.control_socket import ControlServer
+from isthmus.trainer.status import Status
 class Daemon:
     def __init__(self): self.ended = asyncio.Event()
     def status(self):

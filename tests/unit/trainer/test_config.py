@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from optim.schedule import Schedule, build_schedule
-from trainer.config import Config
-from trainer.config_keys import DEFAULTS, KNOWN_KEYS
-from trainer.config_peers import NodeSection
-from trainer.config_show import as_json_text, as_template, as_toml, entries
-from trainer.config_sources import Override, ResolvedConfig, load_config
-from trainer.config_training import ConstantSchedule, RunSection, Sgd, WsdSchedule
-from trainer.errors import ConfigError, ExitCode, Refused
-from trainer.quantities import (
+from isthmus.optim.schedule import Schedule, build_schedule
+from isthmus.trainer.config import Config
+from isthmus.trainer.config_keys import DEFAULTS, KNOWN_KEYS
+from isthmus.trainer.config_peers import NodeSection
+from isthmus.trainer.config_show import as_json_text, as_template, as_toml, entries
+from isthmus.trainer.config_sources import Override, ResolvedConfig, load_config
+from isthmus.trainer.config_training import ConstantSchedule, RunSection, Sgd, WsdSchedule
+from isthmus.trainer.errors import ConfigError, ExitCode, Refused
+from isthmus.trainer.quantities import (
     format_nbytes,
     format_rate,
     format_seconds,
@@ -27,9 +27,9 @@ from trainer.quantities import (
     parse_rate,
     parse_seconds,
 )
-from trainer.round_schedule import RoundSchedule
-from trainer.run_manifest import config_of, manifest_diff, manifest_digest, manifest_of, manifest_sections
-from trainer.wiring import outer_of
+from isthmus.trainer.round_schedule import RoundSchedule
+from isthmus.trainer.run_manifest import config_of, manifest_diff, manifest_digest, manifest_of, manifest_sections
+from isthmus.trainer.wiring import outer_of
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -438,7 +438,8 @@ def test_manifest_digest_ignores_how_values_were_written_and_sees_every_change()
 
 def test_manifest_is_the_same_bytes_in_another_process() -> None:
     script = (
-        "from trainer.config import Config; from trainer.run_manifest import manifest_of; print(manifest_of(Config()))"
+        "from isthmus.trainer.config import Config; from isthmus.trainer.run_manifest import manifest_of; "
+        "print(manifest_of(Config()))"
     )
     other = subprocess.run(
         [sys.executable, "-c", script],

@@ -15,11 +15,11 @@ import msgspec
 import pytest
 import zmq
 
-from collective.core.types import PeerId
-from trainer.control_messages import PutOutRequest, RevokeRequest
-from trainer.control_socket import PEER_FILE_NAME, ControlClient, ControlServer, PeerFile, find_peer
-from trainer.errors import EnvironmentFault, ExitCode, NobodyReachable, NothingRuns, Refused
-from trainer.status import MemberStatus, PeerStatus, RoundStatus, Status, render_peers, render_status
+from isthmus.collective.core.types import PeerId
+from isthmus.trainer.control_messages import PutOutRequest, RevokeRequest
+from isthmus.trainer.control_socket import PEER_FILE_NAME, ControlClient, ControlServer, PeerFile, find_peer
+from isthmus.trainer.errors import EnvironmentFault, ExitCode, NobodyReachable, NothingRuns, Refused
+from isthmus.trainer.status import MemberStatus, PeerStatus, RoundStatus, Status, render_peers, render_status
 
 
 def a_status() -> Status:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from collective.core.types import Incarnation, PeerId, PeerRef
-from elastic.core.config import CoordinatorConfig, RebuildRule
+from isthmus.collective.core.types import Incarnation, PeerId, PeerRef
+from isthmus.elastic.core.config import CoordinatorConfig, RebuildRule
+from isthmus.trainer.config import CoordinatorSection
+from isthmus.trainer.coordination import Coordination
+from isthmus.trainer.errors import IntegrityError
 from tests.unit.elastic.machines import KEYS
-from trainer.config import CoordinatorSection
-from trainer.coordination import Coordination
-from trainer.errors import IntegrityError
 
 RUN_ID = "run-0123abcd"
 

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from collective.core.types import Epoch, OuterStep, RoundKey
-from elastic.commit_log import CommitLog
-from elastic.core.messages import DataPosition, Held
-from elastic.digest import Hasher
-from elastic.replica import CommitEntry, ResultChunk
+from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
+from isthmus.elastic.commit_log import CommitLog
+from isthmus.elastic.core.messages import DataPosition, Held
+from isthmus.elastic.digest import Hasher
+from isthmus.elastic.replica import CommitEntry, ResultChunk
+from isthmus.trainer.checkpoint import FOLDER_NAME, CheckpointStore
+from isthmus.trainer.durability import Durability, Origin
+from isthmus.trainer.errors import CheckpointFailed
+from isthmus.trainer.outer_state import OuterState
+from isthmus.trainer.result_files import FOLDER_NAME as RESULTS_NAME
+from isthmus.trainer.result_files import VOTED_NAME, ResultFiles
 from tests.unit.trainer.rig import numbers, outer_state
 from tests.unit.trainer.test_checkpoint import watch_the_disk
-from trainer.checkpoint import FOLDER_NAME, CheckpointStore
-from trainer.durability import Durability, Origin
-from trainer.errors import CheckpointFailed
-from trainer.outer_state import OuterState
-from trainer.result_files import FOLDER_NAME as RESULTS_NAME
-from trainer.result_files import VOTED_NAME, ResultFiles
 
 ORIGIN = Origin(run_id="run", run_manifest=b"{}")
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.checkpoint import FOLDER_NAME, STATE_NAME, CheckpointMeta, CheckpointStore
-from trainer.config import Config
-from trainer.config_training import ModelSection, Streaming
-from trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault
-from trainer.export import export_model
-from trainer.generate import generate, load_model
-from trainer.model import initial_parameters
-from trainer.run_manifest import manifest_of
-from trainer.wiring import fragments_of
+from isthmus.trainer.checkpoint import FOLDER_NAME, STATE_NAME, CheckpointMeta, CheckpointStore
+from isthmus.trainer.config import Config
+from isthmus.trainer.config_training import ModelSection, Streaming
+from isthmus.trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault
+from isthmus.trainer.export import export_model
+from isthmus.trainer.generate import generate, load_model
+from isthmus.trainer.model import initial_parameters
+from isthmus.trainer.run_manifest import manifest_of
+from isthmus.trainer.wiring import fragments_of
 
 CONFIG = Config(model=ModelSection(preset="nano", num_layers=1, seq_len=16))
 

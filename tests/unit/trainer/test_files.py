@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.trainer.files import write_atomically
 from tests.unit.trainer.test_checkpoint import watch_the_disk
-from trainer.files import write_atomically
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name_and_then_its_name_is(

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from collective.transport.certificates import certificate_to_bytes
-from elastic.core.messages import IndexRange
-from trainer.admission import authority_of
-from trainer.checkpoint import FOLDER_NAME, CheckpointMeta, CheckpointStore
-from trainer.config import Config
-from trainer.config_sources import Override, load_config
-from trainer.corpus import Corpus
-from trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault, IntegrityError, RunComplete
-from trainer.files import MEMBERSHIP_NAME
-from trainer.founding import (
+from isthmus.collective.transport.certificates import certificate_to_bytes
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.trainer.admission import authority_of
+from isthmus.trainer.checkpoint import FOLDER_NAME, CheckpointMeta, CheckpointStore
+from isthmus.trainer.config import Config
+from isthmus.trainer.config_sources import Override, load_config
+from isthmus.trainer.corpus import Corpus
+from isthmus.trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault, IntegrityError, RunComplete
+from isthmus.trainer.files import MEMBERSHIP_NAME
+from isthmus.trainer.founding import (
     JOURNAL_NAME,
     STANDBY_TICKET_NAME,
     Founded,
@@ -33,9 +33,9 @@ from trainer.founding import (
     stand_by,
     take_over,
 )
-from trainer.identity import PeerFolder
-from trainer.run_manifest import manifest_of
-from trainer.ticket import decode_ticket, make_ticket
+from isthmus.trainer.identity import PeerFolder
+from isthmus.trainer.run_manifest import manifest_of
+from isthmus.trainer.ticket import decode_ticket, make_ticket
 
 TEXT = np.zeros(8, dtype=np.uint8)
 CORPUS = Corpus(train=TEXT, validation=TEXT, digest="d" * 64, description="a text")

@@ -5,10 +5,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer import generate as generate_module
-from trainer.errors import EnvironmentFault
-from trainer.generate import CONFIG_NAME, WEIGHTS_NAME, ModelCorrupted, ModelNotFound, generate, load_model, save_model
-from trainer.model import Decoder, preset, token_loss
+from isthmus.trainer import generate as generate_module
+from isthmus.trainer.errors import EnvironmentFault
+from isthmus.trainer.generate import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    ModelCorrupted,
+    ModelNotFound,
+    generate,
+    load_model,
+    save_model,
+)
+from isthmus.trainer.model import Decoder, preset, token_loss
 
 CONFIG = preset("nano", num_layers=1, dim=32, hidden_dim=48, max_seq_len=16)
 

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from optim.fragments import FragmentTable
-from optim.inner import InnerType, Moment, build_inner_optimizer
-from trainer.data import SampleSource, validation_batches
-from trainer.errors import TrainingFault
-from trainer.evaluate import evaluate
-from trainer.inner_loop import InnerLoop, shares
-from trainer.model import Decoder, ModelConfig, initial_parameters, named_shapes, token_loss
-from trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
+from isthmus.optim.fragments import FragmentTable
+from isthmus.optim.inner import InnerType, Moment, build_inner_optimizer
+from isthmus.trainer.data import SampleSource, validation_batches
+from isthmus.trainer.errors import TrainingFault
+from isthmus.trainer.evaluate import evaluate
+from isthmus.trainer.inner_loop import InnerLoop, shares
+from isthmus.trainer.model import Decoder, ModelConfig, initial_parameters, named_shapes, token_loss
+from isthmus.trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
 
 MODEL = ModelConfig(dim=8, num_layers=2, num_heads=2, num_kv_heads=1, hidden_dim=12, max_seq_len=8)
 TABLE = FragmentTable.from_named_shapes(named_shapes(MODEL))

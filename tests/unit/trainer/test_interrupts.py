@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from trainer.errors import ConfigError, ExitCode
-from trainer.interrupts import Interrupts
+from isthmus.trainer.errors import ConfigError, ExitCode
+from isthmus.trainer.interrupts import Interrupts
 
 
 async def wait_for_signal(number: int) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import run
-from trainer.errors import ExitCode
-from trainer.events import FILE_NAME, EventLog
-from trainer.files import MEMBERSHIP_NAME
+from isthmus.trainer.cli import run
+from isthmus.trainer.errors import ExitCode
+from isthmus.trainer.events import FILE_NAME, EventLog
+from isthmus.trainer.files import MEMBERSHIP_NAME
 
 
 def write_log(folder: Path, *, steps: int, code: int | None, cause: str = "") -> None:

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from trainer.evaluate import evaluate
-from trainer.model import (
+from isthmus.trainer.evaluate import evaluate
+from isthmus.trainer.model import (
     PRESETS,
     Attention,
     Decoder,
@@ -394,6 +394,8 @@ def test_gradient_reaches_every_parameter_and_matches_a_finite_difference():
 
 
 def test_a_peer_knows_its_shapes_without_torchs_compiler() -> None:
-    code = "import sys; from trainer.model import ModelConfig, named_shapes; named_shapes(ModelConfig(**CONFIG))"
+    code = (
+        "import sys; from isthmus.trainer.model import ModelConfig, named_shapes; named_shapes(ModelConfig(**CONFIG))"
+    )
     code = code.replace("CONFIG", repr(dataclasses.asdict(SMALL))) + "; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0

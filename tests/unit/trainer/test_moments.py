@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic.digest import Hasher, StateManifest
-from elastic.errors import StateMismatch
-from trainer import moments as module
-from trainer.moments import MOMENTS, Moments
+from isthmus.elastic.digest import Hasher, StateManifest
+from isthmus.elastic.errors import StateMismatch
+from isthmus.trainer import moments as module
+from isthmus.trainer.moments import MOMENTS, Moments
 
 NUMEL = 1000
 

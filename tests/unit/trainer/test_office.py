@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from collective.core.types import Incarnation, PeerId, PeerRef
-from collective.errors import SecurityRefused
-from collective.transport import Authority, Credentials, Security
-from collective.transport.certificates import certificate_to_bytes
-from elastic.coordinator import CoordinatorShell
-from elastic.core.config import CoordinatorConfig
-from elastic.core.events import UseTicket
-from elastic.core.messages import Bar, Trust
-from elastic.journal import Journal
+from isthmus.collective.core.types import Incarnation, PeerId, PeerRef
+from isthmus.collective.errors import SecurityRefused
+from isthmus.collective.transport import Authority, Credentials, Security
+from isthmus.collective.transport.certificates import certificate_to_bytes
+from isthmus.elastic.coordinator import CoordinatorShell
+from isthmus.elastic.core.config import CoordinatorConfig
+from isthmus.elastic.core.events import UseTicket
+from isthmus.elastic.core.messages import Bar, Trust
+from isthmus.elastic.journal import Journal
+from isthmus.trainer.bouncer import Bouncer
+from isthmus.trainer.identity import RunIdentity
+from isthmus.trainer.office import Office
+from isthmus.trainer.status import PeerStatus
+from isthmus.trainer.ticket import decode_ticket, verify_token
 from tests.unit.elastic.machines import KEYS
-from trainer.bouncer import Bouncer
-from trainer.identity import RunIdentity
-from trainer.office import Office
-from trainer.status import PeerStatus
-from trainer.ticket import decode_ticket, verify_token
 
 NOW_S = 1_000_000.0
 RUN = RunIdentity(run_id="demo-0123abcd", secret=b"s" * 32)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from collective import view_of
-from optim import DiLoCo
+from isthmus.collective import view_of
+from isthmus.optim import DiLoCo
 from tests.unit.trainer.outer_rig import Model, communicators, inner_steps, sgd, together
 
 ROOT = Path(__file__).parents[3]

@@ -8,16 +8,16 @@ import time
 import pytest
 import torch
 
-from collective import OperationAborted, PlanMismatch
-from collective.codec import codec_named
-from collective.standalone import peer_id_of
-from optim.fragments import FragmentKey
-from optim.outer import Emitted, Op, Round
-from optim.workload import draw_pairs
+from isthmus.collective import OperationAborted, PlanMismatch
+from isthmus.collective.codec import codec_named
+from isthmus.collective.standalone import peer_id_of
+from isthmus.optim.fragments import FragmentKey
+from isthmus.optim.outer import Emitted, Op, Round
+from isthmus.optim.workload import draw_pairs
+from isthmus.trainer import outer_exchange
+from isthmus.trainer.outer_exchange import Exchanger
+from isthmus.trainer.outer_votes import History, Settled, Vote
 from tests.unit.trainer.outer_rig import communicators, install, through, together
-from trainer import outer_exchange
-from trainer.outer_exchange import Exchanger
-from trainer.outer_votes import History, Settled, Vote
 
 KEY = FragmentKey(kind="param", index=0)
 MEAN = Round(fragment=KEY, op=Op.MEAN, inner_step=1)

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from collective import BlockingCommunicator, CollectiveError, view_of
-from collective.standalone import peer_id_of
-from optim import ANCHOR, build_outer
-from optim.fragments import FragmentKey
-from optim.outer import GRAD, Absorbed, Emitted, Op, Round, State
-from optim.simulate import simulate
+from isthmus.collective import BlockingCommunicator, CollectiveError, view_of
+from isthmus.collective.standalone import peer_id_of
+from isthmus.optim import ANCHOR, build_outer
+from isthmus.optim.fragments import FragmentKey
+from isthmus.optim.outer import GRAD, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.simulate import simulate
+from isthmus.trainer import outer_engine
+from isthmus.trainer.outer_engine import by_work
+from isthmus.trainer.outer_loop import OuterLoop
 from tests.unit.trainer.outer_rig import (
     LR,
     TABLE,
@@ -29,9 +32,6 @@ from tests.unit.trainer.outer_rig import (
     sgd,
     together,
 )
-from trainer import outer_engine
-from trainer.outer_engine import by_work
-from trainer.outer_loop import OuterLoop
 
 DILOCO = build_outer("diloco", inner_steps=4)
 STREAMING = build_outer("streaming", inner_steps=4, num_fragments=2, delay=1, keep=0.5)

@@ -12,20 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from collective.core.types import OuterStep
-from collective.errors import RemoteProtocolError
-from elastic.core.messages import Held
-from elastic.digest import Hasher, chunk_of
-from elastic.errors import StateDiverged, StateMismatch
-from elastic.parity import Difference, differing
-from elastic.replica import CommitEntry, ResultChunk
-from optim.diloco import MOMENTUM, DiLoCo
-from optim.fragments import FragmentTable
-from optim.outer import ANCHOR, Result, Round
+from isthmus.collective.core.types import OuterStep
+from isthmus.collective.errors import RemoteProtocolError
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.digest import Hasher, chunk_of
+from isthmus.elastic.errors import StateDiverged, StateMismatch
+from isthmus.elastic.parity import Difference, differing
+from isthmus.elastic.replica import CommitEntry, ResultChunk
+from isthmus.optim.diloco import MOMENTUM, DiLoCo
+from isthmus.optim.fragments import FragmentTable
+from isthmus.optim.outer import ANCHOR, Result, Round
+from isthmus.trainer.outer_state import OuterState
+from isthmus.trainer.round_schedule import RoundSchedule
+from isthmus.trainer.state_version import Version
 from tests.unit.trainer.rig import NUMEL, has_the_bits_of_its_manifest, numbers, outer_state
-from trainer.outer_state import OuterState
-from trainer.round_schedule import RoundSchedule
-from trainer.state_version import Version
 
 MEMBERS = ("a", "b")
 

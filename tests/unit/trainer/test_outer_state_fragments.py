@@ -9,19 +9,19 @@ import msgspec
 import pytest
 import torch
 
-from collective.core.types import OuterStep
-from collective.errors import RemoteProtocolError
-from elastic.core.messages import Held
-from elastic.digest import Hasher, TensorManifest
-from elastic.errors import StateDiverged
-from elastic.parity import Difference, contents_of, salvage
-from elastic.replica import CommitEntry, ResultChunk
-from optim.fragments import FragmentTable
-from optim.streaming import Streaming
+from isthmus.collective.core.types import OuterStep
+from isthmus.collective.errors import RemoteProtocolError
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.digest import Hasher, TensorManifest
+from isthmus.elastic.errors import StateDiverged
+from isthmus.elastic.parity import Difference, contents_of, salvage
+from isthmus.elastic.replica import CommitEntry, ResultChunk
+from isthmus.optim.fragments import FragmentTable
+from isthmus.optim.streaming import Streaming
+from isthmus.trainer.outer_state import OuterState
+from isthmus.trainer.round_schedule import RoundSchedule
+from isthmus.trainer.state_version import gather_anchor
 from tests.unit.trainer.rig import has_the_bits_of_its_manifest, numbers
-from trainer.outer_state import OuterState
-from trainer.round_schedule import RoundSchedule
-from trainer.state_version import gather_anchor
 
 TABLE = FragmentTable.from_named_shapes([("embedding", (300,)), *((f"layer{n}", (500,)) for n in range(8))])
 OUTER = Streaming(inner_steps=12, num_fragments=4, delay=2)

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trainer.progress import BarProgress, SilentProgress, open_progress
+from isthmus.trainer.progress import BarProgress, SilentProgress, open_progress
 
 REPOSITORY = Path(__file__).parents[3]
 SCRIPT = """
-from trainer.progress import open_progress
+from isthmus.trainer.progress import open_progress
 with open_progress(name="demo", total_outer_steps=4, inner_steps=10) as progress:
     progress.advance(outer_step=2, inner_step=5, world_size=3, loss=1.25)
 """

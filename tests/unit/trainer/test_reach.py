@@ -5,8 +5,8 @@ import ipaddress
 
 import pytest
 
-from collective.core.address import candidates_of, split_address
-from trainer.reach import reachable_at
+from isthmus.collective.core.address import candidates_of, split_address
+from isthmus.trainer.reach import reachable_at
 
 
 def test_a_peer_that_listens_at_one_address_tells_that_or_what_its_operator_says() -> None:

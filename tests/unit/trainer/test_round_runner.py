@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from collective.core.types import Epoch, OuterStep, RoundKey
-from collective.errors import NonFiniteInput, OperationAborted
-from elastic.core.messages import Held
-from elastic.digest import Hasher
-from optim.diloco import DiLoCo
-from optim.fragments import FragmentTable
-from optim.outer import Result
-from optim.streaming import Streaming
+from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
+from isthmus.collective.errors import NonFiniteInput, OperationAborted
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.digest import Hasher
+from isthmus.optim.diloco import DiLoCo
+from isthmus.optim.fragments import FragmentTable
+from isthmus.optim.outer import Result
+from isthmus.optim.streaming import Streaming
 from tests.unit.trainer.rig import Site, has_the_bits_of_its_manifest, numbers, outer_state, sites_of_a_new_run, view_of
 
 

@@ -3,10 +3,10 @@
 
 import pytest
 
-from optim.diloco import DiLoCo
-from optim.fragments import FragmentKey
-from optim.outer import Op, Round
-from trainer.round_schedule import RoundSchedule
+from isthmus.optim.diloco import DiLoCo
+from isthmus.optim.fragments import FragmentKey
+from isthmus.optim.outer import Op, Round
+from isthmus.trainer.round_schedule import RoundSchedule
 
 
 @pytest.mark.parametrize("inner_steps", [1, 4, 500])

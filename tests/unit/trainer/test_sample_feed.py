@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from elastic.core.leases import count
-from elastic.core.messages import IndexRange
-from elastic.errors import NotAMember, RunFinished
-from trainer.sample_feed import LeasesLost, SampleFeed
+from isthmus.elastic.core.leases import count
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.elastic.errors import NotAMember, RunFinished
+from isthmus.trainer.sample_feed import LeasesLost, SampleFeed
 
 STOCK = 8
 

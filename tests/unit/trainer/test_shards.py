@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optim.fragments import FragmentTable
-from trainer.shards import ShardMap, shard_rows
+from isthmus.optim.fragments import FragmentTable
+from isthmus.trainer.shards import ShardMap, shard_rows
 
 SHAPES = [("weight", (3, 4)), ("gain", (5,)), ("bias", (2,))]
 TABLE = FragmentTable.from_named_shapes(SHAPES)

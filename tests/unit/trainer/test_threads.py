@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from trainer.threads import in_thread
+from isthmus.trainer.threads import in_thread
 
 
 async def test_the_caller_gets_what_the_function_returns_or_raises() -> None:

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.errors import ConfigError, ExitCode
-from trainer.ticket import (
+from isthmus.trainer.errors import ConfigError, ExitCode
+from isthmus.trainer.ticket import (
     TOKEN_NBYTES,
     Ticket,
     TicketFault,

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic.digest import Hasher
-from elastic.errors import NotAMember
+from isthmus.elastic.digest import Hasher
+from isthmus.elastic.errors import NotAMember
+from isthmus.trainer.errors import TrainingFault
 from tests.unit.trainer.loop_rig import BATCH, INNER_STEPS, Happening, Rig
-from trainer.errors import TrainingFault
 
 NOTHING, BLINK = Happening.NOTHING, Happening.BLINK
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic.digest import Hasher
+from isthmus.elastic.digest import Hasher
+from isthmus.trainer.errors import WorkerCrashed
+from isthmus.trainer.worker_link import WorkerStalled
+from isthmus.trainer.worker_process import WorkerDied
 from tests.unit.trainer.loop_rig import BATCH, INNER_STEPS, Happening, Rig
-from trainer.errors import WorkerCrashed
-from trainer.worker_link import WorkerStalled
-from trainer.worker_process import WorkerDied
 
 HANG = WorkerStalled("step", (0,), 1.0, "hangs")
 DEATH = WorkerDied(0, -9, "", Path("worker-0.log"))

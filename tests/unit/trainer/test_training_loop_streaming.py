@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from elastic.digest import Hasher
+from isthmus.elastic.digest import Hasher
+from isthmus.trainer.state_version import gather_anchor
 from tests.unit.trainer.loop_rig import BATCH, INNER_STEPS, NUMEL, Happening, Rig
-from trainer.state_version import gather_anchor
 
 H, P, DELAY = 8, 4, 2
 SETTINGS = {"inner_steps": H, "num_fragments": P, "delay": DELAY, "keep": 1.0}

@@ -4,14 +4,14 @@
 import pytest
 import torch
 
-from elastic.core.messages import IndexRange
-from optim.diloco import DiLoCo
-from optim.streaming import Streaming
-from trainer.config import Config
-from trainer.config_sources import Override, load_config
-from trainer.errors import ConfigError
-from trainer.model import initial_parameters
-from trainer.wiring import (
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.optim.diloco import DiLoCo
+from isthmus.optim.streaming import Streaming
+from isthmus.trainer.config import Config
+from isthmus.trainer.config_sources import Override, load_config
+from isthmus.trainer.errors import ConfigError
+from isthmus.trainer.model import initial_parameters
+from isthmus.trainer.wiring import (
     bulk_options,
     coordinator_config,
     fragment_table,
@@ -21,7 +21,7 @@ from trainer.wiring import (
     samples_in_stock,
     training_job,
 )
-from trainer.worker_job import OptimizerJob
+from isthmus.trainer.worker_job import OptimizerJob
 
 SMALL = {"dim": 16, "num_layers": 1, "num_heads": 2, "hidden_dim": 32, "seq_len": 32}
 

@@ -10,9 +10,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from trainer import ipc
-from trainer.errors import ConfigError, EnvironmentFault, IsthmusError, TrainingFault, WorkerCrashed
-from trainer.worker_link import WINDOW, WorkerLink, WorkerStalled
+from isthmus.trainer import ipc
+from isthmus.trainer.errors import ConfigError, EnvironmentFault, IsthmusError, TrainingFault, WorkerCrashed
+from isthmus.trainer.worker_link import WINDOW, WorkerLink, WorkerStalled
 
 TIMEOUT_S = 5.0
 
