@@ -27,7 +27,7 @@ from isthmus.collective.engine import Engine
 from isthmus.collective.errors import OperationAborted, RoundRefused
 from isthmus.collective.links import LinkMeter, LinkReport
 from isthmus.collective.memory import BufferPool, give_back_to_system
-from isthmus.collective.mesh import Mesh
+from isthmus.collective.mesh import Mesh, linked_members
 from isthmus.collective.operations import (
     Reducible,
     all_gather,
@@ -157,7 +157,7 @@ class Communicator:
         self._end_looking_ahead()
         self._mesh.prepare(view)
         self._engine.install(view, self._mesh.bundles)
-        self._workplace.learn(None)  # who survives an abort cannot know which of the others finished a survey
+        self._workplace.install(frozenset(view.apart))
         give_back_to_system()  # what the links of former members have held
         log.info("view_installed epoch=%d world_size=%d", view.epoch, view.world_size)
         await self._mesh.connect(self._options.install_grace_s)
@@ -191,7 +191,7 @@ class Communicator:
         self._end_looking_ahead()
         rank = None if self.view is None else self.view.rank_of(self.me.peer_id)
         if self.view is not None and rank is not None:
-            others = [member for member in self.view.members if member.ref != self.me]
+            others = linked_members(self.view, self.me)
             self._looking_ahead = asyncio.get_running_loop().create_task(self._look_ahead(others, rank, turn_s))
 
     async def _look_ahead(self, others: Sequence[Member], rank: int, turn_s: float | None) -> None:
@@ -259,6 +259,8 @@ class Communicator:
         if told is not None and (len(told) != len(members) or told[rank] != weight or quorum is not None):
             raise ValueError("told must hold the weight of every member, ours included, and excludes a quorum")
         ranks = tuple(range(len(members)))
+        if quorum is not None and self._workplace.apart:
+            raise ValueError("a quorum needs links between all members, and some of this view have none")
         if quorum is not None:
             ranks = await self._runner.gather(self._workplace, key, members, rank, quorum=quorum, deadline_s=deadline_s)
         operation = all_reduce(self._workplace, ranks, given, plan)
@@ -347,6 +349,8 @@ class Communicator:
             deadline_s: see the class.
         """
         members, rank = self._place(key)
+        if partner in {members[other].peer_id for other in self._engine.check_free(key).apart_from(rank)}:
+            raise ValueError(f"{partner} and this member have no link; exchange with another member")
         pair = [member for place, member in enumerate(members) if place == rank or member.peer_id == partner]
         if len(pair) != 2:
             raise ValueError(f"{partner!r} is no other member of the view")
@@ -390,7 +394,8 @@ class Communicator:
         # Announced before the probe: a fresh member that trains until it is awaited hears of it that much earlier.
         operation, parts = all_gather(self._workplace, len(members), rank, row, None, None)
         await self._runner.run(key, members, rank, operation, deadline_s=deadline_s, first=probe)
-        table = table_of([Observation.from_numbers(part.tolist()) for part in parts])
+        seen_by_all = [Observation.from_numbers(part.tolist()) for part in parts]
+        table = table_of(seen_by_all, self._workplace.apart)
         if self._engine.view is not None and self._engine.view.epoch == key.epoch:
             self._workplace.learn(table)
         return table

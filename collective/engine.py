@@ -51,11 +51,11 @@ class Stash:
         self._max_frames = max_frames
         self._max_nbytes = max_nbytes
         self._nbytes = 0
-        self._frames: dict[tuple[RoundKey, FrameType, int], Frame] = {}
+        self._frames: dict[tuple[RoundKey, FrameType, int, int], Frame] = {}
 
     def put(self, frame: Frame) -> None:
         """Keep a copy. Raises RemoteProtocolError beyond the bounds."""
-        name = (frame.header.key, frame.header.type, frame.header.chunk)
+        name = (frame.header.key, frame.header.type, frame.header.rank, frame.header.chunk)
         self._drop(name)
         if frame.header.type is FrameType.ABORT:  # whatever came for that round has lost its meaning
             self.take(frame.header.key)
@@ -77,7 +77,7 @@ class Stash:
 
     def holds(self, epoch: Epoch, *, but: Collection[RoundKey]) -> bool:
         """Whether anything waits for a round of this view that is none of these."""
-        return any(key.epoch == epoch and key not in but for key, _, _ in self._frames)
+        return any(key.epoch == epoch and key not in but for key, *_ in self._frames)
 
     def drop_before(self, epoch: Epoch) -> int:
         """Forget frames of older views; return how many."""
@@ -86,7 +86,7 @@ class Stash:
             self._drop(name)
         return len(names)
 
-    def _drop(self, name: tuple[RoundKey, FrameType, int]) -> None:
+    def _drop(self, name: tuple[RoundKey, FrameType, int, int]) -> None:
         frame = self._frames.pop(name, None)
         if frame is not None:
             self._nbytes -= frame.header.payload_nbytes

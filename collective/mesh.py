@@ -119,17 +119,16 @@ class Mesh:
             outdated = ref.incarnation < newest.get(ref.peer_id, 0)
             if ref not in members and (ref in former or outdated):
                 self.drop(ref)
-        for member in view.members:
-            if member.ref != self._me:
-                if member.ref not in self.bundles:
-                    self._new_bundle(member.ref, self._num_streams)
-                self.bundles[member.ref].address = member.address
+        for member in linked_members(view, self._me):
+            if member.ref not in self.bundles:
+                self._new_bundle(member.ref, self._num_streams)
+            self.bundles[member.ref].address = member.address
         self.view = view
 
     async def connect(self, timeout_s: float) -> None:
         """Dial the view's members for at most so long. Who cannot be reached is the first round's finding."""
         assert self.view is not None
-        members = {member.ref for member in self.view.members}
+        members = {member.ref for member in linked_members(self.view, self._me)}
         wanted = [bundle for ref, bundle in self.bundles.items() if ref in members and bundle.is_dialler]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as dials:
@@ -197,3 +196,10 @@ class Mesh:
         if len(strangers) >= _MAX_STRANGERS:
             self._say(peer_id, "too many connections before a view")
             self.drop(strangers[0])
+
+
+def linked_members(view: View, me: PeerRef) -> list[Member]:
+    """The members that this one has a link with, or is to have one."""
+    rank = view.rank_of(me.peer_id)
+    unlinked = frozenset[int]() if rank is None else view.apart_from(rank)
+    return [member for other, member in enumerate(view.members) if member.ref != me and other not in unlinked]

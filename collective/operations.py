@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from isthmus.collective.buffers import OPS, Record
+from isthmus.collective.buffers import HALF, OPS, Record
 from isthmus.collective.core import slices
 from isthmus.collective.operation import Operation
 from isthmus.collective.tensors import Array, check_out, check_weight, flat, overlap
@@ -76,12 +76,18 @@ def reduce_scatter(workplace: Workplace, world_size: int, rank: int, given: Redu
     total = given.source.numel()
     if total % world_size:
         raise ValueError(f"{total} elements cannot be shared out to {world_size} members; pad the tensor")
+    if given.source.dtype in HALF and workplace.apart:
+        raise ValueError(
+            "sums of half precision cannot be handed on by a third member, and some have no link; use float32"
+        )
     numel = total // world_size
     check_out(given.source, given.target, numel)
     return Operation(
         workplace,
         op=given.op,
-        plan=workplace.cut([numel] * world_size, slices.scatter(world_size), given.source.element_size()),
+        plan=workplace.cut(
+            [numel] * world_size, slices.scatter(world_size, workplace.apart), given.source.element_size()
+        ),
         plan_name="scatter",
         source=given.source,
         target=given.target,
@@ -104,7 +110,7 @@ def all_gather(
     operation = Operation(
         workplace,
         op="copy",
-        plan=workplace.cut(numels, slices.gather(world_size), source.element_size()),
+        plan=workplace.cut(numels, slices.gather(world_size, workplace.apart), source.element_size()),
         plan_name="gather",
         source=source,
         source_base=sum(numels[:rank]),
@@ -120,7 +126,7 @@ def broadcast(workplace: Workplace, world_size: int, rank: int, root: int, tenso
     return Operation(
         workplace,
         op="copy",
-        plan=workplace.cut([whole.numel()], slices.broadcast(root, world_size), whole.element_size()),
+        plan=workplace.cut([whole.numel()], slices.broadcast(root, world_size, workplace.apart), whole.element_size()),
         plan_name="broadcast",
         source=whole if rank == root else nothing,
         target=nothing if rank == root else whole,
@@ -148,7 +154,7 @@ def exchange(workplace: Workplace, place: int, tensor: Array, out: Array) -> Ope
 def barrier(workplace: Workplace, world_size: int) -> Operation:
     """Nothing, with everybody."""
     nothing = torch.empty(0)
-    plan = workplace.cut([0], slices.broadcast(0, world_size), nothing.element_size())
+    plan = workplace.cut([0], slices.broadcast(0, world_size, workplace.apart), nothing.element_size())
     return Operation(workplace, op="copy", plan=plan, plan_name="barrier", source=nothing, target=nothing)
 
 

@@ -86,6 +86,13 @@ class Outbox:
         """Tell an outsider our terms; it holds others."""
         self._notify(bundle, FrameType.OPEN, opening_payload(self._terms, 0))
 
+    def hand_on(self, frame_type: FrameType, to: int, *, of: int, payload: bytes, weight: float = 0.0) -> None:
+        """Tell a member the word of another one, with which it has no link."""
+        header = self._header(frame_type, len(payload), rank=of, weight=weight)
+        bundle = self.bundle(to)
+        bundle.notices.append(Notice(pack(header, payload), payload))
+        bundle.wake()
+
     def abort(self, payload: bytes) -> None:
         """Tell all that we have given the round up."""
         for bundle in self._bundles:
@@ -157,16 +164,24 @@ class Outbox:
         payload = opening_payload(self._terms, self._machine.held)
         return pack(self._header(FrameType.OPEN, len(payload)), payload), payload
 
-    def _header(self, frame_type: FrameType, payload_nbytes: int, chunk: int = 0) -> Header:
+    def _header(
+        self,
+        frame_type: FrameType,
+        payload_nbytes: int,
+        chunk: int = 0,
+        *,
+        rank: int | None = None,
+        weight: float | None = None,
+    ) -> Header:
         return Header(
             type=frame_type,
             payload_nbytes=payload_nbytes,
             epoch=self._key.epoch,
             outer_step=self._key.outer_step,
             fragment=self._key.fragment,
-            rank=self.rank,
+            rank=self.rank if rank is None else rank,
             chunk=chunk,
-            weight=self._weight,
+            weight=self._weight if weight is None else weight,
             plan_hash=self._plan_hash,
         )
 

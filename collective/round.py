@@ -14,18 +14,21 @@ import math
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
+import msgspec
 import torch
 from torch import Tensor
 
 from isthmus.collective.buffers import RoundBuffers
 from isthmus.collective.chunks import Inbox
 from isthmus.collective.codec.base import NotFinite
+from isthmus.collective.core.apart import NO_PAIR, Apart
 from isthmus.collective.core.round import RoundMachine
 from isthmus.collective.core.round_words import (
     Accumulate,
     ContributionArrived,
     FinishChunk,
     Finished,
+    HandOnOpening,
     InstallResult,
     KeepResult,
     LinkRenewed,
@@ -70,6 +73,7 @@ class Round:
         bundles: by rank; None at ours.
         eager_chunks: see RoundMachine.
         held: see RoundMachine.
+        apart: pairs of ranks that have no link; `bundles` is None for who has none with us.
         is_gathering: the round only finds out who is there: it waits for the one result, not for everybody, and
             whoever gives that may take its time.
         on_opened: told when a member has posted the round.
@@ -89,6 +93,7 @@ class Round:
         bundles: Sequence[Bundle | None],
         eager_chunks: int,
         held: int = 0,
+        apart: Apart = NO_PAIR,
         is_gathering: bool = False,
         on_opened: Callable[[int], None] | None = None,
     ) -> None:
@@ -113,6 +118,7 @@ class Round:
             eager_chunks=eager_chunks,
             held=held,
             needs_all=not is_gathering,
+            apart=apart,
         )
         self._is_gathering = is_gathering
         self._on_opened = on_opened
@@ -190,9 +196,9 @@ class Round:
                     self._check_planned(rank, header)
                     self._on_chunk(rank, header, torch.frombuffer(frame.payload, dtype=torch.uint8))
             case FrameType.OPEN:
-                self._on_open(rank, header, frame.payload)
+                self._on_open(self._speaker(rank, header), header, frame.payload)
             case FrameType.ABORT:
-                self._on_abort(rank, decode(frame.payload, AbortNotice))
+                self._on_abort(self._speaker(rank, header), decode(frame.payload, AbortNotice))
             case _:
                 return
 
@@ -293,6 +299,10 @@ class Round:
         if header.payload_nbytes != planned:
             raise RemoteProtocolError("chunk has another length than planned")
 
+    def _speaker(self, rank: int, header: Header) -> int:
+        """Whose word this is: the sender's own, or that of a member which we hear of from the sender only."""
+        return header.rank if self.machine.hears_of(header.rank, via=rank) else rank
+
     def _on_open(self, rank: int, header: Header, payload: memoryview) -> None:
         held = 0
         if payload != opening_payload(self._terms, 0):  # as nearly always
@@ -304,13 +314,17 @@ class Round:
                 return
             held = int.from_bytes(opening.held, "little")
         self._take_weight(rank, header.weight)
-        self._outbox.bundle(rank).is_met = True
+        bundle = self.bundles[rank]
+        if bundle is not None:
+            bundle.is_met = True
         self._run(self.machine.handle(PeerOpened(rank, held)))
         if self._on_opened is not None:
             self._on_opened(rank)
 
     def _on_abort(self, rank: int, notice: AbortNotice) -> None:
         sender = self.members[rank].peer_id
+        for other in self.machine.between(rank):
+            self._outbox.hand_on(FrameType.ABORT, other, of=rank, payload=msgspec.msgpack.encode(notice))
         if notice.mismatch is not None:
             self.fail(mismatch_heard(notice.mismatch, self._terms, sender))
             return
@@ -385,6 +399,9 @@ class Round:
                 case SendOpen(to=to):
                     self._outbox.put_open(to)
                     touched.add(to)
+                case HandOnOpening(to=to, of=of):
+                    opening = opening_payload(self._terms, 0)  # its terms are ours
+                    self._outbox.hand_on(FrameType.OPEN, to, of=of, payload=opening, weight=self.weights[of] or 0.0)
                 case Finished():
                     self._buffers.keep_own()
                     self.changed.set()

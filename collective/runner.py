@@ -10,13 +10,14 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from isthmus.collective.core.apart import NO_PAIR, Apart, restricted
 from isthmus.collective.core.quorum import Quorum
 from isthmus.collective.core.types import Member, PeerRef, RoundKey
 from isthmus.collective.engine import Engine
 from isthmus.collective.errors import LeftBehind, OperationAborted
 from isthmus.collective.gathering import Gathering
 from isthmus.collective.links import LinkMeter
-from isthmus.collective.mesh import Mesh
+from isthmus.collective.mesh import Mesh, linked_members
 from isthmus.collective.operation import Attempts, Operation
 from isthmus.collective.options import RoundStats
 from isthmus.collective.plan import RoundPlan
@@ -113,6 +114,7 @@ class Runner:
                 bundles=self._bundles_to(members),
                 eager_chunks=self._engine.credit(operation.longest_chunk_nbytes),
                 held=operation.held,
+                apart=self._apart(members),
             )
             _pace(round_.bundles, None if operation.paces is None else operation.paces[rank])
             self._meter.paced_anew()
@@ -172,8 +174,15 @@ class Runner:
                 # held, links' memory too, would live until the collector finds the ring.
                 del ended_by
 
+    def _apart(self, members: Sequence[Member]) -> Apart:
+        view = self._engine.view
+        assert view is not None, "a round needs a view"
+        return restricted(view.apart, [view.members.index(member) for member in members]) if view.apart else NO_PAIR
+
     def _bundles_to(self, members: Sequence[Member]) -> list[Bundle | None]:
-        return [None if member.ref == self._me else self._mesh.bundles[member.ref] for member in members]
+        assert self._engine.view is not None, "a round needs a view"
+        linked = {member.ref for member in linked_members(self._engine.view, self._me)}
+        return [self._mesh.bundles[member.ref] if member.ref in linked else None for member in members]
 
 
 def _roots_of(plan: RoundPlan) -> tuple[tuple[int, int, int], ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from isthmus.collective.buffers import HALF
 from isthmus.collective.codec import Codec, codec_named
+from isthmus.collective.core.apart import NO_PAIR, Apart, restricted
 from isthmus.collective.core.cost import Volume, paces, predict
 from isthmus.collective.core.link_table import LinkTable
 from isthmus.collective.core.planner import PLANS, Choice, choose
@@ -38,10 +39,16 @@ class Workplace:
     def __init__(self, *, chunk_nbytes: int, pool: BufferPool) -> None:
         self.chunk_nbytes = chunk_nbytes
         self.pool = pool
+        self.apart = NO_PAIR
         self._max_chunk_nbytes = chunk_nbytes
         self._codecs: dict[str, Codec] = {}
         self._table: LinkTable | None = None
         self._plans: dict[tuple[str, tuple[int, ...], int, torch.dtype, str], tuple[Choice, RoundPlan]] = {}
+
+    def install(self, apart: Apart) -> None:
+        """Plan for a view of which nothing is known but the pairs without a link."""
+        self.apart = apart
+        self.learn(None)  # who survives an abort cannot know which of the others finished a survey
 
     def learn(self, table: LinkTable | None) -> None:
         """Plan by this table of the view's members from now on; None: by nothing."""
@@ -72,7 +79,7 @@ class Workplace:
         """The plan of an all-reduce among these ranks of the view, and its cut of the tensor.
 
         Raises:
-            ValueError: no plan of that name.
+            ValueError: no plan of that name, or one that needs a link which is not there.
         """
         asked = (plan, ranks, source.numel(), source.dtype, codec)
         known = self._plans.get(asked)  # training posts the same operations again and again
@@ -90,6 +97,8 @@ class Workplace:
 
     def _choose(self, plan: str, ranks: tuple[int, ...], source: Tensor, codec: str) -> Choice:
         table = LinkTable.unknown(len(ranks)) if self._table is None else self._table.restricted_to(ranks)
+        apart = restricted(self.apart, ranks)
+        table = table.without(apart)
         is_far = self.chunk_nbytes < self._max_chunk_nbytes
         if plan == "auto" and len(ranks) == 2 and codec == "raw" and (is_far or source.nbytes <= _SWAP_NBYTES):
             return self._swap(source.nbytes, table)
@@ -99,7 +108,10 @@ class Workplace:
         )
         # Sums of half-precision numbers are kept in fp32, which only a root does: nobody may add up on the way.
         only = "butterfly" if source.dtype in HALF else None if plan == "auto" else plan
-        return choose(table, volume, only=only)
+        choice = choose(table, volume, only=only)
+        if not choice.is_possible(apart):
+            raise ValueError(f'plan {choice.name!r} needs a link between two members that have none; use "auto"')
+        return choice
 
     def _swap(self, nbytes: int, table: LinkTable) -> Choice:
         """Each of two sends the other its whole part."""

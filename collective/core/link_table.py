@@ -7,8 +7,10 @@ all members, who must make the same plan from it: nothing here depends on anythi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isnan
+
+from isthmus.collective.core.apart import Apart, are_apart
 
 Matrix = tuple[tuple[float, ...], ...]
 """One number for each directed pair, [from][to]; the diagonal means nothing."""
@@ -77,11 +79,11 @@ class LinkTable:
 
     @property
     def says_nothing(self) -> bool:
-        """Whether no number of it is known, so that no plan can be told from another."""
+        """Whether no number of it is known, so that no plan can be told from another; a missing link is no number."""
         everybody = range(self.world_size)
         pairs = [(a, b) for a in everybody for b in everybody if a != b]
         return (
-            all(self.latency_s[a][b] == 0 and self.rate[a][b] == inf for a, b in pairs)
+            all(self.latency_s[a][b] == 0 and self.rate[a][b] in (0, inf) for a, b in pairs)
             and all(limit == inf for limit in self.upload + self.download)
             and all(trunk.rate == inf for trunk in self.trunks)
         )
@@ -108,6 +110,22 @@ class LinkTable:
             download=tuple(self.download[rank] for rank in ranks),
             trunks=tuple(trunks),
         )
+
+    def without(self, apart: Apart) -> "LinkTable":
+        """The table in which these pairs cannot speak."""
+        if not apart:
+            return self
+        rate = tuple(
+            tuple(0.0 if are_apart(apart, a, b) else known for b, known in enumerate(row))
+            for a, row in enumerate(self.rate)
+        )
+        return replace(self, rate=rate)
+
+    @property
+    def apart(self) -> Apart:
+        """The pairs that cannot speak."""
+        everybody = range(self.world_size)
+        return frozenset((a, b) for b in everybody for a in range(b) if 0 in (self.rate[a][b], self.rate[b][a]))
 
     def quantised(self) -> "LinkTable":
         """The table with two significant digits, so that most of the noise of a measurement changes no plan."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which plan a view uses: the butterfly, a ring, or two levels.
 
-    butterfly   two one-way trips; every pair exchanges
+    butterfly   two one-way trips; every pair exchanges, or, where some pairs have no link, all do with those that have
     ring        2(n - 1) trips; each member speaks with two others only
     two_level   four trips; between regions each piece travels once, inside a region for a second time
 
@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
+from isthmus.collective.core.apart import Apart, are_apart, hubs
 from isthmus.collective.core.cost import Volume, best_shares, paces, predict
 from isthmus.collective.core.link_table import LinkTable, Matrix
 from isthmus.collective.core.regions import guess_trunks, regions
 from isthmus.collective.core.ring_order import ring_order
-from isthmus.collective.core.slices import Route, butterfly, ring, two_level
+from isthmus.collective.core.slices import NOBODY, Route, butterfly, ring, two_level
 
 PLANS = ("butterfly", "ring", "two_level")
 
@@ -45,6 +46,13 @@ class Choice:
     rejected: tuple[tuple[str, float], ...] = ()
     paces: Matrix | None = None
 
+    def is_possible(self, apart: Apart) -> bool:
+        """Whether nothing goes from one to the other of two members that have no link."""
+        sized = [route for route, share in zip(self.routes, self.shares, strict=True) if share > 0]
+        trees = [tree for route in sized for tree in (route.up, route.down)]
+        hops = ((rank, parent) for tree in trees for rank, parent in enumerate(tree) if parent != NOBODY)
+        return not any(are_apart(apart, *hop) for hop in hops)
+
 
 class _Plan(NamedTuple):
     name: str
@@ -59,6 +67,8 @@ def choose(table: LinkTable, volume: Volume, *, only: str | None = None) -> Choi
     The fastest by prediction, but the butterfly unless another saves more than 5 %. With nothing known
     (`LinkTable.unknown`) it is the butterfly with equal shares, and no prediction. Pairs that cannot be judged alone,
     because they seem to share a line between regions, are judged together (`regions.guess_trunks`).
+
+    Where some pairs have no link (0 bytes/s), only who has links with all is a root of the butterfly.
 
     Args:
         only: consider this plan alone. A two-level plan without regions is a butterfly.
@@ -103,7 +113,7 @@ def _candidates(world_size: int, found: Sequence[Sequence[int]]) -> list[str]:
 def _routes(name: str, table: LinkTable, volume: Volume, found: Sequence[Sequence[int]]) -> tuple[Route, ...]:
     match name:
         case "butterfly":
-            return butterfly(table.world_size)
+            return butterfly(table.world_size, hubs(table.world_size, table.apart) or None)
         case "two_level":
             return two_level(found)
         case _:

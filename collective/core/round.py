@@ -17,6 +17,8 @@ Rules:
 * What an earlier attempt of the same round has finished among the same members is not sent again (`held`). Whoever
   opens says which results it holds; a result counts as held only where the slice's root holds it too, since a root
   that sums again may sum in another order.
+* Two members that are apart hear of each other's openings through whoever has links with both (`HandOnOpening`); the
+  plan sends nothing else between them. All who can hand an opening on do: whoever hears it twice has lost nothing.
 * In what order a link sends results and contributions is its own business.
 * No time in here. Whoever moves the bytes sees who stands still, and asks `needs()` whom that concerns.
 """
@@ -24,6 +26,7 @@ Rules:
 from collections.abc import Sequence
 from typing import assert_never
 
+from isthmus.collective.core.apart import NO_PAIR, Apart, apart_from, are_apart
 from isthmus.collective.core.member_part import part_of
 from isthmus.collective.core.round_words import (
     Accumulate,
@@ -31,6 +34,7 @@ from isthmus.collective.core.round_words import (
     ContributionArrived,
     FinishChunk,
     Finished,
+    HandOnOpening,
     InstallResult,
     KeepResult,
     LinkRenewed,
@@ -57,6 +61,7 @@ class RoundMachine:
         held: bit c set: the result of chunk c is in place already, from an earlier attempt among the same members.
             Counts only where all parts go straight to the root.
         needs_all: whether the round waits until every member has opened it, even one from which nothing is missing.
+        apart: pairs of ranks without a link, the same on all members; see core/apart.py.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class RoundMachine:
         eager_chunks: int,
         held: int = 0,
         needs_all: bool = True,
+        apart: Apart = NO_PAIR,
     ) -> None:
         world_size = slices.world_size
         if not 0 <= rank < world_size or eager_chunks < 0:
@@ -78,11 +84,20 @@ class RoundMachine:
         self.duplicates = 0
         self.finished = False
         part = part_of(slices, rank)
-        self._may_hold = part.may_hold
+        self._may_hold = part.may_hold and not apart
         self.held = held if self._may_hold else 0
         self._eager_chunks = eager_chunks
         self._needs_all = needs_all
         self._others = tuple(other for other in range(world_size) if other != rank)
+        self._apart = apart
+        self._unlinked = apart_from(apart, rank)
+        self._between = [
+            () if other in self._unlinked else tuple(sorted(apart_from(apart, other) - self._unlinked - {rank}))
+            for other in range(world_size)
+        ]
+        self._handed_on = sum(
+            1 << other for other, hearers in enumerate(self._between) if hearers
+        )  # bit r: r's opening
         self._opened = [other == rank for other in range(world_size)]
         self.num_unopened = len(self._others)
         """Members that are not known to have posted the round."""
@@ -104,7 +119,7 @@ class RoundMachine:
 
     def start(self) -> Sequence[RoundEffect]:
         """Open the round towards everybody and send what the credit allows. Call once, before any event."""
-        effects: list[RoundEffect] = [SendOpen(other) for other in self._others]
+        effects: list[RoundEffect] = [SendOpen(other) for other in self._others if other not in self._unlinked]
         for chunk in range(self.slices.num_chunks):
             if self.held >> chunk & 1 and self.is_root(chunk):
                 for child in self._children_up[self._slice_of[chunk]]:
@@ -148,8 +163,13 @@ class RoundMachine:
         if rank == self.rank:
             return False
         is_awaited = self._needs_all and not self._opened[rank]
-        is_awaited = is_awaited or (self.held != 0 and self._untold >> rank & 1 == 1)
+        is_awaited = is_awaited or self._must_hear >> rank & 1 == 1
         return is_awaited or self._missing_parts[rank] > 0 or self._missing_results[rank] > 0
+
+    @property
+    def _must_hear(self) -> int:
+        """Bit r: a chunk of rank r does not do, we need its opening: what it holds, or to hand it on."""
+        return self._untold if self.held else self._untold & self._handed_on
 
     def waiting_for(self) -> tuple[int, ...]:
         """Ranks from which an opening, a contribution or a result is still missing."""
@@ -196,6 +216,14 @@ class RoundMachine:
         is_due = route.up[self.rank] == NOBODY or self._is_handed_up[chunk] == 1
         return route.down[self.rank] == rank and is_due and not self._is_done[chunk]
 
+    def between(self, rank: int) -> tuple[int, ...]:
+        """Who hears from us of this member, since the two have no link, and we have one with each."""
+        return self._between[rank]
+
+    def hears_of(self, rank: int, *, via: int) -> bool:
+        """Whether `via` may tell us of this member, since we have no link with it, and `via` has one with both."""
+        return rank in self._unlinked and via not in self._unlinked and not are_apart(self._apart, rank, via)
+
     def done_mask(self) -> int:
         """Bit c set: the result of chunk c is in place. What a later attempt may pass as `held`."""
         return sum(1 << chunk for chunk, is_done in enumerate(self._is_done) if is_done)
@@ -227,7 +255,7 @@ class RoundMachine:
             assert self._opened[other] or self._sent_early[other] <= self._eager_chunks
             assert not (self._opened[other] and self._waiting[other])
         is_complete = not self._missing_results[self.rank] and not self.waiting_for()
-        assert self.finished == (is_complete and not (self.held and self._untold))
+        assert self.finished == (is_complete and not self._must_hear)
 
     # -------------------------------------------------------------------------------- transitions
 
@@ -271,6 +299,7 @@ class RoundMachine:
         ]
         self._open(rank, effects)
         self._untold ^= 1 << rank
+        effects += [HandOnOpening(to=other, of=rank) for other in self.between(rank)]
         self._peer_held[rank] = held
         if held or self.held:
             self._count_held(rank, held, effects)
@@ -292,6 +321,7 @@ class RoundMachine:
 
     def _on_link_renewed(self, rank: int, effects: list[RoundEffect]) -> None:
         effects.append(SendOpen(rank))
+        effects += [HandOnOpening(to=rank, of=other) for other in self.between(rank) if not self._untold >> other & 1]
         not_sent_yet = set(self._waiting[rank])
         for chunk in range(self.slices.num_chunks):
             route = self._route_of[chunk]
@@ -355,8 +385,8 @@ class RoundMachine:
             return
         if self._needs_all and self.num_unopened:
             return
-        if self.held and self._untold:
-            return  # somebody may still lack what only we hold
+        if self._must_hear:
+            return  # somebody may still lack what only we hold, or have not heard of a member
         self.finished = True
         effects.append(Finished())
 

@@ -63,6 +63,13 @@ class SendOpen(_Word, frozen=True, gc=False):
     to: int
 
 
+class HandOnOpening(_Word, frozen=True, gc=False):
+    """Tell member `to` the terms of member `of`, as that has told us: the two have no link."""
+
+    to: int
+    of: int
+
+
 class SendContribution(_Word, frozen=True, gc=False):
     """Send our part of this chunk, with what was added to it here, up its tree."""
 
@@ -107,5 +114,13 @@ class Finished(_Word, frozen=True, gc=False):
 
 
 RoundEffect = (
-    SendOpen | SendContribution | Accumulate | FinishChunk | SendResult | InstallResult | KeepResult | Finished
+    SendOpen
+    | HandOnOpening
+    | SendContribution
+    | Accumulate
+    | FinishChunk
+    | SendResult
+    | InstallResult
+    | KeepResult
+    | Finished
 )

@@ -5,7 +5,7 @@ A plan cuts the buffer into chunks and deals them to slices. A slice has a root.
 each node adding its children's sums to its own part; the result travels down another tree. Every plan and every
 operation of this package is a choice of such trees:
 
-    butterfly   every member is the root of one slice; both trees are stars
+    butterfly   every member that has links with all is the root of one slice; both trees are stars
     ring        every member is the root of one slice; both trees are paths round the ring
     two-level   every member is the root of one slice; a delegate in each other region stands between
     gather      every member is the root of one slice; nothing goes up, a star goes down
@@ -17,6 +17,8 @@ Rules: chunk ids start at 0 and have no gaps; a slice may be empty. A plan follo
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from isthmus.collective.core.apart import NO_PAIR, Apart, apart_from, hubs
 
 NOBODY = -1
 """Parent of a root, and of a member that a tree does not hold."""
@@ -108,9 +110,22 @@ class SlicePlan:
         ]
 
 
-def star(root: int, world_size: int) -> tuple[int, ...]:
-    """Everybody is a child of the root."""
-    return tuple(NOBODY if rank == root else root for rank in range(world_size))
+def star(root: int, world_size: int, apart: Apart = NO_PAIR) -> tuple[int, ...]:
+    """Everybody is a child of the root; whoever is apart from it is the child of a hub, which is one of the root.
+
+    Which hub differs from root to root, so that they share the work.
+
+    Raises:
+        ValueError: somebody is apart from the root, and nobody has links with all.
+    """
+    far = apart_from(apart, root)
+    if not far:
+        return tuple(NOBODY if rank == root else root for rank in range(world_size))
+    between = hubs(world_size, apart)
+    if not between:
+        raise ValueError("no member has links with all")
+    hub = between[root % len(between)]
+    return tuple(NOBODY if rank == root else hub if rank in far else root for rank in range(world_size))
 
 
 def nobody(world_size: int) -> tuple[int, ...]:
@@ -118,9 +133,10 @@ def nobody(world_size: int) -> tuple[int, ...]:
     return (NOBODY,) * world_size
 
 
-def butterfly(world_size: int) -> tuple[Route, ...]:
-    """Slice r is reduced by rank r: two one-way trips, every pair of members exchanges."""
-    return tuple(Route(root=root, up=star(root, world_size), down=star(root, world_size)) for root in range(world_size))
+def butterfly(world_size: int, roots: Sequence[int] | None = None) -> tuple[Route, ...]:
+    """Slice n is reduced by the n-th of the roots, by default everybody: two one-way trips, all exchange with those."""
+    roots = range(world_size) if roots is None else roots
+    return tuple(Route(root=root, up=star(root, world_size), down=star(root, world_size)) for root in roots)
 
 
 def ring(order: Sequence[int]) -> tuple[Route, ...]:
@@ -165,16 +181,18 @@ def two_level(regions: Sequence[Sequence[int]]) -> tuple[Route, ...]:
     return found
 
 
-def gather(world_size: int) -> tuple[Route, ...]:
+def gather(world_size: int, apart: Apart = NO_PAIR) -> tuple[Route, ...]:
     """Slice r is what rank r gives to all."""
-    return tuple(Route(root=root, up=nobody(world_size), down=star(root, world_size)) for root in range(world_size))
+    nothing = nobody(world_size)
+    return tuple(Route(root=root, up=nothing, down=star(root, world_size, apart)) for root in range(world_size))
 
 
-def scatter(world_size: int) -> tuple[Route, ...]:
+def scatter(world_size: int, apart: Apart = NO_PAIR) -> tuple[Route, ...]:
     """Slice r is reduced by rank r, which keeps it."""
-    return tuple(Route(root=root, up=star(root, world_size), down=nobody(world_size)) for root in range(world_size))
+    nothing = nobody(world_size)
+    return tuple(Route(root=root, up=star(root, world_size, apart), down=nothing) for root in range(world_size))
 
 
-def broadcast(root: int, world_size: int) -> tuple[Route, ...]:
+def broadcast(root: int, world_size: int, apart: Apart = NO_PAIR) -> tuple[Route, ...]:
     """One slice, from `root` to all."""
-    return (Route(root=root, up=nobody(world_size), down=star(root, world_size)),)
+    return (Route(root=root, up=nobody(world_size), down=star(root, world_size, apart)),)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from isthmus.collective.core.apart import NO_PAIR, Apart, apart_from
 from isthmus.collective.core.link_table import LinkTable
 
 _SATURATED = 0.7
@@ -50,29 +51,28 @@ class Observation:
         )
 
 
-def table_of(observations: Sequence[Observation]) -> LinkTable:
-    """One table out of all members' observations, in the order of ranks."""
+def table_of(observations: Sequence[Observation], apart: Apart = NO_PAIR) -> LinkTable:
+    """One table out of all members' observations, in the order of ranks, of which these pairs have no link."""
     everybody = range(len(observations))
     upload = tuple(seen.sent or inf for seen in observations)
-    download = tuple(_download(rank, observations, upload) for rank in everybody)
+    shares = tuple(upload[rank] / max(1, len(observations) - 1 - len(apart_from(apart, rank))) for rank in everybody)
+    download = tuple(_download(rank, observations, shares, apart) for rank in everybody)
     rate = tuple(
-        tuple(_rate(sender, receiver, observations, upload, download) for receiver in everybody) for sender in everybody
+        tuple(_rate(sender, receiver, observations, shares, download) for receiver in everybody) for sender in everybody
     )
     latency_s = tuple(
         tuple(_latency_s(observations[sender], observations[receiver], sender, receiver) for receiver in everybody)
         for sender in everybody
     )
-    return LinkTable(latency_s=latency_s, rate=rate, upload=upload, download=download).quantised()
+    table = LinkTable(latency_s=latency_s, rate=rate, upload=upload, download=download)
+    return table.quantised().without(apart)
 
 
-def _fair_share(sender: int, upload: Sequence[float]) -> float:
-    return upload[sender] / max(1, len(upload) - 1)
-
-
-def _download(receiver: int, observations: Sequence[Observation], upload: Sequence[float]) -> float:
+def _download(receiver: int, observations: Sequence[Observation], shares: Sequence[float], apart: Apart) -> float:
     seen = observations[receiver].received
-    offered = sum(_fair_share(sender, upload) for sender in range(len(upload)) if sender != receiver)
-    were_waiting = any(observations[sender].sent_to[receiver] for sender in range(len(upload)) if sender != receiver)
+    senders = set(range(len(shares))) - apart_from(apart, receiver) - {receiver}
+    offered = sum(shares[sender] for sender in sorted(senders))
+    were_waiting = any(observations[sender].sent_to[receiver] for sender in senders)
     return seen if were_waiting and 0.0 < seen < _SATURATED * offered < inf else inf
 
 
@@ -80,13 +80,13 @@ def _rate(
     sender: int,
     receiver: int,
     observations: Sequence[Observation],
-    upload: Sequence[float],
+    shares: Sequence[float],
     download: Sequence[float],
 ) -> float:
     seen = observations[sender].sent_to[receiver]
     if sender == receiver or not seen or download[receiver] < inf:
         return inf
-    return seen if seen < _SATURATED * _fair_share(sender, upload) else inf
+    return seen if seen < _SATURATED * shares[sender] else inf
 
 
 def _latency_s(one: Observation, other: Observation, sender: int, receiver: int) -> float:

@@ -9,6 +9,8 @@ from typing import NewType
 
 import msgspec
 
+from isthmus.collective.core.apart import Pair, apart_from, hubs
+
 PeerId = NewType("PeerId", str)
 """Stable name of one site in the run: 16 lower-case hexadecimal digits."""
 
@@ -51,13 +53,26 @@ class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who takes part, from which committed state on.
 
     `outer_step` and `digest` name the shared state that every member must hold before it takes part. Ranks are
-    positions in `members`; they mean nothing outside this view.
+    positions in `members`; they mean nothing outside this view. `apart` names the pairs of ranks, the lower one first,
+    that have no link with each other; at least one member has links with all.
+
+    Raises:
+        ValueError: `apart` names something else.
     """
 
     epoch: Epoch
     outer_step: OuterStep
     digest: bytes
     members: tuple[Member, ...]
+    apart: tuple[Pair, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.apart:
+            return
+        if any(not 0 <= one < other < self.world_size for one, other in self.apart):
+            raise ValueError("pairs that are apart must be ranks of the view, the lower one first")
+        if not hubs(self.world_size, frozenset(self.apart)):
+            raise ValueError("no member has links with all")
 
     @property
     def world_size(self) -> int:
@@ -70,6 +85,10 @@ class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if member.peer_id == peer_id:
                 return rank
         return None
+
+    def apart_from(self, rank: int) -> frozenset[int]:
+        """The ranks that this one has no link with."""
+        return apart_from(frozenset(self.apart), rank)
 
     def holds(self, ref: PeerRef) -> bool:
         """Whether exactly this start of the peer is a member."""

@@ -158,8 +158,8 @@ class RoundChecker:
             return
         now, network = self.sim.world.now, self.sim.network
         for rank in operation.machine.waiting_for():
-            if not operation.machine.has_opened(rank):
-                continue
+            if not operation.machine.has_opened(rank) or operation.bundles[rank] is None:
+                continue  # of who has no link with us a third member tells
             other = self.sim.peers[operation.view.members[rank].peer_id]
             hung_s = now - max(other.paused_since, operation.posted_at) if other.is_paused else 0.0
             if hung_s > SILENCE_S + MARGIN_S:

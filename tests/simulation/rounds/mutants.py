@@ -13,6 +13,7 @@ from isthmus.collective.core.round import RoundMachine
 from isthmus.collective.core.round_words import (
     Accumulate,
     ContributionArrived,
+    HandOnOpening,
     LinkRenewed,
     RoundEffect,
     RoundEvent,
@@ -98,6 +99,22 @@ class EndsWhenItHasEverything(RoundMachine):
         self._untold = untold
 
 
+class HandsOnOnlyOnce(RoundMachine):
+    def handle(self, event: RoundEvent) -> Sequence[RoundEffect]:
+        effects = super().handle(event)
+        if isinstance(event, LinkRenewed):
+            return [effect for effect in effects if not isinstance(effect, HandOnOpening)]
+        return effects
+
+
+class EndsBeforeItHandsOn(RoundMachine):
+    """A chunk says that a member has opened, but not what there is to hand on."""
+
+    @property
+    def _must_hear(self) -> int:
+        return self._untold if self.held else 0
+
+
 # ------------------------------------------------------------------------ shells
 
 
@@ -166,6 +183,7 @@ RETRIES = _TWO | {"keeps_results": True, "forgetful": 0.5, "view_rate": 2.0, "br
 FAR = {"latency_s": (0.05, 0.15), "window": 1, "compute_s": (0.0, 2.5), "frame_s": 0.01, "num_peers": 4}
 LOSSES = _TWO | {"break_rate": 2.0, "corrupt": 0.01, "latency_s": (0.05, 0.15)}
 SERVER_CUTS = {"cut_rate": 2.0, "view_rate": 2.0, "eager_chunks": 2, "max_rounds_ahead": 1, "latency_s": (0.01, 0.05)}
+HIDDEN = LOSSES | {"num_peers": 4, "num_hidden": 3}
 CANCELS = _TWO | {"cancel_rate": 1.0, "compute_s": (0.0, 1.0), "max_rounds_ahead": 1, "eager_chunks": 2}
 
 ROUND_MUTANTS = {
@@ -198,6 +216,17 @@ ROUND_MUTANTS = {
     ),
     "returns_spent_credit": _mutant(
         "the credit of a failed round is lent again in the same view", CANCELS, keeps_spent_credit=False
+    ),
+    "hands_on_only_once": _mutant(
+        "an opening that was lost on its way through a third member stays lost", HIDDEN, machine=HandsOnOnlyOnce
+    ),
+    "ends_before_it_hands_on": _mutant(
+        "a round ends at the third member before it has an opening to hand on", HIDDEN, machine=EndsBeforeItHandsOn
+    ),
+    "keeps_aborts": _mutant(
+        "who has no link with a member that gives up does not hear of it",
+        HIDDEN | {"cancel_rate": 1.0},
+        hands_aborts_on=False,
     ),
     "holds_every_epoch": _mutant(
         "what a peer sent in views that it has left is held back with the rest", SERVER_CUTS, drops_older_epochs=False

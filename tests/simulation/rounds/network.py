@@ -185,7 +185,7 @@ class Network:
 
     def _dial_arrives(self, bundle: "Bundle", stream: int, attempt: int) -> None:
         source, host = bundle.peer.peer_id, self.peers[bundle.ref.peer_id]
-        if self.is_broken(source, host.peer_id):
+        if self.is_broken(source, host.peer_id) or bundle.peer.is_hidden_from(host):
             return
         if host.alive:
             host.run(host.start_number, self._accept, bundle, stream, attempt)

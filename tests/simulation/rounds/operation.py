@@ -7,6 +7,7 @@ encoded when a stream takes it, not when it is ordered.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, assert_never
 
 from isthmus.collective.core.progress import StallLimits
@@ -16,6 +17,7 @@ from isthmus.collective.core.round_words import (
     ContributionArrived,
     FinishChunk,
     Finished,
+    HandOnOpening,
     InstallResult,
     KeepResult,
     LinkRenewed,
@@ -54,9 +56,13 @@ class Operation:
         self.peer, self.view, self.key, self.plan, self.rank = peer, view, key, plan, rank
         self.eager_chunks = eager_chunks
         self.memory: dict[int, Value] = dict(before.memory) if before is not None else {}
-        self.machine = peer.parts.machine(key=key, rank=rank, slices=plan, eager_chunks=eager_chunks, held=held)
+        self.machine = peer.parts.machine(
+            key=key, rank=rank, slices=plan, eager_chunks=eager_chunks, held=held, apart=frozenset(view.apart)
+        )
+        unlinked = view.apart_from(rank)
         self.bundles: list[Bundle | None] = [
-            None if other == rank else peer.bundles[member.ref] for other, member in enumerate(view.members)
+            None if other in (rank, *unlinked) else peer.bundles[member.ref]
+            for other, member in enumerate(view.members)
         ]
         self.is_done = False
         self.error: str | None = None
@@ -70,9 +76,11 @@ class Operation:
         self._arrived: Value = ()
         self.summed: set[int] = set()
         """Chunks whose place holds a sum of this attempt, or what was made of it."""
-        self._watches = {other: peer.parts.watch(LIMITS, now) for other in range(view.world_size) if other != rank}
+        self._watches = {
+            other: peer.parts.watch(LIMITS, now) for other, bundle in enumerate(self.bundles) if bundle is not None
+        }
         self._broken_since: dict[int, float] = {}
-        self._untold = set(self._watches)
+        self._untold = set(range(view.world_size)) - {rank}
 
     def start(self) -> None:
         self._run(self.machine.start())
@@ -83,6 +91,8 @@ class Operation:
         if self.is_done:
             return
         if frame.kind == ABORT:
+            for other in self.machine.between(rank) if self.peer.parts.hands_aborts_on else ():
+                self._notify(other, frame)
             self.fail(f"{self.view.members[rank].peer_id[-2:]} gave up", frame.suspects, is_ours=False)
             return
         self._take_weight(rank, frame)
@@ -90,7 +100,9 @@ class Operation:
         try:
             if frame.kind == OPEN:
                 self._untold.discard(rank)
-                self._bundle(rank).is_met = True
+                bundle = self.bundles[rank]
+                if bundle is not None:
+                    bundle.is_met = True
                 effects = self.machine.handle(PeerOpened(rank, frame.held))
             elif frame.kind == PART:
                 effects = self.machine.handle(ContributionArrived(rank, frame.chunk))
@@ -109,7 +121,8 @@ class Operation:
 
     def on_ended(self, rank: int) -> None:
         """It has ended there, and a connection broke: what is still missing of that member was lost with it."""
-        if not self.is_done and self._awaits(rank):
+        told = [other for other in range(self.view.world_size) if self.machine.hears_of(other, via=rank)]
+        if not self.is_done and any(map(self._awaits, [rank, *told])):
             self.give_up(f"{self.view.members[rank].peer_id[-2:]} has ended it, and something was lost", ())
 
     def on_broken(self, rank: int, *, is_their_fault: bool) -> None:
@@ -253,6 +266,9 @@ class Operation:
                 case SendOpen(to=to):
                     self._bundle(to).notices.append(Notice(self._frame(OPEN, held=self.machine.held)))
                     touched.add(to)
+                case HandOnOpening(to=to, of=of):
+                    word = self._frame(OPEN)
+                    self._notify(to, replace(word, sender=self.view.members[of].ref, weight=self._weights[of] or 0.0))
                 case Finished():
                     self.peer.checker.finished(self)
                 case _:
@@ -291,6 +307,11 @@ class Operation:
         self._unsent[to].add(send)
         bundle = self._bundle(to)
         (bundle.results if kind == RESULT else bundle.contributions).append(send)
+
+    def _notify(self, to: int, frame: Frame) -> None:
+        bundle = self._bundle(to)
+        bundle.notices.append(Notice(frame))
+        bundle.pump()
 
     def _bundle(self, rank: int) -> Bundle:
         bundle = self.bundles[rank]

@@ -7,7 +7,8 @@ Times are shorter than in life, in proportion: a silence counts after 1 s, a cut
 import random
 from dataclasses import dataclass, replace
 
-from isthmus.collective.core.slices import Route, SlicePlan, butterfly, ring, two_level
+from isthmus.collective.core.apart import NO_PAIR, Apart, hubs
+from isthmus.collective.core.slices import Route, SlicePlan, butterfly, ring, star, two_level
 
 LOOK_S = 0.25
 BROKEN_LOOK_S = 0.1
@@ -45,6 +46,8 @@ class RoundOptions:
     """Chance that a member has forgotten them."""
     replans: bool = False
     """Every view has other plans."""
+    num_hidden: int = 0
+    """So many peers have no link with each other, as if behind NATs: always fewer than there are peers."""
     # - Speed
     latency_s: tuple[float, float] = (0.01, 0.03)
     jitter_s: float = 0.005
@@ -107,19 +110,23 @@ class RoundOptions:
             view_rate=often(rng.choice((0.4, 2.0))),
             cancel_rate=often(0.3, 0.25),
             distrust=rng.choice((0.0, 0.3, 1.0)),
+            num_hidden=rng.randint(2, num_peers - 1) if num_peers > 2 and rng.random() < 0.3 else 0,
         )
 
     def with_(self, **changes: object) -> "RoundOptions":
         """The same but for these."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
-    def draw_plan(self, name: str, world_size: int, rng: random.Random) -> SlicePlan:
+    def draw_plan(self, name: str, world_size: int, rng: random.Random, apart: Apart = NO_PAIR) -> SlicePlan:
         """The trees and the cut of one operation. Slices may be empty."""
         order = list(range(world_size))
         rng.shuffle(order)
         routes: tuple[Route, ...]
         if name == "butterfly":
-            routes = butterfly(world_size)
+            routes = butterfly(world_size, hubs(world_size, apart))
+        elif apart:  # every member is a root, and what goes to or from one without a link is handed on
+            stars = [star(root, world_size, apart) for root in range(world_size)]
+            routes = tuple(Route(root=root, up=tree, down=tree) for root, tree in enumerate(stars))
         elif name == "ring":
             routes = ring(order)
         else:

@@ -50,5 +50,6 @@ class RoundParts:
     holdable: Callable[[SlicePlan], int] = holdable
     checks_sums: bool = True
     tells_ended: bool = True
+    hands_aborts_on: bool = True
     keeps_spent_credit: bool = True
     drops_older_epochs: bool = True

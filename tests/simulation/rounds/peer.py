@@ -33,6 +33,7 @@ class Peer:
         self.sim, self.peer_id = sim, peer_id
         self.world, self.network, self.options, self.parts = sim.world, sim.network, sim.options, sim.parts
         self.checker, self.check_machines = sim.checker, sim.check_machines
+        self.is_hidden = int(peer_id, 16) <= sim.options.num_hidden
         self.incarnation = self.start_number = 0
         self.ref = PeerRef(peer_id, Incarnation(0))
         self.alive = self.died_silently = False
@@ -47,6 +48,10 @@ class Peer:
     @property
     def name(self) -> str:
         return f"{self.peer_id[-2:]}.{self.incarnation}"
+
+    def is_hidden_from(self, other: "Peer") -> bool:
+        """Whether neither of the two can dial the other."""
+        return self.is_hidden and other.is_hidden
 
     @property
     def is_paused(self) -> bool:
@@ -158,6 +163,8 @@ class Peer:
             self.later(self.world.rng.uniform(0.2, 1.0), "ask to join", self._ask_to_join, view.epoch)
             return
         for ref in sorted(members - {self.ref}):
+            if self.is_hidden_from(self.sim.peers[ref.peer_id]):
+                continue
             bundle = self.bundles.setdefault(ref, Bundle(self, ref))
             if bundle.is_dialler:
                 bundle.repair()
@@ -198,8 +205,8 @@ class Peer:
         operation = self.rounds[key] = self.parts.operation(self, self.view, key, plan, eager_chunks, before)
         self.checker.posted(operation)
         operation.start()
-        for bundle in operation.bundles:
-            for frame in self._stashes.take(bundle.ref, key) if bundle is not None else ():
+        for member in self.view.members:
+            for frame in self._stashes.take(member.ref, key):
                 if not operation.is_done:
                     self._deliver(operation, frame)
         self._arm_look(LOOK_S)

@@ -7,6 +7,7 @@ asks. A step is committed when all members have all results of it in the same vi
 
 from typing import TYPE_CHECKING
 
+from isthmus.collective.core.apart import Pair
 from isthmus.collective.core.types import Epoch, Member, OuterStep, PeerRef, View
 from tests.simulation.rounds.network import SERVER
 
@@ -116,8 +117,10 @@ class ViewServer:
         refs.sort()
         if self.sim.options.replans:
             rng.shuffle(refs)
+        refs = self._with_a_hub(refs)
         epoch = Epoch(self.view.epoch + 1 if self.views else 0)
-        view = View(epoch, OuterStep(self.step), b"", tuple(Member(r.peer_id, r.incarnation, "") for r in refs))
+        named = tuple(Member(r.peer_id, r.incarnation, "") for r in refs)
+        view = View(epoch, OuterStep(self.step), b"", named, self._apart(refs))
         told = members | set(refs)
         self.views.append(view)
         self._joining = {ref: peer for ref, peer in self._joining.items() if ref not in refs and peer.ref == ref}
@@ -125,6 +128,14 @@ class ViewServer:
         self.sim.world.say("---- view", epoch, [f"{ref.peer_id[-2:]}.{ref.incarnation}" for ref in refs])
         for ref in sorted(told):
             self._tell(ref, "on_view", view, self.step)
+
+    def _with_a_hub(self, refs: list[PeerRef]) -> list[PeerRef]:
+        """All of them, if one has links with all; else one alone."""
+        return refs if any(not self.sim.peers[ref.peer_id].is_hidden for ref in refs) else refs[:1]
+
+    def _apart(self, refs: list[PeerRef]) -> tuple[Pair, ...]:
+        peers = [self.sim.peers[ref.peer_id] for ref in refs]
+        return tuple((a, b) for b in range(len(peers)) for a in range(b) if peers[a].is_hidden_from(peers[b]))
 
     def _reaches(self, ref: PeerRef) -> bool:
         peer = self.sim.peers[ref.peer_id]

@@ -49,7 +49,7 @@ class RoundSimulator:
         names = [PeerId(f"{index + 1:016x}") for index in range(self.options.num_peers)]
         self.peers = {peer_id: Peer(self, peer_id) for peer_id in names}
         self.network.peers.update({str(peer_id): peer for peer_id, peer in self.peers.items()})
-        self._plans: dict[tuple[int, int, int], SlicePlan] = {}
+        self._plans: dict[tuple[object, ...], SlicePlan] = {}
         self.world.say("options:", self.options)
 
     def run(self) -> Outcome:
@@ -113,8 +113,11 @@ class RoundSimulator:
 
     def plan_of(self, view: View, fragment: int) -> SlicePlan:
         """The same at everybody: it follows from the view."""
-        name = (view.epoch if self.options.replans else -1, view.world_size, fragment)
+        name: tuple[object, ...] = (view.epoch if self.options.replans else -1, view.world_size, fragment)
+        name = (*name, view.apart) if view.apart else name
         if name not in self._plans:
             rng = random.Random(f"{self.world.seed} {name}")
-            self._plans[name] = self.options.draw_plan(self.options.plans[fragment], view.world_size, rng)
+            self._plans[name] = self.options.draw_plan(
+                self.options.plans[fragment], view.world_size, rng, frozenset(view.apart)
+            )
         return self._plans[name]
