@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 from isthmus.collective.core.types import Instant, OuterStep, PeerId, PeerRef
 from isthmus.elastic.core.admission import Admission
+from isthmus.elastic.core.edges import Edges
 from isthmus.elastic.core.failures import Failures
 from isthmus.elastic.core.leases import merged
 from isthmus.elastic.core.messages import Refused, Vote
@@ -120,6 +121,9 @@ class Closing:
         if not late or len(members) - len(late) < roster.quorum or self._leaves_newcomers_alone(members, late):
             return None
         ready_at = [session.ready_at for session in members if session.ready_at is not None]
+        stay = [session for session in members if session not in late]
+        if stay and not Edges(roster.state.view).hubs_among(stay):
+            return None  # they have no links with each other but through who is late
         # Whoever is excused already counts, or every round could do with half of what the one before had left.
         closes_at = roster.grace.closes_at(ready_at, len(members) + len(roster.state.excused))
         if closes_at is None:

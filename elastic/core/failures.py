@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 from isthmus.collective.core.types import OuterStep, PeerId, PeerRef
+from isthmus.elastic.core.edges import Edges
 from isthmus.elastic.core.farewell import UNREACHABLE_EXIT_CODE
 from isthmus.elastic.core.messages import Refused
 from isthmus.elastic.core.roster import Roster
@@ -51,9 +52,10 @@ class Failures:
         newcomers = rounds.known(view) - roster.state.reached.keys()
         blamed = rounds.blamed(view, newcomers)
         are_alone = all(member.peer_id in newcomers for member in view.members)
-        is_about_newcomers = newcomers.issuperset(blamed) and not are_alone
+        gone = self._gone_without(blamed)
+        is_about_newcomers = newcomers.issuperset(gone) and not are_alone
         rounds.remember(view)
-        if not blamed or (not is_about_newcomers and (rounds.retries == 0 or not self._leaves_half(blamed))):
+        if not blamed or (not is_about_newcomers and (rounds.retries == 0 or not self._leaves_half(gone))):
             rounds.retries += 1
             roster.change_view(out={}, cause=f"round failed, one more try: {self._causes()}")
         else:
@@ -93,12 +95,19 @@ class Failures:
         reasons = {session.ref: "members could not finish the round with it" for session in blamed}
         roster.drop(reasons, last_words)
 
-    def _leaves_half(self, blamed: Collection[PeerId]) -> bool:
+    def _gone_without(self, blamed: Collection[PeerId]) -> set[PeerId]:
+        """These, and the members that have links with the rest through them alone."""
+        roster = self._roster
+        stay = [session for session in roster.members() if session.ref.peer_id not in blamed]
+        together = Edges(roster.state.view).with_a_hub(stay, roster.state.reached)
+        return {*blamed, *(session.ref.peer_id for session in stay if session not in together)}
+
+    def _leaves_half(self, gone: Collection[PeerId]) -> bool:
         """Whether half of the members of the last commit would stay. Fewer are not left over by accusations alone."""
         certificate = self._roster.state.certificate
         if certificate is None:
             return True
-        present = [member.ref for member in self._roster.state.view.members if member.peer_id not in blamed]
+        present = [member.ref for member in self._roster.state.view.members if member.peer_id not in gone]
         stay = [item for item in certificate.contributors if item.ref in present]
         return 2 * len(stay) >= len(certificate.contributors)
 

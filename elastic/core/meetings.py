@@ -5,9 +5,10 @@ A member that the others cannot exchange with costs all of them a round. So whoe
 told so (`Meet`), makes the links beside whatever else it does, and says what became of it (`Met`). Rules:
 
 * Members that exchange with each other have met; what is asked for is links between a learner and everybody else.
-* Both ends must say so: neither can speak for the other's side of the line.
-* A learner that a member which answers us has not met within `meet_timeout_s` is told who tried which address with
-  which error, and is sent home. The members never notice.
+* Two that have both tried in vain are apart: they can be members of one view while another one has met all (edges.py).
+  They are asked again now and then; a view that comes later joins them.
+* A learner that has met no such member within `meet_timeout_s` is told who tried which address with which error, and is
+  sent home. The members never notice.
 * A peer whose work a commit has held is never sent home for that: its line is broken, its address is not wrong.
 * If it comes back and waits as long for links with members that came after it, these make way for it: all who have no
   commit yet, or a single one that has. More of them reach more of the run than it does, and it waits.
@@ -18,6 +19,7 @@ Nothing is repeated but in answer to a heartbeat.
 from collections.abc import Iterable, Sequence
 
 from isthmus.collective.core.types import Instant, Member, PeerRef
+from isthmus.elastic.core.edges import Edges, have_met
 from isthmus.elastic.core.farewell import UNREACHABLE_EXIT_CODE
 from isthmus.elastic.core.messages import Meet, Met, Refused
 from isthmus.elastic.core.roster import Roster
@@ -25,6 +27,9 @@ from isthmus.elastic.core.sessions import Session
 
 MAX_LEARNERS = 64
 """Learners that are asked to meet each other; all of them meet the members."""
+
+AGAIN_S = 60.0
+"""So often two members without a link try to make one: what a dial costs is little, and a network may change."""
 
 _NEVER = float("inf")
 
@@ -54,7 +59,11 @@ class Meetings:
         roster = self._roster
         if roster.now < session.asked_at + roster.config.meet_interval_s:
             return
-        missing = [other for other in self._wanted(session) if not _met(session, other)]
+        missing = [other for other in self._wanted(session) if not have_met(session, other)]
+        if self._roster.is_member(session) and roster.now >= session.asked_again_at + AGAIN_S:
+            session.asked_again_at = roster.now
+            edges, others = Edges(roster.state.view), (item for item in roster.members() if item is not session)
+            missing += [other for other in others if not edges.between(session, other)]
         if not missing:
             return
         session.asked_at = roster.now
@@ -70,12 +79,21 @@ class Meetings:
             self.ask(session)
 
     def have_met(self, candidates: Iterable[Session], stays: Sequence[Session]) -> list[Session]:
-        """Those of the candidates that have met all who stay, and each other; the first ones first."""
+        """Those of the candidates that make a view with all who stay, and each other; the first ones first."""
         chosen: list[Session] = []
+        hubs = Edges(self._roster.state.view).hubs_among(stays)
         for session in candidates:
-            if all(_met(session, other) for other in (*stays, *chosen)):
+            unlinked = [other for other in (*stays, *chosen) if not have_met(session, other)]
+            left = [hub for hub in hubs if hub not in unlinked] + ([] if unlinked else [session])
+            if left and all(self._is_apart(session, other) for other in unlinked):
                 chosen.append(session)
+                hubs = left
         return chosen
+
+    def _is_apart(self, one: Session, other: Session) -> bool:
+        """Whether nobody expects any more that the two get a link."""
+        both_tried = other.ref in one.unmet and one.ref in other.unmet
+        return both_tried or _asked_at(one, other) + self._roster.config.meet_timeout_s <= self._roster.now
 
     def send_home(self) -> None:
         """Learners whose time is over hear why. Who is excused goes at a boundary: see `unreached`."""
@@ -162,11 +180,13 @@ class Meetings:
         return [*roster.members(), *learners[:MAX_LEARNERS]]
 
     def _lacking(self, session: Session) -> list[Session]:
-        """Members that answer us, and that this learner and they have not met."""
+        """Members that answer us, and that this learner and they have not met, if none of all has met everybody."""
         roster = self._roster
+        if any(have_met(session, hub) for hub in Edges(roster.state.view).hubs_among(roster.members())):
+            return []
         heard_since = roster.now - roster.config.suspect_silence_s
         members = [item for item in roster.members() if not item.disconnected and item.last_heard >= heard_since]
-        return [item for item in members if not _met(session, item)]
+        return [item for item in members if not have_met(session, item)]
 
     def _due_at(self, session: Session) -> Instant:
         roster = self._roster
@@ -193,10 +213,6 @@ class Meetings:
             f"{len(lacking)} of the {len(self._roster.members())} members have no link with you ({told}): give this "
             "peer an address that all of them reach (--advertise) and open its port"
         )
-
-
-def _met(one: Session, other: Session) -> bool:
-    return other.ref in one.met and one.ref in other.met
 
 
 def _asked_at(one: Session, other: Session) -> Instant:

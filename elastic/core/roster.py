@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from isthmus.collective.core.types import Epoch, Instant, Member, OuterStep, PeerId, PeerRef, View
 from isthmus.elastic.core.certificate import Certificate
 from isthmus.elastic.core.config import CoordinatorConfig
+from isthmus.elastic.core.edges import Edges
 from isthmus.elastic.core.events import CoordinatorEffect, Persist, SendToPeer
 from isthmus.elastic.core.grace import Grace
 from isthmus.elastic.core.handover import Handover
@@ -267,16 +268,27 @@ class Roster:
         # What happens after all have handed in does not touch how long that took.
         is_cut_short = not excuse and any(session.ready_at is None for session in self.members())
         out = dict(out)
+        stays = [session for session in self.members() if session.ref not in out and session not in excuse]
+        edges = Edges(self.state.view)
+        together = edges.with_a_hub([*stays, *into], self.state.reached)
+        for session in stays:
+            if session not in together:
+                self.counters["dropped: has no link"] += 1
+                self.remind(session.ref)
+                out[session.ref] = Evicted(epoch=epoch, reason="has no link with the members that go on")
+        stays = [session for session in stays if session in together]
+        into = [session for session in into if session in together]
         for session in into:
             session.admit(holds_state=session.synced == committed, now=self.now)
         for session in excuse:
             session.excuse(epoch, committed)
             self.pauses.missed(session.ref, committed.outer_step, self.now)
-        stays = [session for session in self.members() if session.ref not in out and session not in excuse]
-        for session in excuse:  # they were members together, and need not meet again
-            session.met.update(other.ref for other in stays)
-            for other in stays:
-                other.met.add(session.ref)
+            for other in stays:  # they were members together, and need not meet again
+                if edges.between(session, other):
+                    session.met.add(other.ref)
+                    other.met.add(session.ref)
+                else:
+                    session.unmet[other.ref] = other.unmet[session.ref] = "no link before"
         absent = [item for item in self.sessions.values() if self.is_excused(item) and item.ref not in out]
         absent = [*(item for item in absent if item not in into), *excuse]
         if all(session.holds_state is False for session in (*stays, *into)):
@@ -289,10 +301,16 @@ class Roster:
         by_ref = {member.ref: member for member in self.state.view.members}
         members = [by_ref[session.ref] for session in stays]
         members += [Member(item.ref.peer_id, item.ref.incarnation, item.address) for item in into]
-        view = View(epoch=epoch, outer_step=committed.outer_step, digest=committed.digest, members=tuple(members))
+        view = View(
+            epoch=epoch,
+            outer_step=committed.outer_step,
+            digest=committed.digest,
+            members=tuple(members),
+            apart=edges.pairs_apart([*stays, *into]),
+        )
         excused = tuple(session.ref for session in absent)
         self.persist(ViewRecord(view=view, cause=cause[:500], excused=excused, struck=struck))
-        self.weights = weights
+        self.weights = weights if len(weights) == len(members) else ()
         self.release_leases_of_strangers()
         self.rounds.begin(self.now)
         if is_cut_short:

@@ -58,6 +58,8 @@ class Session:
     """With whom it tried in vain, and why."""
     asked_at: Instant = float("-inf")
     """When it was last asked to meet others."""
+    asked_again_at: Instant = float("-inf")
+    """When it was last asked to meet the members that it has no link with."""
     asked: dict[PeerRef, Instant] = field(default_factory=dict)
     """When it was first asked to meet each of them."""
     inner_steps: int = 0

@@ -107,7 +107,7 @@ class Bulk:
 
     def _donor_answers(self, node: PeerNode, start: int, donor: PeerRef, transfer: Transfer, attempt: int) -> None:
         target = self.sim.peers[donor.peer_id]
-        if self.network.is_cut(node.peer_id, donor.peer_id) or node.peer_id in target.undialled_by:
+        if self.network.is_cut(node.peer_id, donor.peer_id) or not self.meet(node.peer_id, donor.peer_id):
             return
         state: State | None = None
         if target.alive and target.ref == donor:

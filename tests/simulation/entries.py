@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """I5: who comes in, and when.
 
-Whoever becomes a member has links with all others, as both ends have said. Whom the others waited for in vain several
-times in a row stays out for twice as many commits each time. A run that went back begins with all who hold its state.
+Whoever becomes a member has links with all others, as both ends have said, but for the pairs that the view names: none
+of these has said so. Whom the others waited for in vain several times in a row stays out for twice as many commits each
+time. A run that went back begins with all who hold its state.
 """
 
 from collections.abc import Collection
@@ -117,11 +118,13 @@ class Entries:
             self._without_s = 0.0
         self._members, self._learners = set(members), self._learners.difference(members)
         old = {member.ref for member in before.members} if before is not None else set()
+        apart = {frozenset((members[one], members[other])) for one, other in record.view.apart}
         for ref in (ref for ref in members if ref not in old):
-            self._demand_links(ref, members)
+            self._demand_links(ref, members, apart)
             if len(old) >= self._min_peers:
                 self._demand_pause(ref)
-        self._together |= {frozenset((one, other)) for one in members for other in members if one != other}
+        pairs = {frozenset((one, other)) for one in members for other in members if one != other}
+        self._together |= pairs - apart
         for ref in old.intersection(record.excused):
             self._waits[ref] = self._waits.get(ref, 0) + 1
             self._excused[ref] = self._num_commits
@@ -132,10 +135,17 @@ class Entries:
             is_early = now < since + self._patience_s - 1e-6
             demand(not (missing and is_early), "I5", f"the run begins again without {sorted(missing)}")
 
-    def _demand_links(self, ref: PeerRef, members: list[PeerRef]) -> None:
+    def _demand_links(self, ref: PeerRef, members: list[PeerRef], apart: Collection[frozenset[PeerRef]]) -> None:
         for other in members:
-            if other != ref and frozenset((ref, other)) not in self._together:
-                both = (ref, other) in self._met and (other, ref) in self._met
+            pair = frozenset((ref, other))
+            if other == ref or pair in self._together:
+                continue
+            both = (ref, other) in self._met and (other, ref) in self._met
+            if pair in apart:
+                demand(
+                    not both, "I5", f"{name(ref)} and {name(other)} have met, and the view says that they have no link"
+                )
+            else:
                 demand(both, "I5", f"{name(ref)} and {name(other)} are members, and have not both said that they met")
 
     def _demand_pause(self, ref: PeerRef) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from isthmus.collective.core.apart import Pair, hubs
 from isthmus.collective.core.fence import Fence, Standing
 from isthmus.collective.core.round import RoundMachine
 from isthmus.collective.core.round_words import (
@@ -20,6 +21,7 @@ from isthmus.collective.core.round_words import (
     ContributionArrived,
     FinishChunk,
     Finished,
+    HandOnOpening,
     InstallResult,
     KeepResult,
     LinkRenewed,
@@ -73,9 +75,11 @@ class Exchange:
         self.machine = RoundMachine(
             key=key,
             rank=rank,
-            slices=slices_of(options.plan, options.chunks_per_peer, view.world_size),
+            slices=slices_of(options.plan, options.chunks_per_peer, view.world_size, view.apart),
             eager_chunks=options.eager_chunks,
+            apart=frozenset(view.apart),
         )
+        self._unlinked = view.apart_from(rank)
         self.share: Share = (payload.name, weight)
         self.failed = False
         self.result: Result | None = None
@@ -107,6 +111,8 @@ class Exchange:
             return
         self._moved_at[rank] = self.node.clock.now()
         if frame.kind == "abort":
+            for other in self.machine.between(rank) if not self.is_over else ():
+                self._send(self.view.members[other].ref, "abort", suspects=frame.suspects, of=rank)
             self.fail(frame.suspects, f"{frame.sender.peer_id} gave up", told_by=frame.sender.peer_id)
             return
         event: RoundEvent
@@ -144,9 +150,8 @@ class Exchange:
             return
         self.failed = True
         if told_by is None:
-            for member in self.view.members:
-                if member.peer_id != self.node.peer_id:
-                    self._send(member.ref, "abort", suspects=suspects)
+            for rank in self._linked:
+                self._send(self.view.members[rank].ref, "abort", suspects=suspects)
         self.node.exchange_failed(self.key, suspects, cause, told_by)
 
     def _look(self) -> None:
@@ -156,7 +161,7 @@ class Exchange:
         now = self.node.clock.now()
         machine = self.machine
         suspects = []
-        for rank in machine.waiting_for():
+        for rank in set(machine.waiting_for()) - self._unlinked:
             peer_id = self.view.members[rank].peer_id
             is_silent = now - self._heard_at[rank] > STALL_S
             stands_still = machine.owes_own_parts(rank) and now - self._moved_at[rank] > STALL_S
@@ -164,9 +169,8 @@ class Exchange:
             never_met = now - self._began > FIRST_CONTACT_S and not self.node.sim.bulk.meet(self.node.peer_id, peer_id)
             if is_lost or never_met or (machine.has_opened(rank) and (is_silent or stands_still)):
                 suspects.append(peer_id)
-        for rank, member in enumerate(self.view.members):
-            if rank != self.rank:
-                self._send(member.ref, "sign")
+        for rank in self._linked:
+            self._send(self.view.members[rank].ref, "sign")
         if suspects:
             self.fail(tuple(suspects), "connection lost or no byte moved")
         else:
@@ -178,6 +182,8 @@ class Exchange:
             match effect:
                 case SendOpen(to):
                     self._send(members[to].ref, "open")
+                case HandOnOpening(to, of):
+                    self._send(members[to].ref, "open", of=of)
                 case SendContribution(to, chunk):
                     self._send(members[to].ref, "contribution", chunk, tuple(self._sums[chunk]))
                 case SendResult(to, chunk):
@@ -195,6 +201,11 @@ class Exchange:
                     self.node.exchange_done(self.key, self.result)
         if effects and self.node.sim.looks_into_machines():
             self.machine.check_invariants()
+
+    @property
+    def _linked(self) -> list[int]:
+        """The other members that we have a link with."""
+        return [rank for rank in range(self.view.world_size) if rank not in {self.rank, *self._unlinked}]
 
     def _weight_for(self, to: PeerRef) -> float:
         """Ours, as this member hears it."""
@@ -237,22 +248,27 @@ class Exchange:
         chunk: int = -1,
         value: ChunkValue = (),
         suspects: tuple[PeerId, ...] = (),
+        of: int | None = None,
     ) -> None:
-        weight = self._weight_for(to)
+        """`of`: whose word is handed on; None: our own."""
+        weight = self._weight_for(to) if of is None else self.weights[of] or 0.0
+        sender = self.node.ref if of is None else self.view.members[of].ref
         if kind == "result" and self._is_betrayed(to):
             value = (*value, ("nobody", 1.0))
-        frame = Frame(self.node.ref, self.key, kind, chunk, value, suspects, weight, self._size)
+        frame = Frame(sender, self.key, kind, chunk, value, suspects, weight, self._size)
         self.node.sim.bulk.send_frame(self.node, to, frame)
 
 
 @cache
-def slices_of(plan: str, chunks_per_peer: int, world_size: int) -> SlicePlan:
+def slices_of(plan: str, chunks_per_peer: int, world_size: int, apart: tuple[Pair, ...] = ()) -> SlicePlan:
     """The trees of a plan: the ring goes round by rank, the first half of the ranks is a region."""
-    # Rank 1 owns nothing: slices may be empty.
-    sizes = [0 if rank == 1 and chunks_per_peer == 2 else chunks_per_peer for rank in range(world_size)]
-    bounds = tuple(sum(sizes[:rank]) for rank in range(world_size + 1))
-    routes: tuple[Route, ...] = butterfly(world_size)
-    if plan == "ring":
+    routes: tuple[Route, ...] = butterfly(world_size, hubs(world_size, frozenset(apart)))
+    # The second root owns nothing: slices may be empty.
+    sizes = [0 if at == 1 and chunks_per_peer == 2 else chunks_per_peer for at in range(len(routes))]
+    bounds = tuple(sum(sizes[:at]) for at in range(len(routes) + 1))
+    if apart:
+        pass  # only hubs are roots
+    elif plan == "ring":
         routes = ring(range(world_size))
     elif plan == "two_level" and world_size > 1:
         routes = two_level([range(world_size // 2), range(world_size // 2, world_size)])
