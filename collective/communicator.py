@@ -178,6 +178,23 @@ class Communicator:
             return "its place was needed for another peer"
         return None if bundle.is_whole else bundle.cause or "it has not called"
 
+    def on_call_wanted(self, called: Callable[[PeerRef, str], None]) -> None:
+        """`called` is told when a peer that we have a link with wants to be called, and at which address."""
+        self._engine.call_wanted = called
+
+    def ask_for_call(self, ref: PeerRef) -> bool:
+        """Ask a peer to call us for its state. False if there is no link with it."""
+        bundle = self._mesh.bundles.get(ref)
+        if bundle is None or not bundle.is_connected:
+            return False
+        bundle.ask_for_call()
+        return True
+
+    def calls_us(self, ref: PeerRef) -> bool:
+        """Whether there is a link with this peer, and it was the peer that opened it."""
+        bundle = self._mesh.bundles.get(ref)
+        return bundle is not None and bundle.is_connected and not bundle.is_dialler
+
     def look_ahead(self, *, turn_s: float | None = None) -> None:
         """Begin to measure the links to members that are new, so that `survey` need not when it is waited for.
 

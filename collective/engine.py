@@ -15,7 +15,7 @@ Rules:
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from isthmus.collective.core.fence import Fence, Standing
 from isthmus.collective.core.types import Epoch, PeerRef, RoundKey, View
@@ -108,6 +108,7 @@ class Engine:
         self.rounds: dict[RoundKey, Round] = {}
         self._announced: dict[RoundKey, Round] = {}  # opened towards the others, not posted yet
         self.dropped: Counter[str] = Counter()
+        self.call_wanted: Callable[[PeerRef, str], None] = _ignore
         self.refused: Counter[str] = Counter()
         self.refusals = RefusalLog(self.refused)
         self._closed_keys: OrderedDict[RoundKey, tuple[int, bytes]] = OrderedDict()  # our rank, what ended it
@@ -233,6 +234,10 @@ class Engine:
     def on_frame(self, bundle: Bundle, frame: Frame) -> None:
         """A frame is whole that no round takes by itself."""
         header = frame.header
+        if header.type is FrameType.CALL:
+            if bundle.address is not None:
+                self.call_wanted(bundle.peer, bundle.address)
+            return
         standing = self.fence.judge(bundle.peer, Epoch(header.epoch))
         if standing is Standing.STALE or header.key in self._closed_keys:
             self.dropped["of an older view" if standing is Standing.STALE else "of an ended round"] += 1
@@ -302,3 +307,7 @@ class Engine:
 
 def _spends_credit(round_: Round) -> bool:
     return round_.eager_chunks > 0 and not round_.is_open
+
+
+def _ignore(_peer: PeerRef, _address: str) -> None:
+    """Nobody here calls back."""

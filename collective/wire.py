@@ -54,6 +54,8 @@ class FrameType(enum.IntEnum):
     """A sign of life on a bulk connection, without payload."""
     PADDING = 13
     """Bytes without meaning, to measure a path."""
+    CALL = 14
+    """On a bulk connection: call me, I cannot call you. Without payload (callbacks.py)."""
 
 
 _TYPES = {int(frame_type): frame_type for frame_type in FrameType}  # ten times faster than the enum itself
@@ -80,6 +82,7 @@ def on_bulk(chunk_nbytes: int) -> Limits:
         FrameType.OPEN: 4 << 10,
         FrameType.ABORT: 4 << 10,
         FrameType.SIGN: 0,
+        FrameType.CALL: 0,
         FrameType.PADDING: PADDING_NBYTES,
         FrameType.CONTRIBUTION: chunk_nbytes,
         FrameType.RESULT: chunk_nbytes,

@@ -20,6 +20,9 @@ from isthmus.elastic.state_wire import Pace
 
 _log = logging.getLogger(__name__)
 
+_OTHERS_S = 1.0
+"""Several round trips of the longest path."""
+
 Dial = Callable[[Member], Awaitable[Channel]]
 """Opens a STATE connection to a peer, within its own deadline."""
 
@@ -75,7 +78,8 @@ class Donors:
 
     async def gather(self, offers: list[Offer], after: OuterStep | None) -> None:
         """Connect to the first few and ask each to pin its state. The caller closes what is in `offers`, whatever
-        happens; none is there only if nobody is left.
+        happens; none is there only if nobody is left. Once one is there, the others have `_OTHERS_S` more: one that
+        cannot be dialled would take seconds, in which the run goes on and the state that is offered grows old.
 
         Args:
             offers: what is offered is added here.
@@ -97,5 +101,10 @@ class Donors:
 
         while not offers and (candidates := self.candidates):
             async with asyncio.TaskGroup() as tasks:
-                for member in candidates[: self._pace.max_donors]:
-                    tasks.create_task(ask(member))
+                asked = {tasks.create_task(ask(member)) for member in candidates[: self._pace.max_donors]}
+                while asked and not offers:
+                    _, asked = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                if asked:
+                    _, asked = await asyncio.wait(asked, timeout=_OTHERS_S)
+                for late in asked:
+                    late.cancel()

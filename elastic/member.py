@@ -28,7 +28,7 @@ import msgspec
 
 from isthmus.collective.core.types import Instant, Member, View
 from isthmus.collective.errors import HandshakeRefused, PeerUnreachable
-from isthmus.collective.transport import Channel, Purpose
+from isthmus.collective.transport import Channel
 from isthmus.elastic.alarm import Alarm
 from isthmus.elastic.control import ControlConnection
 from isthmus.elastic.core.events import (
@@ -64,6 +64,7 @@ from isthmus.elastic.core.messages import Commit, CoordinatorMessage, IndexRange
 from isthmus.elastic.desk import Committed, Desk
 from isthmus.elastic.dialler import Dial, Dialler, NobodyAnswers
 from isthmus.elastic.digest import Hasher
+from isthmus.elastic.donors import Dial as DialDonor
 from isthmus.elastic.errors import NotAMember, RoundMissed, RunFinished
 from isthmus.elastic.learner import Learner
 from isthmus.elastic.links import Links
@@ -114,7 +115,8 @@ class Membership:
     Args:
         machine: this peer's machine, fresh.
         coordinators: where the coordinator may be, `host:port`, best first.
-        dial: opens a connection to an address for a purpose (CONTROL to the coordinator, STATE to donors).
+        dial: opens a connection to an address for a purpose: CONTROL to the coordinator.
+        dial_donor: opens a STATE connection to a peer.
         runner: the trainer's half of a round.
         replica: the shared state, for catching up.
         hasher: for what the replica's memory already contains.
@@ -133,6 +135,7 @@ class Membership:
         *,
         coordinators: Sequence[str],
         dial: Dial,
+        dial_donor: DialDonor,
         runner: RoundRunner,
         replica: Replica,
         hasher: Hasher,
@@ -144,7 +147,7 @@ class Membership:
         rng: random.Random | None = None,
     ) -> None:
         self._machine = machine
-        self._dial = dial
+        self._open_to_donor = dial_donor
         self._private = private
         self._pace = pace or Pace()
         self._observe = observe
@@ -371,7 +374,7 @@ class Membership:
         self._feed(CoordinatorSaid(message=message))
 
     async def _dial_donor(self, member: Member) -> Channel:
-        channel = await self._dial(member.address, Purpose.STATE)
+        channel = await self._open_to_donor(member)
         if channel.hello.ref != member.ref:
             channel.close()
             raise PeerUnreachable(member.address, f"{channel.hello.peer_id} answers there, not {member.peer_id}")

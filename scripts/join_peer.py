@@ -161,6 +161,7 @@ class Peer:
                 ),
                 coordinators=(self._coordinator_at or listener.address,),
                 dial=self._dial,
+                dial_donor=lambda member: self._dial(member.address, Purpose.STATE),
                 runner=self._runner,
                 replica=self._state,
                 hasher=self._hasher,

@@ -363,7 +363,10 @@ class _Process:
             now_s=wall_s,
             coordinator=lambda: self._coordinator,
         )
-        routes: dict[Purpose, Callable[[Channel], Awaitable[None]]] = {Purpose.STATE: self._donate}
+        routes: dict[Purpose, Callable[[Channel], Awaitable[None]]] = {
+            Purpose.STATE: self._donate,
+            Purpose.CALLED: self._take_call,
+        }
         if start.founded is not None:
             routes |= {Purpose.CONTROL: self._coordinate, Purpose.ADMISSION: gatekeeper.admit}
         listener = Listener(
@@ -388,6 +391,10 @@ class _Process:
             channel.close()
             return
         await self._peer.donor.serve(channel)
+
+    async def _take_call(self, channel: Channel) -> None:
+        if self._peer is not None:
+            await self._peer.callbacks.take(channel)
 
     def _adopt(self, sock: socket.socket, hello: Hello) -> None:
         if self._peer is None:

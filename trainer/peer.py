@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 
 from isthmus.collective import Communicator
-from isthmus.collective.core.types import PeerRef, RoundKey
-from isthmus.collective.errors import CollectiveError
+from isthmus.collective.callbacks import Callbacks
+from isthmus.collective.core.types import Member, PeerRef, RoundKey
+from isthmus.collective.errors import CollectiveError, PeerUnreachable
 from isthmus.collective.transport import Channel, Hello, Purpose, Security, connect
 from isthmus.elastic.commit_log import CommitLog
 from isthmus.elastic.core.events import Finish
@@ -151,6 +152,7 @@ class Peer:
             exchanged=self.communicator.progress,
             private=self._moments,
         )
+        self.callbacks = Callbacks(self.communicator, dial=self._call_back, serve=self.donor.serve)
         self._durability = Durability(
             plan.run_dir,
             Origin(run_id=plan.terms.run_id, run_manifest=plan.terms.manifest),
@@ -273,6 +275,7 @@ class Peer:
             machine,
             coordinators=plan.coordinators,
             dial=self._dial,
+            dial_donor=self._dial_donor,
             runner=self._runner,
             replica=self._state,
             hasher=self._hasher,
@@ -286,7 +289,7 @@ class Peer:
             membership.leave(now=self._leaving)
         async with asyncio.TaskGroup() as tasks:
             trained = tasks.create_task(training.run())
-            helping = (feed.run(), self._durability.run(), self._keeper.run(), pool.failed())
+            helping = (feed.run(), self._durability.run(), self._keeper.run(), pool.failed(), self.callbacks.run())
             helpers = [tasks.create_task(task) for task in helping]
             self._finish = finish = await membership.run()
             # We have said goodbye; the last state is still to be judged (if the run is complete) and kept.
@@ -328,6 +331,19 @@ class Peer:
     async def _dial(self, address: str, purpose: Purpose) -> Channel:
         hello = self._plan.hello(purpose, 0, 1)
         return await connect(address, hello, timeout_s=_DIAL_TIMEOUT_S, security=self._plan.security)
+
+    async def _dial_donor(self, member: Member) -> Channel:
+        """Dial it, or where that does not get through have it call us."""
+        if not self.communicator.calls_us(member.ref):
+            try:
+                return await self._dial(member.address, Purpose.STATE)
+            except PeerUnreachable as error:
+                log.debug("donor_unreachable peer_id=%s cause=%s", member.peer_id, error)
+        return await self.callbacks.open(member, timeout_s=_DIAL_TIMEOUT_S)
+
+    async def _call_back(self, address: str, ref: PeerRef) -> Channel:
+        hello, security = self._plan.hello(Purpose.CALLED, 0, 1), self._plan.security
+        return await connect(address, hello, timeout_s=_DIAL_TIMEOUT_S, security=security, expect=ref.peer_id)
 
     # -------------------------------------------------------------------------------- what happens
 

@@ -80,9 +80,11 @@ def key_fields(key: RoundKey) -> dict[str, Field]:
 
 
 def view_fields(view: View) -> dict[str, Field]:
-    """What names a view, and who is in it."""
+    """What names a view, who is in it, and which two of these have no link ("id id")."""
+    members = [member.peer_id for member in view.members]
     return {
         "epoch": view.epoch,
         "outer_step": view.outer_step,
-        "members": [member.peer_id for member in view.members],
+        "members": members,
+        "apart": [f"{members[one]} {members[other]}" for one, other in view.apart],
     }

@@ -33,6 +33,7 @@ from isthmus.collective.wire import HEADER_NBYTES, PADDING_NBYTES, Frame, FrameT
 log = logging.getLogger(__name__)
 
 _SIGN = pack(Header(type=FrameType.SIGN))
+_CALL = pack(Header(type=FrameType.CALL))
 _NOTHING = bytes(PADDING_NBYTES)
 
 
@@ -268,6 +269,11 @@ class Bundle:
             self._num_signs += 1
             self.notices.append(Notice(_SIGN, b""))
             self.wake()
+
+    def ask_for_call(self) -> None:
+        """Ask the peer to call us: see callbacks.py."""
+        self.notices.append(Notice(_CALL, b""))
+        self.wake()
 
     @property
     def chunk_s(self) -> float:

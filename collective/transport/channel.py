@@ -40,12 +40,13 @@ class Channel:
     def __init__(self, sock: socket.socket, hello: Hello) -> None:
         self.hello = hello
         self.closed = False
+        self._is_closed = asyncio.Event()
         self._sock = sock
         self._num_users = 0
         self._sending = asyncio.Lock()
         self._receiving = False
         self._into: Into | None = None
-        limits = ON_STATE if hello.purpose is Purpose.STATE else ON_CONTROL
+        limits = ON_STATE if hello.purpose in (Purpose.STATE, Purpose.CALLED) else ON_CONTROL
         self._reader = FrameReader(limits=limits, place=self._place, read_ahead=False)
 
     async def send(
@@ -112,11 +113,16 @@ class Channel:
         finally:
             self._receiving, self._into = False, None
 
+    async def wait_closed(self) -> None:
+        """Return when somebody here has closed it."""
+        await self._is_closed.wait()
+
     def close(self) -> None:
         """End the connection; whoever waits on it gets ConnectionLost. May be called again."""
         if self.closed:
             return
         self.closed = True
+        self._is_closed.set()
         with contextlib.suppress(OSError):  # it may be broken already
             self._sock.shutdown(socket.SHUT_RDWR)
         if self._num_users == 0:

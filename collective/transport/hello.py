@@ -31,6 +31,8 @@ class Purpose(enum.StrEnum):
     CONTROL = "control"
     BULK = "bulk"
     STATE = "state"
+    CALLED = "called"
+    """A donor calls who has asked it to, and serves it as over STATE: collective/callbacks.py."""
     ADMISSION = "admission"
     """A stranger with a ticket asks what run this is."""
 

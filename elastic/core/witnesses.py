@@ -33,7 +33,9 @@ from isthmus.elastic.core.messages import Vote
 _MAX_LINKS = 1024
 _ROUNDS_KNOWN = 5
 _WHILE_UNKNOWN = 10.0
-"""How many times wider the limit is before the first commit, and after a restart of the coordinator."""
+"""How many times wider the limit is until `_ROUNDS_KNOWN` commits are, also after a restart of the coordinator. One
+commit is not enough: a founder that has trained alone was left out as soon as the first newcomer, which warms up, had
+given to one round (tests/netns/test_behind_nats.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +184,7 @@ class Witnesses:
             # Newcomers that warm up send far less than their work would say (found by chaos: an honest veteran among
             # them was 16 times as large), so what was usual before counts as well, and where nobody knows, more may be.
             usual = max(statistics.median(others), statistics.median(self._usual) if self._usual else 0.0)
-            if sizes[rank] > self._limit * usual * (1.0 if self._usual else _WHILE_UNKNOWN):
+            if sizes[rank] > self._limit * usual * (1.0 if len(self._usual) == _ROUNDS_KNOWN else _WHILE_UNKNOWN):
                 found.append((rank, sizes[rank] / usual))
         return found
 

@@ -73,6 +73,22 @@ class World:
             self.plug(machine, network, address)
         return machine
 
+    def behind_nat(self, lan: str, *, outside: str, network: str) -> Machine:
+        """A machine at 192.168.1.2 of a network `lan` of its own, whose router hides it from `network`.
+
+        Args:
+            lan: a name.
+            outside: address of the router in `network`, with its width: all that others see.
+            network: where the others are. Whoever calls from there does not get in.
+        """
+        router = self.machine(**{lan: "192.168.1.1/24", network: outside})
+        router.run("sysctl -qw net.ipv4.ip_forward=1")
+        router.run(f"iptables -t nat -A POSTROUTING -o {network} -j MASQUERADE")
+        router.run(f"iptables -A FORWARD -i {network} -m conntrack --ctstate NEW -j DROP")
+        machine = self.machine(**{lan: "192.168.1.2/24"})
+        machine.run("ip route add default via 192.168.1.1")
+        return machine
+
     def plug(self, machine: Machine, network: str, *addresses: str) -> None:
         """Give a machine an interface, named after its network, with these addresses."""
         if network not in self._networks:

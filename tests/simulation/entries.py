@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """I5: who comes in, and when.
 
-Whoever becomes a member has links with all others, as both ends have said, but for the pairs that the view names: none
-of these has said so. Whom the others waited for in vain several times in a row stays out for twice as many commits each
-time. A run that went back begins with all who hold its state.
+Whoever becomes a member has links with all others, as both ends have said, but for the pairs that the view names. Whom
+the others waited for in vain several times in a row stays out for twice as many commits each time. A run that went back
+begins with all who hold its state.
 """
 
 from collections.abc import Collection
@@ -135,17 +135,11 @@ class Entries:
             is_early = now < since + self._patience_s - 1e-6
             demand(not (missing and is_early), "I5", f"the run begins again without {sorted(missing)}")
 
-    def _demand_links(self, ref: PeerRef, members: list[PeerRef], apart: Collection[frozenset[PeerRef]]) -> None:
+    def _demand_links(self, ref: PeerRef, members: list[PeerRef], apart: set[frozenset[PeerRef]]) -> None:
         for other in members:
             pair = frozenset((ref, other))
-            if other == ref or pair in self._together:
-                continue
-            both = (ref, other) in self._met and (other, ref) in self._met
-            if pair in apart:
-                demand(
-                    not both, "I5", f"{name(ref)} and {name(other)} have met, and the view says that they have no link"
-                )
-            else:
+            if other != ref and pair not in self._together | apart:
+                both = (ref, other) in self._met and (other, ref) in self._met
                 demand(both, "I5", f"{name(ref)} and {name(other)} are members, and have not both said that they met")
 
     def _demand_pause(self, ref: PeerRef) -> None:

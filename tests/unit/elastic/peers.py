@@ -174,6 +174,7 @@ class Peer:
                 self._machine(listener.address),
                 coordinators=self.coordinators,
                 dial=self._dial,
+                dial_donor=lambda member: self._dial(member.address, Purpose.STATE),
                 runner=self.runner,
                 replica=self.replica,
                 hasher=self.hasher,

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two peers behind two NATs and one outside: neither of the two can dial the other, and all are in every round."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.run_harness import OPEN_END, Process, assert_same_commits, running
+from tests.netns.machines import MARKS, Machine, World
+
+pytestmark = [
+    *MARKS,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(shutil.which("iptables") is None, reason="a NAT needs iptables"),
+]
+
+
+@contextlib.contextmanager
+def two_behind_nats() -> Iterator[tuple[Machine, Machine, Machine]]:
+    """One at 203.0.113.1, and two that have the same address, each behind a router of its own."""
+    with World() as world:
+        outside = world.machine(public="203.0.113.1/24")
+        one = world.behind_nat("lan1", outside="203.0.113.11/24", network="public")
+        other = world.behind_nat("lan2", outside="203.0.113.12/24", network="public")
+        yield outside, one, other
+
+
+def views_of(peer: Process) -> list[tuple[int, int]]:
+    """How many members each view had, and how many pairs of them had no link."""
+    return [(len(event["members"]), len(event["apart"])) for event in peer.events("view")]
+
+
+def test_two_peers_behind_nats_train_with_one_outside_and_none_of_them_loses_a_round(tmp_path: Path) -> None:
+    with two_behind_nats() as (outside, one, other), running(tmp_path) as run:
+        founder = run.found("--outer-steps", str(OPEN_END), "--members.grace", "2s", inside=outside.inside)
+        run.wait_for_ticket()
+        peers = [run.join(inside=one.inside), run.join(inside=other.inside)]
+        run.until("view of three", lambda: any(size == 3 for size, _ in views_of(founder)))
+        since = founder.step
+        run.until_step(since + 10, founder, *peers)
+        assert views_of(founder)[-1] == (3, 1)
+        assert not founder.events("fault", kind="round_broke")
+        told = json.loads(run.command("status", "--json", "--dir", str(peers[0].directory)).out)
+        hosts = {member["peer_id"]: member["host"] for member in told["members"] if not member["is_me"]}
+        assert hosts == {founder.peer_id: "203.0.113.1", peers[1].peer_id: None}
+
+        founder.kill()  # the only one that both reach, and the coordinator
+        flags = ("--outer-steps", str(OPEN_END), "--members.grace", "2s")
+        back = run.found(*flags, folder=founder.directory, inside=outside.inside)
+        views = len(views_of(back))
+        run.until("return", lambda: len(views_of(back)) > views and views_of(back)[-1] == (3, 1))
+        since = max(peer.step for peer in (back, *peers))
+        run.until_step(since + 10, back, *peers)
+        assert views_of(back)[-1] == (3, 1)
+        run.leave_all()
+    assert_same_commits(founder, *peers)
