@@ -158,6 +158,21 @@ CASES: tuple[tuple[Case, tuple[Variant, ...]], ...] = (
             Variant(name="ring", repeats=(1, 0), settings=PLAIN, plan="ring"),
         ),
     ),
+    (
+        Case(
+            name="d",
+            text="3 peers, 200 Mbit/s, 50 ms, no loss; two of them behind NATs have no link",
+            nbytes=32 * MIB,
+            rtt_ms=50,
+            loss_percent=0,
+            up_mbit=(200,) * 3,
+            down_mbit=(200,) * 3,
+        ),
+        (
+            Variant(name="all linked", repeats=(5, 2), settings=PLAIN),
+            Variant(name="two NATs", repeats=(5, 2), settings=PLAIN | {"apart": [[1, 2]]}),
+        ),
+    ),
 )
 
 

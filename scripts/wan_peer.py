@@ -25,11 +25,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import msgspec
 import torch
 import xxhash
 
 from isthmus.collective import BulkOptions
 from isthmus.collective.communicator import Communicator
+from isthmus.collective.core.apart import Pair
 from isthmus.collective.core.types import RoundKey
 from isthmus.collective.standalone import open_communicator, peer_id_of, view_of
 from isthmus.collective.transport.security import Mode, Security
@@ -48,10 +50,14 @@ class Peer:
         number: ours.
         addresses: of all, in the order of numbers.
         communicator: open, without a view.
+        apart: pairs of numbers that have no link.
     """
 
-    def __init__(self, number: int, addresses: list[str], communicator: Communicator) -> None:
+    def __init__(
+        self, number: int, addresses: list[str], communicator: Communicator, *, apart: tuple[Pair, ...] = ()
+    ) -> None:
         self._number, self._addresses, self._communicator = number, addresses, communicator
+        self._apart = apart
         self._step = 0
         self._shared = self._tensor = self._out = torch.empty(0)
 
@@ -74,7 +80,7 @@ class Peer:
 
     async def connect(self) -> dict[str, Any]:
         """Install the view of all peers as a daemon does, and leave the links idle as while its workers train."""
-        await self._communicator.install(view_of(0, self._addresses))
+        await self._communicator.install(msgspec.structs.replace(view_of(0, self._addresses), apart=self._apart))
         await self._communicator.barrier(self._key())
         self._communicator.look_ahead()
         await asyncio.sleep(IDLE_S)
@@ -129,7 +135,7 @@ async def main(config: dict[str, Any]) -> None:
     """Obey until the input ends.
 
     Args:
-        config: number, addresses, tls; num_streams, chunk_nbytes and control where they are not the default.
+        config: number, addresses, tls; num_streams, chunk_nbytes, control and apart where they are not the default.
     """
     torch.set_num_threads(1)
     processor.claim(processor.PEER)
@@ -144,7 +150,8 @@ async def main(config: dict[str, Any]) -> None:
         security=Security.shared(peer_id_of(number), SECRET, mode=Mode.ON) if config["tls"] else None,
         **chosen,
     ) as communicator:
-        peer = Peer(number, addresses, communicator)
+        apart = tuple((one, other) for one, other in config.get("apart", ()))
+        peer = Peer(number, addresses, communicator, apart=apart)
         print("{}", flush=True)
         while line := await orders.readline():
             print(json.dumps(await peer.obey(**json.loads(line))), flush=True)

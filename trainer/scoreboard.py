@@ -219,9 +219,15 @@ class Scoreboard:
             host=link.host if link is not None and has_path else None,
             is_dialled=link.is_dialled if link is not None and has_path else None,
             round_trip_ms=link.round_trip_s * 1e3 if link is not None and link.round_trip_s else None,
+            is_apart=self._is_apart(member),
             is_me=member.ref == self._me,
             is_coordinator=member.address == self.coordinator,
         )
+
+    def _is_apart(self, member: Member) -> bool:
+        view = self._view
+        ours, its = (None, None) if view is None else (view.rank_of(self._me.peer_id), view.rank_of(member.peer_id))
+        return view is not None and ours is not None and its in view.apart_from(ours)
 
     def _goodput(self) -> float:
         uptime_s = self._clock() - self._started_at

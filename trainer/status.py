@@ -19,7 +19,8 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One member of the view.
 
     `address` has all candidates; `host` is where the link with it leads or comes from (`is_dialled`: we called), and
-    `round_trip_ms` is the shortest round trip there. All null before there is a link.
+    `round_trip_ms` is the shortest round trip there. All null before there is a link. `is_apart`: there will be none,
+    neither side can dial the other; what the two exchange goes through other members.
     """
 
     peer_id: str
@@ -28,6 +29,7 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     host: str | None = None
     is_dialled: bool | None = None
     round_trip_ms: float | None = None
+    is_apart: bool = False
     is_me: bool = False
     is_coordinator: bool = False
 
@@ -155,6 +157,8 @@ def format_nbytes(nbytes: int) -> str:
 
 def _path_to(member: MemberStatus) -> str:
     """The path that its link takes, or else where it may be reached."""
+    if member.is_apart:
+        return "no link, through other members"
     if not member.host:
         return member.address
     path = f"{'to' if member.is_dialled else 'from'} {member.host}"

@@ -45,8 +45,9 @@ def test_two_peers_behind_nats_train_with_one_outside_and_none_of_them_loses_a_r
         assert views_of(founder)[-1] == (3, 1)
         assert not founder.events("fault", kind="round_broke")
         told = json.loads(run.command("status", "--json", "--dir", str(peers[0].directory)).out)
-        hosts = {member["peer_id"]: member["host"] for member in told["members"] if not member["is_me"]}
-        assert hosts == {founder.peer_id: "203.0.113.1", peers[1].peer_id: None}
+        links = {member["peer_id"]: (member["host"], member["is_apart"]) for member in told["members"]}
+        assert links[founder.peer_id] == ("203.0.113.1", False)
+        assert links[peers[1].peer_id] == (None, True)
 
         founder.kill()  # the only one that both reach, and the coordinator
         flags = ("--outer-steps", str(OPEN_END), "--members.grace", "2s")
