@@ -224,6 +224,12 @@ class MeetsNobody(PatchedCoordinator):
         self._meetings.have_met = lambda candidates, stays: list(candidates)  # type: ignore[method-assign]
 
 
+class BlamesAroundHubs(PatchedCoordinator):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._closing._failures._gone_without = lambda blamed: set(blamed)  # type: ignore[method-assign]
+
+
 class PausesNobody(PatchedCoordinator):
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
         super()._start(config, state)

@@ -75,7 +75,9 @@ class Checkers:
         self.certificates = Certificates(sim)
         self._blame = Blame()
         self._words = Words(self.history)
-        self._entries = Entries(sim.options.min_peers, sim.coordinator_config.rebuild_grace_s)
+        self._entries = Entries(
+            sim.options.min_peers, sim.coordinator_config.rebuild_grace_s, sim.coordinator_config.meet_timeout_s
+        )
         self.patience = Patience(
             sim.world,
             sim.options,

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """I5: who comes in, and when.
 
-Whoever becomes a member has links with all others, as both ends have said, but for the pairs that the view names. Whom
-the others waited for in vain several times in a row stays out for twice as many commits each time. A run that went back
-begins with all who hold its state.
+Whoever becomes a member has links with all others, as both ends have said, but for the pairs that the view names: these
+have tried in vain, or have been asked to for long, and had no link in the view before. Whom the others waited for in
+vain several times in a row stays out for twice as many commits each time. A run that went back begins with all who hold
+its state.
 """
 
 from collections.abc import Collection
@@ -35,12 +36,17 @@ class Entries:
     Args:
         min_peers: with fewer members nobody pauses.
         patience_s: how long a run that went back waits for those that hold its state.
+        meet_s: how long two have to make a link.
     """
 
-    def __init__(self, min_peers: int, patience_s: float) -> None:
+    def __init__(self, min_peers: int, patience_s: float, meet_s: float) -> None:
         self._min_peers = min_peers
         self._patience_s = patience_s
+        self._meet_s = meet_s
         self._met: set[tuple[PeerRef, PeerRef]] = set()  # as the first one says
+        self._unmet: set[tuple[PeerRef, PeerRef]] = set()  # likewise, at any time
+        self._asked: dict[tuple[PeerRef, PeerRef], float] = {}  # when the first one was asked to meet the other
+        self._apart: set[frozenset[PeerRef]] = set()  # had no link in some view
         self._together: set[frozenset[PeerRef]] = set()  # were in one view
         self._members: set[PeerRef] = set()
         self._learners: set[PeerRef] = set()  # welcome, and not sent away since
@@ -69,6 +75,7 @@ class Entries:
         match message:
             case Met():
                 self._met |= {(sender, peer) for peer in message.peers}
+                self._unmet |= {(sender, item.ref) for item in message.unmet}
             case Leave():
                 self._leaving.add(sender)
                 if self._awaited is not None:
@@ -82,6 +89,8 @@ class Entries:
             case Welcome():
                 self._learners = {ref for ref in self._learners if ref.peer_id != to.peer_id} | {to}
             case Meet(peers=peers):
+                for peer in peers:
+                    self._asked.setdefault((to, peer.ref), self._looked_at or 0.0)
                 self._demand_calls(to, {peer.ref for peer in peers}, connected)
             case Evicted(reason="a learner, no member"):
                 pass
@@ -119,6 +128,7 @@ class Entries:
         self._members, self._learners = set(members), self._learners.difference(members)
         old = {member.ref for member in before.members} if before is not None else set()
         apart = {frozenset((members[one], members[other])) for one, other in record.view.apart}
+        self._demand_trying(apart, set() if before is None else _linked(before), now)
         for ref in (ref for ref in members if ref not in old):
             self._demand_links(ref, members, apart)
             if len(old) >= self._min_peers:
@@ -142,7 +152,28 @@ class Entries:
                 both = (ref, other) in self._met and (other, ref) in self._met
                 demand(both, "I5", f"{name(ref)} and {name(other)} are members, and have not both said that they met")
 
+    def _demand_trying(self, apart: set[frozenset[PeerRef]], linked: set[frozenset[PeerRef]], now: float) -> None:
+        for one, other in map(tuple, apart - self._apart):
+            both = (one, other) in self._unmet and (other, one) in self._unmet
+            asked_at = [self._asked.get(pair, now) for pair in ((one, other), (other, one))]
+            has_tried = both or now >= max(asked_at) + self._meet_s - LOOKS_EVERY_S
+            names = f"{name(one)} and {name(other)}"
+            demand(has_tried, "I5", f"{names} have no link in a view, and have not tried")
+            demand(
+                frozenset((one, other)) not in linked,
+                "I5",
+                f"{names} had a link, and the next view says that they have none",
+            )
+        self._apart |= apart
+
     def _demand_pause(self, ref: PeerRef) -> None:
         if ref in self._excused:
             out, least = self._num_commits - self._excused[ref], 2 ** (self._waits[ref] - 1)
             demand(out >= least, "I4", f"{name(ref)} was late {self._waits[ref]} times and is back after {out} commits")
+
+
+def _linked(view: View) -> set[frozenset[PeerRef]]:
+    """The pairs of its members that have a link."""
+    refs = [member.ref for member in view.members]
+    pairs = {(a, b) for b in range(len(refs)) for a in range(b)} - set(view.apart)
+    return {frozenset((refs[a], refs[b])) for a, b in pairs}

@@ -47,6 +47,7 @@ from tests.simulation.broken_rounds import (
 from tests.simulation.broken_runs import (
     AnswersNoStranger,
     BeginsAgainAlone,
+    BlamesAroundHubs,
     ChecksNoCertificate,
     CountsLearnersEarly,
     ForgetsEpochs,
@@ -277,6 +278,10 @@ MUTANTS: dict[str, Mutant] = {
     "no_links": Mutant(
         what="a learner becomes a member whoever has a link with it",
         parts=Parts(coordinator=MeetsNobody),
+    ),
+    "blames_around_hubs": Mutant(
+        what="who is left without a link to the rest does not count when members are blamed",
+        parts=Parts(coordinator=BlamesAroundHubs),
     ),
     "no_pauses": Mutant(
         what="who was awaited in vain again and again is a member at every boundary",
