@@ -162,6 +162,7 @@ class RoundBuffers:
         total = self._wide.get(chunk, self._out_part(chunk))
         if not self._is_begun[chunk]:
             total.copy_(self._own_part(chunk))
+            self._measure_alone(chunk)
             if self._weight != 1.0:
                 total.mul_(self._weight)
             if self._looks_at_numbers and first_non_finite(total) is not None:
@@ -218,6 +219,11 @@ class RoundBuffers:
             return
         self._measures[rank].take(part)
         if not self._is_begun[chunk]:
+            self._measures[self._rank].take(self._own_part(chunk))
+
+    def _measure_alone(self, chunk: int) -> None:
+        """The same of our own part, where there is no other."""
+        if self._looks_at_numbers:
             self._measures[self._rank].take(self._own_part(chunk))
 
     @cached_property

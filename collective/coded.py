@@ -104,6 +104,7 @@ class CodedBuffers(RoundBuffers):
         total = self._out_part(chunk)
         if not self._is_begun[chunk]:  # we are alone
             torch.mul(self._own_part(chunk), self._weight, out=total)
+            self._measure_alone(chunk)
         wire = self._results[chunk]
         divisor = weight_sum if self.op == "mean" else 1.0
         scales = self._codec.scales(wire, total.numel()) if divisor >= 1.0 else None  # a larger one may be too large

@@ -33,9 +33,7 @@ from isthmus.elastic.core.messages import Vote
 _MAX_LINKS = 1024
 _ROUNDS_KNOWN = 5
 _WHILE_UNKNOWN = 10.0
-"""How many times wider the limit is until `_ROUNDS_KNOWN` commits are, also after a restart of the coordinator. One
-commit is not enough: a founder that has trained alone was left out as soon as the first newcomer, which warms up, had
-given to one round (tests/netns/test_behind_nats.py)."""
+"""How many times wider the limit is before the first commit, and after a restart of the coordinator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +86,8 @@ class Witnesses:
     def committed(self, members: Sequence[PeerId], votes: Mapping[PeerId, Vote]) -> None:
         """The round of these votes counts: so large were parts as the member in the middle saw them.
 
+        Who is alone says how large its own part is: without that a founder that had trained alone was left out as soon
+        as the first newcomer, which warms up, had given to one round (tests/netns/test_behind_nats.py).
         Of two always the smaller, among parts as among members: the other may be the liar's (seeds 1006, 6348).
         """
         seen = [[size for size in votes[member].sizes if size > 0.0] for member in members]
@@ -184,7 +184,7 @@ class Witnesses:
             # Newcomers that warm up send far less than their work would say (found by chaos: an honest veteran among
             # them was 16 times as large), so what was usual before counts as well, and where nobody knows, more may be.
             usual = max(statistics.median(others), statistics.median(self._usual) if self._usual else 0.0)
-            if sizes[rank] > self._limit * usual * (1.0 if len(self._usual) == _ROUNDS_KNOWN else _WHILE_UNKNOWN):
+            if sizes[rank] > self._limit * usual * (1.0 if self._usual else _WHILE_UNKNOWN):
                 found.append((rank, sizes[rank] / usual))
         return found
 

@@ -837,3 +837,10 @@ async def test_numbers_that_are_not_finite_pass_where_nothing_is_added_up(sites_
         )
         assert not any(isinstance(result, NonFiniteInput) for result in results)
         assert all(same(tensor, odd) for tensor in tensors)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+async def test_a_member_that_is_alone_says_how_large_its_numbers_are(sites_running, codec):
+    async with sites_running(1) as (site,):
+        stats = await site.communicator.all_reduce(key(), torch.full((3000,), -2.0), codec=codec)
+        assert stats.sizes == (2.0,)

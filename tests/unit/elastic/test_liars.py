@@ -452,6 +452,19 @@ def test_a_veteran_among_newcomers_that_warm_up_is_measured_by_what_was_usual() 
     assert driver.step == step + 1
 
 
+def test_a_founder_that_has_trained_alone_stays_beside_a_first_newcomer_that_warms_up() -> None:
+    driver = members(1)
+    for _ in range(3):
+        driver.votes(1, sizes={1: 1.0})
+    driver.comes_back(2)
+    step = driver.step
+    for _ in range(3):
+        for number in (1, 2):
+            driver.votes(number, sizes={1: 1.0, 2: 0.03})
+    assert driver.step == step + 3
+    assert driver.member_numbers() == [1, 2]
+
+
 def test_noise_that_went_through_while_nothing_was_known_does_not_become_usual() -> None:
     driver = members(1, 2)
     step = driver.step

@@ -9,7 +9,7 @@ from isthmus.elastic.core.events import (
     SendToCoordinator,
     SendToPeer,
 )
-from isthmus.elastic.core.messages import Heartbeat, Leave, Meet, Met, Refused, Synced, Unmet, Welcome
+from isthmus.elastic.core.messages import Evicted, Heartbeat, Leave, Meet, Met, Refused, Synced, Unmet, Welcome
 from tests.unit.elastic.machines import CoordinatorDriver, MemberDriver, held, member, ref, view
 
 TIMEOUT_S = 20.0
@@ -222,32 +222,44 @@ def is_away(driver: CoordinatorDriver, number: int) -> None:
 
 
 def test_a_newcomer_makes_way_for_a_veteran_that_it_has_no_link_with_and_is_told_why() -> None:
-    driver = CoordinatorDriver().with_veterans(1, 2)
-    is_away(driver, 2)
+    driver = CoordinatorDriver().with_veterans(2)
     driver.join(3, driver.machine.state.committed)
     commit(driver)
-    assert driver.member_numbers() == [1, 3]
+    beat(driver, 3)  # it has the state of the view now
+    is_away(driver, 2)
+    assert driver.member_numbers() == [3]
     comes_back(driver, 2, 3)
     stands(driver, 2, TIMEOUT_S - 3)
-    assert driver.member_numbers() == [1, 3]
+    assert driver.member_numbers() == [3]
     told = [item.message for item in stands(driver, 2, 6) if item.to == ref(3)]
     refused = next(message for message in told if isinstance(message, Refused))
     assert refused.code == 4
     assert f"you with {ref(2).peer_id}" in refused.reason
-    commit(driver)
-    assert driver.member_numbers() == [1, 2]
+    assert driver.member_numbers() == [2]
 
 
 def test_who_came_later_makes_way_also_after_its_first_commit_but_is_not_sent_home() -> None:
+    driver = CoordinatorDriver().with_veterans(2)
+    driver.join(3, driver.machine.state.committed)
+    commit(driver)
+    commit(driver)
+    is_away(driver, 2)
+    comes_back(driver, 2, 3)
+    told = [item.message for item in stands(driver, 2, TIMEOUT_S + 3) if item.to == ref(3)]
+    assert driver.member_numbers() == [2]
+    assert not any(isinstance(message, Refused) for message in told)
+
+
+def test_a_veteran_comes_back_beside_a_newcomer_that_it_has_no_link_with_if_a_member_has_links_with_both() -> None:
     driver = CoordinatorDriver().with_veterans(1, 2)
     is_away(driver, 2)
     driver.join(3, driver.machine.state.committed)
     commit(driver)
-    commit(driver)
     comes_back(driver, 2, 3)
-    told = [item.message for item in stands(driver, 2, TIMEOUT_S + 3) if item.to == ref(3)]
-    assert driver.member_numbers() == [1]
-    assert not any(isinstance(message, Refused) for message in told)
+    stands(driver, 2, TIMEOUT_S + 3)
+    commit(driver)
+    assert driver.member_numbers() == [1, 3, 2]
+    assert driver.machine.state.view.apart == ((1, 2),)
 
 
 def test_of_two_that_hold_the_state_and_have_not_met_the_one_with_a_commit_comes_in() -> None:
@@ -292,3 +304,54 @@ def test_a_veteran_waits_where_several_with_commits_have_no_link_with_it() -> No
     comes_back(driver, 2, 3, 4)
     stands(driver, 2, TIMEOUT_S + 10)
     assert driver.member_numbers() == [1, 3, 4]
+
+
+# -------------------------------------------------------------------------------------- a pair that cannot have a link
+
+
+def tried_in_vain(driver: CoordinatorDriver, one: int, other: int) -> None:
+    driver.says(one, Met(unmet=(Unmet(ref(other), "refused"),)))
+
+
+def with_a_pair_apart() -> CoordinatorDriver:
+    """1 has links with all; 2 and 3 have none with each other."""
+    driver = CoordinatorDriver().with_veterans(1, 2)
+    joins(driver, 3)
+    for one, other in ((3, 1), (1, 3)):
+        meet(driver, one, other)
+    for one, other in ((3, 2), (2, 3)):
+        tried_in_vain(driver, one, other)
+    synced(driver, 3)
+    commit(driver)
+    assert driver.member_numbers() == [1, 2, 3]
+    return driver
+
+
+def test_two_that_have_both_tried_in_vain_are_in_one_view_which_names_them() -> None:
+    assert with_a_pair_apart().machine.state.view.apart == ((1, 2),)
+
+
+def test_a_pair_that_meets_later_is_apart_no_more_in_the_next_view() -> None:
+    driver = with_a_pair_apart()
+    meet(driver, 2, 3)
+    meet(driver, 3, 2)
+    assert driver.machine.state.view.apart == ((1, 2),)
+    driver.says(1, Leave(now=True))
+    assert driver.member_numbers() == [2, 3]
+    assert driver.machine.state.view.apart == ()
+
+
+def test_without_the_member_between_them_the_one_whose_work_was_committed_first_goes_on() -> None:
+    driver = with_a_pair_apart()
+    driver.says(1, Leave(now=True))
+    assert driver.member_numbers() == [2]
+    assert "no link" in driver.told(3, Evicted).reason
+
+
+def test_members_without_a_link_are_asked_to_try_again_after_a_minute() -> None:
+    driver = with_a_pair_apart()
+    commit(driver)
+    driver.now += 61.0
+    for number in (1, 3, 2):
+        beat(driver, number)
+    assert driver.told(2, Meet).peers == (member(3),)
