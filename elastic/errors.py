@@ -4,7 +4,8 @@
     ElasticError
     ├── expected: try again, in another view or from another donor
     │   ├── NotAMember(reason)                this peer was put out of the view while somebody waited
-    │   └── NoDonor(target_step, causes)      nobody could serve the state this time
+    │   ├── NoDonor(target_step, causes)      nobody could serve the state this time
+    │   └── NoText(causes)                    nobody gave the run's text
     ├── another peer's fault: that peer is dropped
     │   ├── DonorRefused(reason)              the donor cannot serve what was asked
     │   ├── DonorStalled(waited_s, ...)       the donor is slower than the floor
@@ -30,7 +31,7 @@
 Network errors between peers are collective.errors; elastic adds none of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 
@@ -70,6 +71,14 @@ class NoDonor(ElasticError):
         super().__init__(f"no donor could serve step {target_step}: {'; '.join(causes) or 'there is no donor'}")
         self.target_step = target_step
         self.causes = causes
+
+
+class NoText(ElasticError):
+    """No peer could give the run's text. `causes` has one line for each that was tried."""
+
+    def __init__(self, causes: Sequence[str]) -> None:
+        super().__init__(f"nobody gives the run's text: {'; '.join(causes) or 'there is nobody'}")
+        self.causes = tuple(causes)
 
 
 class DonorFault(ElasticError):

@@ -7,7 +7,7 @@ the other side announced without a bound of its own, and the deadline is one for
 donor that hangs is noticed after one piece's time, however large the state.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import msgspec
@@ -22,6 +22,9 @@ from isthmus.elastic.replica import CommitEntry, ResultChunk
 PIECE_NBYTES = 256 << 10
 """Bytes of one STATE_CHUNK frame; a chunk is sent as several."""
 
+
+_SLACK = 16
+"""How many times slower than before a donor may become: its line is shared, and its exchanges come first."""
 
 MAX_STOCK = 4096
 """Commits that a Stock tells of. Nobody replays more."""
@@ -39,8 +42,12 @@ class PrivateRequest(_Request, frozen=True):
     """Copy the state that is yours alone and describe it. Answered, pinned and read like the shared one."""
 
 
+class TextRequest(_Request, frozen=True):
+    """Describe the text that the run trains on. Answered by a TextOffer; its chunks are read like those of a state."""
+
+
 class ChunkRequest(_Request, frozen=True):
-    """Chunk number `index` of the pinned state, counted through all tensors. Answered by its bytes."""
+    """Chunk number `index` of what was described last, counted through all tensors. Answered by its bytes."""
 
     index: Natural
 
@@ -57,7 +64,14 @@ class StockRequest(_Request, frozen=True):
     first: OuterStep
 
 
-StateRequest = ManifestRequest | PrivateRequest | ChunkRequest | CommitRequest | StockRequest
+StateRequest = ManifestRequest | PrivateRequest | TextRequest | ChunkRequest | CommitRequest | StockRequest
+
+
+class TextOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the run's text consists of: its manifest, whose root is the text's digest, and its name for people."""
+
+    manifest: StateManifest
+    description: Annotated[str, Meta(max_length=200)]
 
 
 class Stock(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,6 +128,10 @@ class Pace:
     max_donors: int = 3
     """Donors that are read from at the same time."""
 
+    def measured(self, bytes_per_s: float) -> "Pace":
+        """For a donor that has been so fast: it may become sixteen times slower, not as slow as the floor."""
+        return replace(self, floor_bytes_per_s=max(self.floor_bytes_per_s, bytes_per_s / _SLACK))
+
     def allowance_s(self, nbytes: int) -> float:
         """Time within which the next `nbytes` bytes must have passed."""
         return self.patience_s + nbytes / self.floor_bytes_per_s
@@ -149,5 +167,6 @@ class ChunkMap:
 REQUESTS: msgspec.msgpack.Decoder[StateRequest] = msgspec.msgpack.Decoder(StateRequest)
 MANIFESTS: msgspec.msgpack.Decoder[StateManifest] = msgspec.msgpack.Decoder(StateManifest)
 COMMIT_HEADERS: msgspec.msgpack.Decoder[CommitHeader] = msgspec.msgpack.Decoder(CommitHeader)
+TEXT_OFFERS: msgspec.msgpack.Decoder[TextOffer] = msgspec.msgpack.Decoder(TextOffer)
 STOCKS: msgspec.msgpack.Decoder[Stock] = msgspec.msgpack.Decoder(Stock)
 REFUSALS: msgspec.msgpack.Decoder[Refusal] = msgspec.msgpack.Decoder(Refusal)

@@ -38,8 +38,8 @@ from isthmus.trainer.run_manifest import manifest_of
 from isthmus.trainer.ticket import decode_ticket, make_ticket
 
 TEXT = np.zeros(8, dtype=np.uint8)
-CORPUS = Corpus(train=TEXT, validation=TEXT, digest="d" * 64, description="a text")
-OTHER_TEXT = Corpus(train=TEXT, validation=TEXT, digest="e" * 64, description="another text")
+CORPUS = Corpus.of(TEXT, TEXT, "a text")
+OTHER_TEXT = Corpus.of(TEXT, TEXT[1:], "another text")
 CONFIG = Config()
 OTHER_CONFIG = load_config(overrides=[Override("inner.batch_size", "3", "--inner.batch_size")]).config
 
