@@ -77,7 +77,7 @@ class NoText(ElasticError):
     """No peer could give the run's text. `causes` has one line for each that was tried."""
 
     def __init__(self, causes: Sequence[str]) -> None:
-        super().__init__(f"nobody gives the run's text: {'; '.join(causes) or 'there is nobody'}")
+        super().__init__(f"nobody gives it: {', '.join(causes) or 'no peer is there'}")
         self.causes = tuple(causes)
 
 

@@ -110,7 +110,7 @@ class TextFetch:
                     return
                 rest.remove(ready.link.member.address)
             if self._clock() - self._moved_at >= self._patience_s:
-                raise NoText([f"{address}: {cause}" for address, cause in self._causes.items()])
+                raise NoText([f"{address} ({cause})" for address, cause in self._causes.items()])
             await asyncio.sleep(_PAUSE_S)
 
     async def _first(self, addresses: list[str]) -> _Ready | None:
@@ -175,6 +175,7 @@ class TextFetch:
         return True
 
     def _drop(self, address: str, error: Exception) -> None:
-        if self._causes.get(address) != str(error):
-            _log.info("text_donor_dropped address=%s cause=%r", address, str(error))
-        self._causes[address] = str(error)
+        cause = error.cause if isinstance(error, PeerUnreachable) else str(error)
+        if self._causes.get(address) != cause:
+            _log.info("text_donor_dropped address=%s cause=%r", address, cause)
+        self._causes[address] = cause

@@ -23,7 +23,7 @@ from isthmus.collective.core.types import Instant, PeerId
 from isthmus.collective.transport import Channel
 from isthmus.elastic.digest import StateManifest
 from isthmus.elastic.errors import NoText
-from isthmus.elastic.text_fetch import TextFetch
+from isthmus.elastic.text_fetch import PATIENCE_S, TextFetch
 from isthmus.trainer.config import Config
 from isthmus.trainer.corpus import CHUNK_NBYTES, Corpus, DataError, load_corpus, require_one_sample
 from isthmus.trainer.errors import NobodyReachable, Refused
@@ -174,6 +174,7 @@ async def fetch_text(
     *,
     find: Callable[[], Awaitable[Sequence[str]]],
     dial: Callable[[str], Awaitable[Channel]],
+    patience_s: float = PATIENCE_S,
 ) -> FoundText:
     """Get the run's text from its peers, and keep it in this peer's folder. Goes on where an earlier start ended.
 
@@ -183,6 +184,7 @@ async def fetch_text(
         digest: of its text.
         find: addresses where peers may be; see `elastic.text_fetch.TextFetch`.
         dial: opens a STATE connection.
+        patience_s: how long nobody may have given anything.
 
     Raises:
         NobodyReachable: nobody gives it.
@@ -192,7 +194,15 @@ async def fetch_text(
     clock = asyncio.get_running_loop().time
     began_at = clock()
     shelf = TextShelf(folder, digest)
-    fetch = TextFetch(bytes.fromhex(digest), shelf, find=find, dial=dial, advanced=_Teller(clock).advanced, clock=clock)
+    fetch = TextFetch(
+        bytes.fromhex(digest),
+        shelf,
+        find=find,
+        dial=dial,
+        advanced=_Teller(clock).advanced,
+        clock=clock,
+        patience_s=patience_s,
+    )
     log.info("text: the run's is not on this machine; asking its peers for it")
     try:
         await fetch.run()

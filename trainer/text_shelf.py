@@ -132,7 +132,7 @@ class TextShelf:
             raise Refused("the run's text is not one that we understand", cure="run the same version of isthmus")
         if manifest.nbytes > MAX_NBYTES:
             raise EnvironmentFault(
-                f"the run's text has {format_nbytes(manifest.nbytes)}, and at most {format_nbytes(MAX_NBYTES)} are fetched",
+                f"the run's text has {format_nbytes(manifest.nbytes)}, more than {format_nbytes(MAX_NBYTES)}",
                 cure="name a copy of it with --data",
             )
         with self._disk_errors():

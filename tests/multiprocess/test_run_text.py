@@ -2,6 +2,7 @@
 """The run's text comes along: a joiner that lacks it gets it from the peers, and trains as if it had always had it."""
 
 import random
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,17 +11,24 @@ from typing import Any
 import pytest
 
 from tests.multiprocess.other_python import VERSION
-from tests.multiprocess.run_harness import OPEN_END, Process, assert_same_commits, running
+from tests.multiprocess.run_harness import LEFT, OPEN_END, Process, Run, assert_same_commits, running
 from tests.multiprocess.test_run_audit import audited
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
 MIB = 1 << 20
+NOBODY_REACHABLE, REFUSED = 4, 5
 
 
 def _text_of(peer: Process) -> dict[str, Any]:
     """What the newest start of this peer has said about its text."""
     return peer.events("text")[-1]
+
+
+def _leave(run: Run, *processes: Process) -> None:
+    for process in processes:
+        process.signal(signal.SIGINT)
+    assert run.until_ended(*processes) == [LEFT] * len(processes)
 
 
 def _write_text(path: Path, nbytes: int) -> Path:
@@ -76,10 +84,12 @@ def test_a_joiner_gets_the_text_from_a_peer_that_has_got_it_itself_when_the_firs
         run.until_step(second.step + 3, second, third)
 
         # The copy is found again without anybody's help.
-        third.kill()
+        _leave(run, third)
         again = run.join(folder=third.directory)
         run.until_step(second.step + 3, second, again)
-        run.leave_all()
+        _leave(run, second, again)
+        coordinator.signal(signal.SIGINT)
+        assert run.until_ended(coordinator) == [0]
         audited(run, coordinator, owner, second, third)
     assert_same_commits(owner, second, third)
     texts = [_text_of(owner), _text_of(second), *again.events("text")]
@@ -135,4 +145,4 @@ def test_a_text_that_is_named_is_used_or_refused_and_where_nobody_has_it_a_joine
         named = run.join("--data", str(own))
         run.until_step(1, named)
         assert (_text_of(named)["source"], _text_of(named)["fetched_bytes"]) == ("machine", 0)
-        run.leave_all()
+        _leave(run, named)
