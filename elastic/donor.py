@@ -191,7 +191,7 @@ class _Session:
                 raise RemoteProtocolError("not a state request")
             request = decode(REQUESTS, frame.payload)
             if self._donor.is_full:
-                await self._refuse("this peer serves as many learners as it may")
+                await self._refuse("this peer serves as many learners as it may", is_busy=True)
             else:
                 await self._answer(request)
 
@@ -243,7 +243,7 @@ class _Session:
         if text is None:
             await self._refuse("this peer has no text to give")
         elif self._donor.is_full_of_readers:
-            await self._refuse("this peer gives the text to as many as it may")
+            await self._refuse("this peer gives the text to as many as it may", is_busy=True)
         else:
             self.reads_text, self._chunks = True, ChunkMap(text.manifest)
             await self._send(FrameType.STATE_HEADER, encode(TextOffer(text.manifest, text.description)))
@@ -279,8 +279,8 @@ class _Session:
             self._donor.bytes_served += piece.nbytes
             self.sent_nbytes += piece.nbytes
 
-    async def _refuse(self, reason: str) -> None:
-        await self._send(FrameType.STATE_ERROR, encode(Refusal(reason)))
+    async def _refuse(self, reason: str, *, is_busy: bool = False) -> None:
+        await self._send(FrameType.STATE_ERROR, encode(Refusal(reason, is_busy)))
 
     async def _send(self, frame_type: FrameType, payload: bytes | memoryview, *, chunk: int = 0) -> None:
         timeout_s = self._donor._pace.allowance_s(len(payload))

@@ -134,7 +134,8 @@ class DonorLink:
         except DeadlineExceeded as error:
             raise DonorStalled(timeout_s, expected_nbytes) from error
         if frame.type is FrameType.STATE_ERROR:
-            raise DonorRefused(decode(REFUSALS, frame.payload).reason)
+            refusal = decode(REFUSALS, frame.payload)
+            raise DonorRefused(refusal.reason, is_busy=refusal.is_busy)
         if frame.type is not frame_type:
             raise RemoteProtocolError("answer of another type")
         return frame

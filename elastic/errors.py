@@ -86,11 +86,12 @@ class DonorFault(ElasticError):
 
 
 class DonorRefused(DonorFault):
-    """The donor answered that it cannot serve what was asked."""
+    """The donor answered that it cannot serve what was asked; `is_busy`: not now."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, is_busy: bool = False) -> None:
         super().__init__(f"donor refused: {reason}")
         self.reason = reason
+        self.is_busy = is_busy
 
 
 class DonorStalled(DonorFault):

@@ -109,10 +109,11 @@ class CommitHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return CommitEntry(self.outer_step, self.digest, self.fragment, self.codec, self.weights, chunks)
 
 
-class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Why the donor cannot answer. It stays ready for other questions."""
+class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Why the donor cannot answer, and whether that may pass. It stays ready for other questions."""
 
     reason: Reason
+    is_busy: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,10 @@
 """Getting the run's text from the peers, by a joiner that lacks it: before it is in the run, so that nobody waits.
 
 Rules: the digest of the text is known before anybody is asked, so a description is checked against it, and every chunk
-against the description, before anything is kept. Chunks are kept in their order, so what is there is where a text ends
-that is not whole yet. One donor gives at a time, the one that answers first. If it fails, the next goes on where it
-stopped; when all have failed, it is asked anew who there is, until nothing has arrived for `PATIENCE_S`.
+against the description, before anything is kept. Chunks are kept in their order, so a text that is not whole yet ends
+where the next one belongs. One donor gives at a time, the one that answers first. If it fails, the next goes on from
+there. When all have failed, it is asked anew who there is, until nothing has arrived for `PATIENCE_S`. Who finds all of
+them busy with others waits for its turn, up to `QUEUE_S`.
 
 Memory is bounded: one chunk. Nothing here knows a disk.
 """
@@ -19,17 +20,20 @@ from isthmus.collective.errors import CollectiveError, PeerUnreachable
 from isthmus.collective.transport import Channel
 from isthmus.collective.transport.racing import race
 from isthmus.elastic.donor_link import DonorLink
-from isthmus.elastic.errors import DonorFault, ManifestInvalid, NoText
+from isthmus.elastic.errors import DonorFault, DonorRefused, ManifestInvalid, NoText
 from isthmus.elastic.state_wire import ChunkMap, Pace, TextOffer
 
 _log = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0
 """How long nobody may have given anything. A run that is starting has its first member within that."""
+QUEUE_S = 3600.0
+"""How long all who have the text may be busy with others."""
 _HEAD_START_S = 0.5
 """Of each donor over the next: the nearest one gives, and a silent one costs this."""
-_PAUSE_S = 1.0
-"""Between two rounds of attempts."""
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 10.0
+"""Between two rounds of attempts in vain: each is twice as long as the one before."""
 
 
 class Shelf(Protocol):
@@ -89,6 +93,7 @@ class TextFetch:
         self._causes: dict[str, str] = {}
         self._givers: dict[PeerId, None] = {}
         self._moved_at = clock()
+        self._is_queued = False
         self.fetched_nbytes = 0
         """Bytes of the chunks that were kept."""
 
@@ -103,15 +108,20 @@ class TextFetch:
         Raises:
             NoText: nobody gives it. What has arrived is kept.
         """
+        pause_s = _FIRST_PAUSE_S
         while True:
+            self._is_queued, before_nbytes = False, self.fetched_nbytes
             rest = list(dict.fromkeys(await self._find()))
             while (ready := await self._first(rest)) is not None:
                 if await self._pull(*ready):
                     return
                 rest.remove(ready.link.member.address)
-            if self._clock() - self._moved_at >= self._patience_s:
+            if self._clock() - self._moved_at >= (QUEUE_S if self._is_queued else self._patience_s):
                 raise NoText([f"{address} ({cause})" for address, cause in self._causes.items()])
-            await asyncio.sleep(_PAUSE_S)
+            if self.fetched_nbytes > before_nbytes:
+                pause_s = _FIRST_PAUSE_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _first(self, addresses: list[str]) -> _Ready | None:
         """The donor that answers first; who fails is no longer in `addresses`."""
@@ -139,6 +149,7 @@ class TextFetch:
                 raise ManifestInvalid("it is of another text")
             is_ready = True
         except DonorFault as error:
+            self._is_queued |= isinstance(error, DonorRefused) and error.is_busy
             raise PeerUnreachable(address, str(error)) from error
         finally:
             if not is_ready:

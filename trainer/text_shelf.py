@@ -40,7 +40,7 @@ from isthmus.trainer.threads import in_thread
 FOLDER_NAME = "text"
 MAX_NBYTES = 64 << 30
 """Of a text that is fetched, and that is given. What describes it fits into one frame then."""
-_RESERVE_NBYTES = 256 << 20
+_RESERVE_NBYTES = 64 << 20
 """Of the disk; for checkpoints and logs."""
 _CURE = "free some space, give another folder with --dir, or name a copy of the text with --data"
 

@@ -239,6 +239,21 @@ async def test_a_donor_that_has_none_is_asked_again_and_others_that_come_are_fou
     assert poor.num_connections >= 1
 
 
+async def test_who_finds_all_donors_busy_with_others_waits_for_its_turn(hasher: Hasher, text: Text) -> None:
+    donor = donor_of(text, hasher, 1)
+    donor.donor._max_connections = 2
+    async with serving(donor) as addresses:
+        assert donor.member is not None
+        reader = DonorLink(donor.member, await dial_state(donor.member), QUICK)
+        await reader.text()
+        joiner = Joiner(text, *addresses, patience_s=0.0)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(joiner.fetch.run())
+            await until(lambda: donor.num_connections >= 3)  # it was refused, and is back
+            reader.close()
+    assert joiner.has(text)
+
+
 async def test_with_nobody_there_it_ends_and_says_so(text: Text) -> None:
     joiner = Joiner(text, patience_s=0.0)
     with pytest.raises(NoText, match="no peer is there"):

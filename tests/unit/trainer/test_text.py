@@ -136,7 +136,7 @@ async def test_where_nobody_gives_it_one_sentence_says_who_was_asked_and_the_cur
     async def dial(address: str) -> Channel:
         raise PeerUnreachable(address, "refused")
 
-    monkeypatch.setattr(text_fetch, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(text_fetch, "_FIRST_PAUSE_S", 0.01)
     with pytest.raises(NobodyReachable) as caught:
         async with asyncio.timeout(20.0):
             await fetch_text(tmp_path, config_with(), DIGEST_OF_NONE, find=find, dial=dial, patience_s=0.1)
