@@ -64,7 +64,7 @@ class SharedText(Protocol):
 
     @property
     def description(self) -> str:
-        """Its name for people, of at most 200 characters."""
+        """Its name for people: up to 200 characters that can be printed."""
         ...
 
     def read(self, side: int, chunk: int) -> memoryview:

@@ -23,11 +23,12 @@ PIECE_NBYTES = 256 << 10
 """Bytes of one STATE_CHUNK frame; a chunk is sent as several."""
 
 
-_SLACK = 16
-"""How many times slower than before a donor may become: its line is shared, and its exchanges come first."""
-
 MAX_STOCK = 4096
 """Commits that a Stock tells of. Nobody replays more."""
+MAX_DESCRIPTION = 200
+"""Characters of a text's name for people."""
+_SLACK = 16
+"""How many times slower than before a donor may become: its line is shared, and its exchanges come first."""
 
 
 class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -71,7 +72,7 @@ class TextOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the run's text consists of: its manifest, whose root is the text's digest, and its name for people."""
 
     manifest: StateManifest
-    description: Annotated[str, Meta(max_length=200)]
+    description: Annotated[str, Meta(max_length=MAX_DESCRIPTION, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
 
 
 class Stock(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

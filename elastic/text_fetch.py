@@ -163,7 +163,9 @@ class TextFetch:
         try:
             begin = num_asked = await self._shelf.begin(offer)
             there_nbytes = sum(map(chunks.nbytes, range(begin)))
-            began_at, since_nbytes = self._clock(), self.fetched_nbytes
+            # To look through what was there may have taken longer than any donor waits: that is nobody's fault.
+            self._moved_at = began_at = self._clock()
+            since_nbytes = self.fetched_nbytes
             for index in range(begin, len(chunks)):
                 while num_asked < min(index + self._pace.window, len(chunks)):
                     await link.ask_chunk(num_asked)

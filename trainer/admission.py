@@ -214,7 +214,7 @@ class Gatekeeper:
         """Addresses of some peers that are in the run, in any order, so that not all ask the same one."""
         coordinator = self._coordinator()
         places = {} if coordinator is None else coordinator.status().addresses
-        others = [address for ref, address in places.items() if ref.peer_id != peer_id]
+        others = [address for ref, address in places.items() if address and ref.peer_id != peer_id]
         return tuple(random.sample(others, min(len(others), _MAX_PEERS)))
 
     def _doors(self) -> Doors:

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isthmus.elastic.digest import Hasher, StateManifest, describe_state
+from isthmus.elastic.state_wire import MAX_DESCRIPTION
 from isthmus.trainer.errors import ConfigError
 
 TokenArray = npt.NDArray[np.uint8]
@@ -76,14 +77,15 @@ class Corpus:
 
     @classmethod
     def of(cls, train: TokenArray, validation: TokenArray, description: str) -> "Corpus":
-        """With its manifest, which costs one pass over the tokens."""
+        """With its manifest, which costs one pass over the tokens; the description is made fit to be shown and sent."""
         hasher = Hasher(chunk_nbytes=CHUNK_NBYTES)
         try:
             parts = hasher.describe(list(zip(SIDES, (train.data, validation.data), strict=True)))
         finally:
             hasher.close()
         manifest = describe_state(0, parts, chunk_nbytes=CHUNK_NBYTES)
-        return cls(train=train, validation=validation, manifest=manifest, description=description)
+        shown = "".join(letter if letter.isprintable() else "?" for letter in description[:MAX_DESCRIPTION])
+        return cls(train=train, validation=validation, manifest=manifest, description=shown)
 
     @property
     def digest(self) -> str:

@@ -176,7 +176,7 @@ def recall_text(path: Path, config: Config, *, is_resumed: bool) -> str | None:
     names = (_TERMS_NAME, MEMBERSHIP_NAME) if is_resumed else (_TERMS_NAME,)
     for saved in (_load_terms(path, name) for name in names):
         if saved is not None:
-            asked = manifest_sections(saved.manifest.encode())["data"]
+            asked = manifest_sections(saved.manifest.encode()).get("data")
             return saved.data_digest if asked == config.tree()["data"] else None
     return None
 

@@ -27,14 +27,12 @@ from isthmus.elastic.text_fetch import PATIENCE_S, TextFetch
 from isthmus.trainer.config import Config
 from isthmus.trainer.corpus import CHUNK_NBYTES, Corpus, DataError, load_corpus, require_one_sample
 from isthmus.trainer.errors import NobodyReachable, Refused
-from isthmus.trainer.quantities import format_seconds
 from isthmus.trainer.status import format_nbytes
 from isthmus.trainer.text_shelf import TextShelf
 from isthmus.trainer.threads import in_thread
 
 log = logging.getLogger(__name__)
 
-_MAX_DESCRIPTION = 200
 _NAME_LENGTH = 4
 """Digits of a peer's id that people are shown here."""
 _FIRST_WORD_S = 2.0
@@ -69,9 +67,9 @@ class FoundText:
     def _origin(self) -> str:
         if self.source == "machine":
             return "this machine"
-        if self.source == "copy":
+        if not self.peers:
             return "the copy of an earlier start"
-        names = ", ".join(peer_id[:_NAME_LENGTH] for peer_id in self.peers) or "an earlier start"
+        names = ", ".join(peer_id[:_NAME_LENGTH] for peer_id in self.peers)
         before = self.corpus.nbytes - self.fetched_nbytes
         kept = f" ({format_nbytes(before)} of it were here)" if before else ""
         return f"peers {names} in {self.seconds:.1f} s{kept}"
@@ -83,7 +81,7 @@ class GivenText:
     def __init__(self, corpus: Corpus) -> None:
         self._sides = (corpus.train, corpus.validation)
         self._manifest = corpus.manifest
-        self._description = corpus.description[:_MAX_DESCRIPTION]
+        self._description = corpus.description
 
     @property
     def manifest(self) -> StateManifest:
@@ -248,5 +246,11 @@ class _Teller:
                 format_nbytes(whole_nbytes),
                 format_nbytes(round(rate)),
                 giver[:_NAME_LENGTH],
-                format_seconds(round((whole_nbytes - there_nbytes) / max(rate, 1.0))),
+                _time_in_words((whole_nbytes - there_nbytes) / max(rate, 1.0)),
             )
+
+
+def _time_in_words(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

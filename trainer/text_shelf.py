@@ -19,6 +19,7 @@ Errors: `EnvironmentFault` (3), where the disk refuses or is too small.
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,7 @@ MAX_NBYTES = 64 << 30
 """Of a text that is fetched, and that is given. What describes it fits into one frame then."""
 _RESERVE_NBYTES = 64 << 20
 """Of the disk; for checkpoints and logs."""
+_SAME_VERSION = "run the same version of isthmus on all peers"
 _CURE = "free some space, give another folder with --dir, or name a copy of the text with --data"
 
 
@@ -51,9 +53,14 @@ class TextShelf:
     Args:
         folder: the peer's.
         digest: the text's.
+
+    Raises:
+        Refused: this is no digest of a text.
     """
 
     def __init__(self, folder: Path, digest: str) -> None:
+        if re.fullmatch("[0-9a-f]{64}", digest) is None:  # it becomes the name of a file
+            raise Refused("the run's text has a name that we do not understand", cure=_SAME_VERSION)
         self._folder = folder / FOLDER_NAME
         self._digest = digest
         self._whole = self._folder / digest
@@ -129,7 +136,7 @@ class TextShelf:
         """The file, at the place of the first chunk that is missing; returns that chunk's number."""
         manifest = offer.manifest
         if manifest.chunk_nbytes != CHUNK_NBYTES or tuple(part.name for part in manifest.tensors) != SIDES:
-            raise Refused("the run's text is not one that we understand", cure="run the same version of isthmus")
+            raise Refused("the run's text is not one that we understand", cure=_SAME_VERSION)
         if manifest.nbytes > MAX_NBYTES:
             raise EnvironmentFault(
                 f"the run's text has {format_nbytes(manifest.nbytes)}, more than {format_nbytes(MAX_NBYTES)}",

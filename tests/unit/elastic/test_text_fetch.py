@@ -229,6 +229,33 @@ async def test_nothing_of_another_text_is_kept(hasher: Hasher, text: Text) -> No
     assert len(caught.value.causes) == 2
 
 
+async def test_a_description_that_would_spoil_a_terminal_is_none(hasher: Hasher, text: Text) -> None:
+    text.description = "text\x1b[2J"
+    async with serving(donor_of(text, hasher, 1)) as addresses:
+        joiner = Joiner(text, *addresses, patience_s=0.0)
+        with pytest.raises(NoText, match="not understood"):
+            await joiner.fetch.run()
+
+
+async def test_who_looks_through_a_long_text_first_still_has_its_patience(hasher: Hasher, text: Text) -> None:
+    donor = donor_of(text, hasher, 1)
+    async with serving(donor) as addresses:
+        joiner = Joiner(text, *addresses, patience_s=0.5)
+        begin, is_first = joiner.shelf.begin, True
+
+        async def look_through(offer: TextOffer) -> int:
+            nonlocal is_first
+            if is_first:
+                is_first = False
+                donor.donor._sessions.copy().pop()._channel.close()  # it has waited for too long
+                joiner.fetch._moved_at -= 1000.0
+            return await begin(offer)
+
+        joiner.shelf.begin = look_through
+        await joiner.fetch.run()
+    assert joiner.has(text)
+
+
 async def test_a_donor_that_has_none_is_asked_again_and_others_that_come_are_found(hasher: Hasher, text: Text) -> None:
     poor = DonorPeer.at_step(1, hasher, 1)
     async with serving(poor, donor_of(text, hasher, 2)) as (first, second):

@@ -112,6 +112,13 @@ def test_the_line_that_people_read_says_what_it_is_and_where_from() -> None:
     assert str(resumed).endswith(", from peers a1b2 in 9.0 s (4.0 MB of it were here)")
 
 
+@pytest.mark.parametrize("digest", ["", "../../x", "d" * 63, "D" * 64, "d" * 64 + "\n"])
+def test_a_name_that_is_no_digest_never_becomes_one_of_a_file(tmp_path: Path, digest: str) -> None:
+    with pytest.raises(Refused, match="a name that we do not understand"):
+        joiners_text(tmp_path, config_with(), digest)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_long_fetch_says_now_and_then_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     teller = _Teller(lambda: now)
@@ -120,10 +127,10 @@ def test_a_long_fetch_says_now_and_then_how_far_it_is(caplog: pytest.LogCaptureF
             now = float(second)
             teller.advanced(PeerId("a1b2000000000000"), second * 1_000_000, 80_000_000)
     assert [record.getMessage() for record in caplog.records] == [
-        "text: 2.0 MB of 80.0 MB are here, 1.0 MB a second from a1b2, 78s left",
-        "text: 7.0 MB of 80.0 MB are here, 1.0 MB a second from a1b2, 73s left",
-        "text: 12.0 MB of 80.0 MB are here, 1.0 MB a second from a1b2, 68s left",
-        "text: 17.0 MB of 80.0 MB are here, 1.0 MB a second from a1b2, 63s left",
+        "text: 2.0 MB of 80.0 MB are here, 1.0 MB a second from a1b2, 78 s left",
+        "text: 7.0 MB of 80.0 MB are here, 1.0 MB a second from a1b2, 73 s left",
+        "text: 12.0 MB of 80.0 MB are here, 1.0 MB a second from a1b2, 68 s left",
+        "text: 17.0 MB of 80.0 MB are here, 1.0 MB a second from a1b2, 63 s left",
     ]
 
 
@@ -149,7 +156,7 @@ async def test_where_nobody_gives_it_one_sentence_says_who_was_asked_and_the_cur
 
 def test_what_is_given_is_a_copy_of_one_chunk() -> None:
     tokens = np.arange(3 * CHUNK_NBYTES // 2, dtype=np.uint64).astype(np.uint8)
-    given = GivenText(Corpus.of(tokens, tokens[:10], "x" * 300))
+    given = GivenText(Corpus.of(tokens, tokens[:10], "x\n\udcff" + "x" * 300))
     assert bytes(given.read(0, 1)) == tokens[CHUNK_NBYTES:].tobytes()
     assert bytes(given.read(1, 0)) == tokens[:10].tobytes()
-    assert len(given.description) == 200
+    assert given.description == "x??" + "x" * 197, "it can be shown and sent"
