@@ -161,16 +161,16 @@ async def test_a_disk_that_becomes_full_is_one_sentence_and_loses_no_whole_chunk
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     # As a full disk does, the kernel takes what fits of a chunk and refuses the rest.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (CHUNK_NBYTES + 1000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (corpus.nbytes - 1, hard))
     try:
         with pytest.raises(EnvironmentFault, match=r"cannot be kept in .*: File too large; free some space"):
             await fill(shelf, corpus)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     shelf.close()
-    assert file_in(tmp_path, corpus, ".partial").stat().st_size == CHUNK_NBYTES + 1000
+    assert file_in(tmp_path, corpus, ".partial").stat().st_size == corpus.nbytes - 1
     again = TextShelf(tmp_path, corpus.digest)
-    assert await fill(again, corpus) == 1
+    assert await fill(again, corpus) == NUM_CHUNKS - 1
     assert again.finish().digest == corpus.digest
 
 
