@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serving the shared state to learners while training goes on.
+"""Serving the shared state to learners, and the run's text to joiners, while training goes on.
 
 Rules: the members never wait for a learner. A snapshot is pinned, not copied, and its digests were made when its step
 was committed; a learner that stops reading only fills its own connection's buffers and is cut off at its deadline.
@@ -7,7 +7,9 @@ A pin is always released, however the connection ends. At most
 `max_connections` are answered at once; others are told so.
 Exchanges come first: while their bytes move here, or use up the cap on the upload, chunks of a snapshot wait. After
 `TURN_S` a piece goes all the same, so that a learner can tell a busy donor from a dead one. Commits wait for no
-exchange: whoever asks for one may be the very member that it waits for. What the bytes mean is not known here.
+exchange: whoever asks for one may be the very member that it waits for. A text may take hours, so those who read one
+leave half of the connections to learners; its bytes come from the disk, so a thread reads them. What the bytes mean is
+not known here.
 """
 
 import asyncio
@@ -20,7 +22,7 @@ from isthmus.collective.errors import RemoteProtocolError
 from isthmus.collective.transport import Channel
 from isthmus.collective.wire import FrameType
 from isthmus.elastic.commit_log import CommitLog
-from isthmus.elastic.replica import Pinned, PrivateState, Replica
+from isthmus.elastic.replica import Pinned, PrivateState, Replica, SharedText
 from isthmus.elastic.state_wire import (
     MAX_STOCK,
     PIECE_NBYTES,
@@ -36,6 +38,8 @@ from isthmus.elastic.state_wire import (
     StateRequest,
     Stock,
     StockRequest,
+    TextOffer,
+    TextRequest,
 )
 from isthmus.elastic.wire import decode, encode
 
@@ -59,6 +63,7 @@ class Donor:
         upload: what this node may send; shared with its exchanges.
         exchanged: a number that grows with every byte that exchanges move here.
         private: this peer's own state, for those that may have it.
+        text: what the run trains on; None: it cannot be had here.
     """
 
     def __init__(
@@ -72,9 +77,11 @@ class Donor:
         upload: TokenBucket | None = None,
         exchanged: Callable[[], int] = lambda: 0,
         private: PrivateState | None = None,
+        text: SharedText | None = None,
     ) -> None:
         self._replica = replica
         self._private = private
+        self._text = text
         self._commit_log = commit_log
         self._pace = pace or Pace()
         self._max_connections = max_connections
@@ -86,7 +93,7 @@ class Donor:
         self._turn = asyncio.Lock()
         self._sessions: set[_Session] = set()
         self.bytes_served = 0
-        """Bytes of chunks and results sent since the start."""
+        """Bytes of chunks, results and text sent since the start."""
 
     async def serve(self, channel: Channel) -> None:
         """Answer one learner until it goes. The route for STATE connections of the listener.
@@ -142,6 +149,24 @@ class Donor:
         """Whether one connection more than allowed is open."""
         return self.num_connections > self._max_connections
 
+    @property
+    def is_full_of_readers(self) -> bool:
+        """Whether as many read the text as may."""
+        return 2 * sum(session.reads_text for session in self._sessions) >= self._max_connections
+
+
+async def refuse(channel: Channel, reason: str, *, timeout_s: float = 10.0) -> None:
+    """Answer one question of a learner, where there is no donor.
+
+    Raises:
+        CollectiveError: it asked nothing, or did not listen.
+    """
+    try:
+        await channel.receive(timeout_s=timeout_s)
+        await channel.send(FrameType.STATE_ERROR, encode(Refusal(reason)), timeout_s=timeout_s)
+    finally:
+        channel.close()
+
 
 class _Session:
     """One learner's connection: its pin and its questions."""
@@ -153,6 +178,8 @@ class _Session:
         self.sent_nbytes = 0
         """Of the snapshot that this learner was offered last."""
         self.snapshot_nbytes = 0
+        self.reads_text = False
+        """Whether chunks are those of the text."""
         self._pinned: Pinned | None = None
         self._chunks: ChunkMap | None = None
 
@@ -164,7 +191,7 @@ class _Session:
                 raise RemoteProtocolError("not a state request")
             request = decode(REQUESTS, frame.payload)
             if self._donor.is_full:
-                await self._refuse("this peer serves as many learners as it may")
+                await self._refuse("this peer serves as many learners as it may", is_busy=True)
             else:
                 await self._answer(request)
 
@@ -173,6 +200,7 @@ class _Session:
         if self._pinned is not None:
             self._pinned.release()
         self._pinned = self._chunks = None
+        self.reads_text = False
 
     async def _answer(self, request: StateRequest) -> None:
         match request:
@@ -180,6 +208,8 @@ class _Session:
                 await self._describe()
             case PrivateRequest():
                 await self._describe_private()
+            case TextRequest():
+                await self._describe_text()
             case ChunkRequest(index=index):
                 await self._send_chunk(index)
             case CommitRequest(outer_step=outer_step):
@@ -207,14 +237,29 @@ class _Session:
         else:
             await self._offer(lent)
 
+    async def _describe_text(self) -> None:
+        self.release()
+        text = self._donor._text
+        if text is None:
+            await self._refuse("this peer has no text to give")
+        elif self._donor.is_full_of_readers:
+            await self._refuse("this peer gives the text to as many as it may", is_busy=True)
+        else:
+            self.reads_text, self._chunks = True, ChunkMap(text.manifest)
+            await self._send(FrameType.STATE_HEADER, encode(TextOffer(text.manifest, text.description)))
+
     async def _offer(self, pinned: Pinned) -> None:
         self._pinned, self._chunks = pinned, ChunkMap(pinned.manifest)
         await self._send(FrameType.STATE_HEADER, encode(pinned.manifest))
 
     async def _send_chunk(self, index: int) -> None:
-        if self._pinned is None or self._chunks is None:
+        if self._chunks is None:
             raise RemoteProtocolError("chunk asked for before the manifest")
-        await self._send_pieces(index, self._pinned.chunk(*self._chunks.place(index)))
+        place = self._chunks.place(index)
+        if self._pinned is not None:
+            await self._send_pieces(index, self._pinned.chunk(*place))
+        elif (text := self._donor._text) is not None:
+            await self._send_pieces(index, await asyncio.to_thread(text.read, *place))
 
     async def _send_commit(self, outer_step: OuterStep) -> None:
         entry = self._donor._commit_log.get(outer_step)
@@ -234,8 +279,8 @@ class _Session:
             self._donor.bytes_served += piece.nbytes
             self.sent_nbytes += piece.nbytes
 
-    async def _refuse(self, reason: str) -> None:
-        await self._send(FrameType.STATE_ERROR, encode(Refusal(reason)))
+    async def _refuse(self, reason: str, *, is_busy: bool = False) -> None:
+        await self._send(FrameType.STATE_ERROR, encode(Refusal(reason, is_busy)))
 
     async def _send(self, frame_type: FrameType, payload: bytes | memoryview, *, chunk: int = 0) -> None:
         timeout_s = self._donor._pace.allowance_s(len(payload))

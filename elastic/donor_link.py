@@ -23,6 +23,7 @@ from isthmus.elastic.state_wire import (
     PIECE_NBYTES,
     REFUSALS,
     STOCKS,
+    TEXT_OFFERS,
     ChunkRequest,
     CommitRequest,
     ManifestRequest,
@@ -30,6 +31,8 @@ from isthmus.elastic.state_wire import (
     PrivateRequest,
     StateRequest,
     StockRequest,
+    TextOffer,
+    TextRequest,
 )
 from isthmus.elastic.wire import decode, encode
 
@@ -66,6 +69,18 @@ class DonorLink:
         manifest = decode(MANIFESTS, frame.payload)
         manifest.verify()
         return manifest
+
+    async def text(self) -> TextOffer:
+        """Ask the donor for the run's text; returns its verified description."""
+        await self._ask(TextRequest())
+        frame = await self._answer(FrameType.STATE_HEADER, expected_nbytes=PIECE_NBYTES)
+        offer = decode(TEXT_OFFERS, frame.payload)
+        offer.manifest.verify()
+        return offer
+
+    def expect(self, pace: Pace) -> None:
+        """Give the donor other deadlines from now on."""
+        self._pace = pace
 
     async def commit(self, outer_step: int, *, max_nbytes: int) -> CommitEntry:
         """The commit that made `outer_step`; one larger than `max_nbytes` is refused before it is read."""
@@ -119,7 +134,8 @@ class DonorLink:
         except DeadlineExceeded as error:
             raise DonorStalled(timeout_s, expected_nbytes) from error
         if frame.type is FrameType.STATE_ERROR:
-            raise DonorRefused(decode(REFUSALS, frame.payload).reason)
+            refusal = decode(REFUSALS, frame.payload)
+            raise DonorRefused(refusal.reason, is_busy=refusal.is_busy)
         if frame.type is not frame_type:
             raise RemoteProtocolError("answer of another type")
         return frame

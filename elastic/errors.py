@@ -4,7 +4,8 @@
     ElasticError
     ├── expected: try again, in another view or from another donor
     │   ├── NotAMember(reason)                this peer was put out of the view while somebody waited
-    │   └── NoDonor(target_step, causes)      nobody could serve the state this time
+    │   ├── NoDonor(target_step, causes)      nobody could serve the state this time
+    │   └── NoText(causes)                    nobody gave the run's text
     ├── another peer's fault: that peer is dropped
     │   ├── DonorRefused(reason)              the donor cannot serve what was asked
     │   ├── DonorStalled(waited_s, ...)       the donor is slower than the floor
@@ -30,7 +31,7 @@
 Network errors between peers are collective.errors; elastic adds none of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 
@@ -72,16 +73,25 @@ class NoDonor(ElasticError):
         self.causes = causes
 
 
+class NoText(ElasticError):
+    """No peer could give the run's text. `causes` has one line for each that was tried."""
+
+    def __init__(self, causes: Sequence[str]) -> None:
+        super().__init__(f"nobody gives it: {', '.join(causes) or 'no peer is there'}")
+        self.causes = tuple(causes)
+
+
 class DonorFault(ElasticError):
     """A donor did not do its part. The learner drops it and goes on with the next."""
 
 
 class DonorRefused(DonorFault):
-    """The donor answered that it cannot serve what was asked."""
+    """The donor answered that it cannot serve what was asked; `is_busy`: not now."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, is_busy: bool = False) -> None:
         super().__init__(f"donor refused: {reason}")
         self.reason = reason
+        self.is_busy = is_busy
 
 
 class DonorStalled(DonorFault):

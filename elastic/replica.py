@@ -54,6 +54,27 @@ class Pinned(Protocol):
         ...
 
 
+class SharedText(Protocol):
+    """The text that the run trains on; it never changes."""
+
+    @property
+    def manifest(self) -> StateManifest:
+        """What it consists of; the root is the text's digest."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """Its name for people: up to 200 characters that can be printed."""
+        ...
+
+    def read(self, side: int, chunk: int) -> memoryview:
+        """A copy of the bytes of one chunk; `side` and `chunk` are indices into the manifest.
+
+        It may wait for a disk: not for the event loop.
+        """
+        ...
+
+
 class PrivateState(Protocol):
     """What is this peer's own, such as its inner optimizer's: no commit knows it, and it is sent to whoever has none.
 

@@ -7,7 +7,7 @@ the other side announced without a bound of its own, and the deadline is one for
 donor that hangs is noticed after one piece's time, however large the state.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import msgspec
@@ -25,6 +25,10 @@ PIECE_NBYTES = 256 << 10
 
 MAX_STOCK = 4096
 """Commits that a Stock tells of. Nobody replays more."""
+MAX_DESCRIPTION = 200
+"""Characters of a text's name for people."""
+_SLACK = 16
+"""How many times slower than before a donor may become: its line is shared, and its exchanges come first."""
 
 
 class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -39,8 +43,12 @@ class PrivateRequest(_Request, frozen=True):
     """Copy the state that is yours alone and describe it. Answered, pinned and read like the shared one."""
 
 
+class TextRequest(_Request, frozen=True):
+    """Describe the text that the run trains on. Answered by a TextOffer; its chunks are read like those of a state."""
+
+
 class ChunkRequest(_Request, frozen=True):
-    """Chunk number `index` of the pinned state, counted through all tensors. Answered by its bytes."""
+    """Chunk number `index` of what was described last, counted through all tensors. Answered by its bytes."""
 
     index: Natural
 
@@ -57,7 +65,14 @@ class StockRequest(_Request, frozen=True):
     first: OuterStep
 
 
-StateRequest = ManifestRequest | PrivateRequest | ChunkRequest | CommitRequest | StockRequest
+StateRequest = ManifestRequest | PrivateRequest | TextRequest | ChunkRequest | CommitRequest | StockRequest
+
+
+class TextOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the run's text consists of: its manifest, whose root is the text's digest, and its name for people."""
+
+    manifest: StateManifest
+    description: Annotated[str, Meta(max_length=MAX_DESCRIPTION, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
 
 
 class Stock(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,10 +110,11 @@ class CommitHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return CommitEntry(self.outer_step, self.digest, self.fragment, self.codec, self.weights, chunks)
 
 
-class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Why the donor cannot answer. It stays ready for other questions."""
+class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Why the donor cannot answer, and whether that may pass. It stays ready for other questions."""
 
     reason: Reason
+    is_busy: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +129,10 @@ class Pace:
     """Chunks asked for and not yet here, from each donor. More than the bandwidth-delay product of a long path."""
     max_donors: int = 3
     """Donors that are read from at the same time."""
+
+    def measured(self, bytes_per_s: float) -> "Pace":
+        """For a donor that has been so fast: it may become sixteen times slower, not as slow as the floor."""
+        return replace(self, floor_bytes_per_s=max(self.floor_bytes_per_s, bytes_per_s / _SLACK))
 
     def allowance_s(self, nbytes: int) -> float:
         """Time within which the next `nbytes` bytes must have passed."""
@@ -149,5 +169,6 @@ class ChunkMap:
 REQUESTS: msgspec.msgpack.Decoder[StateRequest] = msgspec.msgpack.Decoder(StateRequest)
 MANIFESTS: msgspec.msgpack.Decoder[StateManifest] = msgspec.msgpack.Decoder(StateManifest)
 COMMIT_HEADERS: msgspec.msgpack.Decoder[CommitHeader] = msgspec.msgpack.Decoder(CommitHeader)
+TEXT_OFFERS: msgspec.msgpack.Decoder[TextOffer] = msgspec.msgpack.Decoder(TextOffer)
 STOCKS: msgspec.msgpack.Decoder[Stock] = msgspec.msgpack.Decoder(Stock)
 REFUSALS: msgspec.msgpack.Decoder[Refusal] = msgspec.msgpack.Decoder(Refusal)

@@ -15,6 +15,7 @@ a fingerprint: only its answer tells what `net.tls` says.
 import hashlib
 import hmac
 import logging
+import random
 from collections.abc import Callable
 from typing import Annotated
 
@@ -24,6 +25,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from msgspec import Meta
 
+from isthmus.collective.core.address import MAX_LENGTH
 from isthmus.collective.core.types import PeerId, PeerRef
 from isthmus.collective.errors import SecurityRefused
 from isthmus.collective.transport import (
@@ -61,6 +63,8 @@ _TIMEOUT_S = 10.0
 """For one connection and its answer."""
 
 MAX_AUTHORITIES = 8
+_MAX_PEERS = 16
+"""That a stranger is told of."""
 _PURPOSE = b"isthmus admission 1\0"
 _Certificate = Annotated[bytes, Meta(max_length=1024)]
 
@@ -100,11 +104,15 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted", forbid_unknown_fields=True):
-    """The answer to a stranger that is let in. `seen_from` is the host that it came from."""
+    """The answer to a stranger that is let in. `seen_from` is the host that it came from.
+
+    `peers` are addresses of some that are in the run: they give the text to who lacks it.
+    """
 
     terms: RunTerms
     certificate: _Certificate
     seen_from: Annotated[str, Meta(max_length=64)]
+    peers: Annotated[tuple[Annotated[str, Meta(max_length=MAX_LENGTH)], ...], Meta(max_length=_MAX_PEERS)] = ()
 
 
 class NotAdmitted(msgspec.Struct, frozen=True, tag="not admitted", forbid_unknown_fields=True):
@@ -197,9 +205,17 @@ class Gatekeeper:
         else:
             number = max(round(self._now_s() * 1000), self._doors().void_up_to(peer_id) + 1)
             certificate = self._authority.issue(Ed25519PublicKey.from_public_bytes(request.public_key), number)
-            answer = Admitted(self._terms, certificate_to_bytes(certificate), channel.host)
+            peers = self._others(peer_id)
+            answer = Admitted(self._terms, certificate_to_bytes(certificate), channel.host, peers)
             log.info("admitted peer_id=%s by=%s", peer_id, "certificate" if claims is None else claims.ticket_id.hex())
         await channel.send(FrameType.CONTROL, msgspec.msgpack.encode(answer), timeout_s=_TIMEOUT_S)
+
+    def _others(self, peer_id: PeerId) -> tuple[str, ...]:
+        """Addresses of some peers that are in the run, in any order, so that not all ask the same one."""
+        coordinator = self._coordinator()
+        places = {} if coordinator is None else coordinator.status().addresses
+        others = [address for ref, address in places.items() if address and ref.peer_id != peer_id]
+        return tuple(random.sample(others, min(len(others), _MAX_PEERS)))
 
     def _doors(self) -> Doors:
         coordinator = self._coordinator()

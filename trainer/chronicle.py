@@ -44,6 +44,7 @@ from isthmus.trainer.errors import CheckpointFailed, WorkerCrashed
 from isthmus.trainer.events import EventLog, Field
 from isthmus.trainer.record_lines import key_fields, line_of, view_fields
 from isthmus.trainer.scoreboard import Scoreboard
+from isthmus.trainer.text import FoundText
 from isthmus.trainer.training_loop import RoundReport
 from isthmus.trainer.worker_link import WorkerStalled
 from isthmus.trainer.worker_process import WorkerDied
@@ -88,6 +89,20 @@ class Chronicle:
             samples_per_data_epoch=samples_per_data_epoch,
         )
         self._log.name_start(run_id=run_id, samples_per_data_epoch=samples_per_data_epoch)
+
+    def text_found(self, text: FoundText) -> None:
+        """What this process trains on, and where that is from."""
+        self._log.emit(
+            "text",
+            digest=text.corpus.digest,
+            bytes=text.corpus.nbytes,
+            description=text.corpus.description,
+            source=text.source,
+            peers=text.peers,
+            fetched_bytes=text.fetched_nbytes,
+            seconds=text.seconds,
+        )
+        log.info("text: %s", text)
 
     def inner_step(self, inner_step: int, loss: float, num_tokens: int) -> None:
         """One inner step is done: too many for the log, not for the figures."""

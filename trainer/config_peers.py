@@ -162,6 +162,6 @@ class NodeSection(Section):
     events_keep: Annotated[int, Field(ge=0, le=10_000)] = 16
     """How many older ones stay, events-0001.jsonl and so on; 0: all."""
     data: Maybe[Path] = None
-    """Where this peer keeps the text of `data.path`."""
+    """Where this peer keeps the text of `data.path`; none: there, or else the run's peers give it."""
     metrics_port: Maybe[Annotated[int, Field(ge=0, le=65535)]] = None
     """Instead of `metrics.port`."""

@@ -5,7 +5,9 @@ Owns the reading of a corpus (`load_corpus`) and the split that holds some of it
 same tokens, split and digest on every machine; a document stands on one side of the split only. Must not know
 samples, models or the network.
 
-Bytes are tokens (vocabulary of 256), so there is no tokenizer to agree upon.
+Bytes are tokens (vocabulary of 256), so there is no tokenizer to agree upon. A text is described as a state is: its two
+sides are cut into chunks, and its digest is the root over their digests. So whoever knows the digest can check each
+chunk, whoever sent it.
 
 Errors: `DataError` (a `ConfigError`) — the operator's; names the path, what is wrong and the cure.
 """
@@ -23,9 +25,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from isthmus.elastic.digest import Hasher, StateManifest, describe_state
+from isthmus.elastic.state_wire import MAX_DESCRIPTION
 from isthmus.trainer.errors import ConfigError
 
 TokenArray = npt.NDArray[np.uint8]
+
+SIDES = ("train", "validation")
+"""Names of the two parts of a text in its manifest, in order."""
+CHUNK_NBYTES = 1 << 20
+"""Of a text. What a peer that is killed while it fetches a text loses at most."""
 
 STANDARD_LIBRARY_VALIDATION_FRACTION = 0.02
 VALIDATION_FRACTION = 0.1
@@ -57,14 +66,36 @@ class Corpus:
     Attributes:
         train: uint8 [num_train_tokens], read-only in use; may be a map of the file.
         validation: uint8 [num_validation_tokens], never trained on.
-        digest: hex blake2b-256 of both sides and their lengths; peers compare it before they train together.
+        manifest: sizes and chunk digests of both sides.
         description: one line for people.
     """
 
     train: TokenArray
     validation: TokenArray
-    digest: str
+    manifest: StateManifest
     description: str
+
+    @classmethod
+    def of(cls, train: TokenArray, validation: TokenArray, description: str) -> "Corpus":
+        """With its manifest, which costs one pass over the tokens; the description is made fit to be shown and sent."""
+        hasher = Hasher(chunk_nbytes=CHUNK_NBYTES)
+        try:
+            parts = hasher.describe(list(zip(SIDES, (train.data, validation.data), strict=True)))
+        finally:
+            hasher.close()
+        manifest = describe_state(0, parts, chunk_nbytes=CHUNK_NBYTES)
+        shown = "".join(letter if letter.isprintable() else "?" for letter in description[:MAX_DESCRIPTION])
+        return cls(train=train, validation=validation, manifest=manifest, description=shown)
+
+    @property
+    def digest(self) -> str:
+        """64 hexadecimal digits that name this text; peers compare them before they train together."""
+        return self.manifest.digest.hex()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both sides."""
+        return self.manifest.nbytes
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -111,7 +142,7 @@ def load_corpus(
         if path is None:
             files = _capped(source, _standard_library_files(source), limit_nbytes)
             train, validation = _read_files(source, files, fraction)
-            description = f"Python {platform.python_version()} standard library, {len(files)} files"
+            description = f"Python {platform.python_version()}'s standard library"
         elif source.is_dir():
             files = _capped(source, _directory_files(source), limit_nbytes)
             train, validation = _read_files(source, files, fraction)
@@ -130,7 +161,7 @@ def load_corpus(
 
     for side, tokens in (("training", train), ("held-out", validation)):
         require_one_sample(tokens, seq_len, source, side)
-    return Corpus(train=train, validation=validation, digest=_digest(train, validation), description=description)
+    return Corpus.of(train, validation, description)
 
 
 def _standard_library_files(root: Path) -> list[Path]:
@@ -281,14 +312,6 @@ def _share(key: bytes, purpose: bytes) -> float:
 def _split_tail(tokens: TokenArray, fraction: float) -> tuple[TokenArray, TokenArray]:
     num_train = int(len(tokens) * (1 - fraction))
     return tokens[:num_train], tokens[num_train:]
-
-
-def _digest(train: TokenArray, validation: TokenArray) -> str:
-    hasher = hashlib.blake2b(digest_size=32)
-    for tokens in (train, validation):
-        hasher.update(len(tokens).to_bytes(8, "big"))
-        hasher.update(tokens.data)
-    return hasher.hexdigest()
 
 
 def require_one_sample(tokens: TokenArray, seq_len: int, path: Path | None, side: str) -> None:

@@ -27,6 +27,7 @@ from isthmus.elastic.coordinator import CoordinatorShell
 from isthmus.elastic.core.config import REBUILD_SALTS, RebuildRule
 from isthmus.elastic.core.events import Finish
 from isthmus.elastic.core.records import BarRecord
+from isthmus.elastic.donor import refuse
 from isthmus.elastic.notary import RunSealer
 from isthmus.elastic.observation import ElasticEvent, RecordWritten
 from isthmus.trainer.admission import Gatekeeper, authority_of, hello_maker
@@ -249,14 +250,14 @@ class _Process:
 
     def _make_peer(self, chronicle: Chronicle, address: str, coordinators: tuple[str, ...]) -> Peer:
         start = self._start
-        assert start.corpus is not None, "who trains has the text"
+        assert start.text is not None, "who trains has the text"
         plan = PeerPlan(
             me=start.me,
             address=address,
             coordinators=coordinators,
             config=start.config,
             terms=start.terms,
-            corpus=start.corpus,
+            corpus=start.text.corpus,
             run_dir=self._run_dir,
             checkpoint=None if start.founded is None else start.founded.checkpoint,
             hello=hello_maker(start.me, start.terms.run_id),
@@ -267,8 +268,8 @@ class _Process:
 
     def _announce(self, chronicle: Chronicle, listening: str, address: str) -> None:
         start, inner = self._start, self._start.config.inner
-        corpus, seq_len = start.corpus, start.config.model.decoder_config().max_seq_len
-        num_samples = None if corpus is None else samples_per_data_epoch(len(corpus.train), seq_len)
+        text, seq_len = start.text, start.config.model.decoder_config().max_seq_len
+        num_samples = None if text is None else samples_per_data_epoch(len(text.corpus.train), seq_len)
         chronicle.started(
             run_id=start.terms.run_id,
             address=address,
@@ -278,13 +279,14 @@ class _Process:
         )
         is_open = is_wildcard(split_address(listening)[0])
         log.info(
-            "listening on=%r address=%s run_id=%s tls=%s text=%r",
+            "listening on=%r address=%s run_id=%s tls=%s",
             "every interface" if is_open else listening,
             address,
             start.terms.run_id,
             start.security.mode,
-            None if corpus is None else corpus.description,
         )
+        if text is not None:
+            chronicle.text_found(text)
         role, founded = start.options.role, start.founded
         if founded is None or isinstance(role, Joining):
             return
@@ -388,7 +390,7 @@ class _Process:
 
     async def _donate(self, channel: Channel) -> None:
         if self._peer is None:
-            channel.close()
+            await refuse(channel, "a coordinator alone gives nothing")
             return
         await self._peer.donor.serve(channel)
 

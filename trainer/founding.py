@@ -33,7 +33,7 @@ from isthmus.trainer.corpus import Corpus
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, IntegrityError, RunComplete
 from isthmus.trainer.files import MEMBERSHIP_NAME, write_atomically
 from isthmus.trainer.identity import PeerFolder, RunIdentity
-from isthmus.trainer.run_manifest import manifest_diff, manifest_of
+from isthmus.trainer.run_manifest import manifest_diff, manifest_of, manifest_sections
 from isthmus.trainer.ticket import Ticket, encode_ticket
 
 JOURNAL_NAME = "journal.sqlite"
@@ -159,6 +159,26 @@ def remember_membership(folder: PeerFolder, terms: RunTerms, coordinators: Seque
     address, *others = coordinators
     saved = msgspec.structs.replace(_saved(terms, address, keys=_keys_of(terms)), others=tuple(others))
     _save_terms(folder, saved, MEMBERSHIP_NAME)
+
+
+def recall_text(path: Path, config: Config, *, is_resumed: bool) -> str | None:
+    """Digest of the text of the run that a founder goes on with; None if there is none, or it is to have another text.
+
+    Args:
+        path: of its folder.
+        config: what it is to found.
+        is_resumed: from a checkpoint of the folder, which may be that of a peer.
+
+    Raises:
+        IntegrityError: a file of the folder is damaged.
+        EnvironmentFault: it cannot be read.
+    """
+    names = (_TERMS_NAME, MEMBERSHIP_NAME) if is_resumed else (_TERMS_NAME,)
+    for saved in (_load_terms(path, name) for name in names):
+        if saved is not None:
+            asked = manifest_sections(saved.manifest.encode()).get("data")
+            return saved.data_digest if asked == config.tree()["data"] else None
+    return None
 
 
 @dataclass(frozen=True, slots=True)

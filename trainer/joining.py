@@ -33,11 +33,13 @@ within ten. People wait for the answer."""
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a joiner has learnt: the run's terms, its own certificate, and the host that it was seen to come from."""
+    """What a joiner has learnt: the run's terms, its own certificate, the host that it was seen to come from, and where
+    some peers of the run are."""
 
     terms: RunTerms
     certificate: x509.Certificate
     seen_from: str
+    peers: tuple[str, ...]
 
 
 def stranger_security(ticket: Ticket, tls: str) -> TicketSecurity | None:
@@ -146,4 +148,4 @@ async def _ask_one(address: str, hello: Hello, security: TicketSecurity | None) 
         raise Refused("the coordinator's answer cannot be read", cure="run the same version of isthmus") from error
     finally:
         channel.close()
-    return Admission(answer.terms, certificate, answer.seen_from)
+    return Admission(answer.terms, certificate, answer.seen_from, answer.peers)

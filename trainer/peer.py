@@ -55,6 +55,8 @@ from isthmus.trainer.round_schedule import RoundSchedule
 from isthmus.trainer.sample_feed import SampleFeed
 from isthmus.trainer.shared_buffer import SharedBuffer
 from isthmus.trainer.status import FetchStatus, LeavingStatus
+from isthmus.trainer.text import GivenText
+from isthmus.trainer.text_shelf import MAX_NBYTES as MAX_TEXT_NBYTES
 from isthmus.trainer.training_loop import RoundReport, TrainingLoop
 from isthmus.trainer.wiring import bulk_options, fragments_of, member_config, outer_of, samples_in_stock, training_job
 from isthmus.trainer.worker_pool import WorkerPool
@@ -151,6 +153,7 @@ class Peer:
             upload=self.communicator.upload_cap,
             exchanged=self.communicator.progress,
             private=self._moments,
+            text=GivenText(plan.corpus) if plan.corpus.nbytes <= MAX_TEXT_NBYTES else None,
         )
         self.callbacks = Callbacks(self.communicator, dial=self._call_back, serve=self.donor.serve)
         self._durability = Durability(

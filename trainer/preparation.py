@@ -2,7 +2,7 @@
 """What a process must know before its first socket is opened: the run's terms, its text, who is who.
 
     a founder     decides, or finds in its folder what it has decided before
-    a joiner      asks whoever coordinates, with a ticket or as a peer that is known, and must have the same text
+    a joiner      asks whoever coordinates, with a ticket or as a peer that is known; gets the text it lacks from peers
     a standby     asks as a joiner does, once; its folder remembers
 
 Must not know listeners, peers or journals.
@@ -10,23 +10,24 @@ Must not know listeners, peers or journals.
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
 from cryptography import x509
 
 from isthmus.collective.core.types import PeerRef
-from isthmus.collective.transport import Hello, Mode, Security, TicketSecurity
+from isthmus.collective.transport import Channel, Hello, Mode, Purpose, Security, TicketSecurity, connect
 from isthmus.collective.transport.certificates import certificate_from_bytes, is_signed_by, key_in
-from isthmus.trainer.admission import RunTerms, authority_of, own_security
+from isthmus.trainer.admission import RunTerms, authority_of, hello_maker, own_security
 from isthmus.trainer.config import Config
-from isthmus.trainer.corpus import Corpus, load_corpus
-from isthmus.trainer.errors import ConfigError, Refused
+from isthmus.trainer.errors import ConfigError, NobodyReachable, Refused
 from isthmus.trainer.founding import (
     Founded,
     found_or_go_on,
     recall_membership,
     recall_terms,
+    recall_text,
     remember_membership,
     stand_by,
     take_over,
@@ -34,26 +35,28 @@ from isthmus.trainer.founding import (
 from isthmus.trainer.identity import PeerFolder, PeerIdentity
 from isthmus.trainer.joining import Admission, ask_admission, stranger_hello, stranger_security
 from isthmus.trainer.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
+from isthmus.trainer.text import FoundText, fetch_text, founders_text, joiners_text
 from isthmus.trainer.threads import in_thread
 from isthmus.trainer.ticket import Ticket, issue_token
 from isthmus.trainer.wiring import fragments_of
 
 _RETRY_PAUSE_S = 1.0
+_DIAL_TIMEOUT_S = 5.0
 _STANDBY_TOKEN_S = 86_400
 """Of the token that a standby makes for itself; two clocks may differ by so much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What is known before the first socket is opened. `founded` only where a coordinator lives; `corpus` not for a
-    standby, which needs no text."""
+    """What is known before the listener is opened. `founded` only where a coordinator lives; `text` not for a standby,
+    which needs none."""
 
     options: PeerOptions | CoordinatorOptions
     folder: PeerFolder
     me: PeerRef
     config: Config
     terms: RunTerms
-    corpus: Corpus | None
+    text: FoundText | None
     security: Security
     coordinators: tuple[str, ...]
     founded: Founded | None
@@ -73,31 +76,27 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
             resolved = options.resolved if rebuild is None else options.resolved.adopt(take_over(folder))
             config = resolved.config
             fragments_of(config)  # what cannot be split is told before there is a run
-            corpus = await in_thread(_read_corpus, config)
-            founded = found_or_go_on(folder, config, corpus, resume_dir)
+            kept = recall_text(folder.path, config, is_resumed=resume_dir is not None)
+            text = await in_thread(founders_text, folder.path, config, kept)
+            founded = found_or_go_on(folder, config, text.corpus, resume_dir)
             security = _coordinators_security(me, founded, config, folder.load_certificate())
-            return _start(options, folder, me.ref, config, founded.terms, corpus, security, founded=founded)
+            return _start(options, folder, me.ref, config, founded.terms, text, security, founded=founded)
         case Joining(ticket=ticket):
             admission, coordinators = await _join(options, folder, me, ticket)
             terms = admission.terms
             config = options.resolved.adopt(terms.manifest).config
-            corpus = await in_thread(_read_corpus, config)
-            if corpus.digest != terms.data_digest:
-                raise Refused(
-                    f"the text here ({corpus.description}) is not the run's",
-                    cure="use the same Python version, or name a copy of the run's text with --data",
-                    fields=("data.path",),
-                )
+            here = await in_thread(joiners_text, folder.path, config, terms.data_digest)
             security = _members_security(me, admission, config)
             folder.keep_certificate(admission.certificate)
             remember_membership(folder, terms, coordinators)
+            text = here or await _fetch_text(options, folder, me, admission, coordinators, config, security)
             return _start(
                 options,
                 folder,
                 me.ref,
                 config,
                 terms,
-                corpus,
+                text,
                 security,
                 coordinators=coordinators,
                 seen_from=admission.seen_from or None,
@@ -129,7 +128,7 @@ def _start(
     me: PeerRef,
     config: Config,
     terms: RunTerms,
-    corpus: Corpus | None,
+    text: FoundText | None,
     security: Security,
     *,
     founded: Founded | None = None,
@@ -142,7 +141,7 @@ def _start(
         me=me,
         config=config,
         terms=terms,
-        corpus=corpus,
+        text=text,
         security=security,
         coordinators=coordinators,
         founded=founded,
@@ -178,6 +177,37 @@ async def _join(
     return await _ask(kept.coordinators, hello, security), kept.coordinators
 
 
+async def _fetch_text(
+    options: PeerOptions | CoordinatorOptions,
+    folder: PeerFolder,
+    me: PeerIdentity,
+    admission: Admission,
+    coordinators: tuple[str, ...],
+    config: Config,
+    security: Security,
+) -> FoundText:
+    """The run's text from whoever is in the run; the founder is at its coordinator's address before it is a member."""
+    terms, known = admission.terms, list(admission.peers)
+    is_first = True
+
+    async def find() -> Sequence[str]:
+        nonlocal is_first
+        if not is_first:
+            try:
+                again, _ = await _join(options, folder, me, None)
+                known[:] = again.peers
+            except NobodyReachable:
+                pass  # the peers may be there all the same
+        is_first = False
+        return (*known, *coordinators)
+
+    async def dial(address: str) -> Channel:
+        hello = hello_maker(me.ref, terms.run_id)(Purpose.STATE, 0, 1)
+        return await connect(address, hello, timeout_s=_DIAL_TIMEOUT_S, security=security)
+
+    return await fetch_text(folder.path, config, terms.data_digest, find=find, dial=dial)
+
+
 async def _ask(addresses: tuple[str, ...], hello: Hello, security: TicketSecurity | None) -> Admission:
     return await ask_admission(
         addresses,
@@ -206,15 +236,6 @@ def _coordinators_security(
         return own_security(me, kept, terms, config.net.tls)
     certificate = authority_of(founded.run).issue(public_key, round(wall_s() * 1000))
     return own_security(me, certificate, terms, config.net.tls)
-
-
-def _read_corpus(config: Config) -> Corpus:
-    return load_corpus(
-        config.data_path,
-        seq_len=config.model.decoder_config().max_seq_len,
-        validation_fraction=config.data.validation_fraction,
-        limit_nbytes=config.data.limit_nbytes,
-    )
 
 
 def wall_s() -> float:

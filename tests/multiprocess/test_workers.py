@@ -32,7 +32,7 @@ pytestmark = pytest.mark.multiprocess
 MODEL = ModelConfig(dim=8, num_layers=2, num_heads=2, num_kv_heads=1, hidden_dim=13, max_seq_len=8)
 NUMEL = num_parameters(MODEL)
 TEXT = np.frombuffer(b"Peers come and go; the run goes on. " * 40, dtype=np.uint8)
-CORPUS = Corpus(train=TEXT[:1000], validation=TEXT[1000:], digest="", description="")
+CORPUS = Corpus.of(TEXT[:1000], TEXT[1000:], "")
 JOB = TrainingJob(
     model=MODEL,
     seq_len=8,

@@ -32,9 +32,11 @@ from isthmus.collective.wire import PROTOCOL_VERSION
 from isthmus.elastic.coordinator import CoordinatorShell
 from isthmus.elastic.core.config import CoordinatorConfig
 from isthmus.elastic.core.events import PutOut, RevokeTicket
+from isthmus.elastic.core.messages import Join
 from isthmus.elastic.core.records import Record
 from isthmus.elastic.dialler import LATER_CODE
 from isthmus.elastic.journal import Journal
+from isthmus.elastic.wire import encode
 from isthmus.trainer.admission import (
     Gatekeeper,
     Request,
@@ -364,6 +366,25 @@ async def test_a_certificate_is_given_for_nothing_but_the_key_that_asks_and_only
         )
         with pytest.raises(HandshakeRefused, match="the peer id is not that of the key"):
             await connect(listener.address, as_third, timeout_s=5.0, security=security)
+
+
+async def test_whoever_is_let_in_hears_where_others_are_that_have_the_text(coordinator: CoordinatorShell) -> None:
+    keeper = gatekeeper(coordinator=lambda: coordinator)
+    async with Listener(
+        "127.0.0.1:0",
+        accept=keeper.accept,
+        routes={Purpose.ADMISSION: keeper.admit, Purpose.CONTROL: coordinator.serve},
+        bulk=lambda sock, _: sock.close(),
+        security=founders_security(),
+    ) as listener:
+        given, told = ticket(listener.address), Join(address="10.9.0.1:7000", manifest_digest=TERMS.digest())
+        assert (await admission_by(given, Patience())).peers == ()
+        channel = await connect(listener.address, CONTROL, timeout_s=5.0, security=member_security())
+        await channel.send(FrameType.CONTROL, encode(told), timeout_s=5.0)
+        await channel.receive(timeout_s=5.0)  # the coordinator knows it
+        assert (await admission_by(given, Patience(), me=THIRD)).peers == (told.address,)
+        assert (await admission_by(given, Patience())).peers == (), "nobody is named to itself"
+        channel.close()
 
 
 async def test_a_ticket_for_one_peer_admits_the_first_again_and_again_and_nobody_else(

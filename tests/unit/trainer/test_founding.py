@@ -27,6 +27,7 @@ from isthmus.trainer.founding import (
     found_or_go_on,
     recall_membership,
     recall_terms,
+    recall_text,
     remember_membership,
     remember_terms,
     save_standby_ticket,
@@ -38,8 +39,8 @@ from isthmus.trainer.run_manifest import manifest_of
 from isthmus.trainer.ticket import decode_ticket, make_ticket
 
 TEXT = np.zeros(8, dtype=np.uint8)
-CORPUS = Corpus(train=TEXT, validation=TEXT, digest="d" * 64, description="a text")
-OTHER_TEXT = Corpus(train=TEXT, validation=TEXT, digest="e" * 64, description="another text")
+CORPUS = Corpus.of(TEXT, TEXT, "a text")
+OTHER_TEXT = Corpus.of(TEXT, TEXT[1:], "another text")
 CONFIG = Config()
 OTHER_CONFIG = load_config(overrides=[Override("inner.batch_size", "3", "--inner.batch_size")]).config
 
@@ -294,6 +295,21 @@ def test_what_a_peer_remembers_is_for_this_user_alone_and_founds_nothing(folder:
         remember_membership(member, lost.terms, ["127.0.0.1:1234"])
         assert os.stat(member.path / MEMBERSHIP_NAME).st_mode & 0o077 == 0
         assert found(member).run.run_id != lost.run.run_id, "without --rebuild it is a folder like any other"
+
+
+def test_a_founder_knows_the_text_of_the_run_that_it_goes_on_with_and_of_no_other(
+    folder: PeerFolder, tmp_path: Path
+) -> None:
+    assert recall_text(folder.path, CONFIG, is_resumed=True) is None
+    founded = start(folder)
+    assert recall_text(folder.path, CONFIG, is_resumed=False) == CORPUS.digest
+    other_data = load_config(overrides=[Override("data.limit", "3MB", "--data.limit")]).config
+    assert recall_text(folder.path, other_data, is_resumed=False) is None, "it is to have another text"
+    # A peer's folder: a new run in it has a text of its own, one that goes on from its checkpoint has not.
+    with PeerFolder(tmp_path / "member") as member:
+        remember_membership(member, founded.terms, ["127.0.0.1:1234"])
+        assert recall_text(member.path, CONFIG, is_resumed=False) is None
+        assert recall_text(member.path, CONFIG, is_resumed=True) == CORPUS.digest
 
 
 def test_folder_that_knows_of_no_run_cannot_be_taken_over(folder: PeerFolder) -> None:
