@@ -5,7 +5,7 @@
     python -m scripts.wanlink.uplink show                       prints what is in force, and counters, as JSON
     python -m scripts.wanlink.uplink clear                      as root; takes it off
 
-    the user's socket -> rule for its uid -> uplink0 -> this process: queue, losses, delay -> uplink0 -> forwarded -> INTERFACE
+    socket -> rule for its uid -> uplink0 -> this process: queue, losses, delay -> uplink0 -> forwarded -> INTERFACE
 
 The rule sends what the user's sockets send to a TUN device. What the link lets through is written back to the device,
 with the same addresses and no NAT; the kernel forwards it, and a forwarded packet belongs to nobody, so that the rule
