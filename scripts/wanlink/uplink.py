@@ -184,22 +184,23 @@ def start(interface: str, uid: int, link: dict[str, float]) -> None:
 
         def on_request() -> bool:
             request, asker = control.recvfrom(MESSAGE_MAX_NBYTES)
+            if request == b"end":
+                return False
             told = {"interface": interface, "uid": uid, "link": uplink.in_force(), "counters": uplink.counters()}
             with contextlib.suppress(OSError):  # it does not wait any more
                 control.sendto(json.dumps(told).encode(), socket.MSG_DONTWAIT, asker)
-            return request != b"end"
+            return True
 
         uplink.run({control.fileno(): on_request})
+        os.close(device)  # before the address: who sees that nobody is there may remove it
 
 
-def ask(request: bytes) -> dict[str, Any] | None:
-    """Ask the process that holds the link; None if there is none."""
+def ask() -> dict[str, Any] | None:
+    """What the process that holds the link says of it; None if there is none."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asker:
         asker.bind("")  # a name of the kernel's choice, to be answered at
         asker.settimeout(ANSWER_S)
-        try:
-            asker.sendto(request, ADDRESS)
-        except ConnectionRefusedError:
+        if not _is_sent(asker, b"show"):
             return None
         answer: dict[str, Any] = json.loads(asker.recv(MESSAGE_MAX_NBYTES))
         return answer
@@ -207,11 +208,22 @@ def ask(request: bytes) -> dict[str, Any] | None:
 
 def clear() -> None:
     """Take the link off, whether or not its process lives."""
-    if ask(b"end") is not None:
-        deadline = time.monotonic() + END_S
-        while ask(b"show") is not None and time.monotonic() < deadline:
+    deadline = time.monotonic() + END_S
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asker:
+        while _is_sent(asker, b"end") and time.monotonic() < deadline:
             time.sleep(0.01)
     _take_off()
+
+
+def _is_sent(asker: socket.socket, request: bytes) -> bool:
+    """Whether there is anybody to hear it."""
+    try:
+        asker.sendto(request, socket.MSG_DONTWAIT, ADDRESS)
+    except ConnectionRefusedError:
+        return False
+    except BlockingIOError:
+        pass  # it has not read the last ones yet
+    return True
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -221,7 +233,7 @@ def main(arguments: Sequence[str]) -> int:
             case ["start", interface, uid, link]:
                 start(interface, int(uid), json.loads(link))
             case ["show"]:
-                print(json.dumps(ask(b"show")))
+                print(json.dumps(ask()))
             case ["clear"]:
                 clear()
             case _:

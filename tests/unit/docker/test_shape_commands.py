@@ -94,13 +94,6 @@ def test_qdiscs_of_the_kernel_itself_shape_nothing() -> None:
     assert shape.parse_in_force('[{"kind": "noqueue", "handle": "0:", "root": true}]') == shape.Shape()
 
 
-def test_shape_splits_into_what_each_qdisc_emulates() -> None:
-    assert FULL.kinds() == ["netem", "tbf"]
-    assert FULL.only(["netem"]) == shape.Shape(delay_ms=40, jitter_ms=5, loss_percent=0.1)
-    assert FULL.only(["tbf"]) == shape.Shape(rate_mbit=10, queue_kb=100)
-    assert FULL.only(FULL.kinds()) == FULL
-
-
 def test_fields_bounds_and_qdiscs_speak_of_the_same_keys() -> None:
     names = [field.name for field in shape.dataclasses.fields(shape.Shape)]
     assert list(shape.BOUNDS) == names
