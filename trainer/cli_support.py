@@ -168,7 +168,7 @@ def choose_folder(given: Path | None, *, holding: str, or_else: type[IsthmusErro
     if given is not None:
         return given
     candidates = sorted(path.parent for path in RUNS_FOLDER.glob(f"*/{holding}"))
-    if not candidates and (closed := closed_folder(RUNS_FOLDER, *sorted(RUNS_FOLDER.glob("*/")))) is not None:
+    if not candidates and (closed := _closed_folder(RUNS_FOLDER, *sorted(RUNS_FOLDER.glob("*/")))) is not None:
         raise not_ours(closed)
     if len(candidates) == 1:
         return candidates[0]
@@ -178,9 +178,13 @@ def choose_folder(given: Path | None, *, holding: str, or_else: type[IsthmusErro
     raise or_else(f"there is no run under {RUNS_FOLDER}/ here", cure="name its folder with --dir")
 
 
-def closed_folder(*folders: Path) -> Path | None:
+def _closed_folder(*folders: Path) -> Path | None:
     """The first of these that is there and that this user may not look into."""
-    return next((one for one in folders if one.is_dir() and not os.access(one, os.R_OK | os.X_OK)), None)
+    return next((one for one in folders if one.is_dir() and not _may_enter(one)), None)
+
+
+def _may_enter(folder: Path) -> bool:
+    return os.access(folder, os.R_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def is_loopback(address: str) -> bool:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -154,6 +155,32 @@ def test_mistake_on_the_command_line_is_named_with_its_cure(
 ) -> None:
     assert shape.main(arguments) == exit_code
     assert re.search(complaint, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("number", "link"), [(1, "peer-1"), (3, "peer-3"), (4, "peer-1"), (12, "peer-3")])
+def test_links_are_given_out_in_turn_by_the_number_in_a_containers_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, link: str
+) -> None:
+    def answer(command: list[str]) -> subprocess.CompletedProcess[str]:
+        told = {
+            "ip": '[{"addr_info": [{"local": "172.18.0.9"}]}]',
+            "getent": f"172.18.0.9  my-1-peer-{number}.my-1_wan",
+        }
+        return subprocess.CompletedProcess(command, 0, told[command[0]], "")
+
+    monkeypatch.setattr(shape, "_run", answer)
+    assert shape.main(["--link", "auto", "--dry-run"]) == 0
+    by_number = capsys.readouterr().out
+    assert shape.main(["--link", link, "--dry-run"]) == 0
+    assert by_number == capsys.readouterr().out
+
+
+def test_container_without_a_number_is_told_to_name_its_link(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shape, "NAME_TRIES", 1)
+    assert shape.main(["--link", "auto", "--dry-run", "--interface", "lo"]) == 3
+    assert "name a link of the scenario instead of auto" in capsys.readouterr().err
 
 
 def test_shaping_without_root_exits_3(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
