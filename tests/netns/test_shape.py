@@ -326,7 +326,7 @@ def test_entrypoint_shapes_with_the_capabilities_of_compose_and_keeps_none(link:
         folder.chmod(0o755)
         for name in ("entrypoint.sh", "shape.py"):
             shutil.copy(DOCKER / name, folder)
-        granted = ["setpriv", "--bounding-set=-all,+net_admin,+setuid,+setgid", "--no-new-privs", "--"]
+        granted = ["setpriv", "--bounding-set=-all,+net_admin,+sys_nice,+setuid,+setgid", "--no-new-privs", "--"]
         look = [str(folder / "entrypoint.sh"), "sh", "-c", "id -u; grep CapEff /proc/self/status"]
         variables = {"SHAPE_LINK": "thin", "SHAPE_SCENARIO": str(link.scenario), "SHAPE_INTERFACE": "wan0"}
         done = run([*inside(link.near), *granted, *look], **variables)

@@ -21,6 +21,7 @@ import jsonschema
 import pytest
 import yaml
 
+from isthmus.trainer.config_peers import NodeSection
 from isthmus.trainer.errors import RESTARTABLE, ExitCode
 from scripts.wanlink.namespaces import TUN_PATH
 from scripts.wanlink.uplink import SYSCTLS
@@ -153,6 +154,14 @@ def test_peers_have_what_the_emulator_asks_for(compose: Any) -> None:
     peer = compose["services"]["peer"]
     assert peer["devices"] == [TUN_PATH]
     assert peer["sysctls"] == SYSCTLS | {"net.ipv4.conf.default.rp_filter": "0"}
+
+
+def test_peers_share_the_cores_and_tell_their_metrics_to_the_host_alone(compose: Any) -> None:
+    peer = compose["services"]["peer"]
+    assert peer["environment"]["ISTHMUS__NODE__THREADS"] == "${THREADS:-1}"
+    assert peer["ports"] == [f"127.0.0.1::{peer['environment']['ISTHMUS__NODE__METRICS_PORT']}"]
+    keys = {name.removeprefix("ISTHMUS__NODE__").lower() for name in peer["environment"] if "__NODE__" in name}
+    assert keys <= set(NodeSection.model_fields)
 
 
 def test_every_restart_goes_through_the_translation_of_exit_codes(compose: Any) -> None:
