@@ -18,8 +18,7 @@ from pathlib import Path
 
 import typer
 
-from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, leaves, operator_error
-from isthmus.trainer.files import not_ours
+from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, NotOurs, leaves, operator_error
 
 PROGRAM = "isthmus"
 RUNS_FOLDER = Path("runs")
@@ -163,13 +162,13 @@ def choose_folder(given: Path | None, *, holding: str, or_else: type[IsthmusErro
     Raises:
         IsthmusError: there is none.
         ConfigError: there are several.
-        EnvironmentFault: there may be one in a folder that this user may not open.
+        NotOurs: there may be one in a folder that this user may not open.
     """
     if given is not None:
         return given
     candidates = sorted(path.parent for path in RUNS_FOLDER.glob(f"*/{holding}"))
     if not candidates and (closed := _closed_folder(RUNS_FOLDER, *sorted(RUNS_FOLDER.glob("*/")))) is not None:
-        raise not_ours(closed)
+        raise NotOurs(closed)
     if len(candidates) == 1:
         return candidates[0]
     if candidates:

@@ -9,8 +9,6 @@ import secrets
 from pathlib import Path
 from typing import IO
 
-from isthmus.trainer.errors import EnvironmentFault
-
 MEMBERSHIP_NAME = "membership.json"
 """In the folder of a peer that has joined a run: what it was told of it."""
 PRIVATE_MODE = 0o600
@@ -62,18 +60,6 @@ def make_private_folder(path: Path) -> None:
         OSError: the system refuses.
     """
     path.mkdir(mode=PRIVATE_FOLDER_MODE, parents=True, exist_ok=True)
-
-
-def not_ours(path: Path) -> EnvironmentFault:
-    """What to say of a file or folder that this user may not read."""
-    return EnvironmentFault(f"user {os.geteuid()} may not read {path}, which may belong to a run", cure=_cure(path))
-
-
-def _cure(path: Path) -> str:
-    try:
-        return f"run this command as its owner, user {path.stat().st_uid}"
-    except OSError:
-        return "run this command as its owner"
 
 
 def sync_folder(path: Path) -> None:

@@ -118,12 +118,11 @@ def _set_up(interface: str, uid: int) -> int:
         mtu, length = str(found[0]["mtu"]), str(TX_QUEUE_FRAMES)
         _ip("link", "set", "dev", DEVICE, "mtu", mtu, "txqueuelen", length, "up")
         _ip("route", "add", "default", "dev", DEVICE, "src", addresses[0], "table", TABLE)
-        device = open_tun(offload=True, name=DEVICE)
         _ip("rule", "add", "priority", TABLE, "uidrange", f"{uid}-{uid}", "lookup", TABLE)
+        return open_tun(offload=True, name=DEVICE)
     except KernelRefuses:
         _take_off()
         raise
-    return device
 
 
 def _take_off() -> None:
@@ -169,6 +168,7 @@ def start(interface: str, uid: int, link: dict[str, float]) -> None:
         try:
             uplink = Uplink(device, link)
         except ScenarioError:
+            os.close(device)
             _take_off()
             raise
         if os.fork():
@@ -184,7 +184,7 @@ def start(interface: str, uid: int, link: dict[str, float]) -> None:
 
         def on_request() -> bool:
             request, asker = control.recvfrom(MESSAGE_MAX_NBYTES)
-            if request == b"end":
+            if request != b"show":
                 return False
             told = {"interface": interface, "uid": uid, "link": uplink.in_force(), "counters": uplink.counters()}
             with contextlib.suppress(OSError):  # it does not wait any more

@@ -10,7 +10,7 @@ import pytest
 
 from isthmus.trainer.cli_support import choose_folder
 from isthmus.trainer.control_socket import PEER_FILE_NAME, find_peer
-from isthmus.trainer.errors import EnvironmentFault, ExitCode, NothingRuns
+from isthmus.trainer.errors import ExitCode, NothingRuns, NotOurs
 
 STRANGER = 10001
 
@@ -44,20 +44,20 @@ def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def assert_told(error: EnvironmentFault) -> None:
+def assert_told(error: NotOurs) -> None:
     assert error.exit_code == ExitCode.ENVIRONMENT
     assert "may not read runs/tiny" in str(error)
     assert f"run this command as its owner, user {os.geteuid()}" in str(error)
 
 
 def test_run_that_may_not_be_read_is_not_called_absent(closed: Path) -> None:
-    with as_somebody_else(closed), pytest.raises(EnvironmentFault) as caught:
+    with as_somebody_else(closed), pytest.raises(NotOurs) as caught:
         choose_folder(None, holding=PEER_FILE_NAME, or_else=NothingRuns)
     assert_told(caught.value)
 
 
 def test_folder_that_is_named_and_may_not_be_read_says_so(closed: Path) -> None:
-    with as_somebody_else(closed), pytest.raises(EnvironmentFault) as caught:
+    with as_somebody_else(closed), pytest.raises(NotOurs) as caught:
         find_peer(closed)
     assert_told(caught.value)
 
