@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Shapes the link as root, gives root up for good, then runs the command it was given.
 #
-#   SHAPE_LINK       the link of the scenario that this container is; empty: not shaped
+#   SHAPE_LINK       the link of the scenario that this container is, auto: by its number; empty: not shaped
 #   SHAPE_SCENARIO   the scenario file            (default: scenario.toml beside this script)
 #   SHAPE_INTERFACE  the interface to shape       (default: eth0)
-#   SHAPE_OPTIONS    further options of shape.py  (--allow-partial)
+#   SHAPE_OPTIONS    further options of shape.py  (--emulate)
 #   ON_FAILURE       1: exit codes that no restart cures become 0, for `restart: on-failure`
 set -eu
 

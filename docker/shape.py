@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Make one network interface behave like one wide-area link, with `tc`.
+"""Make one network interface behave like one wide-area link, with `tc` or, where the kernel lacks that, without.
 
-Owns: reading the scenario, building the commands, applying them, and reading back what the kernel has in force.
-It shapes what *leaves* the interface: a delay is one-way, and the round trip between two peers is the sum of both.
+Owns: reading the scenario, choosing this container's link, building the commands, applying them, and reading back what
+is in force. It shapes what *leaves* the interface: a delay is one-way, and the round trip between two peers is the
+sum of both. Where the kernel lacks netem or tbf, scripts/wanlink/uplink.py emulates the whole link for one user.
 
 Rules: standard library only, for it runs as root. A shape is in force as a whole or the interface is bare and the
-exit code says why. What this kernel cannot emulate is named, and is an error unless `--allow-partial` accepts it.
-It knows nothing of isthmus.
+exit code says why. It knows nothing of isthmus.
 
     ShapeError
     ├── ScenarioError      the scenario or the arguments are wrong             exit code 2
@@ -20,13 +20,16 @@ import difflib
 import json
 import math
 import os
+import re
 import shlex
 import socket
 import subprocess
 import sys
+import time
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 NETEM_LIMIT_PACKETS = 100_000  # so that netem's own queue never drops; a second at 1 Gbit/s
 # tbf cannot pass what is larger than its bucket: room for a jumbo frame, and for one tick of a 250 Hz kernel,
@@ -35,6 +38,11 @@ BURST_MIN_NBYTES = 10_000
 BURST_S = 0.004
 GSO_MAX_SEGS_DEFAULT = 65_535  # what Linux gives a new interface
 TOOL_TIMEOUT_S = 10.0
+USER = 10001  # whose packets the emulator takes; the entrypoint becomes it
+EMULATOR = "scripts.wanlink.uplink"
+EMULATOR_DEVICE = "uplink0"  # is there as long as the emulator's link is in force
+AUTO = "auto"
+NAME_TRIES, NAME_PAUSE_S = 20, 0.25  # the engine may tell a container's name only when it has started it
 
 # The queueing disciplines, outermost first, and what each of them emulates.
 FIELDS = {"netem": ("delay_ms", "jitter_ms", "loss_percent"), "tbf": ("rate_mbit", "queue_kb")}
@@ -87,10 +95,6 @@ class Shape:
     def kinds(self) -> list[str]:
         """The queueing disciplines this shape needs, outermost first."""
         return [kind for kind, names in FIELDS.items() if any(getattr(self, name) for name in names)]
-
-    def only(self, kinds: Iterable[str]) -> "Shape":
-        """The part of this shape that the given queueing disciplines emulate."""
-        return Shape(**{name: getattr(self, name) for kind in kinds for name in FIELDS[kind]})
 
     def __str__(self) -> str:
         shaped = [(name, value) for name, value in dataclasses.asdict(self).items() if value]
@@ -229,7 +233,7 @@ def lacking_kinds(kinds: Sequence[str]) -> list[str]:
 
 
 def _is_offered(kind: str, interface: str) -> bool:
-    sample = Shape(delay_ms=1, rate_mbit=1, queue_kb=10).only([kind])
+    sample = Shape(delay_ms=1) if kind == "netem" else Shape(rate_mbit=1, queue_kb=10)
     tried = _run(commands(sample, interface)[0])
     if "qdisc kind is unknown" in tried.stderr:
         return False
@@ -240,27 +244,41 @@ def _is_offered(kind: str, interface: str) -> bool:
 
 
 def in_force(interface: str) -> Shape:
-    """What the kernel says it does on `interface` now."""
+    """What the emulator, if it is there, or else the kernel says that it does on `interface` now."""
+    if told := emulated(interface):
+        return Shape(**told["link"])
     return parse_in_force(_must(["tc", "-s", "-r", "-j", "qdisc", "show", "dev", interface]))
 
 
 def clear(interface: str) -> None:
-    """Take netem and tbf off `interface`; one that has neither is left as it is."""
+    """Take the emulator, netem and tbf off `interface`; one that has none of them is left as it is."""
+    if EMULATOR_DEVICE in interfaces():
+        _emulator("clear")
     if in_force(interface).kinds():
         for command in clear_commands(interface):
             _must(command)
 
 
-def apply(shape: Shape, interface: str) -> Shape:
-    """Put `shape` on `interface` in place of an earlier one and return what the kernel reads back.
+def apply(shape: Shape, interface: str, *, emulate: bool = False) -> Shape:
+    """Put `shape` on `interface` in place of an earlier one and return what is read back.
+
+    Args:
+        shape, interface: what, and where.
+        emulate: by the emulator even if the kernel has netem and tbf.
 
     Raises:
         EnvironmentLacks: a command failed, or what is in force differs; the interface is bare again.
     """
     clear(interface)
+    lacking = lacking_kinds(shape.kinds())
     try:
-        for command in commands(shape, interface):
-            _must(command)
+        if shape.kinds() and (emulate or lacking):
+            why = f"this kernel has no {' and no '.join(lacking)}" if lacking else "as asked"
+            sys.stderr.write(f"shape: {why}: the link is emulated, for what user {USER} sends\n")
+            _emulator("start", interface, str(USER), json.dumps(dataclasses.asdict(shape)))
+        else:
+            for command in commands(shape, interface):
+                _must(command)
         found = in_force(interface)
         if wrong := differences(shape, found):
             raise EnvironmentLacks(f"{interface} has not what was asked ({'; '.join(wrong)}): update iproute2")
@@ -268,6 +286,40 @@ def apply(shape: Shape, interface: str) -> Shape:
         clear(interface)
         raise
     return found
+
+
+def interfaces() -> list[str]:
+    """Their names, here."""
+    return [name for _, name in socket.if_nameindex()]
+
+
+def emulated(interface: str) -> dict[str, Any] | None:
+    """What the emulator says of `interface`: its link, and counters; None if it is not there."""
+    if EMULATOR_DEVICE not in interfaces():
+        return None
+    told: dict[str, Any] | None = json.loads(_emulator("show"))
+    if told is None:
+        raise EnvironmentLacks("the emulator has ended, nothing leaves this container: start it again")
+    return told if told["interface"] == interface else None
+
+
+def _emulator(*arguments: str) -> str:
+    here = Path(__file__).resolve().parent
+    home = next((home for home in (here, here.parent) if (home / "scripts" / "wanlink").is_dir()), None)
+    if home is None:
+        raise EnvironmentLacks(f"scripts/wanlink is not beside {here}: copy the emulator there, or load sch_netem")
+    # stderr is not read: the process that stays behind keeps it open.
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", EMULATOR, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=TOOL_TIMEOUT_S,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(home)},
+    )
+    if done.returncode:
+        raise EnvironmentLacks(done.stdout.strip() or f"the emulator ended with {done.returncode}: see above")
+    return done.stdout
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -298,46 +350,54 @@ def _failed(done: subprocess.CompletedProcess[str]) -> EnvironmentLacks:
 # --------------------------------------------------------------------------------------- command
 
 
-def _pick(scenario: Path, link: str) -> Shape:
+def _pick(scenario: Path, link: str, interface: str) -> Shape:
     try:
         text = scenario.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ScenarioError(f"cannot read the scenario ({error}): give its path with --scenario") from error
     shapes = read_scenario(text)
+    if link == AUTO:
+        return list(shapes.values())[(own_number(interface) - 1) % len(shapes)]
     if link not in shapes:
         raise ScenarioError(f"no link {link!r} in {scenario}: {_suggestion(link, list(shapes))}")
     return shapes[link]
 
 
-def _offered_part(shape: Shape, link: str, *, allow_partial: bool) -> Shape:
-    lacking = lacking_kinds(shape.kinds())
-    if not lacking:
-        return shape
-    modules = " and ".join(f"sch_{kind}" for kind in lacking)
-    story = f"this kernel has no {' and no '.join(lacking)}, so of link {link!r} NOT emulated: {shape.only(lacking)}"
-    if not allow_partial:
-        raise EnvironmentLacks(f"{story}; load {modules} on the host, or accept this with --allow-partial")
-    sys.stderr.write(f"shape: {story}\n")
-    return shape.only(kind for kind in shape.kinds() if kind not in lacking)
+def own_number(interface: str) -> int:
+    """The number that Compose gave this container, from the name of its address: isthmus-peer-2.isthmus_wan.
+
+    Raises:
+        EnvironmentLacks: it has no such name.
+    """
+    found = json.loads(_must(["ip", "-j", "-4", "address", "show", "dev", interface]))
+    addresses = [info["local"] for link in found for info in link.get("addr_info", ())]
+    for attempt in range(NAME_TRIES if addresses else 0):
+        if attempt:
+            time.sleep(NAME_PAUSE_S)
+        # The engine's name server alone: /etc/hosts knows the container's id.
+        line = _run(["getent", "-s", "hosts:dns", "hosts", addresses[0]]).stdout
+        if name := re.search(r"-(\d+)(\.|$)", " ".join(line.split()[1:2])):
+            return int(name[1])
+    raise EnvironmentLacks(f"no name with a number belongs to {interface}: name a link of the scenario instead of auto")
 
 
 def _execute(options: argparse.Namespace) -> str:
     interface: str = options.interface
-    wanted = _pick(options.scenario, options.link) if options.link else Shape()
+    wanted = _pick(options.scenario, options.link, interface) if options.link else Shape()
     if options.dry_run:
         dry = clear_commands(interface) if options.clear else commands(wanted, interface)
         return "\n".join(shlex.join(command) for command in dry)
-    present = [name for _, name in socket.if_nameindex()]
-    if interface not in present:
-        raise EnvironmentLacks(f"no interface {interface!r} here: give --interface one of {', '.join(present)}")
+    if interface not in interfaces():
+        raise EnvironmentLacks(f"no interface {interface!r} here: give --interface one of {', '.join(interfaces())}")
     if options.show:
-        return f"{interface}: in force: {in_force(interface)}\n" + _must(
-            ["tc", "-s", "qdisc", "show", "dev", interface]
-        )
+        told = emulated(interface)
+        counters = f"emulated for user {told['uid']}: {told['counters']}\n" if told else ""
+        counters += _must(["tc", "-s", "qdisc", "show", "dev", interface])
+        return f"{interface}: in force: {in_force(interface)}\n{counters}"
     if os.geteuid() != 0:
         raise EnvironmentLacks("only root may shape an interface: run this as root, or look with --dry-run")
     if options.link:
-        apply(_offered_part(wanted, options.link, allow_partial=options.allow_partial), interface)
+        apply(wanted, interface, emulate=options.emulate)
     else:
         clear(interface)
     return f"{interface}: in force: {in_force(interface)}"
@@ -349,11 +409,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scenario", type=Path, default=Path(__file__).with_name("scenario.toml"))
     parser.add_argument("--interface", default="eth0")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--link", help="put this link of the scenario in force")
+    what.add_argument("--link", help="put this link of the scenario in force; auto: by this container's number")
     what.add_argument("--clear", action="store_true", help="take it off again")
     what.add_argument("--show", action="store_true", help="say what is in force, with the kernel's counters")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, change nothing")
-    parser.add_argument("--allow-partial", action="store_true", help="go on without what the kernel lacks")
+    parser.add_argument("--emulate", action="store_true", help="by the emulator, whatever the kernel has")
     options = parser.parse_args(arguments)
     if options.dry_run and options.show:
         parser.error("--show changes nothing anyway: leave --dry-run out")

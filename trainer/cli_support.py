@@ -18,7 +18,7 @@ from pathlib import Path
 
 import typer
 
-from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, leaves, operator_error
+from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, NotOurs, leaves, operator_error
 
 PROGRAM = "isthmus"
 RUNS_FOLDER = Path("runs")
@@ -162,16 +162,28 @@ def choose_folder(given: Path | None, *, holding: str, or_else: type[IsthmusErro
     Raises:
         IsthmusError: there is none.
         ConfigError: there are several.
+        NotOurs: there may be one in a folder that this user may not open.
     """
     if given is not None:
         return given
     candidates = sorted(path.parent for path in RUNS_FOLDER.glob(f"*/{holding}"))
+    if not candidates and (closed := _closed_folder(RUNS_FOLDER, *sorted(RUNS_FOLDER.glob("*/")))) is not None:
+        raise NotOurs(closed)
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
         names = ", ".join(str(path) for path in candidates[:8])
         raise ConfigError(f"there are several runs here: {names}", cure="choose one with --dir")
     raise or_else(f"there is no run under {RUNS_FOLDER}/ here", cure="name its folder with --dir")
+
+
+def _closed_folder(*folders: Path) -> Path | None:
+    """The first of these that is there and that this user may not look into."""
+    return next((one for one in folders if one.is_dir() and not _may_enter(one)), None)
+
+
+def _may_enter(folder: Path) -> bool:
+    return os.access(folder, os.R_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def is_loopback(address: str) -> bool:

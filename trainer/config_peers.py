@@ -84,7 +84,7 @@ class EvalSection(Section):
 
 
 class MetricsSection(Section):
-    """`[metrics]`: numbers for Prometheus, on 127.0.0.1."""
+    """`[metrics]`: numbers for Prometheus, told at `node.metrics_host`."""
 
     port: Maybe[Annotated[int, Field(ge=0, le=65535)]] = 0
     """0: a free port, which `isthmus status` tells; none: no metrics. A peer may say otherwise: `node.metrics_port`."""
@@ -163,5 +163,7 @@ class NodeSection(Section):
     """How many older ones stay, events-0001.jsonl and so on; 0: all."""
     data: Maybe[Path] = None
     """Where this peer keeps the text of `data.path`; none: there, or else the run's peers give it."""
+    metrics_host: Annotated[str, Field(pattern=r"^[0-9.]{7,15}$")] = "127.0.0.1"
+    """Where metrics are told to whoever asks: an IPv4 address of this machine; 0.0.0.0: all of them, unencrypted."""
     metrics_port: Maybe[Annotated[int, Field(ge=0, le=65535)]] = None
     """Instead of `metrics.port`."""

@@ -39,7 +39,7 @@ from isthmus.trainer.control_messages import (
     TicketReply,
     TicketRequest,
 )
-from isthmus.trainer.errors import EnvironmentFault, IsthmusError, NobodyReachable, NothingRuns, Refused
+from isthmus.trainer.errors import EnvironmentFault, IsthmusError, NobodyReachable, NothingRuns, NotOurs, Refused
 from isthmus.trainer.files import write_atomically
 from isthmus.trainer.status import PeerStatus, Status
 
@@ -332,11 +332,14 @@ def find_peer(run_dir: Path) -> PeerFile:
 
     Raises:
         NothingRuns: there is none, or its process is gone.
+        NotOurs: this user may not read the folder.
     """
     path = run_dir / PEER_FILE_NAME
     cure = "name the folder of a running peer with --dir"
     try:
         peer = msgspec.json.decode(path.read_bytes(), type=PeerFile)
+    except PermissionError as error:
+        raise NotOurs(run_dir) from error
     except OSError as error:
         raise NothingRuns(f"no isthmus runs in {run_dir}", cure=cure) from error
     except (msgspec.MsgspecError, UnicodeError) as error:

@@ -134,7 +134,8 @@ class _Process:
             )
             interrupts.leave = self.leave
             if config.metrics_port is not None:
-                self._metrics_server = stack.enter_context(MetricsServer(self._metrics, port=config.metrics_port))
+                server = MetricsServer(self._metrics, host=node.metrics_host, port=config.metrics_port)
+                self._metrics_server = stack.enter_context(server)
                 self._board.metrics_address = self._metrics_server.address
             chronicle = Chronicle(events, self._board)
             control = stack.enter_context(

@@ -10,7 +10,8 @@ traceback. Everything else is our bug: exit code 1, traceback, story. Must not k
     ├── RunComplete              0   nothing is left to train
     ├── ConfigError              2   a flag, a config value, a path
     ├── EnvironmentFault         3   this machine: disk, port, permissions, missing device
-    │   └── CheckpointFailed         a checkpoint was not written; training goes on
+    │   ├── CheckpointFailed         a checkpoint was not written; training goes on
+    │   └── NotOurs                  a run's folder belongs to another user
     ├── NobodyReachable          4   no peer answers
     │   └── NothingRuns              no daemon of ours in this folder
     ├── Refused                  5   version, manifest
@@ -24,6 +25,7 @@ traceback. Everything else is our bug: exit code 1, traceback, story. Must not k
 """
 
 import enum
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -113,6 +115,17 @@ class CheckpointFailed(EnvironmentFault):
         )
         self.path = path
         self.cause = cause
+
+
+class NotOurs(EnvironmentFault):
+    """This user may not look into a folder where a run may be."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            owner = f"its owner, user {folder.stat().st_uid}"
+        except OSError:
+            owner = "its owner"
+        super().__init__(f"user {os.geteuid()} may not read {folder}", cure=f"run this command as {owner}")
 
 
 class NobodyReachable(IsthmusError):

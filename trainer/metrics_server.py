@@ -5,8 +5,8 @@ At most `_MAX_OPEN` connections are open, each with a thread, for at most `_DEAD
 request. Where there is one more, the oldest connection of the address that has the most is ended for it: whoever asks
 as it connects is answered, however many connect and say nothing.
 
-Rules: it listens on 127.0.0.1 only, reads only, and has no secrets. Ended connections are counted and told of like
-those of the peer's own port.
+Rules: it listens on 127.0.0.1 unless `node.metrics_host` says otherwise, reads only, and has no secrets. Ended
+connections are counted and told of like those of the peer's own port.
 
 Errors: `EnvironmentFault` (3) if the port is taken.
 """
@@ -30,8 +30,6 @@ from isthmus.trainer.errors import EnvironmentFault
 from isthmus.trainer.metrics import Metrics
 
 log = logging.getLogger(__name__)
-
-HOST = "127.0.0.1"
 
 _MAX_OPEN = 16
 _DEADLINE_S = 5.0
@@ -180,21 +178,23 @@ class MetricsServer:
 
     Args:
         metrics: what to serve.
+        host: an IPv4 address of this machine, or 0.0.0.0 for all.
         port: 0 lets the system choose; see `address`.
 
     Raises:
-        EnvironmentFault: the port is taken.
+        EnvironmentFault: the port is taken, or there is no such address here.
     """
 
-    def __init__(self, metrics: Metrics, *, port: int) -> None:
+    def __init__(self, metrics: Metrics, *, host: str = "127.0.0.1", port: int) -> None:
         application = make_wsgi_app(metrics.registry)
         try:
-            self._server = make_server(HOST, port, application, _Server, _Handler)
+            self._server = make_server(host, port, application, _Server, _Handler)
         except OSError as error:
             raise EnvironmentFault(
-                f"metrics cannot listen on {HOST}:{port}: {error.strerror}",
-                cure="set node.metrics_port to 0 for a free port",
+                f"metrics cannot listen on {host}:{port}: {error.strerror}",
+                cure="set node.metrics_port to 0 for a free port, node.metrics_host to an address of this machine",
             ) from error
+        self._host = host
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": _POLL_S}, name="metrics", daemon=True
         )
@@ -203,7 +203,7 @@ class MetricsServer:
     @property
     def address(self) -> str:
         """`host:port`, with the real port."""
-        return f"{HOST}:{self._server.server_port}"
+        return f"{self._host}:{self._server.server_port}"
 
     @property
     def refused(self) -> Counter[str]:

@@ -19,6 +19,7 @@ standard library but util-linux' `nsenter`; no kernel module, so also no netem.
     scenario    what paths and ports are to be, now and later; JSON
     namespaces  what is asked of the kernel
     emulator    the process
+    uplink      the same before one interface of a container, for docker/shape.py
     wan         the class above
     traffic     programs that measure a path from its two ends
     bounds      how fast an exchange could be at best

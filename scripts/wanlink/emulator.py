@@ -26,7 +26,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +47,15 @@ _PR_SET_TIMERSLACK = 29
 
 
 class Emulator:
-    """Devices, switch and timeline of one network."""
+    """Devices, one a port of the switch, the namespaces they lie in, and the timeline."""
 
-    def __init__(self, scenario: Scenario, mtu: int, offload: bool, receiving_cores: int) -> None:
-        self.switch = Switch(scenario.peers, scenario.seed)
-        self.switch.apply(scenario.start, time.monotonic())
-        self.namespaces = [namespaces.make_namespace() for _ in range(scenario.peers)]
-        self.devices = [
-            namespaces.furnish(
-                namespace, peer, mtu=mtu, offload=offload, receiving_cores=receiving_cores, sysctls=scenario.sysctls
-            )
-            for peer, namespace in enumerate(self.namespaces)
-        ]
+    def __init__(
+        self, switch: Switch, devices: Sequence[int], homes: Sequence[int] = (), timeline: Sequence[Step] = ()
+    ) -> None:
+        self.switch = switch
+        self.devices, self.namespaces = devices, homes
         self.unwritten = 0
-        self._timeline = scenario.timeline
+        self._timeline = timeline
         self._steps: list[tuple[float, Step]] = []  # to come, the next one last
 
     @property
@@ -165,7 +160,21 @@ def _make(message: dict[str, Any], receiving_cores: int) -> Emulator:
         start=step_from(made["start"]),
         timeline=tuple(step_from(step) for step in made["timeline"]),
     )
-    return Emulator(scenario, message["mtu"], message["offload"], receiving_cores)
+    switch = Switch(scenario.peers, scenario.seed)
+    switch.apply(scenario.start, time.monotonic())
+    homes = [namespaces.make_namespace() for _ in range(scenario.peers)]
+    devices = [
+        namespaces.furnish(
+            home,
+            peer,
+            mtu=message["mtu"],
+            offload=message["offload"],
+            receiving_cores=receiving_cores,
+            sysctls=scenario.sysctls,
+        )
+        for peer, home in enumerate(homes)
+    ]
+    return Emulator(switch, devices, homes, scenario.timeline)
 
 
 def _answer(emulator: Emulator, message: dict[str, Any]) -> dict[str, Any]:
@@ -217,18 +226,23 @@ def serve(control: socket.socket, parent: int, receiving_cores: int) -> None:
         namespaces.kill_inhabitants(emulator.identities)
 
 
-def main() -> None:
-    """Arguments: the socket's descriptor and the parent's pidfd, both inherited."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # through the `finally` above
+def go_first() -> None:
+    """Let this process wake up on time, and before others as far as that is allowed."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # ns; else every wait takes 50 us more
     processor.claim(processor.NETWORK)
-    receiving_cores = processor.settle()
     # Where that is not allowed. Where the kernel groups processes by session, a priority counts within a group only,
     # and the group has one of its own.
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
         Path("/proc/self/autogroup").write_text(str(PRIORITY))
+
+
+def main() -> None:
+    """Arguments: the socket's descriptor and the parent's pidfd, both inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # through the `finally` above
+    go_first()
+    receiving_cores = processor.settle()
     with socket.socket(fileno=int(sys.argv[1])) as control:
         serve(control, int(sys.argv[2]), receiving_cores)
 

@@ -82,7 +82,7 @@ def furnish(
                 path.write_text(value)
             except OSError as error:
                 raise KernelRefuses(f"sysctl {name} = {value}: {error.strerror}; leave it out") from error
-        tun = _open_tun(offload)
+        tun = open_tun(offload)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             _configure(any_socket.fileno(), peer, mtu)
         return tun
@@ -162,7 +162,12 @@ def _must(call: Callable[..., int], *arguments: int) -> None:
     raise KernelRefuses(f"this kernel gives no network namespace ({os.strerror(code)}): it needs CONFIG_NET_NS")
 
 
-def _open_tun(offload: bool) -> int:
+def open_tun(offload: bool, name: str = DEVICE) -> int:
+    """Make the device, or take it if it is there, in the namespace of this thread; returns its descriptor.
+
+    Raises:
+        KernelRefuses: no TUN device to be had.
+    """
     try:
         tun = os.open(TUN_PATH, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -171,14 +176,14 @@ def _open_tun(offload: bool) -> int:
             f"--device {TUN_PATH}"
         ) from error
     try:
-        fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
+        fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
         fcntl.ioctl(tun, _TUNSETVNETHDRSZ, struct.pack("i", VNET_NBYTES))
         if offload:
             fcntl.ioctl(tun, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
     except OSError as error:
         os.close(tun)
         raise KernelRefuses(
-            f"no TUN device in a new namespace ({error.strerror}): it needs CAP_NET_ADMIN, in a container "
+            f"no TUN device in this namespace ({error.strerror}): it needs CAP_NET_ADMIN, in a container "
             "--cap-add NET_ADMIN"
         ) from error
     return tun

@@ -29,6 +29,7 @@ HELD_MAX_NBYTES = 512 << 20  # under way at once, in all; beyond it, frames are 
 LATE_S = 0.001
 
 Deliver: TypeAlias = Callable[[int, packets.Pieces], None]
+Destination: TypeAlias = Callable[[bytes], int]
 # (due, order, to, bytes on the wire, segments, pieces)
 Run: TypeAlias = tuple[float, int, int, int, int, packets.Pieces]
 
@@ -44,7 +45,8 @@ class Switch:
             most. Many late ones mean that the machine is too slow for what is asked.
     """
 
-    def __init__(self, peers: int, seed: int) -> None:
+    def __init__(self, peers: int, seed: int, destination: Destination = packets.destination) -> None:
+        """Between so many peers; `destination` tells a frame's one, -1 if it is for nobody here."""
         self.links = [
             [None if i == j else Link(Random(f"{seed}: {i} > {j}")) for j in range(peers)] for i in range(peers)
         ]
@@ -52,6 +54,7 @@ class Switch:
         self.strangers = self.overflowed = self.delivered = self.late = 0
         self.late_max_s = 0.0
         self._peers = peers
+        self._destination = destination
         self._run_max = [[1 << 16] * peers for _ in range(peers)]
         self._paths: list[list[deque[Run]]] = [[deque() for _ in range(peers)] for _ in range(peers)]
         self._lines: list[deque[Run]] = [deque() for _ in range(peers)]  # through the downlink's queue
@@ -92,7 +95,7 @@ class Switch:
 
     def enter(self, source: int, frame: bytes, now: float) -> None:
         """Take a frame that a peer sends. Not earlier than the one before of the same peer."""
-        target = packets.destination(frame)
+        target = self._destination(frame)
         link = self.links[source][target] if 0 <= target < self._peers else None
         if link is None:
             self.strangers += 1

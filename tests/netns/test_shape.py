@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """docker/shape.py on a real kernel: between two network namespaces that the test makes and removes.
 
-Where the kernel has netem its delay and loss are measured; where it has not, the refusal is tested instead.
+Where the kernel has netem its delay and loss are measured; where it has not, those of the emulator. What is said of the
+emulator alone is tested on both.
 """
 
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +22,7 @@ import pytest
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 RATE_MBIT = 20
 DELAY_MS = 60
+RATE = f"rate_mbit = {RATE_MBIT}, queue_kb = 64"
 SCENARIO = f"""
 [links.thin]
 rate_mbit = {RATE_MBIT}
@@ -107,23 +110,28 @@ class Link:
         script = [sys.executable, str(DOCKER / "shape.py"), "--scenario", str(self.scenario)]
         return run([*inside(self.near), *script, "--interface", self.interface, *arguments])
 
+    def as_daemon(self) -> list[str]:
+        """What stands before a command of the user whose packets the emulator takes."""
+        return [*inside(self.near), "setpriv", "--reuid", "10001", "--regid", "10001", "--clear-groups", "--"]
+
     def transfer_mbit(self, seconds: float) -> float:
         """Send over TCP from near to far for so long; returns 10^6 bit/s of payload that arrived."""
         receiver = [*inside(self.far), sys.executable, "-c", RECEIVER, self.far_address, str(seconds)]
         with subprocess.Popen(receiver, stdout=subprocess.PIPE, text=True) as receiving:
             assert receiving.stdout is not None
             port = receiving.stdout.readline().strip()
-            must([*inside(self.near), sys.executable, "-c", SENDER, self.far_address, port])
+            must([*self.as_daemon(), sys.executable, "-c", SENDER, self.far_address, port])
             result, _ = receiving.communicate(timeout=30)
         return float(result) * 8 / 1e6
 
-    def round_trip_ms(self) -> float:
+    def round_trip_ms(self, *, as_root: bool = False) -> float:
         """The shortest TCP connection set-up from near to far."""
         acceptor = [*inside(self.far), sys.executable, "-c", ACCEPT_FIVE, self.far_address]
         with subprocess.Popen(acceptor, stdout=subprocess.PIPE, text=True) as accepting:
             assert accepting.stdout is not None
             port = accepting.stdout.readline().strip()
-            shortest_ms = must([*inside(self.near), sys.executable, "-c", KNOCK, self.far_address, port])
+            who = inside(self.near) if as_root else self.as_daemon()
+            shortest_ms = must([*who, sys.executable, "-c", KNOCK, self.far_address, port])
             accepting.communicate(timeout=30)
         return float(shortest_ms)
 
@@ -134,7 +142,13 @@ def inside(namespace: str) -> list[str]:
 
 def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | variables
-    return subprocess.run(command, capture_output=True, text=True, timeout=40, check=False, env=environment)
+    with tempfile.TemporaryFile("w+") as errors:  # no pipe: the emulator goes on having it, and it would not end
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=40, check=False, env=environment
+        )
+        errors.seek(0)
+        done.stderr = errors.read()
+    return done
 
 
 def must(command: list[str]) -> str:
@@ -175,6 +189,7 @@ def link(tmp_path: Path) -> Iterator[Link]:
             must(["ip", "-n", namespace, "link", "set", "wan0", "up"])
         yield made
     finally:
+        made.shape("--clear")  # ends the emulator, which would hold the namespace
         for namespace in (near, far):
             run(["ip", "netns", "del", namespace])
 
@@ -239,47 +254,67 @@ def test_qdisc_of_somebody_else_is_neither_replaced_nor_removed(link: Link) -> N
     assert gso_max_segs(link) == 65_535
 
 
-def test_delay_is_measured_where_there_is_netem_and_refused_by_name_where_not(link: Link, has_netem: bool) -> None:
+def assert_far(link: Link) -> None:
+    # One way only is delayed, and jitter may take 5 ms off; a busy machine may add some.
+    assert DELAY_MS - 5 <= link.round_trip_ms() <= DELAY_MS + 20
+
+
+def test_delay_is_the_kernels_where_it_has_netem_and_the_emulators_where_not(link: Link, has_netem: bool) -> None:
     applied = link.shape("--link", "far")
-    if has_netem:
-        assert applied.returncode == 0, applied.stderr
-        assert qdisc_kinds(link) == ["netem", "tbf"]
-        # One way only is delayed, and jitter may take 5 ms off; a busy machine may add some.
-        assert DELAY_MS - 5 <= link.round_trip_ms() <= DELAY_MS + 20
-    else:
-        assert applied.returncode == 3
-        assert applied.stdout == ""
-        assert "this kernel has no netem" in applied.stderr
-        assert f"NOT emulated: delay_ms = {DELAY_MS}, jitter_ms = 5; load sch_netem" in applied.stderr
-        assert "netem" not in qdisc_kinds(link)
-        assert "tbf" not in qdisc_kinds(link)
+    assert applied.returncode == 0, applied.stderr
+    assert applied.stdout == f"wan0: in force: delay_ms = {DELAY_MS}, jitter_ms = 5, {RATE}\n"
+    assert qdisc_kinds(link) == (["netem", "tbf"] if has_netem else ["noqueue"])
+    assert ("this kernel has no netem: the link is emulated" in applied.stderr) == (not has_netem)
+    assert_far(link)
 
 
-def test_partial_shape_is_applied_only_when_allowed_and_says_what_is_left_out(link: Link, has_netem: bool) -> None:
-    if has_netem:
-        pytest.skip("this kernel has both netem and tbf: nothing is left out")
-    applied = link.shape("--link", "far", "--allow-partial")
-    assert applied.returncode == 0
-    assert "NOT emulated: delay_ms = 60, jitter_ms = 5" in applied.stderr
-    assert applied.stdout == f"wan0: in force: rate_mbit = {RATE_MBIT}, queue_kb = 64\n"
-    assert qdisc_kinds(link) == ["tbf"]
+def test_emulated_link_holds_for_the_daemons_user_and_nobody_else(link: Link) -> None:
+    assert link.shape("--link", "far", "--emulate").returncode == 0
+    assert qdisc_kinds(link) == ["noqueue"]
+    assert_far(link)
+    assert link.round_trip_ms(as_root=True) < DELAY_MS / 2
+    shown = link.shape("--show").stdout
+    assert shown.startswith(f"wan0: in force: delay_ms = {DELAY_MS}, jitter_ms = 5, {RATE}\nemulated for user 10001: ")
+    assert "'segments': 0," not in shown
+
+
+def test_emulated_link_is_replaced_and_taken_off(link: Link) -> None:
+    for name in ("far", "long"):
+        assert link.shape("--link", name, "--emulate").returncode == 0
+        assert_far(link)
+    cleared = link.shape("--clear")
+    assert (cleared.returncode, cleared.stdout) == (0, "wan0: in force: nothing\n"), cleared.stderr
     assert link.round_trip_ms() < DELAY_MS / 2
+    assert "uplink0" not in must(["ip", "-n", link.near, "link"]) + must(["ip", "-n", link.near, "rule"])
 
 
-def test_rate_holds_behind_a_delay(link: Link, has_netem: bool) -> None:
-    if not has_netem:
-        pytest.skip("this kernel has no netem (sch_netem)")
+def test_nothing_is_sent_past_an_emulator_that_died(link: Link) -> None:
+    assert link.shape("--link", "far", "--emulate").returncode == 0
+    emulators = [int(pid) for pid in must(["ip", "netns", "pids", link.near]).split()]
+    assert len(emulators) == 1
+    os.kill(emulators[0], signal.SIGKILL)
+    lone = "import socket, sys; socket.create_connection((sys.argv[1], 9), timeout=1)"
+    tried = run([*link.as_daemon(), sys.executable, "-c", lone, link.far_address])
+    assert "ConnectionRefusedError" not in tried.stderr
+    assert "Error" in tried.stderr
+    shown = link.shape("--show")
+    assert shown.returncode == 3
+    assert "the emulator has ended, nothing leaves this container" in shown.stderr
+    assert link.shape("--link", "far", "--emulate").returncode == 0  # and begins anew
+    assert_far(link)
+
+
+@pytest.mark.parametrize("options", [[], ["--emulate"]], ids=["as the kernel can", "emulated"])
+def test_rate_holds_behind_a_delay(link: Link, options: list[str]) -> None:
     # No jitter, which reorders, and a queue beyond rate × delay: else it is TCP that stays below the rate.
-    assert link.shape("--link", "long").returncode == 0
+    assert link.shape("--link", "long", *options).returncode == 0
     assert link.transfer_mbit(4.0) == pytest.approx(RATE_MBIT, rel=0.15)
 
 
-def test_link_that_loses_everything_lets_nothing_through(link: Link, has_netem: bool) -> None:
-    if not has_netem:
-        pytest.skip("this kernel has no netem (sch_netem)")
+def test_link_that_loses_everything_lets_nothing_through(link: Link) -> None:
     assert link.shape("--link", "broken").returncode == 0
     lone = "import socket, sys; socket.create_connection((sys.argv[1], 9), timeout=1)"
-    tried = run([*inside(link.near), sys.executable, "-c", lone, link.far_address])
+    tried = run([*link.as_daemon(), sys.executable, "-c", lone, link.far_address])
     assert "TimeoutError" in tried.stderr  # without the loss it would be ConnectionRefusedError
 
 
@@ -291,7 +326,7 @@ def test_entrypoint_shapes_with_the_capabilities_of_compose_and_keeps_none(link:
         folder.chmod(0o755)
         for name in ("entrypoint.sh", "shape.py"):
             shutil.copy(DOCKER / name, folder)
-        granted = ["setpriv", "--bounding-set=-all,+net_admin,+setuid,+setgid", "--no-new-privs", "--"]
+        granted = ["setpriv", "--bounding-set=-all,+net_admin,+sys_nice,+setuid,+setgid", "--no-new-privs", "--"]
         look = [str(folder / "entrypoint.sh"), "sh", "-c", "id -u; grep CapEff /proc/self/status"]
         variables = {"SHAPE_LINK": "thin", "SHAPE_SCENARIO": str(link.scenario), "SHAPE_INTERFACE": "wan0"}
         done = run([*inside(link.near), *granted, *look], **variables)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""compose.yml, the Dockerfile and the entrypoint, checked as far as they can be without a Docker engine."""
+"""compose.yml, the Dockerfile and the entrypoint, checked as far as they can be without a Docker engine.
 
-import ipaddress
+With one: tests/docker.
+"""
+
 import json
 import os
 import re
@@ -19,12 +21,15 @@ import jsonschema
 import pytest
 import yaml
 
+from isthmus.trainer.config_peers import NodeSection
 from isthmus.trainer.errors import RESTARTABLE, ExitCode
+from scripts.wanlink.namespaces import TUN_PATH
+from scripts.wanlink.uplink import SYSCTLS
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCKER = ROOT / "docker"
 UNPRIVILEGED_ID = "10001"
-CAPABILITIES_OF_A_SHAPED_PEER = {"NET_ADMIN", "SETUID", "SETGID"}
+CAPABILITIES_OF_A_SHAPED_PEER = {"NET_ADMIN", "SYS_NICE", "SETUID", "SETGID"}
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -40,16 +45,12 @@ class StrictLoader(yaml.SafeLoader):
 
 @pytest.fixture(scope="module")
 def compose() -> Any:
-    return yaml.safe_load((DOCKER / "compose.yml").read_text())
+    return yaml.safe_load((ROOT / "compose.yml").read_text())
 
 
 @pytest.fixture(scope="module")
 def schema() -> Any:
     return json.loads(Path(__file__).with_name("compose_schema.json").read_text())
-
-
-def peers(compose: Any) -> dict[str, Any]:
-    return {name: service for name, service in compose["services"].items() if name != "coordinator"}
 
 
 # --------------------------------------------------------------------------------------- compose
@@ -71,6 +72,8 @@ def test_compose_file_follows_the_compose_specification(compose: Any, schema: An
         ("user", "root"),
         ("stop_grace_period", "90"),
         ("volumes", ["ticket"]),
+        ("ports", ["9464:9464"]),
+        ("sysctls", {"kernel.msgmax": "1"}),
         ("cap_add", ["CAP_net_admin"]),
     ],
 )
@@ -78,36 +81,44 @@ def test_schema_refuses_what_the_specification_or_we_do_not_allow(
     compose: Any, schema: Any, key: str, value: object
 ) -> None:
     broken = json.loads(json.dumps(compose))
-    broken["services"]["peer-1"][key] = value
+    broken["services"]["peer"][key] = value
     assert not jsonschema.Draft202012Validator(schema).is_valid(broken)
 
 
-def test_one_coordinator_and_three_peers_run_one_image(compose: Any) -> None:
-    assert len(peers(compose)) == 3
-    assert len({service["image"] for service in compose["services"].values()}) == 1
-    assert len({json.dumps(service["build"]) for service in compose["services"].values()}) == 1
-    build = compose["services"]["coordinator"]["build"]
-    assert (DOCKER / build["context"]).resolve() == ROOT
-    assert (ROOT / build["dockerfile"]).is_file()
+def test_one_coordinator_and_three_peers_run_one_image_that_is_built_once(compose: Any) -> None:
+    coordinator, peer = compose["services"]["coordinator"], compose["services"]["peer"]
+    assert len(compose["services"]) == 2
+    assert peer["deploy"] == {"replicas": 3}
+    assert coordinator["image"] == peer["image"]
+    assert "build" not in peer  # or Compose builds the image once for each service
+    assert ROOT / coordinator["build"]["context"] == ROOT
+    assert (ROOT / coordinator["build"]["dockerfile"]).is_file()
 
 
-def test_every_peer_waits_for_the_coordinators_ticket_and_joins_with_it(compose: Any) -> None:
-    coordinator = compose["services"]["coordinator"]
+def test_every_build_argument_has_a_default_in_the_dockerfile(compose: Any) -> None:
+    arguments = {rest.split("=")[0] for name, rest in instructions() if name == "ARG"}
+    assert set(compose["services"]["coordinator"]["build"]["args"]) <= arguments
+
+
+def test_every_peer_waits_for_the_coordinators_ticket_and_joins_with_nothing_else(compose: Any) -> None:
+    coordinator, peer = compose["services"]["coordinator"], compose["services"]["peer"]
     ticket = coordinator["command"][coordinator["command"].index("--ticket-file") + 1]
     assert ticket in coordinator["healthcheck"]["test"][1]
     volume = next(v for v in coordinator["volumes"] if isinstance(v, str) and v.startswith("ticket:"))
     assert ticket.startswith(volume.split(":")[1] + "/")
-    for peer in peers(compose).values():
-        assert peer["command"] == ["isthmus", "join", f"@{ticket}", "--insecure"]
-        assert peer["depends_on"] == {"coordinator": {"condition": "service_healthy"}}
-        assert f"{volume}:ro" in peer["volumes"]
+    assert peer["command"] == ["isthmus", "join", f"@{ticket}"]
+    assert peer["depends_on"] == {"coordinator": {"condition": "service_healthy"}}
+    assert f"{volume}:ro" in peer["volumes"]
 
 
-def test_every_named_volume_is_declared_used_and_every_run_directory_is_its_own(compose: Any) -> None:
-    mounts = [v.split(":") for s in compose["services"].values() for v in s["volumes"] if isinstance(v, str)]
-    assert {name for name, *_ in mounts} == set(compose["volumes"])
-    run_directories = [name for name, target, *_ in mounts if target == "/var/lib/isthmus"]
-    assert len(run_directories) == len(set(run_directories)) == len(compose["services"])
+def test_every_named_volume_is_declared_and_used_and_peers_share_no_run_directory(compose: Any) -> None:
+    mounts = {
+        name: [v.split(":") for v in service["volumes"] if isinstance(v, str)]
+        for name, service in compose["services"].items()
+    }
+    assert {volume for found in mounts.values() for volume, *_ in found} == set(compose["volumes"])
+    assert "/var/lib/isthmus" in [target for _, target, *_ in mounts["coordinator"]]
+    assert "/var/lib/isthmus" not in [target for _, target, *_ in mounts["peer"]]  # the image gives each one of its own
 
 
 def test_bind_mounts_are_read_only_and_never_invented_by_the_engine(compose: Any) -> None:
@@ -116,16 +127,7 @@ def test_bind_mounts_are_read_only_and_never_invented_by_the_engine(compose: Any
     for bind in binds:
         assert bind["read_only"] is True
         assert bind["bind"]["create_host_path"] is False
-    assert (DOCKER / "scenario.toml").is_file()
-
-
-def test_addresses_are_fixed_distinct_and_inside_the_subnet(compose: Any) -> None:
-    subnet = ipaddress.ip_network(compose["networks"]["wan"]["ipam"]["config"][0]["subnet"])
-    assert subnet.is_private
-    addresses = [ipaddress.ip_address(s["networks"]["wan"]["ipv4_address"]) for s in compose["services"].values()]
-    assert len(set(addresses)) == len(compose["services"])
-    taken_by_docker = (subnet.network_address, subnet.network_address + 1, subnet.broadcast_address)
-    assert all(address in subnet and address not in taken_by_docker for address in addresses)
+        assert (ROOT / re.sub(r"\$\{[A-Z_]+:-(.*)\}", r"\1", bind["source"])).is_file()
 
 
 def test_capabilities_are_minimal_and_only_where_a_link_is_shaped(compose: Any) -> None:
@@ -139,11 +141,27 @@ def test_capabilities_are_minimal_and_only_where_a_link_is_shaped(compose: Any) 
         assert service["user"] == ("0:0" if is_shaped else f"{UNPRIVILEGED_ID}:{UNPRIVILEGED_ID}")
 
 
-def test_every_peer_has_its_own_link_in_the_scenario_and_no_link_is_left_over(compose: Any) -> None:
-    links = [peer["environment"]["SHAPE_LINK"] for peer in peers(compose).values()]
-    assert sorted(links) == sorted(tomllib.loads((DOCKER / "scenario.toml").read_text())["links"])
-    targets = {v["target"] for peer in peers(compose).values() for v in peer["volumes"] if isinstance(v, dict)}
-    assert {peer["environment"]["SHAPE_SCENARIO"] for peer in peers(compose).values()} <= targets
+def test_scenario_has_a_link_for_each_peer_and_lies_where_the_entrypoint_looks(compose: Any) -> None:
+    peer = compose["services"]["peer"]
+    links = tomllib.loads((DOCKER / "scenario.toml").read_text())["links"]
+    assert list(links) == [f"peer-{number}" for number in range(1, peer["deploy"]["replicas"] + 1)]
+    copied = next(rest for name, rest in instructions() if name == "COPY" and "docker/scenario.toml" in rest)
+    bound = next(v for v in peer["volumes"] if isinstance(v, dict))
+    assert bound["target"] == f"{shlex.split(copied)[-1]}scenario.toml"
+
+
+def test_peers_have_what_the_emulator_asks_for(compose: Any) -> None:
+    peer = compose["services"]["peer"]
+    assert peer["devices"] == [TUN_PATH]
+    assert peer["sysctls"] == SYSCTLS | {"net.ipv4.conf.default.rp_filter": "0"}
+
+
+def test_peers_share_the_cores_and_tell_their_metrics_to_the_host_alone(compose: Any) -> None:
+    peer = compose["services"]["peer"]
+    assert peer["environment"]["ISTHMUS__NODE__THREADS"] == "${THREADS:-1}"
+    assert peer["ports"] == [f"127.0.0.1::{peer['environment']['ISTHMUS__NODE__METRICS_PORT']}"]
+    keys = {name.removeprefix("ISTHMUS__NODE__").lower() for name in peer["environment"] if "__NODE__" in name}
+    assert keys <= set(NodeSection.model_fields)
 
 
 def test_every_restart_goes_through_the_translation_of_exit_codes(compose: Any) -> None:
@@ -160,7 +178,7 @@ def test_compose_passes_only_variables_that_the_entrypoint_reads(compose: Any) -
 
 
 def test_no_key_stands_twice_in_the_compose_file() -> None:
-    yaml.load((DOCKER / "compose.yml").read_text(), Loader=StrictLoader)
+    yaml.load((ROOT / "compose.yml").read_text(), Loader=StrictLoader)
     with pytest.raises(yaml.constructor.ConstructorError):
         yaml.load("a: {b: 1, b: 2}", Loader=StrictLoader)
 
@@ -199,7 +217,7 @@ def test_base_images_are_named_with_a_version() -> None:
             base = re.sub(r"\$\{(\w+)\}", lambda match: arguments[match[1]], base)
             assert base in stages | {"scratch"} or re.fullmatch(r"[a-z/]+:[0-9][\w.-]+", base), base
             stages.add(stage)
-    assert stages == {"wheels", "runtime", "inventory", "sbom", ""}
+    assert stages == {"wheels", "own", "runtime", "inventory", "sbom", ""}
 
 
 def test_all_but_torch_is_installed_by_hash_and_the_lock_names_no_index() -> None:
@@ -242,7 +260,7 @@ def test_image_asks_status_for_its_health_and_keeps_runs_in_a_volume() -> None:
     stage = runtime_stage()
     health = next(rest for name, rest in stage if name == "HEALTHCHECK")
     assert "isthmus status --json" in health
-    assert "SHAPE_LINK= " in health  # or every check would shape the link anew
+    assert "SHAPE_LINK=''" in (DOCKER / "isthmus.sh").read_text()  # or every check would shape the link anew
     assert ("VOLUME", "/var/lib/isthmus") in stage
     assert ("WORKDIR", "/var/lib/isthmus") in stage
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -94,13 +95,6 @@ def test_qdiscs_of_the_kernel_itself_shape_nothing() -> None:
     assert shape.parse_in_force('[{"kind": "noqueue", "handle": "0:", "root": true}]') == shape.Shape()
 
 
-def test_shape_splits_into_what_each_qdisc_emulates() -> None:
-    assert FULL.kinds() == ["netem", "tbf"]
-    assert FULL.only(["netem"]) == shape.Shape(delay_ms=40, jitter_ms=5, loss_percent=0.1)
-    assert FULL.only(["tbf"]) == shape.Shape(rate_mbit=10, queue_kb=100)
-    assert FULL.only(FULL.kinds()) == FULL
-
-
 def test_fields_bounds_and_qdiscs_speak_of_the_same_keys() -> None:
     names = [field.name for field in shape.dataclasses.fields(shape.Shape)]
     assert list(shape.BOUNDS) == names
@@ -161,6 +155,32 @@ def test_mistake_on_the_command_line_is_named_with_its_cure(
 ) -> None:
     assert shape.main(arguments) == exit_code
     assert re.search(complaint, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("number", "link"), [(1, "peer-1"), (3, "peer-3"), (4, "peer-1"), (12, "peer-3")])
+def test_links_are_given_out_in_turn_by_the_number_in_a_containers_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, link: str
+) -> None:
+    def answer(command: list[str]) -> subprocess.CompletedProcess[str]:
+        told = {
+            "ip": '[{"addr_info": [{"local": "172.18.0.9"}]}]',
+            "getent": f"172.18.0.9  my-1-peer-{number}.my-1_wan",
+        }
+        return subprocess.CompletedProcess(command, 0, told[command[0]], "")
+
+    monkeypatch.setattr(shape, "_run", answer)
+    assert shape.main(["--link", "auto", "--dry-run"]) == 0
+    by_number = capsys.readouterr().out
+    assert shape.main(["--link", link, "--dry-run"]) == 0
+    assert by_number == capsys.readouterr().out
+
+
+def test_container_without_a_number_is_told_to_name_its_link(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shape, "NAME_TRIES", 1)
+    assert shape.main(["--link", "auto", "--dry-run", "--interface", "lo"]) == 3
+    assert "name a link of the scenario instead of auto" in capsys.readouterr().err
 
 
 def test_shaping_without_root_exits_3(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,10 +71,18 @@ def test_two_peers_in_one_process_do_not_meet(metrics: Metrics) -> None:
     assert other.registry.get_sample_value("isthmus_outer_step") == 0
 
 
-def test_endpoint_listens_on_this_machine_only_and_only_reads(server: MetricsServer) -> None:
+def test_endpoint_listens_on_this_machine_only_by_itself_and_only_reads(server: MetricsServer) -> None:
     assert server.address.startswith("127.0.0.1:")
     status, text = ask(server, "POST")
     assert status == 405 or "isthmus_outer_step 0.0" in text  # older clients answer a POST as a GET
+
+
+def test_endpoint_listens_where_it_is_told_to(metrics: Metrics) -> None:
+    with MetricsServer(metrics, host="127.0.0.2", port=0) as elsewhere:
+        assert elsewhere.address.startswith("127.0.0.2:")
+        assert ask(elsewhere)[0] == 200
+    with pytest.raises(EnvironmentFault, match=r"node\.metrics_host to an address of this machine"):
+        MetricsServer(metrics, host="203.0.113.1", port=0)
 
 
 def test_strange_requests_do_not_end_it(server: MetricsServer) -> None:
