@@ -128,7 +128,8 @@ class Entries:
         self._members, self._learners = set(members), self._learners.difference(members)
         old = {member.ref for member in before.members} if before is not None else set()
         apart = {frozenset((members[one], members[other])) for one, other in record.view.apart}
-        self._demand_trying(apart, set() if before is None else _linked(before), now)
+        is_next = before is not None and record.view.epoch == before.epoch + 1  # else the run has gone back meanwhile
+        self._demand_trying(apart, _linked(before) if before is not None and is_next else set(), now)
         for ref in (ref for ref in members if ref not in old):
             self._demand_links(ref, members, apart)
             if len(old) >= self._min_peers:
