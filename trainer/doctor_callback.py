@@ -5,16 +5,15 @@ Whoever has a ticket can make the coordinator and a member dial addresses of its
 well, for an address that it gives is dialled by every member; but a join is seen by everybody, and this is not. So it
 must be of no use for anything else:
 
-* No port scanner. Of a host that is not the one that the question came from nobody learns more than whether our own
-  listener answers there, and not sooner than after the whole time for a dial: whether a port of a third machine is open,
-  closed or filtered shows neither in words nor in time. Of the host that the asker came from the
-  cause is told: any machine out there tells it that.
+* No port scanner. Of a third machine nobody learns more than whether our own listener answers there, and not before
+  the whole time for a dial is over: whether a port is open, closed or filtered shows neither in words nor in time. Of
+  the host that the question came from the cause is told, as any machine out there would tell it.
 * No voice in foreign services. Nothing is sent on a connection: the listener speaks first, with a number that only the
-  asker and we know, and anything else ends it. So no machine is taken for the asker because it has the same private address.
+  asker and we know, and anything else ends it. So no other machine with the same private address is taken for it.
 * No amplifier. A question is longer than the handshakes that it causes, of one TCP connection an address; there are at
-  most eight addresses a question, and all questions together have one budget.
-* Names are not dialled, for nobody knows before what they stand for. Loopback is dialled for who came over loopback; link-local addresses (169.254.169.254 tells secrets in some clouds),
-  multicast and the unspecified address never.
+  most eight addresses in a question, and all questions together have one budget.
+* Names are not dialled, for nobody knows before what they stand for. Loopback is dialled for who came over loopback;
+  link-local addresses (169.254.169.254 tells secrets in some clouds), multicast and the unspecified address never.
 
 Rules: one object a process, so that the budget holds whoever asks. Must not know what the answers are used for.
 """

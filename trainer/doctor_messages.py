@@ -64,7 +64,7 @@ Question = FactsWanted | Ping | Upload | Download | Call
 
 
 class Facts(_Message, frozen=True, kw_only=True, tag="facts"):
-    """What a joiner would be told, and the version of the program. `seen_from`: the host that the question came from."""
+    """What a joiner would be told, and the program's version. `seen_from`: the host that the question came from."""
 
     version: Annotated[str, Meta(max_length=64)]
     manifest: Annotated[bytes, Meta(max_length=MAX_MANIFEST_NBYTES)]

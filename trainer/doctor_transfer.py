@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Padding that shows what a path carries: sent for two seconds, counted in windows of an eighth of a second.
 
-A path is measured by several streams at once, as exchanges use it, and what counts is what the receiver has got. Windows
-have the receiver's clock, so those of several streams add up.
+A path is measured by several streams at once, as exchanges use it, and what counts is what the receiver has got.
+Windows have the receiver's clock, so those of several streams add up.
 
 Rules: bounded in seconds and in bytes on both sides. Must not know who asks.
 """
