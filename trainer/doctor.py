@@ -18,7 +18,7 @@ from pathlib import Path as FilePath
 
 from isthmus.collective.core.address import candidates_of, is_wildcard, join_address, split_address
 from isthmus.collective.errors import CollectiveError
-from isthmus.collective.transport.interfaces import is_loopback
+from isthmus.collective.transport.interfaces import is_loopback, own_interfaces
 from isthmus.collective.transport.link import Caps
 from isthmus.trainer import doctor_machine as machine
 from isthmus.trainer import doctor_network as network
@@ -79,7 +79,8 @@ async def examine(options: DoctorOptions, tell: Tell) -> None:
         if sock is not None:
             stack.enter_context(contextlib.closing(sock))
             own = machine.own_address(node.listen, sock.getsockname()[1], advertise=node.advertise)
-            note(machine.addresses(own, node.advertise))
+            is_open = is_wildcard(split_address(node.listen)[0])
+            note(machine.addresses(own, node.advertise, is_open=is_open))
         if options.ticket is not None:
             await _Visit(options, note, told, sock).with_ticket(options.ticket)
 
@@ -122,7 +123,7 @@ class _Visit:
         if facts is None:
             return
         self._tell(network.admits(ticket))
-        self._tell(network.answers(path.address, facts.seen_from, self._own_address(facts.seen_from)))
+        self._tell(network.answers(path.address, facts.seen_from, {str(item.ip) for item in own_interfaces()}))
         self._tell(run.program(facts))
         check, config = await in_thread(run.adopted, self._resolved, facts)
         self._tell(check)

@@ -80,7 +80,7 @@ def device(wanted: str, num_workers: int) -> Check:
     if num_devices < num_workers:
         return fail(
             "device",
-            f"{num_workers} workers on GPUs are wanted, and torch finds {num_devices} here",
+            f"{num_workers} GPUs are wanted, and torch finds {num_devices}",
             "say --device cpu or fewer --local-workers, or install a driver and a torch that is built for CUDA",
             num_gpus=num_devices,
         )
@@ -215,16 +215,19 @@ def listening(listen: str) -> tuple[Check, socket.socket | None]:
     return ok("listen", f"{shown} on {where}", listen=listen, port=sock.getsockname()[1]), sock
 
 
-def addresses(own: str, advertise: str | None) -> Check:
+def addresses(own: str, advertise: str | None, *, is_open: bool) -> Check:
     """Where others may reach this machine, as far as it knows.
 
     Args:
         own: see `reachable_at`.
+        is_open: whether it listens on every interface.
         advertise: `node.advertise`.
     """
     candidates = candidates_of(own)
     kinds = {address: "advertised" if address == advertise else kind_of(address) for address in candidates}
     shown = [f"{split_address(address)[0]} ({kind})" for address, kind in kinds.items() if kind != "loopback"]
+    if not shown and not is_open:
+        return ok("addresses", "loopback alone, as --listen says", addresses=list(candidates))
     if not shown:
         text = "loopback alone: only peers of this machine reach it"
         return warn("addresses", text, "connect it to a network, and leave --listen out", addresses=list(candidates))

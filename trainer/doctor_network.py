@@ -4,7 +4,7 @@
 Pure. Must not know how anything is measured.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 
 from isthmus.collective.core.address import candidates_of, split_address
@@ -18,7 +18,7 @@ from isthmus.collective.transport.interfaces import is_loopback
 from isthmus.collective.transport.proof import WINDOW_S
 from isthmus.collective.transport.security import ANOTHER_PEER, ANOTHER_RUN
 from isthmus.elastic.dialler import LATER_CODE
-from isthmus.trainer.doctor_messages import Attempt, CalledByBoth, MemberCalled
+from isthmus.trainer.doctor_messages import Attempt, CalledByBoth
 from isthmus.trainer.doctor_path import Transfer, Trip
 from isthmus.trainer.doctor_report import Check, Fact, fail, format_ms, format_rate, ok, warn
 from isthmus.trainer.ticket import Ticket, expiry_hint
@@ -89,16 +89,15 @@ def _cure(ticket: Ticket, causes: Mapping[str, CollectiveError]) -> str:
     )
 
 
-def answers(address: str, seen_from: str, own: str) -> Check:
+def answers(address: str, seen_from: str, own: Collection[str]) -> Check:
     """The coordinator has answered.
 
     Args:
         address: where.
         seen_from: the host that it saw us come from.
-        own: this machine's address, with its candidates.
+        own: the hosts that this machine is, but for loopback.
     """
-    hosts = {split_address(one)[0] for one in candidates_of(own)}
-    seen = "" if seen_from in hosts or is_loopback(seen_from) else f"; it sees this machine as {seen_from} (a NAT)"
+    seen = "" if seen_from in own or is_loopback(seen_from) else f"; it sees this machine as {seen_from} (a NAT)"
     return ok("coordinator", f"answers at {address}{seen}", address=address, seen_from=seen_from)
 
 
@@ -221,19 +220,15 @@ def member(answer: CalledByBoth, doubt: str | None) -> Check:
             "let one of the two be called: open or forward its port, and let it say where with --advertise HOST:PORT",
             **facts,
         )
-    return ok("member", f"{asked.peer_id} {_directions(asked, reached, doubt)}", **facts)
+    return ok("member", f"{asked.peer_id} {_directions(reached, doubt)}", **facts)
 
 
-def _directions(asked: MemberCalled, reached: list[str], doubt: str | None) -> str:
+def _directions(reached: list[str], doubt: str | None) -> str:
     if not reached:
         return "can be called from here, and cannot call this machine"
     if doubt is not None:
         return f"calls this machine at {reached[0]}, and cannot be called from here"
-    return f"and this machine can call each other, at {_first_host(asked.address)} and {reached[0]}"
-
-
-def _first_host(address: str) -> str:
-    return candidates_of(address)[0]
+    return f"and this machine can call each other; it calls {reached[0]}"
 
 
 def _reached(attempts: tuple[Attempt, ...]) -> list[str]:

@@ -26,6 +26,8 @@ MAX_STREAMS = 8
 MAX_NBYTES = 256 << 20
 """Of one stream: what 1 Gbit/s carries in two seconds."""
 WINDOW_S = 0.125
+_SEND_S = 5.0
+"""For one piece. One that is cut off would end the connection, which has a last word to carry."""
 _FIRST_PIECE_NBYTES = 2 << 10
 _GROWTH = 16
 """A piece is at most this part of what was sent before: on a slow path a long one would fill several windows."""
@@ -42,7 +44,7 @@ async def send_padding(channel: Channel, *, cap: TokenBucket | None) -> None:
         cap: what this machine may send.
 
     Raises:
-        CollectiveError: the connection is gone; the other side may have had enough.
+        CollectiveError: the connection is gone or takes nothing; the other side may have had enough.
     """
     clock = asyncio.get_running_loop().time
     padding = memoryview(secrets.token_bytes(PADDING_NBYTES))  # nothing on the way can make it shorter
@@ -54,10 +56,7 @@ async def send_padding(channel: Channel, *, cap: TokenBucket | None) -> None:
                 await asyncio.sleep(min(delay_s, left_s))
                 continue
             cap.take(clock(), piece.nbytes)
-        try:
-            await channel.send(FrameType.PADDING, piece, timeout_s=left_s)
-        except DeadlineExceeded:
-            return
+        await channel.send(FrameType.PADDING, piece, timeout_s=_SEND_S)
         sent_nbytes += piece.nbytes
         await asyncio.sleep(0)  # a path that takes all at once would let nothing else run
 
