@@ -20,6 +20,7 @@ from isthmus.collective.core.address import candidates_of, is_wildcard, join_add
 from isthmus.collective.errors import CollectiveError
 from isthmus.collective.transport.interfaces import is_loopback, own_interfaces
 from isthmus.collective.transport.link import Caps
+from isthmus.collective.transport.sockets import streams_for
 from isthmus.trainer import doctor_machine as machine
 from isthmus.trainer import doctor_network as network
 from isthmus.trainer import doctor_run as run
@@ -28,12 +29,16 @@ from isthmus.trainer.doctor_callback import answering
 from isthmus.trainer.doctor_messages import Facts
 from isthmus.trainer.doctor_path import Path, TurnRefused, Unreached, reach
 from isthmus.trainer.doctor_report import Check, fail, warn
+from isthmus.trainer.doctor_transfer import MAX_STREAMS
 from isthmus.trainer.errors import leaves
 from isthmus.trainer.joining import stranger_security
 from isthmus.trainer.threads import in_thread
 from isthmus.trainer.ticket import Ticket, TicketFault, TicketRefused, read_ticket
 
 _BROKEN_CURE = "try again; if it breaks again, look at the network on the way"
+
+_EASY = 0.25
+"""Of what the line carries: with so much nothing is lost for want of room."""
 
 Tell = Callable[[Check], None]
 
@@ -143,13 +148,19 @@ class _Visit:
         trip = await path.trip()
         self._tell(network.clock(trip, is_encrypted=is_encrypted))
         self._tell(network.round_trip(trip))
-        has_bbr = self._told["bbr"].level == "ok"
-        down = await path.download(trip.shortest_s, has_bbr=has_bbr)
+        wanted = streams_for(trip.shortest_s, "bbr" if self._told["bbr"].level == "ok" else "cubic")
+        num_streams = min(wanted, MAX_STREAMS)
+        down = await path.download(num_streams)
         self._tell(network.rate("down", down, cap=self._node.max_download_bytes_per_s))
-        up = await path.upload(trip.shortest_s, has_bbr=has_bbr)
+        up = await path.upload(num_streams)
         self._tell(network.rate("up", up, cap=self._node.max_upload_bytes_per_s))
-        self._tell(network.loss(down, up))
         self._tell(network.path_mtu(up.path_mtu))
+        if not down.bytes_per_s or not up.bytes_per_s:
+            return
+        # A full line loses packets by itself. What gets lost on the way shows beside it.
+        easy_down = await path.download(1, most_bytes_per_s=_EASY * down.bytes_per_s)
+        easy_up = await path.upload(1, most_bytes_per_s=_EASY * up.bytes_per_s)
+        self._tell(network.loss(easy_down, easy_up))
 
     async def _be_called(self, path: Path, sock: socket.socket, seen_from: str) -> None:
         own = await self._numeric(candidates_of(self._own_address(seen_from)))

@@ -48,7 +48,9 @@ class Upload(_Message, frozen=True, tag="upload"):
 
 
 class Download(_Message, frozen=True, tag="download"):
-    """Send padding, after a `Go`."""
+    """Send padding, after a `Go`; no more than so many bytes a second, where they are given."""
+
+    most_bytes_per_s: Annotated[float, Meta(ge=1.0, le=1e12)] | None = None
 
 
 class Call(_Message, frozen=True, tag="call"):

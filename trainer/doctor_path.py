@@ -12,17 +12,22 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.collective.core.types import Incarnation, PeerId
-from isthmus.collective.errors import CollectiveError, ConnectionLost, HandshakeRefused, RemoteProtocolError
+from isthmus.collective.errors import (
+    CollectiveError,
+    ConnectionLost,
+    DeadlineExceeded,
+    HandshakeRefused,
+    RemoteProtocolError,
+)
 from isthmus.collective.transport import Channel, Hello, Purpose, TicketSecurity, connect
 from isthmus.collective.transport.certificates import peer_id_of_key
 from isthmus.collective.transport.link import Caps
 from isthmus.collective.transport.racing import race
-from isthmus.collective.transport.sockets import streams_for
 from isthmus.elastic.wire import decode
 from isthmus.trainer.doctor_messages import (
     REPLIES,
@@ -44,7 +49,6 @@ from isthmus.trainer.doctor_messages import (
     say,
 )
 from isthmus.trainer.doctor_transfer import (
-    MAX_STREAMS,
     TRANSFER_S,
     Windows,
     bytes_between,
@@ -132,33 +136,30 @@ class Path:
         (shortest_s, ahead_s), (longest_s, _) = min(trips), max(trips)
         return Trip(shortest_s=shortest_s, longest_s=longest_s, ahead_s=ahead_s)
 
-    async def download(self, round_trip_s: float, *, has_bbr: bool) -> Transfer:
+    async def download(self, num_streams: int, *, most_bytes_per_s: float | None = None) -> Transfer:
         """Let the coordinator send for two seconds."""
-        streams = self._streams(Download(), round_trip_s, has_bbr=has_bbr)
+        streams = self._streams(Download(most_bytes_per_s), num_streams)
         async with streams as channels, asyncio.TaskGroup() as tasks:
             counts = [tasks.create_task(self._count(channel)) for channel in channels]
         results = [count.result() for count in counts]
         return Transfer(
             bytes_per_s=rate_of(windows for windows, _ in results),
-            num_streams=len(results),
+            num_streams=num_streams,
             sent_nbytes=sum(moved.sent_nbytes for _, moved in results),
             resent_nbytes=sum(moved.resent_nbytes for _, moved in results),
         )
 
-    async def upload(self, round_trip_s: float, *, has_bbr: bool) -> Transfer:
+    async def upload(self, num_streams: int, *, most_bytes_per_s: float | None = None) -> Transfer:
         """Send for two seconds."""
-        async with self._streams(Upload(), round_trip_s, has_bbr=has_bbr) as channels:
-            before = [channel.tcp_info for channel in channels]
-            async with asyncio.TaskGroup() as tasks:
-                sent = [tasks.create_task(self._send(channel)) for channel in channels]
-            counted = [bytes_between(*pair) for pair in zip(before, (c.tcp_info for c in channels), strict=True)]
-            path_mtu = channels[0].path_mtu
+        async with self._streams(Upload(), num_streams) as channels, asyncio.TaskGroup() as tasks:
+            sent = [tasks.create_task(self._send(channel, most_bytes_per_s)) for channel in channels]
+        results = [one.result() for one in sent]
         return Transfer(
-            bytes_per_s=rate_of(windows_of(moved.result()) for moved in sent),
-            num_streams=len(sent),
-            sent_nbytes=sum(arrived for arrived, _ in counted),
-            resent_nbytes=sum(resent for _, resent in counted),
-            path_mtu=path_mtu,
+            bytes_per_s=rate_of(result.windows for result in results),
+            num_streams=num_streams,
+            sent_nbytes=sum(result.sent_nbytes for result in results),
+            resent_nbytes=sum(result.resent_nbytes for result in results),
+            path_mtu=results[0].path_mtu,
         )
 
     async def called_at(self, addresses: Sequence[str], nonce: Nonce) -> CalledByBoth:
@@ -177,14 +178,11 @@ class Path:
         return None
 
     @contextlib.asynccontextmanager
-    async def _streams(
-        self, question: Question, round_trip_s: float, *, has_bbr: bool
-    ) -> AsyncIterator[tuple[Channel, ...]]:
-        """As many connections as exchanges would take, each with its turn."""
-        wanted = streams_for(round_trip_s, "bbr" if has_bbr else "cubic")
+    async def _streams(self, question: Question, num_streams: int) -> AsyncIterator[tuple[Channel, ...]]:
+        """So many connections, each with its turn."""
         async with contextlib.AsyncExitStack() as stack:
             async with asyncio.TaskGroup() as tasks:
-                opening = [tasks.create_task(self._open()) for _ in range(min(wanted, MAX_STREAMS))]
+                opening = [tasks.create_task(self._open()) for _ in range(num_streams)]
             channels = tuple(stack.enter_context(contextlib.closing(opened.result())) for opened in opening)
             async with asyncio.TaskGroup() as tasks:
                 for channel in channels:
@@ -203,18 +201,28 @@ class Path:
         moved = decode(REPLIES, last.payload)
         return windows, moved if isinstance(moved, Moved) else Moved()
 
-    async def _send(self, channel: Channel) -> Moved:
+    async def _send(self, channel: Channel, most_bytes_per_s: float | None) -> "_Sent":
+        before = channel.tcp_info
         async with asyncio.TaskGroup() as tasks:
-            sending = tasks.create_task(self._pour(channel))
+            sending = tasks.create_task(self._pour(channel, most_bytes_per_s))
             moved = await hear(channel, REPLIES, timeout_s=2 * TRANSFER_S + _TIMEOUT_S)
+            sent, resent = bytes_between(before, channel.tcp_info)
+            path_mtu = channel.path_mtu
             sending.cancel()
         if not isinstance(moved, Moved):
             raise RemoteProtocolError("another answer than was asked for")
-        return moved
+        return _Sent(windows_of(moved), sent, resent, path_mtu)
 
-    async def _pour(self, channel: Channel) -> None:
-        with contextlib.suppress(ConnectionLost):  # it has had enough
-            await send_padding(channel, cap=self.caps.upload)
+    async def _pour(self, channel: Channel, most_bytes_per_s: float | None) -> None:
+        with contextlib.suppress(ConnectionLost, DeadlineExceeded):  # it has had enough, or the line is slow
+            await send_padding(channel, cap=self.caps.upload, most_bytes_per_s=most_bytes_per_s)
+
+
+class _Sent(NamedTuple):
+    windows: Windows
+    sent_nbytes: int
+    resent_nbytes: int
+    path_mtu: int | None
 
 
 @contextlib.asynccontextmanager

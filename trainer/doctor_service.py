@@ -13,6 +13,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from isthmus.collective.core.bucket import TokenBucket
 from isthmus.collective.core.types import Member, PeerId
@@ -43,17 +44,17 @@ from isthmus.trainer.doctor_transfer import MAX_STREAMS, bytes_between, count_pa
 
 VISIT_S = 40.0
 """For all questions of one connection."""
-MAX_CONNECTIONS = 24
-_MAX_WAITING = 4
-"""Connections that wait for their turn."""
+MAX_CONNECTIONS = 32
+_MAX_WAITING = 16
+"""Connections that wait for their turn: two askers."""
 _TURN_S = 15.0
 _TIMEOUT_S = 5.0
 _DRAIN_S = 1.0
 _MEMBERS_S = 9.0
 """For finding a member that dials, and what it says."""
 _MAX_ASKED = 3
-_STREAM_RATE, _STREAM_BURST = 16 / 60, 48
-"""Transfers of one stream: three askers with eight streams both ways, then one a minute."""
+_STREAM_RATE, _STREAM_BURST = 36 / 60, 108
+"""Transfers of one stream: six askers, with nine streams each way, then two a minute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +120,8 @@ class DoctorService:
                 await say(channel, Now(self._here.now_s()), timeout_s=_TIMEOUT_S)
             case Upload():
                 await self._transfer(channel, self._receive)
-            case Download():
-                await self._transfer(channel, self._send)
+            case Download(most_bytes_per_s=most):
+                await self._transfer(channel, partial(self._send, most_bytes_per_s=most))
             case Call() as call:
                 await say(channel, await self._call(call, channel.host), timeout_s=_TIMEOUT_S)
 
@@ -153,9 +154,9 @@ class DoctorService:
         windows, _ = await count_padding(channel, cap=self._here.download, patience_s=_TIMEOUT_S)
         return moved_of(windows)
 
-    async def _send(self, channel: Channel) -> Moved:
+    async def _send(self, channel: Channel, *, most_bytes_per_s: float | None) -> Moved:
         before = channel.tcp_info
-        await send_padding(channel, cap=self._here.upload)
+        await send_padding(channel, cap=self._here.upload, most_bytes_per_s=most_bytes_per_s)
         sent, resent = bytes_between(before, channel.tcp_info)
         return Moved(sent_nbytes=sent, resent_nbytes=resent)
 
@@ -207,7 +208,7 @@ class _Turns:
         """Hold the turn. Raises _NotNow."""
         await self._wait(asker)
         now = asyncio.get_running_loop().time()
-        if self._num_streams >= MAX_STREAMS or self._budget.delay_s(now, 1) > 0:
+        if self._budget.delay_s(now, 1) > 0:
             raise _NotNow
         self._budget.take(now, 1)
         self._holder = asker
@@ -218,18 +219,21 @@ class _Turns:
             self._num_streams -= 1
             if not self._num_streams:
                 self._holder = None
-                self._freed.set()
-                self._freed = asyncio.Event()
+            self._freed.set()
+            self._freed = asyncio.Event()
+
+    def _has_room_for(self, asker: PeerId) -> bool:
+        return self._holder is None or (self._holder == asker and self._num_streams < MAX_STREAMS)
 
     async def _wait(self, asker: PeerId) -> None:
-        if self._holder in (None, asker):
+        if self._has_room_for(asker):
             return
-        if self._num_waiting >= _MAX_WAITING * MAX_STREAMS:
+        if self._num_waiting >= _MAX_WAITING:
             raise _NotNow
         self._num_waiting += 1
         try:
             async with asyncio.timeout(_TURN_S):
-                while self._holder not in (None, asker):
+                while not self._has_room_for(asker):
                     await self._freed.wait()
         except TimeoutError as error:
             raise _NotNow from error

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 
 from isthmus.collective.core.bucket import TokenBucket
 from isthmus.collective.core.held_rate import HeldRate
-from isthmus.collective.errors import DeadlineExceeded
+from isthmus.collective.errors import ConnectionLost, DeadlineExceeded
 from isthmus.collective.transport import Channel, FrameType
 from isthmus.collective.transport.channel import ChannelFrame
 from isthmus.collective.transport.tcp_info import TcpInfo
@@ -36,26 +36,32 @@ Windows = Mapping[int, int]
 """Bytes by number of the window."""
 
 
-async def send_padding(channel: Channel, *, cap: TokenBucket | None) -> None:
+async def send_padding(channel: Channel, *, cap: TokenBucket | None, most_bytes_per_s: float | None = None) -> None:
     """Send for two seconds, or until so many bytes are sent.
 
     Args:
         channel: to send over.
         cap: what this machine may send.
+        most_bytes_per_s: no faster than this, to see what gets lost where the line is not full.
 
     Raises:
         CollectiveError: the connection is gone or takes nothing; the other side may have had enough.
     """
     clock = asyncio.get_running_loop().time
     padding = memoryview(secrets.token_bytes(PADDING_NBYTES))  # nothing on the way can make it shorter
+    buckets = [] if cap is None else [cap]
+    if most_bytes_per_s is not None:
+        buckets.append(TokenBucket(most_bytes_per_s, _FIRST_PIECE_NBYTES))
     ends_at, sent_nbytes = clock() + TRANSFER_S, 0
     while (left_s := ends_at - clock()) > 0 and sent_nbytes < MAX_NBYTES:
-        piece = padding[: max(_FIRST_PIECE_NBYTES, sent_nbytes // _GROWTH)]
-        if cap is not None:
-            if (delay_s := cap.delay_s(clock(), piece.nbytes)) > 0:
-                await asyncio.sleep(min(delay_s, left_s))
-                continue
-            cap.take(clock(), piece.nbytes)
+        most_nbytes = max(_FIRST_PIECE_NBYTES, sent_nbytes // _GROWTH)
+        piece = padding[: most_nbytes if most_bytes_per_s is None else _FIRST_PIECE_NBYTES]
+        delay_s = max((bucket.delay_s(clock(), piece.nbytes) for bucket in buckets), default=0.0)
+        if delay_s > 0:
+            await asyncio.sleep(min(delay_s, left_s))
+            continue
+        for bucket in buckets:
+            bucket.take(clock(), piece.nbytes)
         await channel.send(FrameType.PADDING, piece, timeout_s=_SEND_S)
         sent_nbytes += piece.nbytes
         await asyncio.sleep(0)  # a path that takes all at once would let nothing else run
@@ -76,7 +82,7 @@ async def count_padding(
         What came in each window, and the frame that ended it if that was no padding.
 
     Raises:
-        CollectiveError: the connection is gone.
+        CollectiveError: the connection is gone, and nothing has come.
     """
     clock = asyncio.get_running_loop().time
     windows: Counter[int] = Counter()
@@ -91,6 +97,10 @@ async def count_padding(
             frame = await channel.receive(timeout_s=left_s, into=into)
         except DeadlineExceeded:
             break
+        except ConnectionLost:
+            if not received_nbytes:
+                raise
+            break  # on a slow line the other side gives up before its last word gets through
         if frame.type is not FrameType.PADDING:
             return windows, frame
         if not received_nbytes:
