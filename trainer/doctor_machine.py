@@ -25,7 +25,7 @@ from isthmus.collective.core.address import candidates_of, is_wildcard, join_add
 from isthmus.collective.errors import AddressInUse
 from isthmus.collective.transport import SocketOptions
 from isthmus.collective.transport.sockets import bind
-from isthmus.trainer.doctor_report import Check, Fact, fail, ok, warn
+from isthmus.trainer.doctor_report import Check, Fact, fail, format_path, ok, warn
 from isthmus.trainer.reach import reachable_at
 from isthmus.trainer.status import format_nbytes
 
@@ -130,8 +130,10 @@ def disk(folder: Path) -> Check:
     try:
         rate = _write_speed(place, min(_WRITTEN_NBYTES, free_nbytes // 4))
     except OSError as error:
-        return fail("disk", f"{place} cannot be written: {error.strerror}", "give another folder with --dir")
-    text = f"{format_nbytes(free_nbytes)} free in {place}, writes {format_nbytes(round(rate))}/s"
+        return fail(
+            "disk", f"{format_path(place)} cannot be written: {error.strerror}", "give another folder with --dir"
+        )
+    text = f"{format_nbytes(free_nbytes)} free in {format_path(place)}, writes {format_nbytes(round(rate))}/s"
     facts: dict[str, Fact] = {"folder": str(place), "free_bytes": free_nbytes, "write_bytes_per_s": round(rate)}
     if free_nbytes < _LITTLE_DISK_NBYTES:
         return warn(

@@ -6,6 +6,7 @@ Rules: fields, checks and facts are added without a new schema, none changes its
 """
 
 import textwrap
+from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
@@ -86,6 +87,14 @@ def render_check(check: Check, *, width: int | None) -> str:
 def report_of(checks: list[Check]) -> Report:
     """What `--json` prints."""
     return Report(ok=all(check.level != "fail" for check in checks), checks=tuple(checks))
+
+
+def format_path(path: Path) -> str:
+    """From here, where that is shorter."""
+    here = Path.cwd()
+    if path == here:
+        return "this folder"
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def format_rate(bytes_per_s: float) -> str:

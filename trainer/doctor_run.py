@@ -14,7 +14,7 @@ from isthmus.trainer.config_sources import ResolvedConfig
 from isthmus.trainer.corpus import DataError, load_corpus
 from isthmus.trainer.doctor_machine import memory_nbytes
 from isthmus.trainer.doctor_messages import Facts
-from isthmus.trainer.doctor_report import Check, fail, ok, warn
+from isthmus.trainer.doctor_report import Check, fail, format_path, ok, warn
 from isthmus.trainer.errors import Refused
 from isthmus.trainer.model import num_parameters
 from isthmus.trainer.status import format_nbytes
@@ -54,7 +54,7 @@ def adopted(resolved: ResolvedConfig, facts: Facts) -> tuple[Check, Config | Non
 def text_of(config: Config, facts: Facts) -> Check:
     """Whether the run's text is here. It is compared where that takes a moment."""
     path = config.data_path
-    name = "the standard library of Python" if path is None else str(path)
+    name = "the standard library of Python" if path is None else format_path(path)
     if path is not None and _nbytes_in(path) > _MOST_COMPARED_NBYTES:
         return ok("text", f"{name} is here, too long to be compared at once", compared=False)
     cure = "name a copy of it with --data"

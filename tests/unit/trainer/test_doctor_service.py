@@ -301,19 +301,19 @@ async def test_a_stranger_cannot_make_a_member_dial() -> None:
 
 
 async def test_only_who_says_the_nonce_is_our_listener_and_nothing_is_said_to_anybody_else() -> None:
-    heard: list[bytes] = []
+    heard: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"220 mail ESMTP\r\n")
-        heard.append(await reader.read())
+        heard.set_result(await reader.read())
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         address = address_of(server.sockets[0])
         called = await CallBack().call([address], NONCE, asker="127.0.0.1")
+        assert await asyncio.wait_for(heard, 5) == b""
     assert called == Called((Attempt(address, "somebody else answers there"),))
-    assert heard == [b""]
 
 
 async def test_of_a_third_machine_nobody_learns_whether_a_port_is_open_or_closed() -> None:
