@@ -4,12 +4,16 @@
 Pure. Must not know how anything is measured.
 """
 
+import errno
+import os
+import re
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 
 from isthmus.collective.core.address import candidates_of, split_address
 from isthmus.collective.errors import (
     CollectiveError,
+    DeadlineExceeded,
     HandshakeRefused,
     PeerUnreachable,
     SecurityRefused,
@@ -27,7 +31,7 @@ _CLOCK_S = 5.0
 _SHORT_MTU = 1280
 """What IPv6 demands of every path."""
 _MUCH_LOSS = 0.03
-_TO_NOWHERE = ("unreachable", "no route")
+_ERRNO = re.compile(r"\[Errno (\d+)\].*", re.DOTALL)
 _NEW_TICKET = "ask for a new ticket: isthmus ticket in the folder of the coordinator"
 
 
@@ -55,6 +59,9 @@ def unreached(ticket: Ticket, causes: Mapping[str, CollectiveError], *, now_s: f
         isinstance(error, SecurityRefused) and error.reason in (ANOTHER_RUN, ANOTHER_PEER) for error in causes.values()
     ):
         return fail("coordinator", f"another run answers at {told}", _NEW_TICKET)
+    if any(isinstance(error, DeadlineExceeded) for error in causes.values()):
+        cure = "see whether the coordinator's process is stopped or hangs"
+        return fail("coordinator", f"who answers says nothing: {told}", cure)
     if not all(isinstance(error, PeerUnreachable) for error in causes.values()):
         cure = "run the same version of isthmus there and here; if another program has that port, " + _NEW_TICKET
         return fail("coordinator", f"who answers does not speak with us: {told}", cure)
@@ -64,8 +71,14 @@ def unreached(ticket: Ticket, causes: Mapping[str, CollectiveError], *, now_s: f
 
 def _each(address: str, error: CollectiveError) -> list[tuple[str, str]]:
     if isinstance(error, PeerUnreachable):
-        return list(error.attempts.items())
+        return [(one, _plain(cause)) for one, cause in error.attempts.items()]
     return [(address, error.reason if isinstance(error, SecurityRefused) else str(error))]
+
+
+def _plain(cause: str) -> str:
+    """What the system calls an error, without its number and what asyncio makes of it."""
+    numbered = _ERRNO.fullmatch(cause)
+    return cause if numbered is None else os.strerror(int(numbered[1]))
 
 
 def _cure(ticket: Ticket, causes: Mapping[str, CollectiveError]) -> str:
@@ -78,7 +91,7 @@ def _cure(ticket: Ticket, causes: Mapping[str, CollectiveError]) -> str:
     said = [cause for address, error in causes.items() for _, cause in _each(address, error)]
     if all(cause == "refused" for cause in said):
         return f"check that the founder runs; if it was started again with another port, {_NEW_TICKET}"
-    if all(any(word in cause.lower() for word in _TO_NOWHERE) for cause in said):
+    if all(cause == os.strerror(errno.ENETUNREACH) for cause in said):
         return (
             "no network of this machine leads there: connect the two (a VPN, say), or let the founder say where it "
             "can be reached with --advertise HOST:PORT"

@@ -63,7 +63,7 @@ from isthmus.trainer.ticket import Ticket
 
 _R = TypeVar("_R", bound=Reply)
 
-REACH_S = 6.0
+REACH_S = 5.0
 """For finding a coordinator at all of its addresses. People wait for the answer."""
 _HEAD_START_S = 0.5
 _TIMEOUT_S = 6.0

@@ -10,6 +10,7 @@ import pytest
 from isthmus.collective.errors import (
     CollectiveError,
     ConnectionLost,
+    DeadlineExceeded,
     HandshakeRefused,
     PeerUnreachable,
     SecurityRefused,
@@ -168,7 +169,7 @@ def test_the_json_has_its_schema_and_fails_only_with_a_failed_check() -> None:
                 attempts={"10.9.0.1:7000": "no answer in 6 s", "10.8.0.1:7000": "[Errno 101] Network is unreachable"},
             ),
             "coordinator",
-            "nobody answers at 10.9.0.1:7000 (no answer in 6 s), 10.8.0.1:7000 ([Errno 101] Network is unreachable)",
+            "nobody answers at 10.9.0.1:7000 (no answer in 6 s), 10.8.0.1:7000 (Network is unreachable)",
             "a firewall or a router may drop",
         ),
         (
@@ -177,6 +178,13 @@ def test_the_json_has_its_schema_and_fails_only_with_a_failed_check() -> None:
             "coordinator",
             "nobody answers at",
             "no network of this machine leads there",
+        ),
+        (
+            ("10.9.0.1:7000",),
+            PeerUnreachable("10.9.0.1:7000", "[Errno 113] Connect call failed ('10.9.0.1', 7000)"),
+            "coordinator",
+            "nobody answers at 10.9.0.1:7000 (No route to host)",
+            "check that the founder runs",
         ),
         (
             ("10.9.0.1:7000",),
@@ -192,6 +200,7 @@ def test_the_json_has_its_schema_and_fails_only_with_a_failed_check() -> None:
             "who answers does not speak with us: 10.9.0.1:7000 (TLS: wrong version number)",
             "run the same version",
         ),
+        (("10.9.0.1:7000",), DeadlineExceeded("handshake", 6), "coordinator", "who answers says nothing", "hangs"),
         (("10.9.0.1:7000",), ConnectionLost("closed"), "coordinator", "who answers does not speak", "the same version"),
         (
             ("10.9.0.1:7000",),
