@@ -64,14 +64,9 @@ def doctor(
     )
     import msgspec
 
-    from isthmus.trainer.doctor import DoctorOptions, examine
+    from isthmus.trainer.doctor_python import python
     from isthmus.trainer.doctor_report import render_check, report_of
 
-    options = DoctorOptions(
-        resolved=resolved,
-        run_dir=(resolved.config.node.dir or RUNS_FOLDER / resolved.config.run.name).absolute(),
-        ticket="".join(ticket) if ticket else None,
-    )
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     checks: list[Check] = []
 
@@ -80,7 +75,16 @@ def doctor(
         if not as_json:
             print(render_check(check, width=width), flush=True)
 
-    asyncio.run(examine(options, tell))
+    tell(python())
+    if checks[0].level != "fail":
+        from isthmus.trainer.doctor import DoctorOptions, examine
+
+        options = DoctorOptions(
+            resolved=resolved,
+            run_dir=(resolved.config.node.dir or RUNS_FOLDER / resolved.config.run.name).absolute(),
+            ticket="".join(ticket) if ticket else None,
+        )
+        asyncio.run(examine(options, tell))
     report = report_of(checks)
     if as_json:
         print(msgspec.json.encode(report).decode())

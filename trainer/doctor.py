@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`isthmus doctor`: what is looked at, in which order, and what needs what.
 
-    this machine    Python, device, memory, disk, files, bbr, listener, addresses
+    this machine    device, memory, disk, files, bbr, listener, addresses
     with a ticket   coordinator, version, configuration, clock, path, being called, text, memory for the run
 
 Rules: nothing is changed and nothing is left behind. Every check is told as soon as it is made. What fails ends only
@@ -71,9 +71,7 @@ async def examine(options: DoctorOptions, tell: Tell) -> None:
         tell(check)
 
     node = options.resolved.config.node
-    note(await in_thread(machine.python))
-    if told["python"].level != "fail":
-        note(await in_thread(machine.device, node.device, node.local_workers))
+    note(await in_thread(machine.device, node.device, node.local_workers))
     note(machine.memory())
     note(await in_thread(machine.disk, options.run_dir))
     note(machine.files())
@@ -139,10 +137,10 @@ class _Visit:
                 await self._be_called(path, self._sock, facts.seen_from)
         if config is not None:
             self._tell(await in_thread(run.text_of, config, facts))
-            device = self._told.get("device")
-            on_gpu = device is not None and "num_gpus" in device.facts
-            free = None if device is None else device.facts.get("free_bytes")
-            self._tell(run.memory(config, on_gpu=on_gpu, gpu_free_nbytes=free if isinstance(free, int) else None))
+            device = self._told["device"].facts
+            free = device.get("free_bytes")
+            gpu_free_nbytes = free if isinstance(free, int) else None
+            self._tell(run.memory(config, on_gpu="num_gpus" in device, gpu_free_nbytes=gpu_free_nbytes))
 
     async def _measure(self, path: Path, *, is_encrypted: bool) -> None:
         trip = await path.trip()

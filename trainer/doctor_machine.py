@@ -2,21 +2,19 @@
 """What a machine must have before it can be a peer: looked at, never changed.
 
 A temporary file without a name measures the disk, and a listener is opened that nobody is told of. Each function makes
-one check; those that wait for the disk or load torch are for a thread.
+one check; those that wait for a disk or a GPU are for a thread.
 
 Must not know runs, tickets or the network beyond this machine.
 """
 
 import ipaddress
 import os
-import platform
 import resource
 import secrets
 import shutil
 import socket
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -38,26 +36,6 @@ _FEW_FILES, _TOO_FEW_FILES = 1024, 128
 _TCP = Path("/proc/sys/net/ipv4")
 _SHARED_ADDRESSES = ipaddress.ip_network("100.64.0.0/10")
 """Of a provider's NAT (RFC 6598)."""
-
-
-def python() -> Check:
-    """Which Python, which torch, which isthmus."""
-    own = f"Python {platform.python_version()}"
-    try:
-        import torch
-    except (ImportError, OSError) as error:
-        return fail(
-            "python", f"{own}; torch cannot be loaded: {error}", "install isthmus anew in an environment of its own"
-        )
-    build = "for the CPU" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
-    return ok(
-        "python",
-        f"{platform.python_version()}, torch {torch.__version__} ({build}), isthmus {version('isthmus')}",
-        python=platform.python_version(),
-        torch=str(torch.__version__),
-        cuda=torch.version.cuda,
-        isthmus=version("isthmus"),
-    )
 
 
 def device(wanted: str, num_workers: int) -> Check:

@@ -164,7 +164,8 @@ class Path:
 
     async def called_at(self, addresses: Sequence[str], nonce: Nonce) -> CalledByBoth:
         """Have the coordinator and a member dial a listener of ours, which says the nonce."""
-        return await _expect(self._channel, CalledByBoth, Call(tuple(addresses), nonce), timeout_s=_CALLS_S)
+        with contextlib.closing(await self._open()) as channel:
+            return await _expect(channel, CalledByBoth, Call(tuple(addresses), nonce), timeout_s=_CALLS_S)
 
     async def doubt_member(self, address: str, peer_id: PeerId) -> str | None:
         """Why a member cannot be reached from here; None if it can."""

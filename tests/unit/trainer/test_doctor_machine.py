@@ -5,6 +5,8 @@ import json
 import os
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +55,16 @@ def test_one_failure_is_exit_code_3_and_the_rest_is_looked_at_all_the_same(
     assert [lines[number] for number in failed] == [f"✗ listen      127.0.0.1:{taken} is in use"]
     assert lines[failed[0] + 1].strip() == "stop the process that listens there, or choose another port with --listen"
     assert [line.split()[1] for line in lines if line[0] != " "] == NAMES[:-1]
+
+
+def test_without_torch_the_doctor_still_says_so(here: Path) -> None:
+    program = "import sys; sys.modules['torch'] = None; from isthmus.trainer import cli; sys.exit(cli.run(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (ExitCode.ENVIRONMENT, "")
+    (line, cure) = done.stdout.splitlines()
+    assert line.startswith("✗ python      Python 3.")
+    assert "torch cannot be loaded" in line
+    assert cure.strip().startswith("install isthmus anew")
 
 
 def test_what_is_no_ticket_is_a_finding_and_an_unknown_key_is_not(
