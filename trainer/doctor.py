@@ -161,7 +161,11 @@ class _Visit:
         self._tell(network.loss(easy_down, easy_up))
 
     async def _be_called(self, path: Path, sock: socket.socket, seen_from: str) -> None:
-        own = await self._numeric(candidates_of(self._own_address(seen_from)))
+        address = self._own_address(seen_from)
+        own = await self._numeric(candidates_of(address))
+        if not own:
+            self._tell(warn("called", f"no resolver knows {address}", "name an address that there is in --advertise"))
+            return
         async with answering(sock) as nonce:
             answer = await path.called_at(own, nonce)
         is_home = is_loopback(split_address(self._node.listen)[0])
