@@ -122,6 +122,11 @@ class Communicator:
         """What all bulk links together may send; who sends beside them takes from it too."""
         return self._caps.upload
 
+    @property
+    def download_cap(self) -> TokenBucket | None:
+        """What all bulk links together may receive."""
+        return self._caps.download
+
     # -------------------------------------------------------------------------------- views
 
     @property

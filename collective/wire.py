@@ -68,6 +68,7 @@ PADDING_NBYTES = 32 << 10
 BEFORE_HELLO: Limits = {FrameType.HELLO: 4 << 10}
 BEFORE_REPLY: Limits = {FrameType.HELLO_REPLY: 4 << 10}
 ON_CONTROL: Limits = {FrameType.CONTROL: 256 << 10}
+ON_DOCTOR: Limits = {FrameType.CONTROL: 256 << 10, FrameType.PADDING: PADDING_NBYTES}
 ON_STATE: Limits = {
     FrameType.STATE_REQUEST: 256 << 10,
     FrameType.STATE_HEADER: 4 << 20,

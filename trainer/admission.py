@@ -46,6 +46,7 @@ from isthmus.collective.transport.certificates import (
     key_in,
     peer_id_of_key,
 )
+from isthmus.collective.transport.hello import STRANGERS
 from isthmus.collective.wire import PROTOCOL_VERSION
 from isthmus.elastic.coordinator import CoordinatorShell
 from isthmus.elastic.core.doorkeeper import BANNED
@@ -180,14 +181,14 @@ class Gatekeeper:
             return self._no(
                 f"the ticket is for run {hello.run_id!r}, here is {self._terms.run_id}; ask for a new ticket"
             )
-        if hello.purpose is Purpose.ADMISSION:
+        if hello.purpose in STRANGERS:
             try:
                 self._judge(hello)
             except Refused as refused:
                 return self._no(str(refused))
         coordinator = self._coordinator()
         is_away = coordinator is not None and coordinator.is_away
-        if hello.purpose in (Purpose.ADMISSION, Purpose.CONTROL) and is_away:
+        if hello.purpose in (*STRANGERS, Purpose.CONTROL) and is_away:
             return self._no("this coordinator cannot reach its journal; look for another one", code=LATER_CODE)
         return HelloReply(accepted=True, peer_id=self._me.peer_id, incarnation=self._me.incarnation)
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from isthmus.trainer import cli_audit, cli_config, cli_models, cli_operator, cli_peers
+from isthmus.trainer import cli_audit, cli_config, cli_doctor, cli_models, cli_operator, cli_peers
 from isthmus.trainer.cli_config import invocation_of
 from isthmus.trainer.cli_support import PROGRAM, report, take_apart
 from isthmus.trainer.errors import ConfigError, ExitCode
@@ -31,6 +31,7 @@ app.add_typer(config_app, name="config")
 
 for command in (
     cli_config.init,
+    cli_doctor.doctor,
     cli_peers.up,
     cli_peers.join,
     cli_peers.coordinator,
@@ -47,7 +48,7 @@ for command in (
     app.command()(command)
 config_app.command()(cli_config.show)
 
-_TAKES_CONFIG = frozenset({"up", "join", "coordinator", "config"})
+_TAKES_CONFIG = frozenset({"up", "join", "coordinator", "config", "doctor"})
 
 
 def main() -> None:

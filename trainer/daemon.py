@@ -16,13 +16,16 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from importlib.metadata import version
 
 import msgspec
 import torch
 
 from isthmus.collective import AddressInUse
 from isthmus.collective.core.address import candidates_of, is_wildcard, join_address, split_address
-from isthmus.collective.transport import Channel, Hello, Listener, Purpose
+from isthmus.collective.core.types import Member
+from isthmus.collective.transport import Channel, Hello, Listener, Purpose, connect
+from isthmus.collective.transport.link import Caps
 from isthmus.elastic.coordinator import CoordinatorShell
 from isthmus.elastic.core.config import REBUILD_SALTS, RebuildRule
 from isthmus.elastic.core.events import Finish
@@ -36,6 +39,8 @@ from isthmus.trainer.chronicle import Chronicle
 from isthmus.trainer.control_socket import ControlServer
 from isthmus.trainer.coordination import Coordination
 from isthmus.trainer.data import samples_per_data_epoch
+from isthmus.trainer.doctor_callback import CallBack
+from isthmus.trainer.doctor_service import DoctorService, Surroundings
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, IsthmusError, leaves, operator_error
 from isthmus.trainer.events import FILE_NAME, EventLog
 from isthmus.trainer.founding import Founded, remember_terms, save_standby_ticket
@@ -58,6 +63,8 @@ log = logging.getLogger(__name__)
 _FAREWELL_TIMEOUT_S = 20.0
 """How long a founder whose run is complete waits for the others to say goodbye."""
 _POLL_S = 0.1
+_MEMBER_DIAL_S = 3.0
+"""For a member that is asked to dial somebody back."""
 
 
 async def run_peer(options: PeerOptions) -> int:
@@ -98,6 +105,8 @@ class _Process:
         self._coordinator: CoordinatorShell | None = None
         self._peer: Peer | None = None
         self._office: Office | None = None
+        self._doctor: DoctorService | None = None
+        self._call_back = CallBack()
         self._bouncer = Bouncer(start.security)
         self._is_closing = asyncio.Event()
         self._has_left = False
@@ -177,6 +186,8 @@ class _Process:
                         helpers.append(tasks.create_task(coordination.run()))
                     if isinstance(start.options, PeerOptions):
                         self._peer = self._make_peer(chronicle, address, coordinators)
+                    if self._coordinator is not None:
+                        self._doctor = self._make_doctor(self._coordinator)
                     with _address_errors():
                         await listener.start()
                     self._announce(chronicle, listener.address, address)
@@ -266,6 +277,38 @@ class _Process:
             bouncer=self._bouncer,
         )
         return Peer(plan, chronicle)
+
+    def _make_doctor(self, coordinator: CoordinatorShell) -> DoctorService:
+        start, peer = self._start, self._peer
+        node = start.config.node
+        hello = hello_maker(start.me, start.terms.run_id)
+        caps = Caps(upload=node.max_upload_bytes_per_s, download=node.max_download_bytes_per_s)
+
+        async def dial(member: Member) -> Channel:
+            return await connect(
+                member.address,
+                hello(Purpose.DIAL_BACK, 0, 1),
+                timeout_s=_MEMBER_DIAL_S,
+                security=start.security,
+                expect=member.peer_id,
+            )
+
+        async def quiet() -> None:
+            if peer is not None:
+                await peer.donor.room_for(0)
+
+        surroundings = Surroundings(
+            me=start.me.peer_id,
+            terms=start.terms,
+            version=version("isthmus"),
+            now_s=wall_s,
+            members=lambda: coordinator.status().view.members,
+            dial=dial,
+            quiet=quiet,
+            upload=caps.upload if peer is None else peer.communicator.upload_cap,
+            download=caps.download if peer is None else peer.communicator.download_cap,
+        )
+        return DoctorService(surroundings, self._call_back)
 
     def _announce(self, chronicle: Chronicle, listening: str, address: str) -> None:
         start, inner = self._start, self._start.config.inner
@@ -369,9 +412,14 @@ class _Process:
         routes: dict[Purpose, Callable[[Channel], Awaitable[None]]] = {
             Purpose.STATE: self._donate,
             Purpose.CALLED: self._take_call,
+            Purpose.DIAL_BACK: self._call_back.serve,
         }
         if start.founded is not None:
-            routes |= {Purpose.CONTROL: self._coordinate, Purpose.ADMISSION: gatekeeper.admit}
+            routes |= {
+                Purpose.CONTROL: self._coordinate,
+                Purpose.ADMISSION: gatekeeper.admit,
+                Purpose.DOCTOR: self._examine,
+            }
         listener = Listener(
             self._address(), accept=gatekeeper.accept, routes=routes, bulk=self._adopt, security=start.security
         )
@@ -388,6 +436,10 @@ class _Process:
     async def _coordinate(self, channel: Channel) -> None:
         assert self._coordinator is not None, "nobody is let in before"
         await self._coordinator.serve(channel)
+
+    async def _examine(self, channel: Channel) -> None:
+        assert self._doctor is not None, "nobody is let in before"
+        await self._doctor.serve(channel)
 
     async def _donate(self, channel: Channel) -> None:
         if self._peer is None:

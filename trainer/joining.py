@@ -63,9 +63,16 @@ def stranger_security(ticket: Ticket, tls: str) -> TicketSecurity | None:
     )
 
 
-def stranger_hello(me: PeerIdentity, run_id: str, token: bytes, certificate: x509.Certificate | None = None) -> Hello:
+def stranger_hello(
+    me: PeerIdentity,
+    run_id: str,
+    token: bytes,
+    certificate: x509.Certificate | None = None,
+    *,
+    purpose: Purpose = Purpose.ADMISSION,
+) -> Hello:
     """What asks for admission, with a ticket's token or a certificate of the run, or both."""
-    hello = hello_maker(me.ref, run_id)(Purpose.ADMISSION, 0, 1)
+    hello = hello_maker(me.ref, run_id)(purpose, 0, 1)
     shown = b"" if certificate is None else certificate_to_bytes(certificate)
     request = Request(me.key.public_key().public_bytes_raw(), token, shown)
     request = msgspec.structs.replace(request, signature=me.key.sign(request.words(hello)))

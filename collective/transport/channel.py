@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from isthmus.collective.core.address import join_address, split_address
 from isthmus.collective.core.types import PeerId
 from isthmus.collective.errors import ConnectionLost, DeadlineExceeded, RemoteProtocolError
 from isthmus.collective.transport.dialling import open_connection
@@ -20,7 +21,10 @@ from isthmus.collective.transport.hello import Hello, Purpose
 from isthmus.collective.transport.interfaces import plain_host
 from isthmus.collective.transport.security import DialSecurity
 from isthmus.collective.transport.sockets import SocketOptions, lost
-from isthmus.collective.wire import ON_CONTROL, ON_STATE, FrameReader, FrameType, Header, pack
+from isthmus.collective.transport.tcp_info import TcpInfo, path_mtu, read_tcp_info
+from isthmus.collective.wire import ON_CONTROL, ON_DOCTOR, ON_STATE, FrameReader, FrameType, Header, pack
+
+_LIMITS = {Purpose.STATE: ON_STATE, Purpose.CALLED: ON_STATE, Purpose.DOCTOR: ON_DOCTOR}
 
 Into = Callable[[FrameType, int, int], memoryview | None]
 """Given (frame type, chunk, payload_nbytes): where that payload belongs, or None for fresh memory."""
@@ -46,7 +50,7 @@ class Channel:
         self._sending = asyncio.Lock()
         self._receiving = False
         self._into: Into | None = None
-        limits = ON_STATE if hello.purpose in (Purpose.STATE, Purpose.CALLED) else ON_CONTROL
+        limits = _LIMITS.get(hello.purpose, ON_CONTROL)
         self._reader = FrameReader(limits=limits, place=self._place, read_ahead=False)
 
     async def send(
@@ -131,10 +135,26 @@ class Channel:
     @property
     def host(self) -> str:
         """Where the other side is, as this side sees it; empty if the connection is gone."""
+        return split_address(self.address)[0] if self.address else ""
+
+    @property
+    def address(self) -> str:
+        """The same with its port."""
         try:
-            return plain_host(str(self._sock.getpeername()[0]))
+            host, port, *_ = self._sock.getpeername()
         except OSError:
             return ""
+        return join_address(plain_host(str(host)), port)
+
+    @property
+    def tcp_info(self) -> TcpInfo | None:
+        """What the kernel knows about the connection; None where it does not tell."""
+        return read_tcp_info(self._sock)
+
+    @property
+    def path_mtu(self) -> int | None:
+        """See `tcp_info.path_mtu`."""
+        return path_mtu(self._sock)
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:

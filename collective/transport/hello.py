@@ -35,6 +35,14 @@ class Purpose(enum.StrEnum):
     """A donor calls who has asked it to, and serves it as over STATE: collective/callbacks.py."""
     ADMISSION = "admission"
     """A stranger with a ticket asks what run this is."""
+    DOCTOR = "doctor"
+    """A stranger with a ticket measures the path to the coordinator."""
+    DIAL_BACK = "dial back"
+    """The coordinator asks a peer to dial somebody."""
+
+
+STRANGERS = frozenset({Purpose.ADMISSION, Purpose.DOCTOR})
+"""What somebody may come for who has no certificate of the run; its hello shows a ticket."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

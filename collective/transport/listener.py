@@ -32,7 +32,15 @@ from isthmus.collective.errors import (
 )
 from isthmus.collective.transport.accept_limit import AcceptLimiter, Attempt
 from isthmus.collective.transport.channel import Channel
-from isthmus.collective.transport.hello import REFUSED_EXIT_CODE, Hello, HelloReply, Purpose, read_hello, send_reply
+from isthmus.collective.transport.hello import (
+    REFUSED_EXIT_CODE,
+    STRANGERS,
+    Hello,
+    HelloReply,
+    Purpose,
+    read_hello,
+    send_reply,
+)
 from isthmus.collective.transport.interfaces import is_loopback, plain_host
 from isthmus.collective.transport.refusal_log import RefusalLog
 from isthmus.collective.transport.security import Security, name_mismatch
@@ -278,7 +286,7 @@ class Listener:
         """Send the reply, and take the memory that is offered for a plain bulk connection within this machine."""
         memory = None
         is_plain = not isinstance(caller.sock, TlsSocket)
-        if reply.accepted and is_plain and self._security is not None and hello.purpose is not Purpose.ADMISSION:
+        if reply.accepted and is_plain and self._security is not None and hello.purpose not in STRANGERS:
             reply = self._security.answer(hello, reply)
         is_near = is_loopback(caller.host) and is_plain
         if reply.accepted and hello.purpose is Purpose.BULK and is_near and self._options.shares_memory:
@@ -328,7 +336,7 @@ class Listener:
 
     def _mismatch(self, sock: socket.socket, hello: Hello, *, is_wanted: bool) -> str | None:
         """Why the dialler is not who it says, or None if it is, or is a stranger who may be one."""
-        may_be_stranger = hello.purpose is Purpose.ADMISSION
+        may_be_stranger = hello.purpose in STRANGERS
         if isinstance(sock, TlsSocket):
             return name_mismatch(sock, hello.peer_id, may_be_stranger=may_be_stranger)
         if self._security is None or may_be_stranger or not is_wanted:

@@ -15,6 +15,7 @@ _MAX_NBYTES = 256
 _SIOCOUTQ = 0x5411
 _SIOCINQ = 0x541B
 _UNKNOWN_RTT_US = 0xFFFFFFFF
+_IP_MTU, _IPV6_MTU = 14, 24  # of Linux; Python has no names for them
 
 # Offsets in struct tcp_info of linux/tcp.h: eight bytes of small fields, 24 u32, then u64 and u32 mixed.
 _APP_LIMITED_BYTE = 7  # the first of its bits
@@ -117,6 +118,21 @@ def window_nbytes(sock: socket.socket) -> int:
     except OSError:
         return 0
     return _product(_field(info, _SND_CWND), _field(info, _SND_MSS)) or 0
+
+
+def path_mtu(sock: socket.socket) -> int | None:
+    """The longest IP packet that the kernel sends on this path, in bytes: what it has found out, or its interface's.
+
+    None where it does not tell.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        if sock.family == socket.AF_INET6:
+            return sock.getsockopt(socket.IPPROTO_IPV6, _IPV6_MTU)
+        return sock.getsockopt(socket.IPPROTO_IP, _IP_MTU)
+    except OSError:
+        return None
 
 
 def unacknowledged_nbytes(sock: socket.socket) -> int:

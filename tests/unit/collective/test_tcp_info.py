@@ -3,13 +3,16 @@
 
 import socket
 import struct
+import sys
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from isthmus.collective.transport.tcp_info import (
     TcpInfo,
     parse_tcp_info,
+    path_mtu,
     read_tcp_info,
     round_trip_s,
     unacknowledged_nbytes,
@@ -26,6 +29,21 @@ def pair():
         there, _ = listening.accept()
     with closing(here), closing(there):
         yield here, there
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+@pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_the_longest_packet_of_a_path_is_that_of_its_interface(family, host):
+    with socket.socket(family) as listening, socket.socket(family) as here:
+        try:
+            listening.bind((host, 0))
+        except OSError as error:
+            pytest.skip(str(error))
+        listening.listen()
+        here.connect(listening.getsockname())
+        longest = 65_535 if family == socket.AF_INET else 1 << 32  # of IPv4
+        assert path_mtu(here) == min(longest, int(Path("/sys/class/net/lo/mtu").read_text()))
+    assert path_mtu(here) is None, "it is closed"
 
 
 def test_a_live_connection_tells_its_figures(pair):
