@@ -12,7 +12,7 @@ import typer
 
 from isthmus.collective.core.address import candidates_of
 from isthmus.trainer.cli_config import AsJson, ConfigFiles, Dir, resolve
-from isthmus.trainer.cli_support import RUNS_FOLDER, choose_folder, configure_logging, is_loopback
+from isthmus.trainer.cli_support import RUNS_FOLDER, choose_folder, client_of, configure_logging, is_loopback
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, NothingRuns
 
 if TYPE_CHECKING:
@@ -250,17 +250,15 @@ def leave(
     now: Annotated[bool, typer.Option("--now", help="Stop at once; the steps since the last commit are lost.")] = False,
 ) -> int:
     """Let this machine's peer hand in its work and leave the run. Ctrl-C ends this command, not the leaving."""
-    from isthmus.trainer.control_socket import PEER_FILE_NAME, ControlClient
     from isthmus.trainer.leaving import follow, say_on_stderr
 
-    folder = choose_folder(directory, holding=PEER_FILE_NAME, or_else=NothingRuns)
-    client = ControlClient(folder)
+    client = client_of(directory)
     if now:
         client.stop()
     else:
         client.leave()
     try:
-        sentence = follow(client, folder, say_on_stderr)
+        sentence = follow(client, say_on_stderr)
     except KeyboardInterrupt:
         say_on_stderr("the peer goes on leaving; isthmus leave shows how far it is, isthmus leave --now does not wait")
         raise
@@ -273,19 +271,9 @@ def status(directory: Dir = None, as_json: AsJson = False) -> int:
     """How this machine's peer is doing, or how it ended."""
     import msgspec
 
-    from isthmus.trainer.control_socket import PEER_FILE_NAME, ControlClient
-    from isthmus.trainer.events import FILE_NAME
-    from isthmus.trainer.last_known import last_known, nothing_runs
     from isthmus.trainer.status import render_status
 
-    try:
-        current = ControlClient(choose_folder(directory, holding=PEER_FILE_NAME, or_else=NothingRuns)).status()
-    except NothingRuns as nothing:
-        folder = choose_folder(directory, holding=FILE_NAME, or_else=NothingRuns)
-        past = last_known(folder)
-        if past is None:
-            raise
-        raise nothing_runs(folder, past) from nothing
+    current = client_of(directory).status()
     print(msgspec.json.encode(current).decode() if as_json else render_status(current))
     return int(ExitCode.DONE)
 

@@ -12,13 +12,17 @@ import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, leaves, operator_error
+from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, NothingRuns, leaves, operator_error
+
+if TYPE_CHECKING:
+    from isthmus.trainer.control_socket import ControlClient
 
 PROGRAM = "isthmus"
 RUNS_FOLDER = Path("runs")
@@ -151,13 +155,20 @@ def configure_logging(*, verbose: bool) -> None:
 # ------------------------------------------------------------------------------------------------- the run's folder
 
 
-def choose_folder(given: Path | None, *, holding: str, or_else: type[IsthmusError]) -> Path:
+def choose_folder(
+    given: Path | None,
+    *,
+    holding: str,
+    or_else: type[IsthmusError],
+    prefer: Callable[[Path], bool] = lambda _: True,
+) -> Path:
     """The folder a command works on: the one given, or the only one under `runs/` that holds a certain entry.
 
     Args:
         given: `--dir`.
         holding: name of a file or folder that tells the right one, such as `peer.json`.
         or_else: what to raise where there is none.
+        prefer: the others are looked at only if none is like this.
 
     Raises:
         IsthmusError: there is none.
@@ -165,13 +176,43 @@ def choose_folder(given: Path | None, *, holding: str, or_else: type[IsthmusErro
     """
     if given is not None:
         return given
-    candidates = sorted(path.parent for path in RUNS_FOLDER.glob(f"*/{holding}"))
+    found = sorted(path.parent for path in RUNS_FOLDER.glob(f"*/{holding}"))
+    candidates = [folder for folder in found if prefer(folder)] or found
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
         names = ", ".join(str(path) for path in candidates[:8])
         raise ConfigError(f"there are several runs here: {names}", cure="choose one with --dir")
     raise or_else(f"there is no run under {RUNS_FOLDER}/ here", cure="name its folder with --dir")
+
+
+def client_of(given: Path | None, *, of_coordinator: bool = False) -> "ControlClient":
+    """The daemon a command talks to: of `--dir`, or the only one that runs under `runs/`.
+
+    Args:
+        given: `--dir`.
+        of_coordinator: whether only one where a coordinator lives can answer.
+
+    Raises:
+        NothingRuns: none runs; says how the last one ended, if the folder knows.
+        ConfigError: there are several.
+    """
+    from isthmus.trainer.control_socket import PEER_FILE_NAME, ControlClient, is_running
+    from isthmus.trainer.events import FILE_NAME
+    from isthmus.trainer.files import RUN_NAME
+    from isthmus.trainer.last_known import last_known, nothing_runs
+
+    def is_right(folder: Path) -> bool:
+        return is_running(folder) and (not of_coordinator or (folder / RUN_NAME).exists())
+
+    try:
+        return ControlClient(choose_folder(given, holding=PEER_FILE_NAME, or_else=NothingRuns, prefer=is_right))
+    except NothingRuns as nothing:
+        folder = choose_folder(given, holding=FILE_NAME, or_else=NothingRuns)
+        past = last_known(folder)
+        if past is None:
+            raise
+        raise nothing_runs(folder, past) from nothing
 
 
 def is_loopback(address: str) -> bool:

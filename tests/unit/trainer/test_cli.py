@@ -25,6 +25,7 @@ from isthmus.trainer.ticket import decode_ticket, encode_ticket, make_ticket
 
 REPOSITORY = Path(__file__).parents[3]
 ON_THIS_MACHINE = make_ticket(
+    ticket_id=b"ticket 1",
     secret=b"s" * 32,
     run_id="demo-0123abcd",
     addresses=["127.0.0.1:1"],
@@ -45,7 +46,8 @@ def isthmus(
     return subprocess.run(
         [sys.executable, "-c", launch, *arguments],
         cwd=cwd,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | (environment or {}),
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
+        | (environment or {}),
         capture_output=True,
         text=True,
         timeout=55,
@@ -113,7 +115,7 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *part
         (["join"], ["there is no ticket, and under runs/ no peer that could come back without one", "--dir"]),
         (["join", "--dir", "nowhere"], ["nowhere has joined no run yet; join with a ticket"]),
         (["evict", "somebody"], ["somebody is no peer; give the 16 hexadecimal digits of its id"]),
-        (["ticket", "--once", "--revoke", "0" * 16], ["--revoke is about a ticket that exists"]),
+        (["ticket", "--once", "--revoke", "0" * 16], ["--revoke is about one ticket that exists"]),
         (["ticket", "--lifetime", "soon"], ["--lifetime is soon, expected"]),
         (["join", "@nowhere"], ["the ticket's file nowhere cannot be read: No such file or directory"]),
         (["status", "--inner.lr", "1"], ["no such option --inner.lr", "isthmus status takes no configuration"]),
@@ -168,7 +170,7 @@ def test_variable_with_an_unknown_key_is_a_mistake(tmp_path: Path) -> None:
 BROKEN = """
 import isthmus.trainer.cli, isthmus.trainer.cli_peers
 def status(*_, **__): raise KeyError("secret detail")
-isthmus.trainer.cli_peers.choose_folder = status
+isthmus.trainer.cli_peers.client_of = status
 isthmus.trainer.cli.main()
 """
 
@@ -432,7 +434,9 @@ asyncio.run(main())
 
 
 def test_old_ticket_is_only_warned_of_before_the_coordinator_decides(tmp_path: Path) -> None:
-    old = make_ticket(secret=b"s" * 32, run_id="demo-0123abcd", addresses=["127.0.0.1:1"], expires_at_s=1)
+    old = make_ticket(
+        ticket_id=b"ticket 1", secret=b"s" * 32, run_id="demo-0123abcd", addresses=["127.0.0.1:1"], expires_at_s=1
+    )
     done = isthmus("join", encode_ticket(old), cwd=tmp_path, launch=RECORDING_DAEMON)
     assert done.returncode == ExitCode.REFUSED
     warned, told, refused = done.stderr.splitlines()
