@@ -8,6 +8,7 @@ Exit codes: see `trainer.errors.ExitCode`. What talks to a running peer ends wit
 it is not done.
 """
 
+import os
 import sys
 from typing import Annotated
 
@@ -52,6 +53,7 @@ _TAKES_CONFIG = frozenset({"up", "join", "coordinator", "config"})
 
 def main() -> None:
     """The console script."""
+    _have_descriptors()
     sys.exit(run(sys.argv[1:]))
 
 
@@ -63,11 +65,27 @@ def run(argv: list[str]) -> int:
         outcome = typer.main.get_command(app).main(
             args=list(invocation.arguments), prog_name=PROGRAM, standalone_mode=False, obj=invocation
         )
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads has read enough (`isthmus audit … | head`). Python must not try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.DONE)
     except (KeyboardInterrupt, typer.Abort):
         return int(ExitCode.FORCED)
     except Exception as error:  # noqa: BLE001 - the root: every error becomes a sentence and an exit code
         return report(error, debug=debug)
     return int(outcome) if isinstance(outcome, int) else int(ExitCode.DONE)
+
+
+def _have_descriptors() -> None:
+    """Put the null device where stdin, stdout or stderr were closed: a socket must not get their numbers."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the smallest number that is free
+    sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115 - open as long as the process
+    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
 
 
 @app.callback(invoke_without_command=True)

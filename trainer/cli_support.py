@@ -5,8 +5,8 @@ Rules: an operator's error is one sentence on stderr and its exit code; our bug 
 story. Must import quickly: no torch here.
 """
 
+import contextlib
 import ipaddress
-import logging
 import os
 import re
 import sys
@@ -101,8 +101,9 @@ def report(error: BaseException, *, debug: bool) -> int:
 
 
 def complain(sentence: str) -> None:
-    """One sentence on stderr."""
-    print(f"{PROGRAM}: {sentence}", file=sys.stderr)
+    """One sentence on stderr, if anybody reads it."""
+    with contextlib.suppress(OSError):
+        print(f"{PROGRAM}: {sentence}", file=sys.stderr, flush=True)
 
 
 def _usage_sentence(error: Exception) -> str:
@@ -129,27 +130,6 @@ def _write_story(error: BaseException) -> str:
         print(story, file=sys.stderr)
         return "the traceback above"
     return path
-
-
-# ----------------------------------------------------------------------------------------------------------- logging
-
-
-class _StderrHandler(logging.Handler):
-    """Writes to whatever stderr is at the moment: a progress bar puts itself in between."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """One record, one line (and a traceback if it has one)."""
-        print(self.format(record), file=sys.stderr, flush=True)
-
-
-def configure_logging(*, verbose: bool) -> None:
-    """Logs go to stderr: warnings and news of the run, with `verbose` everything of ours."""
-    handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s %(message)s", "%H:%M:%S"))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.WARNING)
-    logging.getLogger("isthmus").setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
 # ------------------------------------------------------------------------------------------------- the run's folder

@@ -46,7 +46,6 @@ from isthmus.trainer.office import Office
 from isthmus.trainer.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
 from isthmus.trainer.peer import Peer, PeerPlan
 from isthmus.trainer.preparation import Start, prepare, wall_s
-from isthmus.trainer.progress import open_progress
 from isthmus.trainer.reach import reachable_at
 from isthmus.trainer.scoreboard import Scoreboard
 from isthmus.trainer.status import Status
@@ -115,22 +114,16 @@ class _Process:
             events = stack.enter_context(
                 EventLog(log_path, start.me.peer_id, max_nbytes=node.events_nbytes, keep=node.events_keep)
             )
-            progress = stack.enter_context(
-                open_progress(
-                    name=config.run.name,
-                    total_outer_steps=config.run.outer_steps,
-                    inner_steps=config.inner_steps_per_round,
-                )
-            )
             self._board = Scoreboard(
                 me=start.me,
                 run_id=start.terms.run_id,
                 config=config,
                 metrics=self._metrics,
-                progress=progress,
                 clock=time.monotonic,
                 coordinator=start.coordinators[0] if start.coordinators else None,
             )
+            if isinstance(start.options, PeerOptions):
+                start.options.watch(lambda: self._board.status(os.getpid()))
             interrupts.leave = self.leave
             if config.metrics_port is not None:
                 self._metrics_server = stack.enter_context(MetricsServer(self._metrics, port=config.metrics_port))

@@ -33,13 +33,14 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoundStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The last round that was committed. `bytes` counts both directions of this peer."""
+    """The last round that was committed. `bytes` counts both directions of this peer; `loss` is its mean here."""
 
     outer_step: int
     seconds: float
     exchange_seconds: float
     bytes: int
     num_members: int
+    loss: float | None = None
 
 
 class FetchStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,8 +68,9 @@ class LeavingStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """One peer at one moment.
 
-    Losses are in nats a token; `goodput` is the share of `uptime_s` spent in inner steps; `tokens` counts this
-    start of this peer; `total_outer_steps` is where the run ends.
+    Losses are in nats a token; `first_loss` is that of this start's first round; `goodput` is the share of `uptime_s`
+    spent in inner steps; `tokens`, `num_commits`, `num_inner_steps` and `peers_seen`, other members of any view, count
+    this start of this peer; `total_outer_steps` is where the run ends, `seconds_left` until then at the present pace.
     """
 
     schema: Literal["isthmus.status/1"] = SCHEMA
@@ -84,6 +86,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     members: tuple[MemberStatus, ...] = ()
     coordinator: str | None = None
+    num_commits: int = 0
+    num_inner_steps: int = 0
+    peers_seen: int = 0
+    seconds_left: float | None = None
+    first_loss: float | None = None
     train_loss: float | None = None
     validation_loss: float | None = None
     tokens: int = 0

@@ -237,6 +237,7 @@ class Run:
         program: Sequence[str] = (ISTHMUS,),
         inside: Sequence[str] = (),
         terminal: int | None = None,
+        errors: int | None = None,
     ) -> Process:
         """Any command that gets a folder, in one of its own.
 
@@ -245,6 +246,7 @@ class Run:
             program: instead of `isthmus`.
             inside: what goes before a command that runs on another machine.
             terminal: descriptor that takes stdout instead of a file.
+            errors: descriptor that takes stderr instead of a file.
         """
         name = f"{len(self.processes)}-{arguments[0]}"
         directory = folder or self.folder / name
@@ -256,7 +258,7 @@ class Run:
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out if terminal is None else terminal,
-                stderr=err,
+                stderr=err if errors is None else errors,
                 start_new_session=True,
             )
         process = Process(directory, popen, console)
