@@ -89,6 +89,10 @@ class Chronicle:
         )
         self._log.name_start(run_id=run_id, samples_per_data_epoch=samples_per_data_epoch)
 
+    def stopped_coordinating(self, *, is_complete: bool) -> None:
+        """A coordinator without a peer ends."""
+        self._log.emit("coordinator_ended", complete=is_complete)
+
     def inner_step(self, inner_step: int, loss: float, num_tokens: int) -> None:
         """One inner step is done: too many for the log, not for the figures."""
         self._board.inner_step(inner_step, loss, num_tokens)

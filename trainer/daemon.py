@@ -171,7 +171,10 @@ class _Process:
                     with _address_errors():
                         await listener.start()
                     self._announce(chronicle, listener.address, address)
-                    return await self._take_part()
+                    code = await self._take_part()
+                    if self._peer is None and self._coordinator is not None:
+                        chronicle.stopped_coordinating(is_complete=self._coordinator.finished)
+                    return code
                 finally:
                     for task in helpers:
                         task.cancel()
@@ -410,7 +413,11 @@ class _Process:
             num_others = len({*(member.ref for member in now.view.members), *now.learners})
             farewell = msgspec.structs.replace(farewell, waits_for="others", num_others=num_others)
         links = () if self._peer is None else self._peer.communicator.links()
-        return msgspec.structs.replace(self._board.status(os.getpid(), links), leaving=farewell)
+        coordination = None if self._office is None else self._office.status()
+        status = self._board.status(os.getpid(), links)
+        if self._peer is None and self._office is not None:
+            status = self._office.of_its_own(status)
+        return msgspec.structs.replace(status, leaving=farewell, coordination=coordination)
 
     def leave(self) -> None:
         """Begin to leave in order."""

@@ -7,11 +7,13 @@ Rules: what is answered with None is in the journal. Must not know how a questio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from isthmus.collective.core.types import PeerId, PeerRef
 from isthmus.elastic.coordinator import CoordinatorShell
 from isthmus.elastic.core.events import PutOut, RevokeTicket
 from isthmus.trainer.identity import RunIdentity
-from isthmus.trainer.status import PeerStatus
+from isthmus.trainer.status import CoordinationStatus, MemberStatus, PeerStatus, Status
 from isthmus.trainer.ticket import Ticket, make_ticket, next_id
 
 _TIMEOUT_S = 4.0
@@ -94,6 +96,32 @@ class Office:
 
     def _is_revoked(self, ticket: Ticket) -> bool:
         return self.coordinator.doors.refusal(ticket.ticket_id, self.me.peer_id) is not None
+
+    def status(self) -> CoordinationStatus:
+        """What the coordinator knows of the run."""
+        status = self.coordinator.status()
+        return CoordinationStatus(
+            epoch=status.view.epoch,
+            outer_step=status.view.outer_step,
+            num_members=status.view.world_size,
+            voted=status.voted,
+            num_learners=len(status.learners),
+            num_late=len(status.excused),
+        )
+
+    def of_its_own(self, status: Status) -> Status:
+        """The status of a process that has no peer: it is as far as the run is."""
+        view = self.coordinator.status().view
+        return msgspec.structs.replace(
+            status,
+            phase=status.phase if status.phase == "leaving" else "coordinating",
+            outer_step=view.outer_step,
+            epoch=view.epoch,
+            members=tuple(
+                MemberStatus(peer_id=one.peer_id, incarnation=one.incarnation, address=one.address)
+                for one in view.members
+            ),
+        )
 
     def peers(self) -> tuple[PeerStatus, ...]:
         """Members by rank, then the late, learners, and who is kept out."""

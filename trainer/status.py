@@ -12,7 +12,9 @@ import msgspec
 
 SCHEMA: Final = "isthmus.status/1"
 
-Phase = Literal["starting", "joining", "learning", "training", "exchanging", "waiting", "leaving", "done"]
+Phase = Literal[
+    "starting", "joining", "learning", "training", "exchanging", "waiting", "leaving", "coordinating", "done"
+]
 
 
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +43,20 @@ class RoundStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     num_members: int
     loss: float | None = None
+
+
+class CoordinationStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator in this process knows of the run: its view, and whose votes on the next step are here.
+
+    `num_learners` peers are connected and no members; the round goes on without `num_late` members.
+    """
+
+    epoch: int
+    outer_step: int
+    num_members: int
+    voted: tuple[str, ...] = ()
+    num_learners: int = 0
+    num_late: int = 0
 
 
 class FetchStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +118,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_outer_step: int | None = None
     metrics_address: str | None = None
     leaving: LeavingStatus | None = None
+    coordination: CoordinationStatus | None = None
     uptime_s: float = 0.0
 
 
@@ -116,6 +133,27 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 def render_status(status: Status) -> str:
     """The status for people, a few lines without colours."""
+    if status.phase == "coordinating":
+        lines = [
+            f"run {status.run_id}, coordinator {status.peer_id}",
+            f"outer step {status.outer_step} of {status.total_outer_steps}, "
+            f"view {status.epoch} of {_count(len(status.members), 'peer')}",
+        ]
+    else:
+        lines = _training(status)
+    if (coordination := status.coordination) is not None:
+        lines.append(
+            f"round {coordination.outer_step + 1}: {len(coordination.voted)} of "
+            f"{_count(coordination.num_members, 'vote')}, {_count(coordination.num_learners, 'learner')}, "
+            f"{coordination.num_late} late"
+        )
+    if status.metrics_address is not None:
+        lines.append(f"metrics at http://{status.metrics_address}/metrics")
+    lines += [_line_of(member) for member in status.members]
+    return "\n".join(lines)
+
+
+def _training(status: Status) -> list[str]:
     lines = [
         f"run {status.run_id}, peer {status.peer_id}: {status.phase}",
         f"outer step {status.outer_step} of {status.total_outer_steps}"
@@ -137,12 +175,12 @@ def render_status(status: Status) -> str:
         )
     if status.checkpoint_outer_step is not None:
         lines.append(f"checkpoint at outer step {status.checkpoint_outer_step}")
-    if status.metrics_address is not None:
-        lines.append(f"metrics at http://{status.metrics_address}/metrics")
-    for member in status.members:
-        notes = [note for note, holds in (("this", member.is_me), ("coordinator", member.is_coordinator)) if holds]
-        lines.append(f"  {member.peer_id}  {_path_to(member)}" + (f"  ({', '.join(notes)})" if notes else ""))
-    return "\n".join(lines)
+    return lines
+
+
+def _line_of(member: MemberStatus) -> str:
+    notes = [note for note, holds in (("this", member.is_me), ("coordinator", member.is_coordinator)) if holds]
+    return f"  {member.peer_id}  {_path_to(member)}" + (f"  ({', '.join(notes)})" if notes else "")
 
 
 def render_peers(peers: Sequence[PeerStatus]) -> str:

@@ -19,7 +19,15 @@ from isthmus.collective.core.types import PeerId
 from isthmus.trainer.control_messages import PutOutRequest, RevokeRequest, TicketRequest
 from isthmus.trainer.control_socket import PEER_FILE_NAME, ControlClient, ControlServer, PeerFile, find_peer
 from isthmus.trainer.errors import EnvironmentFault, ExitCode, NobodyReachable, NothingRuns, Refused
-from isthmus.trainer.status import MemberStatus, PeerStatus, RoundStatus, Status, render_peers, render_status
+from isthmus.trainer.status import (
+    CoordinationStatus,
+    MemberStatus,
+    PeerStatus,
+    RoundStatus,
+    Status,
+    render_peers,
+    render_status,
+)
 from isthmus.trainer.ticket import Ticket, make_ticket
 
 
@@ -270,3 +278,18 @@ def test_status_for_people_says_what_is_known_and_what_is_not() -> None:
     assert "sent 1.5 MB, received 0 B" in text
     assert "last round 1.25 s (0.50 s exchange, 2.0 kB) with 2 peers" in text
     assert "0123456789abcdef  127.0.0.1:1  (this)" in text
+    assert "votes" not in text
+
+
+def test_a_coordinator_alone_tells_view_round_and_votes() -> None:
+    coordination = CoordinationStatus(
+        epoch=2, outer_step=3, num_members=2, voted=(PEER_ID,), num_learners=1, num_late=0
+    )
+    status = msgspec.structs.replace(a_status(), phase="coordinating", coordination=coordination)
+    assert render_status(status).splitlines() == [
+        "run demo-0123abcd, coordinator 0123456789abcdef",
+        "outer step 3 of 20, view 2 of 1 peer",
+        "round 4: 1 of 2 votes, 1 learner, 0 late",
+        "metrics at http://127.0.0.1:9/metrics",
+        "  0123456789abcdef  127.0.0.1:1  (this)",
+    ]
