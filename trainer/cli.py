@@ -16,7 +16,7 @@ import typer
 
 from isthmus.trainer import cli_audit, cli_config, cli_models, cli_operator, cli_peers
 from isthmus.trainer.cli_config import invocation_of
-from isthmus.trainer.cli_support import PROGRAM, report, take_apart
+from isthmus.trainer.cli_support import PROGRAM, TAKES_CONFIG, report, take_apart
 from isthmus.trainer.errors import ConfigError, ExitCode
 
 app = typer.Typer(
@@ -47,8 +47,7 @@ for command in (
 ):
     app.command()(command)
 config_app.command()(cli_config.show)
-
-_TAKES_CONFIG = frozenset({"up", "join", "coordinator", "config"})
+config_app.command()(cli_config.reference)
 
 
 def main() -> None:
@@ -59,7 +58,7 @@ def main() -> None:
 
 def run(argv: list[str]) -> int:
     """One command line; returns the exit code. Whatever happens, people get a sentence."""
-    debug = "--debug" in argv
+    debug, as_json = "--debug" in argv, "--json" in argv
     try:
         invocation = take_apart(argv)
         outcome = typer.main.get_command(app).main(
@@ -73,7 +72,7 @@ def run(argv: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return int(ExitCode.FORCED)
     except Exception as error:  # noqa: BLE001 - the root: every error becomes a sentence and an exit code
-        return report(error, debug=debug)
+        return report(error, debug=debug, as_json=as_json)
     return int(outcome) if isinstance(outcome, int) else int(ExitCode.DONE)
 
 
@@ -102,5 +101,5 @@ def root(
     command = context.invoked_subcommand
     if command is None:
         print(context.get_help())
-    elif (given := invocation_of(context).overrides) and command not in _TAKES_CONFIG:
+    elif (given := invocation_of(context).overrides) and command not in TAKES_CONFIG:
         raise ConfigError(f"no such option --{given[0][0]}", cure=f"{PROGRAM} {command} takes no configuration")

@@ -6,7 +6,9 @@ story. Must import quickly: no torch here.
 """
 
 import contextlib
+import difflib
 import ipaddress
+import json
 import os
 import re
 import sys
@@ -19,13 +21,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, NothingRuns, leaves, operator_error
+from isthmus.trainer.errors import ConfigError, IsthmusError, NothingRuns, leaves, operator_error
 
 if TYPE_CHECKING:
     from isthmus.trainer.control_socket import ControlClient
 
 PROGRAM = "isthmus"
 RUNS_FOLDER = Path("runs")
+TAKES_CONFIG = frozenset({"up", "join", "coordinator", "config", "show"})
+"""Commands with `--section.key` flags."""
 
 # A command line's mistakes, in every version of Typer (which moved them from one package to another).
 UsageMistake: type[Exception] = typer.BadParameter.__mro__[1]
@@ -83,38 +87,84 @@ def take_apart(argv: Sequence[str]) -> Invocation:
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
-def report(error: BaseException, *, debug: bool) -> int:
-    """Tell people what went wrong, on stderr. Returns the exit code."""
-    known = operator_error(error)
+def report(error: BaseException, *, debug: bool, as_json: bool = False) -> int:
+    """Tell people what went wrong, on stderr: a sentence a mistake, or one JSON object. Returns the exit code."""
     if debug:
         traceback.print_exception(error, file=sys.stderr)
+    known = _as_operator_error(error)
+    if as_json:
+        _write_line(_error_as_json(known))
+    else:
+        for fault in _faults_of(known):
+            complain(str(fault))
+    return int(known.exit_code)
+
+
+def _as_operator_error(error: BaseException) -> IsthmusError:
+    known = operator_error(error)
     if known is not None:
-        complain(str(known))
-        return int(known.exit_code)
+        return known
     if isinstance(error, UsageMistake):
-        complain(_usage_sentence(error))
-        return int(ExitCode.USAGE)
+        return ConfigError(_usage_sentence(error))
     leaf = leaves(error)[0]
     what = f"{type(leaf).__name__}: {leaf}".split("\n", 1)[0]
-    complain(f"this is a bug in isthmus ({what[:200]}); please report it with {_write_story(error)}")
-    return int(ExitCode.UNEXPECTED)
+    return IsthmusError(f"this is a bug in isthmus ({what[:200]})", cure=f"please report it with {_write_story(error)}")
+
+
+def _faults_of(error: IsthmusError) -> Sequence[IsthmusError]:
+    return error.faults if isinstance(error, ConfigError) else (error,)
+
+
+def _error_as_json(error: IsthmusError) -> str:
+    """Schema `isthmus.error/1`, on one line."""
+    faults = [
+        {
+            "sentence": str(fault),
+            "cure": fault.cure or None,
+            "key": getattr(fault, "key", None),
+            "origin": getattr(fault, "origin", None),
+        }
+        for fault in _faults_of(error)
+    ]
+    return json.dumps({"schema": "isthmus.error/1", "exit_code": int(error.exit_code), "errors": faults})
 
 
 def complain(sentence: str) -> None:
-    """One sentence on stderr, if anybody reads it."""
-    with contextlib.suppress(OSError):
-        print(f"{PROGRAM}: {sentence}", file=sys.stderr, flush=True)
+    """One sentence on stderr."""
+    _write_line(f"{PROGRAM}: {sentence}")
+
+
+def _write_line(line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it
+        print(line, file=sys.stderr, flush=True)
+
+
+def _suggestions(error: Exception) -> Sequence[str]:
+    """What was meant, where that is likely: Typer's own ideas go further."""
+    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if option is None or context is None:
+        return getattr(error, "possibilities", None) or ()
+    if context.info_name in TAKES_CONFIG:
+        from isthmus.trainer.config_keys import keys_called
+
+        keys = keys_called(option.lstrip("-").replace("-", "_"))
+        if keys:
+            return [f"--{key}" for key in keys]
+    known = [name for parameter in context.command.params for name in parameter.opts]
+    return difflib.get_close_matches(option, known, n=2, cutoff=0.75)
 
 
 def _usage_sentence(error: Exception) -> str:
-    possibilities: Sequence[str] = getattr(error, "possibilities", None) or ()
-    message = str(getattr(error, "message", "")) if possibilities else ""
+    possibilities = _suggestions(error)
+    message = f"no such option: {option}" if (option := getattr(error, "option_name", None)) else ""
+    message = message or (str(getattr(error, "message", "")) if possibilities else "")
     if not message:
         format_message = getattr(error, "format_message", error.__str__)
         message = str(format_message())
     message = " ".join(message.split()).rstrip(".").replace(". Did you mean", "; did you mean")
+    command = getattr(getattr(error, "ctx", None), "command_path", PROGRAM)
     hint = (
-        f"did you mean {' or '.join(sorted(possibilities))}?" if possibilities else "isthmus --help lists what there is"
+        f"did you mean {' or '.join(sorted(possibilities))}?" if possibilities else f"{command} -h lists what there is"
     )
     return f"{message[:1].lower()}{message[1:]}" + ("" if "did you mean" in message else f"; {hint}")
 
