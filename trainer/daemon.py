@@ -35,6 +35,7 @@ from isthmus.trainer.chronicle import Chronicle
 from isthmus.trainer.control_socket import ControlServer
 from isthmus.trainer.coordination import Coordination
 from isthmus.trainer.data import samples_per_data_epoch
+from isthmus.trainer.devices import choose_device
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, IsthmusError, leaves, operator_error
 from isthmus.trainer.events import FILE_NAME, EventLog
 from isthmus.trainer.founding import Founded, remember_terms, save_standby_ticket
@@ -82,6 +83,9 @@ async def _run(options: PeerOptions | CoordinatorOptions, interrupts: Interrupts
     # The cores are the workers'. Two threads that fight for them make an addition of milliseconds last a third of a
     # second, on the event loop.
     torch.set_num_threads(1)
+    if isinstance(options, PeerOptions):
+        node = options.resolved.config.node
+        choose_device(node.device, node.local_workers)
     with PeerFolder(options.run_dir) as folder:
         process = _Process(await prepare(options, folder))
         return await process.live(interrupts)

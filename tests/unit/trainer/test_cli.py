@@ -187,6 +187,16 @@ def test_with_json_an_error_is_one_object_on_stderr(
     assert [found | wanted for found, wanted in zip(told["errors"], errors, strict=True)] == told["errors"]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() > 3, reason="needs a machine with fewer devices than workers")
+@pytest.mark.parametrize("command", [("up", "--data", str(Path(__file__))), ("join", TICKET)])
+def test_missing_devices_are_told_before_a_ticket_is_printed_or_anything_is_written(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    done = isthmus(*command, "--device", "cuda", "--local-workers", "4", cwd=tmp_path)
+    assert_one_sentence(done, ExitCode.ENVIRONMENT, "4 workers need as many CUDA devices", "node.device to cpu")
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("ticket", "part"),
     [
