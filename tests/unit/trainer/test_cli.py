@@ -298,12 +298,12 @@ def test_config_show_as_json_is_one_object(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["schema"] == "isthmus.config/1"
 
 
-def saved_run(run_dir: Path) -> CheckpointStore:
+def saved_run(run_dir: Path, run_id: str = "demo-0123abcd", outer_step: int = 4) -> CheckpointStore:
     config = Config(model=MODEL)
     anchor = initial_parameters(config.model.decoder_config(), seed=1)
     store = CheckpointStore(run_dir / FOLDER_NAME, keep=3)
     meta = CheckpointMeta(
-        run_id="demo-0123abcd", outer_step=4, digest=bytes(32), run_manifest=manifest_of(config), next_index=0
+        run_id=run_id, outer_step=outer_step, digest=bytes(32), run_manifest=manifest_of(config), next_index=0
     )
     store.save(meta, {"anchor": anchor, "momentum": torch.zeros_like(anchor)})
     return store
@@ -347,9 +347,15 @@ def test_init_writes_a_file_that_founds_a_run_and_never_over_another(tmp_path: P
     assert_one_sentence(isthmus("init", "no/where.toml", cwd=tmp_path), ExitCode.USAGE, "cannot be written")
 
 
+def test_of_several_peers_of_one_run_the_furthest_is_exported(tmp_path: Path) -> None:
+    for name, outer_step in (("a", 4), ("b", 12), ("c", 8)):
+        saved_run(tmp_path / "runs" / name, outer_step=outer_step)
+    assert json.loads(isthmus("export", "--json", cwd=tmp_path).stdout)["outer_step"] == 12
+
+
 def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:
     saved_run(tmp_path / "runs" / "a")
-    saved_run(tmp_path / "runs" / "b")
+    saved_run(tmp_path / "runs" / "b", run_id="another-0123abcd")
     assert_one_sentence(isthmus("export", cwd=tmp_path), ExitCode.USAGE, "runs/a, runs/b; choose one with --dir")
 
 
