@@ -141,9 +141,10 @@ def _write_line(line: str) -> None:
 
 def _suggestions(error: Exception) -> Sequence[str]:
     """What was meant, where that is likely: Typer's own ideas go further."""
+    possibilities: Sequence[str] = getattr(error, "possibilities", None) or ()
     option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
-    if option is None or context is None:
-        return getattr(error, "possibilities", None) or ()
+    if option is None or context is None or not hasattr(error, "possibilities"):
+        return possibilities
     if context.info_name in TAKES_CONFIG:
         from isthmus.trainer.config_keys import keys_called
 
@@ -156,8 +157,11 @@ def _suggestions(error: Exception) -> Sequence[str]:
 
 def _usage_sentence(error: Exception) -> str:
     possibilities = _suggestions(error)
-    message = f"no such option: {option}" if (option := getattr(error, "option_name", None)) else ""
-    message = message or (str(getattr(error, "message", "")) if possibilities else "")
+    option = getattr(error, "option_name", None) if hasattr(error, "possibilities") else None
+    if option is not None:
+        message = f"no such option: {option}"
+    else:
+        message = str(getattr(error, "message", "")) if possibilities else ""
     if not message:
         format_message = getattr(error, "format_message", error.__str__)
         message = str(format_message())

@@ -72,7 +72,7 @@ def last_known(folder: Path) -> LastKnown | None:
 def nothing_runs(folder: Path, past: LastKnown) -> NothingRuns:
     """The sentence about it, and what to type next."""
     when = f"{datetime.fromisoformat(past.wall):%Y-%m-%d %H:%M} UTC"
-    reached = f"at outer step {past.outer_step} ({when})"
+    reached = f"at outer step {past.outer_step} ({when})" if "outer step" not in past.cause else f"({when})"
     if past.code == ExitCode.DONE and past.is_coordinator:
         cure = "its model is in the folders of its peers: isthmus export --dir FOLDER"
         return NothingRuns(f"nothing runs in {folder}: {past.run_id} is complete {reached}", cure=cure)

@@ -10,7 +10,7 @@ from pathlib import Path
 from isthmus.trainer.errors import ExitCode
 from isthmus.trainer.status import Status, format_nbytes
 
-_ENDS = {ExitCode.DONE: "is complete", ExitCode.LEFT: "goes on without this peer"}
+_ENDS = {ExitCode.DONE: "is complete", ExitCode.LEFT: "was left"}
 
 
 def live_line(status: Status) -> str:

@@ -77,7 +77,7 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *part
         (["up", "--seq_len", "1"], ["no such option: --seq-len; did you mean --model.seq_len?"]),
         (["up", "--frobnicate"], ["no such option: --frobnicate; isthmus up -h lists what there is"]),
         (["status", "--lr", "1"], ["no such option: --lr; isthmus status -h lists what there is"]),
-        (["up", "--peers"], ["--peers"]),
+        (["up", "--peers"], ["option '--peers' requires an argument"]),
         (["up", "--peers", "many"], ["--peers"]),
         (["up", "surplus"], ["surplus"]),
         (["up", "--peers", "0"], ["members.start_peers from --peers is 0, expected at least 1"]),

@@ -24,7 +24,7 @@ def write_log(folder: Path, *, steps: int, code: int | None, cause: str = "") ->
     ("code", "cause", "is_joiner", "parts"),
     [
         (0, "the run is complete", False, ["demo-0123abcd is complete at outer step 3 (20", "isthmus export --dir"]),
-        (20, "left at outer step 3", True, ["ended with 20 (left at outer step 3)", "isthmus join --dir"]),
+        (20, "left at outer step 3", True, ["ended with 20 (left at outer step 3) (20", "isthmus join --dir"]),
         (None, "", True, ["ended without a word at outer step 3", "comes back"]),
         (None, "", False, ["ended without a word at outer step 3", "give its command again"]),
     ],

@@ -60,9 +60,7 @@ def test_the_end_is_five_lines_and_the_next_command() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("code", "how"), [(20, "goes on without this peer"), (8, "ended here with 8"), (99, "ended here with 99")]
-)
+@pytest.mark.parametrize(("code", "how"), [(20, "was left"), (8, "ended here with 8"), (99, "ended here with 99")])
 def test_other_ends_are_told_as_what_they_are(code: int, how: str) -> None:
     bare = msgspec.structs.replace(STATUS, first_loss=None, validation_loss=None, peers_seen=1)
     lines = summary(bare, code, None, None).splitlines()
