@@ -17,7 +17,7 @@ import typer
 from isthmus.trainer import cli_audit, cli_config, cli_models, cli_operator, cli_peers
 from isthmus.trainer.cli_config import invocation_of
 from isthmus.trainer.cli_support import PROGRAM, TAKES_CONFIG, report, take_apart
-from isthmus.trainer.errors import ConfigError, ExitCode
+from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode
 
 app = typer.Typer(
     name=PROGRAM,
@@ -64,16 +64,32 @@ def run(argv: list[str]) -> int:
         outcome = typer.main.get_command(app).main(
             args=list(invocation.arguments), prog_name=PROGRAM, standalone_mode=False, obj=invocation
         )
-        sys.stdout.flush()
+        _flush()
     except BrokenPipeError:
-        # Whoever reads has read enough (`isthmus audit … | head`). Python must not try again at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # whoever reads has read enough, as in `isthmus audit … | head`
         return int(ExitCode.DONE)
     except (KeyboardInterrupt, typer.Abort):
         return int(ExitCode.FORCED)
     except Exception as error:  # noqa: BLE001 - the root: every error becomes a sentence and an exit code
         return report(error, debug=debug, as_json=as_json)
     return int(outcome) if isinstance(outcome, int) else int(ExitCode.DONE)
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_output()
+        raise EnvironmentFault(
+            f"the result cannot be written to standard output: {error.strerror}", cure="free some space there"
+        ) from error
+
+
+def _drop_output() -> None:
+    """Python writes at its end what could not be written before, and complains."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _have_descriptors() -> None:

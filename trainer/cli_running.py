@@ -76,7 +76,8 @@ def train(options: "PeerOptions", console: Console) -> int:
         raise
     finally:
         if figures and (status := figures[0]()).num_commits:
-            console.result(_summary(options, status, code))
+            with contextlib.suppress(OSError):  # of a disk that has died
+                console.result(_summary(options, status, code))
 
 
 def announcer(console: Console, ticket_file: Path | None) -> "Callable[[Ticket], None]":

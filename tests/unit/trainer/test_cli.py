@@ -293,6 +293,22 @@ def test_a_shell_completes_commands(tmp_path: Path) -> None:
     assert isthmus(cwd=tmp_path, environment=asked).stdout.split() == ["join"]
 
 
+def test_a_reader_that_has_enough_is_no_mistake_and_a_full_disk_is_told(tmp_path: Path) -> None:
+    command = f"{sys.executable} -c '{LAUNCH}' config show"
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY / "src")}
+
+    def shell(line: str) -> subprocess.CompletedProcess[str]:
+        run = ["bash", "-c", line]
+        return subprocess.run(
+            run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=55, check=False
+        )
+
+    done = shell(f"set -o pipefail; {command} | true")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert_one_sentence(shell(f"{command} > /dev/full"), ExitCode.ENVIRONMENT, "No space left on device")
+    assert (shell(f"{command} >&-").returncode, shell(f"{command} >&- 2>&- <&-").returncode) == (0, 0)
+
+
 def test_config_show_as_json_is_one_object(tmp_path: Path) -> None:
     done = isthmus("config", "show", "--json", cwd=tmp_path)
     assert json.loads(done.stdout)["schema"] == "isthmus.config/1"
