@@ -82,6 +82,8 @@ class CoordinatorStatus:
     """Peers that are connected and no members."""
     excused: tuple[PeerRef, ...]
     """Late members that the round goes on without."""
+    voted: tuple[PeerId, ...]
+    """Members whose vote on the round in progress is here."""
     addresses: dict[PeerRef, str]
     """Where peers say that others reach them."""
     samples_leased: int
@@ -266,6 +268,7 @@ class CoordinatorShell:
             view=state.view,
             learners=tuple(ref for ref in self._connections if not state.view.holds(ref)),
             excused=tuple(state.excused),
+            voted=self._machine.voted,
             addresses=self._machine.addresses(),
             samples_leased=sum(len(piece) for ref in state.leases.owners() for piece in state.leases.owned_by(ref)),
             next_index=state.leases.next_index,

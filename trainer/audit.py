@@ -156,17 +156,18 @@ def _audit_run(readings: Sequence[JournalReading], evidence: _Evidence) -> RunAu
 
 
 def _peers_folders(path: Path) -> list[Path]:
-    """The folder itself, or, if it is no peer's folder, those in it."""
+    """The folder itself, or, if it is no peer's folder, those in it: the demo's has all peers' events and no more."""
     if not path.is_dir():
         what = "is no folder" if path.exists() else "does not exist"
         raise ConfigError(f"{path} {what}", cure="name the folders of the run's peers, such as runs/NAME")
-    folders = [folder for folder in (path, *sorted(path.iterdir())) if _is_peers(folder)]
-    return folders[:1] if folders[:1] == [path] else folders
+    if _holds_state(path):
+        return [path]
+    inner = [folder for folder in sorted(path.iterdir()) if _holds_state(folder) or has_events(folder / FILE_NAME)]
+    return inner or ([path] if has_events(path / FILE_NAME) else [])
 
 
-def _is_peers(folder: Path) -> bool:
-    names = (JOURNAL_NAME, FOLDER_NAME, CERTIFICATES_NAME)
-    return any((folder / name).exists() for name in names) or has_events(folder / FILE_NAME)
+def _holds_state(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (JOURNAL_NAME, FOLDER_NAME, CERTIFICATES_NAME))
 
 
 def _rebuilt_epoch(reading: JournalReading) -> int:

@@ -24,7 +24,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -272,6 +272,21 @@ def load_resumed(path: Path) -> Checkpoint:
     if newest is None:
         raise ConfigError(f"{path} holds no checkpoint", cure="name the folder of a peer, or one checkpoint")
     return newest
+
+
+def furthest_of_one_run(folders: Sequence[Path]) -> Path | None:
+    """Which of these peers' folders has the newest checkpoint; None if they are of several runs, or one is damaged."""
+    newest: list[tuple[int, Path]] = []
+    run_ids = set()
+    for folder in folders:
+        store = CheckpointStore(folder / FOLDER_NAME, keep=1)
+        for outer_step in store.steps()[-1:]:
+            try:
+                run_ids.add(read_manifest(store.path_of(outer_step) / MANIFEST_NAME).run_id)
+            except (CheckpointCorrupted, OSError):
+                return None
+            newest.append((outer_step, folder))
+    return max(newest)[1] if len(run_ids) == 1 else None
 
 
 def newest_usable(path: Path, *, run_id: str | None = None) -> Checkpoint | None:

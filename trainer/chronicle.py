@@ -104,6 +104,10 @@ class Chronicle:
         )
         log.info("text: %s", text)
 
+    def stopped_coordinating(self, *, is_complete: bool) -> None:
+        """A coordinator without a peer ends."""
+        self._log.emit("coordinator_ended", complete=is_complete)
+
     def inner_step(self, inner_step: int, loss: float, num_tokens: int) -> None:
         """One inner step is done: too many for the log, not for the figures."""
         self._board.inner_step(inner_step, loss, num_tokens)

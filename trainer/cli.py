@@ -8,6 +8,7 @@ Exit codes: see `trainer.errors.ExitCode`. What talks to a running peer ends wit
 it is not done.
 """
 
+import os
 import sys
 from typing import Annotated
 
@@ -15,8 +16,8 @@ import typer
 
 from isthmus.trainer import cli_audit, cli_config, cli_doctor, cli_models, cli_operator, cli_peers
 from isthmus.trainer.cli_config import invocation_of
-from isthmus.trainer.cli_support import PROGRAM, report, take_apart
-from isthmus.trainer.errors import ConfigError, ExitCode
+from isthmus.trainer.cli_support import PROGRAM, TAKES_CONFIG, report, take_apart
+from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode
 
 app = typer.Typer(
     name=PROGRAM,
@@ -47,28 +48,60 @@ for command in (
 ):
     app.command()(command)
 config_app.command()(cli_config.show)
-
-_TAKES_CONFIG = frozenset({"up", "join", "coordinator", "config", "doctor"})
+config_app.command()(cli_config.reference)
 
 
 def main() -> None:
     """The console script."""
+    _have_descriptors()
     sys.exit(run(sys.argv[1:]))
 
 
 def run(argv: list[str]) -> int:
     """One command line; returns the exit code. Whatever happens, people get a sentence."""
-    debug = "--debug" in argv
+    debug, as_json = "--debug" in argv, "--json" in argv
     try:
         invocation = take_apart(argv)
         outcome = typer.main.get_command(app).main(
             args=list(invocation.arguments), prog_name=PROGRAM, standalone_mode=False, obj=invocation
         )
+        _flush()
+    except BrokenPipeError:
+        _drop_output()  # whoever reads has read enough, as in `isthmus audit … | head`
+        return int(ExitCode.DONE)
     except (KeyboardInterrupt, typer.Abort):
         return int(ExitCode.FORCED)
     except Exception as error:  # noqa: BLE001 - the root: every error becomes a sentence and an exit code
-        return report(error, debug=debug)
+        return report(error, debug=debug, as_json=as_json)
     return int(outcome) if isinstance(outcome, int) else int(ExitCode.DONE)
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_output()
+        raise EnvironmentFault(
+            f"the result cannot be written to standard output: {error.strerror}", cure="free some space there"
+        ) from error
+
+
+def _drop_output() -> None:
+    """Python writes at its end what could not be written before, and complains."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _have_descriptors() -> None:
+    """Put the null device where stdin, stdout or stderr were closed: a socket must not get their numbers."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the smallest number that is free
+    sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115 - open as long as the process
+    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
 
 
 @app.callback(invoke_without_command=True)
@@ -85,5 +118,5 @@ def root(
     command = context.invoked_subcommand
     if command is None:
         print(context.get_help())
-    elif (given := invocation_of(context).overrides) and command not in _TAKES_CONFIG:
+    elif (given := invocation_of(context).overrides) and command not in TAKES_CONFIG:
         raise ConfigError(f"no such option --{given[0][0]}", cure=f"{PROGRAM} {command} takes no configuration")

@@ -39,6 +39,14 @@ def show(
     return int(ExitCode.DONE)
 
 
+def reference() -> int:
+    """Print a page about every key: its default, and what it means (Markdown)."""
+    from isthmus.trainer.config_reference import as_reference
+
+    print(as_reference(), end="")
+    return int(ExitCode.DONE)
+
+
 def init(
     file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("run.toml"),
 ) -> int:

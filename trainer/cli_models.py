@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from isthmus.trainer.cli_config import AsJson
-from isthmus.trainer.cli_support import choose_folder
+from isthmus.trainer.cli_support import RUNS_FOLDER, choose_folder
 from isthmus.trainer.errors import ConfigError, ExitCode
 
 
@@ -21,9 +21,11 @@ def export(
     """Write the model of a run's newest checkpoint. Prints its folder."""
     import msgspec
 
-    from isthmus.trainer.checkpoint import FOLDER_NAME
+    from isthmus.trainer.checkpoint import FOLDER_NAME, furthest_of_one_run
     from isthmus.trainer.export import export_model
 
+    if directory is None:  # a founder's and a joiner's on one machine are of one run
+        directory = furthest_of_one_run(sorted(path.parent for path in RUNS_FOLDER.glob(f"*/{FOLDER_NAME}")))
     exported = export_model(choose_folder(directory, holding=FOLDER_NAME, or_else=ConfigError), out)
     if as_json:
         result = {

@@ -2,19 +2,19 @@
 """The commands by which an operator says who may be in a run: they talk to the process where its coordinator lives."""
 
 import hashlib
+import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from isthmus.collective.core.types import PeerId
 from isthmus.trainer.cli_config import AsJson, Dir
-from isthmus.trainer.cli_support import choose_folder
-from isthmus.trainer.errors import ConfigError, ExitCode, NothingRuns
+from isthmus.trainer.cli_support import client_of
+from isthmus.trainer.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
-    from isthmus.trainer.control_socket import ControlClient
+    from isthmus.trainer.ticket import Ticket
 
 _LONGEST_S = 366 * 86_400
 
@@ -27,7 +27,7 @@ def peers(directory: Dir = None, as_json: AsJson = False) -> int:
 
     from isthmus.trainer.status import render_peers
 
-    found = _client(directory).peers()
+    found = client_of(directory).peers()
     print(msgspec.json.encode(found).decode() if as_json else render_peers(found))
     return int(ExitCode.DONE)
 
@@ -37,7 +37,7 @@ def evict(peer: Peer, directory: Dir = None) -> int:
     from isthmus.trainer.control_messages import PutOutRequest
 
     order = PutOutRequest(_peer_id(peer), for_ever=False)
-    _client(directory).order(order)
+    client_of(directory, of_coordinator=True).order(order)
     return int(ExitCode.DONE)
 
 
@@ -49,16 +49,27 @@ def ban(
     from isthmus.trainer.control_messages import PutOutRequest
 
     order = PutOutRequest(_peer_id(peer), for_ever=True)
-    _client(directory).order(order)
+    client_of(directory, of_coordinator=True).order(order)
     return int(ExitCode.DONE)
 
 
 def ticket(
     directory: Dir = None,
-    once: Annotated[bool, typer.Option("--once", help="For the first peer that uses it.")] = False,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="A new one with a new end. Those before admit until theirs.")
+    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="A new one for the first peer that uses it.")] = False,
     lifetime: Annotated[
-        str | None, typer.Option(help="How long it admits, as 90min or 2d. Default: the run's.", show_default=False)
+        str | None,
+        typer.Option(help="A new one that admits for so long, as 90min or 2d. Default: the run's.", show_default=False),
     ] = None,
+    revoke_all: Annotated[
+        bool,
+        typer.Option(
+            "--revoke-all",
+            help="Let all tickets made so far admit nobody any more, and make a new one. Who has joined stays.",
+        ),
+    ] = False,
     revoke: Annotated[
         str | None,
         typer.Option(
@@ -67,26 +78,40 @@ def ticket(
             show_default=False,
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> int:
-    """Print a new ticket, or revoke one."""
-    if revoke is not None and (once or lifetime is not None):
-        raise ConfigError("--revoke is about a ticket that exists, --once and --lifetime about a new one")
-    if revoke is not None:
-        from isthmus.trainer.control_messages import RevokeRequest
-        from isthmus.trainer.ticket import named_ticket
+    """Print the line that others join with, make a new one, or end the ones before."""
+    from isthmus.trainer.control_messages import RevokeRequest, TicketRequest
+    from isthmus.trainer.ticket import named_ticket
 
+    is_new = renew or once or revoke_all or lifetime is not None
+    if revoke is not None and is_new:
+        raise ConfigError("--revoke is about one ticket that exists, and the other flags are about a new one")
+    if revoke is not None:
         order = RevokeRequest(*named_ticket(revoke))
-        _client(directory).order(order)
-    else:
-        lifetime_s = _seconds(lifetime)
-        print(_client(directory).ticket(is_once=once, lifetime_s=lifetime_s))
+        client_of(directory, of_coordinator=True).order(order)
+        return int(ExitCode.DONE)
+    request = TicketRequest(is_new, once, _seconds(lifetime))
+    client = client_of(directory, of_coordinator=True)
+    if revoke_all:
+        client.order(RevokeRequest())
+    _print_ticket(client.ticket(request), as_json=as_json)
     return int(ExitCode.DONE)
 
 
-def _client(directory: Path | None) -> "ControlClient":
-    from isthmus.trainer.control_socket import PEER_FILE_NAME, ControlClient
+def _print_ticket(given: "Ticket", *, as_json: bool) -> None:
+    from isthmus.trainer.ticket import encode_ticket, invitation
 
-    return ControlClient(choose_folder(directory, holding=PEER_FILE_NAME, or_else=NothingRuns))
+    if as_json:
+        fields = {
+            "schema": "isthmus.ticket/1",
+            "run_id": given.run_id,
+            "ticket": encode_ticket(given),
+            "expires_at": given.expires_at_s,
+        }
+        print(json.dumps(fields))
+    else:
+        print(invitation(given))
 
 
 def _peer_id(given: str) -> PeerId:

@@ -3,7 +3,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,8 +12,9 @@ import typer
 
 from isthmus.collective.core.address import candidates_of
 from isthmus.trainer.cli_config import AsJson, ConfigFiles, Dir, resolve
-from isthmus.trainer.cli_support import RUNS_FOLDER, choose_folder, configure_logging, is_loopback
-from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, NothingRuns
+from isthmus.trainer.cli_running import announcer, open_console, train
+from isthmus.trainer.cli_support import RUNS_FOLDER, choose_folder, client_of, is_loopback
+from isthmus.trainer.errors import ConfigError, ExitCode, NothingRuns
 
 if TYPE_CHECKING:
     from isthmus.elastic.core.config import RebuildRule
@@ -125,20 +126,12 @@ def up(
         | _net_flags(tls, streams, insecure=insecure),
     )
     _require_secure(resolved, insecure=insecure)
-    configure_logging(verbose=verbose)
-    _warn_of_insecurity(resolved, insecure=insecure)
-    options = PeerOptions(
-        resolved=resolved,
-        run_dir=_run_dir(resolved, resolved.config.run.name),
-        role=Founding(
-            announce_ticket=_announcer(ticket_file),
-            resume_dir=resume,
-            rebuild=_rebuild_rule(rebuild=rebuild, with_few=rebuild_with_few, resume=resume),
-        ),
-    )
-    from isthmus.trainer.daemon import run_peer
-
-    return asyncio.run(run_peer(options))
+    rebuild_rule = _rebuild_rule(rebuild=rebuild, with_few=rebuild_with_few, resume=resume)
+    with open_console(verbose=verbose) as console:
+        _warn_of_insecurity(resolved, insecure=insecure)
+        role = Founding(announce_ticket=announcer(console, ticket_file), resume_dir=resume, rebuild=rebuild_rule)
+        run_dir = _run_dir(resolved, resolved.config.run.name)
+        return train(PeerOptions(resolved=resolved, run_dir=run_dir, role=role), console)
 
 
 def join(
@@ -184,14 +177,11 @@ def join(
     else:
         run_dir, addresses = _run_dir(resolved, decoded.run_id), decoded.addresses
     _require_secure(resolved, insecure=insecure, dialled=addresses)
-    configure_logging(verbose=verbose)
-    _warn_of_insecurity(resolved, insecure=insecure)
-    if decoded is not None:
-        _hint_at_expiry(decoded)
-    options = PeerOptions(resolved=resolved, run_dir=run_dir, role=Joining(ticket=decoded))
-    from isthmus.trainer.daemon import run_peer
-
-    return asyncio.run(run_peer(options))
+    with open_console(verbose=verbose) as console:
+        _warn_of_insecurity(resolved, insecure=insecure)
+        if decoded is not None:
+            _hint_at_expiry(decoded)
+        return train(PeerOptions(resolved=resolved, run_dir=run_dir, role=Joining(ticket=decoded)), console)
 
 
 def coordinator(
@@ -227,22 +217,20 @@ def coordinator(
         | _net_flags(tls, streams, insecure=insecure),
     )
     _require_secure(resolved, insecure=insecure)
-    configure_logging(verbose=verbose)
-    _warn_of_insecurity(resolved, insecure=insecure)
-    role: Founding | StandingBy = Founding(
-        announce_ticket=_announcer(ticket_file),
-        resume_dir=resume,
-        rebuild=_rebuild_rule(rebuild=rebuild, with_few=rebuild_with_few, resume=resume),
-    )
-    folder = resolved.config.run.name
-    if standby is not None:
-        ticket = _standby_ticket(standby, resolved)
-        role = StandingBy(ticket=ticket, announce_ticket=_announcer(ticket_file))
-        folder = f"{ticket.run_id}-standby"
-    options = CoordinatorOptions(resolved=resolved, run_dir=_run_dir(resolved, folder), role=role)
     from isthmus.trainer.daemon import run_coordinator
 
-    return asyncio.run(run_coordinator(options))
+    rebuild_rule = _rebuild_rule(rebuild=rebuild, with_few=rebuild_with_few, resume=resume)
+    ticket = None if standby is None else _standby_ticket(standby, resolved)
+    with open_console(verbose=verbose) as console:
+        _warn_of_insecurity(resolved, insecure=insecure)
+        announce = announcer(console, ticket_file)
+        role: Founding | StandingBy = Founding(announce_ticket=announce, resume_dir=resume, rebuild=rebuild_rule)
+        folder = resolved.config.run.name
+        if ticket is not None:
+            role = StandingBy(ticket=ticket, announce_ticket=announce)
+            folder = f"{ticket.run_id}-standby"
+        options = CoordinatorOptions(resolved=resolved, run_dir=_run_dir(resolved, folder), role=role)
+        return asyncio.run(run_coordinator(options))
 
 
 def leave(
@@ -250,17 +238,15 @@ def leave(
     now: Annotated[bool, typer.Option("--now", help="Stop at once; the steps since the last commit are lost.")] = False,
 ) -> int:
     """Let this machine's peer hand in its work and leave the run. Ctrl-C ends this command, not the leaving."""
-    from isthmus.trainer.control_socket import PEER_FILE_NAME, ControlClient
     from isthmus.trainer.leaving import follow, say_on_stderr
 
-    folder = choose_folder(directory, holding=PEER_FILE_NAME, or_else=NothingRuns)
-    client = ControlClient(folder)
+    client = client_of(directory)
     if now:
         client.stop()
     else:
         client.leave()
     try:
-        sentence = follow(client, folder, say_on_stderr)
+        sentence = follow(client, say_on_stderr)
     except KeyboardInterrupt:
         say_on_stderr("the peer goes on leaving; isthmus leave shows how far it is, isthmus leave --now does not wait")
         raise
@@ -273,19 +259,9 @@ def status(directory: Dir = None, as_json: AsJson = False) -> int:
     """How this machine's peer is doing, or how it ended."""
     import msgspec
 
-    from isthmus.trainer.control_socket import PEER_FILE_NAME, ControlClient
-    from isthmus.trainer.events import FILE_NAME
-    from isthmus.trainer.last_known import last_known, nothing_runs
     from isthmus.trainer.status import render_status
 
-    try:
-        current = ControlClient(choose_folder(directory, holding=PEER_FILE_NAME, or_else=NothingRuns)).status()
-    except NothingRuns as nothing:
-        folder = choose_folder(directory, holding=FILE_NAME, or_else=NothingRuns)
-        past = last_known(folder)
-        if past is None:
-            raise
-        raise nothing_runs(folder, past) from nothing
+    current = client_of(directory).status()
     print(msgspec.json.encode(current).decode() if as_json else render_status(current))
     return int(ExitCode.DONE)
 
@@ -451,24 +427,3 @@ def _run_dir(resolved: "ResolvedConfig", name: str) -> Path:
 
 def _absolute(path: Path | None) -> Path | None:
     return None if path is None else path.absolute()
-
-
-def _announcer(ticket_file: Path | None) -> "Callable[[Ticket], None]":
-    """Prints the line that others join with, the one result of `up`, and writes the ticket where it was asked for."""
-
-    from isthmus.trainer.ticket import encode_ticket, invitation
-
-    def announce(ticket: "Ticket") -> None:
-        print(invitation(ticket), flush=True)
-        if ticket_file is None:
-            return
-        from isthmus.trainer.files import write_atomically
-
-        try:
-            write_atomically(ticket_file, f"{encode_ticket(ticket)}\n".encode(), mode=0o600)
-        except OSError as error:
-            raise EnvironmentFault(
-                f"the ticket cannot be written to {ticket_file}: {error.strerror}", cure="name another --ticket-file"
-            ) from error
-
-    return announce

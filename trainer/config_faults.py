@@ -6,7 +6,8 @@ Must not know how values are merged.
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from typing import Protocol
 
 from pydantic_core import ErrorDetails
@@ -64,9 +65,8 @@ def key_at(loc: tuple[int | str, ...]) -> str:
     return key
 
 
-def config_error(faults: Sequence[ErrorDetails], given: Mapping[str, Given]) -> ConfigError:
-    """The first fault as one sentence; `given` holds the values by dotted key."""
-    fault = faults[0]
+def config_error(fault: ErrorDetails, given: Mapping[str, Given]) -> ConfigError:
+    """A fault as one sentence; `given` holds the values by dotted key."""
     key = key_at(fault["loc"])
     if fault["type"] == "union_tag_invalid":
         key = f"{key}.type"
@@ -80,16 +80,22 @@ def config_error(faults: Sequence[ErrorDetails], given: Mapping[str, Given]) -> 
             if expected is None
             else f"expected {expected.format(**context)}"
         )
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     entry = given.get(key)
-    if not key:
-        return ConfigError(f"{problem}{more}")
     if entry is None:
-        return ConfigError(f"[{key}] {problem}{more}", key=key)
+        where = f"[{key}] " if key else ""
+        return ConfigError(f"{where}{problem}{_origins_in(problem, key, given)}", key=key or None)
     cure = _closest_choice(entry.value, problem)
     return ConfigError(
-        f"{key} from {entry.origin} is {show(entry.value)}, {problem}{more}", cure=cure, key=key, origin=entry.origin
+        f"{key} from {entry.origin} is {show(entry.value)}, {problem}", cure=cure, key=key, origin=entry.origin
     )
+
+
+def _origins_in(problem: str, section: str, given: Mapping[str, Given]) -> str:
+    """Where the values that a sentence about several keys names come from, but for flags that are called like them."""
+    words = set(re.findall(r"[a-z_]+(?:\.[a-z_]+)*", problem))
+    named = [key for key in given if (key.removeprefix(f"{section}.") if section else key) in words]
+    told = [f"{key} from {origin}" for key in named if (origin := given[key].origin) != f"--{key}"]
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _closest_choice(value: Json, problem: str) -> str:

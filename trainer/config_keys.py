@@ -64,13 +64,20 @@ DEFAULTS = dict(flatten(Config().tree()))
 """Dotted key → the value where nobody says anything."""
 
 
+def keys_called(name: str) -> list[str]:
+    """The keys with this name, or with another program's word for it, in whatever section."""
+    leaf = _OTHER_WORDS.get(name, name)
+    return [key for key in KNOWN_KEYS if key.rpartition(".")[2] == leaf]
+
+
 def closest_key(key: str) -> str:
-    """The closest key: a wrong letter, another program's word for it, the right name in the wrong section."""
-    section, _, leaf = key.rpartition(".")
-    leaf = _OTHER_WORDS.get(leaf, leaf)
+    """The closest key: the right name in the wrong section, another program's word for it, a wrong letter."""
+    section, _, name = key.rpartition(".")
+    leaf = _OTHER_WORDS.get(name, name)
     corrected = f"{section}.{leaf}"
-    close = difflib.get_close_matches(corrected, KNOWN_KEYS, n=1, cutoff=0.8)
+    close = difflib.get_close_matches(corrected, keys_called(leaf), n=1, cutoff=0.0)
+    close = close or difflib.get_close_matches(corrected, KNOWN_KEYS, n=1, cutoff=0.8)
     if not close:
         by_leaf = {known.rpartition(".")[2]: known for known in KNOWN_KEYS}
-        close = [by_leaf[name] for name in difflib.get_close_matches(leaf, by_leaf, n=1)]
+        close = [by_leaf[one] for one in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.75)]
     return f"did you mean {close[0]}?" if close else "isthmus config show lists all keys"

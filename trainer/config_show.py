@@ -45,6 +45,21 @@ def entries(config: Config) -> Iterator[Entry]:
         yield from _entries(section, info.alias or name, info)
 
 
+def every_entry() -> Iterator[tuple[str, Entry]]:
+    """Every key with its default, again for every type that has it: (type, or empty, entry)."""
+    for name, info in Config.model_fields.items():
+        for section in _sections_in(info):
+            yield from _of_every_type(section, info.alias or name, info)
+
+
+def _of_every_type(section: type[Section], table: str, info: FieldInfo) -> Iterator[tuple[str, Entry]]:
+    kind = str(section.model_fields["type"].default) if len(_variants(info)) > 1 else ""
+    yield from ((kind, entry) for entry in _entries(section(), table, info) if entry.table == table)
+    for name, inner in section.model_fields.items():
+        for one in _sections_in(inner):
+            yield from _of_every_type(one, f"{table}.{inner.alias or name}", inner)
+
+
 def as_toml(resolved: ResolvedConfig, *, with_origin: bool) -> str:
     """All sections as TOML, each value followed by the first sentence of its meaning, and by its origin if asked."""
     lines: list[str] = []
@@ -99,6 +114,11 @@ def _entries(section: Section, table: str, field: FieldInfo) -> Iterator[Entry]:
         yield Entry(table, key, _toml_value(name, values[key]), meaning)
     for inner_table, value, info in tables:
         yield from _entries(value, inner_table, info)
+
+
+def _sections_in(field: FieldInfo) -> list[type[Section]]:
+    parts = [field.annotation, *typing.get_args(field.annotation)]
+    return [part for part in parts if isinstance(part, type) and issubclass(part, Section)]
 
 
 def _variants(field: FieldInfo) -> list[type[BaseModel]]:

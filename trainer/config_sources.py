@@ -24,7 +24,7 @@ from isthmus.trainer.config import Config
 from isthmus.trainer.config_faults import config_error, key_at, show
 from isthmus.trainer.config_keys import DEFAULTS, KNOWN_KEYS, TABLES, closest_key
 from isthmus.trainer.config_values import Json, flatten
-from isthmus.trainer.errors import ConfigError, Refused
+from isthmus.trainer.errors import ConfigError, ConfigErrors, Refused
 from isthmus.trainer.run_manifest import LOCAL_SECTIONS, manifest_sections
 
 ENVIRONMENT_PREFIX = "ISTHMUS__"
@@ -124,9 +124,10 @@ def resolve(layers: Sequence[Mapping[str, _Value]]) -> ResolvedConfig:
         for rank, layer in enumerate(layers)
     ]
     merged = {key: entry for layer in ranked for key, entry in layer.items()}
-    _check_keys(merged)
-    _settle_variants(merged)
-    config = _validate(merged)
+    faults = [*_unknown_keys(merged), *_settle_variants(merged)]
+    config = _validate(merged, faults)
+    if config is None:
+        raise faults[0] if len(faults) == 1 else ConfigErrors(faults)
     origins = {key: merged[key].origin if key in merged else DEFAULT for key, _ in flatten(config.tree())}
     own = tuple(layer for layer in layers if not any(entry.origin == RUN_MANIFEST for entry in layer.values()))
     return ResolvedConfig(config=config, origins=origins, _given=own)
@@ -198,18 +199,19 @@ def _leaves(tree: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, J
 # -------------------------------------------------------------------------------------------------------------- keys
 
 
-def _check_keys(merged: Mapping[str, _Value]) -> None:
-    for key, entry in merged.items():
-        if key in KNOWN_KEYS:
-            continue
+def _unknown_keys(merged: dict[str, _Value]) -> Iterator[ConfigError]:
+    """Take what is no key away, and say so."""
+    for key in [key for key in merged if key not in KNOWN_KEYS]:
+        origin = merged.pop(key).origin
+        problem, cure = f"unknown key {key} from {origin}", closest_key(key)
         if key in TABLES:
-            inner = next(known for known in KNOWN_KEYS if known.startswith(f"{key}."))
-            raise ConfigError(f"{key} from {entry.origin} is a section, not a value", cure=f"set for example {inner}")
-        raise ConfigError(f"unknown key {key} from {entry.origin}", cure=closest_key(key), key=key, origin=entry.origin)
+            problem = f"{key} from {origin} is a section, not a value"
+            cure = f"set for example {next(known for known in KNOWN_KEYS if known.startswith(f'{key}.'))}"
+        yield ConfigError(problem, cure=cure, key=key, origin=origin)
 
 
-def _settle_variants(merged: dict[str, _Value]) -> None:
-    """Drop values of variants that a higher layer has switched away from; refuse those that never fitted."""
+def _settle_variants(merged: dict[str, _Value]) -> Iterator[ConfigError]:
+    """Drop values of variants that a higher layer has switched away from, and tell of those that never fitted."""
     for key, entry in list(merged.items()):
         for table, tags in KNOWN_KEYS[key].items():
             choice = merged.get(f"{table}.type", _Value(DEFAULTS[f"{table}.type"], DEFAULT, -1))
@@ -218,21 +220,22 @@ def _settle_variants(merged: dict[str, _Value]) -> None:
             known_tags = KNOWN_KEYS[f"{table}.type"][table]
             if choice.value not in known_tags:
                 continue  # validation says what is wrong with the type itself
-            if choice.layer > entry.layer:
-                del merged[key]
-                break
-            raise ConfigError(
-                f"{key} from {entry.origin} does not belong to {table}.type = {show(choice.value)}",
-                cure=f"remove it or set {table}.type to {' or '.join(map(show, sorted(tags)))}",
-                key=key,
-                origin=entry.origin,
-            )
+            del merged[key]
+            if choice.layer <= entry.layer:
+                yield ConfigError(
+                    f"{key} from {entry.origin} does not belong to {table}.type = {show(choice.value)}",
+                    cure=f"remove it or set {table}.type to {' or '.join(map(show, sorted(tags)))}",
+                    key=key,
+                    origin=entry.origin,
+                )
+            break
 
 
 # -------------------------------------------------------------------------------------------------------- validation
 
 
-def _validate(merged: dict[str, _Value]) -> Config:
+def _validate(merged: dict[str, _Value], faults: list[ConfigError]) -> Config | None:
+    """The configuration, or None where there are faults, with those of the values among them."""
     while True:
         tree: dict[str, Json] = {}
         for key, entry in merged.items():
@@ -247,12 +250,15 @@ def _validate(merged: dict[str, _Value]) -> Config:
             if leaf == "type" and key not in merged and (place_of := _table(tree, table)) is not None:
                 place_of["type"] = default
         try:
-            return Config.model_validate_json(json.dumps(tree, default=str))
+            config = Config.model_validate_json(json.dumps(tree, default=str))
+            return None if faults else config
         except ValidationError as error:
-            faults = error.errors(include_url=False)
-            literal = [name for fault in faults if (name := _retry_as_text(fault, merged)) is not None]
+            details = error.errors(include_url=False)
+            literal = [name for fault in details if (name := _retry_as_text(fault, merged)) is not None]
             if not literal:
-                raise config_error(faults, merged) from error
+                # One mistake a value: what a list's second number is matters once its first is right.
+                faults += {key_at(fault["loc"]): config_error(fault, merged) for fault in reversed(details)}.values()
+                return None
             for key in literal:
                 entry = merged[key]
                 merged[key] = _Value(entry.raw, entry.origin, entry.layer)

@@ -38,16 +38,20 @@ class PutOutRequest(_Message, frozen=True):
 
 
 class TicketRequest(_Message, frozen=True):
-    """A new ticket, please: for one peer or any number, for so many seconds or as long as is usual."""
+    """The run's ticket, or a new one: for one peer or any number, for so many seconds or as long as is usual."""
 
-    is_once: bool
+    is_new: bool
+    is_once: bool = False
     lifetime_s: Annotated[float, Meta(gt=0, le=366 * 86_400)] | None = None
 
 
 class RevokeRequest(_Message, frozen=True):
-    """Let this ticket admit nobody any more. `expires_at_s`: when it would have expired, in Unix seconds, if known."""
+    """Let this ticket, or all that were made so far, admit nobody any more.
 
-    ticket_id: Annotated[bytes, Meta(min_length=8, max_length=8)]
+    `expires_at_s`: when it would have expired, in Unix seconds, if known.
+    """
+
+    ticket_id: Annotated[bytes, Meta(min_length=8, max_length=8)] | None = None
     expires_at_s: Annotated[int, Meta(ge=0, le=2**53)] | None = None
 
 

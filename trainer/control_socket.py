@@ -42,6 +42,7 @@ from isthmus.trainer.control_messages import (
 from isthmus.trainer.errors import EnvironmentFault, IsthmusError, NobodyReachable, NothingRuns, NotOurs, Refused
 from isthmus.trainer.files import write_atomically
 from isthmus.trainer.status import PeerStatus, Status
+from isthmus.trainer.ticket import Ticket, decode_ticket, encode_ticket
 
 log = logging.getLogger(__name__)
 
@@ -89,14 +90,17 @@ class Consulted(Protocol):
     def peers(self) -> tuple[PeerStatus, ...]:
         """Who is in the run."""
 
-    def new_ticket(self, *, is_once: bool, lifetime_s: float | None) -> str:
-        """A new ticket, encoded."""
+    def ticket(self) -> Ticket:
+        """The one that others join with."""
+
+    def new_ticket(self, *, is_once: bool, lifetime_s: float | None) -> Ticket:
+        """A new one."""
 
     async def put_out(self, peer_id: PeerId, *, for_ever: bool) -> str | None:
         """Evict a peer, or ban it."""
 
-    async def revoke(self, ticket_id: bytes, expires_at_s: int | None) -> str | None:
-        """Let a ticket admit nobody any more."""
+    async def revoke(self, ticket_id: bytes | None, expires_at_s: int | None) -> str | None:
+        """Let a ticket, or all that were made so far, admit nobody any more."""
 
 
 class ControlServer:
@@ -194,8 +198,10 @@ class ControlServer:
         match request:
             case PeersRequest():
                 return PeersReply(office.peers())
+            case TicketRequest(is_new=False):
+                return TicketReply(encode_ticket(office.ticket()))
             case TicketRequest(is_once=is_once, lifetime_s=lifetime_s):
-                return TicketReply(office.new_ticket(is_once=is_once, lifetime_s=lifetime_s))
+                return TicketReply(encode_ticket(office.new_ticket(is_once=is_once, lifetime_s=lifetime_s)))
             case PutOutRequest(peer_id=peer_id, for_ever=for_ever):
                 return _done(await office.put_out(peer_id, for_ever=for_ever))
             case RevokeRequest(ticket_id=ticket_id, expires_at_s=expires_at_s):
@@ -221,7 +227,7 @@ class ControlClient:
     """
 
     def __init__(self, run_dir: Path, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._timeout_s = timeout_s
         self.peer = find_peer(run_dir)
 
@@ -259,17 +265,17 @@ class ControlClient:
             raise self._strange(reply)
         return reply.peers
 
-    def ticket(self, *, is_once: bool, lifetime_s: float | None) -> str:
-        """A new ticket.
+    def ticket(self, request: TicketRequest) -> Ticket:
+        """The run's, or a new one.
 
         Raises:
             Refused: the coordinator does not live there.
             NobodyReachable: as in `status`.
         """
-        reply = self._ask(TicketRequest(is_once, lifetime_s))
+        reply = self._ask(request)
         if not isinstance(reply, TicketReply):
             raise self._strange(reply)
-        return reply.ticket
+        return decode_ticket(reply.ticket)
 
     def order(self, request: PutOutRequest | RevokeRequest) -> None:
         """Returns when it is done for good. Raises as `ticket`; also Refused where it cannot be done."""
@@ -277,7 +283,7 @@ class ControlClient:
 
     def has_ended(self) -> bool:
         """Whether the daemon is gone: it removes its file last, unless it was killed."""
-        return not (self._run_dir / PEER_FILE_NAME).exists() or not _is_alive(self.peer.pid)
+        return not (self.run_dir / PEER_FILE_NAME).exists() or not _is_alive(self.peer.pid)
 
     def _order(self, request: LeaveRequest | StopRequest | PutOutRequest | RevokeRequest) -> None:
         reply = self._ask(request)
@@ -298,21 +304,21 @@ class ControlClient:
                 return reply
             except zmq.Again as error:
                 raise NobodyReachable(
-                    f"the daemon in {self._run_dir} (process {self.peer.pid}) did not answer in {self._timeout_s:g} s",
+                    f"the daemon in {self.run_dir} (process {self.peer.pid}) did not answer in {self._timeout_s:g} s",
                     cure="try again, or look at its log",
                 ) from error
             except zmq.ZMQError as error:
-                raise NobodyReachable(f"the daemon in {self._run_dir} cannot be asked: {error.strerror}") from error
+                raise NobodyReachable(f"the daemon in {self.run_dir} cannot be asked: {error.strerror}") from error
             except (msgspec.MsgspecError, UnicodeError) as error:
                 raise NobodyReachable(
-                    f"the daemon in {self._run_dir} answers in another language", cure="use its version of isthmus"
+                    f"the daemon in {self.run_dir} answers in another language", cure="use its version of isthmus"
                 ) from error
 
     def _strange(self, reply: Reply) -> IsthmusError:
         if isinstance(reply, NotDone):
             return Refused(reply.reason)
         reason = reply.reason if isinstance(reply, NotUnderstood) else type(reply).__name__
-        return NobodyReachable(f"the daemon in {self._run_dir} did not understand: {reason}")
+        return NobodyReachable(f"the daemon in {self.run_dir} did not understand: {reason}")
 
 
 def _members_of(status: Status) -> tuple[PeerStatus, ...]:
@@ -347,6 +353,15 @@ def find_peer(run_dir: Path) -> PeerFile:
     if not _is_alive(peer.pid):
         raise NothingRuns(f"the isthmus in {run_dir} has ended without a word (process {peer.pid})", cure=cure)
     return peer
+
+
+def is_running(run_dir: Path) -> bool:
+    """Whether a daemon runs in a folder."""
+    try:
+        find_peer(run_dir)
+    except NothingRuns:
+        return False
+    return True
 
 
 def _is_alive(pid: int) -> bool:

@@ -39,6 +39,7 @@ from isthmus.trainer.chronicle import Chronicle
 from isthmus.trainer.control_socket import ControlServer
 from isthmus.trainer.coordination import Coordination
 from isthmus.trainer.data import samples_per_data_epoch
+from isthmus.trainer.devices import choose_device
 from isthmus.trainer.doctor_callback import CallBack
 from isthmus.trainer.doctor_service import DoctorService, Surroundings
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, IsthmusError, leaves, operator_error
@@ -52,7 +53,6 @@ from isthmus.trainer.office import Office
 from isthmus.trainer.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
 from isthmus.trainer.peer import Peer, PeerPlan
 from isthmus.trainer.preparation import Start, prepare, wall_s
-from isthmus.trainer.progress import open_progress
 from isthmus.trainer.reach import reachable_at
 from isthmus.trainer.scoreboard import Scoreboard
 from isthmus.trainer.status import Status
@@ -91,6 +91,9 @@ async def _run(options: PeerOptions | CoordinatorOptions, interrupts: Interrupts
     # The cores are the workers'. Two threads that fight for them make an addition of milliseconds last a third of a
     # second, on the event loop.
     torch.set_num_threads(1)
+    if isinstance(options, PeerOptions):
+        node = options.resolved.config.node
+        choose_device(node.device, node.local_workers)
     with PeerFolder(options.run_dir) as folder:
         process = _Process(await prepare(options, folder))
         return await process.live(interrupts)
@@ -125,22 +128,16 @@ class _Process:
             events = stack.enter_context(
                 EventLog(log_path, start.me.peer_id, max_nbytes=node.events_nbytes, keep=node.events_keep)
             )
-            progress = stack.enter_context(
-                open_progress(
-                    name=config.run.name,
-                    total_outer_steps=config.run.outer_steps,
-                    inner_steps=config.inner_steps_per_round,
-                )
-            )
             self._board = Scoreboard(
                 me=start.me,
                 run_id=start.terms.run_id,
                 config=config,
                 metrics=self._metrics,
-                progress=progress,
                 clock=time.monotonic,
                 coordinator=start.coordinators[0] if start.coordinators else None,
             )
+            if isinstance(start.options, PeerOptions):
+                start.options.watch(lambda: self._board.status(os.getpid()))
             interrupts.leave = self.leave
             if config.metrics_port is not None:
                 server = MetricsServer(self._metrics, host=node.metrics_host, port=config.metrics_port)
@@ -191,7 +188,10 @@ class _Process:
                     with _address_errors():
                         await listener.start()
                     self._announce(chronicle, listener.address, address)
-                    return await self._take_part()
+                    code = await self._take_part()
+                    if self._peer is None and self._coordinator is not None:
+                        chronicle.stopped_coordinating(is_complete=self._coordinator.finished)
+                    return code
                 finally:
                     for task in helpers:
                         task.cancel()
@@ -479,7 +479,11 @@ class _Process:
             num_others = len({*(member.ref for member in now.view.members), *now.learners})
             farewell = msgspec.structs.replace(farewell, waits_for="others", num_others=num_others)
         links = () if self._peer is None else self._peer.communicator.links()
-        return msgspec.structs.replace(self._board.status(os.getpid(), links), leaving=farewell)
+        coordination = None if self._office is None else self._office.status()
+        status = self._board.status(os.getpid(), links)
+        if self._peer is None and self._office is not None:
+            status = self._office.of_its_own(status)
+        return msgspec.structs.replace(status, leaving=farewell, coordination=coordination)
 
     def leave(self) -> None:
         """Begin to leave in order."""

@@ -230,8 +230,8 @@ def member(answer: CalledByBoth, doubt: str | None) -> Check:
         return warn(
             "member",
             f"{asked.peer_id} and this machine cannot call each other: {doubt}",
-            "they train through a member that has links with both; faster if one of the two can be called: open or forward "
-            "its port, and let it say where with --advertise HOST:PORT",
+            "they train through a member that has links with both; it is faster if one of the two can be called: open "
+            "or forward its port, and let it say where with --advertise HOST:PORT",
             **facts,
         )
     return ok("member", f"{asked.peer_id} {_directions(reached, doubt)}", **facts)

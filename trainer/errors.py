@@ -8,7 +8,7 @@ traceback. Everything else is our bug: exit code 1, traceback, story. Must not k
 
     IsthmusError                 exit code
     ├── RunComplete              0   nothing is left to train
-    ├── ConfigError              2   a flag, a config value, a path
+    ├── ConfigError              2   a flag, a config value, a path (ConfigErrors: several)
     ├── EnvironmentFault         3   this machine: disk, port, permissions, missing device
     │   ├── CheckpointFailed         a checkpoint was not written; training goes on
     │   └── NotOurs                  a run's folder belongs to another user
@@ -92,6 +92,28 @@ class ConfigError(IsthmusError):
         super().__init__(problem, cure=cure)
         self.key = key
         self.origin = origin
+
+    @property
+    def faults(self) -> "tuple[ConfigError, ...]":
+        """Every mistake in it, this one if it is no other's."""
+        return (self,)
+
+
+class ConfigErrors(ConfigError):
+    """Several mistakes, told together so that nobody finds them one by one.
+
+    Attributes:
+        faults: at least two.
+    """
+
+    def __init__(self, faults: Sequence[ConfigError]) -> None:
+        super().__init__("\n".join(map(str, faults)))
+        self._faults = tuple(faults)
+
+    @property
+    def faults(self) -> tuple[ConfigError, ...]:
+        """Every mistake."""
+        return self._faults
 
 
 class EnvironmentFault(IsthmusError):

@@ -9,6 +9,8 @@ import secrets
 from pathlib import Path
 from typing import IO
 
+RUN_NAME = "run.json"
+"""In the folder where a run's coordinator lives or stands by: the run's id and secret."""
 MEMBERSHIP_NAME = "membership.json"
 """In the folder of a peer that has joined a run: what it was told of it."""
 PRIVATE_MODE = 0o600

@@ -31,7 +31,7 @@ from isthmus.trainer.checkpoint import FOLDER_NAME, Checkpoint, CheckpointStore,
 from isthmus.trainer.config import Config
 from isthmus.trainer.corpus import Corpus
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, IntegrityError, RunComplete
-from isthmus.trainer.files import MEMBERSHIP_NAME, write_atomically
+from isthmus.trainer.files import MEMBERSHIP_NAME, RUN_NAME, write_atomically
 from isthmus.trainer.identity import PeerFolder, RunIdentity
 from isthmus.trainer.run_manifest import manifest_diff, manifest_of, manifest_sections
 from isthmus.trainer.ticket import Ticket, encode_ticket
@@ -233,7 +233,7 @@ def find_authorities(path: Path, run_id: str) -> tuple[bytes, ...]:
             if saved is not None and saved.keys is not None and saved.keys.run_id == run_id:
                 found.extend(saved.keys.authorities)
     with contextlib.suppress(OSError, UnicodeError, msgspec.MsgspecError):
-        run = msgspec.json.decode((path / "run.json").read_bytes(), type=RunIdentity)
+        run = msgspec.json.decode((path / RUN_NAME).read_bytes(), type=RunIdentity)
         if run.run_id == run_id:
             found.append(certificate_to_bytes(authority_of(run).certificate))
     return tuple(dict.fromkeys(found))
@@ -328,7 +328,7 @@ def _archive(path: Path, outer_step: int) -> None:
         *(f"{JOURNAL_NAME}{end}" for end in ("-wal", "-shm", "", ".lock")),
         STANDBY_TICKET_NAME,
         CERTIFICATES_NAME,
-        "run.json",
+        RUN_NAME,
         _TERMS_NAME,
     )
     doomed += [*archives_of(path / JOURNAL_NAME), *(path / name for name in names if (path / name).exists())]

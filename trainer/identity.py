@@ -35,7 +35,7 @@ from msgspec import Meta
 from isthmus.collective.core.types import PEER_ID_PATTERN, Incarnation, PeerId, PeerRef
 from isthmus.collective.transport.certificates import key_from_pem, key_to_pem, peer_id_of_key
 from isthmus.trainer.errors import EnvironmentFault, IntegrityError
-from isthmus.trainer.files import PRIVATE_MODE, make_private_folder, write_atomically
+from isthmus.trainer.files import PRIVATE_MODE, RUN_NAME, make_private_folder, write_atomically
 
 _SECRET_NBYTES = 32
 
@@ -146,7 +146,7 @@ class PeerFolder:
         Raises:
             IntegrityError: `run.json` is damaged.
         """
-        path = self.path / "run.json"
+        path = self.path / RUN_NAME
         try:
             return msgspec.json.decode(path.read_bytes(), type=RunIdentity)
         except FileNotFoundError:
@@ -165,7 +165,7 @@ class PeerFolder:
         run = self.load_run()
         if run is None:
             run = RunIdentity(run_id=f"{name}-{secrets.token_hex(4)}", secret=secrets.token_bytes(_SECRET_NBYTES))
-            self._write("run.json", msgspec.json.encode(run))
+            self._write(RUN_NAME, msgspec.json.encode(run))
         return run
 
     def keep_run(self, run: RunIdentity) -> None:
@@ -174,14 +174,14 @@ class PeerFolder:
         Raises:
             EnvironmentFault: the disk refuses.
         """
-        self._write("run.json", msgspec.json.encode(run))
+        self._write(RUN_NAME, msgspec.json.encode(run))
 
     def adopt_run(self, run_id: str) -> None:
         """Make this the folder of a run whose secret is lost. Tickets for it are made with a new one from now on."""
         run = self.load_run()
         if run is None or run.run_id != run_id:
             run = RunIdentity(run_id=run_id, secret=secrets.token_bytes(_SECRET_NBYTES))
-            self._write("run.json", msgspec.json.encode(run))
+            self._write(RUN_NAME, msgspec.json.encode(run))
 
     def _read(self, name: str, pattern: str) -> str | None:
         content = self._read_bytes(name)

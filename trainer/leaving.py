@@ -38,7 +38,7 @@ _WAITS = {
 }
 
 
-def follow(client: ControlClient, folder: Path, say: Callable[[str], None]) -> str | None:
+def follow(client: ControlClient, say: Callable[[str], None]) -> str | None:
     """Wait until the peer has left, and say what it waits for.
 
     Returns:
@@ -47,7 +47,7 @@ def follow(client: ControlClient, folder: Path, say: Callable[[str], None]) -> s
     Raises:
         NothingRuns, NobodyReachable: see the module.
     """
-    began = time.monotonic()
+    folder, began = client.run_dir, time.monotonic()
     said, said_at = "", began
     num_silences = 0
     while not client.has_ended():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from isthmus.elastic.core.config import RebuildRule
 from isthmus.trainer.config_sources import ResolvedConfig
+from isthmus.trainer.status import Status
 from isthmus.trainer.ticket import Ticket
 
 
@@ -62,11 +63,13 @@ class PeerOptions:
         resolved: the configuration; of a joiner, call `resolved.adopt(manifest)` when the manifest is there.
         run_dir: this peer's folder, absolute; created by the daemon.
         role: who decides what the run is.
+        watch: called once, with what tells how this peer is; any thread may call that, also after the end.
     """
 
     resolved: ResolvedConfig
     run_dir: Path
     role: Founding | Joining
+    watch: Callable[[Callable[[], Status]], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

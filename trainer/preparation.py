@@ -37,7 +37,7 @@ from isthmus.trainer.joining import Admission, ask_admission, stranger_hello, st
 from isthmus.trainer.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
 from isthmus.trainer.text import FoundText, fetch_text, founders_text, joiners_text
 from isthmus.trainer.threads import in_thread
-from isthmus.trainer.ticket import Ticket, issue_token
+from isthmus.trainer.ticket import NEWEST_ID, Ticket, issue_token
 from isthmus.trainer.wiring import fragments_of
 
 _RETRY_PAUSE_S = 1.0
@@ -103,7 +103,7 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
             )
         case StandingBy(ticket=ticket):
             # Whoever has the secret may ask at any time.
-            token = issue_token(ticket.secret, ticket.run_id, round(wall_s()) + _STANDBY_TOKEN_S)
+            token = issue_token(NEWEST_ID, ticket.secret, ticket.run_id, round(wall_s()) + _STANDBY_TOKEN_S)
             terms = (
                 recall_terms(folder, ticket.run_id)
                 or (

@@ -51,8 +51,8 @@ def line_of(record: Record) -> Line:
             return "lease_returned", {"of": ref.peer_id, "epoch": epoch, "samples": count(ranges)}
         case BarRecord(bar=bar):
             return "put_out", {"of": bar.peer_id, "banned": bar.certificate >= FOR_EVER}
-        case TicketRecord(ticket_id=ticket_id, used_by=None):
-            return "ticket_revoked", {"ticket": ticket_id.hex()}
+        case TicketRecord(ticket_id=ticket_id, used_by=None, and_earlier=and_earlier):
+            return "ticket_revoked", {"ticket": ticket_id.hex(), "and_earlier": and_earlier}
         case TicketRecord(ticket_id=ticket_id, used_by=used_by):
             return "admitted", {"of": used_by, "ticket": ticket_id.hex()}
         case SnapshotRecord(view=view, commits=commits, owned=owned):

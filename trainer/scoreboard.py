@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of one peer as they stand: what `status`, the metrics and the progress bar show.
+"""The figures of one peer as they stand: what `status`, the metrics and the live line show.
 
 Fed by chronicle.py with the same facts that go into the event log. It must not decide anything.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from isthmus.collective import LinkReport, RoundStats
@@ -11,9 +12,10 @@ from isthmus.collective.core.types import Member, PeerId, PeerRef, View
 from isthmus.elastic.core.messages import Held
 from isthmus.trainer.config import Config
 from isthmus.trainer.metrics import Metrics
-from isthmus.trainer.progress import Progress
 from isthmus.trainer.status import MemberStatus, Phase, RoundStatus, Status
 from isthmus.trainer.training_loop import RoundReport
+
+_PACE_COMMITS = 20
 
 
 class Scoreboard:
@@ -24,7 +26,6 @@ class Scoreboard:
         run_id: of the run.
         config: of the run.
         metrics: for Prometheus.
-        progress: for a terminal.
         clock: monotonic seconds.
         coordinator: where the coordinator listens; None until that is known.
     """
@@ -36,7 +37,6 @@ class Scoreboard:
         run_id: str,
         config: Config,
         metrics: Metrics,
-        progress: Progress,
         clock: Callable[[], float],
         coordinator: str | None,
     ) -> None:
@@ -45,7 +45,6 @@ class Scoreboard:
         self._config = config
         self._inner_steps_per_round = config.inner_steps_per_round
         self._metrics = metrics
-        self._progress = progress
         self._clock = clock
         self._started_at = clock()
         self._train_s = 0.0
@@ -54,6 +53,12 @@ class Scoreboard:
         self._inner_step = 0
         self._inner_steps_of_round = 0
         self._tokens = 0
+        self._num_commits = 0
+        self._num_inner_steps = 0
+        self._seen: set[PeerId] = set()
+        self._pace: deque[tuple[float, int]] = deque(maxlen=_PACE_COMMITS)
+        """When which outer step was committed, of the newest ones."""
+        self._first_loss: float | None = None
         self._train_loss: float | None = None
         self._validation_loss: float | None = None
         self._last_exchange: RoundStats | None = None
@@ -74,6 +79,7 @@ class Scoreboard:
     def viewed(self, view: View) -> None:
         """A view is installed."""
         self._view = view
+        self._seen.update(member.peer_id for member in view.members if member.ref != self._me)
         self._metrics.epoch.set(view.epoch)
         self._metrics.world_size.set(view.world_size)
 
@@ -98,11 +104,11 @@ class Scoreboard:
         self.phase = "training"
         self._inner_step = inner_step
         self._inner_steps_of_round += 1
+        self._num_inner_steps += 1
         self._tokens += num_tokens
         self._train_loss = loss
         self._metrics.inner_steps.inc()
         self._metrics.tokens.inc(num_tokens)
-        self._show()
 
     def handed_in(self) -> None:
         """The payload of a round is made."""
@@ -125,6 +131,8 @@ class Scoreboard:
         """A round of this peer is committed."""
         self.phase = "training"
         self._outer_step = report.outer_step
+        self._num_commits += 1
+        self._pace.append((self._clock(), report.outer_step))
         self._inner_steps_of_round = 0
         self._train_s += report.train_s
         exchange = self._last_exchange
@@ -134,15 +142,16 @@ class Scoreboard:
             exchange_seconds=exchange.seconds if exchange is not None else 0.0,
             bytes=exchange.bytes_sent + exchange.bytes_received if exchange is not None else 0,
             num_members=report.view.world_size,
+            loss=report.loss,
         )
         if report.loss is not None:
             self._train_loss = report.loss
+            self._first_loss = report.loss if self._first_loss is None else self._first_loss
             self._metrics.train_loss.set(report.loss)
         self._metrics.outer_step.set(report.outer_step)
         self._metrics.commits.inc()
         self._metrics.round_seconds.observe(report.wait_s)
         self._metrics.goodput_ratio.set(self._goodput())
-        self._show()
 
     def evaluated(self, loss: float) -> None:
         """The anchor was judged on held-out text."""
@@ -193,6 +202,11 @@ class Scoreboard:
             epoch=self._view.epoch if self._view is not None else 0,
             members=self._members({link.peer_id: link for link in links}),
             coordinator=self.coordinator,
+            num_commits=self._num_commits,
+            num_inner_steps=self._num_inner_steps,
+            peers_seen=len(self._seen),
+            seconds_left=self._seconds_left(),
+            first_loss=self._first_loss,
             train_loss=self._train_loss,
             validation_loss=self._validation_loss,
             tokens=self._tokens,
@@ -233,10 +247,10 @@ class Scoreboard:
         uptime_s = self._clock() - self._started_at
         return min(1.0, self._train_s / uptime_s) if uptime_s > 0 else 0.0
 
-    def _show(self) -> None:
-        self._progress.advance(
-            outer_step=self._outer_step,
-            inner_step=self._inner_steps_of_round,
-            world_size=self._view.world_size if self._view is not None else 0,
-            loss=self._train_loss,
-        )
+    def _seconds_left(self) -> float | None:
+        """Until the run's end at the pace of the newest commits; None before there are two."""
+        if len(self._pace) < 2:
+            return None
+        (began, first), (ended, last) = self._pace[0], self._pace[-1]
+        left_s = (self._config.run.outer_steps - last) * (ended - began) / max(1, last - first)
+        return max(0.0, left_s - (self._clock() - ended))

@@ -12,7 +12,9 @@ import msgspec
 
 SCHEMA: Final = "isthmus.status/1"
 
-Phase = Literal["starting", "joining", "learning", "training", "exchanging", "waiting", "leaving", "done"]
+Phase = Literal[
+    "starting", "joining", "learning", "training", "exchanging", "waiting", "leaving", "coordinating", "done"
+]
 
 
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,13 +37,28 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoundStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The last round that was committed. `bytes` counts both directions of this peer."""
+    """The last round that was committed. `bytes` counts both directions of this peer; `loss` is its mean here."""
 
     outer_step: int
     seconds: float
     exchange_seconds: float
     bytes: int
     num_members: int
+    loss: float | None = None
+
+
+class CoordinationStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator in this process knows of the run: its view, and whose votes on the next step are here.
+
+    `num_learners` peers are connected and no members; the round goes on without `num_late` members.
+    """
+
+    epoch: int
+    outer_step: int
+    num_members: int
+    voted: tuple[str, ...] = ()
+    num_learners: int = 0
+    num_late: int = 0
 
 
 class FetchStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,8 +86,9 @@ class LeavingStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """One peer at one moment.
 
-    Losses are in nats a token; `goodput` is the share of `uptime_s` spent in inner steps; `tokens` counts this
-    start of this peer; `total_outer_steps` is where the run ends.
+    Losses are in nats a token; `first_loss` is that of this start's first round; `goodput` is the share of `uptime_s`
+    spent in inner steps; `tokens`, `num_commits`, `num_inner_steps` and `peers_seen`, other members of any view, count
+    this start of this peer; `total_outer_steps` is where the run ends, `seconds_left` until then at the present pace.
     """
 
     schema: Literal["isthmus.status/1"] = SCHEMA
@@ -86,6 +104,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     members: tuple[MemberStatus, ...] = ()
     coordinator: str | None = None
+    num_commits: int = 0
+    num_inner_steps: int = 0
+    peers_seen: int = 0
+    seconds_left: float | None = None
+    first_loss: float | None = None
     train_loss: float | None = None
     validation_loss: float | None = None
     tokens: int = 0
@@ -97,6 +120,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_outer_step: int | None = None
     metrics_address: str | None = None
     leaving: LeavingStatus | None = None
+    coordination: CoordinationStatus | None = None
     uptime_s: float = 0.0
 
 
@@ -111,6 +135,27 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 def render_status(status: Status) -> str:
     """The status for people, a few lines without colours."""
+    if status.phase == "coordinating":
+        lines = [
+            f"run {status.run_id}, coordinator {status.peer_id}",
+            f"outer step {status.outer_step} of {status.total_outer_steps}, "
+            f"view {status.epoch} of {_count(len(status.members), 'peer')}",
+        ]
+    else:
+        lines = _training(status)
+    if (coordination := status.coordination) is not None:
+        lines.append(
+            f"round {coordination.outer_step + 1}: {len(coordination.voted)} of "
+            f"{_count(coordination.num_members, 'vote')}, {_count(coordination.num_learners, 'learner')}, "
+            f"{coordination.num_late} late"
+        )
+    if status.metrics_address is not None:
+        lines.append(f"metrics at http://{status.metrics_address}/metrics")
+    lines += [_line_of(member) for member in status.members]
+    return "\n".join(lines)
+
+
+def _training(status: Status) -> list[str]:
     lines = [
         f"run {status.run_id}, peer {status.peer_id}: {status.phase}",
         f"outer step {status.outer_step} of {status.total_outer_steps}"
@@ -132,12 +177,12 @@ def render_status(status: Status) -> str:
         )
     if status.checkpoint_outer_step is not None:
         lines.append(f"checkpoint at outer step {status.checkpoint_outer_step}")
-    if status.metrics_address is not None:
-        lines.append(f"metrics at http://{status.metrics_address}/metrics")
-    for member in status.members:
-        notes = [note for note, holds in (("this", member.is_me), ("coordinator", member.is_coordinator)) if holds]
-        lines.append(f"  {member.peer_id}  {_path_to(member)}" + (f"  ({', '.join(notes)})" if notes else ""))
-    return "\n".join(lines)
+    return lines
+
+
+def _line_of(member: MemberStatus) -> str:
+    notes = [note for note, holds in (("this", member.is_me), ("coordinator", member.is_coordinator)) if holds]
+    return f"  {member.peer_id}  {_path_to(member)}" + (f"  ({', '.join(notes)})" if notes else "")
 
 
 def render_peers(peers: Sequence[PeerStatus]) -> str:

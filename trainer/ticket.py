@@ -7,9 +7,10 @@ Layout: `isthmus1` and lower-case base32 (no padding) of ::
     body            msgpack array (addresses, run_id, fingerprint, token)
     check     4     first bytes of SHA-256 over length and body: a slip of the hand, not an attacker
 
-The token is what admits: the ticket's id (8 random bytes), expires_at (u64, Unix seconds), whether it is for one peer
-only (u8), and HMAC-SHA-256 of these and the run id under the run's secret, so the coordinator checks it without
-remembering whom it gave one; it remembers those that were revoked or used up. The fingerprint is what protects the
+The token is what admits: the ticket's id (8 bytes: when it was made, in milliseconds, and two random bytes),
+expires_at (u64, Unix seconds), whether it is for one peer only (u8), and HMAC-SHA-256 of these and the run id under the
+run's secret, so the coordinator checks it without remembering whom it gave one; it remembers those that were revoked or
+used up, and up to which id all were revoked. The fingerprint is what protects the
 token on its way: it is shown to nobody who cannot prove to be of the run. A standby's ticket holds the run's secret
 besides, as the fifth element of the body: with it a coordinator admits others, so it is for the run's own
 coordinators only.
@@ -47,6 +48,8 @@ from isthmus.trainer.errors import ConfigError, Refused
 PREFIX = "isthmus"
 VERSION = "2"
 ID_NBYTES = 8
+NEWEST_ID = b"\xff" * ID_NBYTES
+"""Of a token that is never revoked with earlier ones."""
 TOKEN_NBYTES = 49
 FINGERPRINT_NBYTES = 32
 SECRET_NBYTES = 32
@@ -56,7 +59,8 @@ _PIPE_TIMEOUT_S = 5.0
 _CLAIMS = struct.Struct(f">{ID_NBYTES}sQB")
 _LENGTH = struct.Struct(">H")
 _CHECK_NBYTES = 4
-_PURPOSE = b"isthmus join token 2\0"
+_PURPOSE = b"isthmus join token 3\0"  # in 2, ids were random
+_INVITES = "isthmusjoin"
 _ASK_AGAIN = "ask for a new ticket"
 
 
@@ -141,8 +145,15 @@ class _StandbyBody(_Body, frozen=True, array_like=True, forbid_unknown_fields=Tr
     secret: Annotated[bytes, Meta(max_length=SECRET_NBYTES)] = b""
 
 
+def next_id(after: bytes, *, now_s: float) -> bytes:
+    """The id of a ticket that is made now: larger than `after`, whatever the clock (Unix seconds) says."""
+    number = round(now_s * 1000) << 16 | secrets.randbits(16)
+    return max(number, int.from_bytes(after) + 1).to_bytes(ID_NBYTES)
+
+
 def make_ticket(
     *,
+    ticket_id: bytes,
     secret: bytes,
     run_id: str,
     addresses: Sequence[str],
@@ -151,7 +162,7 @@ def make_ticket(
     is_once: bool = False,
 ) -> Ticket:
     """A ticket for whoever gets to see it, until `expires_at_s`; with `is_once` for the first peer that uses it."""
-    token = issue_token(secret, run_id, expires_at_s, is_once=is_once)
+    token = issue_token(ticket_id, secret, run_id, expires_at_s, is_once=is_once)
     return Ticket(addresses=tuple(addresses), run_id=run_id, fingerprint=fingerprint, token=token)
 
 
@@ -167,10 +178,12 @@ def encode_ticket(ticket: Ticket) -> str:
 def decode_ticket(text: str) -> Ticket:
     """Read a ticket. White space does not matter (mail programs wrap long lines), nor does the case of letters.
 
+    The words of `invitation` before it are no harm.
+
     Raises:
         TicketRefused: it is none, is of another version, or was damaged on its way. It may still have expired.
     """
-    compact = "".join(text.split()).lower()
+    compact = "".join(text.split()).lower().rpartition(_INVITES)[2]
     if not compact.startswith(PREFIX) or len(compact) > _MAX_TEXT_LENGTH:
         raise TicketRefused(
             TicketFault.NO_TICKET, "this is not a ticket", cure=f"a ticket starts with {PREFIX}{VERSION}; copy it whole"
@@ -277,9 +290,9 @@ def named_ticket(argument: str) -> tuple[bytes, int | None]:
     return ticket.ticket_id, ticket.expires_at_s
 
 
-def issue_token(secret: bytes, run_id: str, expires_at_s: int, *, is_once: bool = False) -> bytes:
+def issue_token(ticket_id: bytes, secret: bytes, run_id: str, expires_at_s: int, *, is_once: bool = False) -> bytes:
     """`TOKEN_NBYTES` bytes that admit to a run until `expires_at_s` (Unix seconds)."""
-    claims = _CLAIMS.pack(secrets.token_bytes(ID_NBYTES), expires_at_s, is_once)
+    claims = _CLAIMS.pack(ticket_id, expires_at_s, is_once)
     return claims + _mac(secret, run_id, claims)
 
 

@@ -26,10 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from isthmus.trainer import ipc
 from isthmus.trainer.corpus import TokenArray
-from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, IsthmusError, TrainingFault
+from isthmus.trainer.devices import choose_device
+from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, TrainingFault
 from isthmus.trainer.inner_loop import InnerLoop
 from isthmus.trainer.shared_buffer import SharedBuffer, SharedTokens
-from isthmus.trainer.worker_job import Device, FilePart, WorkerJob
+from isthmus.trainer.worker_job import FilePart, WorkerJob
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +184,7 @@ def _inherited(part: FilePart) -> TokenArray:
 @contextlib.contextmanager
 def _site(job: WorkerJob, rank: int, size: int) -> Iterator[DeviceMesh]:
     """The workers of this peer as a mesh; the process group is left in order if the body ends in order."""
-    device_type = _choose_device(job.device, size)
+    device_type = choose_device(job.device, size)
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", rank)
@@ -199,18 +200,6 @@ def _site(job: WorkerJob, rank: int, size: int) -> Iterator[DeviceMesh]:
     )
     yield init_device_mesh(device_type, (size,))
     dist.destroy_process_group()
-
-
-def _choose_device(wanted: Device, num_workers: int) -> str:
-    num_devices = torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and num_devices == 0):
-        return "cpu"
-    if num_devices < num_workers:
-        raise EnvironmentFault(
-            f"{num_workers} workers need as many CUDA devices, and this machine shows {num_devices}",
-            cure="set node.local_workers to the number of devices, or node.device to cpu",
-        )
-    return "cuda"
 
 
 def _describe(mesh: DeviceMesh) -> str:

@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import assert_never
 
-from isthmus.collective.core.types import Instant, OuterStep, PeerRef
+from isthmus.collective.core.types import Instant, OuterStep, PeerId, PeerRef
 from isthmus.elastic.core.admission import Admission
 from isthmus.elastic.core.certificate import Certificate, ballot
 from isthmus.elastic.core.closing import Closing
@@ -164,6 +164,11 @@ class CoordinatorMachine:
         self._admission.forgive(now)
         if self._rebuild is not None:
             self._rebuild.forgive(now)
+
+    @property
+    def voted(self) -> tuple[PeerId, ...]:
+        """The members whose vote on the round in progress is here."""
+        return tuple(self._rounds.votes)
 
     def next_deadline(self) -> Instant | None:
         """When to feed a `Tick`, if nothing else happens before."""

@@ -34,7 +34,8 @@ class Doorkeeper:
             case UseTicket() as order:
                 refusal = self._use(order)
             case RevokeTicket() as order:
-                refusal = self._remember(TicketRecord(order.ticket_id, order.expires_at_s, None, order.at_s))
+                fields = (order.ticket_id, order.expires_at_s, None, order.at_s)
+                refusal = self._remember(TicketRecord(*fields, and_earlier=order.and_earlier))
             case _:
                 assert_never(event.order)
         self._roster.effects.append(Answered(serial=event.serial, refusal=refusal))
@@ -115,9 +116,10 @@ class Doorkeeper:
     def _remember(self, record: TicketRecord) -> str | None:
         doors = self._roster.state.doors
         known = doors.tickets.get(record.ticket_id)
-        if known is not None and known.used_by is None:
+        if known is not None and known.used_by is None and known.and_earlier >= record.and_earlier:
             return None
-        is_kept = record.used_by is None or record.is_once
+        # One that goes with all earlier ones makes room.
+        is_kept = (record.used_by is None or record.is_once) and not record.and_earlier
         if known is None and is_kept and doors.num_tickets(record.at_s) >= MAX_TICKETS:
             return f"{MAX_TICKETS} tickets are remembered already; they are forgotten when they have expired"
         self._roster.persist(record)

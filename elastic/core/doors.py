@@ -5,7 +5,8 @@ A bar keeps out the starts of a peer up to one, and makes its certificates up to
 what there is of it now; with a ticket its next start gets a newer certificate. A ban bars whatever may come
 (`FOR_EVER`). Bars only grow, so that whoever hears of them late or twice ends up with the same.
 
-Tickets are remembered when they are revoked or, if they are for one peer, used; until they would have expired. By
+Tickets are remembered when they are revoked or, if they are for one peer, used; until they would have expired. A
+ticket's id tells when it was made, so that one record revokes all that were made before. By
 which one a peer was let in is remembered as well: who is banned must not come back under another key. Knows no clock:
 a record says when it was made.
 """
@@ -15,6 +16,7 @@ from isthmus.elastic.core.messages import Bar
 from isthmus.elastic.core.records import BarRecord, SnapshotRecord, TicketRecord
 
 FOR_EVER = 2**53
+REVOKED = "the ticket was revoked"
 MAX_BARS = 1024
 """So many peers may be barred: all of them are told to every member in one message."""
 MAX_TICKETS = 4096
@@ -48,6 +50,8 @@ class Doors:
             return
         if record.used_by is None or record.is_once:
             self.tickets[record.ticket_id] = record
+        if record.and_earlier:
+            self.tickets = {key: known for key, known in self.tickets.items() if key >= record.ticket_id}
         if record.used_by is not None:
             self.admitted.pop(record.used_by, None)
             self.admitted[record.used_by] = record
@@ -74,12 +78,19 @@ class Doors:
         """How many tickets have to be remembered then."""
         return sum(known.expires_at_s > at_s for known in self.tickets.values())
 
+    @property
+    def revoked_up_to(self) -> bytes:
+        """The newest ticket that was revoked together with all earlier ones; empty if none was."""
+        return max((known.ticket_id for known in self.tickets.values() if known.and_earlier), default=b"")
+
     def refusal(self, ticket_id: bytes, peer_id: PeerId) -> str | None:
         """Why a ticket does not admit this peer; None if nothing speaks against it here."""
+        if ticket_id <= self.revoked_up_to:
+            return REVOKED
         known = self.tickets.get(ticket_id)
         if known is None or known.used_by == peer_id:
             return None
-        return "the ticket was revoked" if known.used_by is None else "the ticket was for one peer and has been used"
+        return REVOKED if known.used_by is None else "the ticket was for one peer and has been used"
 
 
 def merged(known: Bar | None, bar: Bar) -> Bar:

@@ -68,11 +68,12 @@ class UseTicket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RevokeTicket:
-    """Let a ticket admit nobody any more. Instants are in Unix seconds."""
+    """Let a ticket admit nobody any more; with `and_earlier` none made before it either. Instants as in `UseTicket`."""
 
     ticket_id: bytes
     expires_at_s: int
     at_s: int
+    and_earlier: bool = False
 
 
 Order = PutOut | UseTicket | RevokeTicket

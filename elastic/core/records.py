@@ -123,7 +123,8 @@ class BarRecord(_Record, frozen=True, kw_only=True):
 class TicketRecord(_Record, frozen=True):
     """A peer was let in by a ticket, which admits no other one if it `is_once`; or it was revoked, by nobody.
 
-    `expires_at_s` and `at_s`, when this was decided, are in Unix seconds. It may be forgotten when it has expired.
+    With `and_earlier` all tickets that were made before it are revoked too. `expires_at_s` and `at_s`, when this was
+    decided, are in Unix seconds. It may be forgotten when it has expired.
     """
 
     ticket_id: Annotated[bytes, Meta(min_length=8, max_length=8)]
@@ -131,6 +132,7 @@ class TicketRecord(_Record, frozen=True):
     used_by: PeerId | None
     at_s: Natural
     is_once: bool = False
+    and_earlier: bool = False
 
 
 class Departure(msgspec.Struct, frozen=True):

@@ -237,6 +237,8 @@ class Run:
         program: Sequence[str] = (ISTHMUS,),
         inside: Sequence[str] = (),
         terminal: int | None = None,
+        errors: int | None = None,
+        as_typed: bool = False,
     ) -> Process:
         """Any command that gets a folder, in one of its own.
 
@@ -245,18 +247,20 @@ class Run:
             program: instead of `isthmus`.
             inside: what goes before a command that runs on another machine.
             terminal: descriptor that takes stdout instead of a file.
+            errors: descriptor that takes stderr instead of a file.
+            as_typed: without `--dir`: `folder` is what the command takes by itself.
         """
         name = f"{len(self.processes)}-{arguments[0]}"
         directory = folder or self.folder / name
         console = self.folder / f"{name}.out"
         with console.open("wb") as out, console.with_suffix(".err").open("wb") as err:
             popen = subprocess.Popen(
-                [*inside, *program, *arguments, "--dir", str(directory)],
+                [*inside, *program, *arguments, *(() if as_typed else ("--dir", str(directory)))],
                 cwd=self.folder,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out if terminal is None else terminal,
-                stderr=err,
+                stderr=err if errors is None else errors,
                 start_new_session=True,
             )
         process = Process(directory, popen, console)

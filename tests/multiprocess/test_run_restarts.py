@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that die and are started again in their folders: they find their run, and the run finds them."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,16 @@ def test_a_coordinator_that_is_killed_and_started_again_goes_on_where_it_was(tmp
         run.wait_for_ticket()
         peers = [run.join(), run.join()]
         run.until_step(last // 4, *peers)
+        told = run.command("status", "--dir", str(coordinator.directory)).out.splitlines()
+        assert re.fullmatch(r"run run-[0-9a-f]{8}, coordinator [0-9a-f]{16}", told[0])
+        assert re.fullmatch(rf"outer step \d+ of {last}, view \d+ of 2 peers", told[1])
+        assert re.fullmatch(r"round \d+: [012] of 2 votes, 0 learners, 0 late", told[2])
+        assert sorted(line.split()[0] for line in told[3:]) == sorted(peer.peer_id for peer in peers)
         coordinator.kill()
         before = max(event["outer_step"] for event in coordinator.events("commit_decided"))
         again = run.coordinator(*flags, folder=coordinator.directory)
         assert run.until_ended(again, *peers) == [0, 0, 0]
+    assert again.events("coordinator_ended", complete=True)
     records = read_journal(coordinator.directory)
     audit = Audit.of(records)  # no committed step is missing or there twice
     assert [record.outer_step for record in audit.commits] == list(range(1, last + 1))

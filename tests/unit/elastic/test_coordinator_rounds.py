@@ -37,8 +37,10 @@ def lease(driver: CoordinatorDriver, number: int, serial: int, num_samples: int 
 def test_round_is_committed_when_all_members_voted_the_same() -> None:
     driver = CoordinatorDriver().with_members(1, 2)
     driver.vote(1)
+    assert driver.machine.voted == (ref(1).peer_id,)
     assert not any(isinstance(item, Commit) for item in driver.all_told(1))
     driver.vote(2)
+    assert driver.machine.voted == ()
     step = driver.machine.state.outer_step
     for number in (1, 2):
         assert driver.told(number, Commit).certificate.made.outer_step == step

@@ -222,6 +222,24 @@ def test_a_revoked_ticket_is_nobodys_not_even_of_who_has_used_it(restart: bool) 
 
 
 @pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("full", [False, True])
+def test_with_a_ticket_go_all_that_were_made_before_it(restart: bool, full: bool) -> None:
+    driver = CoordinatorDriver()
+    assert use(driver, 1, b"ticket 0") is None
+    for number in range(MAX_TICKETS if full else 1):
+        revoke(driver, number.to_bytes(8))
+    assert (revoke(driver, TICKET) is None) is not full
+    for _ in range(2):
+        assert revoke(driver, TICKET, and_earlier=True) is None
+    driver = driver.recovered() if restart else driver
+    for ticket in (b"\0" * 8, b"ticket 0", TICKET):
+        assert use(driver, 1, ticket) == "the ticket was revoked", "also for who has used it"
+    assert use(driver, 1, ANOTHER) is None
+    assert set(driver.machine.state.doors.tickets) == {TICKET, ANOTHER}
+    assert len([record for record in driver.records(TicketRecord) if record.and_earlier]) == 1
+
+
+@pytest.mark.parametrize("restart", [False, True])
 def test_with_a_banned_peer_goes_the_ticket_by_which_it_came(restart: bool) -> None:
     driver = CoordinatorDriver()
     for number in (1, 2, 1):

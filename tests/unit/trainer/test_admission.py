@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -48,7 +49,7 @@ from isthmus.trainer.admission import (
 from isthmus.trainer.errors import ExitCode, NobodyReachable, Refused
 from isthmus.trainer.identity import PeerIdentity, RunIdentity
 from isthmus.trainer.joining import PATIENCE_S, Admission, ask_admission, stranger_hello, stranger_security
-from isthmus.trainer.ticket import Ticket, TicketFault, TicketRefused, issue_token, make_ticket
+from isthmus.trainer.ticket import NEWEST_ID, Ticket, TicketFault, TicketRefused, issue_token, make_ticket
 from tests.unit.elastic.machines import KEYS
 
 NOW_S = 1_000_000.0
@@ -109,6 +110,7 @@ def ticket(
     is_once: bool = False,
 ) -> Ticket:
     return make_ticket(
+        ticket_id=secrets.token_bytes(8),
         secret=secret,
         run_id=run_id,
         addresses=addresses,
@@ -461,7 +463,7 @@ async def test_whoever_was_put_out_needs_a_ticket_or_gets_in_no_more(
 @pytest.mark.parametrize("purpose", [Purpose.CONTROL, Purpose.BULK, Purpose.STATE])
 @pytest.mark.parametrize(
     "credential",
-    [b"", b"x" * 32, issue_token(SECRET, RUN_ID, 2**40), stranger_hello(JOINER, RUN_ID, b"t").credential],
+    [b"", b"x" * 32, issue_token(NEWEST_ID, SECRET, RUN_ID, 2**40), stranger_hello(JOINER, RUN_ID, b"t").credential],
     ids=["none", "noise", "token", "request"],
 )
 async def test_without_a_key_of_the_run_no_connection_of_it_is_accepted(purpose: Purpose, credential: bytes) -> None:

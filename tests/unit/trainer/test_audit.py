@@ -412,6 +412,8 @@ def test_peers_folders_are_found_in_the_folder_above_them(founder: Path, tmp_pat
     write_log(tmp_path / "other", C.peer_id, TRUE_LINES)
     (tmp_path / "notes").mkdir()
     assert audit_run([tmp_path]).folders == (founder, tmp_path / "other")
+    write_log(tmp_path, A.peer_id, [])  # as the demo puts the events of all peers there
+    assert audit_run([tmp_path]).folders == (founder, tmp_path / "other")
 
 
 def test_what_is_no_run_is_the_operators_mistake(founder: Path, tmp_path: Path) -> None:

@@ -64,7 +64,6 @@ from isthmus.trainer.config import Config
 from isthmus.trainer.errors import CheckpointFailed
 from isthmus.trainer.events import FILE_NAME, EventLog
 from isthmus.trainer.metrics import Metrics
-from isthmus.trainer.progress import SilentProgress
 from isthmus.trainer.scoreboard import Scoreboard
 from isthmus.trainer.training_loop import RoundReport
 
@@ -166,7 +165,6 @@ class Desk:
             run_id="demo-01234567",
             config=Config(),
             metrics=self.metrics,
-            progress=SilentProgress(),
             clock=lambda: self.now_s,
             coordinator=None,
         )

@@ -25,6 +25,7 @@ from isthmus.trainer.ticket import decode_ticket, encode_ticket, make_ticket
 
 REPOSITORY = Path(__file__).parents[3]
 ON_THIS_MACHINE = make_ticket(
+    ticket_id=b"ticket 1",
     secret=b"s" * 32,
     run_id="demo-0123abcd",
     addresses=["127.0.0.1:1"],
@@ -45,7 +46,8 @@ def isthmus(
     return subprocess.run(
         [sys.executable, "-c", launch, *arguments],
         cwd=cwd,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | (environment or {}),
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
+        | (environment or {}),
         capture_output=True,
         text=True,
         timeout=55,
@@ -71,7 +73,11 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *part
     [
         (["jion"], ["no such command 'jion'", "join"]),
         (["up", "--lisen", "x"], ["no such option: --lisen", "did you mean --listen"]),
-        (["up", "--peers"], ["--peers"]),
+        (["up", "--lr", "1"], ["no such option: --lr; did you mean --inner.lr or --outer.lr?"]),
+        (["up", "--seq_len", "1"], ["no such option: --seq-len; did you mean --model.seq_len?"]),
+        (["up", "--frobnicate"], ["no such option: --frobnicate; isthmus up -h lists what there is"]),
+        (["status", "--lr", "1"], ["no such option: --lr; isthmus status -h lists what there is"]),
+        (["up", "--peers"], ["option '--peers' requires an argument"]),
         (["up", "--peers", "many"], ["--peers"]),
         (["up", "surplus"], ["surplus"]),
         (["up", "--peers", "0"], ["members.start_peers from --peers is 0, expected at least 1"]),
@@ -113,7 +119,7 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *part
         (["join"], ["there is no ticket, and under runs/ no peer that could come back without one", "--dir"]),
         (["join", "--dir", "nowhere"], ["nowhere has joined no run yet; join with a ticket"]),
         (["evict", "somebody"], ["somebody is no peer; give the 16 hexadecimal digits of its id"]),
-        (["ticket", "--once", "--revoke", "0" * 16], ["--revoke is about a ticket that exists"]),
+        (["ticket", "--once", "--revoke", "0" * 16], ["--revoke is about one ticket that exists"]),
         (["ticket", "--lifetime", "soon"], ["--lifetime is soon, expected"]),
         (["join", "@nowhere"], ["the ticket's file nowhere cannot be read: No such file or directory"]),
         (["status", "--inner.lr", "1"], ["no such option --inner.lr", "isthmus status takes no configuration"]),
@@ -130,6 +136,65 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *part
 )
 def test_mistake_is_one_sentence_and_exit_code_2(tmp_path: Path, arguments: list[str], parts: list[str]) -> None:
     assert_one_sentence(isthmus(*arguments, cwd=tmp_path), ExitCode.USAGE, *parts)
+
+
+def test_every_mistake_in_a_configuration_has_a_line_of_its_own(tmp_path: Path) -> None:
+    done = isthmus("up", "--inner.lrr", "1", "--run.seed=-1", "--peers", "0", cwd=tmp_path)
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr.splitlines() == [
+        "isthmus: unknown key inner.lrr from --inner.lrr; did you mean inner.lr?",
+        "isthmus: members.start_peers from --peers is 0, expected at least 1",
+        "isthmus: run.seed from --run.seed is -1, expected at least 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "errors"),
+    [
+        (
+            ["config", "show", "--inner.lrr", "1", "--run.seed=-1"],
+            2,
+            [
+                {
+                    "sentence": "unknown key inner.lrr from --inner.lrr; did you mean inner.lr?",
+                    "cure": "did you mean inner.lr?",
+                    "key": "inner.lrr",
+                    "origin": "--inner.lrr",
+                },
+                {
+                    "sentence": "run.seed from --run.seed is -1, expected at least 0",
+                    "cure": None,
+                    "key": "run.seed",
+                    "origin": "--run.seed",
+                },
+            ],
+        ),
+        (
+            ["status", "--dir", "x"],
+            4,
+            [{"sentence": "no isthmus runs in x; name the folder of a running peer with --dir"}],
+        ),
+        (["peers", "--foo"], 2, [{"sentence": "no such option: --foo; isthmus peers -h lists what there is"}]),
+    ],
+)
+def test_with_json_an_error_is_one_object_on_stderr(
+    tmp_path: Path, arguments: list[str], code: int, errors: list[dict[str, object]]
+) -> None:
+    done = isthmus(*arguments, "--json", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (code, "")
+    told = json.loads(done.stderr)
+    assert (told["schema"], told["exit_code"]) == ("isthmus.error/1", code)
+    assert [found | wanted for found, wanted in zip(told["errors"], errors, strict=True)] == told["errors"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 3, reason="needs a machine with fewer devices than workers")
+@pytest.mark.parametrize("command", [("up", "--data", str(Path(__file__))), ("join", TICKET)])
+def test_missing_devices_are_told_before_a_ticket_is_printed_or_anything_is_written(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    done = isthmus(*command, "--device", "cuda", "--local-workers", "4", cwd=tmp_path)
+    assert_one_sentence(done, ExitCode.ENVIRONMENT, "4 workers need as many CUDA devices", "node.device to cpu")
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -168,7 +233,7 @@ def test_variable_with_an_unknown_key_is_a_mistake(tmp_path: Path) -> None:
 BROKEN = """
 import isthmus.trainer.cli, isthmus.trainer.cli_peers
 def status(*_, **__): raise KeyError("secret detail")
-isthmus.trainer.cli_peers.choose_folder = status
+isthmus.trainer.cli_peers.client_of = status
 isthmus.trainer.cli.main()
 """
 
@@ -228,17 +293,33 @@ def test_a_shell_completes_commands(tmp_path: Path) -> None:
     assert isthmus(cwd=tmp_path, environment=asked).stdout.split() == ["join"]
 
 
+def test_a_reader_that_has_enough_is_no_mistake_and_a_full_disk_is_told(tmp_path: Path) -> None:
+    command = f"{sys.executable} -c '{LAUNCH}' config show"
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY / "src")}
+
+    def shell(line: str) -> subprocess.CompletedProcess[str]:
+        run = ["bash", "-c", line]
+        return subprocess.run(
+            run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=55, check=False
+        )
+
+    done = shell(f"set -o pipefail; {command} | true")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert_one_sentence(shell(f"{command} > /dev/full"), ExitCode.ENVIRONMENT, "No space left on device")
+    assert (shell(f"{command} >&-").returncode, shell(f"{command} >&- 2>&- <&-").returncode) == (0, 0)
+
+
 def test_config_show_as_json_is_one_object(tmp_path: Path) -> None:
     done = isthmus("config", "show", "--json", cwd=tmp_path)
     assert json.loads(done.stdout)["schema"] == "isthmus.config/1"
 
 
-def saved_run(run_dir: Path) -> CheckpointStore:
+def saved_run(run_dir: Path, run_id: str = "demo-0123abcd", outer_step: int = 4) -> CheckpointStore:
     config = Config(model=MODEL)
     anchor = initial_parameters(config.model.decoder_config(), seed=1)
     store = CheckpointStore(run_dir / FOLDER_NAME, keep=3)
     meta = CheckpointMeta(
-        run_id="demo-0123abcd", outer_step=4, digest=bytes(32), run_manifest=manifest_of(config), next_index=0
+        run_id=run_id, outer_step=outer_step, digest=bytes(32), run_manifest=manifest_of(config), next_index=0
     )
     store.save(meta, {"anchor": anchor, "momentum": torch.zeros_like(anchor)})
     return store
@@ -282,9 +363,15 @@ def test_init_writes_a_file_that_founds_a_run_and_never_over_another(tmp_path: P
     assert_one_sentence(isthmus("init", "no/where.toml", cwd=tmp_path), ExitCode.USAGE, "cannot be written")
 
 
+def test_of_several_peers_of_one_run_the_furthest_is_exported(tmp_path: Path) -> None:
+    for name, outer_step in (("a", 4), ("b", 12), ("c", 8)):
+        saved_run(tmp_path / "runs" / name, outer_step=outer_step)
+    assert json.loads(isthmus("export", "--json", cwd=tmp_path).stdout)["outer_step"] == 12
+
+
 def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:
     saved_run(tmp_path / "runs" / "a")
-    saved_run(tmp_path / "runs" / "b")
+    saved_run(tmp_path / "runs" / "b", run_id="another-0123abcd")
     assert_one_sentence(isthmus("export", cwd=tmp_path), ExitCode.USAGE, "runs/a, runs/b; choose one with --dir")
 
 
@@ -432,11 +519,13 @@ asyncio.run(main())
 
 
 def test_old_ticket_is_only_warned_of_before_the_coordinator_decides(tmp_path: Path) -> None:
-    old = make_ticket(secret=b"s" * 32, run_id="demo-0123abcd", addresses=["127.0.0.1:1"], expires_at_s=1)
+    old = make_ticket(
+        ticket_id=b"ticket 1", secret=b"s" * 32, run_id="demo-0123abcd", addresses=["127.0.0.1:1"], expires_at_s=1
+    )
     done = isthmus("join", encode_ticket(old), cwd=tmp_path, launch=RECORDING_DAEMON)
     assert done.returncode == ExitCode.REFUSED
-    warned, told, refused = done.stderr.splitlines()
-    assert "ticket_old" in warned
+    (warned,) = (line for line in done.stderr.splitlines() if "ticket_old" in line)  # logs have their own pace
+    told, refused = (line for line in done.stderr.splitlines() if line != warned)
     assert told.startswith("joining")
     assert refused == "isthmus: the run does not want us"
 

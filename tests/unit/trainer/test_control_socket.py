@@ -16,10 +16,19 @@ import pytest
 import zmq
 
 from isthmus.collective.core.types import PeerId
-from isthmus.trainer.control_messages import PutOutRequest, RevokeRequest
+from isthmus.trainer.control_messages import PutOutRequest, RevokeRequest, TicketRequest
 from isthmus.trainer.control_socket import PEER_FILE_NAME, ControlClient, ControlServer, PeerFile, find_peer
 from isthmus.trainer.errors import EnvironmentFault, ExitCode, NobodyReachable, NothingRuns, Refused
-from isthmus.trainer.status import MemberStatus, PeerStatus, RoundStatus, Status, render_peers, render_status
+from isthmus.trainer.status import (
+    CoordinationStatus,
+    MemberStatus,
+    PeerStatus,
+    RoundStatus,
+    Status,
+    render_peers,
+    render_status,
+)
+from isthmus.trainer.ticket import Ticket, make_ticket
 
 
 def a_status() -> Status:
@@ -47,6 +56,9 @@ def a_status() -> Status:
 PEER_ID = PeerId("0123456789abcdef")
 PEER = PeerStatus(peer_id=PEER_ID, state="member", incarnation=5, address="127.0.0.1:1")
 BANNED = PeerStatus(peer_id="f" * 16, state="banned")
+TICKET = make_ticket(
+    ticket_id=b"ticket 1", secret=b"s" * 32, run_id="demo-0123abcd", addresses=["127.0.0.1:1"], expires_at_s=1
+)
 
 
 class Daemon:
@@ -77,15 +89,19 @@ class Office:
     def peers(self) -> tuple[PeerStatus, ...]:
         return (PEER, BANNED)
 
-    def new_ticket(self, *, is_once: bool, lifetime_s: float | None) -> str:
-        self.asked.append(f"ticket {is_once} {lifetime_s}")
-        return "isthmus2abc"
+    def ticket(self) -> Ticket:
+        self.asked.append("ticket")
+        return TICKET
+
+    def new_ticket(self, *, is_once: bool, lifetime_s: float | None) -> Ticket:
+        self.asked.append(f"new ticket {is_once} {lifetime_s}")
+        return TICKET
 
     async def put_out(self, peer_id: PeerId, *, for_ever: bool) -> str | None:
         self.asked.append(f"put out {peer_id} {for_ever}")
         return "no such peer" if self.refuses else None
 
-    async def revoke(self, ticket_id: bytes, expires_at_s: int | None) -> str | None:
+    async def revoke(self, ticket_id: bytes | None, expires_at_s: int | None) -> str | None:
         self.asked.append(f"revoke {ticket_id!r} {expires_at_s}")
         return "no time" if self.refuses else None
 
@@ -131,16 +147,23 @@ def test_questions_reach_the_daemon_and_answers_come_back(tmp_path: Path) -> Non
 def test_an_operators_orders_reach_the_coordinators_process_and_a_refusal_comes_back_as_one(tmp_path: Path) -> None:
     daemon = Daemon()
     daemon.office = office = Office()
-    orders = (PutOutRequest(PEER_ID, for_ever=True), RevokeRequest(b"ticket 1", 7))
+    orders = (PutOutRequest(PEER_ID, for_ever=True), RevokeRequest(b"ticket 1", 7), RevokeRequest())
     with running(tmp_path, daemon):
         client = ControlClient(tmp_path)
         assert client.peers() == (PEER, BANNED)
-        assert client.ticket(is_once=True, lifetime_s=60.0) == "isthmus2abc"
+        assert client.ticket(TicketRequest(is_new=False)) == TICKET
+        assert client.ticket(TicketRequest(is_new=True, is_once=True, lifetime_s=60.0)) == TICKET
         for order in orders:
             client.order(order)
-        assert office.asked == ["ticket True 60.0", f"put out {PEER_ID} True", "revoke b'ticket 1' 7"]
+        assert office.asked == [
+            "ticket",
+            "new ticket True 60.0",
+            f"put out {PEER_ID} True",
+            "revoke b'ticket 1' 7",
+            "revoke None None",
+        ]
         office.refuses = True
-        for order, reason in zip(orders, ("no such peer", "no time"), strict=True):
+        for order, reason in zip(orders, ("no such peer", "no time", "no time"), strict=True):
             with pytest.raises(Refused, match=reason):
                 client.order(order)
 
@@ -150,7 +173,7 @@ def test_a_peer_without_the_coordinator_tells_whom_it_knows_and_where_to_ask_for
         client = ControlClient(tmp_path)
         assert client.peers() == (PEER,)
         with pytest.raises(Refused, match="does not live in this folder"):
-            client.ticket(is_once=False, lifetime_s=None)
+            client.ticket(TicketRequest(is_new=False))
         for order in (PutOutRequest(PEER_ID, for_ever=False), RevokeRequest(b"ticket 1")):
             with pytest.raises(Refused, match="does not live in this folder"):
                 client.order(order)
@@ -255,3 +278,18 @@ def test_status_for_people_says_what_is_known_and_what_is_not() -> None:
     assert "sent 1.5 MB, received 0 B" in text
     assert "last round 1.25 s (0.50 s exchange, 2.0 kB) with 2 peers" in text
     assert "0123456789abcdef  127.0.0.1:1  (this)" in text
+    assert "votes" not in text
+
+
+def test_a_coordinator_alone_tells_view_round_and_votes() -> None:
+    coordination = CoordinationStatus(
+        epoch=2, outer_step=3, num_members=2, voted=(PEER_ID,), num_learners=1, num_late=0
+    )
+    status = msgspec.structs.replace(a_status(), phase="coordinating", coordination=coordination)
+    assert render_status(status).splitlines() == [
+        "run demo-0123abcd, coordinator 0123456789abcdef",
+        "outer step 3 of 20, view 2 of 1 peer",
+        "round 4: 1 of 2 votes, 1 learner, 0 late",
+        "metrics at http://127.0.0.1:9/metrics",
+        "  0123456789abcdef  127.0.0.1:1  (this)",
+    ]

@@ -117,7 +117,9 @@ def test_a_standby_remembers_the_run_it_stands_by_for(folder: PeerFolder, tmp_pa
 
 def test_the_ticket_for_standbys_is_for_this_user_alone_and_has_the_secret(folder: PeerFolder) -> None:
     run = found(folder).run
-    ticket = make_ticket(secret=run.secret, run_id=run.run_id, addresses=["127.0.0.1:1"], expires_at_s=1)
+    ticket = make_ticket(
+        ticket_id=b"ticket 1", secret=run.secret, run_id=run.run_id, addresses=["127.0.0.1:1"], expires_at_s=1
+    )
     save_standby_ticket(folder, ticket, run.secret)
     path = folder.path / STANDBY_TICKET_NAME
     assert os.stat(path).st_mode & 0o077 == 0

@@ -24,7 +24,7 @@ def write_log(folder: Path, *, steps: int, code: int | None, cause: str = "") ->
     ("code", "cause", "is_joiner", "parts"),
     [
         (0, "the run is complete", False, ["demo-0123abcd is complete at outer step 3 (20", "isthmus export --dir"]),
-        (20, "left at outer step 3", True, ["ended with 20 (left at outer step 3)", "isthmus join --dir"]),
+        (20, "left at outer step 3", True, ["ended with 20 (left at outer step 3) (20", "isthmus join --dir"]),
         (None, "", True, ["ended without a word at outer step 3", "comes back"]),
         (None, "", False, ["ended without a word at outer step 3", "give its command again"]),
     ],
@@ -47,6 +47,30 @@ def test_how_a_peer_ended_is_told_with_what_to_type_next(
     assert out == ""
     (sentence,) = err.splitlines()
     assert sentence.startswith(f"isthmus: nothing runs in {tmp_path}: ")
+    for part in parts:
+        assert part in sentence
+
+
+@pytest.mark.parametrize(
+    ("complete", "parts"),
+    [
+        (True, ["demo-0123abcd is complete at outer step 2 (20", "is in the folders of its peers"]),
+        (False, ["its coordinator of demo-0123abcd ended with 20 (stopped) at outer step 2", "give its command again"]),
+        (None, ["its coordinator of demo-0123abcd ended without a word at outer step 2", "give its command again"]),
+    ],
+    ids=["complete", "stopped", "killed"],
+)
+def test_how_a_coordinator_without_a_peer_ended_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], complete: bool | None, parts: list[str]
+) -> None:
+    with EventLog(tmp_path / FILE_NAME, "a" * 16) as log:
+        log.emit("started", run_id="demo-0123abcd", address="127.0.0.1:1", num_parameters=0)
+        for step in (1, 2):
+            log.emit("commit_decided", outer_step=step, final=False)
+        if complete is not None:
+            log.emit("coordinator_ended", complete=complete)
+    assert run(["status", "--dir", str(tmp_path)]) == ExitCode.NOBODY_REACHABLE
+    (sentence,) = capsys.readouterr().err.splitlines()
     for part in parts:
         assert part in sentence
 

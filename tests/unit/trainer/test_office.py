@@ -20,7 +20,7 @@ from isthmus.trainer.bouncer import Bouncer
 from isthmus.trainer.identity import RunIdentity
 from isthmus.trainer.office import Office
 from isthmus.trainer.status import PeerStatus
-from isthmus.trainer.ticket import decode_ticket, verify_token
+from isthmus.trainer.ticket import verify_token
 from tests.unit.elastic.machines import KEYS
 
 NOW_S = 1_000_000.0
@@ -46,13 +46,38 @@ def office(tmp_path: Path) -> Iterator[Office]:
 
 
 def test_a_new_ticket_admits_for_as_long_and_as_many_as_was_asked_for(office: Office) -> None:
-    usual = decode_ticket(office.new_ticket(is_once=False, lifetime_s=None))
+    usual = office.new_ticket()
     assert usual.addresses == office.addresses
     assert usual.fingerprint == office.fingerprint
     assert usual.expires_at_s == NOW_S + 60
-    short = decode_ticket(office.new_ticket(is_once=True, lifetime_s=5.0))
+    short = office.new_ticket(is_once=True, lifetime_s=5.0)
     claims = verify_token(RUN.secret, RUN.run_id, short.token, now_s=NOW_S)
     assert (claims.expires_at_s, claims.is_once) == (NOW_S + 5, True)
+
+
+async def test_the_ticket_of_a_run_stays_the_same_while_it_admits(office: Office) -> None:
+    first = office.ticket()
+    office.new_ticket(is_once=True)
+    assert office.ticket() == first
+    assert office.new_ticket(lifetime_s=5.0) == office.ticket() != first
+    office.now_s = lambda: NOW_S + 5
+    after_expiry = office.ticket()
+    assert after_expiry.expires_at_s == NOW_S + 65
+    await office.revoke(after_expiry.ticket_id, None)
+    assert office.ticket().ticket_id > after_expiry.ticket_id
+
+
+@pytest.mark.parametrize("clock_s", [NOW_S, NOW_S - 3600], ids=["", "a clock that goes back"])
+async def test_all_tickets_made_so_far_are_revoked_at_once_and_later_ones_are_not(
+    office: Office, clock_s: float
+) -> None:
+    before = [office.ticket(), office.new_ticket(is_once=True), office.new_ticket()]
+    assert await office.revoke(None, None) is None
+    office.now_s = lambda: clock_s
+    after = [office.ticket(), office.new_ticket(is_once=True)]
+    doors = office.coordinator.doors
+    assert [doors.refusal(one.ticket_id, STRANGER) for one in before] == ["the ticket was revoked"] * 3
+    assert [doors.refusal(one.ticket_id, STRANGER) for one in after] == [None] * 2
 
 
 async def test_a_ticket_is_revoked_for_as_long_as_it_could_admit(office: Office) -> None:

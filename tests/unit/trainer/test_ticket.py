@@ -23,14 +23,17 @@ from isthmus.trainer.ticket import (
     decode_ticket,
     encode_ticket,
     expiry_hint,
+    invitation,
     issue_token,
     make_ticket,
     named_ticket,
+    next_id,
     read_ticket,
     verify_token,
 )
 
 SECRET = b"s" * 32
+ID = b"ticket 1"
 RUN_ID = "demo-0123abcd"
 EXPIRES_AT_S = 1_900_000_000
 
@@ -38,6 +41,7 @@ EXPIRES_AT_S = 1_900_000_000
 @functools.cache
 def a_ticket(number: int = 0) -> Ticket:
     return make_ticket(
+        ticket_id=next_id(b"", now_s=float(number)),
         secret=SECRET,
         run_id=RUN_ID,
         addresses=["10.0.0.1:7000", "[::1]:7000", "peer.example:7000"],
@@ -195,7 +199,7 @@ def test_ticket_comes_through_a_pipe_and_nothing_else_is_waited_for(tmp_path: Pa
 
 
 def test_token_admits_until_it_expires() -> None:
-    token = issue_token(SECRET, RUN_ID, EXPIRES_AT_S)
+    token = issue_token(ID, SECRET, RUN_ID, EXPIRES_AT_S)
     assert len(token) == TOKEN_NBYTES
     claims = verify_token(SECRET, RUN_ID, token, now_s=EXPIRES_AT_S - 0.001)
     assert (claims.expires_at_s, claims.is_once) == (EXPIRES_AT_S, False)
@@ -207,7 +211,7 @@ def test_token_admits_until_it_expires() -> None:
 
 
 def test_token_of_another_run_or_secret_is_refused() -> None:
-    token = issue_token(SECRET, RUN_ID, EXPIRES_AT_S)
+    token = issue_token(ID, SECRET, RUN_ID, EXPIRES_AT_S)
     for secret, run_id in ((b"t" * 32, RUN_ID), (SECRET, "demo-ffffffff")):
         with pytest.raises(TicketRefused) as caught:
             verify_token(secret, run_id, token, now_s=0)
@@ -215,7 +219,7 @@ def test_token_of_another_run_or_secret_is_refused() -> None:
 
 
 def test_no_bit_of_a_token_can_be_changed() -> None:
-    token = issue_token(SECRET, RUN_ID, EXPIRES_AT_S)
+    token = issue_token(ID, SECRET, RUN_ID, EXPIRES_AT_S)
     for bit in range(8 * len(token)):
         changed = bytearray(token)
         changed[bit // 8] ^= 1 << bit % 8
@@ -230,6 +234,20 @@ def test_bytes_that_are_no_token_are_refused(token: bytes) -> None:
         verify_token(SECRET, RUN_ID, token, now_s=0)
 
 
+def test_a_later_ticket_has_a_larger_id_whatever_the_clock_says() -> None:
+    ids = [b""]
+    for now_s in (1e9, 1e9, 1e9 + 0.001, 0.0, 2e9):
+        ids.append(next_id(ids[-1], now_s=now_s))
+    assert sorted(set(ids)) == ids
+    assert all(len(one) == len(ID) for one in ids[1:])
+    assert next_id(b"", now_s=1e9) < ids[-1]
+
+
+def test_what_invites_others_is_read_as_a_whole() -> None:
+    text = invitation(a_ticket())
+    assert decode_ticket(text) == decode_ticket("".join(text.split())) == a_ticket()
+
+
 def test_every_ticket_has_an_id_of_its_own_by_which_people_can_name_it(tmp_path: Path) -> None:
     tickets = [a_ticket(number) for number in range(3)]
     assert len({ticket.ticket_id for ticket in tickets}) == 3
@@ -242,7 +260,7 @@ def test_every_ticket_has_an_id_of_its_own_by_which_people_can_name_it(tmp_path:
 
 
 def test_a_ticket_for_one_peer_says_so_in_what_nobody_can_change() -> None:
-    token = issue_token(SECRET, RUN_ID, EXPIRES_AT_S, is_once=True)
+    token = issue_token(ID, SECRET, RUN_ID, EXPIRES_AT_S, is_once=True)
     assert verify_token(SECRET, RUN_ID, token, now_s=0).is_once
 
 

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page about all keys has each of them, and is the one that is committed."""
+
+import re
+from pathlib import Path
+
+from isthmus.trainer.config_keys import KNOWN_KEYS
+from isthmus.trainer.config_reference import as_reference
+
+PAGE = Path(__file__).parents[3] / "trainer" / "CONFIG.md"
+
+
+def test_the_committed_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == as_reference(), "write it anew: isthmus config reference > trainer/CONFIG.md"
+
+
+def test_every_key_stands_there_once_with_a_meaning() -> None:
+    keys, table = [], ""
+    for line in as_reference().splitlines():
+        if (heading := re.fullmatch(r"## \[(.+)\]", line)) is not None:
+            table = heading[1]
+        elif (row := re.fullmatch(r"\| `(\w+)` \| `.+`.* \| (.+\.) \|", line)) is not None:
+            keys.append(f"{table}.{row[1]}")
+    assert sorted(keys) == sorted(KNOWN_KEYS)
+
+
+def test_what_only_some_types_have_and_what_differs_between_them_is_told() -> None:
+    page = as_reference()
+    assert '| `decay_steps` | `"none"` | ' in page
+    assert "Only with inner.schedule.type wsd. |" in page
+    assert "`[0.9, 0.99]` (adamw, muon), `[0.9, 0.9999]` (adopt)" in page
