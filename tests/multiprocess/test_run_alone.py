@@ -57,6 +57,7 @@ STATUS_SCHEMA = {
                     "host": {"type": "null"},
                     "is_dialled": {"type": "null"},
                     "round_trip_ms": {"type": "null"},
+                    "is_apart": {"const": False},
                     "is_me": {"const": True},
                     "is_coordinator": {"type": "boolean"},
                 },
