@@ -21,6 +21,8 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for scripts/
+
 HUGE_TOKENS = 10**12
 NOISE = 100.0
 SLOW_BYTES_PER_S = 10_000.0
@@ -83,9 +85,9 @@ def lie_as_daemon(kind: str) -> None:
 
     sign = PeerSigner.sign
     if kind in ("weight", "noise"):
-        # The daemon starts its workers by this name, with `-m trainer.worker_start JOB`.
+        # The daemon starts its workers by this name, with `-P -m isthmus.trainer.worker_start JOB`.
         script = Path(os.environ["TMPDIR"]) / f"lying-worker-{os.getpid()}"
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).resolve()} {kind} worker "$3"\n')
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).resolve()} {kind} worker "$4"\n')
         script.chmod(0o700)
         sys.executable = str(script)
     if kind == "two_weights":
