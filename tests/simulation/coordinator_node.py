@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tests.simulation.simulator import Simulator
 
 
-STORE_AWAY, STORE_AWAY_S = 0.02, (3.0, 15.0)
+STORE_AWAY, STORE_AWAY_S = 0.05, (3.0, 15.0)
 """How often a slow store answers very late, and how late."""
 
 HEALED_STORE_S = 0.05
