@@ -22,7 +22,7 @@ from isthmus.trainer.doctor_messages import Attempt, Called, CalledByBoth, Membe
 from isthmus.trainer.doctor_path import Transfer, Trip
 from isthmus.trainer.doctor_report import Check, fail, ok, render_check, report_of, warn
 from isthmus.trainer.doctor_transfer import WINDOW_S, moved_of, rate_of, windows_of
-from isthmus.trainer.ticket import Ticket, issue_token
+from isthmus.trainer.ticket import NEWEST_ID, Ticket, issue_token
 
 NOW_S = 1_800_000_000
 SCHEMA = {
@@ -86,7 +86,7 @@ AT_80_COLUMNS = """\
 
 
 def ticket(*addresses: str) -> Ticket:
-    token = issue_token(b"s" * 32, "demo-0123abcd", NOW_S)
+    token = issue_token(NEWEST_ID, b"s" * 32, "demo-0123abcd", NOW_S)
     return Ticket(addresses=addresses or ("10.9.0.1:7000",), run_id="demo-0123abcd", token=token)
 
 
@@ -244,7 +244,7 @@ def test_a_wrong_clock_fails_only_where_nothing_is_encrypted() -> None:
     assert network.clock(Trip(shortest_s=0.01, longest_s=0.01, ahead_s=3), is_encrypted=False).level == "ok"
 
 
-def test_there_is_no_link_with_a_member_that_neither_can_call() -> None:
+def test_a_member_and_this_machine_that_cannot_call_each_other_are_worth_a_warning() -> None:
     here, there = Attempt("10.9.0.3:4000", None), Attempt("10.9.0.3:4000", "no answer")
     levels = {
         (attempt.cause, doubt): network.member(calls(member=by_member(attempt)), doubt).level

@@ -29,7 +29,7 @@ from isthmus.trainer.doctor_service import DoctorService, Surroundings
 from isthmus.trainer.errors import leaves
 from isthmus.trainer.identity import PeerIdentity, RunIdentity
 from isthmus.trainer.joining import PATIENCE_S, ask_admission, stranger_hello, stranger_security
-from isthmus.trainer.ticket import Ticket, make_ticket
+from isthmus.trainer.ticket import NEWEST_ID, Ticket, make_ticket
 from tests.unit.elastic.machines import KEYS
 
 NOW_S = 1_000_000.0
@@ -81,6 +81,7 @@ class Door:
 
     def ticket(self, *, lifetime_s: float = 60, is_once: bool = False, secret: bytes = RUN.secret) -> Ticket:
         return make_ticket(
+            ticket_id=NEWEST_ID,
             secret=secret,
             run_id=RUN.run_id,
             addresses=[self.listener.address],
