@@ -92,7 +92,14 @@ class Mesh:
         bundle.attach(sock, hello.stream)
 
     def meet(self, member: Member) -> Bundle:
-        """The links with a peer that may become a member."""
+        """The links with a peer that may become a member.
+
+        Those to an older start of it end: nobody is there any more, and what they dial anew would take the place of
+        ours at the new start (tests/netns/test_behind_nats.py).
+        """
+        for ref, older in self.bundles.items():
+            if ref.peer_id == member.peer_id and ref.incarnation < member.incarnation:
+                older.close()
         bundle = self.bundles.get(member.ref)
         if bundle is None:
             self._make_room_for_stranger(member.peer_id)

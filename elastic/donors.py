@@ -20,8 +20,8 @@ from isthmus.elastic.state_wire import Pace
 
 _log = logging.getLogger(__name__)
 
-_OTHERS_S = 1.0
-"""Several round trips of the longest path."""
+_LEAST_S, _TIMES, _MOST_S = 0.05, 2.0, 1.0
+"""How much longer than the first donor the others may take: so many times as long, and between these bounds."""
 
 Dial = Callable[[Member], Awaitable[Channel]]
 """Opens a STATE connection to a peer, within its own deadline."""
@@ -78,7 +78,7 @@ class Donors:
 
     async def gather(self, offers: list[Offer], after: OuterStep | None) -> None:
         """Connect to the first few and ask each to pin its state. The caller closes what is in `offers`, whatever
-        happens; none is there only if nobody is left. Once one is there, the others have `_OTHERS_S` more: one that
+        happens; none is there only if nobody is left. Once one is there, the others have a little more time: one that
         cannot be dialled would take seconds, in which the run goes on and the state that is offered grows old.
 
         Args:
@@ -99,12 +99,15 @@ class Donors:
                 if useless is not None:
                     useless.close()
 
+        loop = asyncio.get_running_loop()
         while not offers and (candidates := self.candidates):
+            began_at = loop.time()
             async with asyncio.TaskGroup() as tasks:
                 asked = {tasks.create_task(ask(member)) for member in candidates[: self._pace.max_donors]}
                 while asked and not offers:
                     _, asked = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
                 if asked:
-                    _, asked = await asyncio.wait(asked, timeout=_OTHERS_S)
+                    more_s = min(_MOST_S, _LEAST_S + _TIMES * (loop.time() - began_at))
+                    _, asked = await asyncio.wait(asked, timeout=more_s)
                 for late in asked:
                     late.cancel()

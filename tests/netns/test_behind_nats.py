@@ -17,6 +17,8 @@ pytestmark = [
     pytest.mark.timeout(200),
     pytest.mark.skipif(shutil.which("iptables") is None, reason="a NAT needs iptables"),
 ]
+FLAGS = ("--outer-steps", str(OPEN_END), "--members.grace", "2s", "--outer.inner-steps", "40")
+"""Some commits a second: a donor keeps seven of so small a model, and asking a donor in vain takes its time."""
 
 
 @contextlib.contextmanager
@@ -36,7 +38,7 @@ def views_of(peer: Process) -> list[tuple[int, int]]:
 
 def test_two_peers_behind_nats_train_with_one_outside_and_none_of_them_loses_a_round(tmp_path: Path) -> None:
     with two_behind_nats() as (outside, one, other), running(tmp_path) as run:
-        founder = run.found("--outer-steps", str(OPEN_END), "--members.grace", "2s", inside=outside.inside)
+        founder = run.found(*FLAGS, inside=outside.inside)
         run.wait_for_ticket()
         peers = [run.join(inside=one.inside), run.join(inside=other.inside)]
         run.until("view of three", lambda: any(size == 3 for size, _ in views_of(founder)))
@@ -50,8 +52,7 @@ def test_two_peers_behind_nats_train_with_one_outside_and_none_of_them_loses_a_r
         assert links[peers[1].peer_id] == (None, True)
 
         founder.kill()  # the only one that both reach, and the coordinator
-        flags = ("--outer-steps", str(OPEN_END), "--members.grace", "2s")
-        back = run.found(*flags, folder=founder.directory, inside=outside.inside)
+        back = run.found(*FLAGS, folder=founder.directory, inside=outside.inside)
         views = len(views_of(back))
         run.until("return", lambda: len(views_of(back)) > views and views_of(back)[-1] == (3, 1))
         since = max(peer.step for peer in (back, *peers))
