@@ -76,7 +76,8 @@ class Place:
 def place(tmp_path: Path) -> Iterator[Place]:
     with World() as world, running(tmp_path) as run:
         near, far = world.machine(lan="10.9.0.1/24", home="10.1.0.1/24"), world.machine(home="10.1.0.2/24")
-        founder = run.found("--outer-steps", str(OPEN_END), "--members.grace", "2s", inside=near.inside)
+        flags = ("--outer-steps", str(OPEN_END), "--members.grace", "2s", "--outer.inner-steps", "40")
+        founder = run.found(*flags, inside=near.inside)
         run.wait_for_ticket()
         member = run.join(inside=far.inside, folder=make_folder(tmp_path / "member", id_begins="0"))
         run.until_step(3, founder, member)
