@@ -35,8 +35,8 @@ class Edges:
         """Whether the two can exchange."""
         if have_met(one, other):
             return True
-        ranks = self._ranks.get(one.ref), self._ranks.get(other.ref)
-        return None not in ranks and not are_apart(self._apart, *ranks)  # type: ignore[arg-type] # neither is None
+        rank, other_rank = self._ranks.get(one.ref), self._ranks.get(other.ref)
+        return rank is not None and other_rank is not None and not are_apart(self._apart, rank, other_rank)
 
     def hubs_among(self, sessions: Sequence[Session]) -> list[Session]:
         """Those that have links with all the others."""
