@@ -4,13 +4,22 @@
 import asyncio
 import shutil
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from isthmus.trainer.cli_config import AsJson, ConfigFiles, Dir, resolve
-from isthmus.trainer.cli_peers import Advertise, Device, Insecure, Listen, LocalWorkers, MaxDownload, MaxUpload, Tls
+from isthmus.trainer.cli_peers import (
+    Advertise,
+    Device,
+    Insecure,
+    Listen,
+    LocalWorkers,
+    MaxDownload,
+    MaxUpload,
+    OwnCopy,
+    Tls,
+)
 from isthmus.trainer.cli_support import RUNS_FOLDER
 from isthmus.trainer.errors import ExitCode
 
@@ -29,9 +38,7 @@ def doctor(
         ),
     ] = None,
     config: ConfigFiles = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Where this machine keeps the run's text.", show_default=False)
-    ] = None,
+    data: OwnCopy = None,
     directory: Dir = None,
     local_workers: LocalWorkers = None,
     device: Device = None,

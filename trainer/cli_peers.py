@@ -37,6 +37,9 @@ Advertise = Annotated[
     typer.Option(help="host:port where others reach this peer too (a forwarded port, a name).", show_default=False),
 ]
 Name = Annotated[str | None, typer.Option(help="Name of the run.", show_default=False)]
+OwnCopy = Annotated[
+    Path | None, typer.Option("--data", help="Where this machine keeps the run's text.", show_default=False)
+]
 Data = Annotated[Path | None, typer.Option(help="Text to train on. Default: Python's own sources.", show_default=False)]
 Peers = Annotated[int | None, typer.Option(help="Start when so many are there.", show_default=False)]
 MinPeers = Annotated[int | None, typer.Option(help="Go on with no fewer.", show_default=False)]
@@ -145,9 +148,7 @@ def join(
         ),
     ] = None,
     config: ConfigFiles = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Where this machine keeps the run's text.", show_default=False)
-    ] = None,
+    data: OwnCopy = None,
     directory: Dir = None,
     local_workers: LocalWorkers = None,
     device: Device = None,

@@ -222,7 +222,8 @@ def member(answer: CalledByBoth, doubt: str | None) -> Check:
     if asked is None and not answer.num_others:
         return ok("member", "there is no other one yet", num_others=0)
     if asked is None:
-        text = f"none of the {answer.num_others} others can be asked: the coordinator cannot call them"
+        who = "the other member" if answer.num_others == 1 else f"any of the {answer.num_others} other members"
+        text = f"the coordinator cannot call {who}, so nobody was asked to call this machine"
         return warn("member", text, "see that some members can be called", num_others=answer.num_others)
     reached = _reached(asked.attempts)
     facts: dict[str, Fact] = {"peer_id": asked.peer_id, "reached": reached, "reaches": doubt is None}

@@ -120,6 +120,16 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
         yield world.machine(lan="10.9.0.1/24"), world.machine(lan="10.9.0.2/24")
 
 
+@contextlib.contextmanager
+def two_behind_nats() -> Iterator[tuple[Machine, Machine, Machine]]:
+    """One at 203.0.113.1, and two that have the same address, each behind a router of its own."""
+    with World() as world:
+        outside = world.machine(public="203.0.113.1/24")
+        one = world.behind_nat("lan1", outside="203.0.113.11/24", network="public")
+        other = world.behind_nat("lan2", outside="203.0.113.12/24", network="public")
+        yield outside, one, other
+
+
 IMPOSSIBLE = why_impossible()
 MARKS = (
     pytest.mark.netns,

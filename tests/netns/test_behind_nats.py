@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two peers behind two NATs and one outside: neither of the two can dial the other, and all are in every round."""
 
-import contextlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.multiprocess.run_harness import OPEN_END, Process, assert_same_commits, running
-from tests.netns.machines import MARKS, Machine, World
+from tests.netns.machines import MARKS, two_behind_nats
 
 pytestmark = [
     *MARKS,
@@ -19,16 +17,6 @@ pytestmark = [
 ]
 FLAGS = ("--outer-steps", str(OPEN_END), "--members.grace", "2s", "--outer.inner-steps", "40")
 """Some commits a second: a donor keeps seven of so small a model, and asking a donor in vain takes its time."""
-
-
-@contextlib.contextmanager
-def two_behind_nats() -> Iterator[tuple[Machine, Machine, Machine]]:
-    """One at 203.0.113.1, and two that have the same address, each behind a router of its own."""
-    with World() as world:
-        outside = world.machine(public="203.0.113.1/24")
-        one = world.behind_nat("lan1", outside="203.0.113.11/24", network="public")
-        other = world.behind_nat("lan2", outside="203.0.113.12/24", network="public")
-        yield outside, one, other
 
 
 def views_of(peer: Process) -> list[tuple[int, int]]:

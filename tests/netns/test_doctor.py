@@ -21,7 +21,7 @@ from isthmus.collective.core.address import candidates_of, split_address
 from isthmus.trainer.ticket import encode_ticket, read_ticket
 from scripts.wanlink.wan import Wan, WanError
 from tests.multiprocess.run_harness import ISTHMUS, OPEN_END, Process, Run, assert_same_commits, now_s, running
-from tests.netns.machines import MARKS, World
+from tests.netns.machines import MARKS, World, two_behind_nats
 from tests.unit.trainer.test_doctor_report import SCHEMA
 
 pytestmark = [*MARKS, pytest.mark.timeout(300)]
@@ -198,6 +198,22 @@ def test_a_firewall_that_lets_nobody_in_shows_where_it_stands(place: Place) -> N
         r"the coordinator cannot call this machine: 10\.9\.0\.3:\d+ \(no answer in 3 s\)", found.text("called")
     )
     assert found.checks["down"]["facts"]["bytes_per_s"] > 0
+
+
+@pytest.mark.skipif(shutil.which("iptables") is None, reason="a NAT needs iptables")
+def test_behind_a_nat_the_doctor_says_that_calling_is_enough_and_that_no_member_can_be_asked(tmp_path: Path) -> None:
+    with two_behind_nats() as (outside, one, other), running(tmp_path) as run:
+        founder = run.found("--outer-steps", str(OPEN_END), "--outer.inner-steps", "40", inside=outside.inside)
+        run.wait_for_ticket()
+        member = run.join(inside=one.inside)
+        run.until_step(2, founder, member)
+        found = examine(run, other.inside)
+        assert (found.code, found.failed) == (0, [])
+        assert found.text("called").startswith("the coordinator cannot call this machine: ")
+        assert found.cure("called").startswith("it is enough that this peer calls")
+        assert found.checks["member"]["level"] == "warn"
+        assert found.text("member").startswith("the coordinator cannot call the other member,")
+        run.leave_all()
 
 
 def test_who_reaches_the_coordinator_and_not_the_member_behind_it_is_told_so(tmp_path: Path) -> None:
