@@ -23,17 +23,17 @@ import torch
 from isthmus.optim.flat import require_flat
 from isthmus.optim.fragments import FragmentKey
 from isthmus.optim.nesterov import nesterov_step
-from isthmus.optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.outer import ANCHOR, PARAM, Emitted, Op, Outer, Round, successor
 from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from isthmus.optim.fragments import Fragment, FragmentTable
-    from isthmus.optim.outer import Contribution, Result, Work
+    from isthmus.optim.outer import Result, Tensors, Work
 
 MOMENTUM: Final = "momentum"
-"""Name of the outer momentum in `State.shared`."""
+"""Name of the outer momentum in shared state."""
 
 _WHOLE: Final = FragmentKey(kind=PARAM, index=0)
 
@@ -41,23 +41,18 @@ _BEST_LR: Final = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 """(workers, best outer learning rate) for models from 335M parameters up: arXiv:2503.09799."""
 
 
-def lr_by_members(_num_peers: int) -> dict[str, object]:
-    """For `register`: the outer learning rate goes by the members of each round."""
-    return {"lr": None}
-
-
-@register("diloco", by_peers=lr_by_members)
+@register("diloco")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiLoCo:
-    """DiLoCo's settings; defaults are the paper's.
+class DiLoCo(Outer):
+    """DiLoCo's settings; defaults are the paper's, but for the learning rate.
 
     Raises:
         ValueError: if a setting is out of its range.
     """
 
-    lr: float | None = 0.7
-    """Outer learning rate, > 0 and constant. None: `default_outer_lr` of those who give to a round. The best rate grows
-    with their number, and what is good for three takes a single one, whose work is noisier, too far."""
+    lr: float | None = None
+    """Outer learning rate, > 0 and constant; the paper: 0.7. None: `default_outer_lr` of those who give to a round. The
+    best rate grows with their number, and what is good for three takes a single one, whose work is noisier, too far."""
     momentum: float = 0.9
     """Outer Nesterov momentum, in [0, 1)."""
     inner_steps: int = 500
@@ -75,10 +70,10 @@ class DiLoCo:
         """One fragment: the whole flat vector."""
         return (table.whole(),)
 
-    def init(self, fragment: Fragment, value: Tensor, /) -> State:
+    def init(self, fragment: Fragment, value: Tensor, /) -> Tensors:
         """Anchor: a copy of the value. Momentum: zeros."""
         require_flat(value, fragment.numel, "the initial value")
-        return State(shared=anchor_and_momentum(value))
+        return anchor_and_momentum(value)
 
     def plan(self, inner_step: int, /) -> tuple[Round, ...]:
         """A blocking mean after every H-th inner step."""
@@ -86,34 +81,28 @@ class DiLoCo:
             return ()
         return (Round(fragment=_WHOLE, op=Op.MEAN, inner_step=inner_step),)
 
-    def emit(self, _round: Round, value: Tensor, state: State, _work: Work, /, *, out: Tensor) -> Emitted:
+    def emit(
+        self, _round: Round, value: Tensor, shared: Tensors, _private: Tensors, _work: Work, /, *, out: Tensor
+    ) -> Emitted:
         """The pseudo-gradient, anchor - value."""
-        anchor = state.shared[ANCHOR]
+        anchor = shared[ANCHOR]
         require_flat(value, anchor.numel(), "the local value")
         require_flat(out, anchor.numel(), "the payload buffer")
         return Emitted(payload=torch.sub(anchor, value, out=out))
 
-    def absorb(self, _round: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
-        """One Nesterov step; the workers go to the new anchor.
+    def step(self, _round: Round, result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
+        """One Nesterov step. The workers go to the new anchor: see `Outer.settle`.
 
-        `out.shared["momentum"]` may be `result.value`, or `out.shared["anchor"]` may be.
+        `out["momentum"]` may be `result.value`, or `out["anchor"]` may be.
 
         Raises:
-            ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
+            ValueError: if `out` shares memory with `shared`, or a tensor has the wrong size.
         """
-        stepped = step_anchor(state, result.value, lr=self.lr_of(result), momentum=self.momentum, out=out)
-        return Absorbed(state=stepped, target=stepped.shared[ANCHOR], keep=0.0)
+        return step_anchor(shared, result.value, lr=self.lr_of(result), momentum=self.momentum, out=out)
 
     def lr_of(self, result: Result) -> float:
         """The outer learning rate for what these members have given."""
         return default_outer_lr(effective_number(result)) if self.lr is None else self.lr
-
-    def dropped(
-        self, _round: Round, _contribution: Contribution | None, state: State, /, *, out: State | None = None
-    ) -> Absorbed:
-        """Keep training: the next pseudo-gradient starts from the same anchor and so holds the missed steps too."""
-        del out
-        return Absorbed.unchanged(state)
 
 
 def anchor_and_momentum(value: Tensor) -> dict[str, Tensor]:
@@ -121,28 +110,28 @@ def anchor_and_momentum(value: Tensor) -> dict[str, Tensor]:
     return {ANCHOR: value.clone(), MOMENTUM: torch.zeros_like(value)}
 
 
-def step_anchor(state: State, delta: Tensor, *, lr: float, momentum: float, out: State | None) -> State:
+def step_anchor(shared: Tensors, delta: Tensor, *, lr: float, momentum: float, out: Tensors | None) -> Tensors:
     """The state after one Nesterov step of its anchor.
 
     Args:
-        state: with anchor and momentum; not written.
+        shared: with anchor and momentum; not written.
         delta: [numel], the averaged pseudo-gradient. It may be a tensor of `out`.
         lr: outer learning rate.
         momentum: in [0, 1).
-        out: see `Outer.absorb`; None allocates. Its private tensors are left unset.
+        out: see `Outer.step`; None allocates. Its other tensors are left unset.
 
     Raises:
-        ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
+        ValueError: if `out` shares memory with `shared`, or a tensor has the wrong size.
     """
-    out = state.successor(out)
+    out = successor(shared, out)
     nesterov_step(
-        anchor=state.shared[ANCHOR],
-        momentum=state.shared[MOMENTUM],
+        anchor=shared[ANCHOR],
+        momentum=shared[MOMENTUM],
         delta=delta,
         lr=lr,
         mu=momentum,
-        anchor_out=out.shared[ANCHOR],
-        momentum_out=out.shared[MOMENTUM],
+        anchor_out=out[ANCHOR],
+        momentum_out=out[MOMENTUM],
     )
     return out
 

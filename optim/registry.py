@@ -2,8 +2,7 @@
 """Outer optimizers by name, as a run's configuration spells them.
 
 A method registers itself: it is one module of this package with `@register("name")` above its frozen dataclass. The
-modules are found by looking into the package, so that adding a method changes no other file. A setting whose sound
-default depends on how many peers there are comes from the function that is registered along with the name.
+modules are found by looking into the package, so that adding a method changes no other file.
 
 Every error is the operator's: a ValueError whose text says what is known and what was probably meant.
 """
@@ -29,17 +28,13 @@ if TYPE_CHECKING:
 _OuterT = TypeVar("_OuterT", bound="Outer")
 
 _registered: dict[str, type[Outer]] = {}
-_by_peers: dict[str, Callable[[int], Mapping[str, object]]] = {}
 
 
-def register(
-    name: str, *, by_peers: Callable[[int], Mapping[str, object]] | None = None
-) -> Callable[[type[_OuterT]], type[_OuterT]]:
+def register(name: str) -> Callable[[type[_OuterT]], type[_OuterT]]:
     """Class decorator that makes an outer optimizer known under `name`.
 
     Args:
         name: `type` in a configuration.
-        by_peers: from a number of peers to the settings whose defaults depend on it. Subclasses do not inherit it.
 
     Raises:
         ValueError: if another class has that name already.
@@ -48,8 +43,6 @@ def register(
     def add(cls: type[_OuterT]) -> type[_OuterT]:
         if _registered.setdefault(name, cls) is not cls:
             raise ValueError(f"outer optimizer {name!r} is registered by {_registered[name].__qualname__} already")
-        if by_peers is not None:
-            _by_peers[name] = by_peers
         return cls
 
     return add
@@ -90,12 +83,11 @@ def build_outer(type: str, **settings: object) -> Outer:
     return cls(**settings)
 
 
-def outer_from_config(section: Mapping[str, object], *, num_peers: int) -> Outer:
+def outer_from_config(section: Mapping[str, object]) -> Outer:
     """The outer optimizer that a configuration's `[outer]` names, as `type = "streaming"` does.
 
     Args:
-        section: "type" and the method's settings; None and what is left out mean the default for so many peers.
-        num_peers: expected, >= 1.
+        section: "type" and the method's settings; None and what is left out mean its defaults.
 
     Raises:
         ValueError: as build_outer, or there is no "type".
@@ -104,9 +96,7 @@ def outer_from_config(section: Mapping[str, object], *, num_peers: int) -> Outer
     type_ = settings.pop("type", None)
     if not isinstance(type_, str):
         raise ValueError(f"an outer optimizer needs a type: one of {', '.join(outer_types())}")
-    _import_methods()
-    defaults = _by_peers[type_](num_peers) if type_ in _by_peers else {}
-    return build_outer(type_, **{**defaults, **settings})
+    return build_outer(type_, **settings)
 
 
 @functools.cache

@@ -6,24 +6,38 @@ happens in a fixed order after global inner step t (t = 0: before the first):
 
     backward pass of every worker -> rounds of gradients that `plan(t)` asks for -> inner optimizers ->
     emit the other rounds of `plan(t)` -> workers of `leaves[t]` vanish, payloads and all ->
-    rounds due at t are absorbed, or dropped -> workers of `joins[t]` arrive with a donor's shared state.
+    rounds due at t are stepped and settled, or given up -> workers of `joins[t]` arrive with a donor's shared state.
 
-Rounds in flight are reduced over those who survive until they are due; a worker that joined meanwhile absorbs the
-result as a learner does, without a contribution. States are double-buffered through `out`, as in a real engine. What
-is trained, and what an exchange loses and costs, are the caller's (workload.py).
+Rounds in flight are reduced over those who survive until they are due; a worker that joined meanwhile settles the
+result without a contribution. States are double-buffered through `out`, as in a real engine. What is trained, and what
+an exchange loses and costs, are the caller's (workload.py).
 
 It must not know devices, codecs or clocks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
 from isthmus.optim.flat import blend
-from isthmus.optim.outer import ANCHOR, GRAD, PARAM, Contribution, Result, Round, State, Work, fit
+from isthmus.optim.outer import (
+    ANCHOR,
+    GRAD,
+    PARAM,
+    Contribution,
+    Outcome,
+    Result,
+    Round,
+    Tensors,
+    Weigh,
+    Work,
+    digest_of,
+    empty_like,
+)
 from isthmus.optim.workload import ExactWire
 
 if TYPE_CHECKING:
@@ -32,15 +46,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from isthmus.optim.fragments import Fragment, FragmentKey, FragmentTable
-    from isthmus.optim.outer import Absorbed, Emitted, Outer
+    from isthmus.optim.outer import Emitted, Outer, Settled
     from isthmus.optim.workload import Delivery, Wire, Workload
 
-    States: TypeAlias = dict[FragmentKey, State]
+    States: TypeAlias = dict["FragmentKey", "State"]
+
+
+class State(NamedTuple):
+    """What one worker holds of a fragment."""
+
+    shared: Tensors
+    private: Tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Committed:
-    """One round that was absorbed."""
+    """One round that had a result."""
 
     round_: Round
     members: tuple[str, ...]
@@ -62,7 +83,7 @@ class Trajectory:
     states: dict[str, States] = field(default_factory=dict)
     """The workers' states at the end."""
     num_rounds: int = 0
-    """Those that were absorbed."""
+    """Those that had a result."""
     payload_nbytes: float = 0.0
     """Of all rounds: the payloads of one worker in their wire form, the mean over contributors."""
     sent_nbytes: float = 0.0
@@ -140,7 +161,7 @@ def simulate(
         ValueError: if the fragments do not hold every tensor exactly once, or are of a kind that the workload lacks; if
             somebody joins when all have left.
     """
-    outer = fit(outer, table)
+    outer = outer.fitted(table)
     run = _Run(
         outer,
         table,
@@ -218,11 +239,13 @@ class _Run:
         self.trajectory.values[name] = self.workload.tensors[PARAM][worker.row].copy_(value)
         states = self.trajectory.states[name] = {}
         for key, fragment in self.fragments.items():
-            state = self.outer.init(fragment, self._local(fragment, name))
-            if shared is not None:
-                state = State(shared={n: t.clone() for n, t in shared[key].items()}, private=state.private)
-            states[key] = state
-        worker.recycled = {key: state.empty_like() for key, state in states.items()}
+            local = self._local(fragment, name)
+            if shared is None:
+                held = self.outer.init(fragment, local)
+            else:
+                held = {n: t.clone() for n, t in shared[key].items()}
+            states[key] = State(shared=held, private=self.outer.init_private(fragment, held, local))
+        worker.recycled = {key: State(*map(empty_like, state)) for key, state in states.items()}
 
     def join(self, name: str) -> None:
         donor = next(iter(self.workers), None)
@@ -283,15 +306,19 @@ class _Run:
             # The value's own buffer receives the payload if it can, as in an engine that is short of memory.
             out = value if round_.numel is None else torch.empty(round_.numel)
             state, work = self.trajectory.states[name][round_.fragment], self._work(name, round_)
-            emitted[name] = self.outer.emit(round_, value, state, work, out=out)
-            weights[name] = emitted[name].weight * self.weigh(name, work)
+            emitted[name] = self.outer.emit(round_, value, state.shared, state.private, work, out=out)
+            if emitted[name].weight != 1.0 and not round_.is_told:
+                raise ValueError(f"{round_}: a payload of weight {emitted[name].weight} in a round that is not told")
+            base = self.weigh(name, work) if round_.weigh is Weigh.SAMPLES else 1.0
+            weights[name] = emitted[name].weight * base
         return _InFlight(round_=round_, emitted=emitted, weights=weights)
 
     def _settle(self, flight: _InFlight) -> None:
         round_ = flight.round_
-        results = {} if self.aborted(round_) else self._exchange(flight)
+        delivery = None if self.aborted(round_) else self._exchange(flight)
+        results = {} if delivery is None else self._results(flight, delivery)
         for name in self.workers:
-            self._apply(name, flight, results.get(name))
+            self._apply(name, flight, results.get(name), self._contribution(name, flight, delivery))
         if not results:
             self.trajectory.dropped.append(round_)
             return
@@ -302,19 +329,19 @@ class _Run:
                 Committed(
                     round_=round_,
                     members=next(iter(results.values())).members,
-                    digests={name: state.shared_digest() for name, state in states.items()},
+                    digests={name: digest_of(state.shared) for name, state in states.items()},
                     shared={n: t.clone() for n, t in next(iter(states.values())).shared.items()},
                 )
             )
 
     # -------------------------------------------------------------------------------- one round
 
-    def _exchange(self, flight: _InFlight) -> dict[str, Result]:
-        """Every worker's result; empty if nobody is left who contributed."""
+    def _exchange(self, flight: _InFlight) -> Delivery | None:
+        """What the wire made of it; None if nobody is left who contributed."""
         weights = flight.weights
         members = tuple(name for name in flight.emitted if weights[name] > 0.0)
         if not members:
-            return {}
+            return None
         delivery = self.wire.exchange(
             flight.round_,
             self.fragments[flight.round_.fragment],
@@ -323,6 +350,12 @@ class _Run:
         )
         self.trajectory.payload_nbytes += delivery.payload_nbytes
         self.trajectory.sent_nbytes += delivery.sent_nbytes
+        return delivery
+
+    def _results(self, flight: _InFlight, delivery: Delivery) -> dict[str, Result]:
+        """Every worker's; a worker that met nobody has none."""
+        weights = flight.weights
+        members = tuple(name for name in flight.emitted if weights[name] > 0.0)
         results = {}
         for name in self.workers:
             partner = delivery.partners.get(name)
@@ -335,7 +368,6 @@ class _Run:
                     weight_sum=sum(weights[member] for member in group),
                     weights=tuple(weights[member] for member in group),
                     notes=tuple(flight.emitted[member].notes for member in group) if flight.round_.num_notes else (),
-                    contribution=self._contribution(name, flight, delivery),
                 )
         return results
 
@@ -358,24 +390,30 @@ class _Run:
             newer_payload=newer[-1] if newer else None,
         )
 
-    def _apply(self, name: str, flight: _InFlight, result: Result | None) -> None:
-        key = flight.round_.fragment
+    def _apply(self, name: str, flight: _InFlight, result: Result | None, mine: Contribution | None) -> None:
+        round_ = flight.round_
+        key = round_.fragment
         worker, state = self.workers[name], self.trajectory.states[name][key]
         out = worker.recycled[key]
-        if result is not None:
-            absorbed = self.outer.absorb(flight.round_, result, state, out=out)
-        else:
-            mine = self._contribution(name, flight, None)
-            absorbed = self.outer.dropped(flight.round_, mine, state, out=out)
-        if absorbed.state is not state:
-            self.trajectory.states[name][key], worker.recycled[key] = absorbed.state, state
-        self._move(name, self.fragments[key], absorbed)
+        shared = state.shared if result is None else self.outer.step(round_, result, state.shared, out=out.shared)
+        if result is not None and not round_.keeps_value:
+            result = dataclasses.replace(result, value=torch.empty(0))
+        outcome = Outcome(
+            round_=round_, result=result, contribution=mine, before=state.shared, after=shared, private=state.private
+        )
+        settled = self.outer.settle(outcome, out=out.private)
+        self._move(name, self.fragments[key], settled)
+        self.trajectory.states[name][key] = State(shared, settled.private)
+        worker.recycled[key] = State(
+            state.shared if shared is out.shared else out.shared,
+            state.private if settled.private is out.private else out.private,
+        )
 
-    def _move(self, name: str, fragment: Fragment, absorbed: Absorbed) -> None:
-        if absorbed.target is None:
-            return
+    def _move(self, name: str, fragment: Fragment, settled: Settled) -> None:
+        if settled.target is None:
+            return  # whoever follows the anchor has nothing to follow: what is given up here has moved nobody's
         value = self._local(fragment, name)
-        blend(value, absorbed.target, absorbed.keep)
+        blend(value, settled.target, settled.keep)
         fragment.scatter(value, out=self._values(fragment, name))
         self.workers[name].moved_at[fragment.key] = self.workers[name].inner_steps
 

@@ -26,32 +26,29 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from isthmus.optim.diloco import DiLoCo, lr_by_members
+from isthmus.optim.diloco import DiLoCo
 from isthmus.optim.fragments import FragmentKey
 from isthmus.optim.layers import layer_groups
-from isthmus.optim.outer import PARAM, Absorbed, Op, Round
+from isthmus.optim.outer import ANCHOR, PARAM, Op, Round, Settled
 from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from isthmus.optim.fragments import Fragment, FragmentTable
-    from isthmus.optim.outer import Result, State
+    from isthmus.optim.outer import Outcome, Tensors
+    from isthmus.optim.run_facts import RunFacts
 
 _LAYERS_A_FRAGMENT: Final = 3
 
 
-@register("streaming", by_peers=lr_by_members)
+@register("streaming")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming(DiLoCo):
-    """Streaming DiLoCo's settings; defaults are the paper's.
+    """Streaming DiLoCo's settings; defaults are the paper's, but for the learning rate.
 
     Raises:
         ValueError: if a setting is out of its range.
     """
 
-    lr: float | None = 0.4
-    """Outer learning rate, > 0 and constant. The paper's, of two replicas. None: by those who give to a round."""
-    momentum: float = 0.9
-    """Outer Nesterov momentum, in [0, 1)."""
     inner_steps: int = 30
     """H, inner steps between two exchanges of the same fragment, >= 1. The paper has 30 and 100."""
     num_fragments: int | None = None
@@ -77,7 +74,7 @@ class Streaming(DiLoCo):
         if not 0.0 <= self.keep <= 1.0:
             raise ValueError(f"keep must be in [0, 1], got {self.keep}")
 
-    def fitted(self, table: FragmentTable, /) -> Streaming:
+    def fitted(self, table: FragmentTable, _run: RunFacts | None = None, /) -> Streaming:
         """The same settings with `num_fragments` known, which `plan` needs: it sees no model.
 
         Raises:
@@ -121,11 +118,12 @@ class Streaming(DiLoCo):
         key = FragmentKey(kind=PARAM, index=index)
         return (Round(fragment=key, op=Op.MEAN, inner_step=inner_step, delay=self.delay),)
 
-    def absorb(self, round_: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
-        """One Nesterov step of the fragment; the workers come part of the way."""
-        absorbed = DiLoCo.absorb(self, round_, result, state, out=out)
-        target = None if self.keep == 1.0 else absorbed.target
-        return Absorbed(state=absorbed.state, target=target, keep=self.keep)
+    def settle(self, outcome: Outcome, /, *, out: Tensors | None = None) -> Settled:
+        """The workers come part of the way to the new anchor."""
+        if outcome.result is None or self.keep == 0.0:
+            return DiLoCo.settle(self, outcome, out=out)
+        target = None if self.keep == 1.0 else outcome.after[ANCHOR]
+        return Settled(private=outcome.private, target=target, keep=self.keep)
 
     def _count(self) -> int:
         if self.num_fragments is None:
