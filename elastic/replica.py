@@ -21,19 +21,38 @@ class ResultChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: bytes
 
 
+class RoundRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one round of an outer step returned, as far as the shared state follows from it.
+
+    A mean is one result in chunks; a gather has one chunk for each member of `weights`, in their order.
+    """
+
+    codec: str
+    weights: tuple[tuple[PeerId, Weight], ...]
+    """Of those whose payloads it holds, by rank."""
+    notes: tuple[tuple[float, ...], ...] = ()
+    """What each of them said beside its payload."""
+    chunks: tuple[ResultChunk, ...] = ()
+
+
 class CommitEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One committed result, enough to make step `outer_step` out of step `outer_step - 1`, bit for bit."""
+    """One committed outer step, enough to make step `outer_step` out of step `outer_step - 1`, bit for bit.
+
+    `rounds` are in the order of the plan; all of them were voted together.
+    """
 
     outer_step: OuterStep
     digest: Digest
-    fragment: int
-    codec: str
-    weights: tuple[tuple[PeerId, Weight], ...]
-    chunks: tuple[ResultChunk, ...]
+    rounds: tuple[RoundRecord, ...]
+
+    @property
+    def chunks(self) -> tuple[ResultChunk, ...]:
+        """Those of all rounds, in the order in which they travel and are written."""
+        return tuple(chunk for record in self.rounds for chunk in record.chunks)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the recorded result."""
+        """Bytes of the recorded results."""
         return sum(len(chunk.data) for chunk in self.chunks)
 
 

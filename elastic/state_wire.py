@@ -7,6 +7,7 @@ the other side announced without a bound of its own, and the deadline is one for
 donor that hangs is noticed after one piece's time, however large the state.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from isthmus.collective.core.types import OuterStep, PeerId
 from isthmus.collective.errors import RemoteProtocolError
 from isthmus.elastic.core.messages import Digest, Natural, Reason, Weight
 from isthmus.elastic.digest import StateManifest, count_chunks
-from isthmus.elastic.replica import CommitEntry, ResultChunk
+from isthmus.elastic.replica import CommitEntry, ResultChunk, RoundRecord
 
 PIECE_NBYTES = 256 << 10
 """Bytes of one STATE_CHUNK frame; a chunk is sent as several."""
@@ -27,6 +28,10 @@ MAX_STOCK = 4096
 """Commits that a Stock tells of. Nobody replays more."""
 MAX_DESCRIPTION = 200
 """Characters of a text's name for people."""
+MAX_ROUNDS = 4096
+"""Of one outer step."""
+MAX_NOTES = 64
+"""Numbers that go with one payload."""
 _SLACK = 16
 """How many times slower than before a donor may become: its line is shared, and its exchanges come first."""
 
@@ -84,30 +89,54 @@ class Stock(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: Annotated[tuple[Natural, ...], Meta(max_length=MAX_STOCK)]
 
 
+class RoundHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A RoundRecord without its bytes; `chunks` has (start_numel, nbytes) of every chunk that follows."""
+
+    codec: Annotated[str, Meta(max_length=32)]
+    weights: Annotated[tuple[tuple[PeerId, Weight], ...], Meta(max_length=1024)]
+    notes: Annotated[tuple[Annotated[tuple[float, ...], Meta(max_length=MAX_NOTES)], ...], Meta(max_length=1024)]
+    chunks: tuple[tuple[Natural, Natural], ...]
+
+
 class CommitHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A CommitEntry without its bytes; `chunks` has (start_numel, nbytes) of every result chunk that follows."""
+    """A CommitEntry without its bytes, which follow round by round, chunk by chunk."""
 
     outer_step: OuterStep
     digest: Digest
-    fragment: int
-    codec: Annotated[str, Meta(max_length=32)]
-    weights: Annotated[tuple[tuple[PeerId, Weight], ...], Meta(max_length=1024)]
-    chunks: tuple[tuple[Natural, Natural], ...]
+    rounds: Annotated[tuple[RoundHeader, ...], Meta(max_length=MAX_ROUNDS)]
 
     @classmethod
     def of(cls, entry: CommitEntry) -> "CommitHeader":
-        """What goes before the bytes of this result."""
-        chunks = tuple((chunk.start_numel, len(chunk.data)) for chunk in entry.chunks)
-        return cls(entry.outer_step, entry.digest, entry.fragment, entry.codec, entry.weights, chunks)
+        """What goes before the bytes of these results."""
+        rounds = tuple(
+            RoundHeader(
+                record.codec,
+                record.weights,
+                record.notes,
+                tuple((chunk.start_numel, len(chunk.data)) for chunk in record.chunks),
+            )
+            for record in entry.rounds
+        )
+        return cls(entry.outer_step, entry.digest, rounds)
+
+    @property
+    def chunks(self) -> tuple[tuple[Natural, Natural], ...]:
+        """Those of all rounds, in the order of their bytes."""
+        return tuple(chunk for header in self.rounds for chunk in header.chunks)
 
     @property
     def nbytes(self) -> int:
         """Bytes that follow."""
         return sum(nbytes for _, nbytes in self.chunks)
 
-    def with_chunks(self, chunks: tuple[ResultChunk, ...]) -> CommitEntry:
-        """The result, once its bytes are here."""
-        return CommitEntry(self.outer_step, self.digest, self.fragment, self.codec, self.weights, chunks)
+    def with_chunks(self, chunks: Sequence[ResultChunk]) -> CommitEntry:
+        """The entry, once its bytes are here, in the order of `chunks`."""
+        rest = iter(chunks)
+        rounds = tuple(
+            RoundRecord(header.codec, header.weights, header.notes, tuple(next(rest) for _ in header.chunks))
+            for header in self.rounds
+        )
+        return CommitEntry(self.outer_step, self.digest, rounds)
 
 
 class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -15,7 +15,7 @@ import torch
 from isthmus.optim.outer import PARAM, Op, Round
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
 
@@ -147,8 +147,19 @@ def weighted_mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return total.div_(sum(weights))
 
 
-def draw_pairs(round_: Round, workers: Sequence[str]) -> dict[str, str]:
-    """Disjoint pairs, both ways, drawn from the inner step; an odd one out has no partner."""
+def draw_pairs(round_: Round, workers: Sequence[str], *, apart: Collection[frozenset[str]] = ()) -> dict[str, str]:
+    """Disjoint pairs, both ways, drawn from the inner step; an odd one out has no partner.
+
+    Args:
+        round_: as planned.
+        workers: who takes part, in the order of the view.
+        apart: pairs that cannot meet.
+    """
     drawn = random.Random(round_.inner_step).sample(list(workers), len(workers))
-    pairs = list(zip(drawn[::2], drawn[1::2], strict=False))
-    return {worker: partner for pair in pairs for worker, partner in (pair, pair[::-1])}
+    pairs: dict[str, str] = {}
+    for place, worker in enumerate(drawn):
+        for partner in drawn[place + 1 :] if worker not in pairs else ():
+            if partner not in pairs and frozenset((worker, partner)) not in apart:
+                pairs[worker], pairs[partner] = partner, worker
+                break
+    return pairs

@@ -1,90 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
 """This peer's copy of the shared state: live, staged for a commit, pinned for learners.
 
-A version of the state is never changed once it is live. An outer step moves one fragment: it writes that fragment's
-next state into spare memory (`stage`) and shares all others with the version before. A commit makes the staged version
-the live one (`install_staged`), an abort forgets it (`discard_staged`). A donor pins the version it serves: what is in
-a pinned version is not recycled, and only then does the next stage allocate.
+A version of the state is never changed once it is live. An outer step moves the fragments of its rounds: it writes
+their next state into spare memory (`stage`) and shares all others with the version before. A commit makes the staged
+version the live one (`install_staged`), an abort forgets it (`discard_staged`). A donor pins the version it serves:
+what is in a pinned version is not recycled, and only then does the next stage allocate.
 
 Memory, in copies of the parameters for DiLoCo: live 2, spare 2 (the mean is received straight into one of them, and a
 state that is being fetched into both), 2 more for every older version that is still pinned. With several fragments
-spare memory is that of one fragment of each size, and a pinned version keeps only what is no longer live; a state that
-is being fetched takes 2 for as long as that lasts. Spare memory that was staged in vain keeps its digests: what is
+spare memory is that of the fragments of one outer step, and a pinned version keeps only what is no longer live; a state
+that is being fetched takes 2 for as long as that lasts. Spare memory that was staged in vain keeps its digests: what is
 right in it need not be fetched.
 
 It must not know the network, views or workers.
 """
 
-import math
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from isthmus.collective import decode_result
 from isthmus.collective.core.types import OuterStep
-from isthmus.collective.errors import RemoteProtocolError
 from isthmus.elastic.core.messages import Held
 from isthmus.elastic.digest import Hasher, StateManifest, TensorManifest, describe_state
 from isthmus.elastic.errors import StateDiverged, StateMismatch
 from isthmus.elastic.parity import Difference
-from isthmus.elastic.replica import CommitEntry
+from isthmus.elastic.replica import CommitEntry, RoundRecord
 from isthmus.optim.fragments import Fragment
-from isthmus.optim.outer import ANCHOR, Absorbed, Outer, Result, Round, State
-from isthmus.trainer.round_schedule import RoundSchedule
-from isthmus.trainer.state_version import Version, byte_view, name_tensors
+from isthmus.optim.outer import ANCHOR, PARAM, Op, Outer, Result, Round, Tensors
+from isthmus.optim.outer_plan import OuterPlan
+from isthmus.trainer.round_records import read_record
+from isthmus.trainer.spare_memory import SpareMemory
+from isthmus.trainer.state_version import (
+    CHAIN,
+    Version,
+    byte_view,
+    name_tensors,
+    next_chain,
+    shared_part,
+    with_chain,
+)
 from isthmus.trainer.threads import in_thread
 
 _NUMEL_NBYTES = 4
 """Of an fp32 element."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoundOutcome:
+    """What a committed round did to its fragment: what a worker's `settle` is told."""
+
+    round_: Round
+    place: int
+    """Of the fragment, among all."""
+    result: Result | None
+    """Its value is kept only if the round says so."""
+    before: Tensors
+    after: Tensors
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Staged:
     version: Version
-    index: int
-    absorbed: Absorbed = field(repr=False)
+    outcomes: tuple[RoundOutcome, ...] = field(repr=False)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Restoring:
     """Memory of a whole state that is being filled, and how it was handed out."""
 
-    states: tuple[State, ...]
+    states: tuple[Tensors, ...]
     names: tuple[str, ...]
     destinations: tuple[memoryview, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Leftover:
-    """A version that was staged in vain. Of its memory one fragment is spare, the others are live."""
-
-    index: int
-    manifest: StateManifest
 
 
 class OuterState:
     """The shared state of all fragments, and the replica that elastic sees.
 
     Args:
-        outer: the method.
-        fragments: what is exchanged, by index: each parameter is in exactly one of them.
-        schedule: which round makes which outer step.
+        outer: the method, fitted.
+        fragments: what is exchanged; of each kind they hold each parameter in exactly one of them.
+        plan: which rounds make which outer step.
         hasher: makes the manifests; its threads are the caller's to close.
     """
 
-    def __init__(self, outer: Outer, fragments: Sequence[Fragment], schedule: RoundSchedule, hasher: Hasher) -> None:
-        assert [fragment.index for fragment in fragments] == list(range(len(fragments))), "they are kept by index"
+    def __init__(self, outer: Outer, fragments: Sequence[Fragment], plan: OuterPlan, hasher: Hasher) -> None:
         self._outer = outer
-        self._fragments = tuple(fragments)
-        self._schedule = schedule
+        self.fragments = tuple(fragments)
+        """In the method's order."""
+        self.places = {fragment.key: place for place, fragment in enumerate(self.fragments)}
+        """Where a fragment stands among them."""
+        self._plan = plan
         self._hasher = hasher
         self._live: Version | None = None
         self._versions: list[Version] = []  # the live one, and those that are pinned
         self._staged: _Staged | None = None
-        self._spares: dict[int, State] = {}  # by elements of the fragment, at most one of each size
-        self._leftover: _Leftover | None = None
+        self._spare = SpareMemory(self.fragments)
         self._restoring: _Restoring | None = None
         self.on_replayed: Callable[[bytes, CommitEntry], None] | None = None
         """Told of every commit that was replayed, and of the digest of the state that it was applied to."""
@@ -108,8 +121,8 @@ class OuterState:
     def parameters_in(self, where: Difference) -> tuple[str, ...]:
         """The model's parameters that a range of a shared tensor belongs to; none if it is not laid out as they are."""
         tensor = self.live.tensors[where.tensor]
-        for fragment, state in zip(self._fragments, self.live.states, strict=True):
-            if tensor.numel() == fragment.numel and any(tensor is own for own in state.shared.values()):
+        for fragment, state in zip(self.fragments, self.live.states, strict=True):
+            if tensor.numel() == fragment.numel and any(tensor is own for own in state.values()):
                 start, stop = where.start_nbytes // _NUMEL_NBYTES, -(-where.stop_nbytes // _NUMEL_NBYTES)
                 return fragment.names_in(start, stop)
         return ()
@@ -127,8 +140,8 @@ class OuterState:
         Raises:
             StateMismatch: if names or sizes are not those of this method and model, or the digest is another.
         """
-        states = tuple(self._new_state(fragment) for fragment in self._fragments)
-        own = name_tensors(states)
+        states = tuple(map(self._new_state, self.fragments))
+        own = name_tensors(self.fragments, states)
         given = {name: tensor.numel() for name, tensor in tensors.items()}
         ours = {name: tensor.numel() for name, tensor in own.items()}
         if given != ours:
@@ -142,25 +155,20 @@ class OuterState:
 
     async def found(self, parameters: Tensor) -> Held:
         """Make the run's first state from initial parameters, the flat vector."""
-        values = (
-            parameters if len(self._fragments) == 1 else fragment.gather(parameters, out=torch.empty(fragment.numel))
-            for fragment in self._fragments
-        )
-        states = tuple(map(self._outer.init, self._fragments, values))
-        return self._go_live(self._version(states, await self._describe(0, name_tensors(states))))
+        states = tuple(with_chain(self._outer.init(part, _first_value(part, parameters))) for part in self.fragments)
+        manifest = await self._describe(0, name_tensors(self.fragments, states))
+        return self._go_live(self._version(states, manifest))
 
-    def _new_state(self, fragment: Fragment) -> State:
+    def _new_state(self, fragment: Fragment) -> Tensors:
         """Memory of a fragment's state, with any content. Its pages are made where they are written.
 
         To touch gigabytes here would take seconds, in which no heartbeat goes out and no byte comes in.
         """
-        outline = self._outer.init(fragment, torch.empty(fragment.numel, device="meta"))
-        if outline.private:  # these do not travel: they begin as the method says
-            return self._outer.init(fragment, torch.zeros(fragment.numel))
-        return State(shared={name: torch.empty_like(part, device="cpu") for name, part in outline.shared.items()})
+        outline = with_chain(self._outer.init(fragment, torch.empty(fragment.numel, device="meta")))
+        return {name: torch.empty_like(part, device="cpu") for name, part in outline.items()}
 
-    def _version(self, states: tuple[State, ...], manifest: StateManifest) -> Version:
-        return Version(states=states, manifest=manifest, when_idle=self._recycle)
+    def _version(self, states: tuple[Tensors, ...], manifest: StateManifest) -> Version:
+        return Version(fragments=self.fragments, states=states, manifest=manifest, when_idle=self._recycle)
 
     async def _describe(
         self, outer_step: int, tensors: Mapping[str, Tensor], before: Version | None = None
@@ -179,72 +187,88 @@ class OuterState:
 
     # -------------------------------------------------------------------------------- one outer step
 
-    def result_buffer(self) -> Tensor:
-        """[fragment.numel], where the mean of the next round goes: spare memory of its fragment, see `stage`."""
-        self._leftover = None
-        index = self._next_index()
-        size = self._fragments[index].numel
-        if size not in self._spares:
+    def next_rounds(self) -> tuple[Round, ...]:
+        """The rounds that follow the live state."""
+        return self._plan.rounds(self.live.manifest.outer_step + 1)
+
+    def mean_buffer(self, round_: Round) -> Tensor:
+        """Where the mean of one of `next_rounds` goes, [numel]: the next state's own memory where that will do."""
+        place = self.places[round_.fragment]
+        numel = self.fragments[place].numel if round_.numel is None else round_.numel
+        spare = self._next_memory(place)
+        if round_.keeps_value or ANCHOR not in spare or spare[ANCHOR].numel() != numel:
+            return torch.empty(numel)
+        return spare[ANCHOR]
+
+    def _next_memory(self, place: int) -> Tensors:
+        """Where the next state of a fragment goes."""
+        if self._restoring is not None and not self._spare.has(place):
             # What a broken transfer has brought is worth less than a third copy of the state costs.
-            begun, self._restoring = self._restoring, None
-            self._spares[size] = self.live.states[index].empty_like() if begun is None else begun.states[index]
-        return self._spares[size].shared[ANCHOR]
+            self._spare.give(dict(enumerate(self._restoring.states)))
+            self._restoring = None
+        return self._spare.reserve(place, like=self.live.states[place])
 
-    def _next_index(self) -> int:
-        return self._schedule.round_after(self.live.manifest.outer_step).fragment.index
-
-    async def stage(self, round_: Round, weights: Mapping[str, float]) -> bytes:
-        """Absorb the mean in `result_buffer` into staging. The live state is untouched.
+    async def stage(self, results: Sequence[tuple[Result | None, RoundRecord]]) -> bytes:
+        """Step the fragments of `next_rounds` in staging. The live state is untouched.
 
         Args:
-            round_: which made it.
-            weights: of its members, in their order.
+            results: of these rounds, in their order. None: nobody gave anything, and the fragment stays as it is.
 
         Returns:
             The digest that the shared state would have.
         """
-        mean, live, index = self.result_buffer(), self.live, round_.fragment.index
-        before = live.states[index]
-        given = {member: weight for member, weight in weights.items() if weight > 0.0}
-        if given:
-            result = Result(
-                value=mean, members=tuple(given), weight_sum=math.fsum(given.values()), weights=tuple(given.values())
-            )
-            spare = self._spares[self._fragments[index].numel]
-            absorbed = await in_thread(self._outer.absorb, round_, result, before, out=spare)
-        else:
-            # A round of learners that have not trained yet: nothing moves, the step counts.
-            absorbed = Absorbed.unchanged(before)
-        states = (*live.states[:index], absorbed.state, *live.states[index + 1 :])
-        manifest = await self._describe(live.manifest.outer_step + 1, name_tensors(states), live)
-        self._staged = _Staged(version=self._version(states, manifest), index=index, absorbed=absorbed)
+        live, rounds = self.live, self.next_rounds()
+        outcomes = [
+            await in_thread(self._step, round_, result, record)
+            for round_, (result, record) in zip(rounds, results, strict=True)
+        ]
+        states = list(live.states)
+        for outcome in outcomes:
+            states[outcome.place] = outcome.after
+        named = name_tensors(self.fragments, states)
+        manifest = await self._describe(live.manifest.outer_step + 1, named, live)
+        known = tuple(replace(outcome, after=shared_part(outcome.after)) for outcome in outcomes)
+        self._staged = _Staged(version=self._version(tuple(states), manifest), outcomes=known)
         return manifest.digest
 
-    def install_staged(self, held: Held) -> Absorbed:
+    def _step(self, round_: Round, result: Result | None, record: RoundRecord) -> RoundOutcome:
+        place = self.places[round_.fragment]
+        state = self.live.states[place]
+        after, before = state, shared_part(state)
+        if result is not None and CHAIN in state:
+            after = next_chain(state, round_.inner_step, record)
+        elif result is not None:
+            after = self._outer.step(round_, result, before, out=self._next_memory(place))
+        if result is not None and not round_.keeps_value:
+            result = replace(result, value=torch.empty(0))
+        return RoundOutcome(round_=round_, place=place, result=result, before=before, after=after)
+
+    def install_staged(self, held: Held) -> tuple[RoundOutcome, ...]:
         """The staged state is committed as `held`: make it the live one, recycle the old one unless it is pinned.
 
         Returns:
-            What the workers do with their local values of the round's fragment.
+            What became of each round.
         """
         staged = self._staged
         assert staged is not None, f"nothing is staged for {held}"
         assert staged.version.held == held, f"{staged.version.held} is staged, committed was {held}"
         self._staged = None
-        size = self._fragments[staged.index].numel
-        if self._spares.get(size) is staged.absorbed.state:
-            del self._spares[size]
+        self._spare.used(place for place, _ in self._new_in(staged.version))
         self._go_live(staged.version)
-        return staged.absorbed
+        return staged.outcomes
 
     def discard_staged(self) -> None:
-        """The round was aborted: its buffers are free for the next attempt, or for what the others agreed on."""
+        """The step was aborted: its buffers are free for the next attempt, or for what the others agreed on."""
         if self._staged is not None:
-            self._leftover = _Leftover(index=self._staged.index, manifest=self._staged.version.manifest)
+            self._spare.staged_in_vain(self._staged.version.manifest)
         self._staged = None
+
+    def _new_in(self, version: Version) -> list[tuple[int, Tensors]]:
+        return [(at, state) for at, state in enumerate(version.states) if state is not self.live.states[at]]
 
     def _go_live(self, version: Version) -> Held:
         old, self._live = self._live, version
-        self._leftover = None
+        self._spare.forget_content()
         self._versions.append(version)
         if old is not None and not old.pins:
             self._recycle(old)
@@ -255,10 +279,9 @@ class OuterState:
         if version is self._live:
             return
         self._versions.remove(version)
-        for index, (fragment, state) in enumerate(zip(self._fragments, version.states, strict=True)):
-            is_shared = any(other.states[index] is state for other in self._versions)
-            if not is_shared and fragment.numel not in self._spares:
-                self._spares[fragment.numel] = state
+        for place, state in enumerate(version.states):
+            if not any(other.states[place] is state for other in self._versions):
+                self._spare.give({place: state})
 
     # -------------------------------------------------------------------------------- elastic.Replica
 
@@ -269,7 +292,7 @@ class OuterState:
 
     def leftover(self) -> StateManifest | None:
         """What the spare memory contains, if it was staged or replayed in vain; other fragments of it are live."""
-        return None if self._leftover is None else self._leftover.manifest
+        return self._spare.content
 
     def begin_restore(self, manifest: StateManifest) -> tuple[memoryview, ...]:
         """Writable buffers for a state that is being fetched, in manifest order.
@@ -280,34 +303,27 @@ class OuterState:
             StateMismatch: if the donor's tensors are not those of this method and model.
         """
         begun, names = self._restoring, tuple(tensor.name for tensor in manifest.tensors)
-        if begun is not None and not self._spares:
-            states = begun.states
-        else:
-            states, begun = self._memory_of_a_state(begun), None
-        tensors = name_tensors(states)
+        is_same = begun is not None and self._spare.is_empty
+        states = begun.states if begun is not None and is_same else self._memory_of_a_state(begun)
+        tensors = name_tensors(self.fragments, states)
         ours = {name: tensor.nbytes for name, tensor in tensors.items()}
         theirs = {tensor.name: tensor.nbytes for tensor in manifest.tensors}
         if ours != theirs or len(names) != len(theirs):
             raise StateMismatch(f"the donor's state holds {theirs} bytes, this model and method need {ours}")
-        self._spares.clear()
-        self._staged = self._leftover = None
-        if begun is None or begun.names != names:
+        self._spare.clear()
+        self._staged = None
+        if begun is None or not is_same or begun.names != names:
             destinations = tuple(byte_view(tensors[name]) for name in names)
             begun = self._restoring = _Restoring(states=states, names=names, destinations=destinations)
         return begun.destinations
 
-    def _memory_of_a_state(self, begun: _Restoring | None) -> tuple[State, ...]:
+    def _memory_of_a_state(self, begun: _Restoring | None) -> tuple[Tensors, ...]:
         """What is spare; for the rest what a broken transfer had, or new memory."""
-        spares = dict(self._spares)
-        states: dict[int, State] = {}
-        # What was staged in vain is of use only in its own place.
-        first = -1 if self._leftover is None else self._leftover.index
-        for fragment in sorted(self._fragments, key=lambda fragment: fragment.index != first):
-            if fragment.numel in spares:
-                states[fragment.index] = spares.pop(fragment.numel)
-            else:
-                states[fragment.index] = self._new_state(fragment) if begun is None else begun.states[fragment.index]
-        return tuple(states[index] for index in range(len(states)))
+        spare = self._spare.whole()
+        return tuple(
+            spare[place] if place in spare else self._new_state(part) if begun is None else begun.states[place]
+            for place, part in enumerate(self.fragments)
+        )
 
     async def finish_restore(self, manifest: StateManifest) -> Held:
         """The buffers are filled and verified: make them the live state."""
@@ -317,39 +333,43 @@ class OuterState:
         return self._go_live(self._version(restored.states, manifest))
 
     async def replay(self, entry: CommitEntry) -> Held:
-        """Apply one committed result to what is held: the learner's own outer step.
+        """Apply one committed outer step to what is held: the learner's own.
 
         Raises:
             StateDiverged: if the outcome has not the committed digest; what was held is kept.
-            RemoteProtocolError: if its chunks do not fit this model; what was held is kept.
+            RemoteProtocolError: if its results do not fit this model; what was held is kept.
         """
         previous = self.live.held.digest
-        await self.stage_result(entry)
+        await self.stage_entry(entry)
         self.install_staged(Held(entry.outer_step, entry.digest))
         if self.on_replayed is not None:
             self.on_replayed(previous, entry)
         return self.live.held
 
-    async def stage_result(self, entry: CommitEntry) -> None:
-        """Absorb a recorded result into staging.
+    async def stage_entry(self, entry: CommitEntry) -> None:
+        """Stage what was recorded.
 
         Raises:
             StateDiverged, RemoteProtocolError: see `replay`; nothing is staged.
         """
-        round_ = self._schedule.round_after(self.live.manifest.outer_step)
-        if entry.fragment != round_.fragment.index:
-            raise RemoteProtocolError(f"a recorded result is of fragment {entry.fragment}, not {round_.fragment.index}")
-        await in_thread(_decode_all, entry, self.result_buffer())
-        digest = await self.stage(round_, dict(entry.weights))
+        results = []
+        for round_, record in itertools.zip_longest(self.next_rounds(), entry.rounds):
+            results.append((await in_thread(self._read, round_, record), record))
+        digest = await self.stage(results)
         if digest != entry.digest:
             self.discard_staged()
             raise StateDiverged(entry.outer_step, expected=entry.digest, actual=digest)
 
+    def _read(self, round_: Round | None, record: RoundRecord | None) -> Result | None:
+        """A recorded result; where a fragment has a chain alone there are no values."""
+        is_chain = round_ is not None and CHAIN in self.live.states[self.places[round_.fragment]]
+        out = None if round_ is None or is_chain or round_.op is not Op.MEAN else self.mean_buffer(round_)
+        numel = 0 if round_ is None else round_.numel or self.fragments[self.places[round_.fragment]].numel
+        return read_record(round_, record, numel=0 if is_chain else numel, out=out)
 
-def _decode_all(entry: CommitEntry, out: Tensor) -> None:
-    try:
-        ends = [chunk.start_numel for chunk in entry.chunks[1:]] + [out.numel()]
-        for chunk, end in zip(entry.chunks, ends, strict=False):
-            decode_result(entry.codec, chunk.start_numel, end - chunk.start_numel, chunk.data, out)
-    except ValueError as error:  # the donor's fault, not ours
-        raise RemoteProtocolError("a recorded result does not fit") from error
+
+def _first_value(fragment: Fragment, parameters: Tensor) -> Tensor:
+    """What a fragment's state is made from; what is no parameter begins with zeros."""
+    if fragment.kind != PARAM:
+        return torch.zeros(fragment.numel)
+    return fragment.gather(parameters, out=torch.empty(fragment.numel))

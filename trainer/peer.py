@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from isthmus.collective import Communicator
 from isthmus.collective.callbacks import Callbacks
 from isthmus.collective.core.types import Member, PeerRef, RoundKey
@@ -37,6 +35,7 @@ from isthmus.elastic.observation import (
     TrustHeard,
     ViewInstalled,
 )
+from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.admission import RunTerms
 from isthmus.trainer.bouncer import Bouncer
 from isthmus.trainer.certificates import FILE_NAME as CERTIFICATES_NAME
@@ -51,14 +50,21 @@ from isthmus.trainer.model import initial_parameters
 from isthmus.trainer.moments import Moments
 from isthmus.trainer.outer_state import OuterState
 from isthmus.trainer.round_runner import RoundRunner
-from isthmus.trainer.round_schedule import RoundSchedule
 from isthmus.trainer.sample_feed import SampleFeed
 from isthmus.trainer.shared_buffer import SharedBuffer
 from isthmus.trainer.status import FetchStatus, LeavingStatus
 from isthmus.trainer.text import GivenText
 from isthmus.trainer.text_shelf import MAX_NBYTES as MAX_TEXT_NBYTES
 from isthmus.trainer.training_loop import RoundReport, TrainingLoop
-from isthmus.trainer.wiring import bulk_options, fragments_of, member_config, outer_of, samples_in_stock, training_job
+from isthmus.trainer.wiring import (
+    bulk_options,
+    fragment_table,
+    fragments_of,
+    member_config,
+    outer_of,
+    samples_in_stock,
+    training_job,
+)
 from isthmus.trainer.worker_pool import WorkerPool
 from isthmus.trainer.worker_values import WorkerValues
 
@@ -118,16 +124,12 @@ class Peer:
         self._plan = plan
         self._chronicle = chronicle
         self._outer = outer_of(config)
-        self._schedule = RoundSchedule(self._outer)
-        self._fragments = fragments = fragments_of(config)
-        self.num_parameters = sum(fragment.numel for fragment in fragments)
+        self._outer_plan = OuterPlan(self._outer)
+        fragments = fragments_of(config)
+        self.num_parameters = fragment_table(config.model.decoder_config()).numel
         self._hasher = Hasher()
         self._mailbox = SharedBuffer.create(self.num_parameters)
-        # Where the workers stand still until the outcome is known, they leave the mailbox alone as well.
-        stands_still = len(fragments) == 1 and self._schedule.round_after(0).delay == 0
-        largest = max(fragment.numel for fragment in fragments)
-        self._payload = self._mailbox.tensor if stands_still else torch.empty(largest)
-        self._state = OuterState(self._outer, fragments, self._schedule, self._hasher)
+        self._state = OuterState(self._outer, fragments, self._outer_plan, self._hasher)
         # Worth the state, anchor and momentum: who has missed more fetches that instead.
         log_nbytes = config.node.commit_log_nbytes
         self._commit_log = CommitLog(max_nbytes=8 * self.num_parameters if log_nbytes is None else log_nbytes)
@@ -170,8 +172,6 @@ class Peer:
         self._runner = RoundRunner(
             communicator=self.communicator,
             state=self._state,
-            schedule=self._schedule,
-            payload=self._payload,
             codec=config.outer.codec,
             initial_parameters=lambda: initial_parameters(config.model.decoder_config(), config.run.seed),
             on_exchanged=chronicle.exchanged,
@@ -308,16 +308,17 @@ class Peer:
         self._values = WorkerValues(
             pool=pool,
             mailbox=self._mailbox.tensor,
-            payload=self._payload,
             outer=self._outer,
-            fragments=self._fragments,
+            plan=self._outer_plan,
+            state=self._state,
+            read_delivered=self._runner.exchanges.read_delivered,
             moments=self._moments,
         )
         return TrainingLoop(
             membership=membership,
             runner=self._runner,
             state=self._state,
-            schedule=self._schedule,
+            plan=self._outer_plan,
             values=self._values,
             feed=feed,
             batch_size=self._plan.config.inner.batch_size,

@@ -168,4 +168,4 @@ def _decode(content: memoryview) -> tuple[SavedResult, CommitEntry]:
     for start_numel, nbytes in commit.chunks:
         chunks.append(ResultChunk(start_numel, bytes(body[start : start + nbytes])))
         start += nbytes
-    return saved, commit.with_chunks(tuple(chunks))
+    return saved, commit.with_chunks(chunks)

@@ -2,30 +2,42 @@
 """One version of the shared state: its fragments' tensors, their names, and which bits they have.
 
 Rules: nothing in a version is ever written to. A version shares the states of those fragments that its outer step left
-alone with the version before, so that a step costs memory and hashing for one fragment only. The tensors of a model in
-one fragment are called "anchor", "momentum"; those of several "0/anchor", "0/momentum", "1/anchor" and so on.
+alone with the version before, so that a step costs memory and hashing for what it moves only. The tensors of a model in
+one fragment are called "anchor", "momentum"; those of several "0/anchor", "0/momentum", "1/anchor" and so on, and what
+belongs to a state of the inner optimizer "exp_avg/0/chain".
+
+A fragment of which a method shares nothing (moments that are averaged, pairs) has one tensor here, `CHAIN`: the digest
+of all that its rounds have returned, so that members vote on that too.
 
 It must not know how a version is made, or who needs it.
 """
 
+import hashlib
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from isthmus.elastic.core.messages import Held
 from isthmus.elastic.digest import StateManifest, TensorManifest, chunk_of
+from isthmus.elastic.replica import RoundRecord
 from isthmus.optim.fragments import Fragment
-from isthmus.optim.outer import ANCHOR, State
+from isthmus.optim.outer import ANCHOR, PARAM, Outer, Tensors
+
+CHAIN: Final = "chain"
+"""Name of the tensor of a fragment of which a method shares nothing: [32], the bytes of a digest."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Version:
     """One shared state, whole and hashed. `pins` counts who needs it: learners, and work that began from it."""
 
-    states: tuple[State, ...]
-    """By index of the fragment."""
+    fragments: tuple[Fragment, ...]
+    states: tuple[Tensors, ...]
+    """Of the fragments, in their order."""
     manifest: StateManifest
     when_idle: Callable[["Version"], None]
     pins: int = 0
@@ -33,17 +45,16 @@ class Version:
     """All shared tensors by name, in the manifest's order."""
 
     def __post_init__(self) -> None:
-        self.tensors = name_tensors(self.states)
+        self.tensors = name_tensors(self.fragments, self.states)
 
     @property
     def held(self) -> Held:
         """Its outer step and digest."""
         return Held(self.manifest.outer_step, self.manifest.digest)
 
-    @property
-    def anchors(self) -> tuple[Tensor, ...]:
-        """The parameters by fragment, each [fragment.numel]. Read-only."""
-        return tuple(state.shared[ANCHOR] for state in self.states)
+    def shared(self, place: int) -> Tensors:
+        """What the method shares of the fragment at this place."""
+        return shared_part(self.states[place])
 
     def chunk(self, tensor: int, chunk: int) -> memoryview:
         """The bytes of one chunk of one tensor, in manifest order."""
@@ -61,24 +72,61 @@ class Version:
         return {part.name: part for part in self.manifest.tensors}
 
     def moved_from(self, other: "Version") -> tuple[int, ...]:
-        """The fragments whose parameters have other bits than in `other`."""
+        """The places of the fragments whose parameters have other bits than in `other`."""
         parts, others = self.parts(), other.parts()
-        names = [tensor_name(index, ANCHOR, len(self.states)) for index in range(len(self.states))]
-        return tuple(index for index, name in enumerate(names) if parts[name] != others[name])
+        names = [(place, tensor_name(self.fragments, place, ANCHOR)) for place in range(len(self.fragments))]
+        return tuple(place for place, name in names if name in parts and parts[name] != others[name])
 
 
-def tensor_name(index: int, name: str, num_fragments: int) -> str:
-    """What a tensor of a fragment's state is called among all of them."""
-    return name if num_fragments == 1 else f"{index}/{name}"
+def shared_part(state: Tensors) -> Tensors:
+    """The state as its method knows it."""
+    return {} if CHAIN in state else state
 
 
-def name_tensors(states: Sequence[State]) -> dict[str, Tensor]:
+def with_chain(shared: Tensors) -> Tensors:
+    """The first state of a fragment, as it is kept."""
+    return shared or {CHAIN: torch.zeros(hashlib.sha256().digest_size)}
+
+
+def next_chain(state: Tensors, inner_step: int, record: RoundRecord) -> Tensors:
+    """The chain with one more round. New memory.
+
+    Args:
+        state: the chain before.
+        inner_step: of the round.
+        record: what it returned, the same on all members.
+    """
+    digest = hashlib.sha256(bytes(state[CHAIN].to(torch.uint8).tolist()))
+    digest.update(struct.pack(">q", inner_step))
+    digest.update(repr((record.codec, record.weights, record.notes)).encode())
+    for chunk in record.chunks:
+        digest.update(struct.pack(">qq", chunk.start_numel, len(chunk.data)))
+        digest.update(chunk.data)
+    return {CHAIN: torch.tensor(list(digest.digest()), dtype=torch.float32)}
+
+
+def tensor_name(fragments: Sequence[Fragment], place: int, name: str) -> str:
+    """What a tensor of the state of the fragment at this place is called among all of them."""
+    if len(fragments) == 1:
+        return name
+    fragment = fragments[place]
+    return f"{fragment.index}/{name}" if fragment.kind == PARAM else f"{fragment.kind}/{fragment.index}/{name}"
+
+
+def name_tensors(fragments: Sequence[Fragment], states: Sequence[Tensors]) -> dict[str, Tensor]:
     """The shared tensors of all fragments, in the order of fragments and then of names."""
     return {
-        tensor_name(index, name, len(states)): tensor
-        for index, state in enumerate(states)
-        for name, tensor in sorted(state.shared.items())
+        tensor_name(fragments, place, name): tensor
+        for place, state in enumerate(states)
+        for name, tensor in sorted(state.items())
     }
+
+
+def has_anchor(outer: Outer, fragments: Sequence[Fragment]) -> bool:
+    """Whether the parameters are part of the shared state."""
+    sizes = (outer.init(part, torch.empty(part.numel, device="meta")) for part in fragments if part.kind == PARAM)
+    shared = [ANCHOR in state for state in sizes]
+    return bool(shared) and all(shared)
 
 
 def gather_anchor(tensors: Mapping[str, Tensor], fragments: Sequence[Fragment], *, out: Tensor) -> None:
@@ -86,16 +134,16 @@ def gather_anchor(tensors: Mapping[str, Tensor], fragments: Sequence[Fragment], 
 
     Args:
         tensors: of the state, by name.
-        fragments: by index; together the whole model.
+        fragments: in the method's order; those of the parameters together are the whole model.
         out: the flat vector, [table.numel]; overwritten.
 
     Raises:
         KeyError: if a fragment's parameters are missing.
         ValueError: if they have another size.
     """
-    for fragment in fragments:
-        anchor = tensors[tensor_name(fragment.index, ANCHOR, len(fragments))]
-        fragment.scatter(anchor.view(-1), out=out)
+    for place, fragment in enumerate(fragments):
+        if fragment.kind == PARAM:
+            fragment.scatter(tensors[tensor_name(fragments, place, ANCHOR)].view(-1), out=out)
 
 
 def byte_view(tensor: Tensor) -> memoryview:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this peer has done since it became a member, and how much of it no commit holds yet.
 
-Rules: only a commit of this peer's own round settles anything. Work goes on while a round is out, so that a round names
-what was done when it was emitted, and what was done since belongs to the next. A round that the others committed
-without this peer settles nothing: its work is named again.
+Rules: only a commit of this peer's own step settles anything. Work goes on while a step is out, so that a step names
+what was done when it was emitted, and what was done since belongs to the next. Of a step that the others committed
+without this peer nothing is settled: its work is named again, with the next payloads of its fragments.
 
 It must not know samples, leases or how long anybody waits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -21,11 +22,17 @@ class Done:
     train_s: float = 0.0
 
     def __sub__(self, other: "Done") -> "Done":
+        return self._plus(other, -1)
+
+    def __add__(self, other: "Done") -> "Done":
+        return self._plus(other, 1)
+
+    def _plus(self, other: "Done", sign: int) -> "Done":
         return Done(
-            inner_steps=self.inner_steps - other.inner_steps,
-            num_tokens=self.num_tokens - other.num_tokens,
-            loss=self.loss - other.loss,
-            train_s=self.train_s - other.train_s,
+            inner_steps=self.inner_steps + sign * other.inner_steps,
+            num_tokens=self.num_tokens + sign * other.num_tokens,
+            loss=self.loss + sign * other.loss,
+            train_s=self.train_s + sign * other.train_s,
         )
 
     @property
@@ -35,16 +42,15 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandedIn:
-    """A round that was emitted. `settle` it once it is committed."""
+class Emission:
+    """An outer step that was emitted. `settle` it once it is committed, or tell that it was `missed`."""
 
-    fragment: int
+    places: tuple[int, ...]
+    """Of its fragments, by round."""
     until: Done
     """All that had been done by then."""
-    work: Done
-    """What no commit held by then: its samples go with this round."""
-    share: Done
-    """What was done since this fragment was last in a commit of ours: the weight of the payload."""
+    shares: tuple[Done, ...]
+    """By round: what was done since a payload of the fragment was emitted that counted, or may yet."""
 
 
 class Tally:
@@ -53,38 +59,37 @@ class Tally:
     def __init__(self) -> None:
         self._done = Done()
         self._settled = Done()
-        self._by_fragment: dict[int, Done] = {}
+        self._emitted: dict[int, Done] = {}  # by place: all that had been done at its newest payload
+        self._owed: dict[int, Done] = {}  # by place: of payloads that were missed
 
     def stepped(self, loss: float, num_tokens: int) -> None:
         """An inner step is done."""
-        done = self._done
-        self._done = Done(
-            inner_steps=done.inner_steps + 1,
-            num_tokens=done.num_tokens + num_tokens,
-            loss=done.loss + loss,
-            train_s=done.train_s,
-        )
+        self._done += Done(inner_steps=1, num_tokens=num_tokens, loss=loss)
 
     def took(self, seconds: float) -> None:
         """So long was trained, or got ready for it."""
-        done = self._done
-        self._done = Done(
-            inner_steps=done.inner_steps,
-            num_tokens=done.num_tokens,
-            loss=done.loss,
-            train_s=done.train_s + seconds,
-        )
+        self._done += Done(train_s=seconds)
 
     @property
     def unsettled(self) -> Done:
         """What no commit holds."""
         return self._done - self._settled
 
-    def hand_in(self, fragment: int) -> HandedIn:
-        """A round of this fragment is emitted now."""
-        share = self._done - self._by_fragment.get(fragment, Done())
-        return HandedIn(fragment=fragment, until=self._done, work=self.unsettled, share=share)
+    def emit(self, places: Sequence[int]) -> Emission:
+        """An outer step of these fragments is emitted now."""
+        shares = tuple(self._done - self._emitted.get(at, Done()) + self._owed.pop(at, Done()) for at in places)
+        self._emitted |= dict.fromkeys(places, self._done)
+        return Emission(places=tuple(places), until=self._done, shares=shares)
 
-    def settle(self, handed_in: HandedIn) -> None:
-        """That round is committed."""
-        self._settled = self._by_fragment[handed_in.fragment] = handed_in.until
+    def work_in(self, emission: Emission) -> Done:
+        """What no commit held when it was emitted, nor holds now."""
+        return emission.until - self._settled
+
+    def settle(self, emission: Emission) -> None:
+        """That step is committed."""
+        self._settled = emission.until
+
+    def missed(self, emission: Emission) -> None:
+        """That step was committed without this peer."""
+        for place, share in zip(emission.places, emission.shares, strict=True):
+            self._owed[place] = self._owed.get(place, Done()) + share

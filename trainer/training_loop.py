@@ -1,42 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """One peer's training, from the anchor to the next commit and on.
 
-    start from the anchor ─► inner steps on leased samples ─► store ─► emit ─► hand in ─┬─ exchange, vote, commit ─┬─►
-                                    ▲                                                   └─ inner steps, if delayed ─┘ │
-                                    └──────────────────────────────── land on the outcome ◄───────────────────────────┘
+    start from the anchor ─► inner steps on leased samples ─► emit ─► hand in ─┬─ exchange, vote, commit ─┬─►
+                                    ▲                                          └─ inner steps, if delayed ─┘ │
+                                    └────────────────────────── land on the outcome ◄────────────────────────┘
 
-Rounds come one at a time, each of one fragment. Where the method has a delay the workers go on while a round is out, up
-to its due step; there the loop waits for the commit, lands, and goes on to the next round.
+What follows what is optim/course.py's to say; this module carries it out. Several outer steps may be on their way; they
+are handed in one at a time, in their order.
 
-Rules: which round comes next follows from the global outer step, never from a local count; work is handed in exactly
-once, by the vote of the round it went into; when the membership is lost, so are payload, leases and the steps since the
-last commit, also if it is won again before this loop looks: what was begun as a member of one view's admission is never
-handed in after the next (`_require`). When a round is committed without this peer, because it was late, its work is
-kept: the workers are moved along with the anchor, and go on; its samples go with the next round, and the fragment's
-difference with the fragment's next. It must not know connections, views' reasons or how workers compute.
+Rules: which rounds come next follows from the global outer step, never from a local count; work is handed in exactly
+once, by the vote of the step it went into; when the membership is lost, so are payloads, leases and the inner steps
+since the last commit, also if it is won again before this loop looks: what was begun as a member of one view's
+admission is never handed in after the next (`_require`). When a step is committed without this peer, because it was
+late, its work is kept: the workers are moved along with the anchor, and go on; its samples go with the next step, and
+the fragments' differences with the fragments' next. It must not know connections, views' reasons or how workers
+compute.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 
-from isthmus.collective.core.types import View
+from isthmus.collective.core.types import OuterStep, View
 from isthmus.elastic.core.events import RoundReady
-from isthmus.elastic.core.messages import DataPosition
+from isthmus.elastic.core.leases import without
+from isthmus.elastic.core.messages import DataPosition, IndexRange
 from isthmus.elastic.errors import ElasticError, NotAMember, RoundMissed, RunFinished
 from isthmus.elastic.member import Membership
-from isthmus.optim.outer import Round, Work
+from isthmus.optim.course import Course, Done, Emit, Follow, Land, Train, Wait
+from isthmus.optim.outer import Work
+from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.errors import WorkerCrashed
-from isthmus.trainer.outer_state import OuterState
+from isthmus.trainer.outer_state import OuterState, RoundOutcome
+from isthmus.trainer.round_exchange import Payload
 from isthmus.trainer.round_runner import RoundRunner
-from isthmus.trainer.round_schedule import RoundSchedule
 from isthmus.trainer.sample_feed import LeasesLost, SampleFeed
-from isthmus.trainer.tally import HandedIn, Tally
-from isthmus.trainer.worker_values import WorkerValues
-
-T = TypeVar("T")
+from isthmus.trainer.state_version import Version
+from isthmus.trainer.tally import Emission, Tally
+from isthmus.trainer.worker_values import Given, WorkerValues
 
 _LOOK_S = 0.05
 """Between two looks whether a state that the others have is here."""
@@ -59,21 +61,42 @@ class RoundReport:
     position: DataPosition | None
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Flight:
+    """An outer step of this peer that was emitted and has not landed."""
+
+    emission: Emission
+    consumed: tuple[IndexRange, ...]
+    """The samples behind it that no commit holds yet."""
+    payloads: list[Payload] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Arrival:
+    """An outer step that is committed and installed here, and has not landed. `version` is pinned."""
+
+    version: Version
+    outcomes: tuple[RoundOutcome, ...] = ()
+    weights: tuple[float, ...] = ()
+    report: RoundReport | None = None
+    """None if the others made it."""
+
+
 class TrainingLoop:
     """Trains whenever this peer is a member.
 
     Args:
-        membership: says when we are a member, and what became of a round.
-        runner: installs what was committed.
+        membership: says when we are a member, and what became of a step.
+        runner: exchanges, and installs what was committed.
         state: the shared state.
-        schedule: which round makes which outer step.
+        plan: which rounds make which outer step.
         values: the workers.
         feed: leased sample indices; whoever observes the membership resets it.
         batch_size: samples of one inner step.
-        outer_steps: after which the run is done: nobody goes on while the last round is out.
+        outer_steps: after which the run is done: nobody goes on while the last step is out.
         others_wait: whether other members stand in the exchange that this peer has not begun.
         patience: for how many times its own work of a round this peer lets them, before it hands in what it has.
-        on_round: told of every commit that holds a payload of this peer, at once.
+        on_round: told of every commit that holds payloads of this peer, at once.
         on_landed: told of it again before the workers go on from its outcome; may have them judge it.
         on_inner_step: told of every inner step (global number, loss, tokens), for progress.
         on_blocked: told when this peer begins and ceases to stand still for the others.
@@ -86,7 +109,7 @@ class TrainingLoop:
         membership: Membership,
         runner: RoundRunner,
         state: OuterState,
-        schedule: RoundSchedule,
+        plan: OuterPlan,
         values: WorkerValues,
         feed: SampleFeed,
         batch_size: int,
@@ -102,7 +125,7 @@ class TrainingLoop:
         self._membership = membership
         self._runner = runner
         self._state = state
-        self._schedule = schedule
+        self._plan = plan
         self._values = values
         self._feed = feed
         self._batch_size = batch_size
@@ -115,17 +138,21 @@ class TrainingLoop:
         self._on_blocked = on_blocked
         self._replace_workers = replace_workers
         self._clock = asyncio.get_running_loop().time
+        self._course: Course
         self._tally = Tally()
-        self._inner_step = 0  # global number of the newest one, or of the last one that was left out
-        self._pace_s: float | None = None  # of an inner step, as the last round's were
+        self._flights: dict[int, _Flight] = {}
+        self._arrivals: dict[int, _Arrival] = {}
+        self._handing: asyncio.Task[None] | None = None
+        self._is_behind = False
+        self._stretch = (0, 0.0)  # inner steps since the last emission, and the seconds they took
+        self._pace_s: float | None = None  # of an inner step, as the last stretch's were
         self._awaited_since: float | None = None
         self._blocked_since: float | None = None
 
     async def run(self) -> None:
         """Train until the final commit or the end of the membership. What workers report of themselves comes through.
 
-        Who hangs or dies takes the work since the last commit along, and nothing else: no round is out then, the leases
-        stay.
+        Who hangs or dies takes the work since the last commit along, and nothing else: the leases stay.
         """
         with contextlib.suppress(RunFinished):
             while True:
@@ -142,95 +169,195 @@ class TrainingLoop:
         """Until the run's last commit. `admitted` is the view in which this peer became active."""
         self._require(admitted)
         self._tally = Tally()
+        self._flights.clear()
         await self._values.start_from(self._state.pin())
-        self._inner_step = self._schedule.inner_step_at(self._outer_step)
+        begins_from = self._values.base.manifest.outer_step
+        self._course = Course(self._plan, begins_from=begins_from, last=self._outer_steps)
         # A fresh member may come in the middle of the others' round: then it hands in what it has. Not in the run's
         # first round, which all begin together. So does who has missed a round, or it would be late again and again.
-        is_behind = self._outer_step > 0
-        is_over = False
-        while not is_over:
+        self._is_behind = begins_from > 0
+        self._stretch = (0, 0.0)
+        async with self._owning_what_is_out():
             try:
-                is_over = await self._one_round(admitted, is_behind=is_behind)
-                is_behind = False
-            except RoundMissed:
-                is_behind = True  # the work stays, and the next round begins with following the state
-                if not self._has_moved:
-                    await asyncio.sleep(_LOOK_S)  # it is on its way
+                while not await self._act(admitted):
+                    pass
+            except WorkerCrashed:
+                if self._handing is not None:  # what is out may still be committed
+                    await self._wait()
+                raise
+
+    @contextlib.asynccontextmanager
+    async def _owning_what_is_out(self) -> AsyncIterator[None]:
+        """When the body is left nothing is handed in any more, and no version pinned for what did not land."""
+        try:
+            yield
+        finally:
+            task, self._handing = self._handing, None
+            for arrival in self._arrivals.values():
+                arrival.version.release()
+            self._arrivals.clear()
+            self._unblock()
+            if task is not None:
+                await asyncio.sleep(0)  # what has ended is taken in
+                task.cancel()
+                await asyncio.wait([task])
+                error = None if task.cancelled() else task.exception()
+                if error is not None and not isinstance(error, ElasticError):
+                    raise error  # else the body has left for the same reason
 
     def _require(self, admitted: View) -> None:
         """Raise NotAMember unless what this peer does has counted without a break since it was admitted."""
         if self._membership.active_view is not admitted:
             raise NotAMember("put out of the view while it trained")
 
-    @property
-    def _outer_step(self) -> int:
-        """Which state the workers train from."""
-        return self._values.base.manifest.outer_step
+    # -------------------------------------------------------------------------------- what comes next
 
-    @property
-    def _has_moved(self) -> bool:
-        """Whether the run went on from the state that the workers train from."""
-        return self._values.base is not self._state.live
-
-    # -------------------------------------------------------------------------------- rounds
-
-    async def _one_round(self, admitted: View, *, is_behind: bool) -> bool:
-        """From one state to the next. Returns whether it was the run's last.
+    async def _act(self, admitted: View) -> bool:
+        """Do what comes next. Returns whether that was all.
 
         Raises:
-            RoundMissed: it was committed without this peer.
-            NotAMember, LeasesLost: the membership ended; nothing of this round counts.
+            NotAMember, LeasesLost: the membership ended; nothing of what is out counts.
         """
-        round_ = await self._do_the_work(admitted, is_behind=is_behind)
-        handed_in = self._tally.hand_in(round_.fragment.index)
-        steps = handed_in.share.inner_steps
-        await self._values.emit(round_, Work(inner_steps=steps, samples=float(steps * self._batch_size)))
+        self._look()
         self._require(admitted)
-        ready = RoundReady(
-            outer_step=self._values.base.manifest.outer_step,
-            fragment=round_.fragment.index,
-            weight=float(handed_in.share.num_tokens),
-            num_tokens=handed_in.work.num_tokens,
-            consumed=self._feed.consumed(),
-        )
-        self._awaited_since = None
-        try:
-            async with _beside(self._commit(round_, ready, handed_in)) as outcome:
-                if round_.delay and ready.outer_step + 1 < self._outer_steps:
-                    with contextlib.suppress(WorkerCrashed):  # it will be raised again, once this round is out
-                        await self._train(round_.due_step, admitted, is_behind=False, outcome=outcome)
+        self._hand_in()
+        course = self._course
+        match course.next():
+            case Train():
+                if self._must_hurry():
+                    course.hurry()
+                else:
+                    await self._train()
+            case Emit(outer_step=step):
+                await self._emit(step)
+            case Wait():
                 self._block()
-                report = await outcome
-        finally:
-            self._unblock()
-        absorbed = self._runner.absorbed
-        assert absorbed is not None, "a commit was installed without an outcome"
-        await self._values.land(round_, absorbed)
-        await self._on_landed(report)
-        return report.final
+                await self._wait()
+                self._unblock()
+            case Land(outer_step=step, counted=True):
+                return await self._land(step)
+            case Land(outer_step=step) | Follow(outer_step=step):
+                await self._catch_up(step, admitted)
+            case Done():
+                return True
+        return False
 
-    async def _commit(self, round_: Round, ready: RoundReady, handed_in: HandedIn) -> RoundReport:
-        """Hand a round in and see it committed."""
-        committed = await self._membership.commit_round(ready)
+    def _look(self) -> None:
+        """Take in what happened beside: the end of a hand-in, a state that the others made."""
+        if self._handing is not None and self._handing.done():
+            task, self._handing = self._handing, None
+            task.result()
+        live = self._state.live.manifest.outer_step
+        if self._handing is None and live > self._course.live_step:
+            self._arrivals[live] = _Arrival(version=self._state.pin())
+            self._course.advanced(live)
+            self._is_behind = True
+
+    # -------------------------------------------------------------------------------- work
+
+    async def _train(self) -> None:
+        """One inner step."""
+        began = self._clock()
+        indices = await self._feed.take(self._batch_size)
+        done = await self._values.step(indices, inner_step=self._course.inner_step + 1)
+        self._course.stepped()
+        self._tally.stepped(done.loss, done.num_tokens)
+        self._on_inner_step(self._course.inner_step, done.loss, done.num_tokens)
+        taken_s = self._clock() - began
+        self._tally.took(taken_s)
+        self._stretch = (self._stretch[0] + 1, self._stretch[1] + taken_s)
+
+    async def _emit(self, outer_step: int) -> None:
+        """Make the payloads of this step of what the workers have now."""
+        rounds = self._plan.rounds(outer_step)
+        emission = self._tally.emit([self._state.places[round_.fragment] for round_ in rounds])
+        works = [
+            Work(inner_steps=share.inner_steps, samples=float(share.inner_steps * self._batch_size))
+            for share in emission.shares
+        ]
+        flight = self._flights[outer_step] = _Flight(emission=emission, consumed=self._feed.consumed())
+        flight.payloads = await self._values.emit(rounds, works)
+        self._course.emitted(outer_step)
+        num_steps, seconds = self._stretch
+        if num_steps:
+            self._pace_s = seconds / num_steps
+        self._stretch = (0, 0.0)
+
+    def _must_hurry(self) -> bool:
+        """Whether the others wait for so long that the steps missing here cost more than they give."""
+        if not self._others_wait():
+            self._awaited_since = None
+            return False
+        now = self._clock()
+        self._awaited_since = self._awaited_since or now
+        if self._is_behind:
+            return True
+        if self._pace_s is None or not self._tally.unsettled.inner_steps:
+            return False
+        step = self._course.emitted_step
+        length = self._plan.inner_step(step + 1) - self._plan.inner_step(step)
+        return now - self._awaited_since > self._patience * length * self._pace_s
+
+    # -------------------------------------------------------------------------------- what is out
+
+    def _hand_in(self) -> None:
+        """Hand the next step in, if one is ready, beside whatever the workers do."""
+        step = self._course.to_hand_in
+        if step is None or self._handing is not None:
+            return
+        self._course.handed_in(step)
+        self._awaited_since = None
+        self._handing = asyncio.ensure_future(self._commit(step, self._flights[step]))
+
+    async def _commit(self, outer_step: int, flight: _Flight) -> None:
+        """See a step committed, by this peer's vote or without it."""
+        work = self._tally.work_in(flight.emission)
+        ready = RoundReady(
+            outer_step=OuterStep(outer_step - 1),
+            fragment=flight.emission.places[0],
+            weight=float(flight.emission.shares[0].num_tokens),
+            num_tokens=work.num_tokens,
+            consumed=flight.consumed,
+        )
+        self._runner.offer(flight.payloads)
+        try:
+            committed = await self._membership.commit_round(ready)
+        except RoundMissed:
+            if self._state.live.manifest.outer_step < outer_step:
+                await asyncio.sleep(_LOOK_S)  # it is on its way
+            self._course.missed()
+            return
         live = self._state.pin()
-        self._values.arrived(live)
         assert committed.held == live.held, "another state is installed than was committed"
         self._feed.settle(ready.consumed)
-        self._tally.settle(handed_in)
+        self._tally.settle(flight.emission)
+        for later in self._flights.values():
+            later.consumed = without(later.consumed, ready.consumed)
         report = RoundReport(
             view=committed.view,
             outer_step=committed.held.outer_step,
             digest=committed.held.digest,
             final=committed.final,
-            inner_step=round_.inner_step,
-            num_tokens=handed_in.work.num_tokens,
-            loss=handed_in.work.mean_loss,
-            train_s=handed_in.work.train_s,
+            inner_step=self._plan.inner_step(outer_step),
+            num_tokens=work.num_tokens,
+            loss=work.mean_loss,
+            train_s=work.train_s,
             wait_s=0.0 if self._blocked_since is None else self._clock() - self._blocked_since,
             position=committed.position,
         )
+        weights = self._runner.own_weights or tuple(0.0 for _ in flight.payloads)
+        self._arrivals[outer_step] = _Arrival(
+            version=live, outcomes=self._runner.outcomes, weights=weights, report=report
+        )
+        self._course.committed(outer_step)
+        self._is_behind = False
         self._on_round(report)
-        return report
+
+    async def _wait(self) -> None:
+        """Until what is out has ended."""
+        assert self._handing is not None, "nothing is out"
+        await asyncio.wait([self._handing])
+        self._look()
 
     def _block(self) -> None:
         self._blocked_since = self._clock()
@@ -241,77 +368,44 @@ class TrainingLoop:
             self._blocked_since = None
             self._on_blocked(False)
 
-    # -------------------------------------------------------------------------------- work
+    # -------------------------------------------------------------------------------- outcomes
 
-    async def _do_the_work(self, admitted: View, *, is_behind: bool) -> Round:
-        """Train until the round's payload can be made of what is in the mailbox. Returns the round."""
-        while True:
-            self._require(admitted)
-            if self._has_moved:
-                await self._values.follow(self._state.pin(), lambda: self._require(admitted))
-                self._inner_step = max(self._inner_step, self._schedule.inner_step_at(self._outer_step))
-                is_behind = True
-            round_ = self._schedule.round_after(self._outer_step)
-            await self._train(round_.inner_step, admitted, is_behind=is_behind)
-            await self._values.store(round_.fragment.index)
-            self._require(admitted)
-            if not self._has_moved:
-                self._inner_step = round_.inner_step
-                return round_
-
-    async def _train(
-        self,
-        until: int,
-        admitted: View,
-        *,
-        is_behind: bool,
-        outcome: "asyncio.Future[RoundReport] | None" = None,
-    ) -> None:
-        """Inner steps up to this one; or fewer, for who is behind while others wait, or keeps them waiting for long.
-
-        `outcome` is that of the round which is out meanwhile. Without one, it ends when the run goes on elsewhere.
-        """
-        began, first = self._clock(), self._inner_step
-        while self._inner_step < until and not self._must_hurry(is_behind=is_behind):
-            self._require(admitted)
-            if self._has_moved if outcome is None else outcome.done() and outcome.exception() is not None:
-                break
-            indices = await self._feed.take(self._batch_size)
-            self._inner_step += 1
-            done = await self._values.step(indices, inner_step=self._inner_step)
-            self._tally.stepped(done.loss, done.num_tokens)
-            self._on_inner_step(self._inner_step, done.loss, done.num_tokens)
-        taken_s = self._clock() - began
-        self._tally.took(taken_s)
-        if self._inner_step > first:
-            self._pace_s = taken_s / (self._inner_step - first)
-
-    def _must_hurry(self, *, is_behind: bool) -> bool:
-        """Whether the others wait for so long that the steps missing here cost more than they give."""
-        if not self._others_wait():
-            self._awaited_since = None
+    async def _land(self, outer_step: int) -> bool:
+        """Bring the workers to the outcome of this step. Returns whether it was the run's last."""
+        arrival, flight = self._arrivals.pop(outer_step, None), self._flights.pop(outer_step, None)
+        newer = [payload for later in self._flights.values() for payload in later.payloads]
+        if arrival is None or flight is None:  # it was made before this peer came
+            self._values.base.pins += 1
+            await self._values.land(self._values.base, self._nothing_given(outer_step), None, newer)
+            self._course.landed(outer_step)
             return False
-        now = self._clock()
-        self._awaited_since = self._awaited_since or now
-        if is_behind:
-            return True
-        if self._pace_s is None or not self._tally.unsettled.inner_steps:
-            return False
-        outer_step = self._outer_step
-        begin, end = (self._schedule.inner_step_at(step) for step in (outer_step, outer_step + 1))
-        return now - self._awaited_since > self._patience * (end - begin) * self._pace_s
+        given = Given(payloads=flight.payloads, weights=arrival.weights)
+        await self._values.land(arrival.version, arrival.outcomes, given, newer)
+        self._course.landed(outer_step)
+        report = arrival.report
+        assert report is not None, "a step that counted has a report"
+        await self._on_landed(report)
+        return report.final
 
+    async def _catch_up(self, outer_step: int, admitted: View) -> None:
+        """The others made this step without us: what we gave to it is ours again, and the workers move along."""
+        flight, arrival = self._flights.pop(outer_step, None), self._arrivals.pop(outer_step, None)
+        if arrival is not None:
+            await self._values.follow(arrival.version, lambda: self._require(admitted))
+        if flight is not None:
+            self._tally.missed(flight.emission)
+            newer = [payload for later in self._flights.values() for payload in later.payloads]
+            weights = [0.0] * len(flight.payloads)
+            given = Given(payloads=flight.payloads, weights=weights)
+            self._values.base.pins += 1
+            await self._values.land(self._values.base, self._nothing_given(outer_step), given, newer)
+        self._course.landed(outer_step)
 
-@contextlib.asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, T]) -> "AsyncIterator[asyncio.Future[T]]":
-    """Let this go on while the body runs. When the body is left it has ended, cancelled if it had not."""
-    task = asyncio.ensure_future(work)
-    try:
-        yield task
-    finally:
-        await asyncio.sleep(0)  # what has ended is taken in
-        task.cancel()
-        await asyncio.wait([task])
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, ElasticError):
-            raise error  # else the body has left for the same reason
+    def _nothing_given(self, outer_step: int) -> list[RoundOutcome]:
+        """What the rounds of a step come to for a worker whose payload they do not hold."""
+        base = self._values.base
+        places = [(round_, self._state.places[round_.fragment]) for round_ in self._plan.rounds(outer_step)]
+        return [
+            RoundOutcome(round_=round_, place=place, result=None, before=base.shared(place), after=base.shared(place))
+            for round_, place in places
+        ]

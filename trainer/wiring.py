@@ -13,7 +13,7 @@ from isthmus.elastic.core.config import CoordinatorConfig, MemberConfig
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.elastic.core.notary import Sealer
 from isthmus.optim.fragments import Fragment, FragmentTable
-from isthmus.optim.outer import Outer, fit
+from isthmus.optim.outer import Outer
 from isthmus.optim.registry import outer_from_config
 from isthmus.trainer.config import Config
 from isthmus.trainer.config_training import AdamW, Adopt, ConstantSchedule, Muon, Sgd, WsdSchedule
@@ -41,8 +41,7 @@ attempt by both sides takes six seconds."""
 def outer_of(config: Config) -> Outer:
     """`[outer]`: the method, with all settings known."""
     section = config.outer.model_dump(exclude={"codec"})
-    method = outer_from_config(section, num_peers=config.members.start_peers)
-    return fit(method, fragment_table(config.model.decoder_config()))
+    return outer_from_config(section).fitted(fragment_table(config.model.decoder_config()))
 
 
 def fragments_of(config: Config) -> tuple[Fragment, ...]:

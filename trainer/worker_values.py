@@ -1,30 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workers' parameters, and the version of the shared state that they are trained from.
+"""The workers' values, this peer's own state beside them, and the version of the shared state they are trained from.
 
-    start_from      all of it becomes the anchor
-    step, store     training, and the parameters of a fragment as they are now
-    emit            a round's payload: how far the fragment has moved from its anchor
-    arrived, land   the round is committed; the workers come to its outcome, or part of the way
-    follow          the run went on without this peer: the workers move along
+    start_from      all parameters become the anchor; private state begins, or goes on from the disk
+    emit            the payloads of an outer step, made of the fragments as they are now
+    land            the step is committed: private state goes on, the workers come to its outcome, or part of the way
+    follow          the run went on without this peer: the workers move along with the anchor
 
 Rules: the base is pinned, because the state may move on and write over whatever is recycled. The mailbox is free for
-the next question whenever no question is under way; a payload that must outlast training has memory of its own. Where
-the workers stand still until the outcome is known and there is one fragment, the mailbox itself is the payload.
+the next question whenever no question is under way; payloads have memory of their own until they land. Where the
+workers stand still until the outcome is known and nothing else reads the payload, the mailbox itself is the payload.
 
-It must not know rounds' order, samples or the membership.
+It must not know steps' order, samples or the membership.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor
 
-from isthmus.optim.fragments import Fragment
-from isthmus.optim.outer import Absorbed, Outer, Round, State, Work
+from isthmus.elastic.core.messages import Held
+from isthmus.optim.outer import (
+    ANCHOR,
+    PARAM,
+    Contribution,
+    Outcome,
+    Outer,
+    Round,
+    Settled,
+    Tensors,
+    Work,
+    empty_like,
+)
+from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.ipc import StepDone
 from isthmus.trainer.moments import Moments
+from isthmus.trainer.outer_state import OuterState, RoundOutcome
+from isthmus.trainer.round_exchange import Payload
 from isthmus.trainer.state_version import Version, gather_anchor
 from isthmus.trainer.threads import in_thread
 from isthmus.trainer.worker_pool import WorkerPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Given:
+    """What this peer has given to a committed outer step."""
+
+    payloads: Sequence[Payload]
+    weights: Sequence[float]
+    """By round: what each payload weighed."""
 
 
 class WorkerValues:
@@ -33,9 +59,10 @@ class WorkerValues:
     Args:
         pool: the workers.
         mailbox: the flat vector, fp32, shared with the workers.
-        payload: fp32, as long as the largest fragment, or the mailbox itself.
-        outer: the method.
-        fragments: by index.
+        outer: the method, fitted.
+        plan: its outer steps.
+        state: the shared state.
+        read_delivered: writes what the others decoded from a payload of ours, see RoundExchange.
         moments: of the workers' optimizer, between peers.
     """
 
@@ -44,19 +71,25 @@ class WorkerValues:
         *,
         pool: WorkerPool,
         mailbox: Tensor,
-        payload: Tensor,
         outer: Outer,
-        fragments: Sequence[Fragment],
+        plan: OuterPlan,
+        state: OuterState,
+        read_delivered: Callable[[Round, Tensor, Tensor], object],
         moments: Moments,
     ) -> None:
         self._pool = pool
         self._mailbox = mailbox
-        self._payload = payload
         self._outer = outer
-        self._fragments = tuple(fragments)
+        self._state = state
+        self._fragments = state.fragments
+        self._read_delivered = read_delivered
         self._moments = moments
+        self._is_mailbox_payload = _can_lend_mailbox(outer, plan, state)
+        self._spare_payloads: dict[int, list[Tensor]] = defaultdict(list)
         self._base: Version | None = None
-        self._arrived: Version | None = None
+        self._private: dict[int, Tensors] = {}  # by place
+        self._recycled: dict[int, Tensors] = {}
+        self._remembered: tuple[Held, Mapping[int, Tensors]] | None = None
         self._is_anchor = False
 
     @property
@@ -65,13 +98,39 @@ class WorkerValues:
         assert self._base is not None, "the workers have not been loaded"
         return self._base
 
+    @property
+    def private(self) -> Mapping[int, Tensors]:
+        """This peer's own state, by place of the fragment. Its tensors are written over by later landings."""
+        return self._private
+
+    def remember(self, held: Held, private: Mapping[int, Tensors]) -> None:
+        """What this peer's disk knew of its own state when it held that shared one: used if it starts from there."""
+        self._remembered = held, private
+
     async def start_from(self, version: Version) -> None:
         """The workers begin anew from this version, which is pinned."""
         await in_thread(gather_anchor, version.tensors, self._fragments, out=self._mailbox)
         self._rebase(version)
         self._is_anchor = True
+        await in_thread(self._begin_private, version)
         await self._pool.load(keep=0.0)
         await self._moments.begin(self._pool)
+
+    def _begin_private(self, version: Version) -> None:
+        remembered, self._remembered = self._remembered, None
+        self._private = {}
+        for place, fragment in enumerate(self._fragments):
+            shared = version.shared(place)
+            value = shared[ANCHOR] if ANCHOR in shared else torch.zeros(fragment.numel)
+            begun = self._outer.init_private(fragment, shared, value)
+            if begun:
+                self._private[place] = begun
+        if remembered is not None and remembered[0] == version.held:
+            kept = remembered[1]
+            sizes = {place: _sizes(state) for place, state in self._private.items()}
+            if sizes == {place: _sizes(state) for place, state in kept.items()}:
+                self._private = dict(kept)
+        self._recycled = {place: empty_like(state) for place, state in self._private.items()}
 
     async def step(self, indices: Sequence[int], *, inner_step: int) -> StepDone:
         """One inner step."""
@@ -80,78 +139,147 @@ class WorkerValues:
         await self._moments.after_step(self._pool)
         return done
 
-    # -------------------------------------------------------------------------------- a round of this peer
+    # -------------------------------------------------------------------------------- an outer step of this peer
 
-    async def store(self, index: int) -> None:
-        """Put this fragment's parameters into the mailbox, for `emit`."""
-        await self._pool.store(self._fragments[index].ranges)
+    async def emit(self, rounds: Sequence[Round], works: Sequence[Work]) -> list[Payload]:
+        """The payloads of these rounds, from the fragments as they are now.
 
-    async def emit(self, round_: Round, work: Work) -> None:
-        """Make the round's payload of what `store` has put into the mailbox."""
-        index = round_.fragment.index
-        await in_thread(self._emit, round_, self._fragments[index], self.base.states[index], work)
+        Args:
+            rounds: of one outer step.
+            works: what this peer has done for each.
+        """
+        payloads: dict[int, Payload] = {}
+        for kind in dict.fromkeys(round_.fragment.kind for round_ in rounds):
+            numbers = [number for number, round_ in enumerate(rounds) if round_.fragment.kind == kind]
+            places = [self._state.places[rounds[number].fragment] for number in numbers]
+            ranges = [part for place in places for part in self._fragments[place].ranges]
+            await self._pool.store(ranges, kind=kind)
+            for number, place in zip(numbers, places, strict=True):
+                payloads[number] = await in_thread(self._emit, rounds[number], place, works[number])
+        return [payloads[number] for number in range(len(rounds))]
 
-    def _emit(self, round_: Round, fragment: Fragment, state: State, work: Work) -> None:
-        payload = self._payload[: fragment.numel]
-        if self._payload is not self._mailbox:
-            fragment.gather(self._mailbox, out=payload)
-        self._outer.emit(round_, payload, state, work, out=payload)
+    def _emit(self, round_: Round, place: int, work: Work) -> Payload:
+        fragment = self._fragments[place]
+        value = self._mailbox
+        if not self._is_mailbox_payload:
+            value = fragment.gather(self._mailbox, out=self._payload_of(fragment.numel))
+        out = value if round_.numel is None else self._payload_of(round_.numel)
+        private = self._private.get(place, {})
+        emitted = self._outer.emit(round_, value, self.base.shared(place), private, work, out=out)
+        if emitted.weight != 1.0 and not round_.is_told:
+            raise ValueError(f"{round_}: a payload of weight {emitted.weight} in a round that is not told")
+        if out is not value:
+            self._spare_payloads[fragment.numel].append(value)
+        return Payload(round_=round_, emitted=emitted)
 
-    def arrived(self, version: Version) -> None:
-        """The round is committed, and this, pinned, is its outcome; the workers go on from the base until `land`."""
-        assert self._arrived is None, "one round at a time"
-        self._arrived = version
+    def _payload_of(self, numel: int) -> Tensor:
+        spare = self._spare_payloads[numel]
+        return spare.pop() if spare else torch.empty(numel)
 
-    async def land(self, round_: Round, absorbed: Absorbed) -> None:
-        """Bring the workers to the outcome of the round that has arrived."""
-        version, self._arrived = self._arrived, None
-        assert version is not None, "nothing has arrived"
-        if absorbed.target is None:
-            self._rebase(version)
-            return
-        fragment = self._fragments[round_.fragment.index]
-        await in_thread(fragment.scatter, absorbed.target, out=self._mailbox)
+    async def land(
+        self, version: Version, outcomes: Sequence[RoundOutcome], given: Given | None, newer: Sequence[Payload] = ()
+    ) -> None:
+        """Bring the workers to the outcome of an outer step. The payloads that were given are not needed any more.
+
+        Args:
+            version: pinned, what the workers train from then.
+            outcomes: by round.
+            given: by this peer; None: nothing.
+            newer: payloads that were emitted since, the newest last.
+        """
+        settled = await in_thread(self._settle, outcomes, given, newer)
+        await self._move(outcomes, settled)
         self._rebase(version)
-        self._is_anchor = len(self._fragments) == 1 and absorbed.keep == 0.0
-        await self._pool.load(fragment.ranges, keep=absorbed.keep)
+        if given is not None and not self._is_mailbox_payload:
+            for payload in given.payloads:
+                self._spare_payloads[payload.emitted.payload.numel()].append(payload.emitted.payload)
+
+    def _settle(self, outcomes: Sequence[RoundOutcome], given: Given | None, newer: Sequence[Payload]) -> list[Settled]:
+        settled = []
+        for number, outcome in enumerate(outcomes):
+            place, round_ = outcome.place, outcome.round_
+            contribution = None
+            if given is not None:
+                later = [item.emitted.payload for item in newer if item.round_.fragment == round_.fragment]
+                emitted = given.payloads[number].emitted
+                contribution = Contribution(
+                    payload=emitted.payload,
+                    weight=given.weights[number],
+                    read_delivered=partial(self._read_delivered, round_, emitted.payload),
+                    notes=emitted.notes,
+                    kept=emitted.kept,
+                    newer_payload=later[-1] if later else None,
+                )
+            private = self._private.get(place, {})
+            known = Outcome(
+                round_=round_,
+                result=outcome.result,
+                contribution=contribution,
+                before=outcome.before,
+                after=outcome.after,
+                private=private,
+            )
+            made = self._outer.settle(known, out=self._recycled.get(place))
+            if made.private is not private:
+                self._private[place], self._recycled[place] = made.private, private
+            settled.append(made)
+        return settled
+
+    async def _move(self, outcomes: Sequence[RoundOutcome], settled: Sequence[Settled]) -> None:
+        """The workers' values go where each round says; those of one kind and one `keep` together."""
+        moves: dict[tuple[str, float], list[tuple[int, Tensor]]] = defaultdict(list)
+        for outcome, made in zip(outcomes, settled, strict=True):
+            if made.target is not None:
+                moves[outcome.round_.fragment.kind, made.keep].append((outcome.place, made.target))
+        for (kind, keep), targets in moves.items():
+            for place, target in targets:
+                await in_thread(self._fragments[place].scatter, target, out=self._mailbox)
+            ranges = [part for place, _ in targets for part in self._fragments[place].ranges]
+            await self._pool.load(ranges, kind=kind, keep=keep)
+        numel = sum(
+            self._fragments[outcome.place].numel
+            for outcome, made in zip(outcomes, settled, strict=True)
+            if made.keep == 0.0 and made.target is outcome.after.get(ANCHOR)
+        )
+        if moves or not self._is_anchor:
+            self._is_anchor = numel == self._mailbox.numel()
 
     # -------------------------------------------------------------------------------- the run went on
 
-    async def follow(self, new: Version, require: Callable[[], None]) -> None:
+    async def follow(self, version: Version, require: Callable[[], None]) -> None:
         """Move the workers along with the anchor: what they have done since their base stays what it is.
 
         `local + (new anchor - old anchor)`, fragment by fragment: the next difference from the new anchor is then the
         late work and whatever is added to it, and nobody else's step is undone.
 
         Args:
-            new: pinned.
+            version: pinned.
             require: raises if what the workers have done does not count any more.
         """
         old = self.base
-        moved = new.moved_from(old)
-        ranges = tuple(place for index in moved for place in self._fragments[index].ranges)
+        moved = version.moved_from(old) if self._outer.counts_from_anchor else ()
+        ranges = tuple(part for place in moved for part in self._fragments[place].ranges)
         if moved:
             try:
                 await self._pool.store(ranges)
                 require()
             except BaseException:
-                new.release()
+                version.release()
                 raise
-            await in_thread(self._shift, moved, new, old)
-        self._rebase(new)
+            await in_thread(self._shift, moved, version, old)
+        self._rebase(version)
         if moved:
             self._is_anchor = False
             await self._pool.load(ranges, keep=0.0)
 
     def _shift(self, moved: Sequence[int], new: Version, old: Version) -> None:
-        for index in moved:
+        for place in moved:
+            fragment = self._fragments[place]
             pairs = zip(
-                self._fragments[index].pairs(new.anchors[index]),
-                self._fragments[index].pairs(old.anchors[index]),
-                strict=True,
+                fragment.pairs(new.states[place][ANCHOR]), fragment.pairs(old.states[place][ANCHOR]), strict=True
             )
-            for (after, place), (before, _) in pairs:
-                self._mailbox[place].add_(after).sub_(before)
+            for (after, part), (before, _) in pairs:
+                self._mailbox[part].add_(after).sub_(before)
 
     # -------------------------------------------------------------------------------- the shared parameters
 
@@ -173,9 +301,19 @@ class WorkerValues:
         return loss
 
     def _rebase(self, version: Version) -> None:
-        """The workers train from this version now. What has arrived and was not landed on is of a lost membership."""
-        before = (self._base, self._arrived)
-        self._base, self._arrived = version, None
-        for old in before:
-            if old is not None:
-                old.release()
+        """The workers train from this version now."""
+        old, self._base = self._base, version
+        if old is not None:
+            old.release()
+
+
+def _can_lend_mailbox(outer: Outer, plan: OuterPlan, state: OuterState) -> bool:
+    """Whether nobody writes to the mailbox until a payload has landed, nor reads the payload then."""
+    if len(state.fragments) > 1 or state.fragments[0].kind != PARAM or type(outer).settle is not Outer.settle:
+        return False
+    (first,) = plan.rounds(1)
+    return first.delay == 0 and first.numel is None
+
+
+def _sizes(state: Tensors) -> dict[str, int]:
+    return {name: tensor.numel() for name, tensor in sorted(state.items())}

@@ -23,7 +23,7 @@ from isthmus.elastic.digest import Hasher, StateManifest, chunk_of, describe_sta
 from isthmus.elastic.donor import Donor
 from isthmus.elastic.errors import StateDiverged, StateMismatch
 from isthmus.elastic.journal import Journal
-from isthmus.elastic.replica import CommitEntry, ResultChunk
+from isthmus.elastic.replica import CommitEntry, ResultChunk, RoundRecord
 from isthmus.elastic.state_wire import Pace
 
 CHUNK_NBYTES = 1024
@@ -136,7 +136,7 @@ class NumberReplica:
         return self._install(tensors, manifest)
 
     async def replay(self, entry: CommitEntry) -> Held:
-        dtype = np.int16 if entry.codec == "int16" else np.int64
+        dtype = np.int16 if entry.rounds[0].codec == "int16" else np.int64
         self._restoring = None
         total = np.frombuffer(b"".join(chunk.data for chunk in entry.chunks), dtype).astype(np.int64)
         tensors, manifest = self._next(total)
@@ -159,10 +159,13 @@ def entry_of(held: Held, total: np.ndarray) -> CommitEntry:
     return CommitEntry(
         outer_step=held.outer_step,
         digest=held.digest,
-        fragment=0,
-        codec="int16" if is_small else "raw",
-        weights=((peer_id(1), 1.0),),
-        chunks=(ResultChunk(0, wire[:half].tobytes()), ResultChunk(half, wire[half:].tobytes())),
+        rounds=(
+            RoundRecord(
+                codec="int16" if is_small else "raw",
+                weights=((peer_id(1), 1.0),),
+                chunks=(ResultChunk(0, wire[:half].tobytes()), ResultChunk(half, wire[half:].tobytes())),
+            ),
+        ),
     )
 
 

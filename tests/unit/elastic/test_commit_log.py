@@ -2,17 +2,20 @@
 import pytest
 
 from isthmus.elastic.commit_log import MIN_ENTRIES, CommitLog
-from isthmus.elastic.replica import CommitEntry, ResultChunk
+from isthmus.elastic.replica import CommitEntry, ResultChunk, RoundRecord
 
 
 def _entry(outer_step, nbytes=100, digest=None):
     return CommitEntry(
         outer_step=outer_step,
         digest=digest or bytes([outer_step % 256]) * 32,
-        fragment=0,
-        codec="raw",
-        weights=(("00" * 8, 1.0),),
-        chunks=(ResultChunk(0, bytes(nbytes // 2)), ResultChunk(25, bytes(nbytes - nbytes // 2))),
+        rounds=(
+            RoundRecord(
+                codec="raw",
+                weights=(("00" * 8, 1.0),),
+                chunks=(ResultChunk(0, bytes(nbytes // 2)), ResultChunk(25, bytes(nbytes - nbytes // 2))),
+            ),
+        ),
     )
 
 

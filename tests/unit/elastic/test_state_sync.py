@@ -403,8 +403,9 @@ async def test_commit_with_forged_numbers_is_not_installed(replica, hasher):
     liar, honest = DonorPeer.at_step(1, hasher, 2), DonorPeer.at_step(2, hasher, 2)
     real = liar.log.get(2)
     forged = msgspec.structs.replace(real.chunks[0], data=totals(5)[:500].astype("int16").tobytes())
-    liar.log.append(msgspec.structs.replace(real, chunks=(forged, real.chunks[1]), digest=bytes(32)))
-    liar.log._entries[-1] = msgspec.structs.replace(real, chunks=(forged, real.chunks[1]))
+    record = msgspec.structs.replace(real.rounds[0], chunks=(forged, real.chunks[1]))
+    liar.log.append(msgspec.structs.replace(real, rounds=(record,), digest=bytes(32)))
+    liar.log._entries[-1] = msgspec.structs.replace(real, rounds=(record,))
     replica.found()
     replica.commit(totals(1))
     async with _serving(liar, honest) as members:
@@ -419,7 +420,9 @@ async def test_commit_larger_than_the_state_is_refused_before_it_is_read(replica
     liar = DonorPeer.at_step(1, hasher, 2)
     real = liar.log.get(2)
     huge = msgspec.structs.replace(real.chunks[0], data=bytes(4 << 20))
-    liar.log._entries[-1] = msgspec.structs.replace(real, chunks=(huge,))
+    liar.log._entries[-1] = msgspec.structs.replace(
+        real, rounds=(msgspec.structs.replace(real.rounds[0], chunks=(huge,)),)
+    )
     replica.found()
     replica.commit(totals(1))
     async with _serving(liar) as members:
@@ -495,7 +498,7 @@ async def _read_all(channel):
         [encode(ChunkRequest(0))],
         [encode(ManifestRequest()), encode(ChunkRequest(NUM_CHUNKS))],
         [b"\xc1 no message"],
-        [encode(CommitEntry(1, bytes(32), 0, "raw", (), ()))],
+        [encode(CommitEntry(1, bytes(32), ()))],
     ],
     ids=["chunk first", "beyond the last chunk", "no message", "another message"],
 )

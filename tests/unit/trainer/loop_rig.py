@@ -29,16 +29,17 @@ from isthmus.elastic.digest import Hasher
 from isthmus.elastic.errors import NotAMember, RoundMissed, RunFinished
 from isthmus.optim.diloco import DiLoCo
 from isthmus.optim.fragments import FragmentTable
-from isthmus.optim.outer import Absorbed
+from isthmus.optim.outer_plan import OuterPlan
 from isthmus.optim.streaming import Streaming
 from isthmus.trainer.errors import WorkerCrashed
 from isthmus.trainer.moments import Moments
-from isthmus.trainer.outer_state import OuterState
-from isthmus.trainer.round_schedule import RoundSchedule
+from isthmus.trainer.outer_state import OuterState, RoundOutcome
+from isthmus.trainer.round_exchange import Payload
 from isthmus.trainer.sample_feed import SampleFeed
 from isthmus.trainer.training_loop import RoundReport, TrainingLoop
 from isthmus.trainer.worker_link import WorkerStalled
 from isthmus.trainer.worker_values import WorkerValues
+from tests.unit.trainer.rig import stage_mean
 
 NUMEL = 64
 BATCH = 2
@@ -69,7 +70,12 @@ class StepDone:
 class Runner:
     """What the loop reads of trainer.round_runner."""
 
-    absorbed: Absorbed | None = None
+    payloads: Sequence[Payload] = ()
+    outcomes: tuple[RoundOutcome, ...] = ()
+    own_weights: tuple[float, ...] = (1.0,)
+
+    def offer(self, payloads: Sequence[Payload]) -> None:
+        self.payloads = payloads
 
 
 @dataclass
@@ -107,7 +113,8 @@ class Pool:
         self.local.fill_(torch.nan)
         await self.rig.wait()
 
-    async def load(self, ranges: Sequence[slice] = (), *, keep: float = 0.0) -> None:
+    async def load(self, ranges: Sequence[slice] = (), *, kind: str = "param", keep: float = 0.0) -> None:
+        assert kind == "param"
         await self.rig.wait()
         self.answer()
         for place in ranges or (slice(0, NUMEL),):
@@ -129,7 +136,8 @@ class Pool:
         await self.rig.wait()
         return StepDone(loss=float(inner_step), num_tokens=len(indices))
 
-    async def store(self, ranges: Sequence[slice] = ()) -> None:
+    async def store(self, ranges: Sequence[slice] = (), *, kind: str = "param") -> None:
+        assert kind == "param"
         await self.rig.wait()
         self.answer()
         for place in ranges or (slice(0, NUMEL),):
@@ -153,12 +161,10 @@ class Rig:
         self.outer_steps = outer_steps
         self.script = deque(script)
         self.outer = self._outer({"momentum": momentum}, streaming)
-        self.schedule = RoundSchedule(self.outer)
+        self.plan = OuterPlan(self.outer)
         self.fragments = self.outer.fragments(TABLE)
-        self.state = OuterState(self.outer, self.fragments, self.schedule, hasher)
+        self.state = OuterState(self.outer, self.fragments, self.plan, hasher)
         self.mailbox = torch.zeros(NUMEL)
-        is_still = len(self.fragments) == 1 and self.schedule.round_after(0).delay == 0
-        self.payload = self.mailbox if is_still else torch.zeros(max(part.numel for part in self.fragments))
         self.pool = Pool(self)
         self.runner = Runner()
         self.ledger = LeaseLedger()
@@ -177,13 +183,14 @@ class Rig:
             membership=self,
             runner=self.runner,
             state=self.state,
-            schedule=self.schedule,
+            plan=self.plan,
             values=WorkerValues(
                 pool=self.pool,
                 mailbox=self.mailbox,
-                payload=self.payload,
                 outer=self.outer,
-                fragments=self.fragments,
+                plan=self.plan,
+                state=self.state,
+                read_delivered=lambda _round, payload, out: out.copy_(payload),
                 moments=Moments(
                     mailbox=self.mailbox,
                     hasher=hasher,
@@ -280,15 +287,16 @@ class Rig:
     async def others_commit(self) -> None:
         """The run goes on without this peer, which replays it."""
         if self.state.live.manifest.outer_step < self.outer_steps - 1:
-            await self._install(torch.full_like(self.state.result_buffer(), 100.0), final=False)
+            (round_,) = self.state.next_rounds()
+            numel = self.fragments[round_.fragment.index].numel
+            await self._install(torch.full((numel,), 100.0), final=False)
             self.commits.append(Commit(self.state.live.manifest.outer_step, (), 0, is_mine=False))
 
     async def _install(self, mean: Tensor, *, final: bool, view: View | None = None) -> Committed:
         step = self.state.live.manifest.outer_step
-        self.state.result_buffer().copy_(mean)
-        round_ = self.schedule.round_after(step)
-        held = Held(OuterStep(step + 1), await self.state.stage(round_, {ME.peer_id: 1.0}))
-        self.runner.absorbed = self.state.install_staged(held)
+        (round_,) = self.state.next_rounds()
+        held = await stage_mean(self.state, mean, {ME.peer_id: 1.0})
+        self.runner.outcomes = self.state.install_staged(held)
         key = RoundKey(Epoch(self._epoch), OuterStep(step), round_.fragment.index)
         position = DataPosition(self.ledger.next_index)
         return Committed(key=key, view=view, held=held, final=final, position=position)
@@ -315,7 +323,7 @@ class Rig:
             raise NotAMember("not active")
         if self.state.held().outer_step != ready.outer_step:
             raise RoundMissed(ready.outer_step)
-        handed_in = self.payload[: self.fragments[ready.fragment].numel]
+        handed_in = self.runner.payloads[0].emitted.payload
         payload, num_trained = handed_in.clone(), len(self.pool.trained)
         await self.wait()
         async with self._changing:
@@ -344,11 +352,11 @@ class Rig:
     def _audit(self, ready: RoundReady, payload: Tensor, num_trained: int) -> None:
         samples = tuple(index for piece in ready.consumed for index in range(piece.start, piece.stop))
         index, pool = ready.fragment, self.pool
-        assert index == self.schedule.round_after(ready.outer_step).fragment.index
+        assert index == self.plan.rounds(ready.outer_step + 1)[0].fragment.index
         share = pool.trained[pool.emitted.get(index, 0) : num_trained]
         if len(self.fragments) == 1:
             assert sorted(share) == list(samples), "the vote names other samples than were trained"
-        if self.schedule.round_after(ready.outer_step).delay == 0 or self.outer.keep == 1.0:
+        if self.plan.rounds(ready.outer_step + 1)[0].delay == 0 or self.outer.keep == 1.0:
             expected = torch.zeros(NUMEL)
             for sample in share:
                 expected[sample % NUMEL] += 1.0
@@ -356,7 +364,7 @@ class Rig:
             expected = fragment.gather(expected, out=torch.empty(fragment.numel))
             assert torch.equal(payload, expected), "the payload is not the work on the samples since the one before"
         assert (ready.num_tokens, ready.weight) == (len(samples), len(share))
-        last = self.schedule.inner_step_at(ready.outer_step + 1)
+        last = self.plan.inner_step(ready.outer_step + 1)
         assert pool.inner_steps == sorted(set(pool.inner_steps)), "a global step was trained twice"
         assert all(step <= last for step in pool.inner_steps[: num_trained // BATCH])
         pool.emitted[index] = num_trained

@@ -4,7 +4,7 @@
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,12 +14,17 @@ from isthmus.collective.core.types import Epoch, Incarnation, Member, OuterStep,
 from isthmus.collective.transport import Hello, HelloReply, Listener, Purpose
 from isthmus.collective.wire import PROTOCOL_VERSION
 from isthmus.elastic.commit_log import CommitLog
+from isthmus.elastic.core.messages import Held
 from isthmus.elastic.digest import Hasher
+from isthmus.elastic.replica import CommitEntry, ResultChunk, RoundRecord
 from isthmus.optim.diloco import DiLoCo
 from isthmus.optim.fragments import Fragment, FragmentTable
+from isthmus.optim.outer import Emitted
+from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.outer_state import OuterState
+from isthmus.trainer.round_exchange import Payload
+from isthmus.trainer.round_records import result_of
 from isthmus.trainer.round_runner import MemoryKeeper, RoundRunner
-from isthmus.trainer.round_schedule import RoundSchedule
 from isthmus.trainer.state_version import Version
 
 NUMEL = 1000
@@ -43,7 +48,28 @@ def outer_state(
 ) -> OuterState:
     outer = outer or DiLoCo(inner_steps=4)
     fragments = (whole(numel),) if table is None else outer.fragments(table)
-    return OuterState(outer, fragments, RoundSchedule(outer), hasher)
+    return OuterState(outer, fragments, OuterPlan(outer), hasher)
+
+
+def recorded(mean: Tensor, weights: Mapping[str, float]) -> RoundRecord:
+    """What is kept of a round whose mean travelled as it is."""
+    given = tuple((PeerId(peer), weight) for peer, weight in weights.items() if weight > 0.0)
+    return RoundRecord("raw", given, chunks=(ResultChunk(0, mean.numpy().tobytes()),))
+
+
+async def stage_mean(state: OuterState, mean: Tensor, weights: Mapping[str, float]) -> Held:
+    """Stage the outer step whose one round has this mean."""
+    (round_,) = state.next_rounds()
+    buffer = state.mean_buffer(round_)
+    buffer.copy_(mean)
+    record = recorded(mean, weights)
+    digest = await state.stage([(result_of(record, buffer), record)])
+    return Held(OuterStep(state.live.manifest.outer_step + 1), digest)
+
+
+def entry_of(held: Held, *records: RoundRecord) -> CommitEntry:
+    """What is kept of the commit that made `held`."""
+    return CommitEntry(held.outer_step, held.digest, records)
 
 
 def has_the_bits_of_its_manifest(version: Version) -> bool:
@@ -87,12 +113,16 @@ class Site:
             communicator=self.communicator,
             state=self.state,
             keeper=MemoryKeeper(self.log),
-            schedule=RoundSchedule(self.outer),
-            payload=self.mailbox,
             codec=codec,
             initial_parameters=lambda: numbers(99, numel),
             on_exchanged=lambda key, _: self.exchanged.append(key),
         )
+
+    def offer(self) -> None:
+        """Give the mailbox to the next outer step, as much of it as its fragment has elements."""
+        (round_,) = self.state.next_rounds()
+        numel = self.state.fragments[self.state.places[round_.fragment]].numel
+        self.runner.offer([Payload(round_=round_, emitted=Emitted(payload=self.mailbox[:numel]))])
 
     @property
     def member(self) -> Member:

@@ -14,7 +14,7 @@ from isthmus.trainer.checkpoint import CheckpointMeta, CheckpointStore
 from isthmus.trainer.checkpointer import Checkpointer
 from isthmus.trainer.errors import CheckpointFailed
 from isthmus.trainer.outer_state import OuterState
-from tests.unit.trainer.rig import numbers, outer_state
+from tests.unit.trainer.rig import numbers, outer_state, stage_mean
 
 
 @pytest.fixture
@@ -75,10 +75,7 @@ async def test_what_was_offered_is_the_checkpoint_whatever_is_committed_meanwhil
         assert office.checkpointer.offer(meta(state), state.live)
         await asyncio.to_thread(store.has_begun.wait, 30.0)
         for step in range(3):
-            state.result_buffer().copy_(numbers(step))
-            held = state.live.held
-            staged = await state.stage(state._schedule.round_after(step), {"a": 1.0})
-            state.install_staged(type(held)(step + 1, staged))
+            state.install_staged(await stage_mean(state, numbers(step), {"a": 1.0}))
         store.may_go_on.set()
         await office.checkpointer.drain()
     assert office.saved == [0]

@@ -13,14 +13,14 @@ from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
 from isthmus.elastic.commit_log import CommitLog
 from isthmus.elastic.core.messages import DataPosition, Held
 from isthmus.elastic.digest import Hasher
-from isthmus.elastic.replica import CommitEntry, ResultChunk
+from isthmus.elastic.replica import CommitEntry, ResultChunk, RoundRecord
 from isthmus.trainer.checkpoint import FOLDER_NAME, CheckpointStore
 from isthmus.trainer.durability import Durability, Origin
 from isthmus.trainer.errors import CheckpointFailed
 from isthmus.trainer.outer_state import OuterState
 from isthmus.trainer.result_files import FOLDER_NAME as RESULTS_NAME
 from isthmus.trainer.result_files import VOTED_NAME, ResultFiles
-from tests.unit.trainer.rig import numbers, outer_state
+from tests.unit.trainer.rig import entry_of, numbers, outer_state, recorded, stage_mean
 from tests.unit.trainer.test_checkpoint import watch_the_disk
 
 ORIGIN = Origin(run_id="run", run_manifest=b"{}")
@@ -60,10 +60,7 @@ class Machine:
     async def stage(self, seed: int) -> CommitEntry:
         """A round whose mean is these numbers, up to the vote."""
         step, mean = self.state.live.held.outer_step, numbers(seed)
-        self.state.result_buffer().copy_(mean)
-        digest = await self.state.stage(self.state._schedule.round_after(step), {"a": 1.0})
-        chunk = ResultChunk(0, mean.numpy().tobytes())
-        entry = CommitEntry(OuterStep(step + 1), digest, 0, "raw", (("a", 1.0),), (chunk,))
+        entry = entry_of(await stage_mean(self.state, mean, {"a": 1.0}), recorded(mean, {"a": 1.0}))
         await self.durability.before_vote(RoundKey(Epoch(1), step, 0), entry)
         return entry
 
@@ -120,7 +117,7 @@ def test_a_result_is_on_the_disk_before_it_has_its_name_and_then_its_name_is(
     happened = watch_the_disk(monkeypatch)
     chunk = ResultChunk(0, b"mean")
     files = ResultFiles(tmp_path / RESULTS_NAME, "run")
-    files.save(bytes(32), CommitEntry(OuterStep(1), bytes(32), 0, "raw", (("a", 1.0),), (chunk,)))
+    files.save(bytes(32), CommitEntry(OuterStep(1), bytes(32), (RoundRecord("raw", (("a", 1.0),), chunks=(chunk,)),)))
     content, name, folder = happened
     assert Path(content).name.endswith(".partial")
     assert name.startswith("renamed to ")
@@ -268,7 +265,7 @@ async def test_what_was_voted_for_is_on_the_disk_before_the_vote(hasher: Hasher,
         voted = await machine.durability.recover(None)
         assert machine.state.held() == held, "whether it was committed is for others to say"
         assert voted == (RoundKey(Epoch(1), OuterStep(1), 0), entry)
-        await machine.state.stage_result(voted[1])
+        await machine.state.stage_entry(voted[1])
         machine.state.install_staged(Held(entry.outer_step, entry.digest))
 
 
@@ -330,9 +327,8 @@ async def test_a_state_of_another_method_does_not_take_results(hasher: Hasher, t
     await state.found(numbers(0))
     entry = files.load(1, state.live.held.digest)
     assert entry is not None
-    wrong = torch.zeros(1000).numpy().tobytes()
-    files.save(state.live.held.digest, CommitEntry(entry.outer_step, entry.digest, 0, "raw", entry.weights,
-                                                   (ResultChunk(0, wrong),)))  # fmt: skip
+    wrong = recorded(torch.zeros(1000), dict(entry.rounds[0].weights))
+    files.save(state.live.held.digest, CommitEntry(entry.outer_step, entry.digest, (wrong,)))
     assert not path.exists(), "what came after it belonged to the other history"
     came_back = await come_back(tmp_path, hasher)
     assert came_back is not None

@@ -18,14 +18,21 @@ from isthmus.elastic.core.messages import Held
 from isthmus.elastic.digest import Hasher, chunk_of
 from isthmus.elastic.errors import StateDiverged, StateMismatch
 from isthmus.elastic.parity import Difference, differing
-from isthmus.elastic.replica import CommitEntry, ResultChunk
+from isthmus.elastic.replica import CommitEntry, ResultChunk, RoundRecord
 from isthmus.optim.diloco import MOMENTUM, DiLoCo
 from isthmus.optim.fragments import FragmentTable
-from isthmus.optim.outer import ANCHOR, Result, Round
+from isthmus.optim.outer import ANCHOR, Result
+from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.outer_state import OuterState
-from isthmus.trainer.round_schedule import RoundSchedule
 from isthmus.trainer.state_version import Version
-from tests.unit.trainer.rig import NUMEL, has_the_bits_of_its_manifest, numbers, outer_state
+from tests.unit.trainer.rig import (
+    NUMEL,
+    entry_of,
+    has_the_bits_of_its_manifest,
+    numbers,
+    outer_state,
+    stage_mean,
+)
 
 MEMBERS = ("a", "b")
 
@@ -37,15 +44,8 @@ def hasher() -> Iterator[Hasher]:
     threads.close()
 
 
-def round_after(state: OuterState) -> Round:
-    step = state.live.manifest.outer_step
-    return DiLoCo(inner_steps=4).plan(4 * (step + 1))[0]
-
-
 async def stage(state: OuterState, mean: torch.Tensor, weight_sum: float = 2.0) -> Held:
-    state.result_buffer().copy_(mean)
-    digest = await state.stage(round_after(state), dict.fromkeys(MEMBERS, weight_sum / len(MEMBERS)))
-    return Held(OuterStep(state.live.manifest.outer_step + 1), digest)
+    return await stage_mean(state, mean, dict.fromkeys(MEMBERS, weight_sum / len(MEMBERS)))
 
 
 async def commit(state: OuterState, mean: torch.Tensor, weight_sum: float = 2.0) -> Held:
@@ -55,7 +55,8 @@ async def commit(state: OuterState, mean: torch.Tensor, weight_sum: float = 2.0)
 
 
 def entry(held: Held, *chunks: ResultChunk, weights: tuple[float, ...] = (1.0, 1.0), codec: str = "raw") -> CommitEntry:
-    return CommitEntry(held.outer_step, held.digest, 0, codec, tuple(zip(MEMBERS, weights, strict=True)), chunks)
+    given = tuple((member, weight) for member, weight in zip(MEMBERS, weights, strict=True) if weight > 0.0)
+    return entry_of(held, RoundRecord(codec, given, chunks=chunks))
 
 
 def raw(mean: torch.Tensor, start_numel: int = 0) -> ResultChunk:
@@ -81,7 +82,7 @@ async def test_nothing_is_held_before_the_first_state(hasher: Hasher) -> None:
     held = await state.found(numbers(0))
     assert state.held() == held
     assert held.outer_step == 0
-    assert torch.equal(state.live.anchors[0], numbers(0))
+    assert torch.equal(state.live.tensors[ANCHOR], numbers(0))
 
 
 async def test_two_peers_that_found_from_the_same_bytes_hold_the_same_digest(hasher: Hasher) -> None:
@@ -95,24 +96,25 @@ async def test_staging_leaves_the_live_state_alone_until_it_is_installed(hasher:
     held = await stage(state, numbers(1))
     assert state.held() == before
     assert has_the_bits_of_its_manifest(state.live)
-    absorbed = state.install_staged(held)
+    (outcome,) = state.install_staged(held)
     assert state.held() == held
     assert has_the_bits_of_its_manifest(state.live)
-    assert absorbed.target is state.live.anchors[0]
-    assert absorbed.keep == 0.0
+    assert outcome.after[ANCHOR] is state.live.tensors[ANCHOR]
+    assert outcome.result is not None
 
 
 async def test_the_mean_in_a_recycled_buffer_gives_the_bits_of_the_plain_formula(hasher: Hasher) -> None:
     outer = DiLoCo(inner_steps=4)
     state = outer_state(hasher, outer)
     await state.found(numbers(0))
-    plain = outer.init(state._fragments[0], numbers(0))
+    plain = outer.init(state.fragments[0], numbers(0))
     for step in range(4):
         mean = numbers(step + 1)
-        plain = outer.absorb(round_after(state), Result(value=mean, members=MEMBERS, weight_sum=2.0), plain).state
+        (round_,) = state.next_rounds()
+        plain = outer.step(round_, Result(value=mean, members=MEMBERS, weight_sum=2.0), plain)
         await commit(state, mean)
         for name in (ANCHOR, MOMENTUM):
-            assert torch.equal(state.live.tensors[name], plain.shared[name])
+            assert torch.equal(state.live.tensors[name], plain[name])
 
 
 async def test_a_discarded_attempt_leaves_no_trace_in_the_next_one(hasher: Hasher) -> None:
@@ -142,7 +144,7 @@ async def test_a_round_without_weight_moves_nothing_and_counts(hasher: Hasher) -
     anchor, momentum = (state.live.tensors[name].clone() for name in (ANCHOR, MOMENTUM))
     held = await commit(state, torch.zeros(NUMEL), weight_sum=0.0)
     assert held.outer_step == 2
-    assert torch.equal(state.live.anchors[0], anchor)
+    assert torch.equal(state.live.tensors[ANCHOR], anchor)
     assert torch.equal(state.live.tensors[MOMENTUM], momentum)
     assert has_the_bits_of_its_manifest(state.live)
 
@@ -192,10 +194,10 @@ async def test_cancelling_an_exchange_that_stages_waits_until_nothing_writes_to_
     has_begun, may_end = asyncio.Event(), threading.Event()
 
     class Slow(DiLoCo):
-        def absorb(self, *args, **kwargs):
+        def step(self, *args, **kwargs):
             loop.call_soon_threadsafe(has_begun.set)
             may_end.wait(30.0)
-            return DiLoCo.absorb(self, *args, **kwargs)
+            return DiLoCo.step(self, *args, **kwargs)
 
     slow, other = outer_state(hasher, Slow(inner_steps=4)), outer_state(hasher)
     for each in (slow, other):
@@ -226,7 +228,7 @@ async def test_a_learner_replays_commits_to_the_members_digests(hasher: Hasher) 
         held = await commit(member, mean, weight_sum=2 * weight)
         pieces = (raw(mean[:300]), raw(mean[300:], 300))
         assert await learner.replay(entry(held, *pieces, weights=(weight, weight))) == held
-    assert torch.equal(learner.live.anchors[0], member.live.anchors[0])
+    assert torch.equal(learner.live.tensors[ANCHOR], member.live.tensors[ANCHOR])
 
 
 async def test_a_replay_that_diverges_keeps_what_was_held(hasher: Hasher) -> None:
@@ -355,7 +357,7 @@ async def test_what_was_staged_in_vain_is_known_until_its_memory_is_needed(hashe
     assert await state.finish_restore(leftover) == held
     await stage(state, numbers(2))
     state.discard_staged()
-    state.result_buffer()
+    state.mean_buffer(*state.next_rounds())
     assert state.leftover() is None
 
 
@@ -376,7 +378,7 @@ async def test_a_diverged_replay_is_known_by_its_digests(hasher: Hasher) -> None
 
 async def test_a_range_of_the_state_has_the_models_names(hasher: Hasher) -> None:
     table = FragmentTable.from_named_shapes([("first", (10, 10)), ("second", (300,)), ("third", (600,))])
-    state = OuterState(outer := DiLoCo(inner_steps=4), (table.whole(),), RoundSchedule(outer), hasher)
+    state = OuterState(outer := DiLoCo(inner_steps=4), (table.whole(),), OuterPlan(outer), hasher)
     await state.found(numbers(0))
     where = Difference(tensor=MOMENTUM, start_nbytes=399, stop_nbytes=401, num_chunks=1)
     assert state.parameters_in(where) == ("first", "second")

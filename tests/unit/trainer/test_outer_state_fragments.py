@@ -15,13 +15,13 @@ from isthmus.elastic.core.messages import Held
 from isthmus.elastic.digest import Hasher, TensorManifest
 from isthmus.elastic.errors import StateDiverged
 from isthmus.elastic.parity import Difference, contents_of, salvage
-from isthmus.elastic.replica import CommitEntry, ResultChunk
+from isthmus.elastic.replica import CommitEntry
 from isthmus.optim.fragments import FragmentTable
+from isthmus.optim.outer_plan import OuterPlan
 from isthmus.optim.streaming import Streaming
 from isthmus.trainer.outer_state import OuterState
-from isthmus.trainer.round_schedule import RoundSchedule
 from isthmus.trainer.state_version import gather_anchor
-from tests.unit.trainer.rig import has_the_bits_of_its_manifest, numbers
+from tests.unit.trainer.rig import entry_of, has_the_bits_of_its_manifest, numbers, recorded, stage_mean
 
 TABLE = FragmentTable.from_named_shapes([("embedding", (300,)), *((f"layer{n}", (500,)) for n in range(8))])
 OUTER = Streaming(inner_steps=12, num_fragments=4, delay=2)
@@ -47,7 +47,7 @@ def hasher() -> Iterator[CountingHasher]:
 
 
 def make(hasher: Hasher, outer: Streaming = OUTER) -> OuterState:
-    return OuterState(outer, outer.fragments(TABLE), RoundSchedule(outer), hasher)
+    return OuterState(outer, outer.fragments(TABLE), OuterPlan(outer), hasher)
 
 
 async def founded(hasher: Hasher) -> OuterState:
@@ -57,11 +57,13 @@ async def founded(hasher: Hasher) -> OuterState:
 
 
 async def stage(state: OuterState, seed: int, weight_sum: float = 2.0) -> Held:
-    step = state.live.manifest.outer_step
-    mean = state.result_buffer()
-    mean.copy_(numbers(seed, mean.numel()))
-    digest = await state.stage(RoundSchedule(OUTER).round_after(step), dict.fromkeys("ab", weight_sum / 2))
-    return Held(OuterStep(step + 1), digest)
+    return await stage_mean(state, numbers(seed, numel_after(state)), dict.fromkeys("ab", weight_sum / 2))
+
+
+def numel_after(state: OuterState) -> int:
+    """Elements of the fragment whose turn it is."""
+    (round_,) = state.next_rounds()
+    return state.fragments[state.places[round_.fragment]].numel
 
 
 async def commit(state: OuterState, seed: int, weight_sum: float = 2.0) -> Held:
@@ -70,12 +72,11 @@ async def commit(state: OuterState, seed: int, weight_sum: float = 2.0) -> Held:
     return held
 
 
-def entry_of(state: OuterState, held: Held, seed: int) -> CommitEntry:
+def entry_after(state: OuterState, held: Held, seed: int) -> CommitEntry:
     """What a member keeps of the commit that made `held`, which `state` holds."""
-    index = RoundSchedule(OUTER).round_after(held.outer_step - 1).fragment.index
-    mean = numbers(seed, state.live.anchors[index].numel())
-    chunk = ResultChunk(0, mean.numpy().tobytes())
-    return CommitEntry(held.outer_step, held.digest, index, "raw", (("a", 1.0), ("b", 1.0)), (chunk,))
+    (round_,) = OuterPlan(OUTER).rounds(held.outer_step)
+    numel = state.fragments[state.places[round_.fragment]].numel
+    return entry_of(held, recorded(numbers(seed, numel), {"a": 1.0, "b": 1.0}))
 
 
 def anchor_of(state: OuterState) -> torch.Tensor:
@@ -158,16 +159,17 @@ async def test_eight_commits_of_fragments_are_replayed_to_the_members_digests(ha
     member, learner = await founded(hasher), await founded(hasher)
     for step in range(8):
         held = await commit(member, step)
-        assert await learner.replay(entry_of(member, held, step)) == held
+        assert await learner.replay(entry_after(member, held, step)) == held
     assert torch.equal(anchor_of(learner), anchor_of(member))
 
 
-async def test_a_recorded_result_of_another_fragment_is_the_donors_fault(hasher: CountingHasher) -> None:
+async def test_a_recorded_step_of_other_rounds_is_the_donors_fault(hasher: CountingHasher) -> None:
     member, learner = await founded(hasher), await founded(hasher)
     before = learner.held()
-    entry = entry_of(member, await commit(member, 1), 1)
-    with pytest.raises(RemoteProtocolError, match="is of fragment 3, not 1"):
-        await learner.replay(msgspec.structs.replace(entry, fragment=3))
+    entry = entry_after(member, await commit(member, 1), 1)
+    for rounds in ((), entry.rounds * 2):
+        with pytest.raises(RemoteProtocolError, match="not as many results"):
+            await learner.replay(msgspec.structs.replace(entry, rounds=rounds))
     assert learner.held() == before
     assert await learner.replay(entry) == member.held()
 
@@ -177,13 +179,13 @@ async def test_of_a_diverged_replay_only_the_wrong_chunk_is_missing(hasher: Coun
     member, learner = await founded(hasher), await founded(hasher)
     for step in range(3):
         held = await commit(member, step)
-        await learner.replay(entry_of(member, held, step))
+        await learner.replay(entry_after(member, held, step))
     held = await commit(member, 3)
-    entry = entry_of(member, held, 3)
+    entry = entry_after(member, held, 3)
     mean = torch.frombuffer(bytearray(entry.chunks[0].data), dtype=torch.float32)
     mean[700] += 1.0
     with pytest.raises(StateDiverged):
-        await learner.replay(msgspec.structs.replace(entry, chunks=(ResultChunk(0, mean.numpy().tobytes()),)))
+        await learner.replay(entry_of(held, recorded(mean, {"a": 1.0, "b": 1.0})))
     manifest, leftover = member.live.manifest, learner.leftover()
     destinations = learner.begin_restore(manifest)
     pinned = learner.pin()

@@ -15,7 +15,7 @@ from isthmus.elastic.core.messages import Held
 from isthmus.elastic.digest import Hasher
 from isthmus.optim.diloco import DiLoCo
 from isthmus.optim.fragments import FragmentTable
-from isthmus.optim.outer import Result
+from isthmus.optim.outer import ANCHOR, Result
 from isthmus.optim.streaming import Streaming
 from tests.unit.trainer.rig import Site, has_the_bits_of_its_manifest, numbers, outer_state, sites_of_a_new_run, view_of
 
@@ -35,6 +35,8 @@ async def exchange(
     sites: Sequence[Site], outer_step: int, *, epoch: int = 1, weights: Sequence[float] = (), fragment: int = 0
 ) -> list[bytes]:
     view = view_of(sites, epoch, outer_step)
+    for site in sites:
+        site.offer()
     made = await asyncio.gather(
         *(
             site.runner.exchange(view, key(outer_step, epoch, fragment), weights[rank] if weights else 1.0)
@@ -65,8 +67,8 @@ async def test_members_stage_the_same_digest_and_install_the_same_bits(hasher: H
         held = Held(OuterStep(1), digests[0])
         for site in sites:
             await site.runner.install_staged(key(0), held, final=True)
-        assert all(torch.equal(site.state.live.anchors[0], sites[0].state.live.anchors[0]) for site in sites)
-        assert all(site.runner.absorbed.target is site.state.live.anchors[0] for site in sites)
+        assert all(torch.equal(site.state.live.tensors[ANCHOR], sites[0].state.live.tensors[ANCHOR]) for site in sites)
+        assert all(site.runner.outcomes[0].after[ANCHOR] is site.state.live.tensors[ANCHOR] for site in sites)
         assert [site.exchanged for site in sites] == [[key(0)]] * 3
 
 
@@ -75,10 +77,10 @@ async def test_the_committed_state_is_one_outer_step_on_the_weighted_mean(hasher
     async with sites_of_a_new_run(2, hasher) as sites:
         await commit(sites, 0, weights=[3.0, 1.0])
         mean = (3.0 * sites[0].mailbox + sites[1].mailbox) / 4.0
-        before = outer.init(outer_state(hasher)._fragments[0], numbers(99))
-        result = Result(value=mean, members=("a", "b"), weight_sum=4.0)
-        expected = outer.absorb(outer.plan(4)[0], result, before).state.shared["anchor"]
-        assert torch.allclose(sites[0].state.live.anchors[0], expected, rtol=1e-6, atol=1e-6)
+        before = outer.init(outer_state(hasher).fragments[0], numbers(99))
+        result = Result(value=mean, members=("a", "b"), weight_sum=4.0, weights=(3.0, 1.0))
+        expected = outer.step(outer.plan(4)[0], result, before)[ANCHOR]
+        assert torch.allclose(sites[0].state.live.tensors[ANCHOR], expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("codec", ["raw", "bf16", "int8", "e3m0"])
@@ -93,7 +95,7 @@ async def test_a_learner_replays_the_recorded_rounds_to_the_same_bits(hasher: Ha
             assert entries[0] is not None
             assert entries == [entries[0]] * 3
             assert await learner.replay(entries[0]) == held
-        assert torch.equal(learner.live.anchors[0], sites[1].state.live.anchors[0])
+        assert torch.equal(learner.live.tensors[ANCHOR], sites[1].state.live.tensors[ANCHOR])
 
 
 @pytest.mark.parametrize(("num_missed", "most"), [(1, 1 / 30), (4, 1 / 7.5), (6, 1 / 5), (8, 1 / 3.75)])
@@ -119,6 +121,8 @@ async def test_the_same_payload_runs_again_in_the_next_view_after_a_member_was_l
         payloads = [site.mailbox.clone() for site in sites]
         view = view_of(sites)
         first, second, third = sites
+        for site in sites:
+            site.offer()
         runs = [asyncio.ensure_future(site.runner.exchange(view, key(0), 1.0)) for site in (first, second)]
         await asyncio.sleep(0)
         await third.communicator.close()
@@ -131,7 +135,7 @@ async def test_the_same_payload_runs_again_in_the_next_view_after_a_member_was_l
                 await run
         assert all(torch.equal(site.mailbox, payload) for site, payload in zip(sites, payloads, strict=True))
         await commit([first, second], 0, epoch=2)
-        assert torch.equal(first.state.live.anchors[0], second.state.live.anchors[0])
+        assert torch.equal(first.state.live.tensors[ANCHOR], second.state.live.tensors[ANCHOR])
         assert all(torch.equal(site.mailbox, payload) for site, payload in zip(sites, payloads, strict=True))
         assert third.state.held() == Held(OuterStep(0), third.state.live.manifest.digest)
 
@@ -154,14 +158,16 @@ async def test_an_exchange_that_is_cancelled_twice_while_it_stages_is_over_when_
     has_begun, may_end = asyncio.Event(), threading.Event()
 
     class Slow(DiLoCo):
-        def absorb(self, *args, **kwargs):
+        def step(self, *args, **kwargs):
             loop.call_soon_threadsafe(has_begun.set)
             may_end.wait(30.0)
-            return DiLoCo.absorb(self, *args, **kwargs)
+            return DiLoCo.step(self, *args, **kwargs)
 
     outers = [Slow(inner_steps=4), DiLoCo(inner_steps=4)]
     async with sites_of_a_new_run(2, hasher, outers=outers) as sites:
         view = view_of(sites)
+        for site in sites:
+            site.offer()
         slow, quick = (asyncio.ensure_future(site.runner.exchange(view, key(0), 1.0)) for site in sites)
         digest = (await quick).digest
         await has_begun.wait()

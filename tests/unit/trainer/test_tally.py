@@ -6,36 +6,51 @@ import pytest
 from isthmus.trainer.tally import Done, Tally
 
 
-def test_work_since_the_emission_belongs_to_the_next_round() -> None:
+def test_work_since_the_emission_belongs_to_the_next_step() -> None:
     tally = Tally()
     tally.stepped(2.0, 10)
     tally.stepped(4.0, 10)
     tally.took(1.5)
-    first = tally.hand_in(0)
+    first = tally.emit([0])
     tally.stepped(9.0, 7)
+    assert tally.work_in(first) == first.shares[0] == Done(inner_steps=2, num_tokens=20, loss=6.0, train_s=1.5)
+    assert tally.work_in(first).mean_loss == pytest.approx(3.0)
     tally.settle(first)
-    assert first.work == first.share == Done(inner_steps=2, num_tokens=20, loss=6.0, train_s=1.5)
-    assert first.work.mean_loss == pytest.approx(3.0)
     assert tally.unsettled == Done(inner_steps=1, num_tokens=7, loss=9.0)
 
 
-def test_a_fragments_share_is_what_was_done_since_its_own_last_commit() -> None:
+def test_a_fragments_share_is_what_was_done_since_its_own_last_payload() -> None:
     tally = Tally()
-    for fragment in (0, 1, 0):
+    for place in (0, 1, 0):
         tally.stepped(1.0, 5)
-        handed_in = tally.hand_in(fragment)
-        tally.settle(handed_in)
-    assert (handed_in.work.num_tokens, handed_in.share.num_tokens) == (5, 10)
+        emission = tally.emit([place])
+        work = tally.work_in(emission)
+        tally.settle(emission)
+    assert (work.num_tokens, emission.shares[0].num_tokens) == (5, 10)
 
 
-def test_what_was_handed_in_in_vain_is_handed_in_again() -> None:
+def test_steps_that_are_out_at_once_hold_each_their_own_work() -> None:
+    tally = Tally()
+    emissions = []
+    for _ in range(3):
+        tally.stepped(1.0, 5)
+        emissions.append(tally.emit([0]))
+    assert [emission.shares[0].num_tokens for emission in emissions] == [5, 5, 5]
+    for emission in emissions:
+        assert tally.work_in(emission).num_tokens == 5
+        tally.settle(emission)
+
+
+def test_work_of_a_step_that_was_missed_goes_with_the_next_of_each_of_its_fragments() -> None:
     tally = Tally()
     tally.stepped(1.0, 5)
-    tally.hand_in(0)
+    tally.missed(tally.emit([0, 2]))
     tally.stepped(1.0, 5)
-    other = tally.hand_in(1)
+    other = tally.emit([1])
+    assert tally.work_in(other).num_tokens == 10
     tally.settle(other)
-    again = tally.hand_in(0)
-    assert other.work.num_tokens == 10
-    assert (again.work.num_tokens, again.share.num_tokens) == (0, 10)
-    assert again.work.mean_loss is None
+    again = tally.emit([0])
+    assert (tally.work_in(again).num_tokens, again.shares[0].num_tokens) == (0, 10)
+    assert tally.work_in(again).mean_loss is None
+    tally.stepped(1.0, 5)
+    assert [share.num_tokens for share in tally.emit([0, 2]).shares] == [5, 15]

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The n-th plan that is not empty makes outer step n."""
+
+import pytest
+
+from isthmus.optim.diloco import DiLoCo
+from isthmus.optim.fragments import FragmentKey
+from isthmus.optim.outer import Op, Round
+from isthmus.optim.outer_plan import OuterPlan
+
+
+@pytest.mark.parametrize("inner_steps", [1, 4, 500])
+def test_every_step_of_diloco_follows_h_inner_steps(inner_steps: int) -> None:
+    plan = OuterPlan(DiLoCo(inner_steps=inner_steps))
+    assert [plan.inner_step(step) for step in range(4)] == [0, inner_steps, 2 * inner_steps, 3 * inner_steps]
+    assert plan.rounds(3)[0].inner_step == plan.due_step(3) == 3 * inner_steps
+
+
+def test_the_order_of_the_questions_makes_no_difference() -> None:
+    forwards, backwards = OuterPlan(DiLoCo(inner_steps=3)), OuterPlan(DiLoCo(inner_steps=3))
+    expected = [forwards.rounds(step) for step in range(1, 10)]
+    assert [backwards.rounds(step) for step in reversed(range(1, 10))] == expected[::-1]
+
+
+def planning(*keys: int, delays: tuple[int, ...] = (2, 2)) -> OuterPlan:
+    class Streams(DiLoCo):
+        def plan(self, inner_step: int, /) -> tuple[Round, ...]:
+            if inner_step % 5:
+                return ()
+            return tuple(
+                Round(fragment=FragmentKey(kind="param", index=index), op=Op.MEAN, inner_step=inner_step, delay=delay)
+                for index, delay in zip(keys, delays, strict=True)
+            )
+
+    return OuterPlan(Streams())
+
+
+def test_rounds_of_one_inner_step_make_one_outer_step_that_is_due_later() -> None:
+    plan = planning(0, 1)
+    assert [[round_.fragment.index for round_ in plan.rounds(step)] for step in (1, 2)] == [[0, 1], [0, 1]]
+    assert [(plan.inner_step(step), plan.due_step(step)) for step in (1, 2)] == [(0, 2), (5, 7)]
+
+
+def test_rounds_of_one_step_that_are_not_due_together_or_of_one_fragment_are_refused() -> None:
+    with pytest.raises(ValueError, match="several delays"):
+        planning(0, 1, delays=(2, 3)).rounds(1)
+    with pytest.raises(ValueError, match="different fragments"):
+        planning(1, 1).rounds(1)
+
+
+def test_a_method_without_rounds_is_told_so() -> None:
+    class Alone(DiLoCo):
+        def plan(self, _inner_step: int, /) -> tuple[Round, ...]:
+            return ()
+
+    with pytest.raises(ValueError, match="plans no round"):
+        OuterPlan(Alone()).rounds(1)
