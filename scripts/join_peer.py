@@ -54,10 +54,12 @@ from isthmus.elastic.observation import (
 )
 from isthmus.optim.diloco import DiLoCo
 from isthmus.optim.fragments import FragmentTable
+from isthmus.optim.outer import Emitted
+from isthmus.optim.outer_plan import OuterPlan
 from isthmus.optim.streaming import Streaming
 from isthmus.trainer.outer_state import OuterState
+from isthmus.trainer.round_exchange import Payload
 from isthmus.trainer.round_runner import MemoryKeeper, RoundRunner
-from isthmus.trainer.round_schedule import RoundSchedule
 
 RUN_ID = "bench-join"
 TERMS = b"j" * 32
@@ -115,24 +117,22 @@ class Peer:
         outer = DiLoCo(inner_steps=1)
         if fragments > 1:
             outer = Streaming(inner_steps=fragments, num_fragments=fragments, delay=0, keep=0.0)
-        self._schedule = schedule = RoundSchedule(outer)
+        self._plan = plan = OuterPlan(outer)
         table = FragmentTable.from_named_shapes(
             [(f"layer{index}", (numel // fragments,)) for index in range(fragments)]
         )
         self._hasher = Hasher(num_threads=2)
-        self._state = OuterState(outer, outer.fragments(table), schedule, self._hasher)
+        self._state = OuterState(outer, outer.fragments(table), plan, self._hasher)
         self._log = CommitLog(8 * numel)
         self._communicator = Communicator(
             me=self._me, hello=self._bulk_hello, options=BulkOptions(), chunk_nbytes=1 << 20
         )
         self._donor = Donor(self._state, self._log, exchanged=self._communicator.progress)
-        payload = torch.randn(numel, generator=torch.Generator().manual_seed(number)).mul_(1e-3)
+        self._payload = torch.randn(numel, generator=torch.Generator().manual_seed(number)).mul_(1e-3)
         self._runner = RoundRunner(
             communicator=self._communicator,
             state=self._state,
             keeper=MemoryKeeper(self._log),
-            schedule=schedule,
-            payload=payload,
             codec=codec,
             initial_parameters=lambda: torch.randn(numel, generator=torch.Generator().manual_seed(99)).mul_(0.02),
             on_exchanged=lambda _key, _stats: None,
@@ -205,8 +205,11 @@ class Peer:
         held = self._state.held()
         assert held is not None, "active members hold a state"
         handed_in, weight = time.monotonic(), 100.0 + self._number
-        fragment = self._schedule.round_after(held.outer_step).fragment.index
-        ready = RoundReady(outer_step=held.outer_step, fragment=fragment, weight=weight, num_tokens=1, consumed=())
+        (round_,) = self._state.next_rounds()
+        place = self._state.places[round_.fragment]
+        payload = self._payload[: self._state.fragments[place].numel]
+        self._runner.offer([Payload(round_=round_, emitted=Emitted(payload=payload))])
+        ready = RoundReady(outer_step=held.outer_step, fragment=place, weight=weight, num_tokens=1, consumed=())
         committed = await membership.commit_round(ready)
         entry = self._log.get(committed.held.outer_step)
         assert entry is not None, "the newest commit is always kept"
@@ -214,7 +217,7 @@ class Peer:
             "committed",
             outer_step=committed.held.outer_step,
             handed_in=handed_in,
-            weights=dict(entry.weights),
+            weights=dict(entry.rounds[0].weights),
             digest=committed.held.digest.hex(),
         )
 

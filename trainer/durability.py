@@ -102,6 +102,7 @@ class Durability:
         """The state that the disk leads to, once all that is queued is written; None: to none that is of use."""
         self._results_nbytes = 0  # since the newest checkpoint
         self._unsaved: CheckpointMeta | None = None
+        self._saving: Held | None = None
         self._newest: Certificate | None = None
         self._unneeded_before = 0
         self._has_failed = False
@@ -194,6 +195,10 @@ class Durability:
         if is_due or is_broken or is_long:
             self._save()
 
+    def is_saving(self, held: Held) -> bool:
+        """Whether the newest checkpoint that was begun, or offered, is of this state."""
+        return self._saving == held
+
     def certified(self, certificate: Certificate) -> None:
         """This is the newest commit that this peer has heard of."""
         self._newest = certificate
@@ -280,6 +285,7 @@ class Durability:
             return
         if self._checkpoints.offer(meta, self._state.live):
             self._unsaved = None
+            self._saving = Held(OuterStep(meta.outer_step), meta.digest)
             self._results_nbytes = 0
             self._end = Held(OuterStep(meta.outer_step), meta.digest)
 

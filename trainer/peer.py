@@ -15,7 +15,7 @@ from pathlib import Path
 
 from isthmus.collective import Communicator
 from isthmus.collective.callbacks import Callbacks
-from isthmus.collective.core.types import Member, PeerRef, RoundKey
+from isthmus.collective.core.types import Member, OuterStep, PeerRef, RoundKey
 from isthmus.collective.errors import CollectiveError, PeerUnreachable
 from isthmus.collective.transport import Channel, Hello, Purpose, Security, connect
 from isthmus.elastic.commit_log import CommitLog
@@ -49,6 +49,8 @@ from isthmus.trainer.errors import ExitCode, WorkerCrashed
 from isthmus.trainer.model import initial_parameters
 from isthmus.trainer.moments import Moments
 from isthmus.trainer.outer_state import OuterState
+from isthmus.trainer.private_files import FOLDER_NAME as PRIVATE_FOLDER_NAME
+from isthmus.trainer.private_files import PrivateFiles
 from isthmus.trainer.round_runner import RoundRunner
 from isthmus.trainer.sample_feed import SampleFeed
 from isthmus.trainer.shared_buffer import SharedBuffer
@@ -169,6 +171,9 @@ class Peer:
             on_saved=chronicle.checkpoint_saved,
             on_failed=chronicle.checkpoint_failed,
         )
+        self._private_files = PrivateFiles(
+            plan.run_dir / PRIVATE_FOLDER_NAME, plan.terms.run_id, keep=config.checkpoint.keep
+        )
         self._runner = RoundRunner(
             communicator=self.communicator,
             state=self._state,
@@ -288,21 +293,39 @@ class Peer:
         feed = SampleFeed(membership, stock=samples_in_stock(plan.config))
         self._membership, self._feed, self._pool = membership, feed, pool
         training = self._training(membership, feed, pool)
+        self._remember()
         if self._leaving is not None:
             membership.leave(now=self._leaving)
         async with asyncio.TaskGroup() as tasks:
             trained = tasks.create_task(training.run())
-            helping = (feed.run(), self._durability.run(), self._keeper.run(), pool.failed(), self.callbacks.run())
+            helping = (
+                feed.run(),
+                self._durability.run(),
+                self._private_files.run(),
+                self._keeper.run(),
+                pool.failed(),
+                self.callbacks.run(),
+            )
             helpers = [tasks.create_task(task) for task in helping]
             self._finish = finish = await membership.run()
             # We have said goodbye; the last state is still to be judged (if the run is complete) and kept.
             is_complete = finish.code == ExitCode.DONE
             await asyncio.wait([trained], timeout=_LAST_ROUND_TIMEOUT_S if is_complete else _LAST_STEP_TIMEOUT_S)
             await self._durability.finish()
+            if self._values.has_base:
+                await self._keep_private(self._values.base.held, is_last=True)
             for task in (trained, *helpers):
                 task.cancel()
         await self._keeper.drain()
         return finish
+
+    def _remember(self) -> None:
+        """Go on with this peer's own state, if its disk has the one that goes with the shared one that it holds."""
+        held = self._state.held()
+        private = None if held is None else self._private_files.load(held)
+        if held is not None and private is not None:
+            log.info("private_state_remembered outer_step=%d", held.outer_step)
+            self._values.remember(held, private)
 
     def _training(self, membership: Membership, feed: SampleFeed, pool: WorkerPool) -> TrainingLoop:
         self._values = WorkerValues(
@@ -413,7 +436,17 @@ class Peer:
         self._chronicle.trained(report)
         self._durability.reported(report.outer_step, report.digest, report.position)
 
+    async def _keep_private(self, held: Held, *, is_last: bool = False) -> None:
+        """Write this peer's own state beside a checkpoint of the shared one that it goes with."""
+        if is_last:
+            await self._private_files.drain()
+        if self._durability.is_saving(held):
+            await self._private_files.offer(held, self._values.private)
+        if is_last:
+            await self._private_files.drain()
+
     async def _on_landed(self, report: RoundReport) -> None:
+        await self._keep_private(Held(OuterStep(report.outer_step), report.digest))
         config = self._plan.config
         is_due = config.eval.every and (report.final or report.outer_step % config.eval.every == 0)
         if is_due and report.view.rank_of(self._plan.me.peer_id) == 0:

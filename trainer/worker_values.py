@@ -99,6 +99,11 @@ class WorkerValues:
         return self._base
 
     @property
+    def has_base(self) -> bool:
+        """Whether the workers were loaded."""
+        return self._base is not None
+
+    @property
     def private(self) -> Mapping[int, Tensors]:
         """This peer's own state, by place of the fragment. Its tensors are written over by later landings."""
         return self._private
