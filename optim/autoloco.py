@@ -31,20 +31,18 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from isthmus.optim.diloco import DiLoCo, step_anchor
-from isthmus.optim.outer import ANCHOR, Absorbed, State
-from isthmus.optim.qsr import QSR
+from isthmus.optim.qsr import MAX_STEPS, QSR
 from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from isthmus.optim.fragments import Fragment
-    from isthmus.optim.outer import Result, Round
+    from isthmus.optim.outer import Result, Round, Tensors
 
 COMMITTED_AT: Final = "committed_at"
-"""Name, in `State.shared`, of the inner step of the last committed round, [1]: exact in fp32 up to 2^24."""
+"""Name, in shared state, of the inner step of the last committed round, [1]: exact in fp32 up to 2^24, `MAX_STEPS`."""
 
-_MAX_STEPS: Final = 1 << 24
 _KEPT_BITS: Final = 12
 
 
@@ -57,8 +55,8 @@ class AutoLoCo(QSR):
         ValueError: if a setting is out of its range.
     """
 
-    lr: float = 0.7
-    """Outer learning rate, > 0 and constant. DiLoCo's."""
+    lr: float | None = None
+    """Outer learning rate, > 0 and constant. None: DiLoCo's."""
     momentum: float = 0.9
     """Outer Nesterov momentum over a base round, mu, in [0, 1). DiLoCo's."""
     inner_steps: int = 500
@@ -66,30 +64,30 @@ class AutoLoCo(QSR):
 
     def __post_init__(self) -> None:
         QSR.__post_init__(self)
-        if self.total_steps > _MAX_STEPS:
-            raise ValueError(f"total_steps must be at most {_MAX_STEPS}, got {self.total_steps}")
+        if self.total_steps is not None and self.total_steps > MAX_STEPS:
+            raise ValueError(f"total_steps must be at most {MAX_STEPS}, got {self.total_steps}")
 
-    def init(self, fragment: Fragment, value: Tensor, /) -> State:
+    def init(self, fragment: Fragment, value: Tensor, /) -> Tensors:
         """DiLoCo's, and step 0."""
-        return State(shared={**DiLoCo.init(self, fragment, value).shared, COMMITTED_AT: torch.zeros(1)})
+        return {**DiLoCo.init(self, fragment, value), COMMITTED_AT: torch.zeros(1)}
 
-    def absorb(self, round_: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
-        """One Nesterov step that knows how long the round was; the workers go to the new anchor.
+    def step(self, round_: Round, result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
+        """One Nesterov step that knows how long the round was. The workers go to the new anchor.
 
         Raises:
-            ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
+            ValueError: if `out` shares memory with `shared`, or a tensor has the wrong size.
         """
-        start = int(state.shared[COMMITTED_AT].item())
+        start = int(shared[COMMITTED_AT].item())
         length, reach = self.measures(start, round_.inner_step)
         stepped = step_anchor(
-            state,
+            shared,
             result.value if reach == 1.0 else result.value / reach,
             lr=self.lr_of(result) * reach,
             momentum=self.momentum if length == 1.0 else _rounded(self.momentum**length),
             out=out,
         )
-        stepped.shared[COMMITTED_AT].fill_(round_.inner_step)
-        return Absorbed(state=stepped, target=stepped.shared[ANCHOR], keep=0.0)
+        stepped[COMMITTED_AT].fill_(round_.inner_step)
+        return stepped
 
     def measures(self, start: int, stop: int) -> tuple[float, float]:
         """(p, g) of the inner steps from `start` to `stop`; g is positive and has few bits, equal on every machine."""

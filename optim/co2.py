@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from isthmus.optim.delayed import CARRIED, Delayed
+from isthmus.optim.delayed import Delayed
 from isthmus.optim.diloco import MOMENTUM
 from isthmus.optim.flat import require_flat
-from isthmus.optim.outer import ANCHOR, Absorbed, Round, State
+from isthmus.optim.outer import ANCHOR, successor
 from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
-    from isthmus.optim.outer import Result
+    from isthmus.optim.outer import Result, Round, Tensors
 
 
 @register("co2")
@@ -50,8 +50,8 @@ class CO2(Delayed):
         ValueError: if a setting is out of its range.
     """
 
-    lr: float = 1.0
-    """Outer learning rate, > 0 and constant."""
+    lr: float | None = 1.0
+    """Outer learning rate, > 0 and constant. None: DiLoCo's."""
     momentum: float = 0.5
     """Outer momentum, in [0, 1). The released example has 0.2."""
     inner_steps: int = 48
@@ -68,21 +68,19 @@ class CO2(Delayed):
         if not self.clip > 0.0:
             raise ValueError(f"clip must be positive, got {self.clip}")
 
-    def absorb(self, _round: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
-        """One heavy-ball step; the workers begin the next block at the new anchor.
+    def step(self, _round: Round, result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
+        """One heavy-ball step. The workers begin the next block at the new anchor.
 
         Raises:
-            ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
+            ValueError: if `out` shares memory with `shared`, or a tensor has the wrong size.
         """
-        out = state.successor(out)
-        require_flat(result.value, state.shared[ANCHOR].numel(), "the mean")
-        anchor, momentum = out.shared[ANCHOR], out.shared[MOMENTUM]
+        out = successor(shared, out)
+        require_flat(result.value, shared[ANCHOR].numel(), "the mean")
         # Separately rounded operations, the same bits everywhere. First, as `out` may be the memory of the mean.
         step = torch.div(result.value, self.penalty)
-        torch.mul(state.shared[MOMENTUM], self.momentum, out=momentum)
+        momentum = torch.mul(shared[MOMENTUM], self.momentum, out=out[MOMENTUM])
         torch.add(momentum, step, out=momentum)
         torch.clamp(momentum, min=-self.clip, max=self.clip, out=momentum)
-        torch.mul(momentum, self.lr, out=step)
-        torch.sub(state.shared[ANCHOR], step, out=anchor)
-        out.private[CARRIED].zero_()  # the payload that is in flight by now took it along
-        return Absorbed(state=out, target=self.start(out), keep=0.0)
+        torch.mul(momentum, self.lr_of(result), out=step)
+        torch.sub(shared[ANCHOR], step, out=out[ANCHOR])
+        return out

@@ -9,12 +9,12 @@ fragment last merged, quantity times quality:
     anchor <- Nesterov(anchor, RDA);   local <- anchor
 
 So a MEAN of unit vectors, and one exact number a member, ‖v‖, are enough. Fragments of embeddings are merged by the
-plain mean. Every inner step emits a fragment, each of them once in H, and it is absorbed τ steps later.
+plain mean. Every inner step emits a fragment, each of them once in H, and it is merged τ steps later.
 
 Shared state: anchor, momentum, and by which rule the fragment is merged. Private state: none.
 
-w is the *whole* weight: the run must weigh all members alike (weight 1 each), not by samples once more. Whose payload
-has not come, or is late, weighs nothing: quorum and grace are the collective's.
+w is the *whole* weight, so rounds weigh their members alike and not by samples once more. Whose payload has not come,
+or is late, weighs nothing: quorum and grace are the collective's.
 
 Departures: the paper's radial factor, as printed, is a vector; this is the reading that type-checks. Public
 re-implementations take a unit vector of each tensor, here of each fragment; where the unit vectors cancel they fall
@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from isthmus.optim.diloco import DiLoCo, lr_by_members, step_anchor
+from isthmus.optim.diloco import DiLoCo, step_anchor
 from isthmus.optim.fragments import FragmentKey
-from isthmus.optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.outer import PARAM, Emitted, Op, Round, Weigh
 from isthmus.optim.registry import register
 from isthmus.optim.stable import norm
 
@@ -45,16 +45,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from isthmus.optim.fragments import Fragment, FragmentTable, ParameterSpec
-    from isthmus.optim.outer import Result, Work
+    from isthmus.optim.outer import Result, Tensors, Work
+    from isthmus.optim.run_facts import RunFacts
 
 PLAIN_MEAN: Final = "plain_mean"
-"""Name, in `State.shared`, of the fragment's rule, [1]: 1 if it is merged by the plain mean, 0 by RDA."""
+"""Name, in shared state, of the fragment's rule, [1]: 1 if it is merged by the plain mean, 0 by RDA."""
 
 _SAMPLES: Final = 2.0**20
 """Unit of samples in a weight: squares of tokens by themselves come near to the largest weight that can be sent."""
 
 
-@register("decoupled", by_peers=lr_by_members)
+@register("decoupled")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoupledDiLoCo(DiLoCo):
     """Settings of Decoupled DiLoCo.
@@ -71,7 +72,7 @@ class DecoupledDiLoCo(DiLoCo):
     num_fragments: int = 24
     """P, >= 1, and at most as many as the model has tensors (see `fitted`). With P = H every inner step emits one."""
     delay: int = 2
-    """τ, inner steps until a merge is absorbed, in [0, H). What a worker does meanwhile to the fragment is lost."""
+    """τ, inner steps until a merge is done, in [0, H). What a worker does meanwhile to the fragment is lost."""
     embeddings: str = r"embed|wte|wpe|lm_head|^head\."
     """Regular expression; the tensors in whose names it is found are merged by the plain mean. "": none."""
 
@@ -86,7 +87,7 @@ class DecoupledDiLoCo(DiLoCo):
         except re.error as error:
             raise ValueError(f"embeddings is not a regular expression: {error}") from error
 
-    def fitted(self, table: FragmentTable, /) -> DecoupledDiLoCo:
+    def fitted(self, table: FragmentTable, _run: RunFacts | None = None, /) -> DecoupledDiLoCo:
         """The same settings with no more fragments than the model has tensors."""
         return dataclasses.replace(self, num_fragments=min(self.num_fragments, len(table.specs)))
 
@@ -99,11 +100,10 @@ class DecoupledDiLoCo(DiLoCo):
         groups = balanced_groups(table, self.num_fragments, self._is_embedding)
         return tuple(table.fragment(index, names) for index, names in enumerate(groups))
 
-    def init(self, fragment: Fragment, value: Tensor, /) -> State:
+    def init(self, fragment: Fragment, value: Tensor, /) -> Tensors:
         """As DiLoCo; and the rule by which the fragment is merged, which no round can see."""
-        state = DiLoCo.init(self, fragment, value)
         rule = torch.tensor([float(self._is_embedding(fragment.specs[0]))])
-        return State(shared={**state.shared, PLAIN_MEAN: rule})
+        return {**DiLoCo.init(self, fragment, value), PLAIN_MEAN: rule}
 
     def plan(self, inner_step: int, /) -> tuple[Round, ...]:
         """The fragments whose turn it is: p at step p * H // P of every H, none at step 0."""
@@ -115,37 +115,40 @@ class DecoupledDiLoCo(DiLoCo):
                 inner_step=inner_step,
                 delay=self.delay,
                 num_notes=1,
+                weigh=Weigh.ALIKE,
             )
             for index in range(self.num_fragments)
             if inner_step > 0 and index * self.inner_steps // self.num_fragments == turn
         )
 
-    def emit(self, round_: Round, value: Tensor, state: State, work: Work, /, *, out: Tensor) -> Emitted:
+    def emit(
+        self, round_: Round, value: Tensor, shared: Tensors, private: Tensors, work: Work, /, *, out: Tensor
+    ) -> Emitted:
         """The direction of anchor - value, and its length as a note; embeddings: the difference itself."""
-        difference = DiLoCo.emit(self, round_, value, state, work, out=out).payload
+        difference = DiLoCo.emit(self, round_, value, shared, private, work, out=out).payload
         length = norm(difference)
-        if length > 0.0 and not _is_plain(state):
+        if length > 0.0 and not _is_plain(shared):
             difference.div_(length)
         weight = (work.samples / _SAMPLES) ** 2 / work.inner_steps if work.inner_steps > 0 else 0.0
         return Emitted(payload=difference, weight=weight, notes=(length,))
 
-    def absorb(self, _round: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
-        """Give the mean direction the mean length, then one Nesterov step; the workers go to the new anchor.
+    def step(self, _round: Round, result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
+        """Give the mean direction the mean length, then one Nesterov step. The workers go to the new anchor.
 
         Raises:
-            ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
+            ValueError: if `out` shares memory with `shared`, or a tensor has the wrong size.
         """
-        merged = result.value if _is_plain(state) else radial_directional(result)
-        stepped = step_anchor(state, merged, lr=self.lr_of(result), momentum=self.momentum, out=out)
-        stepped.shared[PLAIN_MEAN].copy_(state.shared[PLAIN_MEAN])
-        return Absorbed(state=stepped, target=stepped.shared[ANCHOR], keep=0.0)
+        merged = result.value if _is_plain(shared) else radial_directional(result)
+        stepped = step_anchor(shared, merged, lr=self.lr_of(result), momentum=self.momentum, out=out)
+        stepped[PLAIN_MEAN].copy_(shared[PLAIN_MEAN])
+        return stepped
 
     def _is_embedding(self, spec: ParameterSpec) -> bool:
         return bool(self.embeddings) and re.search(self.embeddings, spec.name) is not None
 
 
-def _is_plain(state: State) -> bool:
-    return state.shared[PLAIN_MEAN].item() > 0.0
+def _is_plain(shared: Tensors) -> bool:
+    return shared[PLAIN_MEAN].item() > 0.0
 
 
 def radial_directional(result: Result) -> Tensor:

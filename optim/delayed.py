@@ -18,7 +18,7 @@ Shared state: anchor and momentum. Private state: what is carried, zeros but aft
 Source: PCCL's asynchronous DiLoCo, and arXiv:2502.12996, algorithm 2. Untuned it is much worse than DiLoCo: at 500M and
 H = 30 a loss of 3.01 instead of 2.67, and 2.73 with a lower learning rate.
 
-On purpose unlike public code: a joiner needs no second copy of the state when the round in flight lands. It absorbs it
+On purpose unlike public code: a joiner needs no second copy of the state when the round in flight lands. It settles it
 like everybody, without a contribution.
 """
 
@@ -29,20 +29,20 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from isthmus.optim.diloco import DiLoCo, anchor_and_momentum, step_anchor
+from isthmus.optim.diloco import DiLoCo
 from isthmus.optim.flat import require_flat
 from isthmus.optim.fragments import FragmentKey
-from isthmus.optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.outer import ANCHOR, PARAM, Emitted, Op, Round, Settled, successor
 from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from isthmus.optim.fragments import Fragment
-    from isthmus.optim.outer import Contribution, Result, Work
+    from isthmus.optim.outer import Outcome, Tensors, Work
 
 CARRIED: Final = "carried"
-"""Name, in `State.private`, of the work of an aborted round, which the next payload takes along."""
+"""Name, in private state, of the work of an aborted round, which the next payload takes along."""
 
 _WHOLE: Final = FragmentKey(kind=PARAM, index=0)
 
@@ -56,8 +56,8 @@ class Delayed(DiLoCo):
         ValueError: if a setting is out of its range.
     """
 
-    lr: float = 0.4
-    """Outer learning rate, > 0 and constant. Lower than what is best without delay."""
+    lr: float | None = 0.4
+    """Outer learning rate, > 0 and constant. Lower than what is best without delay, which None takes (see DiLoCo)."""
     momentum: float = 0.9
     """Outer Nesterov momentum, in [0, 1)."""
     inner_steps: int = 30
@@ -65,10 +65,9 @@ class Delayed(DiLoCo):
     overlap: bool = True
     """Whether the workers go on during an exchange. False: they wait, which is DiLoCo."""
 
-    def init(self, fragment: Fragment, value: Tensor, /) -> State:
-        """Anchor: a copy of the value. Momentum: zeros. Nothing is carried."""
-        require_flat(value, fragment.numel, "the initial value")
-        return State(shared=anchor_and_momentum(value), private={CARRIED: torch.zeros_like(value)})
+    def init_private(self, _fragment: Fragment, _shared: Tensors, value: Tensor, /) -> Tensors:
+        """Nothing is carried."""
+        return {CARRIED: torch.zeros_like(value)}
 
     def plan(self, inner_step: int, /) -> tuple[Round, ...]:
         """A mean after every H-th inner step, due H later; the first, of zeros, before all training."""
@@ -77,43 +76,36 @@ class Delayed(DiLoCo):
         delay = self.inner_steps if self.overlap else 0
         return (Round(fragment=_WHOLE, op=Op.MEAN, inner_step=inner_step, delay=delay),)
 
-    def emit(self, _round: Round, value: Tensor, state: State, _work: Work, /, *, out: Tensor) -> Emitted:
+    def emit(
+        self, _round: Round, value: Tensor, shared: Tensors, private: Tensors, _work: Work, /, *, out: Tensor
+    ) -> Emitted:
         """How far the worker went in this block, and what is carried."""
-        start = self.start(state)
+        start = self.start(shared, private)
         require_flat(value, start.numel(), "the local value")
         require_flat(out, start.numel(), "the payload buffer")
-        return Emitted(payload=torch.sub(start, value, out=out).add_(state.private[CARRIED]))
+        return Emitted(payload=torch.sub(start, value, out=out).add_(private[CARRIED]))
 
-    def absorb(self, _round: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
-        """One Nesterov step with the mean of the block before; the workers begin the next one at the new anchor.
-
-        Raises:
-            ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
-        """
-        out = state.successor(out)
-        step_anchor(state, result.value, lr=self.lr_of(result), momentum=self.momentum, out=out)
-        out.private[CARRIED].zero_()  # the payload that is in flight by now took it along
-        return Absorbed(state=out, target=self.start(out), keep=0.0)
-
-    def dropped(
-        self, round_: Round, contribution: Contribution | None, state: State, /, *, out: State | None = None
-    ) -> Absorbed:
-        """Carry the payload into the next emit, and send the workers back nevertheless.
+    def settle(self, outcome: Outcome, /, *, out: Tensors | None = None) -> Settled:
+        """The workers begin the next block where it starts, and take along what was not counted.
 
         What was carried until now is in the payload that is in flight.
-        """
-        if not round_.delay:
-            return Absorbed.unchanged(state)
-        out = state.successor(out)
-        for new, old in ((out.shared, state.shared), (out.private, state.private)):
-            for name, tensor in old.items():
-                new[name].copy_(tensor)
-        if contribution is None:
-            out.private[CARRIED].zero_()
-        else:
-            out.private[CARRIED].copy_(contribution.payload)
-        return Absorbed(state=out, target=self.start(out), keep=0.0)
 
-    def start(self, state: State) -> Tensor:
+        Raises:
+            ValueError: if `out` shares memory with the private state.
+        """
+        if outcome.result is None and not outcome.round_.delay:
+            return Settled.followed(outcome.private)
+        private = self.next_private(outcome, successor(outcome.private, out))
+        return Settled.replaced(private, self.start(outcome.after, private))
+
+    def next_private(self, outcome: Outcome, out: Tensors) -> Tensors:
+        """The private state after a round, in `out`, which is returned."""
+        if outcome.result is None and outcome.contribution is not None:
+            out[CARRIED].copy_(outcome.contribution.payload)
+        else:
+            out[CARRIED].zero_()
+        return out
+
+    def start(self, shared: Tensors, _private: Tensors) -> Tensor:
         """Where this worker begins a block, [numel], read-only."""
-        return state.shared[ANCHOR]
+        return shared[ANCHOR]

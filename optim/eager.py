@@ -19,9 +19,11 @@ The sum is the paper's but for rounding. The form gives what the paper's does no
       from the rest for ever.
     * Instead of 1 / M there is the worker's share of the round's weights. When members come, go or weigh otherwise,
       exactly what was applied early is taken back: the difference of two payloads at the new share would leave a rest.
+    * Likewise the learning rate, where it goes by the members of a round (`lr = None`): ahead then holds its term times
+      the rate that it was applied with, so 1 stands for lr above, and exactly that is taken back.
     * Rounding does not add up: the workers' anchors are made anew from the shared one.
 
-An aborted round is carried as in delayed DiLoCo; the worker stays ahead by what it was, and no step is made.
+An aborted round is carried as in delayed DiLoCo; the worker stays ahead by what it was, and makes no step of its own.
 
 Shared state: anchor and momentum. Private state: what is carried; ahead and its momentum.
 
@@ -35,21 +37,20 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from isthmus.optim.delayed import CARRIED, Delayed
-from isthmus.optim.diloco import step_anchor
-from isthmus.optim.outer import ANCHOR, Absorbed, Round, State
+from isthmus.optim.delayed import Delayed
+from isthmus.optim.outer import ANCHOR
 from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from isthmus.optim.fragments import Fragment
-    from isthmus.optim.outer import Result
+    from isthmus.optim.outer import Outcome, Tensors
 
 AHEAD: Final = "ahead"
-"""Name, in `State.private`, of the part of the mean to come that this worker has applied already."""
+"""Name, in private state, of the part of the mean to come that this worker has applied already."""
 AHEAD_MOMENTUM: Final = "ahead_momentum"
-"""Name, in `State.private`, of the momentum of these parts."""
+"""Name, in private state, of the momentum of these parts."""
 
 
 @register("eager")
@@ -57,35 +58,38 @@ AHEAD_MOMENTUM: Final = "ahead_momentum"
 class Eager(Delayed):
     """Settings of eager updates; those of delayed DiLoCo. Without overlap nothing is stale: it is DiLoCo."""
 
-    def init(self, fragment: Fragment, value: Tensor, /) -> State:
-        """Anchor: a copy of the value. All else: zeros."""
-        state = Delayed.init(self, fragment, value)
+    def init_private(self, fragment: Fragment, shared: Tensors, value: Tensor, /) -> Tensors:
+        """Nothing is carried, and the worker is not ahead."""
         ahead = {AHEAD: torch.zeros_like(value), AHEAD_MOMENTUM: torch.zeros_like(value)}
-        return State(shared=state.shared, private={**state.private, **ahead})
+        return {**Delayed.init_private(self, fragment, shared, value), **ahead}
 
-    def absorb(self, _round: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
-        """Step the shared anchor with the stale mean; exchange the worker's own early term for its newest.
+    def next_private(self, outcome: Outcome, out: Tensors) -> Tensors:
+        """Exchange the worker's own early term for its newest; without a result it stays ahead by what it was.
 
         A worker that gave nothing to the round, having just joined, has no share yet and applies nothing early.
-
-        Raises:
-            ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
         """
-        out = state.successor(out)
-        step_anchor(state, result.value, lr=self.lr, momentum=self.momentum, out=out)
-        out.private[CARRIED].zero_()  # the payload that is in flight by now took it along
-        ahead, mine = out.private[AHEAD], result.contribution
+        Delayed.next_private(self, outcome, out)
+        private, result, mine = outcome.private, outcome.result, outcome.contribution
+        ahead, momentum = out[AHEAD], out[AHEAD_MOMENTUM]
+        if result is None:
+            ahead.copy_(private[AHEAD])
+            momentum.copy_(private[AHEAD_MOMENTUM])
+            return out
         if mine is None or mine.newer_payload is None:
             ahead.zero_()
         else:
             # The payload itself, not what others decoded from it: the mean brings their version, and this one goes.
-            torch.mul(mine.newer_payload, mine.weight / result.weight_sum, out=ahead)
-        momentum = torch.mul(state.private[AHEAD_MOMENTUM], self.momentum, out=out.private[AHEAD_MOMENTUM])
-        momentum.add_(ahead).sub_(state.private[AHEAD])
-        return Absorbed(state=out, target=self.start(out), keep=0.0)
+            share = mine.weight / result.weight_sum
+            torch.mul(mine.newer_payload, share * (self.lr_of(result) / self._unit()), out=ahead)
+        torch.mul(private[AHEAD_MOMENTUM], self.momentum, out=momentum).add_(ahead).sub_(private[AHEAD])
+        return out
 
-    def start(self, state: State) -> Tensor:
+    def start(self, shared: Tensors, private: Tensors) -> Tensor:
         """The worker's own anchor, [numel], in memory of its own."""
-        own = torch.mul(state.private[AHEAD_MOMENTUM], -(self.momentum**2)).add_(state.private[AHEAD])
-        own.mul_(self.lr / (1.0 - self.momentum))
-        return torch.sub(state.shared[ANCHOR], own, out=own)
+        own = torch.mul(private[AHEAD_MOMENTUM], -(self.momentum**2)).add_(private[AHEAD])
+        own.mul_(self._unit() / (1.0 - self.momentum))
+        return torch.sub(shared[ANCHOR], own, out=own)
+
+    def _unit(self) -> float:
+        """The learning rate that `ahead` is to be multiplied with: all of it, or 1 where it goes by the round."""
+        return 1.0 if self.lr is None else self.lr

@@ -25,6 +25,7 @@ from isthmus.optim.registry import register
 if TYPE_CHECKING:
     from isthmus.optim.fragments import Fragment, FragmentTable
     from isthmus.optim.outer import Outer
+    from isthmus.optim.run_facts import RunFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +106,7 @@ class EDiT(Guarded):
             settings = {setting.name: getattr(self, setting.name) for setting in dataclasses.fields(cls)}
             object.__setattr__(self, name, cls(**settings))
 
-    def fitted(self, table: FragmentTable, /) -> EDiT:
+    def fitted(self, table: FragmentTable, _run: RunFacts | None = None, /) -> EDiT:
         """The same settings with `num_fragments` known, which `plan` needs: it sees no model."""
         if self.num_fragments is not None:
             return self

@@ -6,10 +6,10 @@ inner step, g = ‖Δ‖ / steps:
 
     weight     w = exp(-(g / typical g - 1) / T), so the mean of the round is EDiT's softmax of -g / T
     anomaly    g > mean + z * deviation of this worker's own past, after a warm-up, or not finite: w = 0
-    clipping   mean Δ <- mean Δ * min(1, max_norm / (‖mean Δ‖ + 1e-6)), before the method absorbs it
+    clipping   mean Δ <- mean Δ * min(1, max_norm / (‖mean Δ‖ + 1e-6)), before the method steps with it
 
 A fragment without an anomaly goes as it would without guards, but for its weight; one that all members call an anomaly
-is dropped, and each goes back to its anchor.
+has no result, and each goes back to the anchor.
 
 Shared state: the typical stride, a running mean of the median over each round's members, whose strides travel as a
 note. Private state: mean and variance of the worker's own strides. Both follow from accepted payloads only.
@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from isthmus.optim.outer import ANCHOR, Absorbed, Emitted, Op, Round, State, fit
+from isthmus.optim.outer import ANCHOR, Emitted, Op, Outer, Round, Settled, successor
 from isthmus.optim.stable import norm
 
 if TYPE_CHECKING:
@@ -50,12 +50,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from isthmus.optim.fragments import Fragment, FragmentTable
-    from isthmus.optim.outer import Contribution, Outer, Result, Work
+    from isthmus.optim.outer import Outcome, Result, Tensors, Work
+    from isthmus.optim.run_facts import RunFacts
 
 TYPICAL: Final = "guard_typical"
-"""Name, in `State.shared`, of [rounds, running mean of their median stride], [2]."""
+"""Name, in shared state, of [rounds, running mean of their median stride], [2]."""
 HISTORY: Final = "guard_history"
-"""Name, in `State.private`, of [accepted rounds, mean, variance of the strides, rejected in a row], [4]."""
+"""Name, in private state, of [accepted rounds, mean, variance of the strides, rejected in a row], [4]."""
 
 _REJECTED: Final = -1.0
 """Note of a payload that its own worker rejected. It has no weight, so no one else reads it."""
@@ -133,7 +134,7 @@ class Guards:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guarded:
+class Guarded(Outer):
     """Another method with guards: the same fragments, rounds and steps, but payloads are judged and means clipped.
 
     It sees to it that the method itself never meets the guards' states and notes.
@@ -143,28 +144,31 @@ class Guarded:
     """Any method whose rounds are means of pseudo-gradients and whose anchor is shared."""
     guards: Guards = field(default_factory=Guards)
 
-    def fitted(self, table: FragmentTable, /) -> Guarded:
+    def fitted(self, table: FragmentTable, run: RunFacts | None = None, /) -> Guarded:
         """The same guards around the method with all settings known."""
-        return dataclasses.replace(self, inner=fit(self.inner, table))
+        return dataclasses.replace(self, inner=self.inner.fitted(table, run))
 
     def fragments(self, table: FragmentTable, /) -> tuple[Fragment, ...]:
         """Those of the method."""
         return self.inner.fragments(table)
 
-    def init(self, fragment: Fragment, value: Tensor, /) -> State:
-        """The method's state and empty statistics.
+    def init(self, fragment: Fragment, value: Tensor, /) -> Tensors:
+        """The method's shared state, and an empty running mean.
 
         Raises:
-            ValueError: if the method has no anchor, or states of our names.
+            ValueError: if the method has no anchor, or guards already.
         """
-        state = self.inner.init(fragment, value)
-        if ANCHOR not in state.shared:
+        shared = self.inner.init(fragment, value)
+        if ANCHOR not in shared:
             raise ValueError("guards send a worker that went astray to the anchor: the method must have one")
-        if TYPICAL in state.shared or HISTORY in state.private:
+        if TYPICAL in shared:
             raise ValueError("the method has guards already")
-        return State(
-            shared={**state.shared, TYPICAL: torch.zeros(2)}, private={**state.private, HISTORY: torch.zeros(4)}
-        )
+        return {**shared, TYPICAL: torch.zeros(2)}
+
+    def init_private(self, fragment: Fragment, shared: Tensors, value: Tensor, /) -> Tensors:
+        """The method's private state, and empty statistics."""
+        private = self.inner.init_private(fragment, _without(TYPICAL, shared), value)
+        return {**private, HISTORY: torch.zeros(4)}
 
     def plan(self, inner_step: int, /) -> tuple[Round, ...]:
         """The method's rounds, with one more note.
@@ -177,89 +181,78 @@ class Guarded:
             raise ValueError("guards weigh payloads: rounds must be means")
         return tuple(dataclasses.replace(round_, num_notes=round_.num_notes + 1) for round_ in rounds)
 
-    def emit(self, round_: Round, value: Tensor, state: State, work: Work, /, *, out: Tensor) -> Emitted:
+    def emit(
+        self, round_: Round, value: Tensor, shared: Tensors, private: Tensors, work: Work, /, *, out: Tensor
+    ) -> Emitted:
         """The method's payload, weighed. With NaN or infinity in it, it weighs nothing, warm-up or not."""
-        emitted = self.inner.emit(_bare_round(round_), value, _bare_state(state), work, out=out)
+        bare = _without(TYPICAL, shared), _without(HISTORY, private)
+        emitted = self.inner.emit(_bare_round(round_), value, *bare, work, out=out)
         stride = norm(emitted.payload) / max(1, work.inner_steps)
-        if self.guards.is_anomaly(stride, state.private[HISTORY].tolist()):
+        if self.guards.is_anomaly(stride, private[HISTORY].tolist()):
             return dataclasses.replace(emitted, weight=0.0, notes=(*emitted.notes, _REJECTED))
-        factor = self.guards.weight(stride, state.shared[TYPICAL][1].item())
+        factor = self.guards.weight(stride, shared[TYPICAL][1].item())
         return dataclasses.replace(emitted, weight=emitted.weight * factor, notes=(*emitted.notes, stride))
 
-    def absorb(self, round_: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
-        """Clip the mean, let the method absorb it, and take the round into the statistics."""
-        out = state.successor(out)
-        strides = [notes[-1] for notes in result.notes]
-        typical = self.guards.after_round(strides, state.shared[TYPICAL].tolist())
-        history = self._history_after(result.contribution, state)
-        judged = dataclasses.replace(
-            result,
-            value=self.guards.clipped(result.value),
-            notes=tuple(notes[:-1] for notes in result.notes) if round_.num_notes > 1 else (),
-            contribution=_bare_contribution(result.contribution),
-        )
-        bare = _bare_state(state)
-        absorbed = self.inner.absorb(_bare_round(round_), judged, bare, out=_bare_state(out))
-        if absorbed.state is bare:
-            _copy(bare, out)
-        out.shared[TYPICAL].copy_(torch.tensor(typical))
-        out.private[HISTORY].copy_(torch.tensor(history))
-        if _is_rejected(result.contribution):
-            return Absorbed(state=out, target=out.shared[ANCHOR], keep=0.0)  # nothing of it survives
-        return dataclasses.replace(absorbed, state=out)
+    def step(self, round_: Round, result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
+        """Clip the mean, let the method step with it, and take the round into the running mean.
 
-    def dropped(
-        self, round_: Round, contribution: Contribution | None, state: State, /, *, out: State | None = None
-    ) -> Absorbed:
-        """What the method does; but a worker whose own payload was rejected goes back to the anchor.
-
-        All may have been rejected, so that nobody contributed. Whoever trained on from there would carry what went
-        astray into the next payload, and be rejected again.
+        Raises:
+            ValueError: if `out` shares memory with `shared`, or a tensor has the wrong size.
         """
-        out = state.successor(out)
-        if _is_rejected(contribution):
-            _copy(state, out)
-            out.private[HISTORY].copy_(torch.tensor(self._history_after(contribution, state)))
-            return Absorbed(state=out, target=out.shared[ANCHOR], keep=0.0)
-        bare = _bare_state(state)
-        absorbed = self.inner.dropped(_bare_round(round_), _bare_contribution(contribution), bare, out=_bare_state(out))
-        if absorbed.state is bare:
-            return dataclasses.replace(absorbed, state=state)
-        out.shared[TYPICAL].copy_(state.shared[TYPICAL])
-        out.private[HISTORY].copy_(state.private[HISTORY])
-        return dataclasses.replace(absorbed, state=out)
+        out = successor(shared, out)
+        typical = self.guards.after_round([notes[-1] for notes in result.notes], shared[TYPICAL].tolist())
+        judged = self._judged(round_, result)
+        _copy(self.inner.step(_bare_round(round_), judged, _without(TYPICAL, shared), out=_without(TYPICAL, out)), out)
+        out[TYPICAL].copy_(torch.tensor(typical))
+        return out
 
-    def _history_after(self, contribution: Contribution | None, state: State) -> list[float]:
-        history: list[float] = state.private[HISTORY].tolist()
-        if _is_rejected(contribution):
-            return self.guards.after_rejected(history)
-        if contribution is None or not contribution.weight > 0.0:
-            return history
-        return self.guards.after_accepted(contribution.notes[-1], history)
+    def settle(self, outcome: Outcome, /, *, out: Tensors | None = None) -> Settled:
+        """What the method does; but a worker whose own payload was rejected goes to the anchor, as if it gave nothing.
+
+        Nothing of what went astray survives. Whoever trained on from there, even where all were rejected and nothing
+        moved, would carry it into the next payload and be rejected again.
+        """
+        mine, history = outcome.contribution, outcome.private[HISTORY].tolist()
+        is_rejected = mine is not None and mine.notes[-1] == _REJECTED
+        given = None if mine is None or is_rejected else dataclasses.replace(mine, notes=mine.notes[:-1])
+        if is_rejected:
+            history = self.guards.after_rejected(history)
+        elif mine is not None and mine.weight > 0.0 and outcome.result is not None:
+            history = self.guards.after_accepted(mine.notes[-1], history)
+        private = successor(outcome.private, out)
+        bare = dataclasses.replace(
+            outcome,
+            round_=_bare_round(outcome.round_),
+            result=None if outcome.result is None else self._judged(outcome.round_, outcome.result),
+            contribution=given,
+            before=_without(TYPICAL, outcome.before),
+            after=_without(TYPICAL, outcome.after),
+            private=_without(HISTORY, outcome.private),
+        )
+        settled = self.inner.settle(bare, out=_without(HISTORY, private))
+        _copy(settled.private, private)
+        private[HISTORY].copy_(torch.tensor(history))
+        if is_rejected:
+            return Settled.replaced(private, outcome.after[ANCHOR])
+        return dataclasses.replace(settled, private=private)
+
+    def _judged(self, round_: Round, result: Result) -> Result:
+        """The result as the method sees it."""
+        notes = tuple(notes[:-1] for notes in result.notes) if round_.num_notes > 1 else ()
+        return dataclasses.replace(result, value=self.guards.clipped(result.value), notes=notes)
 
 
-def _is_rejected(contribution: Contribution | None) -> bool:
-    return contribution is not None and contribution.notes[-1] == _REJECTED
-
-
-def _bare_state(state: State) -> State:
+def _without(name: str, state: Tensors) -> dict[str, Tensor]:
     """The method's own part, in the same memory."""
-    return State(
-        shared={name: tensor for name, tensor in state.shared.items() if name != TYPICAL},
-        private={name: tensor for name, tensor in state.private.items() if name != HISTORY},
-    )
+    return {held: tensor for held, tensor in state.items() if held != name}
 
 
 def _bare_round(round_: Round) -> Round:
     return dataclasses.replace(round_, num_notes=round_.num_notes - 1)
 
 
-def _bare_contribution(contribution: Contribution | None) -> Contribution | None:
-    return None if contribution is None else dataclasses.replace(contribution, notes=contribution.notes[:-1])
-
-
-def _copy(state: State, out: State) -> None:
-    for name, tensor in state.shared.items():
-        out.shared[name].copy_(tensor)
-    for name, tensor in state.private.items():
-        out.private[name].copy_(tensor)
+def _copy(state: Tensors, out: Tensors) -> None:
+    """Into `out`, what the method did not write there itself."""
+    for name, tensor in state.items():
+        if tensor is not out[name]:
+            out[name].copy_(tensor)

@@ -113,6 +113,7 @@ def _growing_rounds(run: Run) -> dict[str, object]:
         "alpha": 0.5 * run.tuned.inner_lr * INNER_STEPS**0.5,
         "peak_lr": run.tuned.inner_lr,
         "total_steps": run.num_steps,
+        "schedule": "cosine",
         "warmup_steps": run.warmup_steps,
         "min_ratio": run.min_ratio,
     }
