@@ -69,6 +69,11 @@ class PowerSGD(DiLoCo):
         ValueError: if a setting is out of its range.
     """
 
+    lr: float | None = 1.0
+    """Outer learning rate, > 0. 1 without momentum is the mean of the workers, as far as it has arrived. None: DiLoCo's
+    default."""
+    momentum: float = 0.0
+    """Outer Nesterov momentum, in [0, 1). With error feedback it is best left out, see above."""
     rank: int = 32
     """r, columns of a factor, >= 1; no more than a matrix has rows or columns. The paper's gradients need 1 to 4; no
     source says what a pseudo-gradient of many steps needs."""
