@@ -27,6 +27,7 @@ Source: Asynchronous Local-SGD (arXiv:2401.09135), its delayed Nesterov and dyna
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -36,7 +37,7 @@ import torch
 from isthmus.optim.diloco import MOMENTUM, DiLoCo, anchor_and_momentum
 from isthmus.optim.flat import overlap, require_flat
 from isthmus.optim.fragments import FragmentKey
-from isthmus.optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.outer import ANCHOR, PARAM, Emitted, Op, Outer, Round, Settled, successor
 from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
@@ -45,23 +46,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from isthmus.optim.fragments import Fragment, FragmentTable
-    from isthmus.optim.outer import Contribution, Result, Work
+    from isthmus.optim.outer import Outcome, Result, Tensors, Work
+    from isthmus.optim.run_facts import RunFacts
 
 ACCUMULATOR: Final = "accumulator"
-"""Name, in `State.shared`, of the sum of the differences since the momentum moved, [numel]."""
+"""Name, in shared state, of the sum of the differences since the momentum moved, [numel]."""
 NUM_ARRIVALS: Final = "num_arrivals"
-"""Name, in `State.shared`, of how many they are, [1]: a whole number below N."""
+"""Name, in shared state, of how many they are, [1]: a whole number below N."""
 PULLED: Final = "pulled"
-"""Name, in `State.private`, of the anchor this worker went on from, [numel]."""
+"""Name, in private state, of the anchor this worker went on from, [numel]."""
 PULLED_AT: Final = "pulled_at"
-"""Name, in `State.private`, of the global inner step after which it did, [1]: exact in fp32 up to 2^24."""
+"""Name, in private state, of the global inner step after which it did, [1]: exact in fp32 up to 2^24."""
 
 _WHOLE: Final = FragmentKey(kind=PARAM, index=0)
+_NUM_PEERS: Final = 4
+"""Where nobody says how many peers there are."""
 
 
-@register("async", by_peers=lambda num_peers: {"buffer": num_peers})
+@register("async")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncDiLoCo:
+class AsyncDiLoCo(Outer):
     """Settings of asynchronous DiLoCo.
 
     All but `inner_steps` and `dylu` must be equal on all members; these two are read by a worker for itself.
@@ -74,8 +78,9 @@ class AsyncDiLoCo:
     """Server's learning rate ε, > 0. DiLoCo's default; naive asynchronous Nesterov (buffer 1) needs a tenth of it."""
     momentum: float = 0.9
     """Server's momentum, in [0, 1)."""
-    buffer: int = 4
-    """N, arrivals between two moves of the momentum, >= 1: the number of workers, as the paper has it."""
+    buffer: int | None = None
+    """N, arrivals between two moves of the momentum, >= 1. None: the number of peers that the run expects, which
+    `fitted` works out; the paper has the number of workers. Where no run is known, it is 4."""
     momentum_share: float = 0.0
     """c, in [0, 1/N]: the part of the momentum that each arrival applies; the N-th applies what is left of it."""
     inner_steps: int = 50
@@ -88,25 +93,37 @@ class AsyncDiLoCo:
 
     def __post_init__(self) -> None:
         DiLoCo(lr=self.lr, momentum=self.momentum, inner_steps=self.inner_steps)  # the same ranges
-        if self.buffer < 1:
+        if self.buffer is not None and self.buffer < 1:
             raise ValueError(f"buffer must be at least 1, got {self.buffer}")
-        if not 0.0 <= self.momentum_share <= 1.0 / self.buffer:
-            raise ValueError(f"momentum_share must be in [0, 1/{self.buffer}], got {self.momentum_share}")
+        arrivals = self.buffer or 1  # not known yet: the widest range there is
+        if not 0.0 <= self.momentum_share <= 1.0 / arrivals:
+            raise ValueError(f"momentum_share must be in [0, 1/{arrivals}], got {self.momentum_share}")
         if self.poll_steps < 1:
             raise ValueError(f"poll_steps must be at least 1, got {self.poll_steps}")
+
+    def fitted(self, _table: FragmentTable, run: RunFacts | None = None, /) -> AsyncDiLoCo:
+        """The same settings with `buffer` known.
+
+        Raises:
+            ValueError: if `momentum_share` is too large for it.
+        """
+        if self.buffer is not None:
+            return self
+        return dataclasses.replace(self, buffer=_NUM_PEERS if run is None else run.num_peers)
 
     def fragments(self, table: FragmentTable, /) -> tuple[Fragment, ...]:
         """One fragment: the whole flat vector."""
         return (table.whole(),)
 
-    def init(self, fragment: Fragment, value: Tensor, /) -> State:
-        """Anchor and what was pulled: copies of the value. The rest: zeros."""
+    def init(self, fragment: Fragment, value: Tensor, /) -> Tensors:
+        """Anchor: a copy of the value. The rest: zeros."""
         require_flat(value, fragment.numel, "the initial value")
         accumulated = {ACCUMULATOR: torch.zeros_like(value), NUM_ARRIVALS: torch.zeros(1)}
-        return State(
-            shared={**anchor_and_momentum(value), **accumulated},
-            private={PULLED: value.clone(), PULLED_AT: torch.zeros(1)},
-        )
+        return {**anchor_and_momentum(value), **accumulated}
+
+    def init_private(self, _fragment: Fragment, _shared: Tensors, value: Tensor, /) -> Tensors:
+        """What was pulled: a copy of the value, at inner step 0."""
+        return {PULLED: value.clone(), PULLED_AT: torch.zeros(1)}
 
     def plan(self, inner_step: int, /) -> tuple[Round, ...]:
         """A blocking poll after every `poll_steps` inner steps."""
@@ -114,47 +131,51 @@ class AsyncDiLoCo:
             return ()
         return (Round(fragment=_WHOLE, op=Op.GATHER, inner_step=inner_step),)
 
-    def emit(self, round_: Round, value: Tensor, state: State, work: Work, /, *, out: Tensor) -> Emitted:
+    def emit(
+        self, round_: Round, value: Tensor, _shared: Tensors, private: Tensors, work: Work, /, *, out: Tensor
+    ) -> Emitted:
         """How far the worker went since it pulled; of weight 0 if it is not ready."""
-        pulled = state.private[PULLED]
+        pulled = private[PULLED]
         require_flat(value, pulled.numel(), "the local value")
         require_flat(out, pulled.numel(), "the payload buffer")
-        steps = round_.inner_step - int(state.private[PULLED_AT].item()) if self.dylu else work.inner_steps
+        steps = round_.inner_step - int(private[PULLED_AT].item()) if self.dylu else work.inner_steps
         is_ready = work.inner_steps > 0 and steps >= self.inner_steps
         return Emitted(payload=torch.sub(pulled, value, out=out), weight=float(is_ready))
 
-    def absorb(self, round_: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
-        """Take every row as one arrival. The worker goes to the anchor if one of them is its own.
+    def step(self, _round: Round, result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
+        """Take every row as one arrival.
 
         Raises:
-            ValueError: if `out` shares memory with `state`.
+            ValueError: if `out` shares memory with `shared`, or `buffer` is not known.
         """
-        out = state.successor(out)
+        out = successor(shared, out)
         # The one row of a lone arrival may lie in a tensor of `out`.
-        new = (*out.shared.values(), *out.private.values())
-        rows = result.value.clone() if any(overlap(result.value, tensor) for tensor in new) else result.value
-        for name, tensor in state.shared.items():
-            out.shared[name].copy_(tensor)
+        is_recycled = any(overlap(result.value, tensor) for tensor in out.values())
+        rows = result.value.clone() if is_recycled else result.value
+        for name, tensor in shared.items():
+            out[name].copy_(tensor)
         for row in rows:
-            self._arrive(row, out.shared)
-        mine = result.contribution
-        if mine is None or not mine.weight > 0.0:
-            for name, tensor in state.private.items():
-                out.private[name].copy_(tensor)
-            return Absorbed(state=out, target=None, keep=1.0)
-        out.private[PULLED].copy_(out.shared[ANCHOR])
-        out.private[PULLED_AT].fill_(round_.due_step)
-        return Absorbed(state=out, target=out.shared[ANCHOR], keep=0.0)
+            self._arrive(row, out)
+        return out
 
-    def dropped(
-        self, _round: Round, _contribution: Contribution | None, state: State, /, *, out: State | None = None
-    ) -> Absorbed:
-        """Nobody was ready, or it was aborted: train on, and whoever was ready is so at the next poll, with more."""
-        del out
-        return Absorbed.unchanged(state)
+    def settle(self, outcome: Outcome, /, *, out: Tensors | None = None) -> Settled:
+        """A worker that arrived pulls: it goes to the new anchor and keeps a copy.
+
+        All others train on untouched, for they count from what they pulled: who was not ready, and whose difference was
+        not counted, which is ready again at the next poll, with more.
+        """
+        mine = outcome.contribution
+        if outcome.result is None or mine is None or mine.weight == 0.0:
+            return Settled.untouched(outcome.private)
+        out = successor(outcome.private, out)
+        out[PULLED].copy_(outcome.after[ANCHOR])
+        out[PULLED_AT].fill_(outcome.round_.due_step)
+        return Settled.replaced(out, outcome.after[ANCHOR])
 
     def _arrive(self, difference: Tensor, shared: Mapping[str, Tensor]) -> None:
         """One step of the server, in place. Every product and sum is rounded by itself: see optim/nesterov.py."""
+        if self.buffer is None:
+            raise ValueError("buffer is not known: call fitted(table) first, or set it")
         anchor, momentum, accumulator = (shared[name] for name in (ANCHOR, MOMENTUM, ACCUMULATOR))
         num_arrivals = int(shared[NUM_ARRIVALS].item()) + 1
         accumulator.add_(difference)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from isthmus.optim.fragments import Fragment
 
 SHAPES: Final = "shapes"
-"""Name, in `State.shared`, of what `shapes_of` gives."""
+"""Name, in shared state, of what `shapes_of` gives."""
 RUN_NUMEL: Final = 4096
 """Consecutive elements of which a codec keeps the largest."""
 _MAX_SIDE: Final = 64

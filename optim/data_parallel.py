@@ -22,19 +22,19 @@ import torch
 
 from isthmus.optim.flat import require_flat
 from isthmus.optim.fragments import FragmentKey
-from isthmus.optim.outer import GRAD, PARAM, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.outer import GRAD, PARAM, Emitted, Op, Outer, Round, Settled
 from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from isthmus.optim.fragments import Fragment, FragmentTable
-    from isthmus.optim.outer import Contribution, Result, Work
+    from isthmus.optim.outer import Outcome, Result, Tensors, Work
 
 
 @register("data_parallel")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataParallel:
+class DataParallel(Outer):
     """Settings of data parallelism.
 
     Raises:
@@ -53,41 +53,45 @@ class DataParallel:
         """The whole gradient; the parameters too if they are averaged."""
         return tuple(table.whole(kind) for kind in ((GRAD, PARAM) if self.resync_steps else (GRAD,)))
 
-    def init(self, fragment: Fragment, value: Tensor, /) -> State:
+    def init(self, fragment: Fragment, value: Tensor, /) -> Tensors:
         """Nothing."""
         require_flat(value, fragment.numel, "the initial value")
-        return State()
+        return {}
 
     def plan(self, inner_step: int, /) -> tuple[Round, ...]:
         """A mean of the gradient in every inner step, and one of the parameters when it is time."""
         if inner_step == 0:
             return ()
-        gradient = Round(fragment=FragmentKey(kind=GRAD, index=0), op=Op.MEAN, inner_step=inner_step)
+        whole = FragmentKey(kind=GRAD, index=0)
+        gradient = Round(fragment=whole, op=Op.MEAN, inner_step=inner_step, keeps_value=True)
         if not self.resync_steps or inner_step % self.resync_steps:
             return (gradient,)
         whole = FragmentKey(kind=PARAM, index=0)
-        return (gradient, Round(fragment=whole, op=Op.MEAN, inner_step=inner_step, codec="raw"))
+        return (gradient, Round(fragment=whole, op=Op.MEAN, inner_step=inner_step, codec="raw", keeps_value=True))
 
-    def emit(self, _round: Round, value: Tensor, _state: State, _work: Work, /, *, out: Tensor) -> Emitted:
+    def emit(
+        self, _round: Round, value: Tensor, _shared: Tensors, _private: Tensors, _work: Work, /, *, out: Tensor
+    ) -> Emitted:
         """The value itself."""
         require_flat(value, value.numel(), "the local value")
         require_flat(out, value.numel(), "the payload buffer")
         return Emitted(payload=out.copy_(value))
 
-    def absorb(self, _round: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
-        """Everybody takes the mean."""
+    def step(self, _round: Round, _result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
+        """Nothing shared moves."""
         del out
-        return Absorbed(state=state, target=result.value, keep=0.0)
+        return shared
 
-    def dropped(
-        self, round_: Round, contribution: Contribution | None, state: State, /, *, out: State | None = None
-    ) -> Absorbed:
-        """A gradient that was not reduced becomes zero: no worker steps on its own, alone.
+    def settle(self, outcome: Outcome, /, *, out: Tensors | None = None) -> Settled:
+        """Everybody takes the mean. A gradient that was not reduced becomes zero: no worker steps on its own, alone.
 
-        The step's samples are lost to the run, as where a failed step is skipped, but no parameter had moved yet. An
+        That step's samples are lost to the run, as where a failed step is skipped, but no parameter had moved yet. An
         inner optimizer with momentum coasts for this step, with the same motion on all workers.
         """
         del out
-        if round_.fragment.kind == PARAM or contribution is None:
-            return Absorbed.unchanged(state)
-        return Absorbed(state=state, target=torch.zeros_like(contribution.payload), keep=0.0)
+        mine = outcome.contribution
+        if outcome.result is not None:
+            return Settled.replaced(outcome.private, outcome.result.value)
+        if outcome.round_.fragment.kind == PARAM or mine is None:
+            return Settled.untouched(outcome.private)
+        return Settled.replaced(outcome.private, torch.zeros_like(mine.payload))

@@ -37,21 +37,21 @@ from isthmus.optim.dct import dct2, idct2
 from isthmus.optim.diloco import MOMENTUM
 from isthmus.optim.flat import require_flat
 from isthmus.optim.fragments import FragmentKey
-from isthmus.optim.outer import GRAD, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.outer import GRAD, Emitted, Op, Outer, Round, Settled, successor
 from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from isthmus.optim.fragments import Fragment, FragmentTable
-    from isthmus.optim.outer import Contribution, Result, Work
+    from isthmus.optim.outer import Outcome, Result, Tensors, Work
 
 _WHOLE: Final = FragmentKey(kind=GRAD, index=0)
 
 
 @register("demo")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeMo:
+class DeMo(Outer):
     """DeMo's settings; defaults are those of its public code.
 
     Raises:
@@ -74,51 +74,62 @@ class DeMo:
         """One fragment: the whole gradient."""
         return (table.whole(GRAD),)
 
-    def init(self, fragment: Fragment, value: Tensor, /) -> State:
-        """Momentum: zeros."""
+    def init(self, fragment: Fragment, value: Tensor, /) -> Tensors:
+        """Shapes."""
         require_flat(value, fragment.numel, "the initial value")
-        return State(shared={SHAPES: shapes_of(fragment)}, private={MOMENTUM: torch.zeros_like(value)})
+        return {SHAPES: shapes_of(fragment)}
+
+    def init_private(self, _fragment: Fragment, _shared: Tensors, value: Tensor, /) -> Tensors:
+        """Momentum: zeros."""
+        return {MOMENTUM: torch.zeros_like(value)}
 
     def plan(self, inner_step: int, /) -> tuple[Round, ...]:
         """In every inner step everybody sends to everybody."""
         if inner_step == 0:
             return ()
-        return (Round(fragment=_WHOLE, op=Op.GATHER, inner_step=inner_step, codec=topk_codec(self.topk)),)
+        codec = topk_codec(self.topk)
+        return (Round(fragment=_WHOLE, op=Op.GATHER, inner_step=inner_step, codec=codec, keeps_value=True),)
 
-    def emit(self, _round: Round, value: Tensor, state: State, _work: Work, /, *, out: Tensor) -> Emitted:
+    def emit(
+        self, _round: Round, value: Tensor, shared: Tensors, private: Tensors, _work: Work, /, *, out: Tensor
+    ) -> Emitted:
         """decay · d + gradient, as coefficients."""
-        momentum = state.private[MOMENTUM]
+        momentum = private[MOMENTUM]
         require_flat(out, momentum.numel(), "the payload buffer")
-        order = block_order(state.shared[SHAPES])
+        order = block_order(shared[SHAPES])
         gradient = order.to_blocks(value, out=torch.empty_like(momentum))
         for blocks, place in zip(order.batches(gradient), order.batches(out), strict=True):
             dct2(blocks, out=place)
         return Emitted(payload=out.add_(momentum, alpha=self.decay))
 
-    def absorb(self, _round: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
+    def step(self, _round: Round, _result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
+        """Nothing shared moves."""
+        del out
+        return shared
+
+    def settle(self, outcome: Outcome, /, *, out: Tensors | None = None) -> Settled:
         """Take what arrived out of the momentum; the target is the step's direction, in place of the gradient.
 
+        Without a result the momentum keeps this gradient for a later round. Nobody follows it alone: the step has no
+        direction.
+
         Raises:
-            ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
+            ValueError: if `out` shares memory with the private state.
         """
-        out = _with_gradient(result.contribution, state, out)
-        mine = result.contribution
+        mine, result = outcome.contribution, outcome.result
+        out = successor(outcome.private, out)
+        momentum = out[MOMENTUM].copy_(outcome.private[MOMENTUM] if mine is None else mine.payload)
+        if result is None:
+            return Settled.replaced(out, torch.zeros_like(momentum))
         mean, scratch = self._mean(result)
         if mine is not None and mine.weight > 0.0:
             mine.read_delivered(scratch)
-            out.private[MOMENTUM].sub_(scratch)
-        order = block_order(state.shared[SHAPES])
+            momentum.sub_(scratch)
+        order = block_order(outcome.after[SHAPES])
         for blocks in order.batches(mean):
             idct2(blocks, out=blocks)
         target = order.from_blocks(mean, out=scratch)
-        return Absorbed(state=out, target=target.sign_() if self.sign else target, keep=0.0)
-
-    def dropped(
-        self, _round: Round, contribution: Contribution | None, state: State, /, *, out: State | None = None
-    ) -> Absorbed:
-        """The momentum keeps this gradient for a later round. Nobody follows it alone: the step has no direction."""
-        out = _with_gradient(contribution, state, out)
-        return Absorbed(state=out, target=torch.zeros_like(state.private[MOMENTUM]), keep=0.0)
+        return Settled.replaced(out, target.sign_() if self.sign else target)
 
     def _mean(self, result: Result) -> tuple[Tensor, Tensor]:
         """Per element the mean over those who sent it, 0 if nobody did: [numel]; and as much memory to write to."""
@@ -128,11 +139,3 @@ class DeMo:
             total += torch.mul(row, weight, out=scratch)
             senders += weight if self.topk == RUN_NUMEL else scratch.copy_(row != 0.0).mul_(weight)
         return total.div_(senders.masked_fill_(senders == 0.0, 1.0)), scratch
-
-
-def _with_gradient(contribution: Contribution | None, state: State, out: State | None) -> State:
-    """The next state if nothing arrives: the momentum is the payload, if this worker has emitted one."""
-    out = state.successor(out)
-    out.shared[SHAPES].copy_(state.shared[SHAPES])
-    out.private[MOMENTUM].copy_(state.private[MOMENTUM] if contribution is None else contribution.payload)
-    return out

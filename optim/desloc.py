@@ -10,7 +10,7 @@ is averaged less often than its half-life forgets the mean before the next one; 
 
 Shared state: the last mean of the parameters, the anchor; of the inner states, nothing. Private state: none.
     * The paper counts no copy at all, on the device; public code (torchft's DesLoc) keeps one of everything in host
-      memory, for recovery. We keep that of the parameters, on the host, where every State lives: joiners, checkpoints
+      memory, for recovery. We keep that of the parameters, on the host, where all states live: joiners, checkpoints
       and evaluation start from it, digests are taken of it, and payloads are differences from it.
     * Copies of u and v would cost two more, doubled by `out`, only for joiners. A joiner begins with fresh moments
       instead, as in DiLoCo, and gets the mean at the next exchange of each. The engine should weigh it lightly until
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -39,7 +39,7 @@ import torch
 
 from isthmus.optim.flat import require_flat
 from isthmus.optim.fragments import FragmentKey
-from isthmus.optim.outer import ANCHOR, GRAD, PARAM, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.outer import ANCHOR, GRAD, PARAM, Emitted, Op, Outer, Round, Settled, successor
 from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from isthmus.optim.fragments import Fragment, FragmentTable
-    from isthmus.optim.outer import Contribution, Result, Work
+    from isthmus.optim.outer import Outcome, Result, Tensors, Work
 
 NON_NEGATIVE: Final = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
 """States of torch's optimizers that are means of squares."""
@@ -57,7 +57,7 @@ _HASH_NBYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateAveraging(ABC):
+class StateAveraging(Outer):
     """What DES-LOC, Local Adam and MT-DAO share: everything but which states have which period.
 
     Raises:
@@ -82,10 +82,10 @@ class StateAveraging(ABC):
         """One of each kind, all tensors."""
         return tuple(table.whole(kind) for kind in self.periods)
 
-    def init(self, fragment: Fragment, value: Tensor, /) -> State:
+    def init(self, fragment: Fragment, value: Tensor, /) -> Tensors:
         """Anchor: a copy of the parameters. Other kinds: nothing."""
         require_flat(value, fragment.numel, "the initial value")
-        return State(shared={ANCHOR: value.clone()}) if fragment.kind == PARAM else State()
+        return {ANCHOR: value.clone()} if fragment.kind == PARAM else {}
 
     def plan(self, inner_step: int, /) -> tuple[Round, ...]:
         """Blocking means of the kinds whose turn it is."""
@@ -95,43 +95,48 @@ class StateAveraging(ABC):
                 op=Op.MEAN,
                 inner_step=inner_step,
                 codec=self.second_moment_codec if kind in NON_NEGATIVE else None,
+                keeps_value=kind != PARAM,
             )
             for kind, period in self.periods.items()
             if inner_step > 0 and self._is_due(kind, period, inner_step)
         )
 
-    def emit(self, round_: Round, value: Tensor, state: State, _work: Work, /, *, out: Tensor) -> Emitted:
+    def emit(
+        self, round_: Round, value: Tensor, shared: Tensors, _private: Tensors, _work: Work, /, *, out: Tensor
+    ) -> Emitted:
         """Of the parameters anchor - value; of a state the state itself."""
         require_flat(value, value.numel(), "the local value")
         require_flat(out, value.numel(), "the payload buffer")
         if round_.fragment.kind != PARAM:
             return Emitted(payload=out.copy_(value))
-        anchor = state.shared[ANCHOR]
+        anchor = shared[ANCHOR]
         require_flat(value, anchor.numel(), "the local value")
         return Emitted(payload=torch.sub(anchor, value, out=out))
 
-    def absorb(self, round_: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
-        """The workers take the mean. `out.shared["anchor"]` may be `result.value`.
+    def step(self, round_: Round, result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
+        """The mean of the parameters; of other kinds nothing is shared. `out["anchor"]` may be `result.value`.
 
         Raises:
-            ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
+            ValueError: if `out` shares memory with `shared`, or a tensor has the wrong size.
         """
-        kind = round_.fragment.kind
-        if kind != PARAM:
-            mean = result.value.clamp(min=0.0) if kind in NON_NEGATIVE else result.value
-            return Absorbed(state=state, target=mean, keep=0.0)
-        out = state.successor(out)
-        old, new = state.shared[ANCHOR], out.shared[ANCHOR]
+        if round_.fragment.kind != PARAM:
+            return shared
+        out = successor(shared, out)
+        old, new = shared[ANCHOR], out[ANCHOR]
         require_flat(result.value, old.numel(), "the mean of the payloads")
         require_flat(new, old.numel(), "the next anchor")
-        return Absorbed(state=out, target=torch.sub(old, result.value, out=new), keep=0.0)
+        torch.sub(old, result.value, out=new)
+        return out
 
-    def dropped(
-        self, _round: Round, _contribution: Contribution | None, state: State, /, *, out: State | None = None
-    ) -> Absorbed:
-        """Keep training: the next exchange of this kind carries the missed steps, whatever the kind."""
-        del out
-        return Absorbed.unchanged(state)
+    def settle(self, outcome: Outcome, /, *, out: Tensors | None = None) -> Settled:
+        """The workers take the mean. What was not counted stays: the next exchange of this kind carries the steps."""
+        kind, result = outcome.round_.fragment.kind, outcome.result
+        if kind == PARAM:
+            return Outer.settle(self, outcome, out=out)
+        if result is None:
+            return Settled.untouched(outcome.private)
+        mean = result.value.clamp(min=0.0) if kind in NON_NEGATIVE else result.value
+        return Settled.replaced(outcome.private, mean)
 
     def _is_due(self, _kind: str, period: int, inner_step: int) -> bool:
         return inner_step % period == 0

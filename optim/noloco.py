@@ -29,24 +29,24 @@ import torch
 from isthmus.optim.diloco import MOMENTUM, DiLoCo
 from isthmus.optim.flat import require_flat
 from isthmus.optim.fragments import FragmentKey
-from isthmus.optim.outer import PARAM, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.outer import PARAM, Emitted, Op, Outer, Round, Settled, successor
 from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from isthmus.optim.fragments import Fragment, FragmentTable
-    from isthmus.optim.outer import Contribution, Result, Work
+    from isthmus.optim.outer import Outcome, Result, Tensors, Work
 
 SLOW: Final = "slow"
-"""Name, in `State.private`, of the slow weights φ."""
+"""Name, in private state, of the slow weights φ."""
 
 _WHOLE: Final = FragmentKey(kind=PARAM, index=0)
 
 
 @register("noloco")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoLoCo:
+class NoLoCo(Outer):
     """NoLoCo's settings; defaults are those of its released code. Private state: slow weights and momentum.
 
     Raises:
@@ -69,46 +69,52 @@ class NoLoCo:
         """One fragment: the whole flat vector."""
         return (table.whole(),)
 
-    def init(self, fragment: Fragment, value: Tensor, /) -> State:
-        """Slow weights: a copy of the value. Momentum: zeros."""
+    def init(self, fragment: Fragment, value: Tensor, /) -> Tensors:
+        """Nothing is shared."""
         require_flat(value, fragment.numel, "the initial value")
-        return State(private={SLOW: value.clone(), MOMENTUM: torch.zeros_like(value)})
+        return {}
+
+    def init_private(self, _fragment: Fragment, _shared: Tensors, value: Tensor, /) -> Tensors:
+        """Slow weights: a copy of the value. Momentum: zeros."""
+        return {SLOW: value.clone(), MOMENTUM: torch.zeros_like(value)}
 
     def plan(self, inner_step: int, /) -> tuple[Round, ...]:
         """A blocking meeting after every H-th inner step; who meets whom is the collective's to draw."""
         if inner_step == 0 or inner_step % self.inner_steps:
             return ()
-        return (Round(fragment=_WHOLE, op=Op.PAIR, inner_step=inner_step),)
+        return (Round(fragment=_WHOLE, op=Op.PAIR, inner_step=inner_step, keeps_value=True),)
 
-    def emit(self, _round: Round, value: Tensor, state: State, _work: Work, /, *, out: Tensor) -> Emitted:
+    def emit(
+        self, _round: Round, value: Tensor, _shared: Tensors, private: Tensors, _work: Work, /, *, out: Tensor
+    ) -> Emitted:
         """The fast weights, as they are."""
-        numel = state.private[SLOW].numel()
+        numel = private[SLOW].numel()
         require_flat(value, numel, "the local value")
         require_flat(out, numel, "the payload buffer")
         return Emitted(payload=out.copy_(value))
 
-    def absorb(self, _round: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
+    def step(self, _round: Round, _result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
+        """Nothing shared moves."""
+        del out
+        return shared
+
+    def settle(self, outcome: Outcome, /, *, out: Tensors | None = None) -> Settled:
         """A step towards the mean of the pair.
 
-        The worker's own part is what it sent before the codec: closer to the truth than what the other decoded.
+        The worker's own part is what it sent before the codec: closer to the truth than what the other decoded. Who met
+        nobody trains on; the slow weights stay, so the next meeting has these steps too.
 
         Raises:
-            ValueError: if `out` shares memory with `state`.
+            ValueError: if `out` shares memory with the private state.
         """
-        if result.contribution is None:
-            return Absorbed.unchanged(state)
-        out = state.successor(out)
-        slow, momentum = state.private[SLOW], out.private[MOMENTUM]
+        mine, result = outcome.contribution, outcome.result
+        if result is None or mine is None:
+            return Settled.untouched(outcome.private)
+        out = successor(outcome.private, out)
+        slow, momentum = outcome.private[SLOW], out[MOMENTUM]
         # Whichever tensor of `out` may be `result.value`: it is read once, here.
-        torch.add(result.value, result.contribution.payload, out=momentum)
+        torch.add(result.value, mine.payload, out=momentum)
         momentum.mul_(0.5).sub_(slow).mul_(self.lr)
-        momentum.add_(state.private[MOMENTUM], alpha=self.momentum)  # private: its rounding is nobody else's
-        torch.add(slow, momentum, out=out.private[SLOW])
-        return Absorbed(state=out, target=out.private[SLOW], keep=0.0)
-
-    def dropped(
-        self, _round: Round, _contribution: Contribution | None, state: State, /, *, out: State | None = None
-    ) -> Absorbed:
-        """Aborted, or nobody to meet: keep training. The slow weights stay, so the next meeting has these steps too."""
-        del out
-        return Absorbed.unchanged(state)
+        momentum.add_(outcome.private[MOMENTUM], alpha=self.momentum)  # private: its rounding is nobody else's
+        torch.add(slow, momentum, out=out[SLOW])
+        return Settled.replaced(out, out[SLOW])

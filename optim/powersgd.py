@@ -37,7 +37,7 @@ import torch
 from isthmus.optim.diloco import DiLoCo, anchor_and_momentum, step_anchor
 from isthmus.optim.flat import require_flat
 from isthmus.optim.lowrank import decompress, first_q, orthonormalise, project, project_back, warm_start
-from isthmus.optim.outer import ANCHOR, Absorbed, Emitted, State
+from isthmus.optim.outer import ANCHOR, Emitted, Settled, successor
 from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
@@ -46,14 +46,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from isthmus.optim.fragments import Fragment, FragmentTable
-    from isthmus.optim.outer import Result, Round, Work
+    from isthmus.optim.outer import Outcome, Result, Round, Tensors, Work
+    from isthmus.optim.run_facts import RunFacts
 
 LEFT: Final = "left"
-"""Name of the orthonormal factors [rows, rank] in `State.shared`, and of the rounds that renew them."""
+"""Name of the orthonormal factors [rows, rank] in shared state, and of the rounds that renew them."""
 RIGHT: Final = "right"
 """Likewise, [columns, rank]."""
 RESIDUAL: Final = "residual"
-"""Name, in `State.private`, of what this worker has still to send."""
+"""Name, in private state, of what this worker has still to send."""
 
 _OTHER: Final = {LEFT: RIGHT, RIGHT: LEFT}
 _MAX_SEED: Final = 1 << 16
@@ -68,6 +69,11 @@ class PowerSGD(DiLoCo):
         ValueError: if a setting is out of its range.
     """
 
+    lr: float | None = 1.0
+    """Outer learning rate, > 0. 1 without momentum is the mean of the workers, as far as it has arrived. None: DiLoCo's
+    default."""
+    momentum: float = 0.0
+    """Outer Nesterov momentum, in [0, 1). With error feedback it is best left out, see above."""
     rank: int = 32
     """r, columns of a factor, >= 1; no more than a matrix has rows or columns. The paper's gradients need 1 to 4; no
     source says what a pseudo-gradient of many steps needs."""
@@ -91,7 +97,7 @@ class PowerSGD(DiLoCo):
         if not 0 <= self.seed < _MAX_SEED:
             raise ValueError(f"seed must be in [0, {_MAX_SEED}), got {self.seed}")
 
-    def fitted(self, table: FragmentTable) -> PowerSGD:
+    def fitted(self, table: FragmentTable, _run: RunFacts | None = None, /) -> PowerSGD:
         """The same settings with `shapes` known, which `plan` needs to say how long a payload is: it sees no model.
 
         Raises:
@@ -110,8 +116,8 @@ class PowerSGD(DiLoCo):
         """
         return DiLoCo.fragments(self.fitted(table), table)
 
-    def init(self, fragment: Fragment, value: Tensor, /) -> State:
-        """Anchor: a copy of the value. Momentum and residual: zeros. Factors: random, orthonormal."""
+    def init(self, fragment: Fragment, value: Tensor, /) -> Tensors:
+        """Anchor: a copy of the value. Momentum: zeros. Factors: random, orthonormal."""
         require_flat(value, fragment.numel, "the initial value")
         layout = self._layout()
         shared = anchor_and_momentum(value)
@@ -121,7 +127,11 @@ class PowerSGD(DiLoCo):
                 for matrix in layout.matrices:
                     random = first_q(*matrix.sizes[side], self._seed(matrix, side))
                     matrix.factor(side, shared[side]).copy_(orthonormalise(random))
-        return State(shared=shared, private={RESIDUAL: torch.zeros_like(value)})
+        return shared
+
+    def init_private(self, _fragment: Fragment, _shared: Tensors, value: Tensor, /) -> Tensors:
+        """Residual: zeros."""
+        return {RESIDUAL: torch.zeros_like(value)}
 
     def plan(self, inner_step: int, /) -> tuple[Round, ...]:
         """A blocking mean after every H-th inner step, of one side's factors.
@@ -134,49 +144,55 @@ class PowerSGD(DiLoCo):
             for round_ in DiLoCo.plan(self, inner_step)
         )
 
-    def emit(self, round_: Round, value: Tensor, state: State, _work: Work, /, *, out: Tensor) -> Emitted:
+    def emit(
+        self, round_: Round, value: Tensor, shared: Tensors, private: Tensors, _work: Work, /, *, out: Tensor
+    ) -> Emitted:
         """The factors of anchor - value + residual for the round's side, then the other tensors as they are."""
         layout, side = self._layout(), self._side(round_.inner_step)
         require_flat(value, layout.numel, "the local value")
         require_flat(out, layout.payload_numel(side), "the payload buffer")
-        owed = torch.sub(state.shared[ANCHOR], value).add_(state.private[RESIDUAL])
+        owed = torch.sub(shared[ANCHOR], value).add_(private[RESIDUAL])
         if side is None:
             out.copy_(owed)
         else:
             for matrix in layout.matrices:
-                basis = matrix.factor(_OTHER[side], state.shared[_OTHER[side]])
+                basis = matrix.factor(_OTHER[side], shared[_OTHER[side]])
                 product = project if side == LEFT else project_back
                 product(matrix.view(owed), basis, matrix.factor(side, out))
             for place, sent in layout.as_they_are(side):
                 out[sent] = owed[place]
         return Emitted(payload=out, kept=owed)
 
-    def absorb(self, round_: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
-        """One Nesterov step on the mean that the factors stand for; the workers go to the new anchor.
+    def step(self, round_: Round, result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
+        """One Nesterov step on the mean that the factors stand for, and this side's factors anew.
 
         Raises:
-            ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
+            ValueError: if `out` shares memory with `shared`, or a tensor has the wrong size.
         """
         layout, side = self._layout(), self._side(round_.inner_step)
-        out = state.successor(out)
-        delta = layout.decompressed(result.value, side, state.shared, out=torch.empty(layout.numel))
+        delta = layout.decompressed(result.value, side, shared, out=torch.empty(layout.numel))
         renewed = {} if side is None else {side: self._renewed(result.value, side, round_.inner_step)}
         # From here on result.value is not read again: it may be memory of `out`.
-        stepped = step_anchor(state, delta, lr=self.lr_of(result), momentum=self.momentum, out=out)
+        stepped = step_anchor(shared, delta, lr=self.lr_of(result), momentum=self.momentum, out=out)
         for name in (LEFT, RIGHT) if layout.matrices else ():
-            stepped.shared[name].copy_(renewed.get(name, state.shared[name]))
-        residual, mine = stepped.private[RESIDUAL], result.contribution
-        if mine is None or mine.weight == 0.0:
-            residual.copy_(state.private[RESIDUAL])
-        else:
-            assert mine.kept is not None, "emit keeps what it owes"
-            delivered = torch.empty_like(mine.payload)
-            mine.read_delivered(delivered)
-            layout.decompressed(delivered, side, state.shared, out=residual)
-            torch.sub(mine.kept, residual, out=residual)
-        return Absorbed(state=stepped, target=stepped.shared[ANCHOR], keep=0.0)
+            stepped[name].copy_(renewed.get(name, shared[name]))
+        return stepped
 
-    # `dropped` is DiLoCo's: factors and residual stay, and the next A holds all that this one held.
+    def settle(self, outcome: Outcome, /, *, out: Tensors | None = None) -> Settled:
+        """The worker goes to the new anchor, and owes what its own factor, as it arrived, left out.
+
+        What was not counted stays as it is, work and residual, so that the next A holds all that this one held.
+        """
+        mine = outcome.contribution
+        if outcome.result is None or mine is None or mine.weight == 0.0:
+            return DiLoCo.settle(self, outcome)
+        assert mine.kept is not None, "emit keeps what it owes"
+        out = successor(outcome.private, out)
+        delivered, side = torch.empty_like(mine.payload), self._side(outcome.round_.inner_step)
+        mine.read_delivered(delivered)
+        self._layout().decompressed(delivered, side, outcome.before, out=out[RESIDUAL])
+        torch.sub(mine.kept, out[RESIDUAL], out=out[RESIDUAL])
+        return Settled.replaced(out, outcome.after[ANCHOR])
 
     def _side(self, inner_step: int) -> str | None:
         """Which side's factors a round sends; None: everything as it is."""

@@ -31,7 +31,7 @@ import torch
 from isthmus.optim.blocks import SHAPES, block_order, shapes_of, topk_codec
 from isthmus.optim.flat import require_flat
 from isthmus.optim.fragments import FragmentKey
-from isthmus.optim.outer import ANCHOR, PARAM, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.outer import ANCHOR, PARAM, Emitted, Op, Outer, Round, Settled, successor
 from isthmus.optim.registry import register
 from isthmus.optim.stable import norm
 
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from isthmus.optim.fragments import Fragment, FragmentTable
-    from isthmus.optim.outer import Contribution, Result, Work
+    from isthmus.optim.outer import Outcome, Result, Tensors, Work
 
 RESIDUAL: Final = "residual"
-"""Name, in `State.private`, of what this worker wanted to send and could not."""
+"""Name, in private state, of what this worker wanted to send and could not."""
 
 _WHOLE: Final = FragmentKey(kind=PARAM, index=0)
 
 
 @register("sparseloco")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SparseLoCo:
+class SparseLoCo(Outer):
     """SparseLoCo's settings; defaults are Covenant-72B's.
 
     Raises:
@@ -87,12 +87,14 @@ class SparseLoCo:
         """One fragment: the whole flat vector."""
         return (table.whole(),)
 
-    def init(self, fragment: Fragment, value: Tensor, /) -> State:
-        """Anchor: a copy of the value. Residual: zeros."""
+    def init(self, fragment: Fragment, value: Tensor, /) -> Tensors:
+        """Anchor: a copy of the value."""
         require_flat(value, fragment.numel, "the initial value")
-        return State(
-            shared={ANCHOR: value.clone(), SHAPES: shapes_of(fragment)}, private={RESIDUAL: torch.zeros_like(value)}
-        )
+        return {ANCHOR: value.clone(), SHAPES: shapes_of(fragment)}
+
+    def init_private(self, _fragment: Fragment, _shared: Tensors, value: Tensor, /) -> Tensors:
+        """Residual: zeros."""
+        return {RESIDUAL: torch.zeros_like(value)}
 
     def plan(self, inner_step: int, /) -> tuple[Round, ...]:
         """After every H-th inner step everybody sends to everybody, and waits."""
@@ -100,39 +102,46 @@ class SparseLoCo:
             return ()
         return (Round(fragment=_WHOLE, op=Op.GATHER, inner_step=inner_step, codec=topk_codec(self.topk)),)
 
-    def emit(self, _round: Round, value: Tensor, state: State, _work: Work, /, *, out: Tensor) -> Emitted:
+    def emit(
+        self, _round: Round, value: Tensor, shared: Tensors, private: Tensors, _work: Work, /, *, out: Tensor
+    ) -> Emitted:
         """a = β e + (anchor - value), in the order of the blocks."""
-        anchor = state.shared[ANCHOR]
+        anchor = shared[ANCHOR]
         require_flat(value, anchor.numel(), "the local value")
-        block_order(state.shared[SHAPES]).to_blocks(anchor - value, out=out)
-        return Emitted(payload=out.add_(state.private[RESIDUAL], alpha=self.beta))
+        block_order(shared[SHAPES]).to_blocks(anchor - value, out=out)
+        return Emitted(payload=out.add_(private[RESIDUAL], alpha=self.beta))
 
-    def absorb(self, round_: Round, result: Result, state: State, /, *, out: State | None = None) -> Absorbed:
-        """Descend along the mean of what arrived; the workers go to the new anchor.
+    def step(self, round_: Round, result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
+        """Descend along the mean of what arrived.
 
         The result is read row by row: [members, numel] is all that grows with the members.
 
         Raises:
-            ValueError: if `out` shares memory with `state`, or a tensor has the wrong size.
+            ValueError: if `out` shares memory with `shared`, or a tensor has the wrong size.
         """
-        out = state.successor(out)
-        anchor, new_anchor = state.shared[ANCHOR], out.shared[ANCHOR]
+        out = successor(shared, out)
+        anchor = shared[ANCHOR]
         total, scratch = torch.zeros_like(anchor), torch.empty_like(anchor)
         for row, share in zip(result.value, self._shares(result), strict=True):
             total += torch.mul(row, share, out=scratch)
-        step = block_order(state.shared[SHAPES]).from_blocks(total, out=scratch)
+        step = block_order(shared[SHAPES]).from_blocks(total, out=scratch)
         step *= self._alpha_at(round_.inner_step)
-        torch.sub(anchor, step, out=new_anchor)
-        out.shared[SHAPES].copy_(state.shared[SHAPES])
-        _keep_the_rest(result.contribution, state.private[RESIDUAL], out=out.private[RESIDUAL])
-        return Absorbed(state=out, target=new_anchor, keep=0.0)
+        torch.sub(anchor, step, out=out[ANCHOR])
+        out[SHAPES].copy_(shared[SHAPES])
+        return out
 
-    def dropped(
-        self, _round: Round, _contribution: Contribution | None, state: State, /, *, out: State | None = None
-    ) -> Absorbed:
-        """Keep training: anchor and residual stay, so the next payload holds all that this one held."""
-        del out
-        return Absorbed.unchanged(state)
+    def settle(self, outcome: Outcome, /, *, out: Tensors | None = None) -> Settled:
+        """The worker goes to the new anchor, and remembers what the round did not deliver of its payload.
+
+        What was not counted stays as it is, work and residual, so that the next payload holds all that this one held.
+        """
+        mine = outcome.contribution
+        if outcome.result is None or mine is None or mine.weight == 0.0:
+            return Outer.settle(self, outcome)
+        out = successor(outcome.private, out)
+        mine.read_delivered(out[RESIDUAL])
+        torch.sub(mine.payload, out[RESIDUAL], out=out[RESIDUAL])
+        return Settled.replaced(out, outcome.after[ANCHOR])
 
     def _shares(self, result: Result) -> list[float]:
         """What each member's payload is multiplied by: 1/R with equal weights, less for those who go too far."""
@@ -146,12 +155,3 @@ class SparseLoCo:
     def _alpha_at(self, inner_step: int) -> float:
         is_late = self.late_step is not None and inner_step >= self.late_step
         return self.late_alpha if is_late else self.alpha
-
-
-def _keep_the_rest(contribution: Contribution | None, residual: Tensor, *, out: Tensor) -> None:
-    """What the round did not deliver of this worker's payload; the residual as it was, if it was no member."""
-    if contribution is None or contribution.weight == 0.0:
-        out.copy_(residual)
-    else:
-        contribution.read_delivered(out)
-        torch.sub(contribution.payload, out, out=out)

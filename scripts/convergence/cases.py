@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from isthmus.optim.outer import fit
 from isthmus.optim.registry import build_outer
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class Case:
         Raises:
             ValueError: there is none of that type, or it has no such settings.
         """
-        return fit(build_outer(self.type, **{**self.settings, **self.fits(run), **run.tuned.outer}), table)
+        return build_outer(self.type, **{**self.settings, **self.fits(run), **run.tuned.outer}).fitted(table)
 
 
 # ------------------------------------------------------------------------------------------------------- the sweeps
@@ -243,8 +242,7 @@ CASES: Final = (
     Case(
         name="powersgd",
         type="powersgd",
-        # Momentum on top of error feedback runs away at this rank.
-        settings={**_H, "rank": 8, "momentum": 0.0},
+        settings={**_H, "rank": 8},
         sweep=outer_sweep("lr", (1.0, 0.7, 1.4)),
         source="1905.13727",
     ),

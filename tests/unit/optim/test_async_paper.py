@@ -8,7 +8,7 @@ otherwise:   θ ← θ - ε(c β m + g/N)
 import pytest
 import torch
 
-from isthmus.optim import ANCHOR, Contribution, DiLoCo, Op, Result, Round, State, Work, build_outer
+from isthmus.optim import ANCHOR, Contribution, DiLoCo, Op, Result, Round, RunFacts, Work, build_outer
 from isthmus.optim.async_diloco import ACCUMULATOR, NUM_ARRIVALS, PULLED, PULLED_AT, AsyncDiLoCo, dylu_steps
 from isthmus.optim.diloco import MOMENTUM
 from tests.unit.optim.lab import (
@@ -22,6 +22,7 @@ from tests.unit.optim.lab import (
     run,
     sgd_step,
 )
+from tests.unit.optim.one_round import after, begin, digest, same, spare, tensors_of
 
 NUMEL = TABLE.numel
 KEY = TABLE.whole().key
@@ -94,10 +95,10 @@ def test_aborted_polls_cost_nothing_and_their_steps_arrive_later():
     assert_same([a.double() for a in anchors(trajectory)], [anchor for _, _, anchor in history], tolerance=1e-4)
 
 
-def arrive(outer, state, *rows, contribution=None):
+def arrive(outer, state, *rows, mine=None):
     members = tuple(f"w{index}" for index in range(len(rows)))
-    result = Result(value=torch.stack(rows), members=members, weight_sum=float(len(rows)), contribution=contribution)
-    return outer.absorb(ROUND, result, state)
+    result = Result(value=torch.stack(rows), members=members, weight_sum=float(len(rows)))
+    return after(outer, ROUND, result, state, mine)
 
 
 def differences(count):
@@ -107,7 +108,7 @@ def differences(count):
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_a_buffer_of_one_is_nesterov(share):
     outer = AsyncDiLoCo(lr=0.3, momentum=0.9, buffer=1, momentum_share=share)
-    state = outer.init(TABLE.whole(), INITIAL)
+    state = begin(outer, TABLE.whole(), INITIAL)
     anchor = torch.nn.Parameter(INITIAL.double())
     nesterov = torch.optim.SGD([anchor], lr=0.3, momentum=0.9, nesterov=True)
     for g in differences(6):
@@ -127,22 +128,22 @@ def test_as_many_as_the_buffer_that_arrive_together_are_diloco():
 def test_it_does_not_matter_whether_arrivals_share_a_poll():
     outer = AsyncDiLoCo(buffer=3, momentum_share=0.1)
     rows = differences(7)
-    start = outer.init(TABLE.whole(), INITIAL)
+    start = begin(outer, TABLE.whole(), INITIAL)
     together, alone = arrive(outer, arrive(outer, start, *rows[:2]).state, *rows[2:]).state, start
     for g in rows:
         alone = arrive(outer, alone, g).state
-    assert together.shared_digest() == alone.shared_digest()
+    assert digest(together) == digest(alone)
 
 
 def test_the_momentum_moves_with_every_nth_arrival_only():
     outer = AsyncDiLoCo(buffer=3)
-    state, moved, counts = outer.init(TABLE.whole(), INITIAL), [], []
+    state, moved, counts = begin(outer, TABLE.whole(), INITIAL), [], []
     for g in differences(7):
-        after = arrive(outer, state, g).state
-        moved.append(not torch.equal(after.shared[MOMENTUM], state.shared[MOMENTUM]))
-        counts.append(int(after.shared[NUM_ARRIVALS]))
-        assert after.shared[ACCUMULATOR].any() == (counts[-1] > 0)
-        state = after
+        stepped = arrive(outer, state, g).state
+        moved.append(not torch.equal(stepped.shared[MOMENTUM], state.shared[MOMENTUM]))
+        counts.append(int(stepped.shared[NUM_ARRIVALS]))
+        assert stepped.shared[ACCUMULATOR].any() == (counts[-1] > 0)
+        state = stepped
     assert moved == [False, False, True, False, False, True, False]
     assert counts == [1, 2, 0, 1, 2, 0, 1]
 
@@ -152,20 +153,20 @@ def test_the_share_moves_the_momentums_step_but_does_not_change_its_length():
     moves = []
     for share in (0.0, 0.1, 0.25):
         outer = AsyncDiLoCo(lr=0.1, momentum=0.5, buffer=4, momentum_share=share)
-        state = outer.init(TABLE.whole(), torch.zeros(NUMEL))
+        state = begin(outer, TABLE.whole(), torch.zeros(NUMEL))
         for _ in range(120):
             state = arrive(outer, state, torch.ones(NUMEL)).state
-        after = arrive(outer, state, *[torch.ones(NUMEL)] * 4).state
-        moves.append(state.shared[ANCHOR] - after.shared[ANCHOR])
+        stepped = arrive(outer, state, *[torch.ones(NUMEL)] * 4).state
+        moves.append(state.shared[ANCHOR] - stepped.shared[ANCHOR])
     assert_same(moves, [torch.full((NUMEL,), 0.1 / (1 - 0.5))] * 3, tolerance=1e-4)
 
 
 def test_only_who_has_done_its_steps_contributes():
     outer = AsyncDiLoCo(inner_steps=4)
-    state, out = outer.init(TABLE.whole(), INITIAL), torch.empty(NUMEL)
+    state, out = begin(outer, TABLE.whole(), INITIAL), torch.empty(NUMEL)
     value = INITIAL - 1.0
     for steps, weight in ((0, 0.0), (3, 0.0), (4, 1.0), (9, 1.0)):
-        emitted = outer.emit(ROUND, value, state, Work(inner_steps=steps, samples=1.0), out=out)
+        emitted = outer.emit(ROUND, value, *state, Work(inner_steps=steps, samples=1.0), out=out)
         assert emitted.weight == weight
         torch.testing.assert_close(emitted.payload, torch.ones(NUMEL))
 
@@ -175,21 +176,29 @@ def contribution_of(weight):
 
 
 def test_who_arrived_pulls_and_the_others_are_left_alone():
-    outer = AsyncDiLoCo()
-    state = outer.init(TABLE.whole(), INITIAL)
+    outer = AsyncDiLoCo(buffer=4)
+    state = begin(outer, TABLE.whole(), INITIAL)
     came, stayed, learner = (
-        arrive(outer, state, torch.ones(NUMEL), contribution=mine)
-        for mine in (contribution_of(1.0), contribution_of(0.0), None)
+        arrive(outer, state, torch.ones(NUMEL), mine=mine) for mine in (contribution_of(1.0), contribution_of(0.0), None)
     )
     assert came.target is came.state.shared[ANCHOR]
     assert came.keep == 0.0
     assert torch.equal(came.state.private[PULLED], came.state.shared[ANCHOR])
     assert came.state.private[PULLED_AT].item() == 20.0
-    for absorbed in (stayed, learner):
-        assert (absorbed.target, absorbed.keep) == (None, 1.0)
-        assert torch.equal(absorbed.state.private[PULLED], INITIAL)
-        assert absorbed.state.private[PULLED_AT].item() == 0.0
-        assert absorbed.state.shared_digest() == came.state.shared_digest() != state.shared_digest()
+    for left in (stayed, learner):
+        assert (left.target, left.keep, left.follows) == (None, 1.0, False)
+        assert torch.equal(left.state.private[PULLED], INITIAL)
+        assert left.state.private[PULLED_AT].item() == 0.0
+        assert digest(left.state) == digest(came.state) != digest(state)
+
+
+def test_whose_difference_was_not_counted_neither_pulls_nor_follows_the_anchor():
+    """It counts from what it pulled, wherever the anchor is by now."""
+    outer = AsyncDiLoCo(buffer=4)
+    state = begin(outer, TABLE.whole(), INITIAL)
+    missed = after(outer, ROUND, None, state, contribution_of(1.0))
+    assert missed.state.private is state.private
+    assert (missed.target, missed.keep, missed.follows) == (None, 1.0, False)
 
 
 def test_whoever_joins_or_leaves_shared_states_are_equal():
@@ -259,23 +268,23 @@ def test_without_dylu_the_slow_arrive_seldom():
 
 def test_with_dylu_a_worker_has_done_at_least_one_step():
     outer = AsyncDiLoCo(inner_steps=8, dylu=True)
-    state = outer.init(TABLE.whole(), INITIAL)
+    state = begin(outer, TABLE.whole(), INITIAL)
 
     def weight(inner_step, steps):
         round_ = Round(fragment=KEY, op=Op.GATHER, inner_step=inner_step)
         work = Work(inner_steps=steps, samples=1.0)
-        return outer.emit(round_, INITIAL, state, work, out=torch.empty(NUMEL)).weight
+        return outer.emit(round_, INITIAL, *state, work, out=torch.empty(NUMEL)).weight
 
     assert [weight(4, 4), weight(8, 0), weight(8, 1), weight(20, 1)] == [0.0, 0.0, 1.0, 1.0]
 
 
 def test_a_worker_may_have_steps_of_its_own():
     """Methods that differ in `inner_steps` only: the same plan, the same server."""
-    methods = [AsyncDiLoCo(inner_steps=steps, poll_steps=2) for steps in dylu_steps(8, SPEEDS).values()]
+    methods = [AsyncDiLoCo(buffer=4, inner_steps=steps, poll_steps=2) for steps in dylu_steps(8, SPEEDS).values()]
     assert len({method.plan(6) for method in methods}) == 1
-    states = [method.init(TABLE.whole(), INITIAL) for method in methods]
+    states = [begin(method, TABLE.whole(), INITIAL) for method in methods]
     states = [arrive(m, s, *differences(5)).state for m, s in zip(methods, states, strict=True)]
-    assert len({state.shared_digest() for state in states}) == 1
+    assert len({digest(state) for state in states}) == 1
 
 
 # ----------------------------------------------------------------------------------------- protocol
@@ -283,56 +292,48 @@ def test_a_worker_may_have_steps_of_its_own():
 
 def test_nothing_that_is_given_is_written():
     outer = AsyncDiLoCo(buffer=2)
-    state = arrive(outer, outer.init(TABLE.whole(), INITIAL), *differences(3)).state
+    state = arrive(outer, begin(outer, TABLE.whole(), INITIAL), *differences(3)).state
     rows = torch.stack(differences(3))
-    result = Result(value=rows, members=WORKERS[:3], weight_sum=3.0, contribution=contribution_of(1.0))
-    tensors = [*state.shared.values(), *state.private.values(), rows, result.contribution.payload]
+    result, mine = Result(value=rows, members=WORKERS[:3], weight_sum=3.0), contribution_of(1.0)
+    tensors = [*tensors_of(state), rows, mine.payload]
     before = [tensor.clone() for tensor in tensors]
-    outer.emit(ROUND, INITIAL.clone(), state, WORK, out=torch.empty(NUMEL))
-    thrown_away = outer.absorb(ROUND, result, state)
-    assert outer.dropped(ROUND, result.contribution, state, out=state.empty_like()).state is state
+    outer.emit(ROUND, INITIAL.clone(), *state, WORK, out=torch.empty(NUMEL))
+    thrown_away = after(outer, ROUND, result, state, mine)
+    assert same(after(outer, ROUND, None, state, mine, out=spare(state)).state, state)
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
-    assert outer.absorb(ROUND, result, state).state.shared_digest() == thrown_away.state.shared_digest()
+    assert same(after(outer, ROUND, result, state, mine).state, thrown_away.state)
 
 
 @pytest.mark.parametrize("mine", [contribution_of(1.0), None])
 @pytest.mark.parametrize("name", [None, ANCHOR, MOMENTUM, ACCUMULATOR])
-def test_absorb_writes_all_of_the_recycled_state_which_may_hold_a_lone_row(name, mine):
+def test_all_of_the_recycled_state_is_written_and_it_may_hold_a_lone_row(name, mine):
     outer = AsyncDiLoCo(buffer=2)
-    state = arrive(outer, outer.init(TABLE.whole(), INITIAL), *differences(3)).state
+    state = arrive(outer, begin(outer, TABLE.whole(), INITIAL), *differences(3)).state
     row = torch.full((NUMEL,), 0.5)
-    result = Result(value=row.clone()[None], members=("ash",), weight_sum=1.0, contribution=mine)
-    expected = outer.absorb(ROUND, result, state)
-    out = state.empty_like()
-    for tensor in (*out.shared.values(), *out.private.values()):
-        tensor.fill_(float("nan"))
+    result = Result(value=row.clone()[None], members=("ash",), weight_sum=1.0)
+    expected, out = after(outer, ROUND, result, state, mine), spare(state)
     if name is not None:
         out.shared[name].copy_(row)
-        result = Result(value=out.shared[name][None], members=("ash",), weight_sum=1.0, contribution=mine)
-    absorbed = outer.absorb(ROUND, result, state, out=out)
-    assert absorbed.state is out
-    assert out.shared_digest() == expected.state.shared_digest()
-    for key, tensor in expected.state.private.items():
-        assert torch.equal(out.private[key], tensor)
+        result = Result(value=out.shared[name][None], members=("ash",), weight_sum=1.0)
+    settled = after(outer, ROUND, result, state, mine, out=out)
+    assert settled.state.shared is out.shared
+    assert settled.state.private is (state.private if mine is None else out.private)
+    assert same(settled.state, expected.state)
 
 
 @pytest.mark.parametrize("kind", ["shared", "private"])
-def test_absorb_refuses_to_write_over_the_state_it_is_given(kind):
-    outer = AsyncDiLoCo()
-    state = outer.init(TABLE.whole(), INITIAL)
-    fresh = state.empty_like()
-    out = State(
-        shared=state.shared if kind == "shared" else fresh.shared,
-        private=state.private if kind == "private" else fresh.private,
-    )
+def test_no_method_writes_over_the_state_it_is_given(kind):
+    outer = AsyncDiLoCo(buffer=4)
+    state = begin(outer, TABLE.whole(), INITIAL)
+    out = spare(state)._replace(**{kind: getattr(state, kind)})
     result = Result(value=torch.ones(1, NUMEL), members=("ash",), weight_sum=1.0)
     with pytest.raises(ValueError, match="never writes"):
-        outer.absorb(ROUND, result, state, out=out)
+        after(outer, ROUND, result, state, contribution_of(1.0), out=out)
 
 
 def test_init_owns_its_memory():
     value = INITIAL.clone()
-    state = AsyncDiLoCo().init(TABLE.whole(), value)
+    state = begin(AsyncDiLoCo(), TABLE.whole(), value)
     value.zero_()
     state.shared[ANCHOR].add_(1.0)
     assert torch.equal(state.private[PULLED], INITIAL)
@@ -370,3 +371,15 @@ def test_polls_are_planned_by_the_global_step_alone():
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         AsyncDiLoCo(**settings)
+
+
+def test_the_buffer_is_as_many_as_the_run_expects_peers_unless_it_is_set():
+    facts = RunFacts(num_peers=7, outer_steps=10, peak_lr=1e-3)
+    outer = AsyncDiLoCo()
+    assert outer.fitted(TABLE, facts).buffer == 7
+    assert outer.fitted(TABLE).buffer == 4
+    assert AsyncDiLoCo(buffer=3).fitted(TABLE, facts).buffer == 3
+    with pytest.raises(ValueError, match=r"momentum_share must be in \[0, 1/7\]"):
+        AsyncDiLoCo(momentum_share=0.2).fitted(TABLE, facts)
+    with pytest.raises(ValueError, match="call fitted"):
+        arrive(outer, begin(outer, TABLE.whole(), INITIAL), torch.ones(NUMEL))

@@ -6,10 +6,11 @@ import torch
 
 from isthmus.optim.data_parallel import DataParallel
 from isthmus.optim.diloco import DiLoCo
-from isthmus.optim.outer import GRAD, PARAM, Contribution, Op, Result, Round, State, Work
+from isthmus.optim.outer import GRAD, PARAM, Contribution, Op, Result, Round, Work
 from isthmus.optim.registry import build_outer
 from tests.unit.optim.adam_lab import BETAS, EPS, LR, AdamRows, OptimizerRows, run_rows
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, gradient, run
+from tests.unit.optim.one_round import after, begin
 
 NUMEL = TABLE.numel
 
@@ -115,11 +116,12 @@ def test_a_slower_worker_is_moved_by_the_mean_of_those_who_took_part():
 
 
 def test_the_plan():
-    gradient_round = Round(fragment=TABLE.whole(GRAD).key, op=Op.MEAN, inner_step=6)
+    gradient_round = Round(fragment=TABLE.whole(GRAD).key, op=Op.MEAN, inner_step=6, keeps_value=True)
     assert DataParallel().plan(0) == ()
     assert DataParallel().plan(6) == DataParallel(resync_steps=4).plan(6) == (gradient_round,)
     both = DataParallel(resync_steps=3).plan(6)
-    assert both == (gradient_round, Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=6, codec="raw"))
+    whole = TABLE.whole().key
+    assert both == (gradient_round, Round(fragment=whole, op=Op.MEAN, inner_step=6, codec="raw", keeps_value=True))
     assert DataParallel().fragments(TABLE) == (TABLE.whole(GRAD),)
 
 
@@ -131,18 +133,19 @@ def test_it_costs_a_gradient_a_step():
 def test_nothing_that_is_given_is_written():
     outer, round_ = DataParallel(), DataParallel().plan(1)[0]
     value = torch.linspace(0.0, 1.0, NUMEL)
-    own, state = value.clone(), State()
-    emitted = outer.emit(round_, own, state, Work(inner_steps=1, samples=1.0), out=torch.empty(NUMEL))
+    own, state = value.clone(), begin(outer, TABLE.whole(GRAD), value)
+    assert not state.shared
+    assert not state.private
+    emitted = outer.emit(round_, own, *state, Work(inner_steps=1, samples=1.0), out=torch.empty(NUMEL))
     result = Result(value=value.clone(), members=WORKERS, weight_sum=4.0)
-    absorbed = outer.absorb(round_, result, state, out=State())
     mine = Contribution(payload=emitted.payload, weight=1.0, read_delivered=lambda out: out)
-    dropped = outer.dropped(round_, mine, state, out=State())
-    assert not dropped.target.any()
-    assert dropped.keep == absorbed.keep == 0.0
-    assert outer.dropped(round_, None, state).target is None
-    for kept in (own, emitted.payload, result.value, absorbed.target):
+    counted, missed = after(outer, round_, result, state, mine), after(outer, round_, None, state, mine)
+    assert not missed.target.any()
+    assert missed.keep == counted.keep == 0.0
+    assert after(outer, round_, None, state).target is None
+    for kept in (own, emitted.payload, result.value, counted.target):
         assert torch.equal(kept, value)
-    assert outer.emit(round_, own, state, Work(inner_steps=1, samples=1.0), out=own).payload is own
+    assert outer.emit(round_, own, *state, Work(inner_steps=1, samples=1.0), out=own).payload is own
 
 
 def test_wrong_settings_and_buffers_are_refused():
@@ -152,4 +155,4 @@ def test_wrong_settings_and_buffers_are_refused():
     round_, work, right = DataParallel().plan(1)[0], Work(inner_steps=1, samples=1.0), torch.zeros(NUMEL)
     for value, out in ((torch.zeros(3), right), (right, torch.zeros(3)), (right.double(), right)):
         with pytest.raises(ValueError, match="contiguous fp32 CPU tensor"):
-            DataParallel().emit(round_, value, State(), work, out=out)
+            DataParallel().emit(round_, value, {}, {}, work, out=out)

@@ -18,15 +18,15 @@ from isthmus.optim import (
     Op,
     Result,
     Round,
-    State,
     Work,
     build_outer,
 )
 from isthmus.optim.blocks import SHAPES, block_order, shapes_of
 from isthmus.optim.demo import DeMo
 from isthmus.optim.diloco import MOMENTUM
-from isthmus.optim.simulate import simulate
+from isthmus.optim.simulate import State, simulate
 from tests.unit.optim import lab
+from tests.unit.optim.one_round import after, same, spare, tensors_of
 
 TABLE = FragmentTable.from_named_shapes([("norm", (64,)), ("up", (128, 64)), ("odd", (10, 7))])
 NUMEL = TABLE.numel
@@ -203,12 +203,12 @@ def test_without_decay_no_gradient_is_lost_to_quantisation_or_aborted_rounds(abo
 
 def test_after_an_aborted_round_nobody_moves_and_the_momentum_holds_the_gradient():
     before = run(DeMo(decay=0.9), 4)
-    after = run(DeMo(decay=0.9), 5, aborted=lambda round_: round_.inner_step == 5)
+    later = run(DeMo(decay=0.9), 5, aborted=lambda round_: round_.inner_step == 5)
     for worker in WORKERS:
-        assert torch.equal(after.values[worker], before.values[worker])
+        assert torch.equal(later.values[worker], before.values[worker])
         gradient = forward(lab.gradient(worker, 5, before.values[worker]).double())
         expected = 0.9 * momentum_of(before, worker) + ORDER.to_blocks(gradient.float(), out=torch.empty(NUMEL))
-        torch.testing.assert_close(momentum_of(after, worker), expected, rtol=0.0, atol=1e-5)
+        torch.testing.assert_close(momentum_of(later, worker), expected, rtol=0.0, atol=1e-5)
 
 
 def test_an_aborted_round_still_decays_the_weights():
@@ -248,7 +248,7 @@ def test_a_joiner_begins_without_momentum():
 
 
 # --------------------------------------------------------------------------------------------------- one round
-ROUND = Round(fragment=KEY, op=Op.GATHER, inner_step=1, codec="topk:32")
+ROUND = Round(fragment=KEY, op=Op.GATHER, inner_step=1, codec="topk:32", keeps_value=True)
 WORK = Work(inner_steps=1, samples=1.0)
 
 
@@ -260,10 +260,10 @@ def some_state():
     return State(shared={SHAPES: shapes_of(TABLE.whole())}, private={MOMENTUM: mixed(NUMEL)})
 
 
-def result_of(rows, contribution=None, weights=None):
+def result_of(rows, weights=None):
     names = tuple(f"w{index}" for index in range(len(rows)))
     weights = weights or (1.0,) * len(rows)
-    return Result(value=rows, members=names, weight_sum=sum(weights), weights=weights, contribution=contribution)
+    return Result(value=rows, members=names, weight_sum=sum(weights), weights=weights)
 
 
 def contribution(weight=1.0):
@@ -277,7 +277,7 @@ def test_each_coefficient_is_averaged_over_those_who_sent_it():
     rows[:, 1] = torch.tensor([0.0, 2.0, 6.0])
     rows[:, 2] = torch.tensor([0.0, 2.0, 0.0])
     for weights, expected in ((None, [3.0, 4.0, 2.0]), ((2.0, 1.0, 1.0), [2.5, 4.0, 2.0])):
-        direction = DeMo(sign=False).absorb(ROUND, result_of(rows, weights=weights), some_state()).target
+        direction = after(DeMo(sign=False), ROUND, result_of(rows, weights), some_state()).target
         coefficients = ORDER.to_blocks(forward(direction.double()).float(), out=torch.empty(NUMEL))
         assert coefficients[:3].tolist() == pytest.approx(expected, rel=1e-5)
         assert coefficients[3:].abs().max() < 1e-5
@@ -285,64 +285,57 @@ def test_each_coefficient_is_averaged_over_those_who_sent_it():
 
 def test_what_did_not_arrive_stays_in_the_momentum():
     mine = contribution()
-    after = DeMo().absorb(ROUND, result_of(mixed(2, NUMEL), mine), some_state()).state
-    torch.testing.assert_close(after.private[MOMENTUM], mine.payload * 0.25)
+    settled = after(DeMo(), ROUND, result_of(mixed(2, NUMEL)), some_state(), mine).state
+    torch.testing.assert_close(settled.private[MOMENTUM], mine.payload * 0.25)
 
 
 def test_who_is_no_member_keeps_all_of_its_momentum():
-    state, result = some_state(), mixed(2, NUMEL)
-    silent = DeMo().absorb(ROUND, result_of(result), state)
+    state, result = some_state(), result_of(mixed(2, NUMEL))
+    silent = after(DeMo(), ROUND, result, state)
     assert torch.equal(silent.state.private[MOMENTUM], state.private[MOMENTUM])
     mine = contribution(weight=0.0)
-    weightless = DeMo().absorb(ROUND, result_of(result, mine), state)
+    weightless = after(DeMo(), ROUND, result, state, mine)
     assert torch.equal(weightless.state.private[MOMENTUM], mine.payload)
     assert torch.equal(weightless.target, silent.target)
 
 
 def test_who_gave_nothing_to_an_aborted_round_stands_still_too():
     state = some_state()
-    after = DeMo().dropped(ROUND, None, state)
-    assert torch.equal(after.state.private[MOMENTUM], state.private[MOMENTUM])
-    assert not after.target.any()
-    assert after.keep == 0.0
+    settled = after(DeMo(), ROUND, None, state)
+    assert torch.equal(settled.state.private[MOMENTUM], state.private[MOMENTUM])
+    assert not settled.target.any()
+    assert settled.keep == 0.0
 
 
 def test_nothing_writes_to_the_state_or_the_result():
     outer, state = DeMo(), some_state()
-    result, mine, gradient = result_of(mixed(3, NUMEL), contribution()), contribution(), mixed(NUMEL, seed=5)
-    tensors = [*state.shared.values(), *state.private.values(), result.value, mine.payload, gradient]
+    result, mine, gradient = result_of(mixed(3, NUMEL)), contribution(), mixed(NUMEL, seed=5)
+    tensors = [*tensors_of(state), result.value, mine.payload, gradient]
     kept = [tensor.clone() for tensor in tensors]
-    outer.emit(ROUND, gradient, state, WORK, out=torch.empty(NUMEL))
-    outer.absorb(ROUND, result, state)
-    outer.dropped(ROUND, mine, state)
+    outer.emit(ROUND, gradient, *state, WORK, out=torch.empty(NUMEL))
+    after(outer, ROUND, result, state, mine)
+    after(outer, ROUND, None, state, mine)
     assert all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_every_tensor_of_the_recycled_state_is_set(is_aborted):
     outer, state, mine = DeMo(), some_state(), contribution()
-
-    def after(out):
-        if is_aborted:
-            return outer.dropped(ROUND, mine, state, out=out)
-        return outer.absorb(ROUND, result_of(mixed(3, NUMEL), mine), state, out=out)
-
-    fresh, out = after(None), state.empty_like()
-    for tensor in (*out.shared.values(), *out.private.values()):
-        tensor.fill_(torch.nan)
-    recycled = after(out)
-    assert recycled.state is out
+    result = None if is_aborted else result_of(mixed(3, NUMEL))
+    fresh, out = after(outer, ROUND, result, state, mine), spare(state)
+    recycled = after(outer, ROUND, result, state, mine, out=out)
+    assert recycled.state.private is out.private
+    assert recycled.state.shared is state.shared
     assert torch.equal(recycled.target, fresh.target)
-    assert out.shared_digest() == fresh.state.shared_digest() == state.shared_digest()
-    assert torch.equal(out.private[MOMENTUM], fresh.state.private[MOMENTUM])
+    assert same(recycled.state, fresh.state)
     with pytest.raises(ValueError, match="never writes"):
-        after(state)
+        after(outer, ROUND, result, state, mine, out=state)
 
 
 def test_emit_may_write_over_the_gradient():
     state, gradient = some_state(), mixed(NUMEL, seed=5)
     coefficients = ORDER.to_blocks(forward(gradient.double()).float(), out=torch.empty(NUMEL))
-    over = DeMo(decay=0.5).emit(ROUND, gradient, state, WORK, out=gradient)
+    over = DeMo(decay=0.5).emit(ROUND, gradient, *state, WORK, out=gradient)
     assert over.payload is gradient
     assert over.weight == 1.0
     torch.testing.assert_close(over.payload, coefficients + 0.5 * state.private[MOMENTUM], rtol=0.0, atol=1e-5)
@@ -352,7 +345,7 @@ def test_buffers_of_another_size_are_refused():
     state, right = some_state(), torch.zeros(NUMEL)
     for value, out in ((right[1:], right.clone()), (right, right[1:].clone()), (right.double(), right)):
         with pytest.raises(ValueError, match="contiguous fp32 CPU tensor"):
-            DeMo().emit(ROUND, value, state, WORK, out=out)
+            DeMo().emit(ROUND, value, *state, WORK, out=out)
     with pytest.raises(ValueError, match="initial value"):
         DeMo().init(TABLE.whole(GRAD), right[1:])
 
@@ -362,7 +355,8 @@ def test_everybody_sends_to_everybody_in_every_step():
     outer = DeMo()
     assert outer.plan(0) == ()
     for step in (1, 2, 77):
-        assert outer.plan(step) == (Round(fragment=KEY, op=Op.GATHER, inner_step=step, codec="topk:32"),)
+        (round_,) = outer.plan(step)
+        assert round_ == Round(fragment=KEY, op=Op.GATHER, inner_step=step, codec="topk:32", keeps_value=True)
     assert DeMo(topk=4096).plan(1)[0].codec == "raw"
     assert outer.fragments(TABLE) == (TABLE.whole(GRAD),)
 

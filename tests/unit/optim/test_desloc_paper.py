@@ -10,11 +10,13 @@ import torch
 from isthmus.optim.data_parallel import DataParallel
 from isthmus.optim.desloc import DesLoc, half_life
 from isthmus.optim.local_adam import LocalAdam
-from isthmus.optim.outer import ANCHOR, GRAD, PARAM, Contribution, Result, State, Work
+from isthmus.optim.outer import ANCHOR, GRAD, PARAM, Contribution, Result, Work
 from isthmus.optim.registry import build_outer
+from isthmus.optim.simulate import State
 from isthmus.optim.workload import ExactWire
 from tests.unit.optim.adam_lab import AdamRows, adam_directly, fixed_gradient, run_rows
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, assert_parity
+from tests.unit.optim.one_round import after, begin, digest, same, spare
 
 U, V = "exp_avg", "exp_avg_sq"
 NUMEL = TABLE.numel
@@ -154,7 +156,7 @@ def test_an_aborted_round_leaves_state_and_workers_as_they_were():
     b = run_rows(DesLoc(inner_steps=5), 4, rows=without)
     assert torch.equal(with_abort.tensors[PARAM], without.tensors[PARAM])
     for worker in WORKERS:
-        digests = [{key.kind: s.shared_digest() for key, s in t.states[worker].items()} for t in (a, b)]
+        digests = [{key.kind: digest(s) for key, s in t.states[worker].items()} for t in (a, b)]
         assert digests[0] == digests[1]
 
 
@@ -214,6 +216,11 @@ def test_second_moments_travel_exactly_and_the_rest_as_configured():
     assert by_kind == {PARAM: None, U: None, V: "raw"}
     by_kind = {round_.fragment.kind: round_.codec for round_ in DesLoc(second_moment_codec=None).plan(1536)}
     assert by_kind == {PARAM: None, U: None, V: None}
+
+
+def test_means_of_states_are_kept_for_the_workers_and_that_of_the_parameters_is_the_anchor():
+    by_kind = {round_.fragment.kind: round_.keeps_value for round_ in DesLoc(inner_steps=1).plan(6)}
+    assert by_kind == {PARAM: False, U: True, V: True}
 
 
 # ---------------------------------------- plan and settings
@@ -297,6 +304,7 @@ def test_wrong_settings_are_refused(settings, message):
 # ---------------------------------------- the protocol's rules
 
 OUTER = DesLoc(inner_steps=1, state_multiples=(1, 1))
+NOTHING = State(shared={}, private={})
 PARAM_ROUND, U_ROUND, V_ROUND = OUTER.plan(1)
 WORK = Work(inner_steps=1, samples=1.0)
 
@@ -304,82 +312,82 @@ WORK = Work(inner_steps=1, samples=1.0)
 def _state_and_result():
     generator = torch.Generator().manual_seed(3)
     anchor, value = torch.randn(NUMEL, generator=generator), torch.randn(NUMEL, generator=generator)
-    return State(shared={ANCHOR: anchor}), Result(value=value, members=WORKERS, weight_sum=4.0)
+    return State(shared={ANCHOR: anchor}, private={}), Result(value=value, members=WORKERS, weight_sum=4.0)
 
 
 def test_emit_gives_the_way_from_the_anchor_or_the_state_itself_and_may_write_over_the_value():
     state, _ = _state_and_result()
-    value, digest = torch.linspace(0.0, 1.0, NUMEL), state.shared_digest()
+    value, before = torch.linspace(0.0, 1.0, NUMEL), digest(state)
     for round_, held, expected in (
         (PARAM_ROUND, state, state.shared[ANCHOR] - value),
-        (U_ROUND, State(), value),
-        (V_ROUND, State(), value),
+        (U_ROUND, NOTHING, value),
+        (V_ROUND, NOTHING, value),
     ):
         own = value.clone()
-        separate = OUTER.emit(round_, own, held, WORK, out=torch.empty(NUMEL))
+        separate = OUTER.emit(round_, own, *held, WORK, out=torch.empty(NUMEL))
         assert torch.equal(own, value)
-        over = OUTER.emit(round_, own, held, WORK, out=own)
+        over = OUTER.emit(round_, own, *held, WORK, out=own)
         assert over.payload is own
         assert torch.equal(separate.payload, expected)
         assert torch.equal(over.payload, expected)
-    assert state.shared_digest() == digest
+    assert digest(state) == before
 
 
-def test_absorb_is_pure_and_writes_into_the_recycled_state():
+def test_a_step_is_pure_and_writes_into_the_recycled_state():
     state, result = _state_and_result()
-    digest, value = state.shared_digest(), result.value.clone()
-    fresh = OUTER.absorb(PARAM_ROUND, result, state)
-    out = state.empty_like()
-    recycled = OUTER.absorb(PARAM_ROUND, result, state, out=out)
-    assert recycled.state is out
+    before, value = digest(state), result.value.clone()
+    fresh, out = after(OUTER, PARAM_ROUND, result, state), spare(state)
+    recycled = after(OUTER, PARAM_ROUND, result, state, out=out)
+    assert recycled.state.shared is out.shared
     assert recycled.target is out.shared[ANCHOR]
     assert recycled.keep == fresh.keep == 0.0
-    assert out.shared_digest() == fresh.state.shared_digest() != digest
-    assert state.shared_digest() == digest
+    assert digest(out) == digest(fresh.state) != before
+    assert digest(state) == before
     assert torch.equal(result.value, value)
 
 
-def test_absorbing_a_state_writes_neither_the_result_nor_any_state():
+def test_the_mean_of_an_inner_state_is_no_shared_state_and_the_result_stays_as_it_is():
     _, result = _state_and_result()
     value = result.value.clone()
     for round_, expected in ((U_ROUND, value), (V_ROUND, value.clamp(min=0.0))):
-        absorbed = OUTER.absorb(round_, result, State(), out=State())
-        assert torch.equal(absorbed.target, expected)
-        assert absorbed.keep == 0.0
+        settled = after(OUTER, round_, result, NOTHING, out=NOTHING)
+        assert torch.equal(settled.target, expected)
+        assert settled.keep == 0.0
+        assert same(settled.state, NOTHING)
         assert torch.equal(result.value, value)
 
 
 def test_the_means_memory_can_become_the_anchor():
     state, result = _state_and_result()
-    expected = OUTER.absorb(PARAM_ROUND, result, state).state.shared_digest()
-    out = State(shared={ANCHOR: result.value})
-    assert OUTER.absorb(PARAM_ROUND, result, state, out=out).state.shared_digest() == expected
+    expected = digest(after(OUTER, PARAM_ROUND, result, state).state)
+    out = State(shared={ANCHOR: result.value}, private={})
+    assert digest(after(OUTER, PARAM_ROUND, result, state, out=out).state) == expected
 
 
-def test_absorb_refuses_to_write_over_the_state_it_is_given():
+def test_no_method_writes_over_the_state_it_is_given():
     state, result = _state_and_result()
     with pytest.raises(ValueError, match="never writes"):
-        OUTER.absorb(PARAM_ROUND, result, state, out=state)
+        after(OUTER, PARAM_ROUND, result, state, out=state)
 
 
-def test_a_dropped_round_changes_nothing():
+def test_a_round_that_was_not_counted_changes_nothing_but_parameters_follow_the_anchor():
     state, result = _state_and_result()
-    digest = state.shared_digest()
+    before = digest(state)
     mine = Contribution(payload=result.value, weight=1.0, read_delivered=lambda out: out)
-    for round_, held in ((PARAM_ROUND, state), (U_ROUND, State())):
-        dropped = OUTER.dropped(round_, mine, held, out=held.empty_like())
-        assert dropped.state is held
-        assert dropped.target is None
-    assert state.shared_digest() == digest
+    for round_, held in ((PARAM_ROUND, state), (U_ROUND, NOTHING), (V_ROUND, NOTHING)):
+        missed = after(OUTER, round_, None, held, mine, out=spare(held))
+        assert same(missed.state, held)
+        assert (missed.target, missed.keep, missed.follows) == (None, 1.0, round_ is PARAM_ROUND)
+    assert digest(state) == before
 
 
 def test_init_owns_its_memory_and_keeps_the_parameters_only():
     value = INITIAL.clone()
-    state = OUTER.init(TABLE.whole(), value)
+    state = begin(OUTER, TABLE.whole(), value)
     value.zero_()
     assert torch.equal(state.shared[ANCHOR], INITIAL)
     assert not state.private
-    assert not OUTER.init(TABLE.whole(V), value).shared
+    assert same(begin(OUTER, TABLE.whole(V), value), NOTHING)
 
 
 def test_buffers_of_another_size_or_type_are_refused():
@@ -388,12 +396,12 @@ def test_buffers_of_another_size_or_type_are_refused():
     for round_ in (PARAM_ROUND, U_ROUND):
         for value, out in ((wrong, right), (right, wrong), (right.double(), right)):
             with pytest.raises(ValueError, match="contiguous fp32 CPU tensor"):
-                OUTER.emit(round_, value, state, WORK, out=out)
+                OUTER.emit(round_, value, *state, WORK, out=out)
     with pytest.raises(ValueError, match="contiguous fp32 CPU tensor"):
-        OUTER.emit(PARAM_ROUND, wrong, state, WORK, out=wrong)
+        OUTER.emit(PARAM_ROUND, wrong, *state, WORK, out=wrong)
     with pytest.raises(ValueError, match="the next anchor"):
-        OUTER.absorb(PARAM_ROUND, result, state, out=State(shared={ANCHOR: wrong}))
+        OUTER.step(PARAM_ROUND, result, state.shared, out={ANCHOR: wrong})
     with pytest.raises(ValueError, match="the mean of the payloads"):
-        OUTER.absorb(PARAM_ROUND, Result(value=wrong, members=WORKERS, weight_sum=1.0), state)
+        OUTER.step(PARAM_ROUND, Result(value=wrong, members=WORKERS, weight_sum=1.0), state.shared)
     with pytest.raises(ValueError, match="initial value"):
         OUTER.init(TABLE.whole(), wrong)

@@ -7,14 +7,16 @@ m_i ← μ m_i + η mean(θ - φ) + η (mean φ - φ_i);   φ_i ← φ_i + m_i; 
 import pytest
 import torch
 
-from isthmus.optim import Contribution, DiLoCo, Op, Result, Round, State, Work, build_outer
+from isthmus.optim import Contribution, DiLoCo, Op, Result, Round, Work, build_outer
 from isthmus.optim.diloco import MOMENTUM
 from isthmus.optim.noloco import SLOW, NoLoCo
+from isthmus.optim.simulate import State
 from isthmus.optim.workload import draw_pairs
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, assert_parity, assert_same, gradient, run, sgd_step
+from tests.unit.optim.one_round import after, begin, same, spare, tensors_of
 
 NUMEL = TABLE.numel
-ROUND = Round(fragment=TABLE.whole().key, op=Op.PAIR, inner_step=50)
+ROUND = Round(fragment=TABLE.whole().key, op=Op.PAIR, inner_step=50, keeps_value=True)
 WORK = Work(inner_steps=50, samples=50.0)
 
 
@@ -157,70 +159,70 @@ def _state_and_result():
     generator = torch.Generator().manual_seed(5)
     slow, momentum, peer, own = (torch.randn(NUMEL, generator=generator) for _ in range(4))
     contribution = Contribution(payload=own, weight=1.0, read_delivered=lambda _out: pytest.fail("not needed"))
-    state = State(private={SLOW: slow, MOMENTUM: momentum})
-    return state, Result(value=peer, members=("ash", "birch"), weight_sum=2.0, contribution=contribution)
+    state = State(shared={}, private={SLOW: slow, MOMENTUM: momentum})
+    return state, Result(value=peer, members=("ash", "birch"), weight_sum=2.0), contribution
 
 
 def test_nothing_that_is_given_is_written():
-    state, result = _state_and_result()
-    before = [tensor.clone() for tensor in (*state.private.values(), result.value, result.contribution.payload)]
+    state, result, mine = _state_and_result()
+    given = [*tensors_of(state), result.value, mine.payload]
+    before = [tensor.clone() for tensor in given]
     outer = NoLoCo()
-    outer.emit(ROUND, INITIAL.clone(), state, WORK, out=torch.empty(NUMEL))
-    outer.absorb(ROUND, result, state)
-    outer.dropped(ROUND, result.contribution, state, out=state.empty_like())
-    after = [*state.private.values(), result.value, result.contribution.payload]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    outer.emit(ROUND, INITIAL.clone(), *state, WORK, out=torch.empty(NUMEL))
+    after(outer, ROUND, result, state, mine)
+    after(outer, ROUND, None, state, mine, out=spare(state))
+    assert all(torch.equal(a, b) for a, b in zip(before, given, strict=True))
 
 
 @pytest.mark.parametrize("name", [None, SLOW, MOMENTUM])
 def test_the_peers_payload_may_lie_in_the_recycled_state(name):
     outer = NoLoCo()
-    state, result = _state_and_result()
-    expected = outer.absorb(ROUND, result, state)
-    out = state.empty_like()
+    state, result, mine = _state_and_result()
+    expected, out = after(outer, ROUND, result, state, mine), spare(state)
     if name is not None:
-        out = State(private={**out.private, name: result.value})
-    absorbed = outer.absorb(ROUND, result, state, out=out)
-    assert absorbed.state is out
-    assert absorbed.target is out.private[SLOW]
-    for key, tensor in expected.state.private.items():
-        assert torch.equal(absorbed.state.private[key], tensor)
+        out.private[name] = result.value
+    settled = after(outer, ROUND, result, state, mine, out=out)
+    assert settled.state.private is out.private
+    assert settled.target is out.private[SLOW]
+    assert settled.keep == 0.0
+    assert same(settled.state, expected.state)
 
 
-def test_absorb_refuses_to_write_over_the_state_it_is_given():
-    state, result = _state_and_result()
+def test_no_method_writes_over_the_state_it_is_given():
+    state, result, mine = _state_and_result()
     with pytest.raises(ValueError, match="never writes"):
-        NoLoCo().absorb(ROUND, result, state, out=state)
+        after(NoLoCo(), ROUND, result, state, mine, out=state)
 
 
 def test_init_owns_its_memory():
     value = INITIAL.clone()
-    state = NoLoCo().init(TABLE.whole(), value)
+    state = begin(NoLoCo(), TABLE.whole(), value)
     value.zero_()
     assert torch.equal(state.private[SLOW], INITIAL)
     assert not state.shared
 
 
-def test_who_gave_nothing_gets_nothing():
-    state, result = _state_and_result()
-    learner = Result(value=result.value, members=result.members, weight_sum=2.0)
-    assert NoLoCo().absorb(ROUND, learner, state).state is state
+def test_who_gave_nothing_or_met_nobody_keeps_what_it_has():
+    state, result, mine = _state_and_result()
+    for left in (after(NoLoCo(), ROUND, result, state), after(NoLoCo(), ROUND, None, state, mine)):
+        assert left.state.private is state.private
+        assert (left.target, left.keep, left.follows) == (None, 1.0, False)
 
 
 def test_the_payload_is_the_value_and_may_lie_in_it():
-    state, _ = _state_and_result()
+    state, _, _ = _state_and_result()
     value = INITIAL.clone()
-    emitted = NoLoCo().emit(ROUND, value, state, WORK, out=value)
+    emitted = NoLoCo().emit(ROUND, value, *state, WORK, out=value)
     assert emitted.payload is value
     assert torch.equal(value, INITIAL)
     with pytest.raises(ValueError, match="contiguous fp32 CPU tensor"):
-        NoLoCo().emit(ROUND, value, state, WORK, out=torch.empty(3))
+        NoLoCo().emit(ROUND, value, *state, WORK, out=torch.empty(3))
 
 
 def test_pairs_meet_after_every_h_steps():
     outer = build_outer("noloco", inner_steps=5)
     assert [step for step in range(16) if outer.plan(step)] == [5, 10, 15]
-    assert outer.plan(5) == (Round(fragment=TABLE.whole().key, op=Op.PAIR, inner_step=5),)
+    assert outer.plan(5) == (Round(fragment=TABLE.whole().key, op=Op.PAIR, inner_step=5, keeps_value=True),)
     assert outer.fragments(TABLE) == (TABLE.whole(),)
 
 

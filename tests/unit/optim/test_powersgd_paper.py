@@ -10,21 +10,23 @@ import math
 import pytest
 import torch
 
-from isthmus.optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, State, Work, build_outer
+from isthmus.optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, Work, build_outer
 from isthmus.optim.outer import Contribution
 from isthmus.optim.powersgd import LEFT, RESIDUAL, RIGHT, PowerSGD
 from isthmus.optim.workload import Delivery, ExactWire
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, anchors, assert_parity, assert_same, run, sgd_step
+from tests.unit.optim.one_round import after, begin, same, spare, tensors_of
 
 MATRICES = FragmentTable.from_named_shapes([("bias", (5,)), ("wide", (6, 20)), ("conv", (8, 3, 5)), ("tiny", (2, 3))])
 START = torch.linspace(-1.0, 1.0, MATRICES.numel)
 COMPRESSED = ((slice(5, 125), (6, 20)), (slice(125, 245), (8, 15)))
 """Where a matrix [6, 20] lies, and a tensor that is taken as [8, 15]."""
 WORK = Work(inner_steps=4, samples=4.0)
+NESTEROV = {"lr": 0.7, "momentum": 0.9}
 
 
 def power_sgd(**settings):
-    return PowerSGD(**{"inner_steps": 4, "rank": 2} | settings).fitted(MATRICES)
+    return PowerSGD(**{"inner_steps": 4, "rank": 2} | NESTEROV | settings).fitted(MATRICES)
 
 
 def run_matrices(outer, num_inner_steps=24, **settings):
@@ -45,7 +47,7 @@ def direct_power_sgd(outer, table, initial, boundaries, weights=None, *, inner_s
         if n * m < 2.0 * r * (n + m) / 2.0:
             continue
         sizes = {LEFT: n * r, RIGHT: m * r}
-        own = {s: first.shared[s][offset[s] : offset[s] + sizes[s]].view(-1, r).double() for s in sizes}
+        own = {s: first[s][offset[s] : offset[s] + sizes[s]].view(-1, r).double() for s in sizes}
         offset = {s: offset[s] + sizes[s] for s in sizes}
         matrices.append((slice(spec.offset, spec.stop), n, m, own))
     anchor, momentum = initial.double(), torch.zeros(table.numel, dtype=torch.float64)
@@ -92,15 +94,15 @@ def mean_residual(trajectory):
 
 
 def test_without_a_matrix_worth_compressing_it_is_diloco_bit_for_bit():
-    compressed = run(PowerSGD(inner_steps=4, rank=3).fitted(TABLE))
-    assert_same(anchors(compressed), anchors(run(DiLoCo(inner_steps=4))), tolerance=0.0)
+    compressed = run(PowerSGD(inner_steps=4, rank=3, **NESTEROV).fitted(TABLE))
+    assert_same(anchors(compressed), anchors(run(DiLoCo(inner_steps=4, **NESTEROV))), tolerance=0.0)
     assert LEFT not in compressed.committed[0].shared
     assert not mean_residual(compressed).any()
 
 
 def test_rounds_that_send_everything_are_diloco_bit_for_bit():
     compressed = run_matrices(power_sgd(dense_rounds=6))
-    assert_same(anchors(compressed), anchors(run_matrices(DiLoCo(inner_steps=4))), tolerance=0.0)
+    assert_same(anchors(compressed), anchors(run_matrices(DiLoCo(inner_steps=4, **NESTEROV))), tolerance=0.0)
     assert {committed.round_.numel for committed in compressed.committed} == {MATRICES.numel}
 
 
@@ -220,9 +222,8 @@ def test_an_aborted_round_leaves_state_and_workers_as_they_were():
     for worker, value in without.values.items():
         sgd_step(worker, 8, value)
         assert torch.equal(aborted.values[worker], value)
-        before, after = (next(iter(t.states[worker].values())) for t in (without, aborted))
-        assert before.shared_digest() == after.shared_digest()
-        assert torch.equal(before.private[RESIDUAL], after.private[RESIDUAL])
+        before, since = (next(iter(t.states[worker].values())) for t in (without, aborted))
+        assert same(before, since)
         assert before.private[RESIDUAL].any()
 
 
@@ -235,11 +236,18 @@ def test_an_aborted_round_costs_its_turn_but_no_work():
 
 def test_a_worker_of_weight_nought_keeps_its_residual():
     outer = power_sgd()
-    round_, result, state = committed_round(outer)
-    mine = dataclasses.replace(result.contribution, weight=0.0)
-    after = outer.absorb(round_, dataclasses.replace(result, contribution=mine), state).state
-    assert torch.equal(after.private[RESIDUAL], state.private[RESIDUAL])
-    assert after.private[RESIDUAL].any()
+    round_, result, state, mine = committed_round(outer)
+    settled = after(outer, round_, result, state, dataclasses.replace(mine, weight=0.0)).state
+    assert torch.equal(settled.private[RESIDUAL], state.private[RESIDUAL])
+    assert settled.private[RESIDUAL].any()
+
+
+def test_who_was_not_counted_keeps_its_residual_and_its_distance_from_the_anchor():
+    outer = power_sgd()
+    round_, _, state, mine = committed_round(outer)
+    settled = after(outer, round_, None, state, mine)
+    assert settled.state.private is state.private
+    assert (settled.target, settled.keep, settled.follows) == (None, 1.0, True)
 
 
 # ------------------------------------------------------------------------------------------------ the protocol
@@ -272,11 +280,11 @@ def test_factors_stay_orthonormal():
 
 
 def committed_round(outer, inner_step=4):
-    """A state in the middle of a run, and what absorb is given: (round, result, state)."""
-    state = outer.init(MATRICES.whole(), START)
+    """A state in the middle of a run, and what a worker is given: (round, result, state, contribution)."""
+    state = begin(outer, MATRICES.whole(), START)
     state.private[RESIDUAL].copy_(torch.cos(START * 9.0))
     (round_,) = outer.plan(inner_step)
-    emitted = outer.emit(round_, torch.sin(START * 5.0), state, WORK, out=torch.empty(round_.numel))
+    emitted = outer.emit(round_, torch.sin(START * 5.0), *state, WORK, out=torch.empty(round_.numel))
     mine = Contribution(
         payload=emitted.payload,
         weight=1.0,
@@ -284,63 +292,52 @@ def committed_round(outer, inner_step=4):
         kept=emitted.kept,
     )
     value = emitted.payload * 0.9 + 0.01
-    return round_, Result(value=value, members=("ash", "elm"), weight_sum=2.0, contribution=mine), state
-
-
-def snapshot(state):
-    return {name: tensor.clone() for name, tensor in (*state.shared.items(), *state.private.items())}
-
-
-def equal(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return round_, Result(value=value, members=("ash", "elm"), weight_sum=2.0), state, mine
 
 
 @pytest.mark.parametrize("inner_step", [4, 8])
-def test_emit_absorb_and_dropped_never_write_to_the_state(inner_step):
+def test_nothing_that_is_given_is_written(inner_step):
     outer = power_sgd()
-    round_, result, state = committed_round(outer, inner_step)
-    before, value = snapshot(state), result.value.clone()
-    first = outer.absorb(round_, result, state)
-    assert equal(snapshot(state), before)
-    assert torch.equal(result.value, value)
-    assert outer.dropped(round_, result.contribution, state).state is state
-    again = outer.absorb(round_, result, state)
-    assert equal(snapshot(again.state), snapshot(first.state))
-    assert not equal(snapshot(first.state), before)
+    round_, result, state, mine = committed_round(outer, inner_step)
+    given = [*tensors_of(state), result.value, mine.payload, mine.kept]
+    kept = [tensor.clone() for tensor in given]
+    first = after(outer, round_, result, state, mine)
+    assert same(after(outer, round_, None, state, mine).state, state)
+    assert all(torch.equal(a, b) for a, b in zip(given, kept, strict=True))
+    again = after(outer, round_, result, state, mine)
+    assert same(again.state, first.state)
+    assert not same(first.state, state)
 
 
 @pytest.mark.parametrize("inner_step", [4, 8])
 @pytest.mark.parametrize("learner", [False, True])
 def test_every_tensor_of_a_recycled_state_is_written(inner_step, learner):
     outer = power_sgd()
-    round_, result, state = committed_round(outer, inner_step)
-    if learner:
-        result = dataclasses.replace(result, contribution=None)
-    fresh = outer.absorb(round_, result, state)
-    out = state.empty_like()
-    for tensor in (*out.shared.values(), *out.private.values()):
-        tensor.fill_(float("nan"))
-    absorbed = outer.absorb(round_, result, state, out=out)
-    assert absorbed.state is out
-    assert absorbed.target is out.shared[ANCHOR]
-    assert equal(snapshot(out), snapshot(fresh.state))
-    assert torch.equal(out.private[RESIDUAL], state.private[RESIDUAL]) == learner
+    round_, result, state, mine = committed_round(outer, inner_step)
+    mine = None if learner else mine
+    fresh, out = after(outer, round_, result, state, mine), spare(state)
+    settled = after(outer, round_, result, state, mine, out=out)
+    assert settled.state.shared is out.shared
+    assert settled.state.private is (state.private if learner else out.private)
+    assert settled.target is out.shared[ANCHOR]
+    assert same(settled.state, fresh.state)
+    assert torch.equal(fresh.state.private[RESIDUAL], state.private[RESIDUAL]) == learner
 
 
 def test_the_results_memory_can_become_the_momentum():
     outer = power_sgd(dense_rounds=9)
-    round_, result, state = committed_round(outer)
-    expected = snapshot(outer.absorb(round_, result, state).state)
-    spare = state.empty_like()
-    out = State(shared={**spare.shared, "momentum": result.value}, private=spare.private)
-    assert equal(snapshot(outer.absorb(round_, result, state, out=out).state), expected)
+    round_, result, state, mine = committed_round(outer)
+    expected, out = after(outer, round_, result, state, mine).state, spare(state)
+    out.shared["momentum"] = result.value
+    assert same(after(outer, round_, result, state, mine, out=out).state, expected)
 
 
-def test_absorb_refuses_to_write_over_the_state_it_is_given():
+@pytest.mark.parametrize("name", ["shared", "private"])
+def test_no_method_writes_over_the_state_it_is_given(name):
     outer = power_sgd()
-    round_, result, state = committed_round(outer)
+    round_, result, state, mine = committed_round(outer)
     with pytest.raises(ValueError, match="never writes"):
-        outer.absorb(round_, result, state, out=state)
+        after(outer, round_, result, state, mine, out=spare(state)._replace(**{name: getattr(state, name)}))
 
 
 # ------------------------------------------------------------------------------------------------ settings
@@ -376,8 +373,8 @@ def test_settings_must_be_fitted_to_the_model_first():
 
 def test_buffers_of_another_size_are_refused():
     outer = power_sgd()
-    state = outer.init(MATRICES.whole(), START)
+    state = begin(outer, MATRICES.whole(), START)
     (round_,) = outer.plan(4)
     for value, out in ((INITIAL[:3], torch.empty(round_.numel)), (START, torch.empty(MATRICES.numel))):
         with pytest.raises(ValueError, match="contiguous fp32"):
-            outer.emit(round_, value, state, WORK, out=out)
+            outer.emit(round_, value, *state, WORK, out=out)

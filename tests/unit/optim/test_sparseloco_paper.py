@@ -18,13 +18,14 @@ from isthmus.optim import (
     Op,
     Result,
     Round,
-    State,
     Work,
     build_outer,
 )
 from isthmus.optim.blocks import SHAPES, block_order, shapes_of
+from isthmus.optim.simulate import State
 from isthmus.optim.sparseloco import RESIDUAL, SparseLoCo
 from tests.unit.optim import lab
+from tests.unit.optim.one_round import after, digest, same, spare, tensors_of
 
 TABLE = FragmentTable.from_named_shapes([("norm", (64,)), ("up", (128, 64)), ("odd", (10, 7))])
 NUMEL = TABLE.numel
@@ -191,7 +192,7 @@ def test_a_joiner_begins_without_a_residual():
     trajectory = run(SparseLoCo(inner_steps=4), 9, joins={9: ["elm"]})
     assert state_of(trajectory, "ash").private[RESIDUAL].any()
     assert not state_of(trajectory, "elm").private[RESIDUAL].any()
-    assert state_of(trajectory, "elm").shared_digest() == state_of(trajectory, "ash").shared_digest()
+    assert digest(state_of(trajectory, "elm")) == digest(state_of(trajectory, "ash"))
     assert torch.equal(trajectory.values["elm"], state_of(trajectory, "ash").shared[ANCHOR])
 
 
@@ -210,17 +211,17 @@ def some_state():
     )
 
 
-def result_of(rows, contribution=None, weights=None):
+def result_of(rows, weights=None):
     names = tuple(f"w{index}" for index in range(len(rows)))
     weights = weights or (1.0,) * len(rows)
-    return Result(value=rows, members=names, weight_sum=sum(weights), weights=weights, contribution=contribution)
+    return Result(value=rows, members=names, weight_sum=sum(weights), weights=weights)
 
 
 def step_of(outer, rows):
     """How far the anchor moves, in the order of the blocks."""
     state = some_state()
-    after = outer.absorb(ROUND, result_of(rows), state).state
-    return ORDER.to_blocks(state.shared[ANCHOR] - after.shared[ANCHOR], out=torch.empty(NUMEL))
+    moved = outer.step(ROUND, result_of(rows), state.shared)[ANCHOR]
+    return ORDER.to_blocks(state.shared[ANCHOR] - moved, out=torch.empty(NUMEL))
 
 
 def test_what_one_member_alone_sent_is_divided_by_all_members():
@@ -256,59 +257,64 @@ def contribution(weight=1.0):
 
 def test_the_residual_is_what_was_sent_less_what_arrived():
     mine = contribution()
-    after = SparseLoCo().absorb(ROUND, result_of(mixed(2, NUMEL), mine), some_state()).state
-    torch.testing.assert_close(after.private[RESIDUAL], mine.payload * 0.25)
+    state = after(SparseLoCo(), ROUND, result_of(mixed(2, NUMEL)), some_state(), mine).state
+    torch.testing.assert_close(state.private[RESIDUAL], mine.payload * 0.25)
 
 
 @pytest.mark.parametrize("mine", [None, contribution(weight=0.0)])
 def test_the_residual_of_who_is_no_member_stays(mine):
     state = some_state()
-    after = SparseLoCo().absorb(ROUND, result_of(mixed(2, NUMEL), mine), state).state
-    assert torch.equal(after.private[RESIDUAL], state.private[RESIDUAL])
+    settled = after(SparseLoCo(), ROUND, result_of(mixed(2, NUMEL)), state, mine)
+    assert torch.equal(settled.state.private[RESIDUAL], state.private[RESIDUAL])
+    assert settled.target is settled.state.shared[ANCHOR]
+
+
+def test_who_was_not_counted_keeps_its_residual_and_its_distance_from_the_anchor():
+    state = some_state()
+    settled = after(SparseLoCo(), ROUND, None, state, contribution())
+    assert settled.state.private is state.private
+    assert (settled.target, settled.keep, settled.follows) == (None, 1.0, True)
 
 
 def test_nothing_writes_to_the_state_or_the_result():
     outer, state = SparseLoCo(), some_state()
-    result, mine = result_of(mixed(3, NUMEL), contribution()), contribution()
-    kept = [tensor.clone() for tensor in (*state.shared.values(), *state.private.values(), result.value, mine.payload)]
-    outer.emit(ROUND, mixed(NUMEL, seed=5), state, WORK, out=torch.empty(NUMEL))
-    outer.absorb(ROUND, result, state)
-    after = outer.dropped(ROUND, mine, state, out=state.empty_like())
-    now = [*state.shared.values(), *state.private.values(), result.value, mine.payload]
-    assert all(torch.equal(a, b) for a, b in zip(now, kept, strict=True))
-    assert after.state is state
-    assert after.keep == 1.0
+    result, mine = result_of(mixed(3, NUMEL)), contribution()
+    given = [*tensors_of(state), result.value, mine.payload]
+    kept = [tensor.clone() for tensor in given]
+    outer.emit(ROUND, mixed(NUMEL, seed=5), *state, WORK, out=torch.empty(NUMEL))
+    after(outer, ROUND, result, state, mine)
+    aborted = after(outer, ROUND, None, state, mine, out=spare(state))
+    assert all(torch.equal(a, b) for a, b in zip(given, kept, strict=True))
+    assert same(aborted.state, state)
+    assert aborted.keep == 1.0
 
 
-def test_absorb_sets_every_tensor_of_the_recycled_state():
-    outer, state, result = SparseLoCo(), some_state(), result_of(mixed(3, NUMEL), contribution())
-    fresh = outer.absorb(ROUND, result, state)
-    out = state.empty_like()
-    for tensor in (*out.shared.values(), *out.private.values()):
-        tensor.fill_(torch.nan)
-    absorbed = outer.absorb(ROUND, result, state, out=out)
-    assert absorbed.state is out
-    assert absorbed.target is out.shared[ANCHOR]
-    assert absorbed.keep == 0.0
-    assert out.shared_digest() == fresh.state.shared_digest()
-    assert torch.equal(out.private[RESIDUAL], fresh.state.private[RESIDUAL])
+def test_every_tensor_of_the_recycled_state_is_set():
+    outer, state, result = SparseLoCo(), some_state(), result_of(mixed(3, NUMEL))
+    fresh = after(outer, ROUND, result, state, contribution())
+    out = spare(state)
+    settled = after(outer, ROUND, result, state, contribution(), out=out)
+    assert settled.state.shared is out.shared
+    assert settled.state.private is out.private
+    assert settled.target is out.shared[ANCHOR]
+    assert settled.keep == 0.0
+    assert same(out, fresh.state)
 
 
 @pytest.mark.parametrize("name", [ANCHOR, RESIDUAL])
-def test_absorb_refuses_to_write_over_the_state_it_is_given(name):
-    state = some_state()
-    shared, private = dict(state.empty_like().shared), dict(state.empty_like().private)
-    for tensors, old in ((shared, state.shared), (private, state.private)):
+def test_no_method_writes_over_the_state_it_is_given(name):
+    state, out = some_state(), spare(some_state())
+    for tensors, old in zip(out, state, strict=True):
         if name in tensors:
             tensors[name] = old[name]
     with pytest.raises(ValueError, match="never writes"):
-        SparseLoCo().absorb(ROUND, result_of(mixed(2, NUMEL)), state, out=State(shared=shared, private=private))
+        after(SparseLoCo(), ROUND, result_of(mixed(2, NUMEL)), state, contribution(), out=out)
 
 
 def test_emit_may_write_over_the_value():
     outer, state, value = SparseLoCo(beta=0.5), some_state(), mixed(NUMEL, seed=5)
     expected = ORDER.to_blocks(state.shared[ANCHOR] - value, out=torch.empty(NUMEL)) + 0.5 * state.private[RESIDUAL]
-    over = outer.emit(ROUND, value, state, WORK, out=value)
+    over = outer.emit(ROUND, value, *state, WORK, out=value)
     assert over.payload is value
     assert over.weight == 1.0
     torch.testing.assert_close(over.payload, expected, rtol=0.0, atol=1e-6)
@@ -318,7 +324,7 @@ def test_buffers_of_another_size_are_refused():
     state, right = some_state(), torch.zeros(NUMEL)
     for value, out in ((right[1:], right.clone()), (right, right[1:].clone()), (right.double(), right)):
         with pytest.raises(ValueError, match="contiguous fp32 CPU tensor"):
-            SparseLoCo().emit(ROUND, value, state, WORK, out=out)
+            SparseLoCo().emit(ROUND, value, *state, WORK, out=out)
     with pytest.raises(ValueError, match="initial value"):
         SparseLoCo().init(TABLE.whole(), right[1:])
 
