@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,21 @@ from torch import Tensor
 from isthmus.collective.core.types import Epoch
 from isthmus.collective.errors import CollectiveError, OperationAborted
 from isthmus.optim.fragments import FragmentKey
-from isthmus.optim.outer import ANCHOR, GRAD, PARAM, Contribution, Emitted, Outer, Round, State, Work, fit
+from isthmus.optim.outer import (
+    ANCHOR,
+    GRAD,
+    PARAM,
+    Contribution,
+    Emitted,
+    Outcome,
+    Outer,
+    Round,
+    Tensors,
+    Weigh,
+    Work,
+    digest_of,
+    empty_like,
+)
 from isthmus.trainer.outer_exchange import Exchange, Exchanger
 from isthmus.trainer.outer_values import LocalValues, bytes_of, take_bytes
 from isthmus.trainer.outer_votes import History, Settled
@@ -42,6 +56,13 @@ _MAX_RUNNING: Final = 80
 _HISTORY_NBYTES: Final = 16
 _NUM_REFUSED: Final = 32
 """Rounds last settled here that others may start again in a new view. As many as may be due within one's lead."""
+
+
+class State(NamedTuple):
+    """What this peer holds of a fragment."""
+
+    shared: Tensors
+    private: Tensors
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -81,7 +102,7 @@ class OuterEngine:
         weigh: Callable[[str, Work], float],
         on_abort: Callable[[OperationAborted], None] | None,
     ) -> None:
-        self.method = fit(method, values.table)
+        self.method = method.fitted(values.table)
         """With all settings known."""
         self.fragments = {fragment.key: fragment for fragment in self.method.fragments(values.table)}
         values.table.check_partition(self.fragments.values())
@@ -109,8 +130,10 @@ class OuterEngine:
                 self._start(flight, self._in_flight[:number])
             return
         for key, fragment in self.fragments.items():
-            self.states[key] = self.method.init(fragment, self._values.gather(fragment))
-        self._recycled = {key: state.empty_like() for key, state in self.states.items()}
+            value = self._values.gather(fragment)
+            shared = self.method.init(fragment, value)
+            self.states[key] = State(shared, self.method.init_private(fragment, shared, value))
+        self._recycled = {key: State(*map(empty_like, state)) for key, state in self.states.items()}
         self.run(0, of_gradient=False)
 
     def end(self) -> None:
@@ -127,7 +150,7 @@ class OuterEngine:
         """BLAKE2b of the shared state of all fragments."""
         digest = hashlib.blake2b(digest_size=32)
         for key, state in sorted(self.states.items()):
-            digest.update(f"{_name(key)}:{state.shared_digest()};".encode())
+            digest.update(f"{_name(key)}:{digest_of(state.shared)};".encode())
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,7 +180,11 @@ class OuterEngine:
         Raises:
             ValueError: it is of another model or method.
         """
-        states = {key: self.method.init(f, torch.zeros(f.numel)) for key, f in self.fragments.items()}
+        states = {}
+        for key, fragment in self.fragments.items():
+            zeros = torch.zeros(fragment.numel)
+            shared = self.method.init(fragment, zeros)
+            states[key] = State(shared, self.method.init_private(fragment, shared, zeros))
         for part in ("shared", "private"):
             ours = {_name(key): _sizes(getattr(state, part)) for key, state in states.items()}
             theirs = {name: _sizes(tensors) for name, tensors in saved[part].items()}
@@ -166,7 +193,8 @@ class OuterEngine:
         for key in states:
             shared, private = saved["shared"][_name(key)], saved["private"][_name(key)]
             states[key] = State(shared=_copies(shared), private=_copies(private))
-        self.states, self._recycled = states, {key: state.empty_like() for key, state in states.items()}
+        self.states = states
+        self._recycled = {key: State(*map(empty_like, state)) for key, state in states.items()}
         self.history = History(num_rounds=saved["history"][0], digest=saved["history"][1])
         named = {_name(key): key for key in states}
         self._moved_at = {named[name]: step for name, step in saved["moved_at"].items()}
@@ -205,8 +233,10 @@ class OuterEngine:
         out = value if round_.numel is None else torch.empty(round_.numel)
         inner_steps = step - self._moved_at.get(round_.fragment, 0)
         work = Work(inner_steps=inner_steps, samples=inner_steps * self._batch_size)
-        emitted = self.method.emit(round_, value, self.states[round_.fragment], work, out=out)
-        weight = emitted.weight * self._weigh(self._open.me, work)
+        state = self.states[round_.fragment]
+        emitted = self.method.emit(round_, value, state.shared, state.private, work, out=out)
+        base = self._weigh(self._open.me, work) if round_.weigh is Weigh.SAMPLES else 1.0
+        weight = emitted.weight * base
         return _Flight(round_=round_, place=place, emitted=emitted, weight=weight)
 
     def _start(self, flight: _Flight, others: list[_Flight]) -> None:
@@ -227,14 +257,25 @@ class OuterEngine:
         result = None
         if settled.counts:
             self.history = self.history.after(round_, flight.place, settled.votes)
-            result = exchange.result(settled.votes, contribution)
+            result = exchange.result(settled.votes)
         state, out = self.states[round_.fragment], self._recycled[round_.fragment]
-        if result is None:
-            absorbed = self.method.dropped(round_, contribution, state, out=out)
-        else:
-            absorbed = self.method.absorb(round_, result, state, out=out)
-        if absorbed.state is not state:
-            self.states[round_.fragment], self._recycled[round_.fragment] = absorbed.state, state
+        shared = state.shared if result is None else self.method.step(round_, result, state.shared, out=out.shared)
+        absorbed = self.method.settle(
+            Outcome(
+                round_=round_,
+                result=result,
+                contribution=contribution,
+                before=state.shared,
+                after=shared,
+                private=state.private,
+            ),
+            out=out.private,
+        )
+        self.states[round_.fragment] = State(shared, absorbed.private)
+        self._recycled[round_.fragment] = State(
+            state.shared if shared is out.shared else out.shared,
+            state.private if absorbed.private is out.private else out.private,
+        )
         if absorbed.target is not None:
             self._values.move(self.fragments[round_.fragment], absorbed.target, absorbed.keep)
             self._moved_at[round_.fragment] = step
@@ -308,7 +349,7 @@ class OuterEngine:
             if not shared:
                 continue
             value = shared[ANCHOR] if ANCHOR in shared else self._values.gather(fragment)
-            self.states[key] = State(shared=shared, private=self.method.init(fragment, value).private)
+            self.states[key] = State(shared, self.method.init_private(fragment, shared, value))
             if fragment.kind == PARAM and ANCHOR in shared:
                 self._values.move(fragment, shared[ANCHOR], 0.0)
 

@@ -197,7 +197,7 @@ class Exchange:
             broken = first or broken
         return Settled(votes=votes, error=broken)
 
-    def result(self, votes: tuple[Vote, ...], contribution: Contribution | None) -> Result | None:
+    def result(self, votes: tuple[Vote, ...]) -> Result | None:
         """What a round that counts has brought; None for whoever has no partner, or nothing that can be read."""
         round_ = self.round_
         everybody: dict[str, Vote] = dict(zip(self.members, votes, strict=True))
@@ -219,7 +219,6 @@ class Exchange:
             weight_sum=math.fsum(weights),
             weights=weights,
             notes=tuple(everybody[member].notes for member in members) if round_.num_notes else (),
-            contribution=contribution,
         )
 
     def contribution(self, newer_payload: Tensor | None) -> Contribution:
