@@ -14,15 +14,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def blend(value: Tensor, target: Tensor, keep: float) -> None:
-    """value <- keep * value + (1 - keep) * target, in place, on any device.
+def blend(value: Tensor, target: Tensor, keep: float) -> int:
+    """value <- keep * value + (1 - keep) * target, in place, on any device; each product is rounded before the sum.
 
-    Local values are private, so this needs no rounding discipline. `target` may be on the CPU or in another dtype.
+    What is not finite mends by no blend: where such a value would be kept in part, the target's is taken whole.
+
+    Args:
+        value: of any shape and floating dtype.
+        target: of the same shape, perhaps on the CPU or in another dtype.
+        keep: in [0, 1]; 0 takes the target's bits, 1 leaves everything as it is.
+
+    Returns:
+        How many elements were not finite and are the target's now; 0 where `keep` is 0 or 1.
     """
     if keep == 0.0:
         value.copy_(target)
-    elif keep < 1.0:
-        value.mul_(keep).add_(target.to(value), alpha=1.0 - keep)
+    if keep in (0.0, 1.0):
+        return 0
+    theirs = target.to(value)
+    is_broken = value.isfinite().logical_not_()
+    value.mul_(keep).add_(theirs * (1.0 - keep))
+    num_broken = int(is_broken.sum())
+    if num_broken:
+        torch.where(is_broken, theirs, value, out=value)
+    return num_broken
 
 
 def require_flat(tensor: Tensor, numel: int, what: str) -> None:

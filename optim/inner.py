@@ -10,11 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, assert_never, overload
 
 import torch
+from torch import nn
 
-from isthmus.optim.adopt import Adopt
+from isthmus.optim.adopt import SECOND_MOMENT, Adopt, momentum_names
+from isthmus.optim.hidden import hidden_matrices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from torch.nn import Parameter
 
@@ -22,15 +24,12 @@ if TYPE_CHECKING:
 
 InnerType: TypeAlias = Literal["adamw", "sgd", "adopt", "muon"]
 
-Moment: TypeAlias = Literal["exp_avg", "exp_avg_sq"]
-"""A moment of AdamW's, as torch names it: the mean of the gradient and that of its square."""
-
-_NOT_HIDDEN: Final = frozenset({"embedding", "embed", "wte", "head", "lm_head"})
-"""Parts of a name that tell a first or last layer, whose matrix is a table of vectors and not a map between them."""
+_ADAMW_STATES: Final = ("exp_avg", "exp_avg_sq")
+_MUON_STATES: Final = ("momentum_buffer",)
 
 
 def build_inner_optimizer(
-    named_params: Iterable[tuple[str, Parameter]],
+    model: nn.Module | Iterable[tuple[str, Parameter]],
     *,
     type: InnerType = "adamw",
     lr: float,
@@ -39,6 +38,7 @@ def build_inner_optimizer(
     weight_decay: float = 0.1,
     omegas: tuple[float, ...] | None = None,
     momentum: float = 0.95,
+    hidden: Collection[str] | None = None,
 ) -> torch.optim.Optimizer:
     """Build the inner optimizer; only tensors of two or more dimensions decay.
 
@@ -46,10 +46,10 @@ def build_inner_optimizer(
     parameters are left out. Names are kept in the optimizer's state, which lets a checkpoint be read by name.
 
     Args:
-        named_params: `model.named_parameters()`; DTensors of FSDP2 are welcome.
+        model: what is trained, or named parameters of it; DTensors of FSDP2 are welcome.
         type: "adamw"; "sgd" (plain: no momentum), under which H = 1 is data parallelism and which DeMo wants; "adopt"
             (arXiv:2411.02853), also with several first moments; "muon" for hidden matrices and AdamW for the rest,
-            embeddings and head among it, told by their names.
+            embeddings and head among it.
         lr: peak learning rate; `set_lr` moves it. Muon's steps are scaled to AdamW's root mean square, so that one rate
             serves both (arXiv:2502.16982).
         betas: decay rates of the first moments, then that of the second. None: (0.9, 0.99), the second from
@@ -58,10 +58,12 @@ def build_inner_optimizer(
         weight_decay: decoupled; for SGD added to the gradient.
         omegas: "adopt" only: weight of each first moment, see `Adopt`. None: one moment, 1.
         momentum: of Muon's matrices, Nesterov's, in [0, 1).
+        hidden: names of what Muon trains. None: the model's `hidden_matrices`; with named parameters it must be given.
 
     Raises:
-        ValueError: if no parameter is trainable, or a setting is out of its range or another type's.
+        ValueError: if no parameter is trainable, or a setting is missing, out of its range or another type's.
     """
+    named_params = model.named_parameters() if isinstance(model, nn.Module) else model
     trainable = [(name, param) for name, param in named_params if param.requires_grad]
     if not trainable:
         raise ValueError("no parameter is trainable")
@@ -83,16 +85,9 @@ def build_inner_optimizer(
                 eps=1e-6 if eps is None else eps,
             )
         case "muon":
-            if not 0.0 <= momentum < 1.0:
-                raise ValueError(f"momentum must be in [0, 1), got {momentum}")
-            hidden = [(name, param) for name, param in trainable if _is_hidden_matrix(name, param)]
-            rest = [(name, param) for name, param in trainable if not _is_hidden_matrix(name, param)]
-            if not hidden:
-                raise ValueError("muon trains hidden matrices, and there is none; use adamw")
-            group = {"params": hidden}
-            muon = torch.optim.Muon(
-                [group], lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
-            )
+            names = _hidden_names(model, hidden)
+            muon = _muon([(n, p) for n, p in trainable if n in names], lr, momentum, weight_decay)
+            rest = [(n, p) for n, p in trainable if n not in names]
             return CompositeOptimizer([muon, _adamw(rest, lr, betas, eps, weight_decay)] if rest else [muon])
         case _:
             assert_never(type)
@@ -102,6 +97,60 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give all groups this learning rate, before a step: peak rate times `schedule(inner_step)`."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def state_names(type: InnerType, betas: tuple[float, ...] | None = None) -> tuple[str, ...]:
+    """Names of the tensors that an inner optimizer keeps, each in the shape of its parameter; none for SGD.
+
+    Muon keeps its own for hidden matrices and AdamW's for the rest; every other type keeps all for all.
+
+    Args:
+        type: see `build_inner_optimizer`.
+        betas: likewise.
+    """
+    match type:
+        case "adamw":
+            return _ADAMW_STATES
+        case "sgd":
+            return ()
+        case "adopt":
+            return (*momentum_names(1 if betas is None else len(betas) - 1), SECOND_MOMENT)
+        case "muon":
+            return (*_MUON_STATES, *_ADAMW_STATES)
+        case _:
+            assert_never(type)
+
+
+def begin_states(optimizer: torch.optim.Optimizer) -> None:
+    """Make the states that the first step would make, as it makes them: no steps yet, and zeros.
+
+    Args:
+        optimizer: of `build_inner_optimizer`. Parameters that have states keep them.
+    """
+    parts = optimizer.parts() if isinstance(optimizer, CompositeOptimizer) else (optimizer,)
+    for part in parts:
+        for group in part.param_groups:
+            names = _names_of(part, group)
+            for param in group["params"]:
+                state = part.state[param]
+                if state or not names:
+                    continue
+                if not isinstance(part, torch.optim.Muon):
+                    state["step"] = torch.tensor(0.0)
+                for name in names:
+                    state[name] = torch.zeros_like(param)
+
+
+def _names_of(part: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
+    match part:
+        case Adopt():
+            return state_names("adopt", group["betas"])
+        case torch.optim.AdamW():
+            return _ADAMW_STATES
+        case torch.optim.Muon():
+            return _MUON_STATES
+        case _:
+            return ()
 
 
 class CompositeOptimizer(torch.optim.Optimizer):
@@ -131,17 +180,42 @@ class CompositeOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for part in self.parts():
+            part.step()
+        return loss
+
+    def parts(self) -> Iterator[torch.optim.Optimizer]:
+        """The parts, each with its groups and all states."""
         first = 0
         for part in self._parts:
             # Anew each time: loading a state dict replaces both objects.
             stop = first + len(part.param_groups)
             part.state, part.param_groups = self.state, self.param_groups[first:stop]
-            part.step()
+            yield part
             first = stop
-        return loss
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_parts": self._parts}
+
+
+def _hidden_names(
+    model: nn.Module | Iterable[tuple[str, Parameter]], hidden: Collection[str] | None
+) -> Collection[str]:
+    if hidden is not None:
+        return hidden
+    if isinstance(model, nn.Module):
+        return hidden_matrices(model)
+    raise ValueError("parameters do not say which of them are hidden: give muon the model, or `hidden`")
+
+
+def _muon(params: NamedParams, lr: float, momentum: float, weight_decay: float) -> torch.optim.Muon:
+    if not 0.0 <= momentum < 1.0:
+        raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+    if not params:
+        raise ValueError("muon trains hidden matrices, and there is none; use adamw")
+    return torch.optim.Muon(
+        [{"params": params}], lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
+    )
 
 
 def _adamw(
@@ -165,7 +239,3 @@ def _decay_matrices(params: NamedParams, weight_decay: float) -> list[dict[str, 
         {"params": [(n, p) for n, p in params if p.ndim < 2], "weight_decay": 0.0},
     )
     return [group for group in split if group["params"]]
-
-
-def _is_hidden_matrix(name: str, param: Parameter) -> bool:
-    return param.ndim == 2 and _NOT_HIDDEN.isdisjoint(name.split("."))

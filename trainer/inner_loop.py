@@ -3,8 +3,9 @@
 
 Owns the sharded model. Rules: a step's gradient is the mean over all samples of the peer's batch, whatever the number
 of workers and the size of a micro-batch; all workers of the peer call the same methods in the same order, because each
-is a collective of the site; a loss or gradient that is not finite never reaches the parameters. Must not know messages,
-processes or other peers.
+is a collective of the site; a loss or gradient that is not finite never reaches the parameters, whoever made it; a
+gradient is clipped by the peer that computes it, before others see it. Must not know messages, processes or other
+peers.
 """
 
 import itertools
@@ -12,6 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,15 +23,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from isthmus.optim.fragments import FragmentTable
-from isthmus.optim.inner import Moment, build_inner_optimizer, set_lr
+from isthmus.optim.inner import build_inner_optimizer, set_lr
+from isthmus.optim.outer import GRAD, PARAM
 from isthmus.optim.schedule import build_schedule, warmup
 from isthmus.trainer.corpus import TokenArray
 from isthmus.trainer.data import SampleSource, validation_batches
 from isthmus.trainer.errors import TrainingFault
 from isthmus.trainer.evaluate import evaluate
 from isthmus.trainer.model import Decoder, named_shapes, token_loss
-from isthmus.trainer.shards import ShardMap
 from isthmus.trainer.worker_job import Precision, TrainingJob
+from isthmus.trainer.worker_tensors import WorkerTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +44,23 @@ class StepResult:
     num_tokens: int
     """Targets in the peer's batch."""
     grad_norm: float
-    """Of the whole gradient, before it is clipped."""
+    """Of the whole gradient of this peer, before it is clipped."""
     lr: float
     seconds: float
+    """Of both passes and the update; not what lay between."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Gradient:
+    """What `backward` has found, for `update`."""
+
+    inner_step: int
+    loss: float
+    num_tokens: int
+    norm: float
+    seconds: float
+    is_own: bool = True
+    """Whether the gradient is still the one that was judged and clipped here."""
 
 
 class InnerLoop:
@@ -71,20 +88,20 @@ class InnerLoop:
         self._samples = SampleSource(train, job.seq_len, job.data_seed)
         self._validation = validation_batches(validation, job.seq_len, job.eval_batch, job.num_eval_batches)
         self._model = _sharded_model(job, mesh, self._device)
-        # Kept by hand: between a forward and a backward FSDP2 shows unsharded parameters under the same names.
         self._params = list(self._model.parameters())
-        self._table = FragmentTable.from_named_shapes(named_shapes(job.model))
-        self._shards = ShardMap.build(self._model.named_parameters(), self._table)
-        self._names = [name for name, _ in self._model.named_parameters()]
-        optimizer = job.optimizer
+        self._job = optimizer = job.optimizer
         self._optimizer = build_inner_optimizer(
-            self._model.named_parameters(),
+            self._model,
             type=optimizer.type,
             lr=optimizer.lr,
             betas=optimizer.betas,
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
+            omegas=optimizer.omegas,
             momentum=optimizer.momentum,
+        )
+        self._tensors = WorkerTensors(
+            self._model, self._optimizer, FragmentTable.from_named_shapes(named_shapes(job.model))
         )
         self._peak_lr = optimizer.lr
         schedule = job.schedule
@@ -99,82 +116,116 @@ class InnerLoop:
         self.own_steps = 0
         """Inner steps since the inner optimizer began."""
         self._has_weights = False
+        self._gradient: _Gradient | None = None
 
     @property
     def numel(self) -> int:
         """Elements of the whole flat vector of parameters."""
-        return self._shards.numel
+        return self._tensors.numel
 
     def load(
-        self, mailbox: Tensor, ranges: Sequence[range] = (), *, keep: float = 0.0, reset_optimizer: bool = False
-    ) -> None:
-        """p <- keep * p + (1 - keep) * mailbox; see `ShardMap.read`.
+        self,
+        mailbox: Tensor,
+        ranges: Sequence[range] = (),
+        *,
+        kind: str = PARAM,
+        keep: float = 0.0,
+        reset_optimizer: bool = False,
+        own_steps: int | None = None,
+    ) -> int:
+        """value <- keep * value + (1 - keep) * mailbox; see `ShardMap.read`.
 
         Args:
             mailbox: [numel] fp32 CPU.
             ranges: the parts of the flat vector to move; empty: all of it.
+            kind: "param", "grad", or the name of a tensor that the inner optimizer keeps. Parameters for which it does
+                not keep it are left out.
             keep: in [0, 1].
-            reset_optimizer: forget the inner optimizer's state, as for a peer that begins anew.
+            reset_optimizer: before that, forget the inner optimizer's state, as for a peer that begins anew.
+            own_steps: of how many inner steps the optimizer's states are the outcome from now on; None: as before.
+
+        Returns:
+            How many elements of this worker were not finite and have taken the mailbox's value instead of a blend.
 
         Raises:
+            ConfigError: the inner optimizer keeps nothing of this kind.
             RuntimeError: this is the first load, and it would leave parameters without a value.
         """
-        if not self._has_weights and (ranges or keep != 0.0):
+        self._job.require_kinds((kind,))
+        if kind == PARAM and not self._has_weights and (ranges or keep != 0.0):
             raise RuntimeError("the first load must replace all parameters: they have no values yet")
-        self._shards.read(mailbox, ranges, keep=keep)
-        self._has_weights = True
         if reset_optimizer:
             self._optimizer.state.clear()
             self.own_steps = 0
+        num_broken = self._tensors.read(kind, mailbox, ranges, keep=keep)
+        if own_steps is not None:
+            self._tensors.set_steps(own_steps)
+            self.own_steps = own_steps
+        self._has_weights = self._has_weights or kind == PARAM
+        if kind == GRAD and self._gradient is not None:
+            self._gradient.is_own = False
+        return num_broken
 
-    def store(self, mailbox: Tensor, ranges: Sequence[range] = ()) -> None:
-        """Write this worker's shards into the mailbox, [numel] fp32 CPU; empty `ranges`: all of them."""
-        self._require_weights()
-        self._shards.write(mailbox, ranges)
+    def store(self, mailbox: Tensor, ranges: Sequence[range] = (), *, kind: str = PARAM) -> None:
+        """Write this worker's shards into the mailbox, zeros where there is no such tensor. Arguments as for `load`.
 
-    def load_moment(self, name: Moment, mailbox: Tensor, *, own_steps: int) -> None:
-        """Begin with a moment of AdamW's that another peer has made in so many steps; see `load`. Both are needed."""
-        self._moment(name).read(mailbox)
-        for param in self._params:
-            self._optimizer.state[param]["step"].fill_(own_steps)
-        self.own_steps = own_steps
-
-    def store_moment(self, name: Moment, mailbox: Tensor) -> None:
-        """Write this worker's shards of a moment of AdamW's into the mailbox, [numel] fp32 CPU."""
-        self._moment(name).write(mailbox)
-
-    def _moment(self, name: Moment) -> ShardMap:
-        """Where it lies. What is not there yet is made as torch makes it before the first step: zeros."""
-        for param in self._params:
-            state = self._optimizer.state[param]
-            if not state:
-                state["step"] = torch.tensor(0.0)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
-        moments = [self._optimizer.state[param][name] for param in self._params]
-        return ShardMap.build(zip(self._names, moments, strict=True), self._table)
+        Raises:
+            ConfigError: the inner optimizer keeps nothing of this kind.
+        """
+        self._job.require_kinds((kind,))
+        if kind == PARAM:
+            self._require_weights()
+        self._tensors.write(kind, mailbox, ranges)
 
     def step(self, indices: Sequence[int], inner_step: int) -> StepResult:
-        """One inner step on the peer's batch. Who starts in the middle of a run warms up as the run did.
+        """One inner step on the peer's batch: `backward`, then `update`. Arguments and errors as for them."""
+        self.backward(indices, inner_step)
+        return self.update(inner_step)
+
+    def backward(self, indices: Sequence[int], inner_step: int) -> None:
+        """Compute the clipped gradient on the peer's batch; it stays until `update`, or the next backward.
 
         Args:
             indices: samples of the whole batch, the same on every worker of the peer; at least one.
             inner_step: number of this step in the run's global count, from 1.
 
         Raises:
-            TrainingFault: the loss or the gradient is not finite; the parameters are as before the step.
+            TrainingFault: the loss or the gradient is not finite.
         """
         started = time.perf_counter()
         if not indices or inner_step < 1:
             raise ValueError(f"a step needs samples and a number from 1, got {len(indices)} and {inner_step}")
         self._require_weights()
+        self._gradient = None
+        self._optimizer.zero_grad()  # of a step that was given up, if there is one
         loss = self._backward(indices)
-        grad_norm = self._clip()
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._optimizer.zero_grad()
-            raise TrainingFault(
-                f"inner step {inner_step}: loss {loss}, norm of the gradient {grad_norm}",
-                cure="lower inner.lr or inner.grad_clip, and resume from a checkpoint",
-            )
+        norm = self._clip(self._grad_clip)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._fail(f"inner step {inner_step}: loss {loss}, norm of the gradient {norm}")
+        self._gradient = _Gradient(
+            inner_step=inner_step,
+            loss=loss,
+            num_tokens=len(indices) * self._seq_len,
+            norm=norm,
+            seconds=time.perf_counter() - started,
+        )
+
+    def update(self, inner_step: int) -> StepResult:
+        """Let the inner optimizer use the gradient that is there. Who starts in the middle of a run warms up as it did.
+
+        Args:
+            inner_step: of the backward before.
+
+        Raises:
+            TrainingFault: a gradient that was loaded is not finite; the parameters are as before.
+            RuntimeError: there was no such backward, or it has been used.
+        """
+        started = time.perf_counter()
+        gradient, self._gradient = self._gradient, None
+        if gradient is None or gradient.inner_step != inner_step:
+            raise RuntimeError(f"there is no gradient for inner step {inner_step}")
+        if not gradient.is_own and not math.isfinite(norm := self._clip(None)):
+            self._fail(f"inner step {inner_step}: norm of the peers' common gradient {norm}")
         # Who comes in the middle of a run has no moments yet: its first steps would be as long as they are arbitrary.
         lr = self._peak_lr * min(self._schedule(inner_step - 1), warmup(self.own_steps, self._warmup_steps))
         self.own_steps += 1
@@ -182,12 +233,16 @@ class InnerLoop:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return StepResult(
-            loss=loss,
-            num_tokens=len(indices) * self._seq_len,
-            grad_norm=grad_norm,
+            loss=gradient.loss,
+            num_tokens=gradient.num_tokens,
+            grad_norm=gradient.norm,
             lr=lr,
-            seconds=time.perf_counter() - started,
+            seconds=gradient.seconds + time.perf_counter() - started,
         )
+
+    def _fail(self, problem: str) -> NoReturn:
+        self._optimizer.zero_grad()
+        raise TrainingFault(problem, cure="lower inner.lr or inner.grad_clip, and resume from a checkpoint")
 
     def evaluate(self) -> float:
         """Loss in nats per token on the held-out text, the same number on every worker of the peer."""
@@ -224,12 +279,12 @@ class InnerLoop:
         dist.all_reduce(loss_sum, group=self._mesh.get_group())
         return float(loss_sum) / len(indices)
 
-    def _clip(self) -> float:
-        """Scale the gradient to `grad_clip`; returns its norm before that."""
+    def _clip(self, limit: float | None) -> float:
+        """Scale the gradient to `limit`, if there is one; returns its norm before that."""
         grads = [param.grad for param in self._params if param.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
-        if self._grad_clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._params, self._grad_clip, norm)
+        if limit is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._params, limit, norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def _reshard(self) -> None:

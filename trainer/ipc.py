@@ -31,8 +31,8 @@ _QUEUE_LENGTH = 64
 
 Natural = Annotated[int, Meta(ge=0)]
 Text = Annotated[str, Meta(max_length=8192)]
-Values = Literal["param", "exp_avg", "exp_avg_sq"]
-"""What is moved: parameters, or one of the inner optimizer's moments, by torch's names."""
+Kind = Annotated[str, Meta(min_length=1, max_length=64)]
+"""What is moved: "param", "grad", or what the inner optimizer keeps for each parameter, by its own name ("exp_avg")."""
 Span = tuple[Natural, Natural]
 """Half-open range of the flat vector of parameters: (start, stop)."""
 
@@ -46,31 +46,44 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
 
 
 class Load(_Message, frozen=True, kw_only=True):
-    """Take parameters from the mailbox: p <- keep * p + (1 - keep) * mailbox. Moments are taken whole, with keep 0."""
+    """Take values from the mailbox: value <- keep * value + (1 - keep) * mailbox."""
 
-    values: Values = "param"
-    own_steps: Natural = 0
-    """With moments: how many inner steps they are the outcome of."""
+    kind: Kind = "param"
     spans: tuple[Span, ...] = ()
     """What to take; empty: everything."""
     keep: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     reset_optimizer: bool = False
-    """Also forget the inner optimizer's state."""
+    """Before that, forget the inner optimizer's state."""
+    own_steps: Natural | None = None
+    """How many inner steps the inner optimizer's states are the outcome of from now on; None: as before."""
 
 
-class Step(_Message, frozen=True, kw_only=True):
-    """Train one inner step."""
-
+class _Batch(_Message, frozen=True, kw_only=True):
     inner_step: Annotated[int, Meta(ge=1)]
     """Number of this step in the run's global count, from 1; the learning rate follows from it."""
     indices: Annotated[tuple[Natural, ...], Meta(min_length=1, max_length=MAX_STEP_SAMPLES)]
     """The peer's whole batch; every worker picks its share."""
 
 
-class Store(_Message, frozen=True, kw_only=True):
-    """Write parameters into the mailbox; moments are written whole."""
+class Step(_Batch, frozen=True, kw_only=True):
+    """Train one inner step."""
 
-    values: Values = "param"
+
+class Backward(_Batch, frozen=True, kw_only=True):
+    """The first half of a step: compute the clipped gradient and leave it there."""
+
+
+class Update(_Message, frozen=True, kw_only=True):
+    """The second half: let the inner optimizer use the gradient that is there."""
+
+    inner_step: Annotated[int, Meta(ge=1)]
+    """Of the backward before."""
+
+
+class Store(_Message, frozen=True, kw_only=True):
+    """Write values into the mailbox, zeros for parameters that have none of this kind."""
+
+    kind: Kind = "param"
     spans: tuple[Span, ...] = ()
     """What to write; empty: everything."""
 
@@ -83,7 +96,9 @@ class Stop(_Message, frozen=True, kw_only=True):
     """Exit. There is no reply but the end of the process."""
 
 
-Request: TypeAlias = Load | Step | Store | Evaluate | Stop
+Question: TypeAlias = Load | Step | Backward | Update | Store | Evaluate
+"""What a worker answers."""
+Request: TypeAlias = Question | Stop
 
 
 # ------------------------------------------------------------------------------------------------- worker to daemon
@@ -102,9 +117,16 @@ class Ready(_Message, frozen=True, kw_only=True):
 class Loaded(_Message, frozen=True, kw_only=True):
     """The mailbox has been read."""
 
+    num_broken: Natural = 0
+    """Elements of this worker that were not finite, and have taken the mailbox's value instead of a blend."""
+
+
+class BackwardDone(_Message, frozen=True, kw_only=True):
+    """The gradient is there."""
+
 
 class StepDone(_Message, frozen=True, kw_only=True):
-    """One inner step is done. Loss and norm are the peer's, equal on all its workers."""
+    """One inner step is done, its update too. Loss and norm are the peer's, equal on all its workers."""
 
     inner_step: Natural
     loss: float
@@ -135,7 +157,9 @@ class WorkerFailed(_Message, frozen=True, kw_only=True):
     cure: Text = ""
 
 
-Reply: TypeAlias = Ready | Loaded | StepDone | Stored | Evaluated | WorkerFailed
+Answer: TypeAlias = Loaded | BackwardDone | StepDone | Stored | Evaluated
+"""To a question, one kind for each."""
+Reply: TypeAlias = Ready | Answer | WorkerFailed
 
 
 # ------------------------------------------------------------------------------------------------------- wire form

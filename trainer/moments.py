@@ -21,14 +21,14 @@ from torch import Tensor
 
 from isthmus.elastic.digest import Hasher, StateManifest, chunk_of, describe_state
 from isthmus.elastic.errors import StateMismatch
-from isthmus.optim.inner import Moment
+from isthmus.optim.inner import state_names
 from isthmus.trainer.state_version import byte_view
 from isthmus.trainer.threads import in_thread
 from isthmus.trainer.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
-MOMENTS: Final[tuple[Moment, ...]] = ("exp_avg", "exp_avg_sq")
+MOMENTS: Final = state_names("adamw")
 _STEPS: Final = "own_steps"
 _MAX_STEPS: Final = 1 << 24
 """Exact in fp32."""
@@ -144,7 +144,7 @@ class Moments:
         tensors: dict[str, Tensor] = {}
         own_steps = 0
         for name in MOMENTS:
-            own_steps = await pool.store_moment(name)
+            own_steps = await pool.store(kind=name)
             tensors[name] = await in_thread(self._mailbox.clone)
         tensors[_STEPS] = torch.tensor([float(own_steps)])
         if not asked.done():
@@ -158,7 +158,7 @@ class Moments:
         own_steps = int(borrowed[_STEPS].item())
         for name in MOMENTS:
             await in_thread(self._mailbox.copy_, borrowed[name])
-            await pool.load_moment(name, own_steps=own_steps)
+            await pool.load(kind=name, own_steps=own_steps)
         log.info("moments_borrowed own_steps=%d", own_steps)
 
 

@@ -10,14 +10,15 @@ Rules: every element of the flat vector belongs to exactly one local rank. Must 
 what the other side does with the mailbox.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from isthmus.optim.flat import blend
 from isthmus.optim.fragments import FragmentTable, ParameterSpec
 
 
@@ -36,14 +37,13 @@ def shard_rows(num_rows: int, local_rank: int, local_world_size: int) -> range:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Shard:
-    """One parameter's local part: its memory, flat, and its first element's place in the flat vector."""
+    """One parameter's local part: its memory, flat, and its place in the flat vector."""
 
-    values: Tensor
+    name: str
     offset: int
-
-    @property
-    def stop(self) -> int:
-        return self.offset + self.values.numel()
+    stop: int
+    values: Tensor | None
+    """None where something is kept for some parameters only, and not for this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,8 +60,7 @@ class ShardMap:
 
         Args:
             named_params: `model.named_parameters()`, in any order: DTensors cut along dimension 0 over a mesh of one
-                dimension, as `fully_shard` makes them, or whole tensors of a worker that is alone. Or what an optimizer
-                keeps for each of them, in the same shape.
+                dimension, as `fully_shard` makes them, or whole tensors of a worker that is alone.
             table: the canonical layout of all parameters.
 
         Raises:
@@ -73,14 +72,27 @@ class ShardMap:
             raise ValueError(f"the model and the table of fragments differ in {', '.join(map(repr, strangers))}")
         return cls(shards=tuple(_locate(params[name], spec) for name, spec in specs.items()), numel=table.numel)
 
+    def of(self, tensors: Mapping[str, Tensor]) -> Self:
+        """The map of what is kept beside the parameters, as gradients and an optimizer's states, in the same places.
+
+        Args:
+            tensors: by the parameter's name, in its shape and cut as it is; a parameter may have none.
+
+        Raises:
+            ValueError: a tensor has another shape than its parameter's shard, or is not fp32.
+        """
+        return replace(self, shards=tuple(_beside(shard, tensors.get(shard.name)) for shard in self.shards))
+
     @property
     def num_local(self) -> int:
         """Elements that this worker holds."""
-        return sum(shard.values.numel() for shard in self.shards)
+        return sum(shard.stop - shard.offset for shard in self.shards)
 
     @torch.no_grad()
     def write(self, mailbox: Tensor, ranges: Sequence[range] = ()) -> None:
-        """Copy the shards into their places; the rest of the mailbox is untouched. Done when it returns.
+        """Copy the shards into their places, zeros where a parameter has no values. Done when it returns.
+
+        The rest of the mailbox is untouched.
 
         Args:
             mailbox: [numel] fp32 CPU.
@@ -90,12 +102,15 @@ class ShardMap:
             ValueError: the mailbox has another size, or a range leaves it.
         """
         for values, place in self._pairs(mailbox, ranges):
-            place.copy_(values, non_blocking=True)
+            if values is None:
+                place.zero_()
+            else:
+                place.copy_(values, non_blocking=True)
         self._synchronize()
 
     @torch.no_grad()
-    def read(self, mailbox: Tensor, ranges: Sequence[range] = (), *, keep: float = 0.0) -> None:
-        """shard <- keep * shard + (1 - keep) * mailbox, each product rounded to fp32. Done when it returns.
+    def read(self, mailbox: Tensor, ranges: Sequence[range] = (), *, keep: float = 0.0) -> int:
+        """shard <- keep * shard + (1 - keep) * mailbox, as `optim.flat.blend` does it. Done when it returns.
 
         With `keep` = 0 the shards take the mailbox's bits, whatever they held before.
 
@@ -104,19 +119,26 @@ class ShardMap:
             ranges: as for `write`.
             keep: in [0, 1]; Streaming DiLoCo's alpha (arXiv:2501.18512, eq. 3).
 
+        Returns:
+            How many elements of these shards were not finite and have taken the mailbox's value instead of a blend.
+
         Raises:
             ValueError: as for `write`, or `keep` is out of its range.
         """
         if not 0.0 <= keep <= 1.0:
             raise ValueError(f"keep must be in [0, 1], got {keep}")
+        num_broken = 0
         for values, place in self._pairs(mailbox, ranges):
+            if values is None:
+                continue
             if keep == 0.0:
                 values.copy_(place, non_blocking=True)
-            elif keep < 1.0:
-                values.mul_(keep).add_(place.to(values.device, non_blocking=True) * (1.0 - keep))
+            else:
+                num_broken += blend(values, place, keep)
         self._synchronize()
+        return num_broken
 
-    def _pairs(self, mailbox: Tensor, ranges: Sequence[range]) -> Iterable[tuple[Tensor, Tensor]]:
+    def _pairs(self, mailbox: Tensor, ranges: Sequence[range]) -> Iterable[tuple[Tensor | None, Tensor]]:
         """(part of a shard, its place in the mailbox), both flat and of the same size, never empty."""
         if mailbox.shape != (self.numel,) or mailbox.dtype != torch.float32:
             raise ValueError(f"the mailbox must be fp32 of shape ({self.numel},), not {mailbox.dtype} {mailbox.shape}")
@@ -128,11 +150,13 @@ class ShardMap:
             for part in wanted:
                 start, stop = max(part.start, shard.offset), min(part.stop, shard.stop)
                 if start < stop:
-                    yield shard.values[start - shard.offset : stop - shard.offset], mailbox[start:stop]
+                    values = shard.values
+                    part_of_it = None if values is None else values[start - shard.offset : stop - shard.offset]
+                    yield part_of_it, mailbox[start:stop]
 
     def _synchronize(self) -> None:
         # Without it the other side would read what the device has yet to write, or overwrite what it has yet to read.
-        if any(shard.values.is_cuda for shard in self.shards):
+        if any(shard.values is not None and shard.values.is_cuda for shard in self.shards):
             torch.cuda.synchronize()
 
 
@@ -140,7 +164,7 @@ def _locate(param: Tensor, spec: ParameterSpec) -> _Shard:
     if tuple(param.shape) != spec.shape:
         raise ValueError(f"{spec.name!r} has shape {tuple(param.shape)} in the model, {spec.shape} in the table")
     if not isinstance(param, DTensor):
-        return _Shard(values=_flat(param.detach(), spec), offset=spec.offset)
+        return _shard(spec.name, spec.offset, param.detach())
     mesh = param.device_mesh
     if mesh.ndim != 1 or tuple(param.placements) != (Shard(0),):
         raise ValueError(
@@ -152,11 +176,21 @@ def _locate(param: Tensor, spec: ParameterSpec) -> _Shard:
     if tuple(local.shape) != (len(rows), *spec.shape[1:]):
         raise ValueError(f"{spec.name!r} has a shard of shape {tuple(local.shape)}, not of rows {rows}")
     row_numel = spec.numel // spec.shape[0] if spec.shape[0] else 0
-    return _Shard(values=_flat(local, spec), offset=spec.offset + rows.start * row_numel)
+    return _shard(spec.name, spec.offset + rows.start * row_numel, local)
 
 
-def _flat(values: Tensor, spec: ParameterSpec) -> Tensor:
+def _beside(shard: _Shard, tensor: Tensor | None) -> _Shard:
+    if tensor is None:
+        return replace(shard, values=None)
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if local.numel() != shard.stop - shard.offset:
+        raise ValueError(f"what is kept for {shard.name!r} has {local.numel()} elements here, not as many as its shard")
+    return _shard(shard.name, shard.offset, local)
+
+
+def _shard(name: str, offset: int, local: Tensor) -> _Shard:
     """The same memory, one-dimensional."""
-    if values.dtype != torch.float32:
-        raise ValueError(f"{spec.name!r} is kept in {values.dtype}; parameters are fp32, precision is the forward's")
-    return values.view(-1)
+    if local.dtype != torch.float32:
+        raise ValueError(f"{name!r} is kept in {local.dtype}; parameters are fp32, precision is the forward's")
+    return _Shard(name=name, offset=offset, stop=offset + local.numel(), values=local.view(-1))

@@ -28,7 +28,7 @@ from isthmus.trainer import ipc
 from isthmus.trainer.corpus import TokenArray
 from isthmus.trainer.devices import choose_device
 from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, TrainingFault
-from isthmus.trainer.inner_loop import InnerLoop
+from isthmus.trainer.inner_loop import InnerLoop, StepResult
 from isthmus.trainer.shared_buffer import SharedBuffer, SharedTokens
 from isthmus.trainer.worker_job import FilePart, WorkerJob
 
@@ -129,39 +129,44 @@ def _run(job: WorkerJob, rank: int, size: int, channel: DaemonChannel, started: 
     return ExitCode.DONE
 
 
-def _answer(
-    request: ipc.Load | ipc.Step | ipc.Store | ipc.Evaluate, inner_loop: InnerLoop, mailbox: SharedBuffer
-) -> ipc.Reply:
+def _answer(request: ipc.Question, inner_loop: InnerLoop, mailbox: SharedBuffer) -> ipc.Reply:
     match request:
-        case ipc.Load(values="exp_avg" | "exp_avg_sq" as moment):
-            inner_loop.load_moment(moment, mailbox.tensor, own_steps=request.own_steps)
-            return ipc.Loaded(serial=request.serial)
         case ipc.Load():
-            inner_loop.load(
-                mailbox.tensor, _ranges(request.spans), keep=request.keep, reset_optimizer=request.reset_optimizer
+            num_broken = inner_loop.load(
+                mailbox.tensor,
+                _ranges(request.spans),
+                kind=request.kind,
+                keep=request.keep,
+                reset_optimizer=request.reset_optimizer,
+                own_steps=request.own_steps,
             )
-            return ipc.Loaded(serial=request.serial)
-        case ipc.Store(values="exp_avg" | "exp_avg_sq" as moment):
-            inner_loop.store_moment(moment, mailbox.tensor)
-            return ipc.Stored(serial=request.serial, own_steps=inner_loop.own_steps)
+            return ipc.Loaded(serial=request.serial, num_broken=num_broken)
         case ipc.Store():
-            inner_loop.store(mailbox.tensor, _ranges(request.spans))
-            return ipc.Stored(serial=request.serial)
+            inner_loop.store(mailbox.tensor, _ranges(request.spans), kind=request.kind)
+            return ipc.Stored(serial=request.serial, own_steps=inner_loop.own_steps)
         case ipc.Step():
-            result = inner_loop.step(request.indices, request.inner_step)
-            return ipc.StepDone(
-                serial=request.serial,
-                inner_step=request.inner_step,
-                loss=result.loss,
-                num_tokens=result.num_tokens,
-                grad_norm=result.grad_norm,
-                lr=result.lr,
-                seconds=result.seconds,
-            )
+            return _done(request, inner_loop.step(request.indices, request.inner_step))
+        case ipc.Backward():
+            inner_loop.backward(request.indices, request.inner_step)
+            return ipc.BackwardDone(serial=request.serial)
+        case ipc.Update():
+            return _done(request, inner_loop.update(request.inner_step))
         case ipc.Evaluate():
             return ipc.Evaluated(serial=request.serial, loss=inner_loop.evaluate())
         case _:
             assert_never(request)
+
+
+def _done(request: ipc.Step | ipc.Update, result: StepResult) -> ipc.StepDone:
+    return ipc.StepDone(
+        serial=request.serial,
+        inner_step=request.inner_step,
+        loss=result.loss,
+        num_tokens=result.num_tokens,
+        grad_norm=result.grad_norm,
+        lr=result.lr,
+        seconds=result.seconds,
+    )
 
 
 def _failed(error: IsthmusError, serial: int) -> ipc.WorkerFailed:

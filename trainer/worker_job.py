@@ -7,12 +7,15 @@ a worker needs to know about the other peers, because there is nothing. Must not
 Its place among the workers of the peer comes as torchrun gives it: RANK, LOCAL_RANK, WORLD_SIZE.
 """
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, get_args
 
 import msgspec
 
-from isthmus.optim.inner import InnerType
+from isthmus.optim.inner import InnerType, state_names
+from isthmus.optim.outer import GRAD, PARAM
 from isthmus.optim.schedule import ScheduleType
+from isthmus.trainer.errors import ConfigError
 from isthmus.trainer.model import ModelConfig
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -31,10 +34,29 @@ class OptimizerJob(_Section, frozen=True, kw_only=True):
 
     type: InnerType = "adamw"
     lr: float
-    betas: tuple[float, float] | None = None
+    betas: tuple[float, ...] | None = None
     eps: float | None = None
     weight_decay: float = 0.1
+    omegas: tuple[float, ...] | None = None
     momentum: float = 0.95
+
+    def require_kinds(self, kinds: Iterable[str]) -> None:
+        """Demand that workers with this inner optimizer have values of all these kinds, as `Fragment.kind` has them.
+
+        Raises:
+            ConfigError: one is neither "param" nor "grad", nor kept by the inner optimizer.
+        """
+        kept = state_names(self.type, self.betas)
+        for kind in kinds:
+            if kind in (PARAM, GRAD, *kept):
+                continue
+            others = [type_ for type_ in get_args(InnerType) if kind in state_names(type_)]
+            raise ConfigError(
+                f"outer exchanges {kind!r}, which inner.type = {self.type!r} does not keep"
+                + (f" (it keeps {', '.join(kept)})" if kept else ""),
+                cure="take another outer" + (f", or inner.type {' or '.join(others)}" if others else ""),
+                key="outer",
+            )
 
 
 class ScheduleJob(_Section, frozen=True, kw_only=True):

@@ -29,10 +29,7 @@ _FAULTS: Mapping[str, type[TrainingFault | EnvironmentFault | ConfigError]] = Ma
     {"training_fault": TrainingFault, "environment": EnvironmentFault, "config": ConfigError}
 )
 
-Request = ipc.Load | ipc.Step | ipc.Store | ipc.Evaluate
-"""What a worker answers."""
-
-ReplyT = TypeVar("ReplyT", bound=ipc.Loaded | ipc.StepDone | ipc.Stored | ipc.Evaluated)
+AnswerT = TypeVar("AnswerT", bound=ipc.Answer)
 
 
 class WorkerStalled(WorkerCrashed):
@@ -127,7 +124,7 @@ class WorkerLink:
             raise self._failure
         return tuple(self._ready[local_rank] for local_rank in self._local_ranks.values())
 
-    async def ask(self, request: Request, kind: type[ReplyT], timeout_s: float) -> list[ReplyT]:
+    async def ask(self, request: ipc.Question, kind: type[AnswerT], timeout_s: float) -> list[AnswerT]:
         """Send a request to all workers and collect their replies, of this kind, by local rank.
 
         A caller that is cancelled leaves the request under way.
@@ -246,8 +243,8 @@ class WorkerLink:
             self.fail(WorkerStalled(oldest.name, missing, timeout_s, what))
 
 
-def _of_kind(replies: list[ipc.Reply], kind: type[ReplyT]) -> list[ReplyT]:
-    answers: list[ReplyT] = [reply for reply in replies if isinstance(reply, kind)]
+def _of_kind(replies: list[ipc.Reply], kind: type[AnswerT]) -> list[AnswerT]:
+    answers: list[AnswerT] = [reply for reply in replies if isinstance(reply, kind)]
     if len(answers) != len(replies):
         raise ipc.MalformedMessage(f"{kind.__name__} was expected, not {replies}")
     return answers

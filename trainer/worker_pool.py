@@ -30,14 +30,13 @@ from typing import Self
 
 import msgspec
 
-from isthmus.optim.inner import Moment
 from isthmus.trainer import ipc
 from isthmus.trainer.corpus import Corpus
 from isthmus.trainer.errors import WorkerCrashed
 from isthmus.trainer.shared_buffer import SharedBuffer, SharedTokens
 from isthmus.trainer.worker_crew import WorkerCrew
 from isthmus.trainer.worker_job import Device, FilePart, TrainingJob, WorkerJob
-from isthmus.trainer.worker_link import WINDOW, ReplyT, Request, WorkerLink, WorkerStalled
+from isthmus.trainer.worker_link import WINDOW, AnswerT, WorkerLink, WorkerStalled
 from isthmus.trainer.worker_pace import WorkerPace
 from isthmus.trainer.worker_process import WorkerDied
 
@@ -103,7 +102,7 @@ class WorkerPool:
     # ------------------------------------------------------------------------------------------- requests
 
     async def step(self, indices: Sequence[int], *, inner_step: int, timeout_s: float | None = None) -> ipc.StepDone:
-        """Train one inner step on a batch.
+        """Train one inner step on a batch: `backward` and `update` in one request.
 
         Two steps may be under way; they are trained in the order of the calls. If the caller stops waiting, the step
         is trained all the same.
@@ -119,66 +118,78 @@ class WorkerPool:
         Raises:
             TrainingFault, WorkerDied, WorkerStalled: the pool is broken.
         """
-        if not 1 <= len(indices) <= ipc.MAX_STEP_SAMPLES:
-            raise ValueError(f"a step takes 1 to {ipc.MAX_STEP_SAMPLES} samples, not {len(indices)}")
-        request = ipc.Step(serial=self._link.next_serial(), inner_step=inner_step, indices=tuple(indices))
-        replies = await self._ask(request, ipc.StepDone, timeout_s)
-        return msgspec.structs.replace(replies[0], seconds=max(reply.seconds for reply in replies))
+        request = ipc.Step(serial=self._link.next_serial(), inner_step=inner_step, indices=_batch(indices))
+        return _slowest(await self._ask(request, ipc.StepDone, timeout_s))
+
+    async def backward(self, indices: Sequence[int], *, inner_step: int, timeout_s: float | None = None) -> None:
+        """Compute the loss and the clipped gradient on a batch, and leave it there: `store(kind="grad")` reads it.
+
+        Arguments and errors as for `step`. What was left there before is forgotten.
+        """
+        request = ipc.Backward(serial=self._link.next_serial(), inner_step=inner_step, indices=_batch(indices))
+        await self._ask(request, ipc.BackwardDone, timeout_s)
+
+    async def update(self, *, inner_step: int, timeout_s: float | None = None) -> ipc.StepDone:
+        """Let the inner optimizer use the gradient that is there now, once for each `backward`.
+
+        One that came by `load(kind="grad")` is not clipped again. Loss and norm are those of the backward pass.
+        Arguments, answer and errors as for `step`.
+        """
+        request = ipc.Update(serial=self._link.next_serial(), inner_step=inner_step)
+        return _slowest(await self._ask(request, ipc.StepDone, timeout_s))
 
     async def load(
         self,
         ranges: Sequence[slice] = (),
         *,
+        kind: str = "param",
         keep: float = 0.0,
         reset_optimizer: bool = False,
+        own_steps: int | None = None,
         timeout_s: float | None = None,
-    ) -> None:
-        """Make the workers take parameters from the mailbox: p <- keep * p + (1 - keep) * mailbox.
+    ) -> int:
+        """Make the workers take values from the mailbox: value <- keep * value + (1 - keep) * mailbox.
 
-        Leave the mailbox alone until this returns. The first load must be of everything, with keep = 0.
+        Leave the mailbox alone until this returns. The first load must be of all parameters, with keep = 0.
 
         Args:
             ranges: parts of the flat vector (`Fragment.ranges`); empty: everything.
+            kind: as `Fragment.kind`: "param", "grad", or a tensor that the inner optimizer keeps, by its own name.
+                Parameters for which it does not keep it are left alone.
             keep: in [0, 1].
-            reset_optimizer: also forget the inner optimizer's state.
+            reset_optimizer: before that, forget the inner optimizer's state.
+            own_steps: of how many inner steps that state is the outcome from now on; None: as before.
             timeout_s: instead of what follows from the pace.
 
+        Returns:
+            How many elements were not finite where a part of them was to be kept; they are the mailbox's now.
+
         Raises:
+            ConfigError: the inner optimizer keeps nothing of this kind; `OptimizerJob.require_kinds` tells beforehand.
             WorkerDied, WorkerStalled: the pool is broken.
         """
         request = ipc.Load(
-            serial=self._link.next_serial(), spans=_spans(ranges), keep=keep, reset_optimizer=reset_optimizer
+            serial=self._link.next_serial(),
+            kind=kind,
+            spans=_spans(ranges),
+            keep=keep,
+            reset_optimizer=reset_optimizer,
+            own_steps=own_steps,
         )
-        await self._ask(request, ipc.Loaded, timeout_s)
+        replies = await self._ask(request, ipc.Loaded, timeout_s)
+        return sum(reply.num_broken for reply in replies)
 
-    async def store(self, ranges: Sequence[slice] = (), *, timeout_s: float | None = None) -> None:
-        """Make the workers write parameters into the mailbox, which is the caller's again when this returns.
+    async def store(self, ranges: Sequence[slice] = (), *, kind: str = "param", timeout_s: float | None = None) -> int:
+        """Make the workers write values into the mailbox, which is the caller's again when this returns.
 
+        Zeros stand for what does not exist: a kind that is not kept for a parameter, or not before the first step.
         Steps asked for before are in it, those asked for later are not. Arguments and errors as for `load`.
+
+        Returns:
+            After how many inner steps of the inner optimizer it is.
         """
-        request = ipc.Store(serial=self._link.next_serial(), spans=_spans(ranges))
-        await self._ask(request, ipc.Stored, timeout_s)
-
-    async def load_moment(self, name: Moment, *, own_steps: int) -> None:
-        """Make the workers' inner optimizer take one of its moments from the mailbox.
-
-        Args:
-            name: by torch's name, of AdamW.
-            own_steps: how many inner steps it is the outcome of.
-
-        Raises:
-            WorkerDied, WorkerStalled: the pool is broken.
-        """
-        request = ipc.Load(serial=self._link.next_serial(), values=name, own_steps=own_steps)
-        await self._ask(request, ipc.Loaded, None)
-
-    async def store_moment(self, name: Moment) -> int:
-        """Make the workers write one of the moments into the mailbox; returns after how many inner steps it is.
-
-        Errors as for `load_moment`.
-        """
-        request = ipc.Store(serial=self._link.next_serial(), values=name)
-        replies = await self._ask(request, ipc.Stored, None)
+        request = ipc.Store(serial=self._link.next_serial(), kind=kind, spans=_spans(ranges))
+        replies = await self._ask(request, ipc.Stored, timeout_s)
         return replies[0].own_steps
 
     async def evaluate(self, *, timeout_s: float | None = None) -> float:
@@ -217,7 +228,7 @@ class WorkerPool:
         assert self._crew is not None, "the pool was entered"
         return self._crew.link
 
-    async def _ask(self, request: Request, kind: type[ReplyT], timeout_s: float | None) -> list[ReplyT]:
+    async def _ask(self, request: ipc.Question, kind: type[AnswerT], timeout_s: float | None) -> list[AnswerT]:
         """The replies of all workers, and how long they took."""
         name, clock = type(request).__name__, asyncio.get_running_loop().time
         began = clock()
@@ -304,3 +315,13 @@ def num_cpus() -> int:
 
 def _spans(ranges: Sequence[slice]) -> tuple[ipc.Span, ...]:
     return tuple((part.start, part.stop) for part in ranges)
+
+
+def _batch(indices: Sequence[int]) -> tuple[int, ...]:
+    if not 1 <= len(indices) <= ipc.MAX_STEP_SAMPLES:
+        raise ValueError(f"a step takes 1 to {ipc.MAX_STEP_SAMPLES} samples, not {len(indices)}")
+    return tuple(indices)
+
+
+def _slowest(replies: Sequence[ipc.StepDone]) -> ipc.StepDone:
+    return msgspec.structs.replace(replies[0], seconds=max(reply.seconds for reply in replies))

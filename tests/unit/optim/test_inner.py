@@ -2,12 +2,13 @@
 """The inner optimizer."""
 
 import copy
+from typing import get_args
 
 import pytest
 import torch
 
 from isthmus.optim.adopt import Adopt
-from isthmus.optim.inner import CompositeOptimizer, build_inner_optimizer, set_lr
+from isthmus.optim.inner import CompositeOptimizer, InnerType, begin_states, build_inner_optimizer, set_lr, state_names
 
 
 def _model() -> torch.nn.Module:
@@ -83,14 +84,16 @@ def test_adopt_decays_matrices_only_and_may_have_several_moments():
 
 
 class _Named(torch.nn.Module):
-    """Tensors of a decoder, each filled with the same values every time."""
+    """Layers of a decoder, each filled with the same values every time."""
 
     def __init__(self):
         super().__init__()
-        for name, shape in {"embedding": (7, 4), "block": (6, 4), "gain": (6,), "head": (7, 4)}.items():
-            module = torch.nn.Module()
-            module.weight = torch.nn.Parameter(torch.linspace(-1.0, 1.0, torch.Size(shape).numel()).view(shape))
-            self.add_module(name, module)
+        self.embedding = torch.nn.Embedding(7, 4)
+        self.block = torch.nn.Linear(4, 6, bias=False)
+        self.gain = torch.nn.RMSNorm(6)
+        self.head = torch.nn.Linear(4, 7, bias=False)
+        for param in self.parameters():
+            param.data = torch.linspace(-1.0, 1.0, param.numel()).view(param.shape)
 
     def set_gradients(self, step):
         generator = torch.Generator().manual_seed(step)
@@ -99,7 +102,7 @@ class _Named(torch.nn.Module):
 
 
 def _muon(model, **settings):
-    return build_inner_optimizer(model.named_parameters(), type="muon", lr=0.05, **settings)
+    return build_inner_optimizer(model, type="muon", lr=0.05, **settings)
 
 
 def test_muon_trains_hidden_matrices_and_adamw_the_rest():
@@ -215,8 +218,9 @@ def test_muon_without_vectors_is_muon_alone_and_without_matrices_an_error():
     [
         ({"omegas": (0.5,)}, "omegas belong to adopt, not to adamw"),
         ({"betas": (0.9, 0.9, 0.9)}, "AdamW has two betas"),
-        ({"type": "muon", "betas": (0.9,)}, "AdamW has two betas"),
-        ({"type": "muon", "momentum": 1.0}, r"momentum must be in \[0, 1\)"),
+        ({"type": "muon", "betas": (0.9,), "hidden": ["0.weight"]}, "AdamW has two betas"),
+        ({"type": "muon", "momentum": 1.0, "hidden": ["0.weight"]}, r"momentum must be in \[0, 1\)"),
+        ({"type": "muon"}, "parameters do not say which of them are hidden"),
         ({"type": "adopt", "omegas": (0.5, 0.6)}, "one weight for each of 1"),
     ],
 )
@@ -229,3 +233,66 @@ def test_settings_of_another_type_are_refused(settings, message):
 def test_negative_settings_are_refused(settings):
     with pytest.raises(ValueError, match="must not be negative"):
         build_inner_optimizer(_model().named_parameters(), **settings)
+
+
+def test_who_gives_parameters_says_which_are_hidden():
+    model = _model()
+    optimizer = build_inner_optimizer(model.named_parameters(), type="muon", lr=0.1, hidden=("2.weight",))
+    assert [group["param_names"] for group in optimizer.param_groups] == [
+        ["2.weight"],
+        ["0.weight"],
+        ["0.bias", "1.weight", "1.bias", "2.bias"],
+    ]
+
+
+STATES = {
+    "adamw": {"exp_avg", "exp_avg_sq"},
+    "sgd": set(),
+    "adopt": {"exp_avg", "exp_avg_sq"},
+    "muon": {"momentum_buffer", "exp_avg", "exp_avg_sq"},
+}
+
+
+@pytest.mark.parametrize("type_", get_args(InnerType))
+def test_an_optimizer_keeps_what_its_type_says_in_the_shapes_of_the_parameters(type_):
+    model = _Named()
+    optimizer = build_inner_optimizer(model, type=type_, lr=0.05)
+    model.set_gradients(0)
+    optimizer.step()
+    kept = set()
+    for param in model.parameters():
+        states = {name: tensor for name, tensor in optimizer.state.get(param, {}).items() if name != "step"}
+        assert all(tensor.shape == param.shape for tensor in states.values())
+        kept |= states.keys()
+    assert kept == set(state_names(type_)) == STATES[type_]
+
+
+def test_adopt_with_several_moments_numbers_them():
+    assert state_names("adopt", (0.9, 0.99, 0.999)) == ("exp_avg_0", "exp_avg_1", "exp_avg_sq")
+    assert state_names("adopt", (0.9, 0.99)) == state_names("adopt")
+
+
+@pytest.mark.parametrize(
+    ("type_", "settings"),
+    [(type_, {}) for type_ in get_args(InnerType)] + [("adopt", {"betas": (0.9, 0.99, 0.999), "omegas": (0.3, 0.6)})],
+)
+def test_states_that_are_begun_beforehand_change_no_step(type_, settings):
+    model, twin = _Named(), _Named()
+    optimizer, begun = (build_inner_optimizer(each, type=type_, lr=0.05, **settings) for each in (model, twin))
+    begin_states(begun)
+    names = set(state_names(type_, settings.get("betas")))
+    found = {name for state in begun.state.values() for name in state} - {"step"}
+    assert found == names
+    for step in range(3):
+        for each in (model, twin):
+            each.set_gradients(step)
+        optimizer.step()
+        before = {id(tensor) for state in begun.state.values() for tensor in state.values()}
+        begin_states(begun)
+        assert {id(tensor) for state in begun.state.values() for tensor in state.values()} == before, "kept"
+        begun.step()
+    for name, param in model.named_parameters():
+        assert torch.equal(param, twin.get_parameter(name)), name
+        theirs = begun.state.get(twin.get_parameter(name), {})
+        for key, tensor in optimizer.state.get(param, {}).items():
+            assert torch.equal(tensor, theirs[key]), (name, key)
