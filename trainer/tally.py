@@ -71,6 +71,11 @@ class Tally:
         self._done += Done(train_s=seconds)
 
     @property
+    def inner_steps(self) -> int:
+        """All that were done."""
+        return self._done.inner_steps
+
+    @property
     def unsettled(self) -> Done:
         """What no commit holds."""
         return self._done - self._settled

@@ -19,7 +19,7 @@ compute.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from isthmus.collective.core.types import OuterStep, View
@@ -143,6 +143,7 @@ class TrainingLoop:
         self._flights: dict[int, _Flight] = {}
         self._arrivals: dict[int, _Arrival] = {}
         self._handing: asyncio.Task[None] | None = None
+        self._moved_at: dict[int, int] = {}  # by place: own inner steps when a round last moved the fragment
         self._is_behind = False
         self._stretch = (0, 0.0)  # inner steps since the last emission, and the seconds they took
         self._pace_s: float | None = None  # of an inner step, as the last stretch's were
@@ -169,6 +170,7 @@ class TrainingLoop:
         """Until the run's last commit. `admitted` is the view in which this peer became active."""
         self._require(admitted)
         self._tally = Tally()
+        self._moved_at.clear()
         self._flights.clear()
         await self._values.start_from(self._state.pin())
         begins_from = self._values.base.manifest.outer_step
@@ -271,10 +273,8 @@ class TrainingLoop:
         """Make the payloads of this step of what the workers have now."""
         rounds = self._plan.rounds(outer_step)
         emission = self._tally.emit([self._state.places[round_.fragment] for round_ in rounds])
-        works = [
-            Work(inner_steps=share.inner_steps, samples=float(share.inner_steps * self._batch_size))
-            for share in emission.shares
-        ]
+        numbers = [self._tally.inner_steps - self._moved_at.get(place, 0) for place in emission.places]
+        works = [Work(inner_steps=number, samples=float(number * self._batch_size)) for number in numbers]
         flight = self._flights[outer_step] = _Flight(emission=emission, consumed=self._feed.consumed())
         flight.payloads = await self._values.emit(rounds, works)
         self._course.emitted(outer_step)
@@ -373,14 +373,11 @@ class TrainingLoop:
     async def _land(self, outer_step: int) -> bool:
         """Bring the workers to the outcome of this step. Returns whether it was the run's last."""
         arrival, flight = self._arrivals.pop(outer_step, None), self._flights.pop(outer_step, None)
-        newer = [payload for later in self._flights.values() for payload in later.payloads]
         if arrival is None or flight is None:  # it was made before this peer came
-            self._values.base.pins += 1
-            await self._values.land(self._values.base, self._nothing_given(outer_step), None, newer)
-            self._course.landed(outer_step)
+            await self._settle_without(outer_step, None)
             return False
         given = Given(payloads=flight.payloads, weights=arrival.weights)
-        await self._values.land(arrival.version, arrival.outcomes, given, newer)
+        self._moved(await self._values.land(arrival.version, arrival.outcomes, given, self._newer()))
         self._course.landed(outer_step)
         report = arrival.report
         assert report is not None, "a step that counted has a report"
@@ -392,14 +389,26 @@ class TrainingLoop:
         flight, arrival = self._flights.pop(outer_step, None), self._arrivals.pop(outer_step, None)
         if arrival is not None:
             await self._values.follow(arrival.version, lambda: self._require(admitted))
-        if flight is not None:
+        if flight is None:
+            self._course.landed(outer_step)
+        else:
             self._tally.missed(flight.emission)
-            newer = [payload for later in self._flights.values() for payload in later.payloads]
-            weights = [0.0] * len(flight.payloads)
-            given = Given(payloads=flight.payloads, weights=weights)
-            self._values.base.pins += 1
-            await self._values.land(self._values.base, self._nothing_given(outer_step), given, newer)
+            await self._settle_without(outer_step, flight)
+
+    async def _settle_without(self, outer_step: int, flight: _Flight | None) -> None:
+        """Land a step that holds nothing of this peer's, whatever it gave to it."""
+        base = self._values.base
+        base.pins += 1
+        given = None if flight is None else Given(payloads=flight.payloads, weights=[0.0] * len(flight.payloads))
+        self._moved(await self._values.land(base, self._nothing_given(outer_step), given, self._newer()))
         self._course.landed(outer_step)
+
+    def _newer(self) -> list[Payload]:
+        """What was emitted and has not landed."""
+        return [payload for flight in self._flights.values() for payload in flight.payloads]
+
+    def _moved(self, places: Sequence[int]) -> None:
+        self._moved_at |= dict.fromkeys(places, self._tally.inner_steps)
 
     def _nothing_given(self, outer_step: int) -> list[RoundOutcome]:
         """What the rounds of a step come to for a worker whose payload they do not hold."""

@@ -183,7 +183,7 @@ class WorkerValues:
 
     async def land(
         self, version: Version, outcomes: Sequence[RoundOutcome], given: Given | None, newer: Sequence[Payload] = ()
-    ) -> None:
+    ) -> list[int]:
         """Bring the workers to the outcome of an outer step. The payloads that were given are not needed any more.
 
         Args:
@@ -191,6 +191,9 @@ class WorkerValues:
             outcomes: by round.
             given: by this peer; None: nothing.
             newer: payloads that were emitted since, the newest last.
+
+        Returns:
+            The places of the fragments whose values moved.
         """
         settled = await in_thread(self._settle, outcomes, given, newer)
         await self._move(outcomes, settled)
@@ -198,6 +201,7 @@ class WorkerValues:
         if given is not None and not self._is_mailbox_payload:
             for payload in given.payloads:
                 self._spare_payloads[payload.emitted.payload.numel()].append(payload.emitted.payload)
+        return [outcome.place for outcome, made in zip(outcomes, settled, strict=True) if made.target is not None]
 
     def _settle(self, outcomes: Sequence[RoundOutcome], given: Given | None, newer: Sequence[Payload]) -> list[Settled]:
         settled = []

@@ -23,7 +23,7 @@ from torch import Tensor
 from isthmus.collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
 from isthmus.elastic.core.events import RoundReady
 from isthmus.elastic.core.leases import LeaseLedger, count
-from isthmus.elastic.core.messages import DataPosition, Held, IndexRange
+from isthmus.elastic.core.messages import DataPosition, IndexRange
 from isthmus.elastic.desk import Committed
 from isthmus.elastic.digest import Hasher
 from isthmus.elastic.errors import NotAMember, RoundMissed, RunFinished

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from isthmus.trainer.round_schedule import RoundSchedule
 
 from isthmus.optim.schedule import Schedule, build_schedule
 from isthmus.trainer.config import Config
@@ -27,7 +28,6 @@ from isthmus.trainer.quantities import (
     parse_rate,
     parse_seconds,
 )
-from isthmus.trainer.round_schedule import RoundSchedule
 from isthmus.trainer.run_manifest import config_of, manifest_diff, manifest_digest, manifest_of, manifest_sections
 from isthmus.trainer.wiring import outer_of
 

@@ -13,7 +13,7 @@ from isthmus.collective import BlockingCommunicator, CollectiveError, view_of
 from isthmus.collective.standalone import peer_id_of
 from isthmus.optim import ANCHOR, build_outer
 from isthmus.optim.fragments import FragmentKey
-from isthmus.optim.outer import GRAD, Absorbed, Emitted, Op, Round, State
+from isthmus.optim.outer import GRAD, Emitted, Op, Round
 from isthmus.optim.simulate import simulate
 from isthmus.trainer import outer_engine
 from isthmus.trainer.outer_engine import by_work
@@ -440,26 +440,29 @@ def test_a_parameter_that_only_some_peers_use_gets_the_mean_gradient_on_all(pair
 
 
 @dataclass(frozen=True)
-class Stubborn:
+class Stubborn(Outer):
     """Averages gradients, but uses its own where that fails."""
 
     def fragments(self, table):
         return (table.whole(GRAD),)
 
     def init(self, _fragment, value):
-        return State()
+        return {}
 
     def plan(self, inner_step):
-        return (Round(fragment=FragmentKey(kind=GRAD, index=0), op=Op.MEAN, inner_step=inner_step),)
+        gradient = FragmentKey(kind=GRAD, index=0)
+        return (Round(fragment=gradient, op=Op.MEAN, inner_step=inner_step, keeps_value=True),)
 
-    def emit(self, _round, value, _state, _work, *, out):
+    def emit(self, _round, value, _shared, _private, _work, *, out):
         return Emitted(payload=out.copy_(value))
 
-    def absorb(self, _round, result, state, *, out=None):
-        return Absorbed(state=state, target=result.value, keep=0.0)
+    def step(self, _round, _result, shared, *, out=None):
+        return shared
 
-    def dropped(self, _round, _contribution, state, *, out=None):
-        return Absorbed.unchanged(state)
+    def settle(self, outcome, *, out=None):
+        if outcome.result is None:
+            return Settled.untouched(outcome.private)
+        return Settled.replaced(outcome.private, outcome.result.value)
 
 
 def test_gradients_used_alone_do_not_part_the_peers_for_good(pair):

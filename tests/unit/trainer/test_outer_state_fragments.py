@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import torch
 
-from isthmus.collective.core.types import OuterStep
 from isthmus.collective.errors import RemoteProtocolError
 from isthmus.elastic.core.messages import Held
 from isthmus.elastic.digest import Hasher, TensorManifest

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peers that train under the daemon's engine in one event loop: real exchanges on loopback, votes counted in memory.
+
+Everything between the workers and the votes is the product's: training loop, course, values, private state, exchanges,
+shared state. Workers are rows of tests/unit/optim/adam_lab.py, the ones that `optim.simulate` trains too.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from isthmus.collective.core.types import Epoch, OuterStep, RoundKey, View
+from isthmus.elastic.core.events import RoundReady
+from isthmus.elastic.core.messages import DataPosition, Held, IndexRange
+from isthmus.elastic.desk import Committed
+from isthmus.elastic.digest import Hasher
+from isthmus.elastic.errors import RunFinished
+from isthmus.optim.outer import PARAM, Outer
+from isthmus.optim.outer_plan import OuterPlan
+from isthmus.trainer.moments import Moments
+from isthmus.trainer.sample_feed import SampleFeed
+from isthmus.trainer.training_loop import RoundReport, TrainingLoop
+from isthmus.trainer.worker_values import WorkerValues
+from tests.unit.optim.adam_lab import AdamRows
+from tests.unit.optim.lab import INITIAL, TABLE
+from tests.unit.trainer.rig import Site, view_of
+
+BATCH = 4
+WORKERS = ("ash", "birch", "cedar")
+
+
+@dataclass(frozen=True)
+class StepDone:
+    loss: float
+    num_tokens: int
+
+
+class Pool:
+    """The workers of one peer: one row."""
+
+    def __init__(self, rows: AdamRows, row: int, mailbox: torch.Tensor) -> None:
+        self._rows, self._row, self._mailbox = rows, row, mailbox
+        self._num_steps = 0
+
+    async def load(self, ranges: Sequence[slice] = (), *, kind: str = PARAM, keep: float = 0.0) -> None:
+        await asyncio.sleep(0)
+        local = self._rows.tensors[kind][self._row]
+        for place in ranges or (slice(0, TABLE.numel),):
+            local[place] = keep * local[place] + (1 - keep) * self._mailbox[place] if keep else self._mailbox[place]
+
+    async def store(self, ranges: Sequence[slice] = (), *, kind: str = PARAM) -> None:
+        await asyncio.sleep(0)
+        for place in ranges or (slice(0, TABLE.numel),):
+            self._mailbox[place] = self._rows.tensors[kind][self._row][place]
+
+    async def step(self, indices: Sequence[int], *, inner_step: int) -> StepDone:
+        await asyncio.sleep(0)
+        self._num_steps += 1
+        self._rows.backward([self._row], [self._num_steps])
+        self._rows.update([self._row], [self._num_steps])
+        return StepDone(loss=float(inner_step), num_tokens=len(indices))
+
+
+@dataclass
+class Coordinator:
+    """Takes a vote of everybody, and demands that they are equal."""
+
+    num_members: int
+    outer_steps: int
+    votes: dict[int, list[bytes]] = field(default_factory=dict)
+    all_here: dict[int, asyncio.Event] = field(default_factory=dict)
+
+    async def vote(self, outer_step: int, digest: bytes) -> None:
+        ballot = self.votes.setdefault(outer_step, [])
+        ballot.append(digest)
+        event = self.all_here.setdefault(outer_step, asyncio.Event())
+        if len(ballot) == self.num_members:
+            event.set()
+        await event.wait()
+        assert len(set(ballot)) == 1, f"outer step {outer_step}: the members have staged different states"
+
+
+class Peer:
+    """One peer; it is its own membership and lessor."""
+
+    def __init__(self, site: Site, rows: AdamRows, row: int, coordinator: Coordinator, hasher: Hasher) -> None:
+        self.site, self.coordinator = site, coordinator
+        self.mailbox = torch.zeros(TABLE.numel)
+        self.view: View
+        self.reports: list[RoundReport] = []
+        self.anchors: list[dict[str, torch.Tensor]] = []
+        self._next_index = 0
+        plan = OuterPlan(site.outer)
+        pool = Pool(rows, row, self.mailbox)
+        self.feed = SampleFeed(self, stock=1000)
+        self.values = WorkerValues(
+            pool=pool,
+            mailbox=self.mailbox,
+            outer=site.outer,
+            plan=plan,
+            state=site.state,
+            read_delivered=site.runner.exchanges.read_delivered,
+            moments=Moments(
+                mailbox=self.mailbox, hasher=hasher, are_shared=False, least_steps=0, has_trained=lambda: False
+            ),
+        )
+        self.loop = TrainingLoop(
+            membership=self,
+            runner=site.runner,
+            state=site.state,
+            plan=plan,
+            values=self.values,
+            feed=self.feed,
+            batch_size=BATCH,
+            outer_steps=coordinator.outer_steps,
+            others_wait=lambda: False,
+            patience=1e9,
+            on_round=self._on_round,
+            on_landed=self._on_landed,
+            on_inner_step=lambda *_: None,
+            on_blocked=lambda _: None,
+            replace_workers=self._nobody_dies,
+        )
+
+    def _on_round(self, report: RoundReport) -> None:
+        self.reports.append(report)
+        self.anchors.append({name: tensor.clone() for name, tensor in self.site.state.live.tensors.items()})
+
+    async def _on_landed(self, _report: RoundReport) -> None:
+        pass
+
+    async def _nobody_dies(self, crash: Exception) -> None:
+        raise crash
+
+    # elastic.member.Membership
+
+    @property
+    def active_view(self) -> View:
+        return self.view
+
+    async def activated(self) -> View:
+        return self.view
+
+    async def take_leases(self, num_samples: int, /) -> tuple[IndexRange, ...]:
+        if num_samples <= 0:
+            raise RunFinished(0, "enough")
+        first, self._next_index = self._next_index, self._next_index + num_samples
+        return (IndexRange(first, self._next_index),)
+
+    async def commit_round(self, ready: RoundReady) -> Committed:
+        key = RoundKey(self.view.epoch, ready.outer_step, ready.fragment)
+        made = await self.site.runner.exchange(self.view, key, ready.weight)
+        await self.coordinator.vote(ready.outer_step, made.digest)
+        held = Held(OuterStep(ready.outer_step + 1), made.digest)
+        final = held.outer_step == self.coordinator.outer_steps
+        await self.site.runner.install_staged(key, held, final=final)
+        return Committed(key=key, view=self.view, held=held, final=final, position=DataPosition(0))
+
+
+@contextlib.asynccontextmanager
+async def fleet(
+    outer: Outer, hasher: Hasher, *, outer_steps: int, codec: str = "raw", workers: Sequence[str] = WORKERS
+) -> AsyncIterator[list[Peer]]:
+    """Peers of a new run, in a view of all."""
+    rows = AdamRows(rows=len(workers))
+    coordinator = Coordinator(len(workers), outer_steps)
+    sites = [Site(number, hasher, outer=outer, codec=codec, table=TABLE) for number in range(len(workers))]
+    try:
+        for row, site in enumerate(sites):
+            rows.begin(row, workers[row])
+            await site.listener.start()
+            await site.state.found(INITIAL)
+        view = view_of(sites)
+        await asyncio.gather(*(site.runner.install_view(view) for site in sites))
+        peers = [Peer(site, rows, row, coordinator, hasher) for row, site in enumerate(sites)]
+        for peer in peers:
+            peer.view = view
+        yield peers
+    finally:
+        for site in sites:
+            await site.close()
+
+
+async def train(peers: Sequence[Peer]) -> None:
+    """Until the last outer step of all."""
+    async with asyncio.TaskGroup() as tasks:
+        feeding = [tasks.create_task(peer.feed.run()) for peer in peers]
+        await asyncio.gather(*(peer.loop.run() for peer in peers))
+        for task in feeding:
+            task.cancel()
+
+
+__all__ = ["BATCH", "WORKERS", "Epoch", "fleet", "train"]
