@@ -182,12 +182,15 @@ class InnerLoop:
         self.backward(indices, inner_step)
         return self.update(inner_step)
 
-    def backward(self, indices: Sequence[int], inner_step: int) -> None:
+    def backward(self, indices: Sequence[int], inner_step: int) -> tuple[float, int]:
         """Compute the clipped gradient on the peer's batch; it stays until `update`, or the next backward.
 
         Args:
             indices: samples of the whole batch, the same on every worker of the peer; at least one.
             inner_step: number of this step in the run's global count, from 1.
+
+        Returns:
+            Mean loss over the batch in nats per token, and its number of targets.
 
         Raises:
             TrainingFault: the loss or the gradient is not finite.
@@ -209,6 +212,7 @@ class InnerLoop:
             norm=norm,
             seconds=time.perf_counter() - started,
         )
+        return loss, self._gradient.num_tokens
 
     def update(self, inner_step: int) -> StepResult:
         """Let the inner optimizer use the gradient that is there. Who starts in the middle of a run warms up as it did.

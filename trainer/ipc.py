@@ -122,7 +122,10 @@ class Loaded(_Message, frozen=True, kw_only=True):
 
 
 class BackwardDone(_Message, frozen=True, kw_only=True):
-    """The gradient is there."""
+    """The gradient is there. The loss is the peer's, equal on all its workers."""
+
+    loss: float
+    num_tokens: Natural
 
 
 class StepDone(_Message, frozen=True, kw_only=True):

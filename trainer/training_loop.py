@@ -29,9 +29,10 @@ from isthmus.elastic.core.messages import DataPosition, IndexRange
 from isthmus.elastic.errors import ElasticError, NotAMember, RoundMissed, RunFinished
 from isthmus.elastic.member import Membership
 from isthmus.optim.course import Course, Done, Emit, Follow, Land, Train, Wait
-from isthmus.optim.outer import Work
+from isthmus.optim.outer import GRAD, Work
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.errors import WorkerCrashed
+from isthmus.trainer.ipc import BackwardDone, StepDone
 from isthmus.trainer.outer_state import OuterState, RoundOutcome
 from isthmus.trainer.round_exchange import Payload
 from isthmus.trainer.round_runner import RoundRunner
@@ -142,6 +143,7 @@ class TrainingLoop:
         self._tally = Tally()
         self._flights: dict[int, _Flight] = {}
         self._arrivals: dict[int, _Arrival] = {}
+        self._halves: dict[int, int] = {}  # by outer step: the inner step whose gradient waits for it
         self._handing: asyncio.Task[None] | None = None
         self._moved_at: dict[int, int] = {}  # by place: own inner steps when a round last moved the fragment
         self._is_behind = False
@@ -172,6 +174,7 @@ class TrainingLoop:
         self._tally = Tally()
         self._moved_at.clear()
         self._flights.clear()
+        self._halves.clear()
         await self._values.start_from(self._state.pin())
         begins_from = self._values.base.manifest.outer_step
         self._course = Course(self._plan, begins_from=begins_from, last=self._outer_steps)
@@ -258,16 +261,36 @@ class TrainingLoop:
     # -------------------------------------------------------------------------------- work
 
     async def _train(self) -> None:
-        """One inner step."""
+        """One inner step; of one whose gradient is exchanged the half before that."""
         began = self._clock()
         indices = await self._feed.take(self._batch_size)
-        done = await self._values.step(indices, inner_step=self._course.inner_step + 1)
+        inner_step = self._course.inner_step + 1
+        half_of = self._gradient_step(inner_step)
+        done: BackwardDone | StepDone
+        if half_of is None:
+            done = await self._values.step(indices, inner_step=inner_step)
+        else:
+            done = await self._values.backward(indices, inner_step=inner_step)
+            self._halves[half_of] = inner_step
         self._course.stepped()
         self._tally.stepped(done.loss, done.num_tokens)
         self._on_inner_step(self._course.inner_step, done.loss, done.num_tokens)
         taken_s = self._clock() - began
         self._tally.took(taken_s)
         self._stretch = (self._stretch[0] + 1, self._stretch[1] + taken_s)
+
+    def _gradient_step(self, inner_step: int) -> int | None:
+        """The outer step that exchanges the gradient of this inner step, if there is one."""
+        outer_step = self._course.emitted_step + 1
+        if self._plan.inner_step(outer_step) != inner_step:
+            return None
+        return outer_step if any(item.fragment.kind == GRAD for item in self._plan.rounds(outer_step)) else None
+
+    async def _finish_half(self, outer_step: int) -> None:
+        """The gradient has come: make the second half of its inner step."""
+        inner_step = self._halves.pop(outer_step, None)
+        if inner_step is not None:
+            await self._values.update(inner_step=inner_step)
 
     async def _emit(self, outer_step: int) -> None:
         """Make the payloads of this step of what the workers have now."""
@@ -378,6 +401,7 @@ class TrainingLoop:
             return False
         given = Given(payloads=flight.payloads, weights=arrival.weights)
         self._moved(await self._values.land(arrival.version, arrival.outcomes, given, self._newer()))
+        await self._finish_half(outer_step)
         self._course.landed(outer_step)
         report = arrival.report
         assert report is not None, "a step that counted has a report"
@@ -390,6 +414,7 @@ class TrainingLoop:
         if arrival is not None:
             await self._values.follow(arrival.version, lambda: self._require(admitted))
         if flight is None:
+            await self._finish_half(outer_step)
             self._course.landed(outer_step)
         else:
             self._tally.missed(flight.emission)
@@ -401,6 +426,7 @@ class TrainingLoop:
         base.pins += 1
         given = None if flight is None else Given(payloads=flight.payloads, weights=[0.0] * len(flight.payloads))
         self._moved(await self._values.land(base, self._nothing_given(outer_step), given, self._newer()))
+        await self._finish_half(outer_step)
         self._course.landed(outer_step)
 
     def _newer(self) -> list[Payload]:

@@ -147,8 +147,8 @@ def _answer(request: ipc.Question, inner_loop: InnerLoop, mailbox: SharedBuffer)
         case ipc.Step():
             return _done(request, inner_loop.step(request.indices, request.inner_step))
         case ipc.Backward():
-            inner_loop.backward(request.indices, request.inner_step)
-            return ipc.BackwardDone(serial=request.serial)
+            loss, num_tokens = inner_loop.backward(request.indices, request.inner_step)
+            return ipc.BackwardDone(serial=request.serial, loss=loss, num_tokens=num_tokens)
         case ipc.Update():
             return _done(request, inner_loop.update(request.inner_step))
         case ipc.Evaluate():

@@ -121,13 +121,15 @@ class WorkerPool:
         request = ipc.Step(serial=self._link.next_serial(), inner_step=inner_step, indices=_batch(indices))
         return _slowest(await self._ask(request, ipc.StepDone, timeout_s))
 
-    async def backward(self, indices: Sequence[int], *, inner_step: int, timeout_s: float | None = None) -> None:
+    async def backward(
+        self, indices: Sequence[int], *, inner_step: int, timeout_s: float | None = None
+    ) -> ipc.BackwardDone:
         """Compute the loss and the clipped gradient on a batch, and leave it there: `store(kind="grad")` reads it.
 
         Arguments and errors as for `step`. What was left there before is forgotten.
         """
         request = ipc.Backward(serial=self._link.next_serial(), inner_step=inner_step, indices=_batch(indices))
-        await self._ask(request, ipc.BackwardDone, timeout_s)
+        return (await self._ask(request, ipc.BackwardDone, timeout_s))[0]
 
     async def update(self, *, inner_step: int, timeout_s: float | None = None) -> ipc.StepDone:
         """Let the inner optimizer use the gradient that is there now, once for each `backward`.

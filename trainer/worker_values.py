@@ -35,7 +35,7 @@ from isthmus.optim.outer import (
     empty_like,
 )
 from isthmus.optim.outer_plan import OuterPlan
-from isthmus.trainer.ipc import StepDone
+from isthmus.trainer.ipc import BackwardDone, StepDone
 from isthmus.trainer.moments import Moments
 from isthmus.trainer.outer_state import OuterState, RoundOutcome
 from isthmus.trainer.round_exchange import Payload
@@ -143,6 +143,16 @@ class WorkerValues:
         done = await self._pool.step(indices, inner_step=inner_step)
         await self._moments.after_step(self._pool)
         return done
+
+    async def backward(self, indices: Sequence[int], *, inner_step: int) -> BackwardDone:
+        """The first half of an inner step, whose gradient is exchanged."""
+        return await self._pool.backward(indices, inner_step=inner_step)
+
+    async def update(self, *, inner_step: int) -> None:
+        """The second half, with the gradient that is there then."""
+        self._is_anchor = False
+        await self._pool.update(inner_step=inner_step)
+        await self._moments.after_step(self._pool)
 
     # -------------------------------------------------------------------------------- an outer step of this peer
 

@@ -63,6 +63,16 @@ class Pool:
         self._rows.update([self._row], [self._num_steps])
         return StepDone(loss=float(inner_step), num_tokens=len(indices))
 
+    async def backward(self, indices: Sequence[int], *, inner_step: int) -> StepDone:
+        await asyncio.sleep(0)
+        self._num_steps += 1
+        self._rows.backward([self._row], [self._num_steps])
+        return StepDone(loss=float(inner_step), num_tokens=len(indices))
+
+    async def update(self, *, inner_step: int) -> None:
+        await asyncio.sleep(0)
+        self._rows.update([self._row], [self._num_steps])
+
 
 @dataclass
 class Coordinator:

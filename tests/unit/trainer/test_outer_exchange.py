@@ -47,7 +47,7 @@ def exchanged(opened, round_of, *, weights=(1.0, 1.0, 1.0), notes=(), numel=10, 
         exchange = exchanger.start(round_, place, emitted, weights[rank], History())
         settled = exchange.settle()
         contribution = exchange.contribution(None)
-        result = exchange.result(settled.votes, contribution) if settled.counts else None
+        result = exchange.result(settled.votes) if settled.counts else None
         return result, settled, contribution
 
     return together(opened, work)
@@ -141,7 +141,7 @@ def test_a_payload_that_is_not_finite_is_sent_as_zero_without_weight(three):
         exchange = Exchanger(communicator, codec="raw", deadline_s=DEADLINE_S).start(
             GATHER, 0, Emitted(payload=bad), 1.0, History()
         )
-        return exchange.result(exchange.settle().votes, None).members, bad
+        return exchange.result(exchange.settle().votes).members, bad
 
     found = together(three, work)
     assert [members for members, _ in found] == [(peer_id_of(0), peer_id_of(2))] * 3
@@ -156,7 +156,7 @@ def test_bytes_that_cannot_be_read_give_nobody_a_result(three, monkeypatch):
         exchange = Exchanger(communicator, codec="raw", deadline_s=DEADLINE_S).start(
             GATHER, 0, Emitted(payload=sent), 1.0, History()
         )
-        return exchange.result(exchange.settle().votes, None)
+        return exchange.result(exchange.settle().votes)
 
     assert together(three, work) == [None] * 3
 

@@ -13,7 +13,7 @@ from isthmus.collective import BlockingCommunicator, CollectiveError, view_of
 from isthmus.collective.standalone import peer_id_of
 from isthmus.optim import ANCHOR, build_outer
 from isthmus.optim.fragments import FragmentKey
-from isthmus.optim.outer import GRAD, Emitted, Op, Round
+from isthmus.optim.outer import GRAD, Emitted, Op, Outer, Round, Settled
 from isthmus.optim.simulate import simulate
 from isthmus.trainer import outer_engine
 from isthmus.trainer.outer_engine import by_work
