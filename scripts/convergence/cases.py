@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from isthmus.optim.outer import fit
 from isthmus.optim.registry import build_outer
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class Case:
         Raises:
             ValueError: there is none of that type, or it has no such settings.
         """
-        return fit(build_outer(self.type, **{**self.settings, **self.fits(run), **run.tuned.outer}), table)
+        return build_outer(self.type, **{**self.settings, **self.fits(run), **run.tuned.outer}).fitted(table)
 
 
 # ------------------------------------------------------------------------------------------------------- the sweeps
