@@ -126,7 +126,7 @@ def simulate(
     workload: Workload,
     num_inner_steps: int,
     weigh: Callable[[str, Work], float] = one_each,
-    batch_size: float = 1.0,
+    batch_size: float | Mapping[str, float] = 1.0,
     speeds: Mapping[str, float] | None = None,
     aborted: Callable[[Round], bool] = lambda _round: False,
     joins: Mapping[int, Sequence[str]] | None = None,
@@ -145,7 +145,7 @@ def simulate(
         workload: trains them; has a row for each that is there at once.
         num_inner_steps: global inner steps.
         weigh: a worker's weight in a round, before the factor that the method itself puts on it.
-        batch_size: samples in one inner step of one worker.
+        batch_size: samples in one inner step of a worker; a number for each, where they differ.
         speeds: own inner steps in a global one, in (0, 1]; 1 where not given.
         aborted: rounds that fail everywhere.
         joins: who arrives after which inner step, with the parameters and shared state of the first member.
@@ -213,7 +213,7 @@ class _Run:
         workload: Workload,
         *,
         weigh: Callable[[str, Work], float],
-        batch_size: float,
+        batch_size: float | Mapping[str, float],
         speeds: Mapping[str, float],
         aborted: Callable[[Round], bool],
         wire: Wire,
@@ -420,7 +420,8 @@ class _Run:
     def _work(self, name: str, round_: Round) -> Work:
         worker = self.workers[name]
         inner_steps = worker.inner_steps - worker.moved_at.get(round_.fragment, 0)
-        return Work(inner_steps=inner_steps, samples=inner_steps * self.batch_size)
+        batch_size = self.batch_size if isinstance(self.batch_size, int | float) else self.batch_size[name]
+        return Work(inner_steps=inner_steps, samples=inner_steps * batch_size)
 
     def _values(self, fragment: Fragment, name: str) -> Tensor:
         return self.workload.tensors[fragment.kind][self.workers[name].row]

@@ -104,11 +104,11 @@ def test_weights_and_aborted_rounds_are_those_of_the_direct_implementation():
 
 
 def step(outer, mean, momentum=None):
-    state = outer.init(TABLE.whole(), INITIAL)
+    shared = outer.init(TABLE.whole(), INITIAL)
     if momentum is not None:
-        state.shared[MOMENTUM].copy_(momentum)
+        shared[MOMENTUM].copy_(momentum)
     round_ = Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=TAU, delay=TAU)
-    return outer.absorb(round_, Result(value=mean, members=WORKERS, weight_sum=4.0), state).state.shared
+    return outer.step(round_, Result(value=mean, members=WORKERS, weight_sum=4.0), shared)
 
 
 def test_the_clip_clips_each_element_of_the_momentum_and_nothing_else():

@@ -6,17 +6,21 @@
 The laws of what is carried, and of memory, hold for every method that is delayed by a whole round.
 """
 
+import dataclasses
 import random
 
 import pytest
 import torch
 
-from isthmus.optim import ANCHOR, Contribution, DiLoCo, Op, Result, Round, State, Work, build_outer
+from isthmus.optim import ANCHOR, Contribution, DiLoCo, Op, Outcome, Result, Round, Work, build_outer, default_outer_lr
 from isthmus.optim.co2 import CO2
 from isthmus.optim.delayed import CARRIED, Delayed
 from isthmus.optim.diloco import MOMENTUM
 from isthmus.optim.eager import Eager
+from isthmus.optim.outer import digest_of, empty_like
+from isthmus.optim.simulate import State
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, anchors, assert_parity, assert_same, gradient, run
+from tests.unit.optim.one_round import after, begin, same, spare, tensors_of
 
 H = 4
 METHODS = [Delayed, Eager, CO2]
@@ -148,8 +152,8 @@ def test_an_aborted_round_is_not_applied_and_its_workers_go_back(method):
     without = run_constant(method, 2 * H - 1)
     for worker in WORKERS:
         (state,), (before,) = aborted.states[worker].values(), without.states[worker].values()
-        assert state.shared_digest() == before.shared_digest()
-        assert torch.equal(aborted.values[worker], plain(method).start(before))
+        assert digest_of(state.shared) == digest_of(before.shared)
+        assert torch.equal(aborted.values[worker], plain(method).start(*before))
         assert state.private[CARRIED].unique().tolist() == [H * SLOPES[worker]]
 
 
@@ -197,136 +201,162 @@ def test_a_joiner_hears_the_round_in_flight_and_sends_its_own_first_block(method
 
 
 def filled(method):
-    """A state whose tensors are all different, a round, and its result with a contribution."""
+    """A state whose tensors are all different, a round, its result, and what the worker gave to it."""
     generator = torch.Generator().manual_seed(5)
 
     def noise():
         return torch.randn(TABLE.numel, generator=generator)
 
-    names = method(inner_steps=H).init(TABLE.whole(), INITIAL)
+    names = begin(method(inner_steps=H), TABLE.whole(), INITIAL)
     state = State(shared={n: noise() for n in names.shared}, private={n: noise() for n in names.private})
     payload = noise()
-    contribution = Contribution(
+    mine = Contribution(
         payload=payload, weight=2.0, read_delivered=lambda out: out.copy_(payload), newer_payload=noise()
     )
-    result = Result(value=noise(), members=WORKERS, weight_sum=6.0, contribution=contribution)
-    return state, Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=4, delay=4), result
-
-
-def tensors(state):
-    return {**state.shared, **state.private}
+    result = Result(value=noise(), members=WORKERS, weight_sum=6.0)
+    return state, Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=4, delay=4), result, mine
 
 
 def copies(state):
-    return {name: tensor.clone() for name, tensor in tensors(state).items()}
+    return State(*({name: tensor.clone() for name, tensor in part.items()} for part in state))
 
 
-def assert_equal(left, right):
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in left)
+CASES = {
+    "counted": (True, True),
+    "counted, of a learner": (True, False),
+    "not counted": (False, True),
+    "not counted, of a learner": (False, False),
+}
+"""Whether there is a result, and whether the worker gave something."""
 
 
-def results(method):
-    """What absorb and dropped return: without memory given, and with."""
-    outer = method(inner_steps=H)
-    for give in (lambda _state: None, State.empty_like):
-        for call in ("absorb", "dropped", "dropped by a learner"):
-            state, round_, result = filled(method)
-            before, value = copies(state), result.value.clone()
-            out = give(state)
-            if out is not None:
-                for tensor in tensors(out).values():
-                    tensor.fill_(float("nan"))
-            if call == "absorb":
-                absorbed = outer.absorb(round_, result, state, out=out)
-            else:
-                mine = result.contribution if call == "dropped" else None
-                absorbed = outer.dropped(round_, mine, state, out=out)
-            assert_equal(tensors(state), before)
-            assert torch.equal(result.value, value)
-            yield call, out, absorbed
+def settled_as(method, case, state, round_, result, mine, *, out=None):
+    has_result, has_given = CASES[case]
+    return after(
+        method(inner_steps=H), round_, result if has_result else None, state, mine if has_given else None, out=out
+    )
 
 
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_result_is_the_same_in_recycled_memory_and_leaves_the_state_alone(method):
-    first, second = {}, {}
-    for call, out, absorbed in results(method):
-        assert absorbed.keep == 0.0
-        if out is None:
-            first[call] = absorbed
-        else:
-            assert absorbed.state is out
-            second[call] = absorbed
-    assert first.keys() == second.keys() == {"absorb", "dropped", "dropped by a learner"}
-    assert first["dropped by a learner"].state.private[CARRIED].count_nonzero() == 0
-    for call, absorbed in first.items():
-        assert all(torch.isfinite(tensor).all() for tensor in tensors(absorbed.state).values())
-        assert_equal(tensors(absorbed.state), tensors(second[call].state))
-        assert torch.equal(absorbed.target, second[call].target)
+def test_a_round_is_the_same_in_recycled_memory_and_leaves_the_state_alone(method, case):
+    done = []
+    for give in (lambda _state: None, spare):
+        state, round_, result, mine = filled(method)
+        before, value = copies(state), result.value.clone()
+        out = give(state)
+        done.append(settled_as(method, case, state, round_, result, mine, out=out))
+        assert same(state, before)
+        assert torch.equal(result.value, value)
+    fresh, recycled = done
+    assert recycled.state.private is out.private
+    assert recycled.state.shared is (out.shared if CASES[case][0] else state.shared)
+    assert same(fresh.state, recycled.state)
+    assert torch.equal(fresh.target, recycled.target)
+    assert fresh.keep == recycled.keep == 0.0
+    assert all(tensor.isfinite().all() for tensor in tensors_of(fresh.state))
+    carried = fresh.state.private[CARRIED]
+    assert torch.equal(carried, mine.payload if case == "not counted" else torch.zeros(TABLE.numel))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_any_tensor_of_the_recycled_state_may_be_the_mean(method):
     outer = method(inner_steps=H)
-    state, round_, result = filled(method)
-    expected = copies(outer.absorb(round_, result, state).state)
-    for name in tensors(state):
-        state, round_, result = filled(method)
-        spare = state.empty_like()
-        out = State(
-            shared={n: result.value if n == name else t for n, t in spare.shared.items()},
-            private={n: result.value if n == name else t for n, t in spare.private.items()},
-        )
-        assert_equal(tensors(outer.absorb(round_, result, state, out=out).state), expected)
+    state, round_, result, _mine = filled(method)
+    expected = digest_of(outer.step(round_, result, state.shared))
+    for name in state.shared:
+        state, round_, result, _mine = filled(method)
+        out = {**empty_like(state.shared), name: result.value}
+        assert digest_of(outer.step(round_, result, state.shared, out=out)) == expected
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_of_the_state_is_never_written(method):
     outer = method(inner_steps=H)
-    state, round_, result = filled(method)
-    for name in tensors(state):
-        spare = state.empty_like()
-        out = State(
-            shared={n: state.shared.get(name, t) if n == name else t for n, t in spare.shared.items()},
-            private={n: state.private.get(name, t) if n == name else t for n, t in spare.private.items()},
-        )
+    state, round_, result, mine = filled(method)
+    for name, tensor in state.shared.items():
         with pytest.raises(ValueError, match="never writes"):
-            outer.absorb(round_, result, state, out=out)
-        with pytest.raises(ValueError, match="never writes"):
-            outer.dropped(round_, result.contribution, state, out=out)
+            outer.step(round_, result, state.shared, out={**empty_like(state.shared), name: tensor})
+    for name, tensor in state.private.items():
+        for case in CASES:
+            out = State(empty_like(state.shared), {**empty_like(state.private), name: tensor})
+            with pytest.raises(ValueError, match="never writes"):
+                settled_as(method, case, state, round_, result, mine, out=out)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_worker_that_was_not_counted_goes_where_the_others_went_and_brings_its_block_later(method):
+    """Its payload came too late for a round that the others made: the anchor moves, and it takes the block along."""
+    outer = plain(method)
+    state, round_, result, mine = filled(method)
+    moved = outer.step(round_, result, state.shared)
+    missed = Outcome(
+        round_=round_, result=None, contribution=mine, before=state.shared, after=moved, private=state.private
+    )
+    settled = outer.settle(missed)
+    assert torch.equal(settled.private[CARRIED], mine.payload)
+    assert torch.equal(settled.target, outer.start(moved, settled.private))
+    assert not torch.equal(settled.target, outer.start(state.shared, state.private))
+    for name in state.private.keys() - {CARRIED}:
+        assert torch.equal(settled.private[name], state.private[name])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_where_workers_wait_they_keep_what_was_not_counted(method):
+    outer = method(inner_steps=H, overlap=False)
+    state, round_, result, mine = filled(method)
+    missed = after(outer, dataclasses.replace(round_, delay=0), None, state, mine)
+    assert missed.follows
+    assert missed.state.private is state.private
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_emit_may_write_over_the_value_but_not_the_state(method):
     outer = method(inner_steps=H)
-    state, round_, _result = filled(method)
+    state, round_, _result, _mine = filled(method)
     before, value = copies(state), torch.linspace(0.0, 1.0, TABLE.numel)
-    expected = outer.start(state) - value + state.private[CARRIED]
+    expected = outer.start(*state) - value + state.private[CARRIED]
     work = Work(inner_steps=H, samples=H)
-    separate = outer.emit(round_, value.clone(), state, work, out=torch.empty(TABLE.numel))
-    over = outer.emit(round_, value, state, work, out=value)
+    separate = outer.emit(round_, value.clone(), *state, work, out=torch.empty(TABLE.numel))
+    over = outer.emit(round_, value, *state, work, out=value)
     assert over.payload is value
     assert torch.equal(over.payload, expected)
     assert torch.equal(separate.payload, expected)
-    assert_equal(tensors(state), before)
+    assert same(state, before)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_buffers_of_another_size_are_refused(method):
     outer = method(inner_steps=H)
-    state, round_, result = filled(method)
+    state, round_, _result, _mine = filled(method)
     right, work = torch.zeros(TABLE.numel), Work(inner_steps=H, samples=H)
     for value, out in ((torch.zeros(3), right), (right, torch.zeros(3)), (right.double(), right)):
         with pytest.raises(ValueError, match="contiguous fp32 CPU tensor"):
-            outer.emit(round_, value, state, work, out=out)
+            outer.emit(round_, value, *state, work, out=out)
     with pytest.raises(ValueError, match="initial value"):
         outer.init(TABLE.whole(), torch.zeros(3))
-    short = Result(value=torch.zeros(3), members=WORKERS, weight_sum=4.0, contribution=result.contribution)
+    short = Result(value=torch.zeros(3), members=WORKERS, weight_sum=4.0)
     with pytest.raises(ValueError, match="contiguous fp32 CPU tensor"):
-        outer.absorb(round_, short, state)
+        outer.step(round_, short, state.shared)
 
 
 # --------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_a_rate_of_its_own_a_round_takes_the_best_one_for_those_who_gave_to_it(method):
+    state, round_, result, _mine = filled(method)
+    for weights in ((1.0, 1.0), (1.0,) * 8):
+        members = tuple(f"w{index}" for index in range(len(weights)))
+        given = dataclasses.replace(result, members=members, weights=weights, weight_sum=sum(weights))
+        moved = method(lr=None, inner_steps=H).step(round_, given, state.shared)
+        best = method(lr=default_outer_lr(len(weights)), inner_steps=H).step(round_, given, state.shared)
+        assert digest_of(moved) == digest_of(best)
+
+
+@pytest.mark.parametrize("name", ["delayed", "eager", "co2"])
+def test_the_rate_that_goes_by_the_members_can_be_asked_for(name):
+    assert build_outer(name, lr=None).lr is None
 
 
 @pytest.mark.parametrize(
@@ -351,7 +381,7 @@ def test_it_is_built_by_its_name():
 
 def test_init_owns_its_memory():
     value = torch.ones(TABLE.numel)
-    state = Delayed().init(TABLE.whole(), value)
+    state = begin(Delayed(), TABLE.whole(), value)
     value.zero_()
     assert state.shared[ANCHOR].sum() == TABLE.numel
     assert state.shared[MOMENTUM].count_nonzero() == state.private[CARRIED].count_nonzero() == 0

@@ -9,8 +9,9 @@ import itertools
 import pytest
 import torch
 
-from isthmus.optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, Round, State, Work, default_outer_lr
+from isthmus.optim import ANCHOR, DiLoCo, FragmentTable, Op, Outcome, Result, Round, Work, default_outer_lr
 from isthmus.optim.diloco import MOMENTUM, effective_number
+from isthmus.optim.outer import digest_of, empty_like
 from isthmus.optim.simulate import simulate
 from isthmus.optim.workload import OneByOne
 
@@ -96,20 +97,20 @@ def test_it_follows_a_direct_implementation():
 
 
 def test_weights_weigh_the_mean():
-    trajectory = run(DiLoCo(inner_steps=4), 12, weigh=lambda worker, _work: {"ash": 3.0, "cedar": 0.5}.get(worker, 1.0))
+    trajectory = run(DiLoCo(lr=0.7, inner_steps=4), 12, weigh=lambda worker, _work: {"ash": 3.0, "cedar": 0.5}.get(worker, 1.0))
     expected = direct_diloco(0.7, 0.9, [4, 8, 12], weights=(3.0, 1.0, 0.5))
     torch.testing.assert_close(trajectory.committed[-1].shared[ANCHOR].double(), expected[-1], rtol=1e-4, atol=1e-5)
 
 
 def test_a_worker_of_weight_nought_changes_nothing():
-    trajectory = run(DiLoCo(inner_steps=4), 12, weigh=lambda worker, _work: float(worker != "cedar"))
+    trajectory = run(DiLoCo(lr=0.7, inner_steps=4), 12, weigh=lambda worker, _work: float(worker != "cedar"))
     expected = direct_diloco(0.7, 0.9, [4, 8, 12], weights=(1.0, 1.0, 0.0))
     assert trajectory.committed[0].members == ("ash", "birch")
     torch.testing.assert_close(trajectory.committed[-1].shared[ANCHOR].double(), expected[-1], rtol=1e-4, atol=1e-5)
 
 
 def test_two_aborted_rounds_are_one_round_of_three_times_the_steps():
-    aborted = run(DiLoCo(inner_steps=4), 24, aborted=lambda round_: round_.inner_step in (12, 16))
+    aborted = run(DiLoCo(lr=0.7, inner_steps=4), 24, aborted=lambda round_: round_.inner_step in (12, 16))
     assert [round_.inner_step for round_ in aborted.dropped] == [12, 16]
     expected = direct_diloco(0.7, 0.9, [4, 8, 20, 24])
     for committed, anchor in zip(aborted.committed, expected, strict=True):
@@ -124,92 +125,91 @@ def test_an_aborted_round_leaves_state_and_workers_as_they_were():
         sgd_step(worker, 8, value)
         assert torch.equal(aborted.values[worker], value)
         states = [next(iter(t.states[worker].values())) for t in (without, aborted)]
-        assert states[0].shared_digest() == states[1].shared_digest()
+        assert digest_of(states[0].shared) == digest_of(states[1].shared)
 
 
-def _state_and_result(numel: int = NUMEL):
+def _shared_and_result(numel: int = NUMEL):
     generator = torch.Generator().manual_seed(3)
     anchor, momentum, value = (torch.randn(numel, generator=generator) for _ in range(3))
-    state = State(shared={ANCHOR: anchor, MOMENTUM: momentum})
-    return state, Result(value=value, members=WORKERS, weight_sum=3.0)
+    return {ANCHOR: anchor, MOMENTUM: momentum}, Result(value=value, members=WORKERS, weight_sum=3.0)
 
 
 ROUND = Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=500)
 WORK = Work(inner_steps=1, samples=1.0)
 
 
-def test_absorb_is_pure_and_can_be_thrown_away():
+def test_step_is_pure_and_can_be_thrown_away():
     outer = DiLoCo()
-    state, result = _state_and_result()
-    digest, value = state.shared_digest(), result.value.clone()
-    thrown_away = outer.absorb(ROUND, result, state)
-    assert thrown_away.state.shared_digest() != digest
-    assert state.shared_digest() == digest
+    shared, result = _shared_and_result()
+    digest, value = digest_of(shared), result.value.clone()
+    thrown_away = outer.step(ROUND, result, shared)
+    assert digest_of(thrown_away) != digest
+    assert digest_of(shared) == digest
     assert torch.equal(result.value, value)
-    again = outer.absorb(ROUND, result, state)
-    assert again.state.shared_digest() == thrown_away.state.shared_digest()
+    assert digest_of(outer.step(ROUND, result, shared)) == digest_of(thrown_away)
 
 
-def test_absorb_writes_into_the_recycled_state():
+def test_step_writes_into_the_recycled_state_and_the_workers_go_to_its_anchor():
     outer = DiLoCo()
-    state, result = _state_and_result()
-    fresh = outer.absorb(ROUND, result, state)
-    out = state.empty_like()
-    absorbed = outer.absorb(ROUND, result, state, out=out)
-    assert absorbed.state is out
-    assert absorbed.target is out.shared[ANCHOR]
-    assert absorbed.keep == 0.0
-    assert out.shared_digest() == fresh.state.shared_digest()
+    shared, result = _shared_and_result()
+    fresh = outer.step(ROUND, result, shared)
+    out = empty_like(shared)
+    assert outer.step(ROUND, result, shared, out=out) is out
+    assert digest_of(out) == digest_of(fresh)
+    settled = outer.settle(
+        Outcome(round_=ROUND, result=result, contribution=None, before=shared, after=out, private={}), out={}
+    )
+    assert settled.target is out[ANCHOR]
+    assert settled.keep == 0.0
 
 
 def test_the_averaged_gradients_memory_can_become_the_momentum():
     outer = DiLoCo()
-    state, result = _state_and_result()
-    expected, digest = outer.absorb(ROUND, result, state).state.shared_digest(), state.shared_digest()
-    out = State(shared={ANCHOR: torch.empty(NUMEL), MOMENTUM: result.value})
-    assert outer.absorb(ROUND, result, state, out=out).state.shared_digest() == expected
-    assert state.shared_digest() == digest
+    shared, result = _shared_and_result()
+    expected, digest = digest_of(outer.step(ROUND, result, shared)), digest_of(shared)
+    out = {ANCHOR: torch.empty(NUMEL), MOMENTUM: result.value}
+    assert digest_of(outer.step(ROUND, result, shared, out=out)) == expected
+    assert digest_of(shared) == digest
 
 
 @pytest.mark.parametrize("name", [ANCHOR, MOMENTUM])
-def test_absorb_refuses_to_write_over_the_state_it_is_given(name):
-    state, result = _state_and_result()
-    out = State(shared={**state.empty_like().shared, name: state.shared[name]})
+def test_step_refuses_to_write_over_the_state_it_is_given(name):
+    shared, result = _shared_and_result()
     with pytest.raises(ValueError, match="never writes"):
-        DiLoCo().absorb(ROUND, result, state, out=out)
+        DiLoCo().step(ROUND, result, shared, out={**empty_like(shared), name: shared[name]})
 
 
 def test_emit_may_write_over_the_value():
     outer = DiLoCo()
-    state, _ = _state_and_result()
+    shared, _ = _shared_and_result()
     value = torch.linspace(0.0, 1.0, NUMEL)
-    expected = state.shared[ANCHOR] - value
-    digest = state.shared_digest()
-    separate = outer.emit(ROUND, value.clone(), state, WORK, out=torch.empty(NUMEL))
-    over = outer.emit(ROUND, value, state, WORK, out=value)
+    expected = shared[ANCHOR] - value
+    digest = digest_of(shared)
+    separate = outer.emit(ROUND, value.clone(), shared, {}, WORK, out=torch.empty(NUMEL))
+    over = outer.emit(ROUND, value, shared, {}, WORK, out=value)
     assert over.payload is value
     assert torch.equal(over.payload, expected)
     assert torch.equal(separate.payload, expected)
     assert over.weight == 1.0
-    assert state.shared_digest() == digest
+    assert digest_of(shared) == digest
 
 
 def test_init_owns_its_memory():
     value = torch.ones(NUMEL)
-    state = DiLoCo().init(TABLE.whole(), value)
+    shared = DiLoCo().init(TABLE.whole(), value)
     value.zero_()
-    assert state.shared[ANCHOR].sum() == NUMEL
-    assert state.shared[MOMENTUM].count_nonzero() == 0
-    assert not state.private
+    assert shared[ANCHOR].sum() == NUMEL
+    assert shared[MOMENTUM].count_nonzero() == 0
+    assert not DiLoCo().init_private(TABLE.whole(), shared, value)
 
 
 def test_buffers_of_another_size_or_type_are_refused():
     outer = DiLoCo()
-    state, _ = _state_and_result()
+    shared, _ = _shared_and_result()
     right = torch.zeros(NUMEL)
     for value, out in ((torch.zeros(3), right), (right, torch.zeros(3)), (right.double(), right)):
         with pytest.raises(ValueError, match="contiguous fp32 CPU tensor"):
-            outer.emit(ROUND, value, state, WORK, out=out)
+            outer.emit(ROUND, value, shared, {}, WORK, out=out)
     with pytest.raises(ValueError, match="initial value"):
         outer.init(TABLE.whole(), torch.zeros(3))
 
@@ -245,9 +245,9 @@ def result_of(*weights):
 
 @pytest.mark.parametrize("weights", [(8.0,), (8.0, 8.0), (8.0, 8.0, 8.0)])
 def test_without_a_rate_of_its_own_a_round_takes_the_best_one_for_those_who_gave_to_it(weights):
-    state = DiLoCo().init(TABLE.whole(), INITIAL)
-    stepped = DiLoCo(lr=None).absorb(ROUND, result_of(*weights), state).state.shared
-    best = DiLoCo(lr=default_outer_lr(len(weights))).absorb(ROUND, result_of(*weights), state).state.shared
+    shared = DiLoCo().init(TABLE.whole(), INITIAL)
+    stepped = DiLoCo().step(ROUND, result_of(*weights), shared)
+    best = DiLoCo(lr=default_outer_lr(len(weights))).step(ROUND, result_of(*weights), shared)
     assert torch.equal(stepped[ANCHOR], best[ANCHOR])
     assert DiLoCo(lr=0.3).lr_of(result_of(*weights)) == 0.3, "whoever says a rate means it"
 

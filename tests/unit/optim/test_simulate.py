@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulated engine: who is there when."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from isthmus.optim import ANCHOR, DiLoCo, FragmentKey, FragmentTable
-from isthmus.optim.simulate import simulate
+from isthmus.optim.outer import Weigh
+from isthmus.optim.simulate import by_samples, simulate
 from isthmus.optim.workload import OneByOne
 
 TABLE = FragmentTable.from_named_shapes([("w", (4,))])
@@ -79,14 +82,77 @@ def test_the_initial_value_is_not_written():
     assert initial.count_nonzero() == 0
 
 
-def test_a_method_that_lets_its_own_payload_into_shared_state_is_caught():
+def test_a_method_that_lets_its_own_value_into_shared_state_is_caught():
     class Diverging(DiLoCo):
-        def absorb(self, round_, result, state, /, *, out=None):
-            result.value.add_(result.contribution.payload * 1e-6)
-            return super().absorb(round_, result, state, out=out)
+        def emit(self, round_, value, shared, private, work, /, *, out):
+            shared["momentum"].add_(value[0] * 1e-6)  # no method may write to the state that it is given
+            return super().emit(round_, value, shared, private, work, out=out)
 
     trajectory = run(4, outer=Diverging(inner_steps=2))
     assert all(len(set(committed.digests.values())) == 2 for committed in trajectory.committed)
+
+
+@pytest.mark.parametrize("keeps_value", [False, True])
+def test_settle_sees_the_value_of_a_result_only_if_its_round_keeps_it(keeps_value):
+    seen = []
+
+    class Looking(DiLoCo):
+        def plan(self, inner_step, /):
+            return tuple(dataclasses.replace(r, keeps_value=keeps_value) for r in super().plan(inner_step))
+
+        def settle(self, outcome, /, *, out=None):
+            seen.append(outcome.result.value.tolist())
+            return super().settle(outcome, out=out)
+
+    run(2, outer=Looking(lr=1.0, momentum=0.0, inner_steps=2))
+    assert seen == [[-3.0] * 4 if keeps_value else []] * 2
+
+
+def test_a_worker_settles_between_the_state_a_round_began_from_and_the_one_it_led_to():
+    seen = []
+
+    class Looking(DiLoCo):
+        def settle(self, outcome, /, *, out=None):
+            seen.append([state[ANCHOR][0].item() for state in (outcome.before, outcome.after)])
+            assert (outcome.result is None) == (outcome.after is outcome.before)
+            assert outcome.contribution.weight == 1.0
+            return super().settle(outcome, out=out)
+
+    looking = Looking(lr=1.0, momentum=0.0, inner_steps=2)
+    run(4, workers=("ash",), outer=looking, aborted=lambda round_: round_.inner_step == 4)
+    assert seen == [[0.0, 2.0], [2.0, 2.0]]
+
+
+class Halved(DiLoCo):
+    """Its payloads weigh half as much as the run says."""
+
+    def emit(self, round_, value, shared, private, work, /, *, out):
+        emitted = super().emit(round_, value, shared, private, work, out=out)
+        return dataclasses.replace(emitted, weight=0.5, notes=(0.0,) * round_.num_notes)
+
+
+def test_a_payload_has_a_weight_of_its_own_only_where_members_are_told():
+    with pytest.raises(ValueError, match="not told"):
+        run(2, outer=Halved(inner_steps=2))
+
+    class Told(Halved):
+        def plan(self, inner_step, /):
+            return tuple(dataclasses.replace(r, num_notes=1) for r in super().plan(inner_step))
+
+    assert run(2, outer=Told(inner_steps=2)).committed[0].members == ("ash", "birch")
+
+
+def test_a_round_says_whether_its_members_are_weighed_by_samples_or_alike():
+    class Alike(DiLoCo):
+        def plan(self, inner_step, /):
+            return tuple(dataclasses.replace(r, weigh=Weigh.ALIKE) for r in super().plan(inner_step))
+
+    settings = {"lr": 1.0, "momentum": 0.0, "inner_steps": 2}
+    sizes = {"ash": 3.0, "birch": 1.0}
+    heights = [
+        anchor_heights(run(2, outer=method(**settings), weigh=by_samples, batch_size=sizes)) for method in (DiLoCo, Alike)
+    ]
+    assert heights == [[(3 * 2.0 + 4.0) / 4], [3.0]]
 
 
 def test_fragments_of_another_kind_are_refused():

@@ -5,10 +5,13 @@ send at (t - t_p) mod H = 0:          Δ_p = θ_p - θ_m,p
 receive at (t - t_p - τ) mod H = 0:   θ_p ← Nesterov(θ_p, mean Δ_p);   θ_m,p ← α·θ_m,p + (1 - α)·θ_p
 """
 
+import dataclasses
+
 import pytest
 import torch
 
-from isthmus.optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, Round, Work, build_outer
+from isthmus.optim import ANCHOR, DiLoCo, FragmentTable, Op, Outcome, Result, Round, Work, build_outer
+from isthmus.optim.outer import digest_of, empty_like
 from isthmus.optim.streaming import Streaming
 from tests.unit.optim.lab import (
     INITIAL,
@@ -63,7 +66,7 @@ def values(trajectory):
 
 
 def test_one_fragment_without_delay_is_diloco():
-    streamed = run(Streaming(inner_steps=4, num_fragments=1, delay=0, keep=0.0))
+    streamed = run(Streaming(lr=0.4, inner_steps=4, num_fragments=1, delay=0, keep=0.0))
     diloco = run(DiLoCo(lr=0.4, inner_steps=4))
     assert_same(anchors(streamed), anchors(diloco), tolerance=0.0)
     assert_same(values(streamed), values(diloco), tolerance=0.0)
@@ -80,7 +83,7 @@ def test_keeping_everything_isolates_the_workers():
 )
 @pytest.mark.parametrize(("tau", "alpha"), [(0, 0.0), (3, 0.0), (3, 0.5), (7, 0.9)])
 def test_it_follows_a_direct_implementation(pattern, parts, tau, alpha):
-    outer = Streaming(inner_steps=8, num_fragments=3, pattern=pattern, delay=tau, keep=alpha)
+    outer = Streaming(lr=0.4, inner_steps=8, num_fragments=3, pattern=pattern, delay=tau, keep=alpha)
     trajectory = run(outer, 40)
     committed, locals_ = direct_streaming(
         [elements(part) for part in parts], (0, 2, 5), H=8, tau=tau, alpha=alpha, lr=0.4, mu=0.9, num_steps=40
@@ -93,7 +96,7 @@ def test_weights_and_aborted_rounds_are_those_of_the_direct_implementation():
     weights = (3.0, 1.0, 0.5, 1.5)
     aborted = (5, 10, 13, 24)  # each a round of another fragment, two of one in a row
     trajectory = run(
-        Streaming(inner_steps=8, num_fragments=3, delay=2),
+        Streaming(lr=0.4, inner_steps=8, num_fragments=3, delay=2),
         40,
         weigh=lambda worker, _work: weights[WORKERS.index(worker)],
         aborted=lambda round_: round_.inner_step in aborted,
@@ -259,17 +262,22 @@ def test_state_is_never_written():
     outer = Streaming(inner_steps=8, num_fragments=3)
     fragment = outer.fragments(TABLE)[1]
     value = torch.linspace(-1.0, 1.0, fragment.numel)
-    state = outer.init(fragment, value)
-    digest = state.shared_digest()
+    shared = outer.init(fragment, value)
+    digest = digest_of(shared)
     round_ = Round(fragment=fragment.key, op=Op.MEAN, inner_step=2, delay=1)
-    outer.emit(round_, value * 2.0, state, Work(inner_steps=2, samples=2.0), out=torch.empty(fragment.numel))
+    outer.emit(round_, value * 2.0, shared, {}, Work(inner_steps=2, samples=2.0), out=torch.empty(fragment.numel))
     result = Result(value=value.clone(), members=WORKERS, weight_sum=4.0)
-    absorbed = outer.absorb(round_, result, state, out=state.empty_like())
-    assert absorbed.keep == 0.5
-    assert absorbed.target is absorbed.state.shared[ANCHOR]
-    assert absorbed.state.shared_digest() != digest
-    assert outer.dropped(round_, None, state, out=state.empty_like()).state is state
-    assert state.shared_digest() == digest
+    stepped = outer.step(round_, result, shared, out=empty_like(shared))
+    assert digest_of(stepped) != digest
+    assert digest_of(shared) == digest
+    outcome = Outcome(round_=round_, result=result, contribution=None, before=shared, after=stepped, private={})
+    settled = outer.settle(outcome)
+    assert settled.keep == 0.5
+    assert settled.target is stepped[ANCHOR]
+    missed = outer.settle(dataclasses.replace(outcome, result=None))
+    assert missed.follows, "its work is in the value, which the next difference from the anchor holds"
+    alone = dataclasses.replace(outer, keep=1.0).settle(outcome)
+    assert (alone.target, alone.keep, alone.follows) == (None, 1.0, False)
 
 
 def test_the_workers_have_different_gradients():
