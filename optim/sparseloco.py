@@ -13,9 +13,9 @@ Shared state: anchor, shapes. Private state: residual, in the order of the block
 of an aborted one nothing remains, and the next difference from the same anchor holds the missed steps.
 
 Where we leave public code on purpose:
-    * The mean is over all members, as the paper has it: with equal weights 1/R of the sum. The code divides each element
-      by the number of those who sent it, so what one alone sent counts as if all had. Its α of 1 is too short a step
-      here, and ours is 2: see the table.
+    * The mean is over all members, as the paper has it: with equal weights 1/R of the sum. The code divides each
+      element by the number of those who sent it, so what one alone sent counts as if all had. Its α of 1 is too short a
+      step here, and ours is 2: see the table.
     * α enters once; the code multiplies by it twice.
     * Small tensors share runs of 4096 (optim/blocks.py). Runs that end with each tensor, whose last keeps its part of
       the k, make the loss 0.6 % higher; the code's rule, that each run however short keeps k, 0.1 % lower with a fifth
@@ -26,7 +26,7 @@ Held-out loss of the decoder of `scripts/bench convergence`, 4 workers, 40 round
 
     α                      1        2        3        4        5      mean of all parameters
     Python's library     2.107    2.000    2.146    2.278    2.347    1.995
-    tiny Shakespeare     2.159    2.120    2.131    2.421    2.466    @@TS@@
+    tiny Shakespeare     2.159    2.120    2.131    2.421    2.466    2.132
 
 Source: SparseLoCo (arXiv:2508.15706); settings and guard from Covenant-72B (arXiv:2603.08163), α apart.
 """
