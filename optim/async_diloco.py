@@ -14,7 +14,7 @@ c = 0 are DiLoCo.
 There is no server here. Every `poll_steps` global inner steps all members meet in a GATHER, to which those contribute
 who have done their steps. Every row is one arrival, in the members' order, and all take them into the shared state
 alike. A worker whose row arrived pulls: it goes to the new anchor and keeps a copy, from which its next difference
-counts. The others train on, untouched. A poll to which nobody came is dropped and costs no bytes.
+counts. The others train on, untouched. A poll to which nobody came has no result and costs no bytes.
 
 Shared state: anchor, momentum, acc, and how many have arrived since the momentum moved. Private state: the anchor that
 was pulled, and when.

@@ -62,8 +62,7 @@ class DataParallel(Outer):
         """A mean of the gradient in every inner step, and one of the parameters when it is time."""
         if inner_step == 0:
             return ()
-        whole = FragmentKey(kind=GRAD, index=0)
-        gradient = Round(fragment=whole, op=Op.MEAN, inner_step=inner_step, keeps_value=True)
+        gradient = Round(fragment=FragmentKey(kind=GRAD, index=0), op=Op.MEAN, inner_step=inner_step, keeps_value=True)
         if not self.resync_steps or inner_step % self.resync_steps:
             return (gradient,)
         whole = FragmentKey(kind=PARAM, index=0)

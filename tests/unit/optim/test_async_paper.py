@@ -179,7 +179,8 @@ def test_who_arrived_pulls_and_the_others_are_left_alone():
     outer = AsyncDiLoCo(buffer=4)
     state = begin(outer, TABLE.whole(), INITIAL)
     came, stayed, learner = (
-        arrive(outer, state, torch.ones(NUMEL), mine=mine) for mine in (contribution_of(1.0), contribution_of(0.0), None)
+        arrive(outer, state, torch.ones(NUMEL), mine=mine)
+        for mine in (contribution_of(1.0), contribution_of(0.0), None)
     )
     assert came.target is came.state.shared[ANCHOR]
     assert came.keep == 0.0

@@ -112,7 +112,7 @@ def assert_follows(trajectory, expected):
 
 
 def test_it_follows_a_direct_implementation():
-    trajectory = run(SparseLoCo(inner_steps=4, norm_guard=False))
+    trajectory = run(SparseLoCo(alpha=1.0, inner_steps=4, norm_guard=False))
     assert_follows(trajectory, direct_sparseloco([1.0] * 6, 0.95, 64, range(4, 25, 4)))
 
 
@@ -124,7 +124,7 @@ def test_it_follows_a_direct_implementation_of_unequal_weights_and_a_late_alpha(
 
 
 def test_two_aborted_rounds_are_one_round_of_three_times_the_steps():
-    outer = SparseLoCo(inner_steps=4, norm_guard=False)
+    outer = SparseLoCo(alpha=1.0, inner_steps=4, norm_guard=False)
     trajectory = run(outer, aborted=lambda round_: round_.inner_step in (12, 16))
     assert [round_.inner_step for round_ in trajectory.dropped] == [12, 16]
     assert_follows(trajectory, direct_sparseloco([1.0] * 4, 0.95, 64, [4, 8, 20, 24]))
@@ -227,7 +227,7 @@ def step_of(outer, rows):
 def test_what_one_member_alone_sent_is_divided_by_all_members():
     rows = torch.zeros(4, NUMEL)
     rows[0, 5], rows[:, 6] = 4.0, 4.0
-    step = step_of(SparseLoCo(norm_guard=False), rows)
+    step = step_of(SparseLoCo(alpha=1.0, norm_guard=False), rows)
     assert step[5:7].tolist() == pytest.approx([1.0, 4.0], rel=1e-5)
 
 
@@ -235,14 +235,16 @@ def test_a_member_that_goes_further_is_scaled_to_the_median_norm():
     rows = mixed(5, NUMEL)
     rows *= (torch.tensor([1.0, 2.0, 3.0, 50.0, 1000.0]) / rows.norm(dim=1))[:, None]
     scaled = rows * torch.tensor([1.0, 1.0, 1.0, 3.0 / 50.0, 3.0 / 1000.0])[:, None]
-    torch.testing.assert_close(step_of(SparseLoCo(), rows), scaled.mean(0), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(step_of(SparseLoCo(norm_guard=False), rows), rows.mean(0), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(step_of(SparseLoCo(alpha=1.0), rows), scaled.mean(0), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        step_of(SparseLoCo(alpha=1.0, norm_guard=False), rows), rows.mean(0), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_the_median_of_two_norms_lies_between_them():
     rows = torch.zeros(2, NUMEL)
     rows[0, 0], rows[1, 1] = 1.0, 3.0
-    assert step_of(SparseLoCo(), rows)[:2].tolist() == pytest.approx([0.5, 1.0], rel=1e-5)
+    assert step_of(SparseLoCo(alpha=1.0), rows)[:2].tolist() == pytest.approx([0.5, 1.0], rel=1e-5)
 
 
 @pytest.mark.parametrize("norm_guard", [True, False])
@@ -338,9 +340,9 @@ def test_everybody_sends_to_everybody_after_every_h_steps():
     assert outer.fragments(TABLE) == (TABLE.whole(),)
 
 
-def test_defaults_are_those_of_covenant_72b():
+def test_defaults_are_those_of_covenant_72b_with_twice_the_step():
     assert build_outer("sparseloco") == SparseLoCo(
-        inner_steps=30, topk=64, beta=0.95, alpha=1.0, late_alpha=0.65, late_step=None, norm_guard=True
+        inner_steps=30, topk=64, beta=0.95, alpha=2.0 * 1.0, late_alpha=2.0 * 0.65, late_step=None, norm_guard=True
     )
 
 
