@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from isthmus.optim.fragments import FragmentTable
@@ -30,8 +29,9 @@ from isthmus.trainer.corpus import TokenArray
 from isthmus.trainer.data import SampleSource, validation_batches
 from isthmus.trainer.errors import TrainingFault
 from isthmus.trainer.evaluate import evaluate
-from isthmus.trainer.model import Decoder, named_shapes, token_loss
-from isthmus.trainer.worker_job import Precision, TrainingJob
+from isthmus.trainer.model import named_shapes, token_loss
+from isthmus.trainer.sharded_model import device_of, reshard, sharded_model
+from isthmus.trainer.worker_job import TrainingJob
 from isthmus.trainer.worker_tensors import WorkerTensors
 
 
@@ -81,13 +81,13 @@ class InnerLoop:
 
     def __init__(self, job: TrainingJob, *, mesh: DeviceMesh, train: TokenArray, validation: TokenArray) -> None:
         self._mesh = mesh
-        self._device = _device_of(mesh)
+        self._device = device_of(mesh)
         self._grad_clip = job.grad_clip
         self._micro_batch = job.micro_batch
         self._seq_len = job.seq_len
         self._samples = SampleSource(train, job.seq_len, job.data_seed)
         self._validation = validation_batches(validation, job.seq_len, job.eval_batch, job.num_eval_batches)
-        self._model = _sharded_model(job, mesh, self._device)
+        self._model = sharded_model(job.model, mesh=mesh, precision=job.precision)
         self._params = list(self._model.parameters())
         self._job = optimizer = job.optimizer
         self._optimizer = build_inner_optimizer(
@@ -261,7 +261,7 @@ class InnerLoop:
         if len(own) < -(-len(self._validation) // size):
             # Another worker has one batch more, and its forward needs our shards.
             evaluate(self._model, self._validation[:1], device=self._device)
-        self._reshard()
+        reshard(self._model)
         dist.all_reduce(totals, group=self._mesh.get_group())
         return float(totals[0] / totals[1])
 
@@ -291,16 +291,6 @@ class InnerLoop:
             torch.nn.utils.clip_grads_with_norm_(self._params, limit, norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def _reshard(self) -> None:
-        """Drop gathered parameters.
-
-        A forward without a backward leaves those of the root gathered, and a later forward would use them whatever
-        has been loaded meanwhile.
-        """
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
     def _require_weights(self) -> None:
         if not self._has_weights:
             raise RuntimeError("parameters have no values before the first load")
@@ -311,25 +301,3 @@ def shares(num_samples: int, num_workers: int) -> list[range]:
     base, extra = divmod(num_samples, num_workers)
     starts = [rank * base + min(rank, extra) for rank in range(num_workers + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(starts)]
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-
-
-def _sharded_model(job: TrainingJob, mesh: DeviceMesh, device: torch.device) -> Decoder:
-    with torch.device("meta"):
-        model = Decoder(job.model)
-    policy = _mixed_precision(job.precision)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    model.to_empty(device=device)
-    model.init_buffers(device)
-    return model
-
-
-def _mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
-    if precision == "fp32":
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 
+from isthmus.optim.fragments import FragmentTable
 from isthmus.optim.inner import InnerType
 from isthmus.trainer.corpus import Corpus
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, TrainingFault
-from isthmus.trainer.model import ModelConfig, initial_parameters, num_parameters
+from isthmus.trainer.model import ModelConfig, initial_parameters, named_shapes, num_parameters
 from isthmus.trainer.shared_buffer import SharedBuffer
 from isthmus.trainer.worker_inquest import frames_of
 from isthmus.trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
@@ -151,6 +152,108 @@ async def test_load_and_store_of_two_workers(mailbox: SharedBuffer, tmp_path: Pa
         expected[:600] = blended[:600]
         expected[10:500] = second[10:500]
         assert torch.equal(mailbox.tensor, expected), "a fragment moves alone"
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+async def test_moments_and_gradients_go_through_the_mailbox_by_span(
+    num_workers: int, mailbox: SharedBuffer, tmp_path: Path
+) -> None:
+    job = msgspec.structs.replace(JOB, optimizer=OptimizerJob(type="muon", lr=1e-2))
+    table = FragmentTable.from_named_shapes(named_shapes(MODEL))
+    is_hidden = torch.zeros(NUMEL, dtype=torch.bool)
+    for spec in table.specs:
+        table.view(is_hidden, spec.name).fill_(spec.name.startswith("blocks") and len(spec.shape) == 2)
+    theirs = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
+    spans = (slice(10, 500), slice(2060, 2150), slice(NUMEL - 3, NUMEL))
+    inside = torch.zeros(NUMEL, dtype=torch.bool)
+    for span in spans:
+        inside[span] = True
+    async with _pool(mailbox, tmp_path, num_workers, job) as pool:
+
+        async def stored(kind: str) -> torch.Tensor:
+            mailbox.tensor.fill_(torch.nan)
+            assert await pool.store(kind=kind) == num_steps
+            return mailbox.tensor.clone()
+
+        await pool.load()
+        num_steps = 0
+        for has_stepped in (False, True):
+            if has_stepped:
+                await pool.step(range(4), inner_step=1)
+                await pool.backward(range(4), inner_step=2)
+                num_steps = 1
+            for kind, is_kept in {"momentum_buffer": is_hidden, "exp_avg": ~is_hidden, "grad": None}.items():
+                before = await stored(kind)
+                assert before.any() == has_stepped, (kind, "zeros where there is nothing yet")
+                wanted = inside if is_kept is None else inside & is_kept
+                assert wanted.any()
+                mailbox.tensor.copy_(theirs)
+                assert await pool.load(spans, kind=kind, keep=0.5) == 0
+                expected = torch.where(wanted, before * 0.5 + theirs * 0.5, before)
+                assert torch.equal(await stored(kind), expected), kind
+                mailbox.tensor.fill_(7.0)
+                await pool.store(spans, kind=kind)
+                assert torch.equal(mailbox.tensor, torch.where(inside, expected, 7.0)), "a span is written alone"
+        assert (await pool.update(inner_step=2)).inner_step == 2
+        num_steps = 2
+        assert (await stored("exp_avg")).isfinite().all()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("type_", ["adamw", "adopt", "muon", "sgd"])
+async def test_a_step_and_its_two_halves_give_equal_bits(
+    type_: InnerType, num_workers: int, mailbox: SharedBuffer, tmp_path: Path
+) -> None:
+    job = msgspec.structs.replace(JOB, optimizer=OptimizerJob(type=type_, lr=1e-2))
+    ends = []
+    async with _pool(mailbox, tmp_path, num_workers, job) as pool:
+        for is_halved in (False, True):
+            mailbox.tensor.copy_(initial_parameters(MODEL, 0))
+            await pool.load(reset_optimizer=True)
+            told = []
+            for inner_step, batch in enumerate([range(7), [14]], start=1):
+                if is_halved:
+                    await pool.backward(batch, inner_step=inner_step)
+                    await pool.store(kind="grad")
+                    await pool.load(kind="grad")
+                    done = await pool.update(inner_step=inner_step)
+                else:
+                    done = await pool.step(batch, inner_step=inner_step)
+                told.append((done.inner_step, done.loss, done.num_tokens, done.grad_norm, done.lr))
+            assert await pool.store() == 2
+            ends.append((told, mailbox.tensor.clone()))
+    (told, whole), (told_of_halves, halves) = ends
+    assert told_of_halves == told
+    assert torch.equal(halves, whole)
+    assert not torch.equal(whole, initial_parameters(MODEL, 0))
+
+
+async def test_values_that_are_not_finite_are_mended_by_the_mailbox_and_counted_over_all_workers(
+    mailbox: SharedBuffer, tmp_path: Path
+) -> None:
+    good, bad = mailbox.tensor.clone(), mailbox.tensor.clone()
+    bad[[0, 1, 2047, NUMEL - 1]] = torch.nan  # of the first row, the last row of the embedding, and the last parameter
+    async with _pool(mailbox, tmp_path, 2) as pool:
+        mailbox.tensor.copy_(bad)
+        await pool.load()
+        mailbox.tensor.copy_(good)
+        assert await pool.load((slice(1, NUMEL),), keep=0.5) == 3
+        assert await pool.load(keep=0.5) == 1
+        assert await pool.load(keep=0.5) == 0
+        await pool.store()
+        torch.testing.assert_close(mailbox.tensor, good)
+
+
+async def test_what_the_inner_optimizer_does_not_keep_is_the_operators_fault(
+    mailbox: SharedBuffer, tmp_path: Path
+) -> None:
+    async with _pool(mailbox, tmp_path) as pool:
+        await pool.load()
+        with pytest.raises(
+            ConfigError, match=r"outer exchanges 'momentum_buffer', which inner\.type = 'adamw'"
+        ) as caught:
+            await pool.store(kind="momentum_buffer")
+        assert caught.value.exit_code == ExitCode.USAGE
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -294,5 +294,6 @@ def test_states_that_are_begun_beforehand_change_no_step(type_, settings):
     for name, param in model.named_parameters():
         assert torch.equal(param, twin.get_parameter(name)), name
         theirs = begun.state.get(twin.get_parameter(name), {})
+        assert theirs.keys() == optimizer.state.get(param, {}).keys()
         for key, tensor in optimizer.state.get(param, {}).items():
             assert torch.equal(tensor, theirs[key]), (name, key)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from isthmus.optim.fragments import FragmentTable
-from isthmus.optim.inner import InnerType, Moment, build_inner_optimizer
+from isthmus.optim.inner import InnerType, build_inner_optimizer, state_names
 from isthmus.trainer.data import SampleSource, validation_batches
-from isthmus.trainer.errors import TrainingFault
+from isthmus.trainer.errors import ConfigError, TrainingFault
 from isthmus.trainer.evaluate import evaluate
 from isthmus.trainer.inner_loop import InnerLoop, shares
 from isthmus.trainer.model import Decoder, ModelConfig, initial_parameters, named_shapes, token_loss
@@ -50,9 +50,9 @@ def _loop(mesh: DeviceMesh, job: TrainingJob = JOB, weights: Tensor | None = Non
     return loop
 
 
-def _stored(loop: InnerLoop) -> Tensor:
+def _stored(loop: InnerLoop, kind: str = "param") -> Tensor:
     mailbox = torch.full((TABLE.numel,), torch.nan)
-    loop.store(mailbox)
+    loop.store(mailbox, kind=kind)
     return mailbox
 
 
@@ -76,7 +76,7 @@ def test_steps_equal_plain_pytorch(mesh: DeviceMesh, type_: InnerType) -> None:
     optimizer_job = OptimizerJob(type=type_, lr=1e-2)
     loop = _loop(mesh, msgspec.structs.replace(JOB, micro_batch=100, optimizer=optimizer_job))
     decoder = _plain_decoder(initial_parameters(MODEL, 0))
-    optimizer = build_inner_optimizer(decoder.named_parameters(), type=type_, lr=1e-2)
+    optimizer = build_inner_optimizer(decoder, type=type_, lr=1e-2)
     samples = SampleSource(TRAIN, 8, 3)
     for inner_step in range(1, 5):
         indices = range(6 * inner_step, 6 * inner_step + 6)
@@ -128,11 +128,10 @@ def test_who_begins_with_anothers_moments_goes_on_as_the_other_would(mesh: Devic
     for inner_step in range(1, 8):
         donor.step(range(inner_step, inner_step + 3), inner_step)
     newcomer = _loop(mesh, weights=_stored(donor))
-    for name in get_args(Moment):
-        mailbox = torch.full((TABLE.numel,), torch.nan)
-        donor.store_moment(name, mailbox)
+    for name in state_names("adamw"):
+        mailbox = _stored(donor, name)
         assert mailbox.count_nonzero() > 0
-        newcomer.load_moment(name, mailbox, own_steps=donor.own_steps)
+        newcomer.load(mailbox, kind=name, own_steps=donor.own_steps)
     assert newcomer.own_steps == 7
     assert newcomer.step(range(30, 33), 8).lr == donor.step(range(30, 33), 8).lr, "it need not warm up"
     assert torch.equal(_stored(newcomer), _stored(donor))
@@ -142,10 +141,175 @@ def test_who_begins_with_anothers_moments_goes_on_as_the_other_would(mesh: Devic
     assert not torch.equal(_stored(fresh), _stored(donor))
 
 
-def test_moments_before_the_first_step_are_zeros(mesh: DeviceMesh) -> None:
-    mailbox = torch.full((TABLE.numel,), torch.nan)
-    _loop(mesh).store_moment("exp_avg_sq", mailbox)
-    assert torch.equal(mailbox, torch.zeros(TABLE.numel))
+MANY_MOMENTS = OptimizerJob(type="adopt", lr=1e-2, betas=(0.9, 0.99, 0.999), omegas=(0.3, 0.6))
+OPTIMIZERS = [*(OptimizerJob(type=type_, lr=1e-2) for type_ in get_args(InnerType)), MANY_MOMENTS]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda job: f"{job.type} {job.betas}")
+def test_all_that_an_optimizer_keeps_can_be_taken_out_and_put_into_another(
+    mesh: DeviceMesh, optimizer: OptimizerJob
+) -> None:
+    job = msgspec.structs.replace(JOB, optimizer=optimizer)
+    donor = _loop(mesh, job)
+    for inner_step in range(1, 5):
+        donor.step(range(inner_step, inner_step + 3), inner_step)
+    newcomer = _loop(mesh, job, weights=_stored(donor))
+    kinds = state_names(optimizer.type, optimizer.betas)
+    for kind in kinds:
+        state = _stored(donor, kind)
+        assert state.count_nonzero() > 0
+        newcomer.load(state, kind=kind, own_steps=donor.own_steps)
+        assert torch.equal(_stored(newcomer, kind), state), kind
+    for inner_step in range(5, 7):
+        for loop in (donor, newcomer):
+            loop.step(range(30 + inner_step, 33 + inner_step), inner_step)
+        # Without the count of steps, which SGD does not keep, a newcomer warms up, and would not be equal.
+        if kinds:
+            assert all(torch.equal(_stored(newcomer, kind), _stored(donor, kind)) for kind in ("param", *kinds))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda job: f"{job.type} {job.betas}")
+def test_what_there_is_not_yet_is_zero_and_taking_it_out_and_in_changes_no_step(
+    mesh: DeviceMesh, optimizer: OptimizerJob
+) -> None:
+    job = msgspec.structs.replace(JOB, optimizer=optimizer)
+    touched, plain = _loop(mesh, job), _loop(mesh, job)
+    for kind in (*state_names(optimizer.type, optimizer.betas), "grad"):
+        state = _stored(touched, kind)
+        assert torch.equal(state, torch.zeros(TABLE.numel))
+        touched.load(state, kind=kind)
+    for inner_step in range(1, 3):
+        assert touched.step(range(4), inner_step).lr == plain.step(range(4), inner_step).lr
+    assert torch.equal(_stored(touched), _stored(plain))
+
+
+def test_a_part_of_a_state_is_blended_alone_and_the_steps_count_on(mesh: DeviceMesh) -> None:
+    loop = _loop(mesh)
+    loop.step(range(4), 1)
+    before, part = _stored(loop, "exp_avg"), range(100, 300)
+    before[150] = torch.nan
+    loop.load(before, kind="exp_avg")
+    assert loop.load(torch.ones(TABLE.numel), (part,), kind="exp_avg", keep=0.25) == 1
+    after, expected = _stored(loop, "exp_avg"), before.clone()
+    expected[100:300] = before[100:300] * 0.25 + 0.75
+    expected[150] = 1.0
+    assert torch.equal(after, expected)
+    mailbox = torch.full((TABLE.numel,), 7.0)
+    loop.store(mailbox, (part,), kind="exp_avg")
+    assert torch.equal(mailbox[part], after[part])
+    assert (mailbox[:100] == 7.0).all()
+    assert (mailbox[300:] == 7.0).all()
+    assert loop.own_steps == 1
+
+
+def test_muon_keeps_its_own_for_hidden_matrices_and_adamws_for_the_rest(mesh: DeviceMesh) -> None:
+    loop = _loop(mesh, msgspec.structs.replace(JOB, optimizer=OptimizerJob(type="muon", lr=1e-2)))
+    loop.step(range(4), 1)
+    momentum, second = _stored(loop, "momentum_buffer"), _stored(loop, "exp_avg_sq")
+    for spec in TABLE.specs:
+        is_hidden = len(spec.shape) == 2 and spec.name != "embedding.weight"
+        assert TABLE.view(momentum, spec.name).any() == is_hidden, spec.name
+        assert TABLE.view(second, spec.name).any() != is_hidden, spec.name
+    loop.load(torch.ones(TABLE.numel), kind="momentum_buffer")
+    assert torch.equal(_stored(loop, "momentum_buffer"), (momentum != 0.0).float())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kind", "message"),
+    [
+        (
+            "sgd",
+            "exp_avg",
+            "inner.type = 'sgd' does not keep; take another outer, or inner.type adamw or adopt or muon",
+        ),
+        ("adamw", "exp_avg_1", r"'adamw' does not keep \(it keeps exp_avg, exp_avg_sq\); take another outer$"),
+    ],
+)
+def test_what_the_inner_optimizer_does_not_keep_is_the_operators_fault(
+    mesh: DeviceMesh, optimizer: InnerType, kind: str, message: str
+) -> None:
+    loop = _loop(mesh, msgspec.structs.replace(JOB, optimizer=OptimizerJob(type=optimizer, lr=1e-2)))
+    for act in (loop.load, loop.store):
+        with pytest.raises(ConfigError, match=message) as caught:
+            act(torch.zeros(TABLE.numel), kind=kind)
+        assert caught.value.key == "outer"
+    OptimizerJob(type=optimizer, lr=1e-2).require_kinds(("param", "grad", *state_names(optimizer)))
+
+
+# ----------------------------------------------------------------------------------------- rounds of the gradient
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda job: f"{job.type} {job.betas}")
+def test_a_step_is_a_backward_pass_and_an_update_bit_for_bit(mesh: DeviceMesh, optimizer: OptimizerJob) -> None:
+    job = msgspec.structs.replace(JOB, optimizer=optimizer)
+    whole, halves = _loop(mesh, job), _loop(mesh, job)
+    for inner_step in range(1, 4):
+        done = whole.step(range(5), inner_step)
+        halves.backward(range(5), inner_step)
+        gradient = _stored(halves, "grad")
+        assert gradient.count_nonzero() > 0
+        if inner_step > 1:
+            halves.load(gradient, kind="grad")
+        again = halves.update(inner_step)
+        assert (again.loss, again.num_tokens, again.grad_norm, again.lr) == (
+            done.loss,
+            done.num_tokens,
+            done.grad_norm,
+            done.lr,
+        )
+        assert torch.equal(_stored(halves), _stored(whole))
+
+
+def test_a_gradient_is_clipped_before_others_see_it_and_theirs_is_not_clipped_again(mesh: DeviceMesh) -> None:
+    sgd = OptimizerJob(type="sgd", lr=1.0, weight_decay=0.0)
+    schedule = ScheduleJob(total_steps=9)
+    loop = _loop(mesh, msgspec.structs.replace(JOB, optimizer=sgd, schedule=schedule, grad_clip=1e-2))
+    loop.backward(range(4), 1)
+    assert torch.linalg.vector_norm(_stored(loop, "grad")).item() == pytest.approx(1e-2, rel=1e-3)
+    before, theirs = _stored(loop), torch.full((TABLE.numel,), 0.5)
+    loop.load(theirs, kind="grad")
+    assert loop.update(1).grad_norm > 0.1, "that of its own, before it was clipped"
+    assert torch.equal(_stored(loop), before - 0.5), "plain SGD follows it as it is"
+
+
+def test_a_gradient_that_is_not_finite_reaches_no_parameter_whoever_made_it(mesh: DeviceMesh) -> None:
+    loop = _loop(mesh)
+    loop.backward(range(4), 3)
+    before, theirs = _stored(loop), torch.zeros(TABLE.numel)
+    theirs[5] = torch.inf
+    loop.load(theirs, kind="grad")
+    with pytest.raises(TrainingFault, match="inner step 3: norm of the peers' common gradient inf"):
+        loop.update(3)
+    assert torch.equal(_stored(loop), before)
+    assert loop.step(range(4), 4).loss < 6.0
+
+
+def test_a_gradient_is_used_once_and_for_its_own_step(mesh: DeviceMesh) -> None:
+    loop = _loop(mesh)
+    with pytest.raises(RuntimeError, match="no gradient for inner step 1"):
+        loop.update(1)
+    loop.backward(range(4), 1)
+    loop.update(1)
+    with pytest.raises(RuntimeError, match="no gradient for inner step 1"):
+        loop.update(1)
+    loop.backward(range(4), 2)
+    with pytest.raises(RuntimeError, match="no gradient for inner step 3"):
+        loop.update(3)
+
+
+def test_a_gradient_that_was_given_up_leaves_no_trace(mesh: DeviceMesh) -> None:
+    given_up, plain = _loop(mesh), _loop(mesh)
+    given_up.backward(range(8, 12), 1)
+    given_up.load(torch.ones(TABLE.numel), kind="grad")
+    for loop in (given_up, plain):
+        loop.step(range(4), 1)
+    assert torch.equal(_stored(given_up), _stored(plain))
+
+
+def test_the_gradient_can_be_read_where_it_is_computed_in_bf16(mesh: DeviceMesh) -> None:
+    loop = _loop(mesh, msgspec.structs.replace(JOB, precision="bf16"))
+    loop.backward(range(4), 1)
+    assert _stored(loop, "grad").count_nonzero() > 0
 
 
 def test_the_gradient_is_clipped_and_its_norm_told_unclipped(mesh: DeviceMesh) -> None:
@@ -229,7 +393,12 @@ def test_bf16_computes_in_bf16_and_keeps_fp32(mesh: DeviceMesh) -> None:
 def test_nothing_is_trained_before_weights_have_come(mesh: DeviceMesh) -> None:
     loop = InnerLoop(JOB, mesh=mesh, train=TRAIN, validation=VALIDATION)
     mailbox = initial_parameters(MODEL, 0)
-    for act in (loop.evaluate, lambda: loop.step([0], 1), lambda: loop.store(mailbox)):
+    for act in (
+        loop.evaluate,
+        lambda: loop.step([0], 1),
+        lambda: loop.backward([0], 1),
+        lambda: loop.store(mailbox),
+    ):
         with pytest.raises(RuntimeError, match="no values before the first load"):
             act()
     for partial in ({"keep": 0.5}, {"ranges": (range(3),)}):

@@ -27,13 +27,13 @@ class Pool:
         self.moments = {name: torch.rand(NUMEL, generator=torch.Generator().manual_seed(3)) for name in MOMENTS}
         self.asked: list[str] = []
 
-    async def store_moment(self, name: Any) -> int:
-        self.asked.append(name)
-        self.mailbox.copy_(self.moments[name])
+    async def store(self, *, kind: str) -> int:
+        self.asked.append(kind)
+        self.mailbox.copy_(self.moments[kind])
         return self.own_steps
 
-    async def load_moment(self, name: Any, *, own_steps: int) -> None:
-        self.moments[name], self.own_steps = self.mailbox.clone(), own_steps
+    async def load(self, *, kind: str, own_steps: int) -> None:
+        self.moments[kind], self.own_steps = self.mailbox.clone(), own_steps
 
 
 @pytest.fixture

@@ -68,6 +68,40 @@ def test_keep_of_one_changes_nothing() -> None:
     assert torch.equal(_flat(params), torch.full((TABLE.numel,), -1.0))
 
 
+def test_what_is_not_finite_takes_the_mailboxs_value_instead_of_a_blend_and_is_counted() -> None:
+    params = _params()
+    params["gain"].data[:2] = torch.nan
+    params["weight"].data[1, 0] = torch.inf
+    mailbox = torch.arange(TABLE.numel).float()
+    shards = ShardMap.build(params.items(), TABLE)
+    assert shards.read(mailbox, (range(0, 13),), keep=0.5) == 2, "of the range alone"
+    expected = mailbox * 0.5 - 0.5
+    expected[[4, 12]] = mailbox[[4, 12]]
+    assert torch.equal(_flat(params)[:13], expected[:13])
+    assert shards.read(mailbox) == 0
+    assert torch.equal(_flat(params), mailbox)
+
+
+def test_what_is_kept_for_some_parameters_lies_in_their_places_and_is_zero_elsewhere() -> None:
+    params = _params()
+    kept = {"gain": torch.arange(5.0), "bias": torch.tensor([8.0, 9.0])}
+    states = ShardMap.build(params.items(), TABLE).of(kept)
+    mailbox = torch.full((TABLE.numel,), 7.0)
+    states.write(mailbox, (range(3, 18),))
+    assert mailbox.tolist() == [7.0] * 3 + [0.0] * 9 + [0.0, 1.0, 2.0, 3.0, 4.0, 8.0, 7.0]
+    states.read(torch.arange(TABLE.numel).float())
+    assert kept["gain"].tolist() == [12.0, 13.0, 14.0, 15.0, 16.0]
+    assert torch.equal(_flat(params), torch.full((TABLE.numel,), -1.0)), "the parameters themselves are untouched"
+
+
+def test_what_is_kept_in_another_shape_or_type_is_refused_by_name() -> None:
+    shards = ShardMap.build(_params().items(), TABLE)
+    with pytest.raises(ValueError, match="'gain' has 4 elements"):
+        shards.of({"gain": torch.zeros(4)})
+    with pytest.raises(ValueError, match=r"'gain' is kept in torch\.bfloat16"):
+        shards.of({"gain": torch.zeros(5, dtype=torch.bfloat16)})
+
+
 def test_only_the_wanted_ranges_move() -> None:
     params = _params()
     shards = ShardMap.build(params.items(), TABLE)
