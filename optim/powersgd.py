@@ -83,7 +83,7 @@ class PowerSGD(DiLoCo):
     """Rounds at the beginning that send everything as it is, >= 0. The authors' code: 100, of one step each."""
     seed: int = 0
     """Of the first factors, in [0, 65536). The same on all members."""
-    shapes: tuple[tuple[int, ...], ...] | None = None
+    shapes: tuple[tuple[int, ...], ...] | None = dataclasses.field(default=None, metadata={"fitted": True})
     """Those of the model's tensors, in table order; None: not known yet, which `fitted` works out."""
 
     def __post_init__(self) -> None:

@@ -2,17 +2,19 @@
 """Everything a run and a peer can be told: all sections, what follows from several of them, and what must fit.
 
 Rules: a key stands in one section with one meaning; what a key means, its default and its range stand in
-`trainer.config_training` and `trainer.config_peers`. Must not know where values come from (`trainer.config_sources`),
-nor torch: the command line starts quickly.
+`trainer.config_training`, `trainer.config_peers` and, for `[outer]`, in the methods themselves (`trainer.config_outer`).
+Whether the method fits model and run is looked at elsewhere (`trainer.outer_method`). Must not know where values come
+from (`trainer.config_sources`), nor torch until the pace of a run is asked for: the command line starts quickly.
 
 Errors: `ConfigError` (2) for a value that cannot be.
 """
 
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic import Field, model_validator
 
+from isthmus.trainer.config_outer import DEFAULT_METHOD, Outer, outer_section
 from isthmus.trainer.config_peers import (
     CheckpointSection,
     CoordinatorSection,
@@ -22,19 +24,11 @@ from isthmus.trainer.config_peers import (
     NetSection,
     NodeSection,
 )
-from isthmus.trainer.config_training import (
-    AdamW,
-    CosineSchedule,
-    DataSection,
-    Diloco,
-    InnerSection,
-    ModelSection,
-    OuterSection,
-    RunSection,
-    Streaming,
-    WsdSchedule,
-)
+from isthmus.trainer.config_training import AdamW, DataSection, InnerSection, ModelSection, RunSection
 from isthmus.trainer.config_values import Json, Section
+
+if TYPE_CHECKING:
+    from isthmus.trainer.outer_method import Pace
 
 
 class Config(Section):
@@ -44,7 +38,7 @@ class Config(Section):
     model: ModelSection = Field(default_factory=ModelSection)
     data: DataSection = Field(default_factory=DataSection)
     inner: InnerSection = Field(default_factory=AdamW)
-    outer: OuterSection = Field(default_factory=Diloco)
+    outer: Outer = Field(default_factory=lambda: outer_section(DEFAULT_METHOD)(type=DEFAULT_METHOD))
     members: MembersSection = Field(default_factory=MembersSection)
     net: NetSection = Field(default_factory=NetSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
@@ -64,65 +58,34 @@ class Config(Section):
         return self.node.metrics_port if self.node.metrics_port is not None else self.metrics.port
 
     @property
-    def num_fragments(self) -> int:
-        """Parts of the model that are exchanged in turn, with the default worked out.
+    def inner_steps_per_round(self) -> int:
+        """The longest way from one outer step to the next, in inner steps.
 
         Raises:
-            ConfigError: the default is asked for, and the model cannot be built.
+            ConfigError: see `trainer.outer_method`; likewise below.
         """
-        if not isinstance(self.outer, Streaming):
-            return 1
-        if self.outer.num_fragments is not None:
-            return self.outer.num_fragments
-        from isthmus.optim.fragments import FragmentTable
-        from isthmus.optim.streaming import default_num_fragments
-        from isthmus.trainer.model import named_shapes
-
-        return default_num_fragments(FragmentTable.from_named_shapes(named_shapes(self.model.decoder_config())))
-
-    @property
-    def inner_steps_per_round(self) -> int:
-        """Inner steps between two exchanges; one less between some, if fragments do not divide `outer.inner_steps`."""
-        return -(-self.outer.inner_steps // self.num_fragments)
+        return self._pace.longest_stretch
 
     @property
     def total_inner_steps(self) -> int:
         """Inner steps of a peer that takes part from the start to the end; the length of the schedule."""
-        return self.run.outer_steps * self.outer.inner_steps // self.num_fragments
+        return self._pace.total_inner_steps
 
     @property
     def warmup_steps(self) -> int:
         """Inner steps of the warm-up, with the default worked out."""
-        given = self.inner.schedule.warmup_steps
-        return given if given is not None else min(100, self.total_inner_steps // 20)
+        return self._pace.warmup_steps
 
     @property
     def decay_steps(self) -> int:
         """Inner steps of the last decay, with the default worked out; 0 where the schedule has none."""
-        if not isinstance(self.inner.schedule, WsdSchedule):
-            return 0
-        given = self.inner.schedule.decay_steps
-        return given if given is not None else self.total_inner_steps // 5
+        return self._pace.decay_steps
 
-    @model_validator(mode="after")
-    def _fragments_take_turns(self) -> Self:
-        if not isinstance(self.outer, Streaming):
-            return self
-        inner_steps, count = self.outer.inner_steps, self.num_fragments
-        if count > inner_steps:
-            raise ValueError(
-                f"outer.num_fragments is {count}, but only {inner_steps} fragments can have their turn in "
-                f"outer.inner_steps = {inner_steps}; take fewer fragments or more inner steps"
-            )
-        apart = inner_steps // count
-        longest = min(apart, inner_steps - 1)
-        if self.outer.delay > longest:
-            raise ValueError(
-                f"outer.delay is {self.outer.delay}, but rounds come one at a time, and two fragments' turns are as "
-                f"close as {apart} inner steps (outer.inner_steps by outer.num_fragments = {count}); give a delay of "
-                f"at most {longest}"
-            )
-        return self
+    @property
+    def _pace(self) -> "Pace":
+        from isthmus.trainer.outer_method import pace_of
+
+        return pace_of(self)
 
     @model_validator(mode="after")
     def _results_have_a_checkpoint_to_follow(self) -> Self:
@@ -133,22 +96,7 @@ class Config(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _schedule_fits_the_run(self) -> Self:
-        least_rest = 1 if isinstance(self.inner.schedule, CosineSchedule) else 0
-        needed = self.warmup_steps + self.decay_steps + least_rest
-        if self.inner.schedule.type != "constant" and needed > self.total_inner_steps:
-            raise ValueError(
-                f"inner.schedule needs at least {needed} inner steps for its warm-up and decay, but the run has "
-                f"{self.total_inner_steps} (run.outer_steps times outer.inner_steps{_by_fragments(self.num_fragments)})"
-            )
-        return self
-
     def tree(self) -> dict[str, Json]:
         """All values by TOML key, as JSON knows them."""
         values: dict[str, Json] = self.model_dump(mode="json", by_alias=True)
         return values
-
-
-def _by_fragments(count: int) -> str:
-    return "" if count == 1 else f", by {count} fragments"

@@ -81,12 +81,28 @@ def config_error(fault: ErrorDetails, given: Mapping[str, Given]) -> ConfigError
             else f"expected {expected.format(**context)}"
         )
     entry = given.get(key)
+    if entry is None and fault["type"] == "missing":
+        section = key.rpartition(".")[0]
+        return ConfigError(f"{key} is not given, and this {section}.type has no default for it", key=key)
     if entry is None:
         where = f"[{key}] " if key else ""
         return ConfigError(f"{where}{problem}{_origins_in(problem, key, given)}", key=key or None)
     cure = _closest_choice(entry.value, problem)
     return ConfigError(
         f"{key} from {entry.origin} is {show(entry.value)}, {problem}", cure=cure, key=key, origin=entry.origin
+    )
+
+
+def with_origins(error: ConfigError, given: Mapping[str, Given]) -> ConfigError:
+    """An error of several keys, or of a section, with where the values come from that it names."""
+    key = error.key or ""
+    section = key if key in TABLES else key.rpartition(".")[0]
+    entry = given.get(key)
+    return ConfigError(
+        f"{error.problem}{_origins_in(error.problem, section, given)}",
+        cure=error.cure,
+        key=error.key,
+        origin=None if entry is None else entry.origin,
     )
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which keys a configuration can have, found by looking at its sections.
 
-Rules: nothing is listed twice; a new field of `trainer.config` is known here by itself. Must not know values.
+Rules: nothing is listed twice; a new field of `trainer.config`, or of a method, is known here by itself. Must not know
+values.
 """
 
 import difflib
@@ -10,8 +11,11 @@ import typing
 from collections.abc import Mapping
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from isthmus.trainer.config import Config
+from isthmus.trainer.config_methods import methods
+from isthmus.trainer.config_outer import OuterSection
 from isthmus.trainer.config_values import flatten
 
 _OTHER_WORDS = {
@@ -35,6 +39,9 @@ def _known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, dict[str,
     known: dict[str, dict[str, frozenset[str]]] = {}
     for name, info in model.model_fields.items():
         key = f"{prefix}{info.alias or name}"
+        if info.annotation is OuterSection:
+            known |= _keys_of_methods(key)
+            continue
         parts = typing.get_args(info.annotation) if _is_union(info.annotation) else (info.annotation,)
         variants = [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
         if not variants:
@@ -50,8 +57,26 @@ def _known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, dict[str,
     return known
 
 
+def _keys_of_methods(table: str) -> dict[str, dict[str, frozenset[str]]]:
+    """The same of `[outer]`, without making a section of every method: that takes time."""
+    known = {f"{table}.{name}": {table: frozenset(methods())} for name in OuterSection.model_fields}
+    for method, told in methods().items():
+        for setting in told.settings:
+            seen = known.setdefault(f"{table}.{setting.name}", {table: frozenset()})
+            seen[table] |= {method}
+    return known
+
+
 def _is_union(annotation: object) -> bool:
     return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def types_of(table: FieldInfo) -> list[str]:
+    """What the `type` of a table can be; empty where it has none."""
+    if table.annotation is OuterSection:
+        return list(methods())
+    parts = typing.get_args(table.annotation)
+    return [one.model_fields["type"].default for one in parts if isinstance(one, type) and issubclass(one, BaseModel)]
 
 
 KNOWN_KEYS: Mapping[str, Mapping[str, frozenset[str]]] = _known_keys(Config)

@@ -10,10 +10,12 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from isthmus.trainer.config import Config
+from isthmus.trainer.config_keys import types_of
+from isthmus.trainer.config_methods import methods
+from isthmus.trainer.config_outer import OuterSection, outer_section
 from isthmus.trainer.config_sources import ResolvedConfig
 from isthmus.trainer.config_values import Json, Section
 from isthmus.trainer.quantities import format_nbytes, format_rate, format_seconds
@@ -46,15 +48,19 @@ def entries(config: Config) -> Iterator[Entry]:
 
 
 def every_entry() -> Iterator[tuple[str, Entry]]:
-    """Every key with its default, again for every type that has it: (type, or empty, entry)."""
+    """Every key with its default, again for every type that has it: (type, or empty, entry).
+
+    The value is empty where there is no default.
+    """
     for name, info in Config.model_fields.items():
         for section in _sections_in(info):
             yield from _of_every_type(section, info.alias or name, info)
 
 
 def _of_every_type(section: type[Section], table: str, info: FieldInfo) -> Iterator[tuple[str, Entry]]:
-    kind = str(section.model_fields["type"].default) if len(_variants(info)) > 1 else ""
-    yield from ((kind, entry) for entry in _entries(section(), table, info) if entry.table == table)
+    kind = str(section.model_fields["type"].default) if len(types_of(info)) > 1 else ""
+    defaults = section.model_construct()  # also where something must be given
+    yield from ((kind, entry) for entry in _entries(defaults, table, info) if entry.table == table)
     for name, inner in section.model_fields.items():
         for one in _sections_in(inner):
             yield from _of_every_type(one, f"{table}.{inner.alias or name}", inner)
@@ -100,30 +106,27 @@ def as_json_text(resolved: ResolvedConfig) -> str:
 def _entries(section: Section, table: str, field: FieldInfo) -> Iterator[Entry]:
     tables: list[tuple[str, Section, FieldInfo]] = []
     values = section.model_dump(mode="json", by_alias=True)
-    choices = [one.model_fields["type"].default for one in _variants(field)]
+    choices = types_of(field)
     fields = type(section).model_fields
     for name in sorted(fields, key=lambda name: name != "type"):
         info = fields[name]
         key = info.alias or name
-        value = getattr(section, name)
+        value = getattr(section, name, None)
         if isinstance(value, Section):
             tables.append((f"{table}.{key}", value, info))
             continue
         is_choice = name == "type" and len(choices) > 1
         meaning = f"One of {', '.join(choices)}." if is_choice else " ".join((info.description or "").split())
-        yield Entry(table, key, _toml_value(name, values[key]), meaning)
+        yield Entry(table, key, _toml_value(name, values[key]) if key in values else "", meaning)
     for inner_table, value, info in tables:
         yield from _entries(value, inner_table, info)
 
 
 def _sections_in(field: FieldInfo) -> list[type[Section]]:
+    if field.annotation is OuterSection:
+        return [outer_section(method) for method in methods()]
     parts = [field.annotation, *typing.get_args(field.annotation)]
     return [part for part in parts if isinstance(part, type) and issubclass(part, Section)]
-
-
-def _variants(field: FieldInfo) -> list[type[BaseModel]]:
-    parts = typing.get_args(field.annotation)
-    return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
 
 
 def _toml_value(name: str, value: Json) -> str:

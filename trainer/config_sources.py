@@ -21,8 +21,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from isthmus.trainer.config import Config
-from isthmus.trainer.config_faults import config_error, key_at, show
+from isthmus.trainer.config_faults import config_error, key_at, show, with_origins
 from isthmus.trainer.config_keys import DEFAULTS, KNOWN_KEYS, TABLES, closest_key
+from isthmus.trainer.config_training import WsdSchedule
 from isthmus.trainer.config_values import Json, flatten
 from isthmus.trainer.errors import ConfigError, ConfigErrors, Refused
 from isthmus.trainer.run_manifest import LOCAL_SECTIONS, manifest_sections
@@ -224,11 +225,16 @@ def _settle_variants(merged: dict[str, _Value]) -> Iterator[ConfigError]:
             if choice.layer <= entry.layer:
                 yield ConfigError(
                     f"{key} from {entry.origin} does not belong to {table}.type = {show(choice.value)}",
-                    cure=f"remove it or set {table}.type to {' or '.join(map(show, sorted(tags)))}",
+                    cure=f"remove it or set {table}.type to {_any_of(tags)}",
                     key=key,
                     origin=entry.origin,
                 )
             break
+
+
+def _any_of(tags: Iterable[str]) -> str:
+    first, *others = map(show, sorted(tags))
+    return f"{first} or another type that has it" if len(others) > 2 else " or ".join([first, *others])
 
 
 # -------------------------------------------------------------------------------------------------------- validation
@@ -251,6 +257,7 @@ def _validate(merged: dict[str, _Value], faults: list[ConfigError]) -> Config | 
                 place_of["type"] = default
         try:
             config = Config.model_validate_json(json.dumps(tree, default=str))
+            faults += () if faults else _misfits(config, merged)
             return None if faults else config
         except ValidationError as error:
             details = error.errors(include_url=False)
@@ -262,6 +269,23 @@ def _validate(merged: dict[str, _Value], faults: list[ConfigError]) -> Config | 
             for key in literal:
                 entry = merged[key]
                 merged[key] = _Value(entry.raw, entry.origin, entry.layer)
+
+
+def _misfits(config: Config, merged: Mapping[str, _Value]) -> Iterator[ConfigError]:
+    """What the method says of its settings, the model and the run.
+
+    To ask it takes torch, and so a second: not where nothing is said but the defaults.
+    """
+    default, schedule = Config().outer, config.inner.schedule
+    steps = (schedule.warmup_steps, schedule.decay_steps if isinstance(schedule, WsdSchedule) else None)
+    if config.outer.model_copy(update={"codec": default.codec}) == default and steps == (None, None):
+        return
+    from isthmus.trainer.outer_method import pace_of
+
+    try:
+        pace_of(config)
+    except ConfigError as error:
+        yield with_origins(error, merged)
 
 
 def _table(tree: dict[str, Json], dotted: str) -> dict[str, Json] | None:

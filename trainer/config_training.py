@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained, on which text and by which steps: `[run]`, `[model]`, `[data]`, `[inner]` and `[outer]`.
+"""What is trained, on which text and by which steps: `[run]`, `[model]`, `[data]` and `[inner]`.
 
 Rules: all of it is part of the run manifest. Must not know torch, nor what else a run is told (`trainer.config`).
 
@@ -25,7 +25,7 @@ class RunSection(Section):
     name: RunName = "run"
     """What the run and its folders are called."""
     outer_steps: Annotated[Count, Field(ge=1, le=2**40)] = 100
-    """Exchanges after which the run is done; with fragments each is of one of them."""
+    """Outer steps after which the run is done: as often is something exchanged, all of the model or what has its turn."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Of the first weights and of the order of the data."""
 
@@ -178,37 +178,3 @@ class Muon(_Inner):
 
 
 InnerSection = Annotated[AdamW | Sgd | Adopt | Muon, Field(discriminator="type")]
-
-
-class _Outer(Section):
-    lr: Maybe[Positive] = None
-    """Outer learning rate, constant; none: by the number of peers that give to a round, see `default_outer_lr`."""
-    momentum: Portion = 0.9
-    """Nesterov's, of the outer step."""
-    inner_steps: Annotated[Count, Field(ge=1, le=10**6)] = 100
-    """Inner steps between two exchanges of the same parameters."""
-    codec: Literal["raw", "bf16", "int8", "e3m0"] = "int8"
-    """What crosses the network: fp32, or 16, 8 or 4 bits a value."""
-
-
-class Diloco(_Outer):
-    """`[outer]` with `type = "diloco"`: how the peers' work becomes one model. All of it at once; the workers wait."""
-
-    type: Literal["diloco"] = "diloco"
-
-
-class Streaming(_Outer):
-    """`[outer]` with `type = "streaming"`: layers take turns, and the workers go on meanwhile (arXiv:2501.18512)."""
-
-    type: Literal["streaming"] = "streaming"
-    num_fragments: Maybe[Annotated[int, Field(ge=1, le=4096)]] = None
-    """Parts of the model that take turns; none: one for every three layers."""
-    pattern: Literal["strided", "sequential"] = "strided"
-    """Every P-th layer makes a fragment, or neighbours do."""
-    delay: Annotated[int, Field(ge=0, le=10**6)] = 1
-    """Inner steps that the workers go on while a fragment is under way; 0: they wait."""
-    keep: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """How much of a local value survives the outcome; 0: it is replaced."""
-
-
-OuterSection = Annotated[Diloco | Streaming, Field(discriminator="type")]

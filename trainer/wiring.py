@@ -12,13 +12,11 @@ from isthmus.collective import BulkOptions
 from isthmus.elastic.core.config import CoordinatorConfig, MemberConfig
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.elastic.core.notary import Sealer
-from isthmus.optim.fragments import Fragment, FragmentTable
+from isthmus.optim.fragments import Fragment
 from isthmus.optim.outer import Outer
-from isthmus.optim.registry import outer_from_config
 from isthmus.trainer.config import Config
 from isthmus.trainer.config_training import AdamW, Adopt, ConstantSchedule, Muon, Sgd, WsdSchedule
-from isthmus.trainer.errors import ConfigError
-from isthmus.trainer.model import ModelConfig, named_shapes
+from isthmus.trainer.outer_method import fragment_table, method_of, pace_of
 from isthmus.trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
 
 __all__ = [
@@ -39,29 +37,17 @@ attempt by both sides takes six seconds."""
 
 
 def outer_of(config: Config) -> Outer:
-    """`[outer]`: the method, with all settings known."""
-    section = config.outer.model_dump(exclude={"codec"})
-    return outer_from_config(section).fitted(fragment_table(config.model.decoder_config()))
+    """`[outer]`: the method, with all settings known.
+
+    Raises:
+        ConfigError: see `trainer.outer_method`; likewise below.
+    """
+    return method_of(config).outer
 
 
 def fragments_of(config: Config) -> tuple[Fragment, ...]:
-    """What is exchanged in turn, by index: each parameter is in exactly one.
-
-    Raises:
-        ConfigError: the model cannot be split so.
-    """
-    table = fragment_table(config.model.decoder_config())
-    try:
-        fragments = outer_of(config).fragments(table)
-    except ValueError as error:
-        raise ConfigError(f"[outer] does not fit the model: {error}", key="outer.num_fragments") from error
-    table.check_partition(fragments)
-    return fragments
-
-
-def fragment_table(model: ModelConfig) -> FragmentTable:
-    """Where each parameter lies in the flat vector."""
-    return FragmentTable.from_named_shapes(named_shapes(model))
+    """What is exchanged: each parameter is in exactly one fragment of each kind."""
+    return method_of(config).fragments
 
 
 def training_job(config: Config) -> TrainingJob:
@@ -158,5 +144,9 @@ def bulk_options(config: Config) -> BulkOptions:
 
 
 def samples_in_stock(config: Config) -> int:
-    """How many samples a peer keeps leased: two turns of every fragment, to go on while the coordinator is away."""
-    return 2 * config.outer.inner_steps * config.inner.batch_size
+    """How many samples a peer keeps leased, to go on while the coordinator is away.
+
+    Twice what it trains on, at most, until it must wait for a commit: to the next outer step, and on until that is due.
+    """
+    pace = pace_of(config)
+    return 2 * (pace.longest_stretch + pace.longest_delay) * config.inner.batch_size
