@@ -20,7 +20,6 @@ import functools
 import importlib.util
 import re
 import types
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

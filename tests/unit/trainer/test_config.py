@@ -9,9 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from isthmus.trainer.round_schedule import RoundSchedule
 
 from isthmus.optim.schedule import Schedule, build_schedule
+from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.config import Config
 from isthmus.trainer.config_keys import DEFAULTS, KNOWN_KEYS
 from isthmus.trainer.config_peers import NodeSection
@@ -362,8 +362,8 @@ def test_the_number_of_fragments_goes_by_the_model_unless_it_is_given() -> None:
 def test_rounds_and_inner_steps_are_those_of_the_methods_plan() -> None:
     for count in (1, 3, 4, 7):
         config = load(*streaming(inner_steps=10, num_fragments=count), ("model.num_layers", "7")).config
-        schedule = RoundSchedule(outer_of(config))
-        steps = [schedule.inner_step_at(step) for step in range(101)]
+        plan = OuterPlan(outer_of(config))
+        steps = [plan.inner_step(step) for step in range(101)]
         assert steps[100] == config.total_inner_steps
         distances = {after - before for before, after in pairwise(steps)}
         assert max(distances) == config.inner_steps_per_round
