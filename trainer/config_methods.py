@@ -187,14 +187,18 @@ class _Package:
         try:
             return ast.literal_eval(node)
         except ValueError as error:
-            raise source.fault(node, f"{ast.unparse(node)} is not a literal, which a setting's default must be") from error
+            raise source.fault(
+                node, f"{ast.unparse(node)} is not a literal, which a setting's default must be"
+            ) from error
 
     def _type(self, source: _Source, node: ast.expr) -> object:
         """What pydantic makes of a value that is annotated so."""
         match node:
             case ast.Name(id=name) if name in _TYPES:
                 return _TYPES[name]
-            case ast.Name(id=name) if (found := self._find(source, name)) is not None and isinstance(found[1], ast.expr):
+            case ast.Name(id=name) if (found := self._find(source, name)) is not None and isinstance(
+                found[1], ast.expr
+            ):
                 return self._type(found[0], found[1])
             case ast.BinOp(left=left, op=ast.BitOr(), right=ast.Constant(value=None)):
                 return Maybe[self._type(source, left)]  # type: ignore[misc]

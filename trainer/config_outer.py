@@ -47,7 +47,9 @@ def outer_section(method: str) -> type[OuterSection]:
         for setting in methods()[method].settings
     }
     tag = (Literal[method], Field(method))
-    return create_model(f"Outer_{method}", __base__=_MethodSection, __doc__=methods()[method].meaning, type=tag, **fields)
+    return create_model(
+        f"Outer_{method}", __base__=_MethodSection, __doc__=methods()[method].meaning, type=tag, **fields
+    )
 
 
 def _of_its_method(value: object, otherwise: ValidatorFunctionWrapHandler) -> OuterSection:

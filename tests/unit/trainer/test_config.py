@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.optim.schedule import Schedule, build_schedule
 from isthmus.optim.outer_plan import OuterPlan
+from isthmus.optim.schedule import Schedule, build_schedule
 from isthmus.trainer.config import Config
 from isthmus.trainer.config_keys import DEFAULTS, KNOWN_KEYS
 from isthmus.trainer.config_peers import NodeSection
