@@ -13,8 +13,9 @@ The inner optimizer must be plain SGD: parameters <- parameters · (1 - lr · we
 place of Adam's two moments. No anchor calls the workers back: they stay together because D has the same bits for all,
 so all must take every step, and on different hardware the inner optimizer may still round them an ulp apart.
 
-Shared state: shapes. Private state: momentum, in the order of the blocks. After an aborted round nobody moves, but for
-the weight decay, and the momentum keeps the gradient.
+All this is about the gradient; the parameters are averaged now and then, see resync.py. Shared state: the last mean of
+the parameters. Private state: shapes, and momentum in the order of the blocks. After an aborted round nobody moves, but
+for the weight decay, and the momentum keeps the gradient.
 
 Where we leave public code on purpose: the learning rate enters once, in the step; in the code also the gradient is
 multiplied by it before it is added to d, so with sign only its changes count there, and without sign the step is lr².
@@ -37,21 +38,22 @@ from isthmus.optim.dct import dct2, idct2
 from isthmus.optim.diloco import MOMENTUM
 from isthmus.optim.flat import require_flat
 from isthmus.optim.fragments import FragmentKey
-from isthmus.optim.outer import GRAD, Emitted, Op, Outer, Round, Settled, successor
+from isthmus.optim.outer import GRAD, PARAM, Emitted, Op, Round, Settled, successor
 from isthmus.optim.registry import register
+from isthmus.optim.resync import GradientMethod
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from isthmus.optim.fragments import Fragment, FragmentTable
+    from isthmus.optim.fragments import Fragment
     from isthmus.optim.outer import Outcome, Result, Tensors, Work
 
-_WHOLE: Final = FragmentKey(kind=GRAD, index=0)
+_GRADIENT: Final = FragmentKey(kind=GRAD, index=0)
 
 
 @register("demo")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeMo(Outer):
+class DeMo(GradientMethod):
     """DeMo's settings; defaults are those of its public code.
 
     Raises:
@@ -66,46 +68,33 @@ class DeMo(Outer):
     """Whether the step has size lr in every element; else it is lr times the mean of what was sent."""
 
     def __post_init__(self) -> None:
+        GradientMethod.__post_init__(self)
         if not 0.0 <= self.decay <= 1.0:
             raise ValueError(f"decay must be in [0, 1], got {self.decay}")
         topk_codec(self.topk)
 
-    def fragments(self, table: FragmentTable, /) -> tuple[Fragment, ...]:
-        """One fragment: the whole gradient."""
-        return (table.whole(GRAD),)
+    def init_private(self, fragment: Fragment, _shared: Tensors, value: Tensor, /) -> Tensors:
+        """Of the gradient momentum, zeros, and shapes."""
+        return {} if fragment.kind == PARAM else {MOMENTUM: torch.zeros_like(value), SHAPES: shapes_of(fragment)}
 
-    def init(self, fragment: Fragment, value: Tensor, /) -> Tensors:
-        """Shapes."""
-        require_flat(value, fragment.numel, "the initial value")
-        return {SHAPES: shapes_of(fragment)}
-
-    def init_private(self, _fragment: Fragment, _shared: Tensors, value: Tensor, /) -> Tensors:
-        """Momentum: zeros."""
-        return {MOMENTUM: torch.zeros_like(value)}
-
-    def plan(self, inner_step: int, /) -> tuple[Round, ...]:
-        """In every inner step everybody sends to everybody."""
-        if inner_step == 0:
-            return ()
+    def gradient_round(self, inner_step: int) -> Round:
+        """Everybody sends to everybody."""
         codec = topk_codec(self.topk)
-        return (Round(fragment=_WHOLE, op=Op.GATHER, inner_step=inner_step, codec=codec, keeps_value=True),)
+        return Round(fragment=_GRADIENT, op=Op.GATHER, inner_step=inner_step, codec=codec, keeps_value=True)
 
     def emit(
-        self, _round: Round, value: Tensor, shared: Tensors, private: Tensors, _work: Work, /, *, out: Tensor
+        self, round_: Round, value: Tensor, shared: Tensors, private: Tensors, work: Work, /, *, out: Tensor
     ) -> Emitted:
         """decay · d + gradient, as coefficients."""
+        if round_.fragment.kind == PARAM:
+            return GradientMethod.emit(self, round_, value, shared, private, work, out=out)
         momentum = private[MOMENTUM]
         require_flat(out, momentum.numel(), "the payload buffer")
-        order = block_order(shared[SHAPES])
+        order = block_order(private[SHAPES])
         gradient = order.to_blocks(value, out=torch.empty_like(momentum))
         for blocks, place in zip(order.batches(gradient), order.batches(out), strict=True):
             dct2(blocks, out=place)
         return Emitted(payload=out.add_(momentum, alpha=self.decay))
-
-    def step(self, _round: Round, _result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
-        """Nothing shared moves."""
-        del out
-        return shared
 
     def settle(self, outcome: Outcome, /, *, out: Tensors | None = None) -> Settled:
         """Take what arrived out of the momentum; the target is the step's direction, in place of the gradient.
@@ -116,8 +105,11 @@ class DeMo(Outer):
         Raises:
             ValueError: if `out` shares memory with the private state.
         """
+        if outcome.round_.fragment.kind == PARAM:
+            return GradientMethod.settle(self, outcome, out=out)
         mine, result = outcome.contribution, outcome.result
         out = successor(outcome.private, out)
+        out[SHAPES].copy_(outcome.private[SHAPES])
         momentum = out[MOMENTUM].copy_(outcome.private[MOMENTUM] if mine is None else mine.payload)
         if result is None:
             return Settled.replaced(out, torch.zeros_like(momentum))
@@ -125,7 +117,7 @@ class DeMo(Outer):
         if mine is not None and mine.weight > 0.0:
             mine.read_delivered(scratch)
             momentum.sub_(scratch)
-        order = block_order(outcome.after[SHAPES])
+        order = block_order(outcome.private[SHAPES])
         for blocks in order.batches(mean):
             idct2(blocks, out=blocks)
         target = order.from_blocks(mean, out=scratch)

@@ -16,7 +16,8 @@ does after each inner step t, and once at t = 0 before the first:
 
 Emit comes before settle: methods that overlap a whole outer round must take their difference before the anchor moves.
 A fragment's kind says what its values are: the parameters (`PARAM`), a state of the inner optimizer by its own name
-("exp_avg"), or the gradient (`GRAD`). Rounds of gradients run between the backward pass and the inner optimizer.
+("exp_avg"), or the gradient (`GRAD`). A plan with a round of a gradient runs between the backward pass and the inner
+optimizer, all its rounds.
 
 Rules for every method:
     * A method has no memory but its state. `plan` depends on the global inner step alone.

@@ -4,8 +4,8 @@
 It serves tests and convergence tables, and is the shortest reading of what an engine owes an `Outer`. Everything
 happens in a fixed order after global inner step t (t = 0: before the first):
 
-    backward pass of every worker -> rounds of gradients that `plan(t)` asks for -> inner optimizers ->
-    emit the other rounds of `plan(t)` -> workers of `leaves[t]` vanish, payloads and all ->
+    backward pass of every worker -> rounds of `plan(t)`, if one is of gradients -> inner optimizers ->
+    emit the rounds of `plan(t)`, if none is -> workers of `leaves[t]` vanish, payloads and all ->
     rounds due at t are stepped and settled, or given up -> workers of `joins[t]` arrive with a donor's shared state.
 
 Rounds in flight are reduced over those who survive until they are due; a worker that joined meanwhile settles the
@@ -177,8 +177,9 @@ def simulate(
         run.add(worker, initial, shared=None)
     for step in range(num_inner_steps + 1):
         rounds = outer.plan(step)
-        run.train(step, [round_ for round_ in rounds if round_.fragment.kind == GRAD])
-        run.emit([round_ for round_ in rounds if round_.fragment.kind != GRAD])
+        is_of_gradient = any(round_.fragment.kind == GRAD for round_ in rounds)
+        run.train(step, rounds if is_of_gradient else ())
+        run.emit(() if is_of_gradient else rounds)
         for worker in (leaves or {}).get(step, ()):
             run.remove(worker)
         run.settle(step)
