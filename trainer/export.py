@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model out of a run: the parameters of the newest checkpoint, in a folder that `isthmus sample` reads.
 
-Rules: the anchor is the model (every peer's is the same); a checkpoint is verified before it is used. Must not know
+Rules: the anchor is the model (every peer's is the same), or where a method shares none the peer's own parameters; a
+checkpoint is verified before it is used. Must not know
 how checkpoints or model folders are laid out.
 
 Errors: `ConfigError` (2, no checkpoint there), `CheckpointCorrupted` (9), `Refused` (5, another version's checkpoint),
@@ -13,13 +14,20 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
-from isthmus.trainer.checkpoint import load_resumed
-from isthmus.trainer.errors import CheckpointCorrupted, EnvironmentFault
+from isthmus.collective.core.types import OuterStep
+from isthmus.elastic.core.messages import Held
+from isthmus.optim.outer import PARAM
+from isthmus.trainer.checkpoint import Checkpoint, load_resumed
+from isthmus.trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault
 from isthmus.trainer.generate import save_model
+from isthmus.trainer.private_files import FOLDER_NAME as PRIVATE_FOLDER_NAME
+from isthmus.trainer.private_files import PrivateFiles
 from isthmus.trainer.run_manifest import config_of
-from isthmus.trainer.state_version import gather_anchor
-from isthmus.trainer.wiring import fragment_table, fragments_of
+from isthmus.trainer.state_version import gather_anchor, has_anchor
+from isthmus.trainer.wiring import fragment_table, fragments_of, outer_of
+from isthmus.trainer.worker_values import OWN_PARAMETERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +58,10 @@ def export_model(source: Path, directory: Path) -> Exported:
     table = fragment_table(model_config)
     parameters = torch.empty(table.numel)
     try:
-        gather_anchor(checkpoint.tensors, fragments_of(config), out=parameters)
+        if has_anchor(outer_of(config), fragments_of(config)):
+            gather_anchor(checkpoint.tensors, fragments_of(config), out=parameters)
+        else:
+            parameters.copy_(_own_parameters(checkpoint))
     except (KeyError, ValueError) as error:
         held = {name: tensor.numel() for name, tensor in checkpoint.tensors.items()}
         raise CheckpointCorrupted(
@@ -69,3 +80,20 @@ def export_model(source: Path, directory: Path) -> Exported:
         num_parameters=table.numel,
         directory=directory,
     )
+
+
+def _own_parameters(checkpoint: Checkpoint) -> Tensor:
+    """Those of the peer itself, where its method shares none.
+
+    Raises:
+        ConfigError: they are not beside its checkpoint.
+    """
+    folder = checkpoint.path.parent.parent / PRIVATE_FOLDER_NAME
+    held = Held(OuterStep(checkpoint.meta.outer_step), checkpoint.meta.digest)
+    private = PrivateFiles(folder, checkpoint.meta.run_id, keep=1).load(held)
+    if private is None or OWN_PARAMETERS not in private:
+        raise ConfigError(
+            f"{checkpoint.path} has no parameters of its peer beside it: this run's method shares none",
+            cure="export from the folder of a peer that has left in order",
+        )
+    return private[OWN_PARAMETERS][PARAM]

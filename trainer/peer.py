@@ -54,6 +54,7 @@ from isthmus.trainer.private_files import PrivateFiles
 from isthmus.trainer.round_runner import RoundRunner
 from isthmus.trainer.sample_feed import SampleFeed
 from isthmus.trainer.shared_buffer import SharedBuffer
+from isthmus.trainer.state_version import has_anchor
 from isthmus.trainer.status import FetchStatus, LeavingStatus
 from isthmus.trainer.text import GivenText
 from isthmus.trainer.text_shelf import MAX_NBYTES as MAX_TEXT_NBYTES
@@ -144,12 +145,15 @@ class Peer:
             security=plan.security,
         )
         plan.bouncer.ends(self.communicator.put_out)
+        first = lambda: initial_parameters(config.model.decoder_config(), config.run.seed)  # noqa: E731
+        self._first_parameters = None if has_anchor(self._outer, fragments) else first
         self._moments = Moments(
             mailbox=self._mailbox.tensor,
             hasher=self._hasher,
             are_shared=config.inner.type == "adamw" and config.inner.moments == "donor",
             least_steps=config.warmup_steps,
             has_trained=lambda: self._inner_steps > 0,
+            first_parameters=self._first_parameters,
         )
         self.donor = Donor(
             self._state,
@@ -178,7 +182,7 @@ class Peer:
             communicator=self.communicator,
             state=self._state,
             codec=config.outer.codec,
-            initial_parameters=lambda: initial_parameters(config.model.decoder_config(), config.run.seed),
+            initial_parameters=first,
             on_exchanged=chronicle.exchanged,
             keeper=self._durability,
         )
@@ -336,6 +340,7 @@ class Peer:
             state=self._state,
             read_delivered=self._runner.exchanges.read_delivered,
             moments=self._moments,
+            first_parameters=self._first_parameters,
         )
         return TrainingLoop(
             membership=membership,

@@ -35,7 +35,7 @@ FOLDER_NAME: Final = "private"
 _NAME = re.compile(r"step-(\d{8,16})\.safetensors")
 
 Private = Mapping[int, Tensors]
-"""By place of the fragment."""
+"""By place of the fragment; see `WorkerValues.private`."""
 
 
 class PrivateFiles:

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -43,6 +44,9 @@ from isthmus.trainer.state_version import Version, gather_anchor
 from isthmus.trainer.threads import in_thread
 from isthmus.trainer.worker_pool import WorkerPool
 
+OWN_PARAMETERS: Final = -1
+"""No place of a fragment has this number."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Given:
@@ -63,7 +67,8 @@ class WorkerValues:
         plan: its outer steps.
         state: the shared state.
         read_delivered: writes what the others decoded from a payload of ours, see RoundExchange.
-        moments: of the workers' optimizer, between peers.
+        moments: what the workers have, between peers.
+        first_parameters: makes those of a new run, [numel], where the method shares no parameters; slow. Else None.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class WorkerValues:
         state: OuterState,
         read_delivered: Callable[[Round, Tensor, Tensor], object],
         moments: Moments,
+        first_parameters: Callable[[], Tensor] | None = None,
     ) -> None:
         self._pool = pool
         self._mailbox = mailbox
@@ -84,6 +90,8 @@ class WorkerValues:
         self._fragments = state.fragments
         self._read_delivered = read_delivered
         self._moments = moments
+        self._first_parameters = first_parameters
+        self._own_parameters: Tensor | None = None  # after the last landing, where nobody shares them
         self._is_mailbox_payload = _can_lend_mailbox(outer, plan, state)
         self._spare_payloads: dict[int, list[Tensor]] = defaultdict(list)
         self._base: Version | None = None
@@ -105,8 +113,12 @@ class WorkerValues:
 
     @property
     def private(self) -> Mapping[int, Tensors]:
-        """This peer's own state, by place of the fragment. Its tensors are written over by later landings."""
-        return self._private
+        """This peer's own state, by place of the fragment. Its tensors are written over by later landings.
+
+        Where the parameters are this peer's own too, they are at `OWN_PARAMETERS`, as they were after the last landing.
+        """
+        own = self._own_parameters
+        return self._private if own is None else {**self._private, OWN_PARAMETERS: {PARAM: own}}
 
     def remember(self, held: Held, private: Mapping[int, Tensors]) -> None:
         """What this peer's disk knew of its own state when it held that shared one: used if it starts from there."""
@@ -114,27 +126,40 @@ class WorkerValues:
 
     async def start_from(self, version: Version) -> None:
         """The workers begin anew from this version, which is pinned."""
-        await in_thread(gather_anchor, version.tensors, self._fragments, out=self._mailbox)
+        await in_thread(self._gather_start, version)
         self._rebase(version)
-        self._is_anchor = True
+        self._is_anchor = self._first_parameters is None
         await in_thread(self._begin_private, version)
         await self._pool.load(keep=0.0)
         await self._moments.begin(self._pool)
+
+    def _gather_start(self, version: Version) -> None:
+        """Put the parameters to begin with into the mailbox: the anchor, or where there is none what is at hand."""
+        if self._first_parameters is None:
+            gather_anchor(version.tensors, self._fragments, out=self._mailbox)
+            return
+        own = self._own_parameters
+        if own is None and self._remembered is not None:
+            own = self._remembered[1].get(OWN_PARAMETERS, {}).get(PARAM)
+        if own is None:
+            own = self._moments.take_parameters()
+        self._mailbox.copy_(self._first_parameters() if own is None else own)
 
     def _begin_private(self, version: Version) -> None:
         remembered, self._remembered = self._remembered, None
         self._private = {}
         for place, fragment in enumerate(self._fragments):
-            shared = version.shared(place)
-            value = shared[ANCHOR] if ANCHOR in shared else torch.zeros(fragment.numel)
-            begun = self._outer.init_private(fragment, shared, value)
+            value = torch.zeros(fragment.numel)
+            if fragment.kind == PARAM:
+                fragment.gather(self._mailbox, out=value)
+            begun = self._outer.init_private(fragment, version.shared(place), value)
             if begun:
                 self._private[place] = begun
         if remembered is not None and remembered[0] == version.held:
-            kept = remembered[1]
+            kept = {place: state for place, state in remembered[1].items() if place != OWN_PARAMETERS}
             sizes = {place: _sizes(state) for place, state in self._private.items()}
             if sizes == {place: _sizes(state) for place, state in kept.items()}:
-                self._private = dict(kept)
+                self._private = kept
         self._recycled = {place: empty_like(state) for place, state in self._private.items()}
 
     async def step(self, indices: Sequence[int], *, inner_step: int) -> StepDone:
@@ -207,6 +232,9 @@ class WorkerValues:
         """
         settled = await in_thread(self._settle, outcomes, given, newer)
         await self._move(outcomes, settled)
+        if self._first_parameters is not None:
+            await self._pool.store()
+            self._own_parameters = await in_thread(self._mailbox.clone)
         self._rebase(version)
         if given is not None and not self._is_mailbox_payload:
             for payload in given.payloads:
@@ -308,7 +336,7 @@ class WorkerValues:
         Only while nothing else is asked of them. Costs a copy of the parameters for as long as it takes, unless they
         hold the anchor anyway.
         """
-        if self._is_anchor:
+        if self._is_anchor or self._first_parameters is not None:
             return await judge()
         await self._pool.store()
         own = await in_thread(self._mailbox.clone)

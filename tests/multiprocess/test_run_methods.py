@@ -60,6 +60,8 @@ def _cases() -> Iterator[Case]:
         yield Case(method="mtdao", codec=codec, flags=("--outer.inner-steps", "3", "--inner.type", "adopt"))
         yield Case(method="async", codec=codec, flags=("--outer.inner-steps", "6", "--outer.poll-steps", "3"))
     yield Case(method="sparseloco", codec="raw", flags=steps)
+    for codec in ("raw", "bf16", "int8"):
+        yield Case(method="noloco", codec=codec, flags=steps)
 
 
 CASES = tuple(_cases())
@@ -110,4 +112,4 @@ def test_method_keeps_one_state_through_a_death_a_return_and_a_late_peer(tmp_pat
 
 
 def test_matrix_holds_every_method() -> None:
-    assert {case.method for case in CASES} == set(outer_types()) - {"noloco", "data_parallel", "demo"}
+    assert {case.method for case in CASES} == set(outer_types()) - {"data_parallel", "demo"}

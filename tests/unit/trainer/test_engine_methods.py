@@ -34,6 +34,7 @@ METHODS: dict[str, dict[str, object]] = {
     "delayed": {"inner_steps": 3},
     "eager": {"inner_steps": 3},
     "co2": {"inner_steps": 3},
+    "noloco": {"inner_steps": 3},
     "async": {"inner_steps": 4, "poll_steps": 2},
 }
 

@@ -8,7 +8,8 @@ import torch
 
 from isthmus.trainer.checkpoint import FOLDER_NAME, STATE_NAME, CheckpointMeta, CheckpointStore
 from isthmus.trainer.config import Config
-from isthmus.trainer.config_training import ModelSection, Streaming
+from isthmus.trainer.config_outer import outer_section
+from isthmus.trainer.config_training import ModelSection
 from isthmus.trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault
 from isthmus.trainer.export import export_model
 from isthmus.trainer.generate import generate, load_model
@@ -49,7 +50,7 @@ def test_newest_checkpoint_becomes_a_model_with_its_parameters(tmp_path: Path) -
 
 
 def test_the_fragments_of_a_streaming_run_become_one_model(tmp_path: Path) -> None:
-    method = Streaming(inner_steps=8, num_fragments=2)
+    method = outer_section("streaming")(inner_steps=8, num_fragments=2)
     config = Config(model=ModelSection(preset="nano", num_layers=3, seq_len=16), outer=method)
     parameters = initial_parameters(config.model.decoder_config(), seed=1)
     tensors = {}
