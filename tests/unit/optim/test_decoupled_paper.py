@@ -10,9 +10,11 @@ import math
 import pytest
 import torch
 
-from isthmus.optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, Round, State, Work, build_outer
+from isthmus.optim import ANCHOR, DiLoCo, FragmentTable, Op, Result, Round, Work, build_outer
 from isthmus.optim.decoupled import PLAIN_MEAN, DecoupledDiLoCo, radial_directional
 from isthmus.optim.diloco import MOMENTUM
+from isthmus.optim.outer import Weigh, digest_of, empty_like
+from isthmus.optim.simulate import State, by_samples
 from tests.unit.optim.lab import (
     INITIAL,
     TABLE,
@@ -23,9 +25,13 @@ from tests.unit.optim.lab import (
     gradient,
     run,
 )
+from tests.unit.optim.one_round import after
 
 NUMEL = TABLE.numel
 SPEEDS = {"ash": 1.0, "birch": 0.5, "cedar": 0.75, "dogwood": 0.25}
+ROUND = Round(
+    fragment=TABLE.whole().key, op=Op.MEAN, inner_step=6, delay=2, num_notes=1, weigh=Weigh.ALIKE
+)
 WORK = Work(inner_steps=4, samples=8.0)
 
 
@@ -121,7 +127,7 @@ def test_embeddings_alone_at_equal_speeds_are_diloco():
 
 
 def merge(vectors, weights):
-    """What absorb would make of these, through unit vectors and notes."""
+    """What a step would make of these, through unit vectors and notes."""
     lengths = [vector.double().norm().item() for vector in vectors]
     units = [vector / length if length else vector for vector, length in zip(vectors, lengths, strict=True)]
     value = sum(w * unit for w, unit in zip(weights, units, strict=True)) / sum(weights)
@@ -180,10 +186,9 @@ def test_workers_that_do_not_move_leave_the_anchor_where_it_is():
 
 def emitted_with(samples, steps):
     outer = DecoupledDiLoCo(num_fragments=1, inner_steps=6, embeddings="")
-    state = outer.init(TABLE.whole(), INITIAL)
-    round_ = Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=6, delay=2, num_notes=1)
+    shared = outer.init(TABLE.whole(), INITIAL)
     work = Work(inner_steps=steps, samples=samples)
-    return outer.emit(round_, INITIAL - 0.5, state, work, out=torch.empty(NUMEL))
+    return outer.emit(ROUND, INITIAL - 0.5, shared, {}, work, out=torch.empty(NUMEL))
 
 
 def test_a_learner_weighs_quantity_times_quality():
@@ -191,6 +196,35 @@ def test_a_learner_weighs_quantity_times_quality():
     assert emitted_with(2000.0, 10).weight == pytest.approx(4 * weight)
     assert emitted_with(1000.0, 20).weight == pytest.approx(weight / 2)
     assert emitted_with(0.0, 0).weight == 0.0
+
+
+def test_samples_are_counted_once_though_the_run_counts_by_them():
+    """Of two learners with batches of 16 and 48 the second weighs nine times as much, tokens² / steps; not 27 times."""
+
+    def step(worker, _inner_step, value):
+        value -= {"ash": 10.0, "birch": 0.0}[worker]
+
+    outer = DecoupledDiLoCo(inner_steps=4, num_fragments=1, delay=0, lr=1.0, momentum=0.0, embeddings="layer")
+    for weigh in ({}, {"weigh": by_samples}):
+        trajectory = run(
+            outer,
+            4,
+            ("ash", "birch"),
+            inner_step=step,
+            initial=torch.zeros(NUMEL),
+            batch_size={"ash": 16.0, "birch": 48.0},
+            **weigh,
+        )
+        (committed,) = trajectory.committed
+        torch.testing.assert_close(committed.shared[ANCHOR], torch.full((NUMEL,), -40.0 / (1 + 9)))
+
+
+@pytest.mark.parametrize("num_fragments", [1, 3])
+def test_whether_the_run_weighs_by_samples_changes_no_bit(num_fragments):
+    outer = DecoupledDiLoCo(inner_steps=6, num_fragments=num_fragments, delay=2, embeddings="")
+    settings = {"speeds": SPEEDS, "batch_size": dict(zip(WORKERS, (16.0, 48.0, 1.0, 7.0), strict=True))}
+    alike, twice = (run(outer, 40, **settings, **more) for more in ({}, {"weigh": by_samples}))
+    assert_same(anchors(alike), anchors(twice), tolerance=0.0)
 
 
 def test_a_weight_fits_the_wire_for_billions_of_tokens():
@@ -269,6 +303,7 @@ def test_every_fragment_is_sent_once_in_any_h_steps(num_fragments, inner_steps):
         rounds = [round_ for step in range(start, start + inner_steps) for round_ in outer.plan(step)]
         assert sorted(round_.fragment.index for round_ in rounds) == list(range(num_fragments))
         assert all(round_.due_step == round_.inner_step + 2 for round_ in rounds)
+        assert all(round_.is_told and round_.weigh is Weigh.ALIKE for round_ in rounds)
     if num_fragments == inner_steps:
         assert all(len(outer.plan(step)) == 1 for step in range(1, 100))
 
@@ -300,50 +335,53 @@ def test_whoever_joins_or_leaves_shared_states_are_equal():
         assert not torch.equal(before.shared[ANCHOR], after.shared[ANCHOR])
 
 
-ROUND = Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=6, delay=2, num_notes=1)
-
-
-def _outer_state_result(embeddings):
+def _outer_shared_result(embeddings):
     outer = DecoupledDiLoCo(num_fragments=1, inner_steps=6, embeddings=embeddings)
     generator = torch.Generator().manual_seed(2)
     anchor, momentum, value = (torch.randn(NUMEL, generator=generator) for _ in range(3))
-    rule = outer.init(TABLE.whole(), anchor).shared[PLAIN_MEAN]
-    state = State(shared={ANCHOR: anchor, MOMENTUM: momentum, PLAIN_MEAN: rule})
+    rule = outer.init(TABLE.whole(), anchor)[PLAIN_MEAN]
+    shared = {ANCHOR: anchor, MOMENTUM: momentum, PLAIN_MEAN: rule}
     result = Result(value=value, members=("ash", "birch"), weight_sum=3.0, weights=(1.0, 2.0), notes=((0.5,), (0.25,)))
-    return outer, state, result
+    return outer, shared, result
 
 
 @pytest.mark.parametrize("embeddings", ["", "layer"])
 def test_nothing_that_is_given_is_written(embeddings):
-    outer, state, result = _outer_state_result(embeddings)
-    digest, value = state.shared_digest(), result.value.clone()
-    outer.emit(ROUND, INITIAL.clone(), state, WORK, out=torch.empty(NUMEL))
-    once = outer.absorb(ROUND, result, state)
-    assert outer.dropped(ROUND, None, state, out=state.empty_like()).state is state
-    assert once.state.shared_digest() == outer.absorb(ROUND, result, state).state.shared_digest() != digest
-    assert state.shared_digest() == digest
+    outer, shared, result = _outer_shared_result(embeddings)
+    digest, value = digest_of(shared), result.value.clone()
+    outer.emit(ROUND, INITIAL.clone(), shared, {}, WORK, out=torch.empty(NUMEL))
+    once = outer.step(ROUND, result, shared)
+    assert digest_of(once) == digest_of(outer.step(ROUND, result, shared)) != digest
+    assert digest_of(shared) == digest
     assert torch.equal(result.value, value)
 
 
 @pytest.mark.parametrize("embeddings", ["", "layer"])
 @pytest.mark.parametrize("name", [None, ANCHOR, MOMENTUM])
 def test_the_mean_may_lie_in_the_recycled_state(embeddings, name):
-    outer, state, result = _outer_state_result(embeddings)
-    expected = outer.absorb(ROUND, result, state).state.shared_digest()
-    out = state.empty_like()
-    out.shared[PLAIN_MEAN].fill_(7.0)
+    outer, shared, result = _outer_shared_result(embeddings)
+    expected = digest_of(outer.step(ROUND, result, shared))
+    out = empty_like(shared)
+    out[PLAIN_MEAN].fill_(7.0)
     if name is not None:
-        out = State(shared={**out.shared, name: result.value})
-    absorbed = outer.absorb(ROUND, result, state, out=out)
-    assert absorbed.state is out
-    assert (absorbed.target, absorbed.keep) == (out.shared[ANCHOR], 0.0)
-    assert out.shared_digest() == expected
+        out[name] = result.value
+    assert outer.step(ROUND, result, shared, out=out) is out
+    assert digest_of(out) == expected
 
 
-def test_absorb_refuses_to_write_over_the_state_it_is_given():
-    outer, state, result = _outer_state_result("")
+def test_a_worker_goes_to_the_new_anchor_or_keeps_what_was_not_counted():
+    outer, shared, result = _outer_shared_result("")
+    moved = after(outer, ROUND, result, State(shared, {}))
+    assert (moved.target, moved.keep) == (moved.state.shared[ANCHOR], 0.0)
+    missed = after(outer, ROUND, None, State(shared, {}))
+    assert missed.state.shared is shared
+    assert missed.follows
+
+
+def test_step_refuses_to_write_over_the_state_it_is_given():
+    outer, shared, result = _outer_shared_result("")
     with pytest.raises(ValueError, match="never writes"):
-        outer.absorb(ROUND, result, state, out=state)
+        outer.step(ROUND, result, shared, out=shared)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ What it shares with every method that is delayed by a whole round is in test_del
 import pytest
 import torch
 
-from isthmus.optim import ANCHOR, Contribution, DiLoCo, Op, Result, Round, Work, build_outer
+from isthmus.optim import ANCHOR, Contribution, DiLoCo, Op, Result, Round, Work, build_outer, default_outer_lr
 from isthmus.optim.delayed import CARRIED, Delayed
 from isthmus.optim.diloco import MOMENTUM
 from isthmus.optim.eager import AHEAD, AHEAD_MOMENTUM, Eager
 from isthmus.optim.simulate import shared_parameters
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, anchors, assert_parity, assert_same, gradient, run, sgd_step
+from tests.unit.optim.one_round import after, begin
 
 H = 4
 WEIGHTS = dict(zip((*WORKERS, "elm", "fir"), (3.0, 1.0, 0.5, 1.5, 2.0, 0.25), strict=True))
@@ -96,18 +97,26 @@ def test_the_shared_anchor_is_delayed_dilocos_as_long_as_no_block_began_ahead():
     assert_same(anchors(eager), anchors(delayed), tolerance=0.0)
 
 
-@pytest.mark.parametrize(("lr", "mu"), [(0.5, 0.0), (0.4, 0.9)])
+def test_the_rate_that_goes_by_the_members_is_a_rate_like_another_while_they_stay():
+    _, found = record(Eager(lr=None, inner_steps=H), 40)
+    _, expected = record(Eager(lr=default_outer_lr(4), inner_steps=H), 40)
+    assert_same([value["ash"] for value in found], [value["ash"] for value in expected], tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("lr", "mu"), [(0.5, 0.0), (0.4, 0.9), (None, 0.0), (None, 0.9)])
 def test_own_anchors_differ_by_their_own_early_terms_only(lr, mu):
     """Whoever comes and goes, anchor_m - anchor is what Nesterov makes of the worker's changes of share · payload.
 
     At mu = 0 that says: anchor_m + lr · share · payload_m is the same on all workers. Workers weigh differently, two
-    leave and two join, so that every share changes; some rounds are aborted, and their payloads carried.
+    leave and two join, so that every share changes, and where lr goes by the members every rate too; some rounds are
+    aborted, and their payloads carried.
     """
     aborted = {8, 36, 40}
+    weights = WEIGHTS if lr else {**WEIGHTS, "ash": 8.0}  # as good as alone: rates of fewer than two differ
     trajectory, values = record(
         Eager(lr=lr, momentum=mu, inner_steps=H),
         80,
-        weigh=weigh,
+        weigh=lambda worker, _work: weights[worker],
         leaves={27: ["birch"], 58: ["cedar"]},
         joins={when: [name] for name, when in JOINED.items()},
         aborted=lambda round_: round_.inner_step in aborted,
@@ -119,6 +128,7 @@ def test_own_anchors_differ_by_their_own_early_terms_only(lr, mu):
     own = {
         name: {"payload": None, "carried": zeros, "ahead": zeros, "momentum": zeros, "away": zeros} for name in WEIGHTS
     }
+    rates = set()
     for step in range(H, 80 + 1, H):
         for name, value in values[step].items():
             worker = own[name]
@@ -130,15 +140,19 @@ def test_own_anchors_differ_by_their_own_early_terms_only(lr, mu):
                 worker["carried"] = worker["payload"]
             else:
                 members = by_due[step].members
-                share = WEIGHTS[name] / sum(WEIGHTS[member] for member in members) if name in members else 0.0
-                change = share * payload - worker["ahead"]
+                there = [weights[member] for member in members]
+                share = weights[name] / sum(there) if name in members else 0.0
+                rate = default_outer_lr(sum(there) ** 2 / sum(w * w for w in there)) if lr is None else lr
+                rates.add(round(rate, 6))
+                change = rate * share * payload - worker["ahead"]
                 worker["momentum"] = mu * worker["momentum"] + change
-                worker["away"] = worker["away"] - lr * (change + mu * worker["momentum"])
-                worker["ahead"], worker["carried"] = share * payload, zeros
+                worker["away"] = worker["away"] - (change + mu * worker["momentum"])
+                worker["ahead"], worker["carried"] = rate * share * payload, zeros
                 found = (value - by_due[step].shared[ANCHOR]).double()
                 torch.testing.assert_close(found, worker["away"], rtol=1e-4, atol=1e-5)
             worker["payload"] = payload
     assert all(worker["away"].abs().max() > 1e-3 for worker in own.values())
+    assert (len(rates) > 3) == (lr is None)
 
 
 def test_after_aborts_every_block_arrives_once_and_the_newest_own_one_early():
@@ -187,6 +201,19 @@ def test_a_run_stands_for_its_shared_anchor():
 # --------------------------------------------------------------------------------------- parts
 
 
+PAYLOAD, NOTHING = torch.full((TABLE.numel,), 8.0), torch.zeros(TABLE.numel)
+
+
+def one_block(outer, state, mean, sent, newer, *, peers=1):
+    """A round that a worker gave to, on a wire that loses half."""
+    mine = Contribution(
+        payload=sent, weight=1.0, read_delivered=lambda out: torch.div(sent, 2, out=out), newer_payload=newer
+    )
+    members = tuple(f"w{index}" for index in range(peers))
+    result = Result(value=mean.clone(), members=members, weight_sum=float(peers), weights=(1.0,) * peers)
+    return after(outer, Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=0, delay=H), result, state, mine)
+
+
 def test_a_worker_that_did_not_train_sends_nothing():
     outer = Eager(inner_steps=H)
     trajectory = run(outer, 5 * H)
@@ -195,33 +222,37 @@ def test_a_worker_that_did_not_train_sends_nothing():
         assert state.private[AHEAD].abs().max() > 1e-3
         out = torch.empty(TABLE.numel)
         round_ = Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=6 * H, delay=H)
-        emitted = outer.emit(round_, trajectory.values[worker], state, Work(inner_steps=0, samples=0.0), out=out)
+        emitted = outer.emit(round_, trajectory.values[worker], *state, Work(inner_steps=0, samples=0.0), out=out)
         assert emitted.payload.count_nonzero() == 0
 
 
 def test_an_own_term_is_taken_back_as_it_was_applied_whatever_the_others_decoded():
     """One worker alone, one block, a wire that loses half: what the mean lacks, the own anchor lacks from then on."""
     outer = Eager(lr=1.0, momentum=0.0, inner_steps=H)
-    state = outer.init(TABLE.whole(), torch.zeros(TABLE.numel))
-    round_ = Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=0, delay=H)
-    payload, nothing = torch.full((TABLE.numel,), 8.0), torch.zeros(TABLE.numel)
-
-    def absorb(state, mean, sent, newer):
-        mine = Contribution(
-            payload=sent, weight=1.0, read_delivered=lambda out: torch.div(sent, 2, out=out), newer_payload=newer
-        )
-        result = Result(value=mean.clone(), members=("ash",), weight_sum=1.0, contribution=mine)
-        return outer.absorb(round_, result, state)
-
-    first = absorb(state, nothing, nothing, payload)
+    state = begin(outer, TABLE.whole(), torch.zeros(TABLE.numel))
+    first = one_block(outer, state, NOTHING, NOTHING, PAYLOAD)
     assert first.target.unique().tolist() == [-8.0]
-    second = absorb(first.state, payload / 2, payload, nothing)
+    second = one_block(outer, first.state, PAYLOAD / 2, PAYLOAD, NOTHING)
     assert second.target.unique().tolist() == [-4.0]
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.5])
+def test_an_own_term_is_taken_back_at_the_rate_that_it_was_applied_with(mu):
+    """Applied among eight at 0.8, and taken back in a round of one at 0.4: the worker goes back to the shared anchor."""
+    outer = Eager(lr=None, momentum=mu, inner_steps=H)
+    state = begin(outer, TABLE.whole(), torch.zeros(TABLE.numel))
+    ahead = one_block(outer, state, NOTHING, NOTHING, PAYLOAD, peers=8)
+    torch.testing.assert_close(ahead.target, -0.8 * (1.0 + mu) * PAYLOAD / 8)
+    back = one_block(outer, ahead.state, PAYLOAD / 8, PAYLOAD, NOTHING, peers=1)
+    for _ in range(30):  # what momentum made of it fades
+        back = one_block(outer, back.state, NOTHING, NOTHING, NOTHING, peers=1)
+    torch.testing.assert_close(back.target, back.state.shared[ANCHOR], rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(back.target, -0.4 / (1.0 - mu) * PAYLOAD / 8)
 
 
 def test_init_owns_its_memory():
     value = torch.ones(TABLE.numel)
-    state = Eager().init(TABLE.whole(), value)
+    state = begin(Eager(), TABLE.whole(), value)
     value.zero_()
     assert state.shared[ANCHOR].sum() == TABLE.numel
     zeros = (state.shared[MOMENTUM], *(state.private[name] for name in (CARRIED, AHEAD, AHEAD_MOMENTUM)))

@@ -13,12 +13,15 @@ import statistics
 import pytest
 import torch
 
-from isthmus.optim import ANCHOR, Absorbed, Contribution, DiLoCo, Op, Result, Round, State, Work, build_outer
+from isthmus.optim import ANCHOR, Contribution, DiLoCo, Op, Result, Round, Settled, Work, build_outer
 from isthmus.optim.decoupled import DecoupledDiLoCo
+from isthmus.optim.delayed import CARRIED, Delayed
 from isthmus.optim.diloco import MOMENTUM
+from isthmus.optim.eager import Eager
 from isthmus.optim.edit import EDiT, LayerwiseDiLoCo
 from isthmus.optim.guards import HISTORY, TYPICAL, Guarded, Guards
 from isthmus.optim.noloco import NoLoCo
+from isthmus.optim.simulate import State
 from isthmus.optim.streaming import Streaming
 from tests.unit.optim.lab import (
     INITIAL,
@@ -31,6 +34,7 @@ from tests.unit.optim.lab import (
     run,
     sgd_step,
 )
+from tests.unit.optim.one_round import after, begin, digest, same, spare, tensors_of
 
 NUMEL = TABLE.numel
 KEY = TABLE.whole().key
@@ -40,7 +44,7 @@ WORK = Work(inner_steps=4, samples=4.0)
 
 
 def guarded(guards, **settings):
-    return Guarded(inner=DiLoCo(**{"inner_steps": 4, **settings}), guards=guards)
+    return Guarded(inner=DiLoCo(**{"lr": 0.7, "inner_steps": 4, **settings}), guards=guards)
 
 
 def with_spikes(*spikes, size=1.0):
@@ -177,7 +181,7 @@ def test_weights_do_not_depend_on_the_scale_of_the_model():
 
     small, large = scaled(1.0), scaled(1000.0)
     assert_same([anchor / 1000.0 for anchor in anchors(large)], anchors(small), tolerance=1e-4)
-    plain = run(DiLoCo(inner_steps=4), 40)
+    plain = run(DiLoCo(lr=0.7, inner_steps=4), 40)
     assert (anchors(small)[-1] - anchors(plain)[-1]).abs().max() > 1e-2
 
 
@@ -261,7 +265,7 @@ def test_statistics_follow_from_accepted_rounds_only():
     aborted = run(guarded(guards), 28, aborted=lambda round_: round_.inner_step == 28)
     for worker in WORKERS:
         assert history_of(aborted, worker) == history_of(before, worker)
-        assert aborted.states[worker][KEY].shared_digest() == before.states[worker][KEY].shared_digest()
+        assert digest(aborted.states[worker][KEY]) == digest(before.states[worker][KEY])
         assert not torch.equal(aborted.values[worker], aborted.states[worker][KEY].shared[ANCHOR])
 
 
@@ -360,114 +364,156 @@ def test_each_layer_is_judged_by_itself():
 # ------------------------------------------------------------------------------------------- protocol
 
 
-def _state_result(outer):
-    state = outer.init(TABLE.whole(), INITIAL)
-    state = State(shared={**state.shared, TYPICAL: torch.tensor([9.0, 0.2])}, private={HISTORY: torch.ones(4)})
-    contribution = Contribution(payload=INITIAL, weight=2.0, read_delivered=lambda _out: None, notes=(0.25,))
-    value = torch.sin(torch.arange(float(NUMEL)))
-    return state, Result(
-        value=value,
+def _state_result_mine(outer):
+    shared = {**outer.init(TABLE.whole(), INITIAL), TYPICAL: torch.tensor([9.0, 0.2])}
+    mine = Contribution(payload=INITIAL, weight=2.0, read_delivered=lambda _out: None, notes=(0.25,))
+    result = Result(
+        value=torch.sin(torch.arange(float(NUMEL))),
         members=WORKERS[:3],
         weight_sum=4.0,
         weights=(1.0, 2.0, 1.0),
         notes=((0.2,), (0.25,), (0.4,)),
-        contribution=contribution,
     )
+    return State(shared, {HISTORY: torch.ones(4)}), result, mine
+
+
+def rejected(mine):
+    return dataclasses.replace(mine, weight=0.0, notes=(-1.0,))
 
 
 @pytest.mark.parametrize("max_norm", [1.0, 1e6], ids=["clipped", "whole"])
 def test_nothing_that_is_given_is_written(max_norm):
     outer = guarded(Guards(max_norm=max_norm))
-    state, result = _state_result(outer)
-    tensors = [*state.shared.values(), *state.private.values(), result.value, INITIAL]
+    state, result, mine = _state_result_mine(outer)
+    tensors = [*tensors_of(state), result.value, INITIAL]
     before = [tensor.clone() for tensor in tensors]
-    outer.emit(ROUND, INITIAL.clone(), state, WORK, out=torch.empty(NUMEL))
-    once, again = (outer.absorb(ROUND, result, state).state for _ in range(2))
-    outer.dropped(ROUND, result.contribution, state, out=state.empty_like())
-    outer.dropped(ROUND, dataclasses.replace(result.contribution, notes=(-1.0,)), state)
+    outer.emit(ROUND, INITIAL.clone(), *state, WORK, out=torch.empty(NUMEL))
+    once, again = (after(outer, ROUND, result, state, mine).state for _ in range(2))
+    for given in (mine, rejected(mine), None):
+        after(outer, ROUND, None, state, given, out=spare(state))
+        after(outer, ROUND, result, state, given)
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
-    assert once.shared_digest() == again.shared_digest() != state.shared_digest()
+    assert digest(once) == digest(again) != digest(state)
 
 
 @pytest.mark.parametrize("name", [None, ANCHOR, MOMENTUM])
 @pytest.mark.parametrize("max_norm", [1.0, 1e6], ids=["clipped", "whole"])
-def test_absorb_writes_all_of_the_recycled_state_which_may_hold_the_mean(name, max_norm):
+def test_a_round_writes_all_of_the_recycled_state_which_may_hold_the_mean(name, max_norm):
     outer = guarded(Guards(max_norm=max_norm))
-    state, result = _state_result(outer)
-    expected = outer.absorb(ROUND, result, state)
-    out = state.empty_like()
-    for tensor in (*out.shared.values(), *out.private.values()):
-        tensor.fill_(math.nan)
+    state, result, mine = _state_result_mine(outer)
+    expected = after(outer, ROUND, result, state, mine)
+    out = spare(state)
     if name is not None:
-        out = State(shared={**out.shared, name: result.value}, private=out.private)
-    absorbed = outer.absorb(ROUND, result, state, out=out)
-    assert absorbed.state is out
-    assert absorbed.target is out.shared[ANCHOR]
-    assert out.shared_digest() == expected.state.shared_digest()
-    assert torch.equal(out.private[HISTORY], expected.state.private[HISTORY])
+        out.shared[name] = result.value
+    found = after(outer, ROUND, result, state, mine, out=out)
+    assert found.state.shared is out.shared
+    assert found.state.private is out.private
+    assert found.target is out.shared[ANCHOR]
+    assert same(out, expected.state)
     torch.testing.assert_close(out.shared[TYPICAL], torch.tensor([10.0, 0.2 + 0.1 * 0.05]))
+    assert out.private[HISTORY].tolist() == pytest.approx(outer.guards.after_accepted(0.25, [1.0] * 4))
 
 
-def test_a_drop_is_the_methods_own_affair_unless_the_worker_was_rejected():
+@pytest.mark.parametrize("which", ["shared", "private"])
+def test_memory_of_the_state_is_never_written(which):
     outer = guarded(Guards())
-    state, result = _state_result(outer)
-    assert outer.dropped(ROUND, result.contribution, state).state is state
-    assert outer.dropped(ROUND, None, state, out=state.empty_like()).state is state
-    rejected = outer.dropped(ROUND, dataclasses.replace(result.contribution, notes=(-1.0,)), state)
-    assert rejected.keep == 0.0
-    assert torch.equal(rejected.target, state.shared[ANCHOR])
-    assert rejected.state.shared_digest() == state.shared_digest()
-    assert rejected.state.private[HISTORY].tolist() == [1.0, 1.0, 1.0, 2.0]
+    state, result, mine = _state_result_mine(outer)
+    with pytest.raises(ValueError, match="never writes"):
+        after(outer, ROUND, result, state, mine, out=spare(state)._replace(**{which: getattr(state, which)}))
+
+
+def test_a_round_without_a_result_is_the_methods_own_affair_unless_the_worker_was_rejected():
+    outer = guarded(Guards())
+    state, _result, mine = _state_result_mine(outer)
+    for given in (mine, None):
+        missed = after(outer, ROUND, None, state, given, out=spare(state))
+        assert same(missed.state, state)
+        assert missed.follows
+    gone = after(outer, ROUND, None, state, rejected(mine))
+    assert gone.keep == 0.0
+    assert torch.equal(gone.target, state.shared[ANCHOR])
+    assert digest(gone.state) == digest(state)
+    assert gone.state.private[HISTORY].tolist() == [1.0, 1.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("method", [Delayed, Eager])
+@pytest.mark.parametrize("has_result", [True, False])
+def test_of_a_payload_that_was_rejected_nothing_is_carried_or_applied_early(method, has_result):
+    """A method that holds its work in payloads would bring it again, in the next one."""
+    outer = Guarded(inner=method(inner_steps=4), guards=Guards())
+    state = begin(outer, TABLE.whole(), INITIAL)
+    state.private[CARRIED].fill_(5.0)  # of the round before; it travels already
+    _, result, mine = _state_result_mine(outer)
+    mine = dataclasses.replace(rejected(mine), newer_payload=torch.ones(NUMEL))
+    round_ = dataclasses.replace(ROUND, delay=4)
+    found = after(outer, round_, result if has_result else None, state, mine)
+    assert torch.equal(found.target, found.state.shared[ANCHOR])
+    for name in found.state.private.keys() - {HISTORY}:
+        assert found.state.private[name].count_nonzero() == 0
+    assert found.state.private[HISTORY].tolist() == [0.0, 0.0, 0.0, 1.0]
 
 
 def test_a_worker_of_weight_nought_learns_nothing():
     outer = guarded(Guards())
-    state, result = _state_result(outer)
-    for mine in (None, dataclasses.replace(result.contribution, weight=0.0)):
-        absorbed = outer.absorb(ROUND, dataclasses.replace(result, contribution=mine), state)
-        assert torch.equal(absorbed.state.private[HISTORY], state.private[HISTORY])
+    state, result, mine = _state_result_mine(outer)
+    for given in (None, dataclasses.replace(mine, weight=0.0)):
+        found = after(outer, ROUND, result, state, given)
+        assert torch.equal(found.state.private[HISTORY], state.private[HISTORY])
 
 
 @dataclasses.dataclass(frozen=True)
 class Probe(DiLoCo):
-    """A method with a note of its own, which absorbs nothing and counts what is dropped."""
+    """A method with a note of its own, whose anchor stays, which counts what was not counted and keeps means."""
 
     def init(self, fragment, value, /):
-        return State(shared={ANCHOR: value.clone()}, private={"dropped": torch.zeros(1)})
+        return {ANCHOR: value.clone()}
+
+    def init_private(self, fragment, shared, value, /):
+        assert (*shared,) == (ANCHOR,)
+        return {"missed": torch.zeros(1), "mean": torch.zeros(NUMEL)}
 
     def plan(self, inner_step, /):
-        return tuple(dataclasses.replace(round_, num_notes=1) for round_ in DiLoCo.plan(self, inner_step))
+        return tuple(
+            dataclasses.replace(round_, num_notes=1, keeps_value=True) for round_ in DiLoCo.plan(self, inner_step)
+        )
 
-    def emit(self, round_, value, state, work, /, *, out):
-        emitted = DiLoCo.emit(self, round_, value, state, work, out=out)
+    def emit(self, round_, value, shared, private, work, /, *, out):
+        assert (*shared, *private) == (ANCHOR, "missed", "mean")
+        emitted = DiLoCo.emit(self, round_, value, shared, private, work, out=out)
         return dataclasses.replace(emitted, weight=0.5, notes=(7.0,))
 
-    def absorb(self, round_, result, state, /, *, out=None):
-        self.look(round_, state, out, result.contribution)
-        assert result.notes == ((7.0,),) * len(result.members)
-        return Absorbed.unchanged(state)
-
-    def dropped(self, round_, contribution, state, /, *, out=None):
-        self.look(round_, state, out, contribution)
-        out.shared[ANCHOR].copy_(state.shared[ANCHOR])
-        out.private["dropped"].copy_(state.private["dropped"] + 1.0)
-        return Absorbed(state=out, target=None, keep=1.0)
-
-    def look(self, round_, state, out, contribution):
+    def step(self, round_, result, shared, /, *, out=None):
         assert round_.num_notes == 1
-        assert contribution.notes == (7.0,)
-        for held in (state, out):
-            assert (*held.shared, *held.private) == (ANCHOR, "dropped")
+        assert (*shared,) == (*out,) == (ANCHOR,)
+        self.look(result)
+        return shared
+
+    def settle(self, outcome, /, *, out=None):
+        assert outcome.round_.num_notes == 1
+        assert outcome.contribution.notes == (7.0,)
+        assert (*outcome.before,) == (*outcome.after,) == (ANCHOR,)
+        assert (*outcome.private,) == (*out,) == ("missed", "mean")
+        out["missed"].copy_(outcome.private["missed"] + (outcome.result is None))
+        out["mean"].copy_(outcome.private["mean"])
+        if outcome.result is not None:
+            self.look(outcome.result)
+            out["mean"].copy_(outcome.result.value)
+        return Settled.untouched(out)
+
+    def look(self, result):
+        assert result.notes == ((7.0,),) * len(result.members)
+        assert result.value.norm() <= 0.5 * (1.0 + 1e-5)
 
 
 def test_the_method_never_meets_the_states_and_notes_of_the_guards():
-    outer = Guarded(inner=Probe(inner_steps=4))
+    outer = Guarded(inner=Probe(inner_steps=4), guards=Guards(max_norm=0.5))
     trajectory = run(outer, 16, aborted=lambda round_: round_.inner_step in (8, 16))
     assert len(trajectory.committed) == 2
     for worker in WORKERS:
         state = trajectory.states[worker][KEY]
         assert torch.equal(state.shared[ANCHOR], INITIAL)
-        assert state.private["dropped"].item() == 2.0
+        assert state.private["missed"].item() == 2.0
+        assert state.private["mean"].norm().item() == pytest.approx(0.5, rel=1e-4), "clipped, as the step saw it"
         assert state.shared[TYPICAL][0].item() == state.private[HISTORY][0].item() == 2.0
         assert state.shared[TYPICAL][1].item() < 1.0
 
@@ -475,7 +521,8 @@ def test_the_method_never_meets_the_states_and_notes_of_the_guards():
 def test_the_methods_own_weight_counts_too():
     outer = Guarded(inner=Probe(), guards=OFF)
     round_ = dataclasses.replace(ROUND, num_notes=2)
-    emitted = outer.emit(round_, INITIAL - 1.0, outer.init(TABLE.whole(), INITIAL), WORK, out=torch.empty(NUMEL))
+    state = begin(outer, TABLE.whole(), INITIAL)
+    emitted = outer.emit(round_, INITIAL - 1.0, *state, WORK, out=torch.empty(NUMEL))
     assert emitted.weight == 0.5
     assert emitted.notes == (7.0, pytest.approx(math.sqrt(NUMEL) / 4))
 
@@ -497,7 +544,7 @@ def test_edit_exchanges_all_layers_together():
     assert outer.fitted(TABLE) is outer
     TABLE.check_partition(outer.fragments(TABLE))
     assert [round_.fragment.index for round_ in outer.plan(8)] == list(range(6))
-    assert all(round_.num_notes == 1 and round_.delay == 0 for round_ in outer.plan(8))
+    assert all(round_.num_notes == 1 and round_.is_told and round_.delay == 0 for round_ in outer.plan(8))
     assert [step for step in range(13) if outer.plan(step)] == [4, 8, 12]
 
 

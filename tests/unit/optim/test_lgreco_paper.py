@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """L-GreCo (arXiv:2210.17357): minimise Σ nbytes(c) subject to Σ error(c)² <= that of one reference for all layers."""
 
+import dataclasses
 import itertools
 import math
 import random
@@ -10,8 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.optim import DiLoCo, FragmentKey
+from isthmus.optim import DiLoCo, FragmentKey, RunFacts
+from isthmus.optim.decoupled import DecoupledDiLoCo
+from isthmus.optim.eager import Eager
+from isthmus.optim.edit import EDiT
 from isthmus.optim.lgreco import Cost, choose, with_codecs
+from isthmus.optim.outer import digest_of
+from isthmus.optim.qsr import QSR
+from isthmus.optim.streaming import Streaming
 from tests.unit.optim.lab import INITIAL, TABLE, anchors, assert_parity, assert_same, run
 
 CODECS = ("raw", "bf16", "int8", "e3m0", "twobit")
@@ -245,7 +252,29 @@ def test_the_wrapped_methods_state_is_its_own():
     base = DiLoCo(inner_steps=4)
     outer = with_codecs(base, {WHOLE: "int8"})
     (fragment,) = outer.fragments(TABLE)
-    assert outer.init(fragment, INITIAL).shared_digest() == base.init(fragment, INITIAL).shared_digest()
+    assert digest_of(outer.init(fragment, INITIAL)) == digest_of(base.init(fragment, INITIAL))
+
+
+@pytest.mark.parametrize(
+    "base",
+    [Streaming(inner_steps=6), EDiT(inner_steps=6), DecoupledDiLoCo(inner_steps=6), Eager(inner_steps=6), QSR()],
+    ids=lambda base: type(base).__name__,
+)
+def test_any_method_can_be_wrapped_and_is_fitted_like_itself(base):
+    """What it fits to the model or the run, its private state and how its workers settle are its own."""
+    run_facts = RunFacts(num_peers=4, outer_steps=9, peak_lr=0.01, schedule="cosine")
+    codecs = {WHOLE: "int8"}
+    outer = with_codecs(base, codecs).fitted(TABLE, run_facts)
+    fitted = base.fitted(TABLE, run_facts)
+    assert outer.fragments(TABLE) == fitted.fragments(TABLE)
+    for step in range(13):
+        wrapped, plain = outer.plan(step), fitted.plan(step)
+        assert [round_.codec for round_ in wrapped] == [codecs.get(round_.fragment) for round_ in plain]
+        assert [dataclasses.replace(round_, codec=None) for round_ in wrapped] == list(plain)
+    churn = {"joins": {9: ["elm"]}, "leaves": {14: ["birch"]}, "aborted": lambda round_: round_.inner_step == 12}
+    plain, wrapped = run(fitted, 24, **churn), run(outer, 24, **churn)
+    assert_same(anchors(wrapped), anchors(plain), tolerance=0.0)
+    assert_same(list(wrapped.values.values()), list(plain.values.values()), tolerance=0.0)
 
 
 def test_the_codecs_given_are_copied():
