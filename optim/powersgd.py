@@ -22,6 +22,16 @@ On purpose unlike public code:
     * Factors are orthonormalised after the mean, by everybody with the same bits; a column that vanished begins anew,
       for it would stay zero for ever.
     * Whether a tensor is compressed is decided with >=, not >.
+    * DiLoCo's outer momentum is left out unless it is asked for. What was left out comes rounds later, and a momentum
+      pushes on meanwhile: the lower the rank, the further it runs away.
+
+Held-out loss of the decoder of `scripts/bench convergence` (dimension 64), 4 workers, 40 rounds of H 30 from its first
+weights; on Python's library, then on tiny Shakespeare. Rank 32 sends 41 % of the numbers, rank 8 11 %:
+
+    lr, momentum                  1, 0             0.6, 0.5          0.6, 0.9
+    rank 32                  2.013   2.226      2.020   2.273     2.162   2.513
+    rank 8                   2.264   2.353      2.317   2.462     2.620   2.997
+    mean of all parameters   1.995   2.132      one worker alone  2.154   2.268
 """
 
 from __future__ import annotations
@@ -70,10 +80,9 @@ class PowerSGD(DiLoCo):
     """
 
     lr: float | None = 1.0
-    """Outer learning rate, > 0. 1 without momentum is the mean of the workers, as far as it has arrived. None: DiLoCo's
-    default."""
+    """Outer learning rate, > 0. None: DiLoCo's default."""
     momentum: float = 0.0
-    """Outer Nesterov momentum, in [0, 1). With error feedback it is best left out, see above."""
+    """Outer Nesterov momentum, in [0, 1). With error feedback it is best left out."""
     rank: int = 32
     """r, columns of a factor, >= 1; no more than a matrix has rows or columns. The paper's gradients need 1 to 4; no
     source says what a pseudo-gradient of many steps needs."""

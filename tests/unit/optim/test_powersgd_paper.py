@@ -106,6 +106,11 @@ def test_rounds_that_send_everything_are_diloco_bit_for_bit():
     assert {committed.round_.numel for committed in compressed.committed} == {MATRICES.numel}
 
 
+def test_by_default_the_anchor_becomes_the_mean_of_what_arrived():
+    everything = run_matrices(PowerSGD(inner_steps=4, dense_rounds=6).fitted(MATRICES))
+    assert_same(anchors(everything), anchors(run_matrices(DiLoCo(inner_steps=4, lr=1.0, momentum=0.0))), tolerance=0.0)
+
+
 def test_it_follows_a_direct_implementation_of_the_released_recurrence():
     outer = power_sgd()
     expected = direct_power_sgd(outer, MATRICES, START, range(4, 33, 4))
