@@ -235,9 +235,9 @@ class OuterState:
         place = self.places[round_.fragment]
         state = self.live.states[place]
         after, before = state, shared_part(state)
-        if result is not None and CHAIN in state:
+        if CHAIN in state and record.weights:  # of a pair others have met, whoever had no partner
             after = next_chain(state, round_.inner_step, record)
-        elif result is not None:
+        elif CHAIN not in state and result is not None:
             after = self._outer.step(round_, result, before, out=self._next_memory(place))
         if result is not None and not round_.keeps_value:
             result = replace(result, value=torch.empty(0))

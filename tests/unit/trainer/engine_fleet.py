@@ -22,6 +22,7 @@ from isthmus.optim.outer import PARAM, Outer
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.moments import Moments
 from isthmus.trainer.sample_feed import SampleFeed
+from isthmus.trainer.state_version import has_anchor
 from isthmus.trainer.training_loop import RoundReport, TrainingLoop
 from isthmus.trainer.worker_values import WorkerValues
 from tests.unit.optim.adam_lab import AdamRows
@@ -116,6 +117,7 @@ class Peer:
             moments=Moments(
                 mailbox=self.mailbox, hasher=hasher, are_shared=False, least_steps=0, has_trained=lambda: False
             ),
+            first_parameters=None if has_anchor(site.outer, site.state.fragments) else INITIAL.clone,
         )
         self.loop = TrainingLoop(
             membership=self,
