@@ -111,6 +111,11 @@ class AsyncDiLoCo(Outer):
             return self
         return dataclasses.replace(self, buffer=_NUM_PEERS if run is None else run.num_peers)
 
+    @property
+    def counts_from_anchor(self) -> bool:
+        """No: from the anchor that the worker pulled."""
+        return False
+
     def fragments(self, table: FragmentTable, /) -> tuple[Fragment, ...]:
         """One fragment: the whole flat vector."""
         return (table.whole(),)

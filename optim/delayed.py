@@ -94,7 +94,7 @@ class Delayed(DiLoCo):
             ValueError: if `out` shares memory with the private state.
         """
         if outcome.result is None and not outcome.round_.delay:
-            return Settled.followed(outcome.private)
+            return Settled.untouched(outcome.private)
         private = self.next_private(outcome, successor(outcome.private, out))
         return Settled.replaced(private, self.start(outcome.after, private))
 

@@ -133,6 +133,10 @@ class _WithCodecs(Outer):
     outer: Outer
     codecs: Mapping[FragmentKey, str]
 
+    @property
+    def counts_from_anchor(self) -> bool:
+        return self.outer.counts_from_anchor
+
     def fitted(self, table: FragmentTable, run: RunFacts | None = None, /) -> _WithCodecs:
         return dataclasses.replace(self, outer=self.outer.fitted(table, run))
 

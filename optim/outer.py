@@ -38,7 +38,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -207,21 +207,17 @@ class Outcome:
 class Settled:
     """What a worker does at a round's due step: its next private state, and how its local values move.
 
-    value <- keep * value + (1 - keep) * target, done where the value lives (0: replaced; 1: untouched). Or, with
-    `follows`, value <- value + new anchor - old anchor: what the worker has done since stays what it is.
+    value <- keep * value + (1 - keep) * target, done where the value lives. 0: replaced; 1: untouched.
     """
 
     private: Tensors
     target: Tensor | None
     """[numel], read-only, often a tensor of the shared state itself. None if and only if `keep` is 1."""
     keep: float
-    follows: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.keep <= 1.0 or (self.target is None) != (self.keep == 1.0):
             raise ValueError(f"keep must be in [0, 1], and 1 goes with no target; got keep={self.keep}")
-        if self.follows and self.keep != 1.0:
-            raise ValueError("a value that follows the anchor has no target")
 
     @classmethod
     def replaced(cls, private: Tensors, target: Tensor) -> Settled:
@@ -230,13 +226,8 @@ class Settled:
 
     @classmethod
     def untouched(cls, private: Tensors) -> Settled:
-        """The worker keeps its value, whatever the others have done."""
+        """The worker keeps its value."""
         return cls(private=private, target=None, keep=1.0)
-
-    @classmethod
-    def followed(cls, private: Tensors) -> Settled:
-        """The worker keeps its work, and moves along with the anchor; nothing moves where that has not."""
-        return cls(private=private, target=None, keep=1.0, follows=True)
 
 
 class Outer(ABC):
@@ -247,9 +238,14 @@ class Outer(ABC):
 
     __slots__ = ()
 
-    counts_from_anchor: ClassVar[bool] = True
-    """Whether a worker's next payload counts from the shared anchor. If so, a worker whose work was not counted moves
-    along with the anchor: value <- value + new anchor - old anchor."""
+    @property
+    def counts_from_anchor(self) -> bool:
+        """Whether a worker's next payload counts from the shared anchor.
+
+        If so, a worker whose work was not counted moves along with the anchor, value <- value + new anchor - old
+        anchor, so that what it has done stays what it is.
+        """
+        return True
 
     def fitted(self, _table: FragmentTable, _run: RunFacts | None = None, /) -> Outer:
         """What an engine uses: the same method with all settings known that follow from the model or from the run.
@@ -347,7 +343,7 @@ class Outer(ABC):
             out: recycled tensors for the next private state; None allocates. They must not overlap `outcome.private`.
         """
         if outcome.result is None:
-            return Settled.followed(outcome.private)
+            return Settled.untouched(outcome.private)
         return Settled.replaced(outcome.private, outcome.after[ANCHOR])
 
 

@@ -412,7 +412,7 @@ class _Run:
 
     def _move(self, name: str, fragment: Fragment, settled: Settled) -> None:
         if settled.target is None:
-            return  # whoever follows the anchor has nothing to follow: what is given up here has moved nobody's
+            return  # there is nothing to follow: what is given up here has moved nobody's anchor
         value = self._local(fragment, name)
         blend(value, settled.target, settled.keep)
         fragment.scatter(value, out=self._values(fragment, name))

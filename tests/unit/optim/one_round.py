@@ -16,7 +16,6 @@ class After(NamedTuple):
     state: State
     target: torch.Tensor | None
     keep: float
-    follows: bool
 
 
 def begin(outer, fragment, value):
@@ -36,7 +35,7 @@ def after(outer, round_, result, state, mine=None, *, out=None):
         round_=round_, result=result, contribution=mine, before=state.shared, after=shared, private=state.private
     )
     settled = outer.settle(outcome, out=None if out is None else out.private)
-    return After(State(shared, settled.private), settled.target, settled.keep, settled.follows)
+    return After(State(shared, settled.private), settled.target, settled.keep)
 
 
 def tensors_of(state):

@@ -187,7 +187,7 @@ def test_who_arrived_pulls_and_the_others_are_left_alone():
     assert torch.equal(came.state.private[PULLED], came.state.shared[ANCHOR])
     assert came.state.private[PULLED_AT].item() == 20.0
     for left in (stayed, learner):
-        assert (left.target, left.keep, left.follows) == (None, 1.0, False)
+        assert (left.target, left.keep) == (None, 1.0)
         assert torch.equal(left.state.private[PULLED], INITIAL)
         assert left.state.private[PULLED_AT].item() == 0.0
         assert digest(left.state) == digest(came.state) != digest(state)
@@ -199,7 +199,7 @@ def test_whose_difference_was_not_counted_neither_pulls_nor_follows_the_anchor()
     state = begin(outer, TABLE.whole(), INITIAL)
     missed = after(outer, ROUND, None, state, contribution_of(1.0))
     assert missed.state.private is state.private
-    assert (missed.target, missed.keep, missed.follows) == (None, 1.0, False)
+    assert (missed.target, missed.keep) == (None, 1.0)
 
 
 def test_whoever_joins_or_leaves_shared_states_are_equal():

@@ -29,9 +29,7 @@ from tests.unit.optim.one_round import after
 
 NUMEL = TABLE.numel
 SPEEDS = {"ash": 1.0, "birch": 0.5, "cedar": 0.75, "dogwood": 0.25}
-ROUND = Round(
-    fragment=TABLE.whole().key, op=Op.MEAN, inner_step=6, delay=2, num_notes=1, weigh=Weigh.ALIKE
-)
+ROUND = Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=6, delay=2, num_notes=1, weigh=Weigh.ALIKE)
 WORK = Work(inner_steps=4, samples=8.0)
 
 
@@ -375,7 +373,7 @@ def test_a_worker_goes_to_the_new_anchor_or_keeps_what_was_not_counted():
     assert (moved.target, moved.keep) == (moved.state.shared[ANCHOR], 0.0)
     missed = after(outer, ROUND, None, State(shared, {}))
     assert missed.state.shared is shared
-    assert missed.follows
+    assert missed.keep == 1.0
 
 
 def test_step_refuses_to_write_over_the_state_it_is_given():

@@ -306,7 +306,7 @@ def test_where_workers_wait_they_keep_what_was_not_counted(method):
     outer = method(inner_steps=H, overlap=False)
     state, round_, result, mine = filled(method)
     missed = after(outer, dataclasses.replace(round_, delay=0), None, state, mine)
-    assert missed.follows
+    assert missed.keep == 1.0
     assert missed.state.private is state.private
 
 

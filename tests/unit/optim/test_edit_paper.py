@@ -428,7 +428,7 @@ def test_a_round_without_a_result_is_the_methods_own_affair_unless_the_worker_wa
     for given in (mine, None):
         missed = after(outer, ROUND, None, state, given, out=spare(state))
         assert same(missed.state, state)
-        assert missed.follows
+        assert missed.keep == 1.0
     gone = after(outer, ROUND, None, state, rejected(mine))
     assert gone.keep == 0.0
     assert torch.equal(gone.target, state.shared[ANCHOR])

@@ -206,7 +206,7 @@ def test_who_gave_nothing_or_met_nobody_keeps_what_it_has():
     state, result, mine = _state_and_result()
     for left in (after(NoLoCo(), ROUND, result, state), after(NoLoCo(), ROUND, None, state, mine)):
         assert left.state.private is state.private
-        assert (left.target, left.keep, left.follows) == (None, 1.0, False)
+        assert (left.target, left.keep) == (None, 1.0)
 
 
 def test_the_payload_is_the_value_and_may_lie_in_it():

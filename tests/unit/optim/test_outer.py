@@ -37,9 +37,9 @@ def test_by_default_a_worker_goes_to_the_new_anchor_and_follows_it_if_it_was_not
     result = Result(value=torch.empty(0), members=("ash",), weight_sum=1.0)
     outcome = Outcome(round_=round_, result=result, contribution=None, before=before, after=after, private=private)
     counted = Plain().settle(outcome)
-    assert (counted.target, counted.keep, counted.follows) == (after[ANCHOR], 0.0, False)
+    assert (counted.target, counted.keep) == (after[ANCHOR], 0.0)
     missed = Plain().settle(dataclasses.replace(outcome, result=None))
-    assert (missed.target, missed.keep, missed.follows) == (None, 1.0, True)
+    assert (missed.target, missed.keep) == (None, 1.0)
     assert counted.private is missed.private is private
 
 
@@ -99,8 +99,6 @@ def test_a_target_goes_with_keeping_less_than_everything():
     for keep, target in ((1.0, torch.zeros(1)), (0.5, None), (1.5, torch.zeros(1)), (-0.1, torch.zeros(1))):
         with pytest.raises(ValueError, match="keep"):
             Settled(private={}, target=target, keep=keep)
-    with pytest.raises(ValueError, match="has no target"):
-        Settled(private={}, target=torch.zeros(1), keep=0.0, follows=True)
 
 
 @pytest.mark.parametrize(("keep", "expected"), [(0.0, 8.0), (0.25, 7.0), (1.0, 4.0)])

@@ -252,7 +252,7 @@ def test_who_was_not_counted_keeps_its_residual_and_its_distance_from_the_anchor
     round_, _, state, mine = committed_round(outer)
     settled = after(outer, round_, None, state, mine)
     assert settled.state.private is state.private
-    assert (settled.target, settled.keep, settled.follows) == (None, 1.0, True)
+    assert (settled.target, settled.keep) == (None, 1.0)
 
 
 # ------------------------------------------------------------------------------------------------ the protocol

@@ -275,7 +275,7 @@ def test_who_was_not_counted_keeps_its_residual_and_its_distance_from_the_anchor
     state = some_state()
     settled = after(SparseLoCo(), ROUND, None, state, contribution())
     assert settled.state.private is state.private
-    assert (settled.target, settled.keep, settled.follows) == (None, 1.0, True)
+    assert (settled.target, settled.keep) == (None, 1.0)
 
 
 def test_nothing_writes_to_the_state_or_the_result():

@@ -275,9 +275,9 @@ def test_state_is_never_written():
     assert settled.keep == 0.5
     assert settled.target is stepped[ANCHOR]
     missed = outer.settle(dataclasses.replace(outcome, result=None))
-    assert missed.follows, "its work is in the value, which the next difference from the anchor holds"
+    assert missed.keep == 1.0, "its work is in the value, which the next difference from the anchor holds"
     alone = dataclasses.replace(outer, keep=1.0).settle(outcome)
-    assert (alone.target, alone.keep, alone.follows) == (None, 1.0, False)
+    assert (alone.target, alone.keep) == (None, 1.0)
 
 
 def test_the_workers_have_different_gradients():
