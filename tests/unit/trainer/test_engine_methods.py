@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every method under the daemon's engine does what `optim.simulate` does with the same workers."""
 
+import asyncio
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from isthmus.collective.core.types import OuterStep
+from isthmus.elastic.core.messages import Held
 from isthmus.elastic.digest import Hasher
 from isthmus.optim import build_outer
-from isthmus.optim.outer import Outer
+from isthmus.optim.outer import Outer, Work
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.optim.run_facts import RunFacts
 from isthmus.optim.simulate import Trajectory, by_samples, simulate
+from isthmus.trainer.outer_state import OuterState
+from isthmus.trainer.private_files import PrivateFiles
 from isthmus.trainer.state_version import tensor_name
 from scripts.convergence.codec_wire import CodecWire
 from tests.unit.optim.adam_lab import AdamRows
@@ -88,3 +95,74 @@ async def test_state_goes_the_way_of_the_simulation(hasher: Hasher, name: str) -
         for key, state in simulated_own.items() if name != "eager" else ():  # here no payload follows the last one
             for name_, value in state.items():
                 torch.testing.assert_close(own[key][name_], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+async def test_learners_come_to_the_committed_digest_by_replay_and_by_a_snapshot(hasher: Hasher, name: str) -> None:
+    outer = build_outer(name, **METHODS[name]).fitted(TABLE, RUN)
+    async with fleet(outer, hasher, outer_steps=7, codec="int8") as peers:
+        await train(peers)
+        (donor, *_), log = peers, peers[1].site.log
+        replaying, restoring = (OuterState(outer, outer.fragments(TABLE), OuterPlan(outer), hasher) for _ in range(2))
+        await replaying.found(INITIAL)
+        for step in log.span:
+            entry = log.get(OuterStep(step))
+            assert entry is not None
+            assert (await replaying.replay(entry)).digest == donor.reports[step - 1].digest
+        pinned = donor.site.state.pin()
+        for destination, tensor in zip(restoring.begin_restore(pinned.manifest), pinned.tensors.values(), strict=True):
+            destination[:] = tensor.view(torch.uint8).numpy().data
+        assert await restoring.finish_restore(pinned.manifest) == replaying.held() == donor.site.state.held()
+        pinned.release()
+
+
+@pytest.mark.parametrize("name", ["sparseloco", "powersgd", "edit", "delayed", "noloco"])
+async def test_a_peer_that_comes_back_from_its_disk_sends_what_it_would_have_sent(
+    hasher: Hasher, tmp_path: Path, name: str
+) -> None:
+    """Its private state is on the disk, so its next payload from the same values has the same bits."""
+    outer = build_outer(name, **METHODS[name]).fitted(TABLE, RUN)
+    async with fleet(outer, hasher, outer_steps=5) as peers:
+        await train(peers)
+        values, held = peers[1].values, peers[1].site.state.live.held
+        files = PrivateFiles(tmp_path / "private", "run", keep=2)
+        async with asyncio.TaskGroup() as tasks:
+            writing = tasks.create_task(files.run())
+            await files.offer(held, values.private)
+            await files.drain()
+            writing.cancel()
+        assert PrivateFiles(tmp_path / "private", "another run", keep=2).load(held) is None
+        remembered = files.load(held)
+        assert remembered is not None
+        before = {place: {k: v.clone() for k, v in state.items()} for place, state in values.private.items()}
+        rounds, works = OuterPlan(outer).rounds(6), [Work(inner_steps=3, samples=12.0)] * len(outer.fragments(TABLE))
+        sent = [item.emitted.payload.clone() for item in await values.emit(rounds, works)]
+        values.remember(held, remembered)
+        await values.start_from(peers[1].site.state.pin())
+        assert values.private.keys() == before.keys()
+        for place, state in before.items():
+            assert all(torch.equal(values.private[place][key], tensor) for key, tensor in state.items())
+        again = [item.emitted.payload for item in await values.emit(rounds, works)]
+        # Workers begin at the anchor, as after a landing that replaces all values: of these methods all do.
+        assert all(torch.equal(one, other) for one, other in zip(sent, again, strict=True))
+
+
+async def test_private_state_that_was_changed_on_the_disk_begins_anew(tmp_path: Path, caplog: Any) -> None:
+    files = PrivateFiles(tmp_path, "run", keep=1)
+    held = Held(OuterStep(3), bytes(32))
+    async with asyncio.TaskGroup() as tasks:
+        writing = tasks.create_task(files.run())
+        for step in (2, 3):
+            await files.offer(Held(OuterStep(step), bytes(32)), {0: {"residual": torch.ones(5)}})
+            await files.drain()
+        writing.cancel()
+    (path,) = sorted(tmp_path.glob("*"))  # the older one is gone
+    found = files.load(held)
+    assert found is not None
+    assert torch.equal(found[0]["residual"], torch.ones(5))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert files.load(held) is None
+    assert "it begins anew" in caplog.text
+    assert files.load(Held(OuterStep(4), bytes(32))) is None
