@@ -29,9 +29,7 @@ from tests.unit.optim.one_round import after
 
 NUMEL = TABLE.numel
 SPEEDS = {"ash": 1.0, "birch": 0.5, "cedar": 0.75, "dogwood": 0.25}
-ROUND = Round(
-    fragment=TABLE.whole().key, op=Op.MEAN, inner_step=6, delay=2, num_notes=1, weigh=Weigh.ALIKE
-)
+ROUND = Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=6, delay=2, num_notes=1, weigh=Weigh.ALIKE)
 WORK = Work(inner_steps=4, samples=8.0)
 
 
@@ -329,10 +327,10 @@ def test_whoever_joins_or_leaves_shared_states_are_equal():
     assert trajectory.committed[-1].digests.keys() == {"cedar", "dogwood", "elm", "fir", "gorse"}
     assert "gorse" in trajectory.committed[-1].members
     assert all(value.isfinite().all() for value in trajectory.values.values())
-    for before, after in itertools.pairwise(
+    for before, later in itertools.pairwise(
         committed for committed in trajectory.committed if committed.round_.fragment.index == 2
     ):
-        assert not torch.equal(before.shared[ANCHOR], after.shared[ANCHOR])
+        assert not torch.equal(before.shared[ANCHOR], later.shared[ANCHOR])
 
 
 def _outer_shared_result(embeddings):

@@ -97,7 +97,9 @@ def test_it_follows_a_direct_implementation():
 
 
 def test_weights_weigh_the_mean():
-    trajectory = run(DiLoCo(lr=0.7, inner_steps=4), 12, weigh=lambda worker, _work: {"ash": 3.0, "cedar": 0.5}.get(worker, 1.0))
+    trajectory = run(
+        DiLoCo(lr=0.7, inner_steps=4), 12, weigh=lambda worker, _work: {"ash": 3.0, "cedar": 0.5}.get(worker, 1.0)
+    )
     expected = direct_diloco(0.7, 0.9, [4, 8, 12], weights=(3.0, 1.0, 0.5))
     torch.testing.assert_close(trajectory.committed[-1].shared[ANCHOR].double(), expected[-1], rtol=1e-4, atol=1e-5)
 

@@ -14,7 +14,6 @@ from isthmus.optim.autoloco import AutoLoCo
 from isthmus.optim.qsr import QSR
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, anchors, assert_parity, assert_same, run, sgd_step
 
-
 SCHEDULE = {"peak_lr": 0.004, "total_steps": 60, "schedule": "cosine", "warmup_steps": 5, "min_ratio": 0.1}
 
 
@@ -34,7 +33,9 @@ def direct_boundaries(outer, factor):
         h = outer.inner_steps
         if step >= outer.warmup_steps:
             lr = outer.peak_lr * factor(step)
-            h = max(h, int(min((alpha / lr) ** outer.power * (1 + 1e-9), outer.total_steps)) if lr else outer.total_steps)
+            h = max(
+                h, int(min((alpha / lr) ** outer.power * (1 + 1e-9), outer.total_steps)) if lr else outer.total_steps
+            )
         step += max(1, min(h, outer.total_steps - step))
         ends.append(step)
     return ends
@@ -188,7 +189,7 @@ SCHEDULES = [
 @pytest.mark.parametrize("cls", [QSR, AutoLoCo])
 @pytest.mark.parametrize("settings", SCHEDULES, ids=str)
 def test_a_run_ends_with_its_last_round_where_its_schedule_does(settings, cls):
-    for outer_steps, alpha, inner_steps in itertools.product((20, 41, 300), (None, 0.0, 0.006, 0.02), (3, 7)):
+    for outer_steps, alpha, inner_steps in itertools.product((20, 101), (None, 0.0, 0.006, 0.02), (3, 7)):
         run_facts = facts(outer_steps, **settings)
         outer = cls(alpha=alpha, inner_steps=inner_steps).fitted(TABLE, run_facts)
         ends = boundaries(outer, outer.total_steps)
@@ -283,7 +284,7 @@ def test_a_schedule_that_is_the_runs_may_be_restated():
 @pytest.mark.parametrize("restated", [{"alpha": 1e3}, {"inner_steps": 1}])
 def test_a_length_that_no_run_has_is_refused_in_one_sentence(restated):
     """Rounds of 6e10 inner steps; and a warm-up of 100 with no more than 40 rounds of one step."""
-    with pytest.raises(ValueError, match="40 rounds do not end .*: shorten warm-up and decay, or lower alpha"):
+    with pytest.raises(ValueError, match=r"40 rounds do not end .*: shorten warm-up and decay, or lower alpha"):
         QSR(**restated).fitted(TABLE, facts(40, warmup_steps=100))
 
 

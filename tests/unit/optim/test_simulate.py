@@ -150,7 +150,8 @@ def test_a_round_says_whether_its_members_are_weighed_by_samples_or_alike():
     settings = {"lr": 1.0, "momentum": 0.0, "inner_steps": 2}
     sizes = {"ash": 3.0, "birch": 1.0}
     heights = [
-        anchor_heights(run(2, outer=method(**settings), weigh=by_samples, batch_size=sizes)) for method in (DiLoCo, Alike)
+        anchor_heights(run(2, outer=method(**settings), weigh=by_samples, batch_size=sizes))
+        for method in (DiLoCo, Alike)
     ]
     assert heights == [[(3 * 2.0 + 4.0) / 4], [3.0]]
 
