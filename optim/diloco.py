@@ -44,7 +44,7 @@ _BEST_LR: Final = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 @register("diloco")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCo(Outer):
-    """DiLoCo's settings; defaults are the paper's, but for the learning rate.
+    """DiLoCo's settings; defaults are the paper's, but for the learning rate and H.
 
     Raises:
         ValueError: if a setting is out of its range.
@@ -55,14 +55,14 @@ class DiLoCo(Outer):
     best rate grows with their number, and what is good for three takes a single one, whose work is noisier, too far."""
     momentum: float = 0.9
     """Outer Nesterov momentum, in [0, 1)."""
-    inner_steps: int = 500
-    """H, inner steps between exchanges, >= 1. Smaller is closer to data parallel and costs more bytes."""
+    inner_steps: int = 100
+    """H, inner steps between exchanges, >= 1. Smaller is closer to data parallel and costs more bytes. The paper: 500."""
 
     def __post_init__(self) -> None:
         if self.lr is not None and not 0.0 < self.lr < float("inf"):
-            raise ValueError(f"outer lr must be positive and finite, got {self.lr}")
+            raise ValueError(f"lr must be positive and finite, got {self.lr}")
         if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"outer momentum must be in [0, 1), got {self.momentum}")
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
         if self.inner_steps < 1:
             raise ValueError(f"inner_steps must be at least 1, got {self.inner_steps}")
 

@@ -118,7 +118,7 @@ class QSR(DiLoCo):
             if given is not None and given != theirs:
                 raise ValueError(f"{name} is {given} here and {theirs} in the run that it belongs to: leave it out")
         if fitted._num_rounds(run.outer_steps + 1) != run.outer_steps:
-            cure = "shorten the warm-up, or lower alpha" if self.total_steps is None else "leave total_steps out"
+            cure = "shorten warm-up and decay, or lower alpha" if self.total_steps is None else "leave total_steps out"
             raise ValueError(f"{run.outer_steps} rounds do not end after {total_steps} inner steps: {cure}")
         return fitted
 

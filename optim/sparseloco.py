@@ -27,6 +27,8 @@ Held-out loss of the decoder of `scripts/bench convergence`, 4 workers, 40 round
     α                      1        2        3        4        5      mean of all parameters
     Python's library     2.107    2.000    2.146    2.278    2.347    1.995
     tiny Shakespeare     2.159    2.120    2.131    2.421    2.466    2.132
+    library, 8 workers   2.108    1.990    2.090
+    library, 2 workers   2.090    2.093
 
 Source: SparseLoCo (arXiv:2508.15706); settings and guard from Covenant-72B (arXiv:2603.08163), α apart.
 """

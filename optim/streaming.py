@@ -49,7 +49,7 @@ class Streaming(DiLoCo):
         ValueError: if a setting is out of its range.
     """
 
-    inner_steps: int = 30
+    inner_steps: int = 100
     """H, inner steps between two exchanges of the same fragment, >= 1. The paper has 30 and 100."""
     num_fragments: int | None = None
     """P, in [1, min(H, layers)]. None: a fragment for every three layers, which `fitted` works out."""

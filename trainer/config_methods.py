@@ -265,7 +265,7 @@ def _name_of(node: ast.expr) -> str:
 
 
 def _text(node: ast.stmt | None) -> str:
-    """A string that stands as a statement, on one line."""
+    """A string that stands as a statement, on one line, with TOML's words for Python's values."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-        return " ".join(node.value.value.split())
+        return re.sub(r"\b(None|True|False)\b", lambda word: word[0].lower(), " ".join(node.value.value.split()))
     return ""

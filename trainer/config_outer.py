@@ -15,6 +15,8 @@ from pydantic_core import PydanticKnownError
 from isthmus.trainer.config_methods import methods
 from isthmus.trainer.config_values import Section
 
+OUTER: Final = "outer"
+"""Name of the section."""
 DEFAULT_METHOD: Final = "diloco"
 
 

@@ -21,7 +21,14 @@ def step(worker: str, inner_step: int, value: torch.Tensor) -> None:
     value -= 0.1 * (value - torch.sin(index * number + 0.3 * inner_step)) / number
 
 
-FALLING = {"alpha": 0.002, "peak_lr": 0.001, "total_steps": NUM_STEPS}
+FALLING = {
+    "alpha": 0.002,
+    "peak_lr": 0.001,
+    "total_steps": NUM_STEPS,
+    "schedule": "cosine",
+    "warmup_steps": 0,
+    "min_ratio": 0.1,
+}
 METHODS = {
     "diloco": {},
     "streaming": {"num_fragments": 2, "delay": 1},

@@ -10,16 +10,20 @@ import itertools
 import pytest
 import torch
 
-from isthmus.optim import ANCHOR, DiLoCo, Result, State, Work, build_outer, build_schedule
+from isthmus.optim import ANCHOR, DiLoCo, Result, RunFacts, Work, build_outer, build_schedule
 from isthmus.optim.autoloco import COMMITTED_AT, AutoLoCo
 from isthmus.optim.diloco import MOMENTUM
+from isthmus.optim.outer import digest_of, empty_like
 from isthmus.optim.qsr import QSR
+from isthmus.optim.simulate import State
 from tests.unit.optim.lab import INITIAL, TABLE, WORKERS, anchors, assert_parity, assert_same, gradient, run
+from tests.unit.optim.one_round import after
 
 
 def autoloco(**changes):
-    settings = {"inner_steps": 4, "alpha": 0.005, "peak_lr": 0.004, "total_steps": 60, "warmup_steps": 5}
-    return AutoLoCo(**settings | changes)
+    settings = {"inner_steps": 4, "alpha": 0.005, "peak_lr": 0.004, "total_steps": 60}
+    schedule = {"schedule": "cosine", "warmup_steps": 5, "min_ratio": 0.1}
+    return AutoLoCo(**settings | schedule | {"lr": 0.7} | changes)
 
 
 def boundaries(outer):
@@ -65,9 +69,15 @@ def test_a_constant_learning_rate_makes_it_diloco_bit_for_bit(alpha):
     outer = autoloco(schedule="constant", warmup_steps=0, alpha=alpha, total_steps=36)
     steps = {0.0: 4, 0.005: 4, 0.0126: 9}[alpha]
     churn = {"joins": {10: ["elm"]}, "leaves": {20: ["birch"]}}
-    diloco = run(DiLoCo(inner_steps=steps), 36, **churn)
+    diloco = run(DiLoCo(lr=0.7, inner_steps=steps), 36, **churn)
     assert len(diloco.committed) == 36 // steps
     assert_same(anchors(run(outer, 36, **churn)), anchors(diloco), tolerance=0.0)
+
+
+def test_with_nothing_said_a_run_at_a_constant_learning_rate_is_dilocos():
+    run_facts = RunFacts(num_peers=4, outer_steps=9, peak_lr=0.004, schedule="constant", warmup_steps=0)
+    outer = AutoLoCo(inner_steps=4).fitted(TABLE, run_facts)
+    assert_same(anchors(run(outer, 36)), anchors(run(DiLoCo(inner_steps=4), 36)), tolerance=0.0)
 
 
 def test_it_follows_a_direct_implementation_through_uneven_rounds():
@@ -147,45 +157,53 @@ def test_shared_state_has_the_same_bits_whoever_joins_leaves_or_fails():
 def committed_round(outer):
     generator = torch.Generator().manual_seed(3)
     anchor, momentum, value = (torch.randn(TABLE.numel, generator=generator) for _ in range(3))
-    state = State(shared={ANCHOR: anchor, MOMENTUM: momentum, COMMITTED_AT: torch.tensor([8.0])})
+    shared = {ANCHOR: anchor, MOMENTUM: momentum, COMMITTED_AT: torch.tensor([8.0])}
     end = boundaries(outer)[-1]
-    return outer.plan(end)[0], Result(value=value, members=WORKERS, weight_sum=4.0), state
+    return outer.plan(end)[0], Result(value=value, members=WORKERS, weight_sum=4.0), shared
 
 
-def test_emit_absorb_and_dropped_never_write_to_the_state():
+def test_emit_and_step_never_write_to_the_state():
     outer = autoloco()
-    round_, result, state = committed_round(outer)
-    digest, value = state.shared_digest(), result.value.clone()
-    outer.emit(round_, INITIAL.clone(), state, Work(inner_steps=4, samples=4.0), out=torch.empty(TABLE.numel))
-    first = outer.absorb(round_, result, state)
-    assert outer.dropped(round_, None, state).state is state
-    assert state.shared_digest() == digest
+    round_, result, shared = committed_round(outer)
+    digest, value = digest_of(shared), result.value.clone()
+    outer.emit(round_, INITIAL.clone(), shared, {}, Work(inner_steps=4, samples=4.0), out=torch.empty(TABLE.numel))
+    first = outer.step(round_, result, shared)
+    assert digest_of(shared) == digest
     assert torch.equal(result.value, value)
-    assert outer.absorb(round_, result, state).state.shared_digest() == first.state.shared_digest() != digest
+    assert digest_of(outer.step(round_, result, shared)) == digest_of(first) != digest
 
 
 @pytest.mark.parametrize("name", [ANCHOR, MOMENTUM, None])
 def test_the_results_memory_can_become_a_tensor_of_a_recycled_state(name):
     outer = autoloco()
-    round_, result, state = committed_round(outer)
-    expected = outer.absorb(round_, result, state).state.shared_digest()
-    spare = {key: tensor.fill_(float("nan")) for key, tensor in state.empty_like().shared.items()}
-    out = State(shared=spare if name is None else {**spare, name: result.value})
-    absorbed = outer.absorb(round_, result, state, out=out)
-    assert absorbed.state is out
-    assert absorbed.target is out.shared[ANCHOR]
-    assert out.shared_digest() == expected
+    round_, result, shared = committed_round(outer)
+    expected = digest_of(outer.step(round_, result, shared))
+    out = {key: tensor.fill_(float("nan")) for key, tensor in empty_like(shared).items()}
+    if name is not None:
+        out[name] = result.value
+    assert outer.step(round_, result, shared, out=out) is out
+    assert digest_of(out) == expected
 
 
-def test_absorb_refuses_to_write_over_the_state_it_is_given():
+def test_the_workers_go_to_the_new_anchor_or_keep_what_was_not_counted():
     outer = autoloco()
-    round_, result, state = committed_round(outer)
+    round_, result, shared = committed_round(outer)
+    moved = after(outer, round_, result, State(shared, {}))
+    assert (moved.target, moved.keep) == (moved.state.shared[ANCHOR], 0.0)
+    missed = after(outer, round_, None, State(shared, {}))
+    assert missed.state.shared is shared
+    assert missed.follows
+
+
+def test_step_refuses_to_write_over_the_state_it_is_given():
+    outer = autoloco()
+    round_, result, shared = committed_round(outer)
     with pytest.raises(ValueError, match="never writes"):
-        outer.absorb(round_, result, state, out=state)
+        outer.step(round_, result, shared, out=shared)
 
 
 def test_it_is_built_from_plain_values_with_dilocos_outer_step():
     outer = build_outer("autoloco", alpha=0.01, peak_lr=0.004, total_steps=100)
-    assert (outer.lr, outer.momentum, outer.inner_steps) == (0.7, 0.9, 500)
+    assert (outer.lr, outer.momentum, outer.inner_steps) == (DiLoCo().lr, DiLoCo().momentum, DiLoCo().inner_steps)
     with pytest.raises(ValueError, match="at most 16777216"):
         build_outer("autoloco", alpha=0.01, peak_lr=0.004, total_steps=1 << 25)

@@ -14,29 +14,34 @@ from isthmus.optim import outer_types
 
 CAPABILITIES = ["default", "avx2", "avx512"]
 
-# Runs in a process of its own, where ATEN_CPU_CAPABILITY can still choose the kernels. Absorbs results that are given,
-# as a learner does: payloads are each worker's own and may be rounded as they like. They come from whole numbers, for
-# torch.randn differs between CPUs.
+# Runs in a process of its own, where ATEN_CPU_CAPABILITY can still choose the kernels. Steps and settles with results
+# that are given, as a worker without a contribution does: payloads are each worker's own and may be rounded as they
+# like. Results come from whole numbers, for torch.randn differs between CPUs.
 SCRIPT = """
-import hashlib, json, sys, torch
-from isthmus.optim import FragmentTable, Op, Result, build_outer, outer_types
-from isthmus.optim.outer import fit
+import dataclasses, hashlib, json, sys, torch
+from isthmus.optim import FragmentTable, Op, Outcome, Result, RunFacts, build_outer, outer_types
+from isthmus.optim.outer import digest_of
 
 torch.set_num_threads(int(sys.argv[1]))
 SHAPES = [("embed.weight", (320, 64))] + [(f"layers.{n}.w", (192, 128)) for n in range(6)] + [("norm", (131,))]
 TABLE = FragmentTable.from_named_shapes(SHAPES)
 MEMBERS = ("ash", "birch", "cedar")
-FALLING = {"alpha": 0.01, "peak_lr": 0.001, "total_steps": 4000, "inner_steps": 200}
-NEEDED = {"qsr": FALLING, "autoloco": FALLING}
+FALLING = {"alpha": 0.01, "inner_steps": 200}
+SETTINGS = {"qsr": FALLING, "autoloco": FALLING}
+RUN = RunFacts(num_peers=3, outer_steps=12, peak_lr=0.001, schedule="cosine")
 
 def mixed(numel, seed):
     index = torch.arange(numel, dtype=torch.int64)
     return ((index * 2654435761 + seed * 40503) % 16777216).float() / 16777216.0 - 0.5
 
-def digest_of(name):
-    outer = fit(build_outer(name, **NEEDED.get(name, {})), TABLE)
+def replayed(name):
+    outer = build_outer(name, **SETTINGS.get(name, {})).fitted(TABLE, RUN)
     fragments = {fragment.key: fragment for fragment in outer.fragments(TABLE)}
-    states = {key: outer.init(fragment, mixed(fragment.numel, 1)) for key, fragment in fragments.items()}
+    shared, private = {}, {}
+    for key, fragment in fragments.items():
+        value = mixed(fragment.numel, 1)
+        shared[key] = outer.init(fragment, value)
+        private[key] = outer.init_private(fragment, shared[key], value)
     digest, inner_step, left = hashlib.sha256(), 0, 5
     while left:
         for round_ in outer.plan(inner_step)[:3]:
@@ -49,17 +54,22 @@ def digest_of(name):
                 value[::7] *= 1e-38
             result = Result(value=value, members=MEMBERS, weight_sum=6.0, weights=(1.0, 2.0, 3.0),
                             notes=tuple((0.3 + row,) * round_.num_notes for row in range(3)))
-            absorbed = outer.absorb(round_, result, states[round_.fragment])
-            states[round_.fragment] = absorbed.state
-            digest.update(absorbed.state.shared_digest().encode())
-            if absorbed.target is not None:
-                digest.update(absorbed.target.numpy().tobytes())
+            key, before = round_.fragment, shared[round_.fragment]
+            shared[key] = outer.step(round_, result, before)
+            digest.update(digest_of(shared[key]).encode())
+            if not round_.keeps_value:
+                result = dataclasses.replace(result, value=torch.empty(0))
+            settled = outer.settle(Outcome(round_=round_, result=result, contribution=None, before=before,
+                                           after=shared[key], private=private[key]))
+            private[key] = settled.private
+            if settled.target is not None:
+                digest.update(settled.target.numpy().tobytes())
             left -= left > 0
         inner_step += 1
     return digest.hexdigest()
 
 print(torch.backends.cpu.get_cpu_capability(), file=sys.stderr)
-print(json.dumps({name: digest_of(name) for name in outer_types()}))
+print(json.dumps({name: replayed(name) for name in outer_types()}))
 """
 
 

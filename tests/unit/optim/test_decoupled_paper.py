@@ -327,10 +327,10 @@ def test_whoever_joins_or_leaves_shared_states_are_equal():
     assert trajectory.committed[-1].digests.keys() == {"cedar", "dogwood", "elm", "fir", "gorse"}
     assert "gorse" in trajectory.committed[-1].members
     assert all(value.isfinite().all() for value in trajectory.values.values())
-    for before, after in itertools.pairwise(
+    for before, later in itertools.pairwise(
         committed for committed in trajectory.committed if committed.round_.fragment.index == 2
     ):
-        assert not torch.equal(before.shared[ANCHOR], after.shared[ANCHOR])
+        assert not torch.equal(before.shared[ANCHOR], later.shared[ANCHOR])
 
 
 def _outer_shared_result(embeddings):

@@ -304,7 +304,7 @@ def test_a_worker_that_was_not_counted_goes_where_the_others_went_and_brings_its
 @pytest.mark.parametrize("method", METHODS)
 def test_where_workers_wait_they_keep_what_was_not_counted(method):
     outer = method(inner_steps=H, overlap=False)
-    state, round_, result, mine = filled(method)
+    state, round_, _result, mine = filled(method)
     missed = after(outer, dataclasses.replace(round_, delay=0), None, state, mine)
     assert missed.keep == 1.0
     assert missed.state.private is state.private

@@ -238,7 +238,7 @@ def test_an_own_term_is_taken_back_as_it_was_applied_whatever_the_others_decoded
 
 @pytest.mark.parametrize("mu", [0.0, 0.5])
 def test_an_own_term_is_taken_back_at_the_rate_that_it_was_applied_with(mu):
-    """Applied among eight at 0.8, and taken back in a round of one at 0.4: the worker goes back to the shared anchor."""
+    """Applied among eight at 0.8, taken back in a round of one at 0.4: the worker goes back to the shared anchor."""
     outer = Eager(lr=None, momentum=mu, inner_steps=H)
     state = begin(outer, TABLE.whole(), torch.zeros(TABLE.numel))
     ahead = one_block(outer, state, NOTHING, NOTHING, PAYLOAD, peers=8)

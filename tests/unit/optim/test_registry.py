@@ -3,7 +3,7 @@
 
 import pytest
 
-from isthmus.optim import DiLoCo, build_outer, outer_from_config, outer_types
+from isthmus.optim import DiLoCo, FragmentTable, RunFacts, build_outer, outer_from_config, outer_types
 from isthmus.optim.registry import register
 
 
@@ -47,15 +47,13 @@ def test_a_setting_of_another_type_or_range_is_refused(settings, message):
         build_outer("diloco", **settings)
 
 
-def test_a_section_names_the_method_and_what_it_leaves_out_depends_on_the_peers():
-    for peers in (1, 4, 8):
-        assert outer_from_config({"type": "diloco"}, num_peers=peers) == DiLoCo(lr=None), "by the members of a round"
-        assert outer_from_config({"type": "diloco", "lr": None}, num_peers=peers) == DiLoCo(lr=None)
-        assert outer_from_config({"type": "diloco", "lr": 0.3}, num_peers=peers) == DiLoCo(lr=0.3)
-        assert outer_from_config({"type": "async"}, num_peers=peers) == build_outer("async", buffer=peers)
-        streaming = build_outer("streaming", lr=None, num_fragments=3)
-        assert outer_from_config({"type": "streaming", "num_fragments": 3}, num_peers=peers) == streaming
-        assert outer_from_config({"type": "eager"}, num_peers=peers) == build_outer("eager"), "its evidence is its own"
+def test_a_section_names_the_method_and_what_it_leaves_out_is_the_methods_default():
+    for section in ({}, {"lr": None}):
+        assert outer_from_config({"type": "diloco", **section}) == DiLoCo(), "by the members of a round"
+        assert outer_from_config({"type": "eager", **section}) == build_outer("eager"), "its evidence is its own"
+    assert outer_from_config({"type": "diloco", "lr": 0.3}) == DiLoCo(lr=0.3)
+    streaming = build_outer("streaming", num_fragments=3)
+    assert outer_from_config({"type": "streaming", "num_fragments": 3}) == streaming
 
 
 @pytest.mark.parametrize(
@@ -68,15 +66,22 @@ def test_a_section_names_the_method_and_what_it_leaves_out_depends_on_the_peers(
 )
 def test_a_section_that_is_wrong_is_refused_in_one_sentence(section, message):
     with pytest.raises(ValueError, match=message):
-        outer_from_config(section, num_peers=2)
+        outer_from_config(section)
 
 
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "wsd"])
 @pytest.mark.parametrize("type_", outer_types())
-def test_every_method_has_sound_defaults_for_any_number_of_peers(type_):
-    needed = {"qsr": {"alpha": 0.01, "peak_lr": 1e-3, "total_steps": 100}}
-    needed["autoloco"] = needed["qsr"]
-    for peers in (1, 2, 16, 1000):
-        outer_from_config({"type": type_, **needed.get(type_, {})}, num_peers=peers)
+def test_every_method_has_sound_defaults_for_any_model_and_any_run(type_, schedule):
+    """With nothing said but its name it is fitted, splits the model and plans."""
+    table = FragmentTable.from_named_shapes([(f"layers.{i}.weight", (8, 4)) for i in range(3)])
+    for num_peers, outer_steps in ((1, 10), (2, 40), (16, 160), (1000, 1)):
+        run = RunFacts(num_peers=num_peers, outer_steps=outer_steps, peak_lr=1e-3, schedule=schedule)
+        outer = outer_from_config({"type": type_}).fitted(table, run)
+        assert outer.fitted(table, run) == outer
+        fragments = {fragment.key: fragment for fragment in outer.fragments(table)}
+        table.check_partition(fragments.values())
+        planned = (round_ for step in range(2000) for round_ in outer.plan(step))
+        assert next(planned).fragment in fragments
 
 
 def test_a_name_is_given_once():
