@@ -40,7 +40,7 @@ from isthmus.elastic.observation import (
     WentBack,
     WorkCarriedOver,
 )
-from isthmus.trainer.errors import CheckpointFailed, WorkerCrashed
+from isthmus.trainer.errors import CheckpointFailed, WorkerCrashed, WorkerDiverged
 from isthmus.trainer.events import EventLog, Field
 from isthmus.trainer.record_lines import key_fields, line_of, view_fields
 from isthmus.trainer.scoreboard import Scoreboard
@@ -140,6 +140,9 @@ class Chronicle:
                 self._worker_hung(crash)
             case WorkerDied():
                 self._worker_died(crash)
+            case WorkerDiverged(outer_step=outer_step, fragment=fragment):
+                self._log.emit("fault", kind="values_not_finite", outer_step=outer_step, fragment=fragment)
+                log.warning("values_not_finite outer_step=%d fragment=%s; the workers begin anew", outer_step, fragment)
             case _:
                 raise crash
 

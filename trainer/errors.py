@@ -224,6 +224,18 @@ class WorkerCrashed(IsthmusError):
     exit_code = ExitCode.WORKER_CRASHED
 
 
+class WorkerDiverged(WorkerCrashed):
+    """The workers' values are no numbers any more: what they did since the last commit is worth nothing."""
+
+    def __init__(self, outer_step: int, fragment: str) -> None:
+        super().__init__(
+            f"the values of fragment {fragment} are not finite, found before outer step {outer_step}",
+            cure="lower inner.lr or inner.grad_clip",
+        )
+        self.outer_step = outer_step
+        self.fragment = fragment
+
+
 def operator_error(error: BaseException) -> IsthmusError | None:
     """The operator's error in what a command raised; None if any part of it is our bug.
 

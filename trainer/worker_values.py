@@ -13,6 +13,7 @@ workers stand still until the outcome is known and nothing else reads the payloa
 It must not know steps' order, samples or the membership.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from isthmus.collective.codec.base import first_non_finite
 from isthmus.elastic.core.messages import Held
 from isthmus.optim.outer import (
     ANCHOR,
@@ -36,6 +38,7 @@ from isthmus.optim.outer import (
     empty_like,
 )
 from isthmus.optim.outer_plan import OuterPlan
+from isthmus.trainer.errors import WorkerDiverged
 from isthmus.trainer.ipc import BackwardDone, StepDone
 from isthmus.trainer.moments import Moments
 from isthmus.trainer.outer_state import OuterState, RoundOutcome
@@ -43,6 +46,8 @@ from isthmus.trainer.round_exchange import Payload
 from isthmus.trainer.state_version import Version, gather_anchor
 from isthmus.trainer.threads import in_thread
 from isthmus.trainer.worker_pool import WorkerPool
+
+log = logging.getLogger(__name__)
 
 OWN_PARAMETERS: Final = -1
 """No place of a fragment has this number."""
@@ -187,6 +192,9 @@ class WorkerValues:
         Args:
             rounds: of one outer step.
             works: what this peer has done for each.
+
+        Raises:
+            WorkerDiverged: a payload that weighs something is not finite.
         """
         payloads: dict[int, Payload] = {}
         for kind in dict.fromkeys(round_.fragment.kind for round_ in rounds):
@@ -208,6 +216,8 @@ class WorkerValues:
         emitted = self._outer.emit(round_, value, self.base.shared(place), private, work, out=out)
         if emitted.weight != 1.0 and not round_.is_told:
             raise ValueError(f"{round_}: a payload of weight {emitted.weight} in a round that is not told")
+        if emitted.weight > 0.0 and first_non_finite(emitted.payload) is not None:
+            raise WorkerDiverged(self.base.manifest.outer_step + 1, f"{fragment.kind}/{fragment.index}")
         if out is not value:
             self._spare_payloads[fragment.numel].append(value)
         return Payload(round_=round_, emitted=emitted)
@@ -234,7 +244,8 @@ class WorkerValues:
         await self._move(outcomes, settled)
         if self._first_parameters is not None:
             await self._pool.store()
-            self._own_parameters = await in_thread(self._mailbox.clone)
+            if first_non_finite(self._mailbox) is None:
+                self._own_parameters = await in_thread(self._mailbox.clone)
         self._rebase(version)
         if given is not None and not self._is_mailbox_payload:
             for payload in given.payloads:
@@ -282,7 +293,9 @@ class WorkerValues:
             for place, target in targets:
                 await in_thread(self._fragments[place].scatter, target, out=self._mailbox)
             ranges = [part for place, _ in targets for part in self._fragments[place].ranges]
-            await self._pool.load(ranges, kind=kind, keep=keep)
+            num_mended = await self._pool.load(ranges, kind=kind, keep=keep)
+            if num_mended:
+                log.warning("values_mended kind=%s elements=%d; they were not finite", kind, num_mended)
         numel = sum(
             self._fragments[outcome.place].numel
             for outcome, made in zip(outcomes, settled, strict=True)

@@ -57,3 +57,25 @@ async def test_the_others_get_whole_rounds_from_it_afterwards(hasher: Hasher) ->
     rig.pool.hangs_at = 3
     await rig.run()
     assert [len(commit.samples) for commit in rig.commits] == [INNER_STEPS * BATCH] * 4
+
+
+@pytest.mark.parametrize("streaming", [None, {**STREAMING, "keep": 0.5}], ids=["diloco", "streaming"])
+async def test_values_that_are_no_numbers_any_more_begin_anew_at_the_anchor(
+    hasher: Hasher, streaming: Mapping[str, object] | None
+) -> None:
+    rig = Rig(hasher, outer_steps=4, streaming=streaming)
+    step = rig.pool.step
+
+    async def goes_astray(indices: tuple[int, ...], *, inner_step: int) -> object:
+        done = await step(indices, inner_step=inner_step)
+        if inner_step == 4 and not rig.pool.num_hangs:
+            rig.pool.local[9] = float("nan")
+        return done
+
+    rig.pool.step = goes_astray
+    await rig.run()
+    assert rig.pool.num_hangs == 1, "the workers are replaced, once"
+    rig.audit_the_end()
+    assert bool(rig.pool.local.isfinite().all())
+    samples = sorted(index for commit in rig.commits for index in commit.samples)
+    assert samples == list(range(len(samples))), "one is left out"
