@@ -17,6 +17,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import torch
@@ -60,10 +61,17 @@ class Exchanged:
     """By rank: what each member's work weighs, before any factor."""
     sizes: tuple[float, ...] = ()
     """By rank: how large its numbers were in the first round in which that was seen; 0: not seen."""
-    marks: tuple[bytes, ...] = ()
-    """By rank: a mark of what each has given to all others; empty where that went through third hands."""
+    markers: list[Callable[[], list[bytes]]] = field(default_factory=list)
+    """By round: see `marks`."""
     stats: list[RoundStats] = field(default_factory=list)
     """Of the payloads' operations."""
+
+    def marks(self) -> tuple[bytes, ...]:
+        """By rank: a mark of what each has given to all others; empty where that went through third hands. Slow."""
+        marks = [marker() for marker in self.markers]
+        if not all(marks):
+            return ()
+        return tuple(hashlib.sha256(b"".join(parts)).digest()[:_MARK_NBYTES] for parts in zip(*marks, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +153,6 @@ class RoundExchange:
         if any(payload.round_.is_told for payload in payloads):
             words = await self._tell(key, payloads, weight)
             told = told or tuple(word.weight for word in words)
-        marks: list[list[bytes]] = []
         for number, payload in enumerate(payloads):
             place = RoundKey(key.epoch, key.outer_step, _FIRST_ROUND + number)
             by_rank = told
@@ -157,12 +164,8 @@ class RoundExchange:
             own = by_rank[self._rank(view)] if by_rank else weight
             notes = [] if words is None else [word.notes[number] for word in words]
             attempt = _Attempt(view, place, payload, own, by_rank, notes)
-            marks.append(await self._exchange(attempt, exchanged, mean_buffer))
+            exchanged.markers.append(await self._exchange(attempt, exchanged, mean_buffer))
         exchanged.weights = told or exchanged.stats[0].weights
-        if all(marks):
-            exchanged.marks = tuple(
-                hashlib.sha256(b"".join(of_rank)).digest()[:_MARK_NBYTES] for of_rank in zip(*marks, strict=True)
-            )
         return exchanged
 
     def read_delivered(self, round_: Round, payload: Tensor, out: Tensor) -> None:
@@ -196,13 +199,13 @@ class RoundExchange:
 
     async def _exchange(
         self, attempt: _Attempt, exchanged: Exchanged, mean_buffer: Callable[[Round], Tensor]
-    ) -> list[bytes]:
-        """Run one round; returns a mark by rank, or nothing where there are none."""
+    ) -> Callable[[], list[bytes]]:
+        """Run one round; returns what makes a mark by rank, or none where there are none."""
         round_ = attempt.payload.round_
         exchanged.own_weights.append(attempt.weight)
         if attempt.by_rank and not any(attempt.by_rank):
             exchanged.results.append((None, RoundRecord(self.codec_of(round_), ())))
-            return [b""] * attempt.view.world_size
+            return _unmarked(attempt)
         match round_.op:
             case Op.MEAN:
                 return await self._mean(attempt, exchanged, mean_buffer(round_))
@@ -211,7 +214,7 @@ class RoundExchange:
             case Op.PAIR:
                 return await self._pair(attempt, exchanged)
 
-    async def _mean(self, attempt: _Attempt, exchanged: Exchanged, out: Tensor) -> list[bytes]:
+    async def _mean(self, attempt: _Attempt, exchanged: Exchanged, out: Tensor) -> Callable[[], list[bytes]]:
         chunks: list[ResultChunk] = []
         codec = self.codec_of(attempt.payload.round_)
         stats = await self._communicator.all_reduce(
@@ -228,9 +231,9 @@ class RoundExchange:
         chunks.sort(key=lambda chunk: chunk.start_numel)
         record = attempt.record(codec, stats.weights, tuple(chunks))
         exchanged.results.append((result_of(record, out), record))
-        return await in_thread(_marks_of, stats, chunks)
+        return partial(_marks_of, stats, chunks)
 
-    async def _gather(self, attempt: _Attempt, exchanged: Exchanged) -> list[bytes]:
+    async def _gather(self, attempt: _Attempt, exchanged: Exchanged) -> Callable[[], list[bytes]]:
         payload, name = attempt.payload.emitted.payload, self.codec_of(attempt.payload.round_)
         codec = self._codec(name)
         nbytes = codec.wire_nbytes(payload.numel())
@@ -255,9 +258,9 @@ class RoundExchange:
             seen = {rank: _size(row) for rank, row in zip(givers, rows, strict=True)}
             exchanged.sizes = tuple(seen.get(rank, 0.0) for rank in range(attempt.view.world_size))
         data = {rank: chunk.data for rank, chunk in zip(givers, chunks, strict=True)}
-        return [hashlib.sha256(data.get(rank, b"")).digest() for rank in range(attempt.view.world_size)]
+        return lambda: [hashlib.sha256(data.get(rank, b"")).digest() for rank in range(attempt.view.world_size)]
 
-    async def _pair(self, attempt: _Attempt, exchanged: Exchanged) -> list[bytes]:
+    async def _pair(self, attempt: _Attempt, exchanged: Exchanged) -> Callable[[], list[bytes]]:
         view, payload, round_ = attempt.view, attempt.payload.emitted.payload, attempt.payload.round_
         members = [str(member.peer_id) for member in view.members]
         givers = [peer for peer, weight in zip(members, attempt.by_rank, strict=True) if weight > 0.0]
@@ -269,7 +272,7 @@ class RoundExchange:
         partner = pairs.get(me)
         if partner is None:
             exchanged.results.append((None, record))
-            return [b""] * view.world_size
+            return _unmarked(attempt)
         codec = self._codec(name)
         wire, theirs = (torch.empty(codec.wire_nbytes(payload.numel()), dtype=torch.uint8) for _ in range(2))
         await in_thread(_encode, codec, payload, wire)
@@ -281,7 +284,7 @@ class RoundExchange:
         notes = tuple(attempt.notes[members.index(peer)] for peer in (me, partner)) if round_.num_notes else ()
         result = Result(value=value, members=(me, partner), weight_sum=math.fsum(weights), weights=weights, notes=notes)
         exchanged.results.append((result, record))
-        return [b""] * view.world_size
+        return _unmarked(attempt)
 
     def _decode(self, attempt: _Attempt, codec: Codec, wire: Tensor, out: Tensor, rank: int) -> None:
         """A member's payload. What cannot be read is its fault."""
@@ -326,6 +329,11 @@ def _encode(codec: Codec, payload: Tensor, wire: Tensor) -> None:
 def _size(row: Tensor) -> float:
     """Root mean square, as the collective layer measures parts."""
     return math.sqrt(torch.dot(row, row).item() / max(1, row.numel()))
+
+
+def _unmarked(attempt: _Attempt) -> Callable[[], list[bytes]]:
+    """Nobody has given anything to all others."""
+    return lambda: [b""] * attempt.view.world_size
 
 
 def _marks_of(stats: RoundStats, chunks: Sequence[ResultChunk]) -> list[bytes]:

@@ -6,6 +6,7 @@ step can run again in the next view; nothing shared changes before the commit.
 It must not know workers, samples or why a view changed.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -140,13 +141,15 @@ class RoundRunner:
             (result, await in_thread(sealed, record) if self._is_sealed(payload) else record)
             for payload, (result, record) in zip(self._payloads, made.results, strict=True)
         ]
-        digest = await self._state.stage(results)
+        async with asyncio.TaskGroup() as tasks:
+            marking = tasks.create_task(in_thread(made.marks))
+            digest = await self._state.stage(results)
         entry = CommitEntry(
             outer_step=OuterStep(key.outer_step + 1), digest=digest, rounds=tuple(record for _, record in results)
         )
         await self._keeper.before_vote(key, entry)
         self._staged_entry, self._own_weights = entry, tuple(made.own_weights)
-        return Exchanged(digest=digest, weights=made.weights, sizes=made.sizes, results=made.marks)
+        return Exchanged(digest=digest, weights=made.weights, sizes=made.sizes, results=marking.result())
 
     def _is_sealed(self, payload: Payload) -> bool:
         """Whether nobody can replay the round: its values are the workers' alone."""
