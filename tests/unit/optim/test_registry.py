@@ -47,10 +47,15 @@ def test_a_setting_of_another_type_or_range_is_refused(settings, message):
         build_outer("diloco", **settings)
 
 
-def test_a_section_names_the_method_and_none_is_its_default():
-    assert outer_from_config({"type": "diloco", "lr": 0.3}) == DiLoCo(lr=0.3)
-    assert outer_from_config({"type": "diloco", "lr": None, "inner_steps": None}) == DiLoCo()
-    assert outer_from_config({"type": "eager"}) == build_outer("eager")
+def test_a_section_names_the_method_and_what_it_leaves_out_depends_on_the_peers():
+    for peers in (1, 4, 8):
+        assert outer_from_config({"type": "diloco"}, num_peers=peers) == DiLoCo(lr=None), "by the members of a round"
+        assert outer_from_config({"type": "diloco", "lr": None}, num_peers=peers) == DiLoCo(lr=None)
+        assert outer_from_config({"type": "diloco", "lr": 0.3}, num_peers=peers) == DiLoCo(lr=0.3)
+        assert outer_from_config({"type": "async"}, num_peers=peers) == build_outer("async", buffer=peers)
+        streaming = build_outer("streaming", lr=None, num_fragments=3)
+        assert outer_from_config({"type": "streaming", "num_fragments": 3}, num_peers=peers) == streaming
+        assert outer_from_config({"type": "eager"}, num_peers=peers) == build_outer("eager"), "its evidence is its own"
 
 
 @pytest.mark.parametrize(
@@ -63,12 +68,15 @@ def test_a_section_names_the_method_and_none_is_its_default():
 )
 def test_a_section_that_is_wrong_is_refused_in_one_sentence(section, message):
     with pytest.raises(ValueError, match=message):
-        outer_from_config(section)
+        outer_from_config(section, num_peers=2)
 
 
 @pytest.mark.parametrize("type_", outer_types())
-def test_every_method_can_be_built_with_its_defaults(type_):
-    assert outer_from_config({"type": type_}) == build_outer(type_)
+def test_every_method_has_sound_defaults_for_any_number_of_peers(type_):
+    needed = {"qsr": {"alpha": 0.01, "peak_lr": 1e-3, "total_steps": 100}}
+    needed["autoloco"] = needed["qsr"]
+    for peers in (1, 2, 16, 1000):
+        outer_from_config({"type": type_, **needed.get(type_, {})}, num_peers=peers)
 
 
 def test_a_name_is_given_once():
