@@ -2,7 +2,7 @@
 """Everything a run and a peer can be told: all sections, what follows from several of them, and what must fit.
 
 Rules: a key stands in one section with one meaning; what a key means, its default and its range stand in
-`trainer.config_training`, `trainer.config_peers` and, for `[outer]`, in the methods themselves (`trainer.config_outer`).
+`trainer.config_training`, `trainer.config_peers` and, for `[outer]`, with the method itself (`trainer.config_outer`).
 Whether the method fits model and run is looked at elsewhere (`trainer.outer_method`). Must not know where values come
 from (`trainer.config_sources`), nor torch until the pace of a run is asked for: the command line starts quickly.
 

@@ -19,10 +19,10 @@ import ast
 import functools
 import importlib.util
 import re
-import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import EllipsisType, MappingProxyType
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
@@ -89,9 +89,14 @@ def methods() -> Mapping[str, Method]:
     spec = importlib.util.find_spec(_PACKAGE)
     assert spec is not None
     assert spec.submodule_search_locations is not None
-    package = _Package(Path(spec.submodule_search_locations[0]))
+    return methods_in(Path(spec.submodule_search_locations[0]))
+
+
+def methods_in(folder: Path) -> Mapping[str, Method]:
+    """The same of a folder that holds the files of `isthmus.optim`."""
+    package = _Package(folder)
     found = {name: package.method(source, cls) for source, cls, name in package.registered()}
-    return types.MappingProxyType(dict(sorted(found.items())))
+    return MappingProxyType(dict(sorted(found.items())))
 
 
 # ---------------------------------------------------------------------------------------------------------- sources
@@ -181,9 +186,9 @@ class _Package:
         return Setting(name, self._type(source, node.annotation), value, meaning)
 
     def _literal(self, source: _Source, node: ast.expr) -> object:
-        if isinstance(node, ast.Name) and (found := self._find(source, node.id)) is not None:
-            if isinstance(found[1], ast.expr):
-                return self._literal(found[0], found[1])
+        found = self._find(source, node.id) if isinstance(node, ast.Name) else None
+        if found is not None and isinstance(found[1], ast.expr):
+            return self._literal(found[0], found[1])
         try:
             return ast.literal_eval(node)
         except ValueError as error:
@@ -196,21 +201,20 @@ class _Package:
         match node:
             case ast.Name(id=name) if name in _TYPES:
                 return _TYPES[name]
-            case ast.Name(id=name) if (found := self._find(source, name)) is not None and isinstance(
-                found[1], ast.expr
-            ):
-                return self._type(found[0], found[1])
+            case ast.Name(id=name):
+                found = self._find(source, name)
+                if found is not None and isinstance(found[1], ast.expr):
+                    return self._type(found[0], found[1])
             case ast.BinOp(left=left, op=ast.BitOr(), right=ast.Constant(value=None)):
                 return Maybe[self._type(source, left)]  # type: ignore[misc]
-            case ast.Subscript(value=of, slice=inner) if _name_of(of) == "Literal":
-                choices = self._literal(source, inner)
-                return Literal[choices]  # type: ignore[valid-type]
-            case ast.Subscript(value=of, slice=ast.Tuple(elts=[one, ast.Constant(value=rest)])) if (
-                _name_of(of) == "tuple" and rest is ...
-            ):
-                return tuple[self._type(source, one), ...]  # type: ignore[misc]
+            case ast.Subscript(slice=choices) if _name_of(node) == "Literal":
+                return Literal[self._literal(source, choices)]
+            case ast.Subscript(slice=ast.Tuple(elts=[one, ast.Constant(value=EllipsisType())])):
+                if _name_of(node) == "tuple":
+                    return tuple[self._type(source, one), ...]  # type: ignore[misc]
             case _:
-                raise source.fault(node, f"a setting cannot be of type {ast.unparse(node)}")
+                pass
+        raise source.fault(node, f"a setting cannot be of type {ast.unparse(node)}")
 
 
 def _parse(path: Path) -> _Source:

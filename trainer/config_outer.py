@@ -44,14 +44,11 @@ def outer_section(method: str) -> type[OuterSection]:
     Raises:
         KeyError: there is no such method.
     """
-    fields: dict[str, Any] = {
-        setting.name: (setting.type, Field(setting.default, description=setting.meaning))
-        for setting in methods()[method].settings
-    }
-    tag = (Literal[method], Field(method))
-    return create_model(
-        f"Outer_{method}", __base__=_MethodSection, __doc__=methods()[method].meaning, type=tag, **fields
-    )
+    told = methods()[method]
+    fields: dict[str, Any] = {"type": (Literal[method], Field(method))}
+    for setting in told.settings:
+        fields[setting.name] = (setting.type, Field(setting.default, description=setting.meaning))
+    return create_model(f"Outer_{method}", __base__=_MethodSection, __doc__=told.meaning, **fields)
 
 
 def _of_its_method(value: object, otherwise: ValidatorFunctionWrapHandler) -> OuterSection:

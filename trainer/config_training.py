@@ -25,7 +25,7 @@ class RunSection(Section):
     name: RunName = "run"
     """What the run and its folders are called."""
     outer_steps: Annotated[Count, Field(ge=1, le=2**40)] = 100
-    """Outer steps after which the run is done: as often is something exchanged, all of the model or what has its turn."""
+    """Outer steps after which the run is done: so often is something exchanged, the model or what has its turn."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Of the first weights and of the order of the data."""
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.optim.outer_plan import OuterPlan
 from isthmus.optim.schedule import Schedule, build_schedule
 from isthmus.trainer.config import Config
 from isthmus.trainer.config_keys import DEFAULTS, KNOWN_KEYS
+from isthmus.trainer.config_outer import outer_section
 from isthmus.trainer.config_peers import NodeSection
 from isthmus.trainer.config_show import as_json_text, as_template, as_toml, entries
 from isthmus.trainer.config_sources import Override, ResolvedConfig, load_config
@@ -92,9 +92,10 @@ def test_every_known_key_has_an_origin() -> None:
     config = load()
     assert set(config.origins) <= set(KNOWN_KEYS)
     # What is not told belongs to a variant that was not chosen.
-    streaming = {f"outer.{name}" for name in ("num_fragments", "pattern", "delay", "keep")}
+    of_methods = {key for key, tags in KNOWN_KEYS.items() if "diloco" not in tags.get("outer", {"diloco"})}
+    assert {f"outer.{name}" for name in ("num_fragments", "pattern", "delay", "keep", "topk")} < of_methods
     others = {"inner.momentum", "inner.schedule.decay_steps"}
-    assert set(KNOWN_KEYS) - set(config.origins) == others | streaming
+    assert set(KNOWN_KEYS) - set(config.origins) == others | of_methods
 
 
 def test_the_last_of_two_equal_flags_wins() -> None:
@@ -209,7 +210,7 @@ def test_unknown_key_names_its_origin_and_the_closest_key(tmp_path: Path, key: s
         ("[inner]\nbetas = 0.9", "inner.betas from {} is 0.9, expected a list"),
         (
             "[outer]\ncodec = 'int9'",
-            "outer.codec from {} is \"int9\", expected 'raw', 'bf16', 'int8' or 'e3m0'; did you mean int8?",
+            "outer.codec from {} is \"int9\", expected 'raw', 'bf16', 'int8', 'e3m0' or 'twobit'; did you mean int8?",
         ),
         ("[inner]\ntype = 'adam'", "inner.type from {} is \"adam\", expected 'adamw', 'sgd', 'adopt', 'muon'; did you"),
         ("[inner.schedule]\ntype = 'cos'", 'inner.schedule.type from {} is "cos", expected'),
@@ -338,36 +339,66 @@ def test_diloco_has_no_delay() -> None:
         load(("outer.delay", "1"))
 
 
-@pytest.mark.parametrize(("num_fragments", "longest"), [(4, 3), (3, 5), (15, 1), (1, 14)])
-def test_a_delay_that_two_rounds_would_share_is_told_with_the_longest_that_works(
-    num_fragments: int, longest: int
+@pytest.mark.parametrize(
+    ("told", "key", "problem"),
+    [
+        ({"momentum": 1.0}, "momentum", "momentum must be in [0, 1), got 1.0 (outer.momentum from {})"),
+        (
+            {"inner_steps": 15, "delay": 15},
+            "delay",
+            "delay must be in [0, inner_steps = 15), got 15 (outer.inner_steps from {}, outer.delay from {})",
+        ),
+        (
+            {"inner_steps": 8, "num_fragments": 9},
+            "num_fragments",
+            "num_fragments must be in [1, inner_steps = 8], got 9 (outer.inner_steps from {}, "
+            "outer.num_fragments from {})",
+        ),
+        (
+            {"num_fragments": 5},
+            None,
+            "streaming does not fit the model or the run: 5 fragments need as many layers, this model has 4",
+        ),
+    ],
+)
+def test_what_the_method_says_of_its_settings_is_told_with_where_they_come_from(
+    tmp_path: Path, told: dict[str, object], key: str | None, problem: str
 ) -> None:
-    settings = {"inner_steps": 15, "num_fragments": num_fragments}
-    assert load(*streaming(**settings, delay=longest)).config.total_inner_steps == 100 * 15 // num_fragments
-    with pytest.raises(ConfigError, match=rf"^outer\.delay is {longest + 1}, .* give a delay of at most {longest}$"):
-        load(*streaming(**settings, delay=longest + 1))
+    lines = "\n".join(f"{name} = {value}" for name, value in told.items())
+    file = write(tmp_path, "bad.toml", f'[outer]\ntype = "streaming"\n{lines}\n')
+    with pytest.raises(ConfigError) as caught:
+        load(files=[file])
+    assert str(caught.value) == f"[outer] {problem.replace('{}', str(file))}"
+    assert caught.value.key == (f"outer.{key}" if key else "outer")
+    assert caught.value.origin == (str(file) if key else None)
+    assert caught.value.exit_code == ExitCode.USAGE
 
 
-def test_fragments_have_a_turn_each() -> None:
-    with pytest.raises(ConfigError, match=r"^outer\.num_fragments is 9, but only 8 fragments .* take fewer fragments"):
-        load(*streaming(inner_steps=8, num_fragments=9))
+def test_a_joiner_looks_at_the_runs_method_too() -> None:
+    manifest = manifest_of(Config(outer=outer_section("streaming")(type="streaming", num_fragments=5)))
+    with pytest.raises(ConfigError, match="5 fragments need as many layers"):
+        load().adopt(manifest)
 
 
-def test_the_number_of_fragments_goes_by_the_model_unless_it_is_given() -> None:
-    assert load(*streaming(), ("model.preset", "150m")).config.num_fragments == 4
-    assert load(*streaming(num_fragments=2), ("model.preset", "150m")).config.num_fragments == 2
-    assert load(("model.preset", "150m")).config.num_fragments == 1
+@pytest.mark.parametrize("count", [1, 3, 4, 7])
+def test_the_length_of_a_run_is_counted_in_the_methods_plan(count: int) -> None:
+    config = load(*streaming(inner_steps=10, num_fragments=count), ("model.num_layers", "7")).config
+    steps = [step for step in range(1001) if outer_of(config).plan(step)][:100]
+    assert steps[-1] == config.total_inner_steps
+    assert max(after - before for before, after in pairwise([0, *steps])) == config.inner_steps_per_round
 
 
-def test_rounds_and_inner_steps_are_those_of_the_methods_plan() -> None:
-    for count in (1, 3, 4, 7):
-        config = load(*streaming(inner_steps=10, num_fragments=count), ("model.num_layers", "7")).config
-        plan = OuterPlan(outer_of(config))
-        steps = [plan.inner_step(step) for step in range(101)]
-        assert steps[100] == config.total_inner_steps
-        distances = {after - before for before, after in pairwise(steps)}
-        assert max(distances) == config.inner_steps_per_round
-        assert min(distances) == 10 // count
+def test_a_run_without_an_end_has_a_length_all_the_same() -> None:
+    config = load(*streaming(inner_steps=7, num_fragments=2), ("run.outer_steps", str(2**40))).config
+    assert config.total_inner_steps == pytest.approx(2**40 * 7 / 2, rel=1e-6)
+    assert load(("outer.inner_steps", "3"), ("run.outer_steps", "1T")).config.total_inner_steps == 3 * 10**12
+
+
+def test_warm_up_and_decay_follow_from_the_length() -> None:
+    config = load(("inner.schedule.type", "wsd"), ("run.outer_steps", "6"), ("outer.inner_steps", "50")).config
+    assert (config.total_inner_steps, config.warmup_steps, config.decay_steps) == (300, 15, 60)
+    assert load(("inner.schedule.warmup_steps", "7")).config.warmup_steps == 7
+    assert Config().decay_steps == 0
 
 
 # -------------------------------------------------------------------------------------------------------- good values

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from isthmus.trainer.config_keys import KNOWN_KEYS
+from isthmus.trainer.config_methods import methods
 from isthmus.trainer.config_reference import as_reference
 
 PAGE = Path(__file__).parents[3] / "trainer" / "CONFIG.md"
@@ -15,13 +16,16 @@ def test_the_committed_page_is_up_to_date() -> None:
 
 
 def test_every_key_stands_there_once_with_a_meaning() -> None:
-    keys, table = [], ""
+    keys: dict[str, list[str]] = {}
     for line in as_reference().splitlines():
-        if (heading := re.fullmatch(r"## \[(.+)\]", line)) is not None:
-            table = heading[1]
-        elif (row := re.fullmatch(r"\| `(\w+)` \| `.+`.* \| (.+\.) \|", line)) is not None:
-            keys.append(f"{table}.{row[1]}")
-    assert sorted(keys) == sorted(KNOWN_KEYS)
+        if (heading := re.fullmatch(r"##+ \[(.+?)\](.*)", line)) is not None:
+            table, part = heading.groups()
+        elif (row := re.fullmatch(r"\| `(\w+)` \| (?:`.+`.*|must be given) \| (.+\.) \|", line)) is not None:
+            keys.setdefault(part, []).append(f"{table}.{row[1]}")
+    methods_keys = {f' with `type = "{method}"`': told.settings for method, told in methods().items()}
+    assert sorted({key for part in keys.values() for key in part}) == sorted(KNOWN_KEYS)
+    assert len(set(keys[""])) == len(keys.pop(""))
+    assert keys == {part: [f"outer.{one.name}" for one in told] for part, told in methods_keys.items() if told}
 
 
 def test_what_only_some_types_have_and_what_differs_between_them_is_told() -> None:

@@ -6,11 +6,13 @@ import torch
 
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.optim.diloco import DiLoCo
+from isthmus.optim.run_facts import RunFacts
 from isthmus.optim.streaming import Streaming
 from isthmus.trainer.config import Config
 from isthmus.trainer.config_sources import Override, load_config
 from isthmus.trainer.errors import ConfigError
 from isthmus.trainer.model import initial_parameters
+from isthmus.trainer.outer_method import method_of
 from isthmus.trainer.wiring import (
     bulk_options,
     coordinator_config,
@@ -39,6 +41,21 @@ def test_the_outer_method_takes_its_settings_and_its_learning_rate_goes_by_the_m
     assert outer_of(config(members__start_peers=5, outer__inner_steps=7)) == DiLoCo(lr=None, inner_steps=7)
 
 
+def test_a_method_is_told_how_many_peers_there_are_and_how_they_train() -> None:
+    made = config(
+        members__start_peers=5,
+        run__outer_steps=9,
+        inner__lr=2e-3,
+        inner__schedule__type="wsd",
+        inner__schedule__warmup_steps=3,
+        inner__schedule__decay_steps=4,
+    )
+    expected = {"schedule": "wsd", "warmup_steps": 3, "min_ratio": 0.0, "decay_steps": 4}
+    assert method_of(made).facts == RunFacts(num_peers=5, outer_steps=9, peak_lr=2e-3, **expected)
+    constant = method_of(config(inner__schedule__type="constant")).facts
+    assert (constant.schedule, constant.min_ratio, constant.decay_steps) == ("constant", 1.0, None)
+
+
 def test_streaming_takes_its_settings_and_its_fragments_are_the_model() -> None:
     keys = {"outer__type": "streaming", "outer__inner_steps": 12, "model__num_layers": 4}
     given = config(**keys, outer__num_fragments=3, outer__delay=2, outer__keep=0.25, outer__pattern="sequential")
@@ -52,7 +69,7 @@ def test_streaming_takes_its_settings_and_its_fragments_are_the_model() -> None:
 
 
 def test_more_fragments_than_layers_are_told() -> None:
-    with pytest.raises(ConfigError, match=r"^\[outer\] does not fit the model: 2 fragments need as many layers"):
+    with pytest.raises(ConfigError, match=r"does not fit the model or the run: 2 fragments need as many layers"):
         fragments_of(config(outer__type="streaming", outer__num_fragments=2))
 
 
@@ -132,10 +149,20 @@ def test_the_defaults_make_settings_that_the_machines_accept() -> None:
     assert member_config(Config()).heartbeat_interval_s < rules.suspect_silence_s < rules.heartbeat_timeout_s
 
 
-@pytest.mark.parametrize("inner_steps", [1, 30])
-def test_the_stock_always_holds_twice_a_batch(inner_steps: int) -> None:
-    made = config(outer__inner_steps=inner_steps, inner__batch_size=4)
-    assert samples_in_stock(made) == 2 * inner_steps * 4 >= 2 * made.inner.batch_size
+@pytest.mark.parametrize(
+    ("outer", "furthest"),
+    [
+        ({"inner_steps": 1}, 1),
+        ({"inner_steps": 30}, 30),
+        ({"type": "streaming", "inner_steps": 12, "num_fragments": 4, "delay": 2}, 3 + 2),
+        ({"type": "streaming", "inner_steps": 10, "num_fragments": 3, "delay": 1}, 4 + 1),
+    ],
+)
+def test_the_stock_lasts_twice_as_long_as_a_peer_goes_on_without_a_commit(
+    outer: dict[str, object], furthest: int
+) -> None:
+    made = config(**{f"outer__{key}": value for key, value in outer.items()}, inner__batch_size=4, model__num_layers=4)
+    assert samples_in_stock(made) == 2 * furthest * 4
 
 
 def test_exchanges_keep_within_the_caps_of_this_machine() -> None:
