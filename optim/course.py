@@ -12,8 +12,9 @@ Rules:
       plan's delays ask for.
     * Emit comes before land: a method whose delay is a whole round takes its difference before its anchor moves.
     * A step is handed in when the state before it is committed here.
-    * What the others committed without this worker is landed at once, before anything else is emitted: its values
-      follow, and its work goes with the next step.
+    * Nobody trains past the due step of anything that has not landed, in a hurry or not.
+    * What the others committed without this worker is landed at once, with all that is out before it, and before
+      anything else is emitted: its values follow, and its work goes with the next step.
     * After the last step nobody trains while it is out.
 """
 
@@ -112,9 +113,9 @@ class Course:
         self.inner_step += 1
 
     def hurry(self) -> None:
-        """Leave out the inner steps before the next outer step is emitted: others wait for it."""
+        """Leave out the inner steps before the next thing that `Train` leads to: others wait for it."""
         if self.emitted_step < self._last:
-            self.inner_step = max(self.inner_step, self._plan.inner_step(self.emitted_step + 1))
+            self.inner_step = max(self.inner_step, self._until)
 
     def emitted(self, outer_step: int) -> None:
         """The payloads of this outer step are made. It may have been committed meanwhile without them."""
@@ -170,30 +171,33 @@ class Course:
     def next(self) -> Action:
         """What the worker does now."""
         if self._is_overdue:
-            step = self.base_step + 1
-            return Land(step, counted=False) if self._steps else Follow(step)
+            if not self._steps:
+                return Follow(self.base_step + 1)
+            step, fate = self._steps[0]
+            return Land(step, counted=fate is _Fate.COUNTED)
         following = self.emitted_step + 1
         if following <= self._last and self._plan.inner_step(following) <= self.inner_step:
             return Emit(following)
-        if self._steps and (self._is_due(self._steps[0][0]) or following > self._last):
+        if self._steps and (following > self._last or self._due <= self.inner_step):
             step, fate = self._steps[0]
             return Wait(step) if fate is _Fate.OUT else Land(step, counted=True)
-        if following > self._last:
-            return Done()
-        until = self._plan.inner_step(following)
-        if self._steps:
-            until = min(until, self._plan.due_step(self._steps[0][0]))
-        return Train(until)
+        return Done() if following > self._last else Train(self._until)
 
     @property
     def _is_overdue(self) -> bool:
         """Whether a step that was made without this worker has not landed."""
-        if self._steps:
-            return self._steps[0][1] is _Fate.MISSED
-        return self.base_step < self.live_step
+        return self.live_step > self.emitted_step or any(fate is _Fate.MISSED for _, fate in self._steps)
 
-    def _is_due(self, outer_step: int) -> bool:
-        return self._plan.due_step(outer_step) <= self.inner_step
+    @property
+    def _due(self) -> int:
+        """The inner step after which the oldest step on its way lands: a later one may be due before it."""
+        return min(self._plan.due_step(step) for step, _ in self._steps)
+
+    @property
+    def _until(self) -> int:
+        """The inner step after which the next thing comes."""
+        emitted_at = self._plan.inner_step(self.emitted_step + 1)
+        return min(emitted_at, self._due) if self._steps else emitted_at
 
     def _mark(self, fate: _Fate) -> None:
         self._steps = deque(
