@@ -190,7 +190,7 @@ class Moments:
     async def begin(self, pool: WorkerPool) -> None:
         """The workers have their first parameters: give them the moments that were borrowed."""
         borrowed, self._borrowed = self._borrowed, None
-        if not borrowed:
+        if borrowed is None or _STEPS not in borrowed:
             return
         own_steps = int(borrowed[_STEPS].item())
         for name in MOMENTS:

@@ -23,7 +23,7 @@ REQUESTS = [
 REPLIES = [
     ipc.Ready(serial=0, local_rank=1, device="cpu", seconds=1.5),
     ipc.Loaded(serial=1, num_broken=2**40),
-    ipc.BackwardDone(serial=2),
+    ipc.BackwardDone(serial=2, loss=2.5, num_tokens=64),
     ipc.StepDone(serial=3, inner_step=7, loss=2.5, num_tokens=96, grad_norm=0.1, lr=1e-3, seconds=0.2),
     ipc.Stored(serial=4),
     ipc.Evaluated(serial=5, loss=2.25),
