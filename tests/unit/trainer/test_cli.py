@@ -299,7 +299,7 @@ def test_a_shell_completes_commands(tmp_path: Path) -> None:
         ("isthmus up --outer.ke", ["--outer.keep"]),
         ("isthmus up --outer.type streaming --outer.num-f", ["--outer.num_fragments"]),
         ("isthmus config show --run.s", ["--run.seed"]),
-        ("isthmus join --outer.type str", ["streaming"]),
+        ("isthmus coordinator --outer.type str", ["streaming"]),
         ("isthmus up --inner.type a", ["adamw", "adopt"]),
         ("isthmus up --advert", ["--advertise"]),
         ("isthmus status --outer.ke", []),
