@@ -59,7 +59,7 @@ class AutoLoCo(QSR):
     """Outer learning rate, > 0 and constant. None: DiLoCo's."""
     momentum: float = 0.9
     """Outer Nesterov momentum over a base round, mu, in [0, 1). DiLoCo's."""
-    inner_steps: int = 500
+    inner_steps: int = 100
     """H_base, inner steps of the shortest round, >= 1. DiLoCo's; the account names none."""
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from isthmus.trainer import cli_audit, cli_config, cli_doctor, cli_models, cli_operator, cli_peers
+from isthmus.trainer.cli_completion import TakesConfig
 from isthmus.trainer.cli_config import invocation_of
 from isthmus.trainer.cli_support import PROGRAM, TAKES_CONFIG, report, take_apart
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode
@@ -46,8 +47,8 @@ for command in (
     cli_models.export,
     cli_models.sample,
 ):
-    app.command()(command)
-config_app.command()(cli_config.show)
+    app.command(cls=TakesConfig if command.__name__ in TAKES_CONFIG else None)(command)
+config_app.command(cls=TakesConfig)(cli_config.show)
 config_app.command()(cli_config.reference)
 
 

@@ -293,6 +293,27 @@ def test_a_shell_completes_commands(tmp_path: Path) -> None:
     assert isthmus(cwd=tmp_path, environment=asked).stdout.split() == ["join"]
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("isthmus up --outer.ke", ["--outer.keep"]),
+        ("isthmus up --outer.type streaming --outer.num-f", ["--outer.num_fragments"]),
+        ("isthmus config show --run.s", ["--run.seed"]),
+        ("isthmus coordinator --outer.type str", ["streaming"]),
+        ("isthmus up --inner.type a", ["adamw", "adopt"]),
+        ("isthmus up --advert", ["--advertise"]),
+        ("isthmus status --outer.ke", []),
+    ],
+)
+def test_a_shell_completes_keys_of_the_configuration_and_types(tmp_path: Path, line: str, words: list[str]) -> None:
+    in_bash = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_ISTHMUS_COMPLETE": "complete_bash"}
+    in_zsh = {"_TYPER_COMPLETE_ARGS": line, "_ISTHMUS_COMPLETE": "complete_zsh"}
+    code = LAUNCH.replace("main()", "import sys; sys.argv[0] = 'isthmus'; main()")
+    assert sorted(isthmus(cwd=tmp_path, launch=code, environment=in_bash).stdout.split()) == words
+    told = isthmus(cwd=tmp_path, launch=code, environment=in_zsh).stdout
+    assert sorted(word for word in re.findall(r'"([^"]+)"', told) if word.startswith(("-", *words))) == words
+
+
 def test_a_reader_that_has_enough_is_no_mistake_and_a_full_disk_is_told(tmp_path: Path) -> None:
     command = f"{sys.executable} -c '{LAUNCH}' config show"
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY / "src")}

@@ -156,7 +156,8 @@ async def test_private_state_that_was_changed_on_the_disk_begins_anew(tmp_path: 
             await files.offer(Held(OuterStep(step), bytes(32)), {0: {"residual": torch.ones(5)}})
             await files.drain()
         writing.cancel()
-    (path,) = sorted(tmp_path.glob("*"))  # the older one is gone
+    path = tmp_path / "step-00000003.safetensors"
+    assert await asyncio.to_thread(lambda: [entry.name for entry in tmp_path.iterdir()]) == [path.name]
     found = files.load(held)
     assert found is not None
     assert torch.equal(found[0]["residual"], torch.ones(5))

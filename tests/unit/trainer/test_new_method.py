@@ -15,12 +15,14 @@ REPOSITORY = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the program with one more file."""
+    """A copy of the program with one more file, and another like it, whose setting has no default."""
     folder = tmp_path_factory.mktemp("copy") / "isthmus"
     shutil.copytree(REPOSITORY / "src" / "isthmus", folder, ignore=shutil.ignore_patterns("__pycache__", "*.png"))
     blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "optim" / "README.md").read_text(), flags=re.DOTALL)
     (method,) = (block for block in blocks if '@register("average")' in block)
     (folder / "optim" / "average.py").write_text(method)
+    needy = method.replace('"average"', '"needy"').replace("inner_steps: int = 100", "inner_steps: int")
+    (folder / "optim" / "needy.py").write_text(needy)
     return folder
 
 
@@ -51,6 +53,7 @@ def test_the_page_of_all_keys_has_it(package: Path) -> None:
     assert rest.startswith("\n\nLocal SGD: every H inner steps the workers' parameters are replaced by their mean.\n")
     assert "| `inner_steps` | `100` | H, inner steps between exchanges, >= 1. |" in rest.partition("###")[0]
     assert "average" in heading.partition("## [outer]")[2], "among the types"
+    assert "| `inner_steps` | must be given |" in rest.partition('"needy"')[2].partition("###")[0]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,7 @@ def test_the_page_of_all_keys_has_it(package: Path) -> None:
             ["average", "--outer.momentum", "0.5"],
             'isthmus: outer.momentum from --outer.momentum does not belong to outer.type = "average"; remove it or set',
         ),
+        (["needy"], "isthmus: outer.inner_steps is not given, and this outer.type has no default for it\n"),
         (["avrage"], 'isthmus: outer.type from --outer.type is "avrage", expected .*; did you mean average?\n'),
     ],
 )
