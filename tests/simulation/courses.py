@@ -38,8 +38,8 @@ class Book:
     emitted: int
     private: bytes
     handed_in: int = 0
-    out: dict[int, Payload] = field(default_factory=dict)
-    """Emitted, not landed."""
+    out: dict[int, dict[int, set[int]]] = field(default_factory=dict)
+    """Emitted, not landed: by fragment, the samples that it holds."""
     counted: dict[int, tuple[CommitRecord, str]] = field(default_factory=dict)
     """By outer step: the commit that holds a payload of it, and which."""
     trained: set[int] = field(default_factory=set)
@@ -132,7 +132,8 @@ class Courses:
         base = max(book.landed, book.first)
         is_base = payload.base.outer_step == base
         demand(is_base, "order", "{} emits from step {}, not {}", node.ref, payload.base.outer_step, base)
-        book.emitted, book.out[step], book.trained_at[step] = step, payload, set(book.trained)
+        book.emitted, book.trained_at[step] = step, set(book.trained)
+        book.out[step] = {fragment: indices(ranges) for fragment, ranges in payload.works}
         for fragment, ranges in payload.works:
             samples, expected = indices(ranges), book.trained - book.given[fragment]
             demand(samples <= expected, "I6", "{} gives to fragment {} what it has given before", node.ref, fragment)
@@ -146,6 +147,8 @@ class Courses:
         demand(step in book.out, "order", "{} hands in step {}, which is not out", node.ref, step)
         demand(step > book.handed_in, "order", "{} hands in step {} after {}", node.ref, step, book.handed_in)
         demand(live == step - 1, "order", "{} hands in step {}, and holds {}", node.ref, step, live)
+        works = {fragment: indices(ranges) for fragment, ranges in payload.works}
+        demand(works == book.out[step], "I6", "{} hands in other work than it owes to step {}", node.ref, step)
         book.handed_in = step
         expected = book.trained_at[step] - book.consumed
         is_all = indices(payload.consumed) == expected or book.is_void
@@ -174,11 +177,14 @@ class Courses:
             demand(is_due, "order", "{} lands step {} before it is due", node.ref, step)
             emits = not is_last and plan.inner_step(following) <= now
             demand(not emits, "order", "{} lands step {} before it emits {}", node.ref, step, following)
-        payload = book.out.pop(step, None)
+        works = book.out.pop(step, {})
         book.landed, book.emitted = step, max(step, book.emitted)
-        if payload is not None and not counted:
-            for fragment, ranges in payload.works:
-                book.given[fragment] -= indices(ranges)
+        for fragment, samples in works.items() if not counted else ():
+            later = next((item[fragment] for item in book.out.values() if fragment in item), None)
+            if later is None:
+                book.given[fragment] -= samples
+            else:
+                later |= samples
         if met is not None and not book.is_void:
             self._remembers(node, book, step, met)
 

@@ -35,6 +35,8 @@ class Flight:
     payload: Payload
     consumed: Ranges
     """The samples behind it that no commit held when it was emitted, nor holds now."""
+    works: list[tuple[int, Ranges]]
+    """By round: its fragment and the samples for it, also of missed steps."""
     digest: bytes = b""
     """Of the state that it has made, once it counted."""
     met: Met = ()
@@ -99,6 +101,7 @@ class Worker:
         self._is_late = False  # what it gave to a round did not count
         self._is_behind = False
         self._has_followed = False  # with work that it has not given yet
+        self._may_hand_in = False
         self._num_fresh = 0  # inner steps since it has emitted
 
     # ------------------------------------------------------------------------ the membership
@@ -136,6 +139,7 @@ class Worker:
         """Do what comes next, up to the next inner step, unless one is under way."""
         while (course := self.course) is not None and not self._training:
             self._look(course)
+            self._may_hand_in = True
             match course.next():
                 case Train() if self._must_hurry():
                     course.hurry()
@@ -154,13 +158,18 @@ class Worker:
                     assert_never(other)
 
     def hand_in(self) -> None:
-        """The next step, if one is ready."""
-        step = None if self.course is None else self.course.to_hand_in
+        """The next step, if one is ready. Nobody looks in the midst of an inner step."""
+        step = None if self.course is None or not self._may_hand_in else self.course.to_hand_in
+        self._may_hand_in = False
         if self.course is None or step is None:
             return
         self.course.handed_in(step)
-        flight = self.flights[step]
-        flight.payload = replace(flight.payload, consumed=flight.consumed)
+        sim, flight = self.node.sim, self.flights[step]
+        weight = count(flight.works[0][1]) * sim.weight_of(self.node)
+        weight *= FAR_TOO_MUCH if sim.lie_of(self.node.peer_id) == "weight" else 1.0
+        flight.payload = replace(
+            flight.payload, weight=min(weight, MOST_SAID), consumed=flight.consumed, works=tuple(flight.works)
+        )
         self.node.payload = payload = flight.payload
         self.node.sim.checkers.handed_in(self.node, payload)
         self.node.feed(
@@ -216,20 +225,18 @@ class Worker:
         assert base is not None
         rounds = rounds_of(sim.plan, step)
         works = tuple(self.tally.give(round_.fragment) for round_ in rounds)
-        lie = sim.lie_of(self.node.peer_id)
-        weight = count(works[0]) * sim.weight_of(self.node) * (FAR_TOO_MUCH if lie == "weight" else 1.0)
         self._serial += 1
         payload = Payload(
             ref=self.node.ref,
             serial=self._serial,
             outer_step=step - 1,
-            weight=min(weight, MOST_SAID),
+            weight=0.0,
             consumed=self.tally.consumed,
-            size=FAR_TOO_MUCH if lie == "size" else 1.0,
+            size=FAR_TOO_MUCH if sim.lie_of(self.node.peer_id) == "size" else 1.0,
             works=tuple((round_.fragment, work) for round_, work in zip(rounds, works, strict=True)),
             base=base.held,
         )
-        self.flights[step] = Flight(payload, payload.consumed)
+        self.flights[step] = Flight(payload, payload.consumed, list(payload.works))
         self._is_late = self._has_followed = False
         self._num_fresh = 0
         sim.checkers.emitted(self.node, payload, course.inner_step)
@@ -242,14 +249,19 @@ class Worker:
             self.private = after_private(self.private, flight.digest, flight.met)
         elif flight is not None:
             self._is_late = True
-            self.carry(flight.payload)
+            for fragment, work in flight.works:
+                self.carry(fragment, work)
         self.node.sim.checkers.landed(self.node, step, flight.met if flight is not None else None, counted=counted)
         course.landed(step)
 
-    def carry(self, payload: Payload) -> None:
-        """It did not count: its work goes with the next payloads of its fragments."""
-        for fragment, work in payload.works:
-            self.tally.owe(fragment, work)
+    def carry(self, fragment: int, work: Ranges) -> None:
+        """It did not count: it goes with the fragment's next payload, which may be out already."""
+        for flight in self.flights.values():
+            for number, (other, more) in enumerate(flight.works):
+                if other == fragment:
+                    flight.works[number] = fragment, merged((*more, *work))
+                    return
+        self.tally.owe(fragment, work)
 
     # ------------------------------------------------------------------------ inner steps
 
