@@ -11,7 +11,8 @@ Rules:
     * Steps are emitted, handed in, committed and landed in order; several may be on their way at once, as many as the
       plan's delays ask for.
     * Emit comes before land: a method whose delay is a whole round takes its difference before its anchor moves.
-    * A step is handed in when the state before it is committed here.
+    * A step is handed in when the state before it is committed here, and what was missed before it has landed: the
+      work of that may go with it.
     * Nobody trains past the due step of anything that has not landed, in a hurry or not.
     * What the others committed without this worker is landed at once, with all that is out before it, and before
       anything else is emitted: its values follow, and its work goes with the next step.
@@ -165,8 +166,8 @@ class Course:
     def to_hand_in(self) -> int | None:
         """The outer step that can be handed in now, if there is one."""
         following = self.live_step + 1
-        is_out = self._handed_in is None and any(step == following for step, _ in self._steps)
-        return following if is_out else None
+        is_out = any(step == following for step, _ in self._steps)
+        return following if is_out and self._handed_in is None and not self._is_overdue else None
 
     def next(self) -> Action:
         """What the worker does now."""

@@ -6,7 +6,7 @@ keep their own, deliberately simple books and never ask a machine whether it is 
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from isthmus.elastic.core.messages import (
     CoordinatorMessage,
     Goodbye,
     Held,
+    IndexRange,
     Join,
     LeaseGrant,
     LeaseRequest,
@@ -37,10 +38,12 @@ from isthmus.elastic.core.records import (
     ViewRecord,
 )
 from tests.simulation.blame import Blame
+from tests.simulation.courses import Courses
 from tests.simulation.entries import Entries
 from tests.simulation.history import Admissions, History, SharedState
 from tests.simulation.leavers import Leavers
 from tests.simulation.lies import Lies
+from tests.simulation.methods import Met
 from tests.simulation.options import PATIENT_S
 from tests.simulation.patience import Patience
 from tests.simulation.rebuilds import Certificates
@@ -70,6 +73,7 @@ class Checkers:
         self._state = SharedState(self.history)
         self._work = Contributions(self.history)
         self._leases = Leases()
+        self._courses = Courses(sim)
         self._lies = Lies(sim)
         self._admissions = Admissions(self.history, sim)
         self.certificates = Certificates(sim)
@@ -134,8 +138,9 @@ class Checkers:
                 assert before is not None
                 few = len(record.contributions) < self._sim.options.min_peers
                 demand(not few, "quorum", f"committed by {len(record.contributions)}")
-                self._work.committed(record, before)
-                self._lies.committed(record, before)
+                payloads = self._work.committed(record, before)
+                self._courses.committed(record, payloads)
+                self._lies.committed(record, before, payloads)
                 self._leases.consumed(record)
                 self.patience.committed(record)
                 self._blame.committed(record)
@@ -152,6 +157,7 @@ class Checkers:
                 self._work.rebuilt(record)
                 self._lies.rebuilt()
                 self._leases.rebuilt(self.history.lineage.commits)
+                self._courses.rebuilt(self.history.lineage.commits)
                 self.patience.rebuilt()
                 self._blame.rebuilt(record)
                 self._words.rebuilt()
@@ -248,6 +254,7 @@ class Checkers:
     def stopped(self, node: "PeerNode") -> None:
         self._news = True
         self._work.gone(node.ref)
+        self._courses.gone(node.ref)
         self._sim.marks.peer_ended(node)
 
     def finished(self, node: "PeerNode", effect: Finish) -> None:
@@ -302,8 +309,22 @@ class Checkers:
         self._news = True
         self._sim.marks.learner(effect)
         self._work.given_up(node, self._epochs[node.ref])
+        self._courses.gone(node.ref)
 
-    def payload_made(self, node: "PeerNode", payload: Payload) -> None:
+    def began(self, node: "PeerNode", landed: int, step: int) -> None:
+        self._courses.began(node, landed, step)
+
+    def trained(self, node: "PeerNode", inner_step: int, taken: Iterable[IndexRange]) -> None:
+        self._courses.trained(node, inner_step, taken)
+
+    def emitted(self, node: "PeerNode", payload: Payload, inner_step: int) -> None:
+        self._courses.emitted(node, payload, inner_step)
+
+    def landed(self, node: "PeerNode", step: int, met: Met | None, *, counted: bool) -> None:
+        self._courses.landed(node, step, met, counted=counted)
+
+    def handed_in(self, node: "PeerNode", payload: Payload) -> None:
+        self._courses.handed_in(node, payload)
         self._work.made(node, payload)
         self.patience.made(node.ref)
 

@@ -297,6 +297,10 @@ class FrameGate:
         else:
             self.dropped += 1
 
+    def holds_back(self, outer_step: int) -> bool:
+        """Whether a frame of this round was too early."""
+        return any(frame.key.outer_step == outer_step for frame in self._held_back)
+
     def again(self, current: RoundKey | None, outer_step: int) -> None:
         """The view or the round changed: look at what was held back."""
         frames, self._held_back = self._held_back, []

@@ -2,6 +2,7 @@
 """Who lies loses only itself: what a lie may not do to a commit, and whom the coordinator may call a liar."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from isthmus.collective.core.types import PeerId, PeerRef, RoundKey, View
@@ -9,7 +10,7 @@ from isthmus.elastic.core.leases import count
 from isthmus.elastic.core.messages import CoordinatorMessage, Refused, RoundFailed
 from isthmus.elastic.core.records import CommitRecord, ViewRecord
 from isthmus.elastic.core.work import MAX_STRIKES
-from tests.simulation.symbols import name
+from tests.simulation.symbols import Payload, name
 from tests.simulation.world import demand
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Lies:
     def reported(self, sender: PeerRef, report: RoundFailed) -> None:
         self._failed[report.key].add(sender)
 
-    def committed(self, record: CommitRecord, view: View) -> None:
+    def committed(self, record: CommitRecord, view: View, payloads: Mapping[PeerRef, Payload]) -> None:
         self._told = None
         failed = self._failed.pop(record.key, set()) & {item.ref for item in record.contributions}
         demand(not failed, "I1", f"committed with {[name(ref) for ref in failed]}, which could not finish")
@@ -86,13 +87,13 @@ class Lies:
         for ref, sizes in seen.items():
             own = view.rank_of(ref.peer_id)
             is_seen = view.holds(ref) and own is not None and len(sizes) == view.world_size
-            if is_seen and own is not None:
+            if is_seen and own is not None and record.contributions[own].weight > 0.0:
                 weights = [item.weight for item in record.contributions]
                 fair = [size / max(1.0, weight / weights[own]) for size, weight in zip(sizes, weights, strict=True)]
                 largest = max((size for rank, size in enumerate(fair) if rank != own), default=0.0)
                 demand(largest <= TOO_LARGE * sizes[own] or sizes[own] == 0.0, "liars", "noise is committed")
         for item in record.contributions:
-            samples = count(item.consumed)
+            samples = count(payloads[item.ref].works[0][1])  # of one fragment, more than this step's
             demand(item.weight <= samples, "liars", f"{name(item.ref)} weighs {item.weight} with {samples} samples")
             if item.ref in record.disputed:
                 continue

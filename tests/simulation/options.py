@@ -10,6 +10,8 @@ PATIENT_S = 5.0
 """A stall timeout that is longer than this is a long one."""
 LIES = ("weight", "size", "two_weights", "one_weight", "framing", "digest", "two_results")
 
+OPS = (("mean",), ("gather",), ("pair",), ("mean", "pair"), ("gather", "pair", "mean"))
+
 SHAPE = (
     *("num_fragments", "chunks_per_peer", "eager_chunks", "plan", "latency_s", "jitter_s", "snapshot_s"),
     *("replay_s", "has_odd_weights", "checkpoint_every"),
@@ -66,6 +68,18 @@ class Options:
     min_peers: int = 1
     outer_steps: int = 100_000
     num_fragments: int = 1
+    steps_per_round: int = 1
+    """Inner steps between two outer steps. Of a course's inner steps; the coordinator hears of parts of them."""
+    first_inner_step: int = 1
+    """After which the first outer step is emitted; 0: before anybody has trained."""
+    delay: int = 0
+    """Inner steps after which an outer step is due."""
+    rounds_per_step: int = 1
+    """Fragments that one outer step exchanges, the next ones in turn."""
+    ops: tuple[str, ...] = ("mean",)
+    """How payloads become results, by fragment: "mean", "gather", or "pair", of which nobody but the two has any."""
+    hurries: bool = False
+    """Who was late, or has just come, hands in what it has when it sees the others wait."""
     safety_s: float = 30.0
     chunks_per_peer: int = 1
     eager_chunks: int = 1
@@ -175,6 +189,11 @@ class Options:
 
         They are drawn apart from what happens: the same options given by hand make the same history.
         """
+        return cls.plain_of_seed(seed)._with_method(seed)
+
+    @classmethod
+    def plain_of_seed(cls, seed: int) -> "Options":
+        """With the simplest method: every step waits for its commit, and what comes of it is equal for all."""
         return cls.first_of_seed(seed)._and_more(seed)._or_few(seed)
 
     @classmethod
@@ -283,6 +302,25 @@ class Options:
         quiet = Options(**shape, num_peers=num_peers, num_late=rng.randrange(3), silent_death=self.silent_death)
         pace = {"safety_s": rng.uniform(25.0, 40.0), "train_s": (0.3, 1.0)}
         return quiet.with_(**(pace | FOCUSES[seed // 2 % len(FOCUSES)]))
+
+    def _with_method(self, seed: int) -> "Options":
+        """Which outer steps there are, drawn apart; every fifth seed or so keeps the simplest."""
+        rng = random.Random(f"method of {seed}")
+        if rng.random() < 0.2:
+            return self
+        steps = rng.choice((1, 1, 2, 4))
+        delay = rng.choice((0, rng.randint(0, steps), steps, rng.randint(steps, 3 * steps)))
+        ops = rng.choice(OPS)
+        if self.lie == "two_results" and "pair" in ops:
+            ops = ("gather",)  # of a pair there is no sum of which two could be given
+        return self.with_(
+            steps_per_round=steps,
+            delay=delay,
+            first_inner_step=rng.choice((0, steps, steps, rng.randint(1, 2 * steps))),
+            rounds_per_step=rng.randint(1, self.num_fragments),
+            ops=ops,
+            hurries=rng.random() < 0.5,
+        )
 
     def with_(self, **changes: object) -> "Options":
         """The same but for these."""

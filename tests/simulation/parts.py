@@ -11,6 +11,7 @@ from isthmus.elastic.core.member import MemberMachine
 from isthmus.elastic.core.records import SnapshotRecord
 from isthmus.elastic.core.run_state import RunState
 from tests.simulation.exchange import FrameGate
+from tests.simulation.worker import Worker
 
 
 def in_order(effects: Sequence[CoordinatorEffect]) -> Sequence[CoordinatorEffect]:
@@ -20,11 +21,13 @@ def in_order(effects: Sequence[CoordinatorEffect]) -> Sequence[CoordinatorEffect
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The machines, the fences for frames and in the store, the machine's time, snapshots, and the order of effects."""
+    """The machines, a peer's trainer, the fences for frames and in the store, the machine's time, snapshots, and the
+    order of effects."""
 
     coordinator: type[CoordinatorMachine] = CoordinatorMachine
     member: type[MemberMachine] = MemberMachine
     gate: type[FrameGate] = FrameGate
+    worker: type[Worker] = Worker
     fences: bool = True
     hold: Callable[[HeldClock], None] = HeldClock.hold
     release: Callable[[HeldClock], None] = HeldClock.release

@@ -27,41 +27,31 @@ from isthmus.elastic.core.events import (
     InstallStaged,
     InstallView,
     KeepCertificate,
-    LeasesWanted,
     LeaveRequested,
     LinkMade,
     MakeLinks,
     MemberEffect,
     MemberEvent,
     Progressed,
-    RoundReady,
     SendToCoordinator,
     StartExchange,
     TakeLeases,
     Tick,
 )
 from isthmus.elastic.core.farewell import LEFT_EXIT_CODE
-from isthmus.elastic.core.leases import count, merged
 from isthmus.elastic.core.member import MemberMachine
-from isthmus.elastic.core.messages import CoordinatorMessage, Evicted, Held, IndexRange, RoundFailed, Vote
+from isthmus.elastic.core.messages import CoordinatorMessage, Evicted, Held, RoundFailed, Vote
 from tests.simulation.disk import Disk
 from tests.simulation.exchange import Exchange, Frame
+from tests.simulation.methods import Met, common, met_by, pairs_in, rounds_of
 from tests.simulation.process import Process
-from tests.simulation.symbols import MOST_SAID, Payload, Result, State, first_state
+from tests.simulation.symbols import Payload, Result, State, first_state
 from tests.simulation.transfer import Transfer
 from tests.simulation.world import demand
 
 if TYPE_CHECKING:
     from tests.simulation.network import ControlConnection
     from tests.simulation.simulator import Simulator
-
-PROGRESS_S = 0.5
-FAR_TOO_MUCH = 1000.0
-
-
-_WITH_WORK_IN_HAND = 0.2
-"""Who has missed a round hands in what it has as soon as the others wait; with a whole round more it would be late
-again, and again (seed 67535)."""
 
 
 class PeerNode(Process):
@@ -90,7 +80,7 @@ class PeerNode(Process):
         self.connection: ControlConnection | None = None
         self.machine: MemberMachine | None = None
         self.state: State | None = None
-        self.staged: tuple[RoundKey, State, Result] | None = None
+        self.staged: tuple[RoundKey, State, Result, Met] | None = None
         self.voted: RoundKey | None = None
         self.exchange: Exchange | None = None
 
@@ -126,16 +116,11 @@ class PeerNode(Process):
         self.state = self.disk.state
         self.staged = self.exchange = None
         self.gate = self.sim.parts.gate(self._on_frame)
-        self.payload: Payload | None = None
-        self.carried: Payload | None = None  # its round was committed without it
-        self._leases: tuple[IndexRange, ...] = ()
-        self._serial = 0
+        self.worker = self.sim.parts.worker(self)
+        self.payload: Payload | None = None  # handed in
         self.progress = 0
-        self.inner_steps = 0
-        self._training = 0  # token of the training in progress; 0 = none
-        self._trainings = 0
+        self.inner_steps = 0  # as it tells the coordinator: each of the course's is several of these
         self.transfer: Transfer | None = None
-        self._asked_in = 0
         manifest = b"\1" * 32 if self.sim.has_wrong_manifest(self) else self.sim.manifest
         held = self.state.held if self.state is not None else None
         config = MemberConfig(coordinator_timeout_s=600.0, farewell_timeout_s=8.0)
@@ -181,6 +166,12 @@ class PeerNode(Process):
         """Its trainer stands still, or goes on."""
         self.hung = hung
         self.sim.checkers.hangs_or_not()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether others stand in the exchange that it has not begun."""
+        is_idle = self.exchange is None and self.payload is None
+        return is_idle and self.state is not None and self.gate.holds_back(self.state.held.outer_step)
 
     @property
     def stands_still(self) -> bool:
@@ -230,6 +221,7 @@ class PeerNode(Process):
                 return
         if not isinstance(event, Progressed):  # the most frequent event changes no deadline
             self.arm()
+            self.worker.hand_in()
 
     def deadline(self) -> Instant | None:
         return self.machine.next_deadline() if self.machine is not None else None
@@ -257,22 +249,24 @@ class PeerNode(Process):
                 self.gate.fence = Fence.of(view)
             case BecomeActive(view=view):
                 checkers.became_active(self, view)
-                if self.payload is None and not self._training:
-                    self._train()
+                if self.worker.course is None:
+                    assert self.state is not None
+                    self.worker.begin(self.state)
+                self.worker.go_on()
             case BecomeExcused(view=view):
                 self.sim.world.say(self.peer_id, "is excused in view", view.epoch)
             case CarryOver(outer_step=outer_step):
                 assert self.payload is not None
                 assert self.payload.outer_step == outer_step
                 checkers.carried_over(self)
-                self.carried, self.payload = self.payload, None
-                self._train()
+                self.payload = None
+                self.worker.missed()
+                self.worker.go_on()
             case BecomeLearner():
                 self.sim.world.say(self.peer_id, "becomes learner:", effect.reason)
                 checkers.became_learner(self, effect)
-                self.payload = self.carried = self.exchange = None
-                self._training = 0
-                self._leases = ()
+                self.payload = self.exchange = None
+                self.worker.stop()
             case StartExchange(view=view, key=key, weight=weight, weights=told):
                 self._start_exchange(view, key, weight, told)
             case AbortExchange(key=key):
@@ -283,7 +277,7 @@ class PeerNode(Process):
             case InstallStaged():
                 self._install(effect)
             case TakeLeases(ranges=ranges):
-                self._leases = merged((*self._leases, *ranges))
+                self.worker.lease(ranges)
             case KeepCertificate(certificate=certificate):
                 self.disk_certificate = certificate
             case MakeLinks(peers=peers):
@@ -309,77 +303,6 @@ class PeerNode(Process):
         self.sim.control.hang_up(self)
         self.stop("is over")
         self.sim.is_over(self)
-
-    # ------------------------------------------------------------------------ training
-
-    def _train(self) -> None:
-        """Inner steps from the anchor, for a while; then the payload is ready."""
-        self._trainings += 1
-        self._training = self._trainings
-        duration_s = self.sim.world.rng.uniform(*self.sim.options.train_s) * self.sim.speed_of(self)
-        if self.carried is not None:
-            duration_s *= _WITH_WORK_IN_HAND
-        self.later(0.0, "train", self._step, self._training, self.clock.now() + duration_s)
-
-    def _step(self, training: int, until: float) -> None:
-        if training != self._training:
-            return
-        if self.hung:
-            self.later(PROGRESS_S, "hang", self._step, training, until)
-            return
-        missing = self.sim.options.samples_per_round - count(self._leases)
-        if missing > 0 and self._asked_in != training:
-            self._asked_in = training
-            self.feed(LeasesWanted(num_samples=missing))
-        starving = missing > 0 and self.clock.now() >= until
-        self.progress += not starving
-        self.inner_steps += not starving
-        self.feed(Progressed(progress=self.progress, blocked=starving, inner_steps=self.inner_steps))
-        if training != self._training:
-            return
-        if self.clock.now() >= until and not starving:
-            self._payload_ready()
-        else:
-            wait_s = min(PROGRESS_S, max(0.02, until - self.clock.now()))
-            self.later(wait_s, "train", self._step, training, until)
-
-    def _payload_ready(self) -> None:
-        assert self.state is not None
-        self._training = 0
-        self._serial += 1
-        taken: list[IndexRange] = []
-        missing = self.sim.options.samples_per_round
-        rest: list[IndexRange] = []
-        for item in self._leases:
-            use = min(missing, len(item))
-            missing -= use
-            if use:
-                taken.append(IndexRange(item.start, item.start + use))
-            if use < len(item):
-                rest.append(IndexRange(item.start + use, item.stop))
-        self._leases = tuple(rest)
-        step = self.state.held.outer_step
-        weight = self.sim.options.samples_per_round * self.sim.weight_of(self)
-        if self.carried is not None:
-            weight += self.carried.weight
-            taken = list(merged((*self.carried.consumed, *taken)))
-        lie = self.sim.lie_of(self.peer_id)
-        if lie == "weight":
-            weight *= FAR_TOO_MUCH
-        weight = min(weight, MOST_SAID)
-        size = FAR_TOO_MUCH if lie == "size" else 1.0
-        self.payload = Payload(self.ref, self._serial, step, weight, tuple(taken), size)
-        self.sim.checkers.payload_made(self, self.payload)
-        self.carried = None
-        self.feed(
-            RoundReady(
-                outer_step=step,
-                fragment=step % self.sim.options.num_fragments,
-                weight=weight,
-                num_tokens=count(taken),
-                consumed=tuple(taken),
-            )
-        )
 
     # ------------------------------------------------------------------------ exchange
 
@@ -412,8 +335,10 @@ class PeerNode(Process):
         flawed = self.flawed_step == key.outer_step or self.sim.network.chance(self.sim.options.wrong_result)
         flawed = flawed or self.sim.lie_of(self.peer_id) == "digest"
         flaw = f"{self.peer_id}.{key}" if flawed else ""
-        made = self.state.after(result, flaw=flaw)
-        self.staged = (key, made, result)
+        rounds = rounds_of(self.sim.plan, key.outer_step + 1)
+        pairs = pairs_in(rounds, self.exchange.view, key, result)
+        made = self.state.after(common(rounds, pairs, result), flaw=flaw)
+        self.staged = (key, made, result, met_by(self.peer_id, pairs, result))
         sizes = tuple(self.exchange.sizes)
         self.sim.checkers.staged(self, key, made, result, flawed=flawed, sizes=sizes)
         self.progress += 1
@@ -436,15 +361,14 @@ class PeerNode(Process):
 
     def _install(self, effect: InstallStaged) -> None:
         assert self.staged is not None
-        key, made, result = self.staged
+        key, made, result, met = self.staged
         assert key == effect.key
         assert self.state is not None
         self.sim.checkers.installed(self, effect, made, result)
         self.hold(made)
-        counts, self.payload = self.payload is not None, None
-        self.exchange = self.staged = None
-        if counts and not effect.final:
-            self._train()
+        self.payload = self.exchange = self.staged = None
+        self.worker.committed(made, met)
+        self.worker.go_on()
 
     def hold(self, state: State) -> None:
         """This is the shared state now."""

@@ -19,6 +19,7 @@ from tests.simulation.control import Control
 from tests.simulation.coordinator_node import CoordinatorNode
 from tests.simulation.faults import FaultInjector
 from tests.simulation.marks import Marks
+from tests.simulation.methods import plan_of
 from tests.simulation.network import Network
 from tests.simulation.options import PATIENT_S, Options
 from tests.simulation.parts import Parts
@@ -64,6 +65,7 @@ class Simulator:
         self.world = World(seed, max_events=MAX_EVENTS, max_cpu_s=MAX_CPU_S, echo=echo)
         self.options = options if options is not None else Options.of_seed(seed)
         self.parts = parts if parts is not None else Parts()
+        self.plan = plan_of(self.options)
         self.check_machines = check_machines
         self._looks = 0
         self.manifest = bytes(32)

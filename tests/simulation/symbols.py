@@ -16,9 +16,12 @@ MOST_SAID = 1e15
 """A weight beyond it is no message."""
 
 
+NOTHING = Held(OuterStep(0), b"")
+
+
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """One peer's inner work since `outer_step`."""
+    """What one peer gives to the outer step after `outer_step`."""
 
     ref: PeerRef
     serial: int
@@ -27,6 +30,10 @@ class Payload:
     consumed: tuple[IndexRange, ...]
     size: float = 1.0
     """Root mean square of its numbers."""
+    works: tuple[tuple[int, tuple[IndexRange, ...]], ...] = ()
+    """By round: its fragment, and the samples whose work it holds for that."""
+    base: Held = NOTHING
+    """The state that its work was begun from."""
 
     @property
     def name(self) -> str:
@@ -52,7 +59,7 @@ class State:
     held: Held
     lineage: tuple[bytes, ...] = ()
 
-    def after(self, result: Result, *, flaw: str = "") -> "State":
+    def after(self, result: tuple[object, ...], *, flaw: str = "") -> "State":
         """The state once this result is absorbed. A `flaw` stands for bits that came out wrong."""
         text = self.held.digest.hex() + repr(result) + flaw
         digest = hashlib.sha256(text.encode()).digest()
