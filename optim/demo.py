@@ -45,8 +45,9 @@ from isthmus.optim.resync import GradientMethod
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from isthmus.optim.fragments import Fragment
+    from isthmus.optim.fragments import Fragment, FragmentTable
     from isthmus.optim.outer import Outcome, Result, Tensors, Work
+    from isthmus.optim.run_facts import RunFacts
 
 _GRADIENT: Final = FragmentKey(kind=GRAD, index=0)
 
@@ -72,6 +73,16 @@ class DeMo(GradientMethod):
         if not 0.0 <= self.decay <= 1.0:
             raise ValueError(f"decay must be in [0, 1], got {self.decay}")
         topk_codec(self.topk)
+
+    def fitted(self, _table: FragmentTable, run: RunFacts | None = None, /) -> DeMo:
+        """The same.
+
+        Raises:
+            ValueError: if the run has another inner optimizer than plain SGD.
+        """
+        if run is not None and run.inner_type not in (None, "sgd"):
+            raise ValueError(f"its inner optimizer must be plain SGD (sgd), not inner.type {run.inner_type}")
+        return self
 
     def init_private(self, fragment: Fragment, _shared: Tensors, value: Tensor, /) -> Tensors:
         """Of the gradient momentum, zeros, and shapes."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from isthmus.optim.schedule import build_schedule
 
 if TYPE_CHECKING:
+    from isthmus.optim.inner import InnerType
     from isthmus.optim.schedule import Schedule, ScheduleType
 
 
@@ -29,6 +30,8 @@ class RunFacts:
     """Outer steps after which the run is done, >= 1."""
     peak_lr: float
     """The inner optimizer's highest learning rate."""
+    inner_type: InnerType | None = None
+    """Which inner optimizer it is; None: not known."""
     schedule: ScheduleType = "constant"
     """Type of the inner learning-rate schedule."""
     warmup_steps: int | None = None

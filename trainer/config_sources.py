@@ -272,7 +272,7 @@ def _validate(merged: dict[str, _Value], faults: list[ConfigError]) -> Config | 
 
 
 def _misfits(config: Config, merged: Mapping[str, _Value]) -> Iterator[ConfigError]:
-    """What the method says of its settings, the model and the run.
+    """What the method says of its settings, the model, the run and its inner optimizer.
 
     To ask it takes torch, and so a second: not where nothing is said but the defaults.
     """
@@ -281,9 +281,11 @@ def _misfits(config: Config, merged: Mapping[str, _Value]) -> Iterator[ConfigErr
     if config.outer.model_copy(update={"codec": default.codec}) == default and steps == (None, None):
         return
     from isthmus.trainer.outer_method import pace_of
+    from isthmus.trainer.wiring import fragments_of, training_job
 
     try:
         pace_of(config)
+        training_job(config).optimizer.require_kinds(fragment.kind for fragment in fragments_of(config))
     except ConfigError as error:
         yield with_origins(error, merged)
 

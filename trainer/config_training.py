@@ -159,10 +159,25 @@ class Adopt(_Inner):
     """`[inner]` with `type = "adopt"`: Adam that converges with any second decay rate (arXiv:2411.02853)."""
 
     type: Literal["adopt"] = "adopt"
-    betas: tuple[Portion, Portion] = (0.9, 0.9999)
-    """Decay rates of the two moments."""
+    betas: Annotated[tuple[Portion, ...], Field(min_length=2)] = (0.9, 0.9999)
+    """Decay rates of the first moments, one or more, then that of the second."""
+    omegas: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (1.0,)
+    """Weight of each first moment in the step, of which betas has all but its last; at most 1 in sum, the rest is the
+    fresh gradient's."""
     eps: Positive = 1e-6
     """Least root of the second moment."""
+
+    @model_validator(mode="after")
+    def _every_first_moment_has_a_weight(self) -> Self:
+        num_moments, total = len(self.betas) - 1, sum(self.omegas)
+        if len(self.omegas) != num_moments:
+            raise ValueError(
+                f"betas are of {num_moments} first and one second moment, omegas of {len(self.omegas)} first; give "
+                "omegas a weight for each first moment"
+            )
+        if total > 1.0 + 1e-9:
+            raise ValueError(f"omegas are {total:g} in sum; give weights of at most 1")
+        return self
 
 
 class Muon(_Inner):

@@ -71,6 +71,7 @@ def method_of(config: Config) -> FittedMethod:
         num_peers=config.members.start_peers,
         outer_steps=config.run.outer_steps,
         peak_lr=config.inner.lr,
+        inner_type=config.inner.type,
         schedule=schedule.type,
         warmup_steps=schedule.warmup_steps,
         min_ratio=1.0 if isinstance(schedule, ConstantSchedule) else schedule.min_ratio,

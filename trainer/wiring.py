@@ -72,8 +72,10 @@ def _optimizer_job(inner: AdamW | Adopt | Muon | Sgd) -> OptimizerJob:
     match inner:
         case Sgd():
             return job
-        case AdamW(betas=betas, eps=eps) | Adopt(betas=betas, eps=eps):
+        case AdamW(betas=betas, eps=eps):
             return msgspec.structs.replace(job, betas=betas, eps=eps)
+        case Adopt(betas=betas, eps=eps, omegas=omegas):
+            return msgspec.structs.replace(job, betas=betas, eps=eps, omegas=omegas)
         case Muon(betas=betas, eps=eps, momentum=momentum):
             return msgspec.structs.replace(job, betas=betas, eps=eps, momentum=momentum)
         case _:

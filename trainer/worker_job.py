@@ -7,8 +7,9 @@ a worker needs to know about the other peers, because there is nothing. Must not
 Its place among the workers of the peer comes as torchrun gives it: RANK, LOCAL_RANK, WORLD_SIZE.
 """
 
+import re
 from collections.abc import Iterable
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 import msgspec
 
@@ -23,6 +24,9 @@ Device = Literal["auto", "cpu", "cuda"]
 
 Precision = Literal["fp32", "bf16"]
 """What forward and backward compute in. Parameters, gradients' sums and the optimizer are fp32 always."""
+
+_FIRST_MOMENT: Final = re.compile(r"exp_avg(_\d+)?")
+"""See `optim.adopt.momentum_names`."""
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,13 +54,21 @@ class OptimizerJob(_Section, frozen=True, kw_only=True):
         for kind in kinds:
             if kind in (PARAM, GRAD, *kept):
                 continue
-            others = [type_ for type_ in get_args(InnerType) if kind in state_names(type_)]
+            others = [type_ for type_ in get_args(InnerType) if _may_keep(type_, kind)]
+            cure = "take another outer" + (f", or inner.type {' or '.join(others)}" if others else "")
+            if self.type in others:
+                cure = "give inner.betas a rate for each first moment that outer exchanges, then that of the second"
             raise ConfigError(
                 f"outer exchanges {kind!r}, which inner.type = {self.type!r} does not keep"
                 + (f" (it keeps {', '.join(kept)})" if kept else ""),
-                cure="take another outer" + (f", or inner.type {' or '.join(others)}" if others else ""),
+                cure=cure,
                 key="outer",
             )
+
+
+def _may_keep(type_: InnerType, kind: str) -> bool:
+    """Whether an inner optimizer of this type keeps it, with the betas for it."""
+    return kind in state_names(type_) or (type_ == "adopt" and _FIRST_MOMENT.fullmatch(kind) is not None)
 
 
 class ScheduleJob(_Section, frozen=True, kw_only=True):

@@ -40,6 +40,9 @@ MODEL = ModelSection(preset="nano", num_layers=1, seq_len=16)
 LAUNCH = "from isthmus.trainer.cli import main; main()"
 
 
+DESLOC_WITH_SGD = ("--outer.type", "desloc", "--inner.type", "sgd")
+
+
 def isthmus(
     *arguments: str, cwd: Path, launch: str = LAUNCH, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -114,6 +117,11 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *part
             ["x holds no checkpoint"],
         ),
         (["coordinator", "--max-upload", "1MB"], ["no such option: --max-upload"]),
+        *(
+            ([command, *DESLOC_WITH_SGD], ["outer exchanges 'exp_avg', which inner.type = 'sgd' does not keep; take"])
+            for command in ("up", "coordinator")
+        ),
+        (["up", "--outer.type", "demo"], ["[outer] demo does not fit", "must be plain SGD (sgd), not inner.type adamw"]),
         (["up", "--streams", "65"], ["net.num_streams from --streams is 65, expected at most 64"]),
         (["join", TICKET, "--device", "abacus"], ["node.device from --device"]),
         (["join"], ["there is no ticket, and under runs/ no peer that could come back without one", "--dir"]),

@@ -246,6 +246,34 @@ def test_unknown_key_names_its_origin_and_the_closest_key(tmp_path: Path, key: s
             "micro_batch 3 does not divide batch_size 8 (inner.batch_size from {}, inner.micro_batch from {})",
         ),
         ("[inner]\nbetas = [2, 3]", "inner.betas from {} is [2, 3], expected"),
+        ("[inner]\ntype = 'adopt'\nbetas = [0.9]", "inner.betas from {} is [0.9], expected 2 values"),
+        (
+            "[inner]\ntype = 'adopt'\nbetas = [0.9, 0.99, 0.999]",
+            "[inner] betas are of 2 first and one second moment, omegas of 1 first; give omegas a weight for each",
+        ),
+        (
+            "[inner]\ntype = 'adopt'\nbetas = [0.9, 0.99, 0.999]\nomegas = [0.5, 0.6]",
+            "[inner] omegas are 1.1 in sum; give weights of at most 1",
+        ),
+        (
+            "[outer]\ntype = 'mtdao'\nmomentum_multiples = [1, 3]\n[inner]\ntype = 'adopt'",
+            "outer exchanges 'exp_avg_0', which inner.type = 'adopt' does not keep (it keeps exp_avg, exp_avg_sq) "
+            "(inner.type from {}); give inner.betas a rate for each first moment that outer exchanges",
+        ),
+        (
+            "[outer]\ntype = 'mtdao'\n[inner]\ntype = 'adopt'\nbetas = [0.9, 0.99, 0.999]\nomegas = [0.4, 0.6]",
+            "outer exchanges 'exp_avg', which inner.type = 'adopt' does not keep (it keeps exp_avg_0, exp_avg_1",
+        ),
+        (
+            "[outer]\ntype = 'mtdao'\nmomentum_multiples = [1, 3]",
+            "outer exchanges 'exp_avg_0', which inner.type = 'adamw' does not keep (it keeps exp_avg, exp_avg_sq); "
+            "take another outer, or inner.type adopt",
+        ),
+        (
+            "[outer]\ntype = 'demo'\n[inner]\ntype = 'adopt'",
+            "demo does not fit the model or the run: its inner optimizer must be plain SGD (sgd), not inner.type adopt "
+            "(inner.type from {})",
+        ),
         ("[inner\n", "{} is not TOML: "),
     ],
 )

@@ -99,6 +99,8 @@ def test_what_belongs_to_one_inner_optimizer_reaches_it() -> None:
 
     assert (of().betas, of().eps) == ((0.9, 0.99), 1e-8)
     assert (of(inner__type="adopt").betas, of(inner__type="adopt").eps) == ((0.9, 0.9999), 1e-6)
+    many = of(inner__type="adopt", inner__betas="[0.9, 0.99, 0.999]", inner__omegas="[0.25, 0.5]")
+    assert (many.betas, many.omegas) == ((0.9, 0.99, 0.999), (0.25, 0.5))
     muon = of(inner__type="muon", inner__momentum=0.9, inner__betas="[0.8, 0.95]")
     assert (muon.momentum, muon.betas) == (0.9, (0.8, 0.95))
     assert of(inner__type="sgd").betas is None
