@@ -37,7 +37,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -246,9 +246,14 @@ class Outer(ABC):
 
     __slots__ = ()
 
-    counts_from_anchor: ClassVar[bool] = True
-    """Whether a worker's next payload counts from the shared anchor. If so, a worker whose work was not counted moves
-    along with the anchor: value <- value + new anchor - old anchor."""
+    @property
+    def counts_from_anchor(self) -> bool:
+        """Whether a worker's next payload counts from the shared anchor.
+
+        If so, a worker whose work was not counted moves along with the anchor, value <- value + new anchor - old
+        anchor, so that what it has done stays what it is.
+        """
+        return True
 
     def fitted(self, _table: FragmentTable, _run: RunFacts | None = None, /) -> Outer:
         """What an engine uses: the same method with all settings known that follow from the model or from the run.
