@@ -33,7 +33,7 @@ from isthmus.trainer.quantities import Count
 
 _PACKAGE: Final = "isthmus.optim"
 _REGISTER: Final = "register"
-_OWN_KEYS: Final = frozenset({"type", "codec"})
+_OWN_KEYS: Final = frozenset({"type", "codec", "guard", "error_feedback"})
 """Keys that `[outer]` has with every method."""
 _LARGEST: Final = 2**53
 """Magnitude of a whole number."""

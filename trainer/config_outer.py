@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, SerializeAsAny, ValidatorFunctionWrapHan
 from pydantic_core import PydanticKnownError
 
 from isthmus.trainer.config_methods import methods
-from isthmus.trainer.config_values import Section
+from isthmus.trainer.config_values import Maybe, Section
 
 OUTER: Final = "outer"
 """Name of the section."""
@@ -27,10 +27,17 @@ class OuterSection(Section):
     """The method, one of `methods`."""
     codec: Literal["raw", "bf16", "int8", "e3m0", "twobit"] = "int8"
     """What crosses the network, where the method does not say it: fp32, or 16, 8, 4 or 2 bits a value."""
+    guard: Literal["none", "norm", "trimmed", "centred"] = "none"
+    """How members' payloads are judged by all who receive them, so that one that lies moves the model no further than
+    the others do: scaled to the median length, trimmed element by element, or clipped around the last mean. Wants three
+    members or more. Every payload goes to everybody then, which is more bytes from four members on."""
+    error_feedback: Maybe[bool] = None
+    """Whether what the codec loses of a payload is added to the next one; none: with twobit, where the method has no
+    such memory of its own."""
 
     def settings(self) -> dict[str, object]:
         """What the method itself is told, as `optim.registry.build_outer` takes it."""
-        return self.model_dump(exclude={"type", "codec"})
+        return self.model_dump(exclude=set(OuterSection.model_fields))
 
 
 class _MethodSection(OuterSection):

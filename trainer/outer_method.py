@@ -13,9 +13,11 @@ from array import array
 from dataclasses import dataclass
 from typing import Final
 
+from isthmus.optim.error_feedback import ErrorFeedback, misfit
 from isthmus.optim.fragments import Fragment, FragmentTable
 from isthmus.optim.outer import Outer
 from isthmus.optim.registry import outer_from_config
+from isthmus.optim.robust import Robust
 from isthmus.optim.run_facts import RunFacts
 from isthmus.trainer.config import Config
 from isthmus.trainer.config_outer import OuterSection
@@ -23,6 +25,8 @@ from isthmus.trainer.config_training import ConstantSchedule, CosineSchedule, Sc
 from isthmus.trainer.errors import ConfigError
 from isthmus.trainer.model import ModelConfig, named_shapes
 
+_WANT_FEEDBACK: Final = frozenset({"twobit"})
+"""Codecs with which error feedback is on unless it is said otherwise."""
 _MOST_COUNTED: Final = 1 << 22
 """Inner steps of a plan that are counted, which takes a second; a longer run is taken to go on as it began."""
 
@@ -77,7 +81,8 @@ def method_of(config: Config) -> FittedMethod:
         min_ratio=1.0 if isinstance(schedule, ConstantSchedule) else schedule.min_ratio,
         decay_steps=schedule.decay_steps if isinstance(schedule, WsdSchedule) else None,
     )
-    return _fitted(config.outer.model_copy(update={"codec": "raw"}), config.model.decoder_config(), facts)
+    codec = config.outer.codec if config.outer.codec in _WANT_FEEDBACK else "raw"  # the others make no other method
+    return _fitted(config.outer.model_copy(update={"codec": codec}), config.model.decoder_config(), facts)
 
 
 def pace_of(config: Config) -> Pace:
@@ -110,7 +115,21 @@ def _fitted(section: OuterSection, model: ModelConfig, facts: RunFacts) -> Fitte
         table.check_partition(fragments)
     except ValueError as error:
         raise _fault(section, f"{section.type} does not fit the model or the run: {error}") from error
+    try:
+        outer = _wrapped(outer, section, table).fitted(table, facts)
+    except ValueError as error:
+        raise _fault(section, f'type = "{section.type}": {error}') from error
     return FittedMethod(outer=outer, facts=facts, fragments=fragments)
+
+
+def _wrapped(outer: Outer, section: OuterSection, table: FragmentTable) -> Outer:
+    """The method with what `[outer]` puts around it. The guard is outside: it judges what was sent."""
+    feedback = section.error_feedback
+    if feedback is None:
+        feedback = section.codec in _WANT_FEEDBACK and misfit(outer, table) is None
+    if feedback:
+        outer = ErrorFeedback(outer=outer)
+    return outer if section.guard == "none" else Robust(outer=outer, guard=section.guard)
 
 
 @functools.lru_cache(maxsize=8)
@@ -150,6 +169,6 @@ def _require_room(schedule: Schedule, pace: Pace, config: Config) -> None:
 
 def _fault(section: OuterSection, problem: str) -> ConfigError:
     """As an operator's error, with the first setting that the method's sentence names."""
-    settings = section.settings()
+    settings = {*section.settings(), "guard", "error_feedback"}
     named = [word for word in re.findall(r"\w+", problem) if word in settings]
     return ConfigError(f"[outer] {problem}", key=f"outer.{named[0]}" if named else "outer")
