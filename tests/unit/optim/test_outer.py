@@ -94,8 +94,7 @@ def test_the_inner_optimizer_waits_for_its_gradient():
 
 
 def test_a_target_goes_with_keeping_less_than_everything():
-    for settled in (Settled.untouched({}), Settled.followed({})):
-        assert (settled.target, settled.keep) == (None, 1.0)
+    assert (Settled.untouched({}).target, Settled.untouched({}).keep) == (None, 1.0)
     for keep, target in ((1.0, torch.zeros(1)), (0.5, None), (1.5, torch.zeros(1)), (-0.1, torch.zeros(1))):
         with pytest.raises(ValueError, match="keep"):
             Settled(private={}, target=target, keep=keep)
