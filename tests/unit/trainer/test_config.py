@@ -94,7 +94,7 @@ def test_every_known_key_has_an_origin() -> None:
     # What is not told belongs to a variant that was not chosen.
     of_methods = {key for key, tags in KNOWN_KEYS.items() if "diloco" not in tags.get("outer", {"diloco"})}
     assert {f"outer.{name}" for name in ("num_fragments", "pattern", "delay", "keep", "topk")} < of_methods
-    others = {"inner.momentum", "inner.schedule.decay_steps"}
+    others = {"inner.momentum", "inner.omegas", "inner.schedule.decay_steps"}
     assert set(KNOWN_KEYS) - set(config.origins) == others | of_methods
 
 
