@@ -48,6 +48,8 @@ class Book:
     given: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     """By fragment: what is in a payload that counted, or may yet."""
     consumed: set[int] = field(default_factory=set)
+    weighed: set[int] = field(default_factory=set)
+    """Outer steps that it has handed in with a weight: of the others nothing is added up."""
     is_void: bool = False
     """The run went back, and it has not heard yet."""
 
@@ -71,7 +73,8 @@ class Courses:
 
     def committed(self, record: CommitRecord, payloads: Mapping[PeerRef, Payload]) -> None:
         """These payloads are in it."""
-        works = [(fragment, indices(ranges)) for item in payloads.values() for fragment, ranges in item.works]
+        counted = [item for item in payloads.values() if item.weight > 0.0]
+        works = [(fragment, indices(ranges)) for item in counted for fragment, ranges in item.works]
         self._works[record.key] = works
         self._count(works)
         for ref, payload in payloads.items():
@@ -129,6 +132,8 @@ class Courses:
         demand(
             not book.has_missed(live), "order", "{} emits step {} before it has landed what it missed", node.ref, step
         )
+        due = min((self._sim.plan.due_step(item) for item in self._on_the_way(book)), default=inner_step)
+        demand(inner_step <= due, "order", "{} emits step {}, and was to land one before", node.ref, step)
         base = max(book.landed, book.first)
         is_base = payload.base.outer_step == base
         demand(is_base, "order", "{} emits from step {}, not {}", node.ref, payload.base.outer_step, base)
@@ -150,6 +155,8 @@ class Courses:
         works = {fragment: indices(ranges) for fragment, ranges in payload.works}
         demand(works == book.out[step], "I6", "{} hands in other work than it owes to step {}", node.ref, step)
         book.handed_in = step
+        if payload.weight > 0.0:
+            book.weighed.add(step)
         expected = book.trained_at[step] - book.consumed
         is_all = indices(payload.consumed) == expected or book.is_void
         demand(is_all, "I6", "{} does not consume what is behind step {}", node.ref, step)
@@ -179,7 +186,7 @@ class Courses:
             demand(not emits, "order", "{} lands step {} before it emits {}", node.ref, step, following)
         works = book.out.pop(step, {})
         book.landed, book.emitted = step, max(step, book.emitted)
-        for fragment, samples in works.items() if not counted else ():
+        for fragment, samples in works.items() if not (counted and step in book.weighed) else ():
             later = next((item[fragment] for item in book.out.values() if fragment in item), None)
             if later is None:
                 book.given[fragment] -= samples

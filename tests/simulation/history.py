@@ -201,7 +201,9 @@ class History:
     def installed(self, node: "PeerNode", effect: InstallStaged) -> None:
         if effect.held not in self.given_up or effect.key.epoch > self.rebuilt_epoch:
             self._known(effect.held, "an install")
-        demand(effect.key in self.commits, "I3", "{} installs a round that is not committed", node.ref)
+        # Of who weighed nothing an attempt with it and one without it make the same state.
+        is_made = effect.key in self.commits or self.states.get(effect.held.outer_step) == effect.held.digest
+        demand(is_made, "I3", "{} installs a round that is not committed", node.ref)
 
     def coordinator_settled(self, machine: CoordinatorMachine) -> None:
         if machine.is_rebuilding:

@@ -90,7 +90,8 @@ class Lies:
             if is_seen and own is not None and record.contributions[own].weight > 0.0:
                 weights = [item.weight for item in record.contributions]
                 fair = [size / max(1.0, weight / weights[own]) for size, weight in zip(sizes, weights, strict=True)]
-                largest = max((size for rank, size in enumerate(fair) if rank != own), default=0.0)
+                others = [size for rank, size in enumerate(fair) if rank != own and weights[rank] > 0.0]
+                largest = max(others, default=0.0)
                 demand(largest <= TOO_LARGE * sizes[own] or sizes[own] == 0.0, "liars", "noise is committed")
         for item in record.contributions:
             samples = count(payloads[item.ref].works[0][1])  # of one fragment, more than this step's

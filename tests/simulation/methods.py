@@ -52,7 +52,7 @@ class Method:
         if since < 0 or since % options.steps_per_round:
             return ()
         first = since // options.steps_per_round * options.rounds_per_step
-        fragments = [(first + number) % options.num_fragments for number in range(options.rounds_per_step)]
+        fragments = sorted((first + number) % options.num_fragments for number in range(options.rounds_per_step))
         return tuple(
             SymbolicRound(fragment, options.ops[fragment % len(options.ops)], inner_step, options.delay)
             for fragment in fragments

@@ -10,6 +10,26 @@ from dataclasses import dataclass
 
 from isthmus.elastic.alarm import HeldClock
 from isthmus.elastic.core.events import CoordinatorEffect, Persist, SendToPeer
+from tests.simulation.broken_courses import (
+    BeginsWithAllLanded,
+    ConsumesAgain,
+    CountsWhatItMissed,
+    EmitsFromWhatIsLive,
+    FollowsTwice,
+    ForgetsWhatItOwes,
+    HandsInAhead,
+    HandsInTwice,
+    HurriesPastWhatIsDue,
+    LandsBeforeItEmits,
+    LandsMissedStepsInTheirTime,
+    LandsOutOfOrder,
+    LosesWhatWeighedNothing,
+    OwesToTheNextEmission,
+    RemembersItsFormerLife,
+    RemembersWhatItMissed,
+    TrainsAfterTheLast,
+    TrainsPastWhatIsDue,
+)
 from tests.simulation.broken_members import (
     ChangesItsWeight,
     CountsBytesAsWork,
@@ -326,5 +346,77 @@ MUTANTS: dict[str, Mutant] = {
     "rolled_back_at_once": Mutant(
         what="a run goes back as soon as nobody is here who holds the committed state",
         parts=Parts(coordinator=RollsBackAtOnce),
+    ),
+    "lands_first": Mutant(
+        what="a peer lands a step before it emits the one that is due then",
+        parts=Parts(worker=LandsBeforeItEmits),
+    ),
+    "hands_in_ahead": Mutant(
+        what="a step is handed in before the one before it is committed",
+        parts=Parts(worker=HandsInAhead),
+    ),
+    "missed_counts": Mutant(
+        what="a step that was committed without a peer's part counts as one with it",
+        parts=Parts(worker=CountsWhatItMissed),
+    ),
+    "follows_twice": Mutant(
+        what="a peer follows the others to one step twice",
+        parts=Parts(worker=FollowsTwice),
+    ),
+    "trains_past_due": Mutant(
+        what="a peer trains past the inner step at which a step is due",
+        parts=Parts(worker=TrainsPastWhatIsDue),
+    ),
+    "hands_in_twice": Mutant(
+        what="a step is handed in again while it is on its way",
+        parts=Parts(worker=HandsInTwice),
+    ),
+    "lands_out_of_order": Mutant(
+        what="the newest committed step lands first",
+        parts=Parts(worker=LandsOutOfOrder),
+    ),
+    "never_rests": Mutant(
+        what="a peer trains on while the last step is out",
+        parts=Parts(worker=TrainsAfterTheLast),
+    ),
+    "hurries_past_due": Mutant(
+        what="who hurries leaves out the landing of what is due",
+        parts=Parts(worker=HurriesPastWhatIsDue),
+    ),
+    "missed_in_time": Mutant(
+        what="a missed step lands when the ones before it are due, not at once",
+        parts=Parts(worker=LandsMissedStepsInTheirTime),
+    ),
+    "begins_landed": Mutant(
+        what="who joins in the midst of a delay takes for landed what is due later",
+        parts=Parts(worker=BeginsWithAllLanded),
+    ),
+    "owed_work_lost": Mutant(
+        what="the work of a missed step is in no later payload",
+        parts=Parts(worker=ForgetsWhatItOwes),
+    ),
+    "owed_too_late": Mutant(
+        what="the work of a missed step weighs in a later payload than the one whose vote consumes it",
+        parts=Parts(worker=OwesToTheNextEmission),
+    ),
+    "weightless_work_lost": Mutant(
+        what="what a payload held that weighed nothing is not given again",
+        parts=Parts(worker=LosesWhatWeighedNothing),
+    ),
+    "consumed_again": Mutant(
+        what="a vote names samples that the commit before it has consumed",
+        parts=Parts(worker=ConsumesAgain),
+    ),
+    "missed_remembered": Mutant(
+        what="private state is settled by a missed step as by one that counted",
+        parts=Parts(worker=RemembersWhatItMissed),
+    ),
+    "former_life": Mutant(
+        what="private state goes on after the membership was lost",
+        parts=Parts(worker=RemembersItsFormerLife),
+    ),
+    "emits_from_live": Mutant(
+        what="a payload counts from a state that has not landed",
+        parts=Parts(worker=EmitsFromWhatIsLive),
     ),
 }

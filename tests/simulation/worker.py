@@ -42,6 +42,11 @@ class Flight:
     met: Met = ()
     """The payloads that came in pairs."""
 
+    @property
+    def weighs(self) -> bool:
+        """Whether anything of it can have been added up."""
+        return self.payload.weight > 0.0
+
 
 @dataclass(slots=True)
 class Tally:
@@ -151,6 +156,7 @@ class Worker:
                     self._land(course, step, counted=counted)
                 case Follow(outer_step=step):
                     self._has_followed |= self._num_fresh > 0
+                    self.node.sim.marks["course: followed the others"] += 1
                     self._land(course, step, counted=False)
                 case Wait() | Done():
                     return
@@ -216,6 +222,7 @@ class Worker:
     def _must_hurry(self) -> bool:
         """Whether the others wait for what this peer has."""
         is_awaited = self._is_behind and self.node.sim.options.hurries and self.node.is_awaited
+        self.node.sim.marks["course: hurried for others that wait"] += is_awaited
         return self._has_followed or is_awaited
 
     # ------------------------------------------------------------------------ outer steps
@@ -239,20 +246,35 @@ class Worker:
         self.flights[step] = Flight(payload, payload.consumed, list(payload.works))
         self._is_late = self._has_followed = False
         self._num_fresh = 0
+        sim.marks["course: several steps out"] += len(self.flights) > 1
+        sim.marks["course: several rounds a step"] += len(rounds) > 1
         sim.checkers.emitted(self.node, payload, course.inner_step)
         course.emitted(step)
 
     def _land(self, course: Course, step: int, *, counted: bool) -> None:
         flight = self.flights.pop(step, None)
         self.base = self._states.pop(step, self.base)
-        if flight is not None and counted:
-            self.private = after_private(self.private, flight.digest, flight.met)
-        elif flight is not None:
-            self._is_late = True
-            for fragment, work in flight.works:
-                self.carry(fragment, work)
-        self.node.sim.checkers.landed(self.node, step, flight.met if flight is not None else None, counted=counted)
+        if flight is not None:
+            self._is_late |= not counted
+            self.take_back(flight, counted=counted)
+            self.remember(flight, counted=counted)
+        sim = self.node.sim
+        sim.marks["course: missed a step, and more were out"] += (
+            flight is not None and not counted and bool(self.flights)
+        )
+        sim.marks["course: began in the midst of a delay"] += flight is None and counted
+        sim.checkers.landed(self.node, step, flight.met if flight is not None else None, counted=counted)
         course.landed(step)
+
+    def remember(self, flight: Flight, *, counted: bool) -> None:
+        """What becomes of the private state."""
+        if counted:
+            self.private = after_private(self.private, flight.digest, flight.met)
+
+    def take_back(self, flight: Flight, *, counted: bool) -> None:
+        """What became no part of the shared state is to be given again."""
+        for fragment, work in flight.works if not counted or not flight.weighs else ():
+            self.carry(fragment, work)
 
     def carry(self, fragment: int, work: Ranges) -> None:
         """It did not count: it goes with the fragment's next payload, which may be out already."""
