@@ -56,11 +56,7 @@ class DiLoCo(Outer):
     momentum: float = 0.9
     """Outer Nesterov momentum, in [0, 1)."""
     inner_steps: int = 100
-<<<<<<< HEAD
     """H, inner steps between exchanges, >= 1; the paper: 500. Smaller is like data parallel and costs more bytes."""
-=======
-    """H, inner steps between exchanges, >= 1; the paper: 500. Smaller is closer to data parallel, and costs bytes."""
->>>>>>> h-cfg
 
     def __post_init__(self) -> None:
         if self.lr is not None and not 0.0 < self.lr < float("inf"):

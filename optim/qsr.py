@@ -26,7 +26,7 @@ import functools
 import itertools
 import math
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from isthmus.optim.diloco import DiLoCo
@@ -72,17 +72,17 @@ class QSR(DiLoCo):
     AdamW, peak 0.008 and H_base 4 it has 0.0175, and this is 0.016."""
     power: int = 2
     """Of alpha / lr, 1 to 3. The rule's own is 2."""
-    peak_lr: float | None = None
+    peak_lr: float | None = field(default=None, metadata={"fitted": True})
     """The inner optimizer's highest learning rate, > 0."""
-    total_steps: int | None = None
+    total_steps: int | None = field(default=None, metadata={"fitted": True})
     """Inner steps of the whole run, >= 1. If it goes on beyond, learning rate and H stay what they were at its end."""
-    schedule: str | None = None
+    schedule: str | None = field(default=None, metadata={"fitted": True})
     """Type of the inner learning-rate schedule: "constant", "cosine" or "wsd"."""
-    warmup_steps: int | None = None
+    warmup_steps: int | None = field(default=None, metadata={"fitted": True})
     """Of the schedule."""
-    min_ratio: float | None = None
+    min_ratio: float | None = field(default=None, metadata={"fitted": True})
     """Of the schedule: its last factor. A constant one has none."""
-    decay_steps: int | None = None
+    decay_steps: int | None = field(default=None, metadata={"fitted": True})
     """Of the schedule "wsd" only."""
 
     def __post_init__(self) -> None:
