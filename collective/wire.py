@@ -24,7 +24,7 @@ import xxhash
 from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
 from isthmus.collective.errors import ConnectionLost, PayloadCorrupted, RemoteProtocolError, StreamBroken
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAGIC = b"IS"
 HEADER_NBYTES = 48
 MAX_WEIGHT = 2.0**64
