@@ -76,7 +76,8 @@ def test_a_coordinator_that_compacts_is_killed_again_and_again_and_the_run_goes_
         assert report["snapshots"] == len(snapshots)
         assert report["archives"] == [str(path) for path in archives if str(path) in report["archives"]]
 
-        archives[1].unlink()
+        for path in archives[1:3]:  # a coordinator that is killed just then has written one of them twice
+            path.unlink()
         less = report_of(run, coordinator, *peers)
         assert 0 < less["first_record"] < snapshots[-1]
         assert less["account"]["outer_step"] == report["account"]["outer_step"]
