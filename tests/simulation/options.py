@@ -311,8 +311,8 @@ class Options:
         steps = rng.choice((1, 1, 2, 4))
         delay = rng.choice((0, rng.randint(0, steps), steps, rng.randint(steps, 3 * steps)))
         ops = rng.choice(OPS)
-        if self.lie == "two_results" and "pair" in ops:
-            ops = ("gather",)  # of a pair there is no sum of which two could be given
+        if self.lie == "two_results":
+            ops = ("mean",)  # nobody adds up anything in the others
         return self.with_(
             steps_per_round=steps,
             delay=delay,

@@ -16,6 +16,7 @@ from isthmus.elastic.core.records import Contribution
 from isthmus.elastic.core.run_state import RunState
 from isthmus.elastic.core.sessions import Session
 from tests.simulation.mutants import MUTANTS
+from tests.simulation.options import Options
 from tests.simulation.parts import Parts
 from tests.simulation.simulator import Simulator
 
@@ -113,7 +114,7 @@ BROKEN = {
 def test_a_coordinator_that_breaks_a_rule_of_the_journal_is_found(name: str) -> None:
     parts, invariant, said = BROKEN[name]
     for seed in range(100):
-        simulator = Simulator(seed, parts=parts, check_machines=False)
+        simulator = Simulator(seed, options=Options.plain_of_seed(seed), parts=parts, check_machines=False)
         # The books of certificates would end the run before its journal is wrong.
         simulator.checkers.certificates.told = lambda message: None  # type: ignore[method-assign]
         simulator.run()
