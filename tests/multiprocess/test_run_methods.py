@@ -60,6 +60,10 @@ def _cases() -> Iterator[Case]:
         yield Case(method="mtdao", codec=codec, flags=("--outer.inner-steps", "3", "--inner.type", "adopt"))
         yield Case(method="async", codec=codec, flags=("--outer.inner-steps", "6", "--outer.poll-steps", "3"))
     yield Case(method="sparseloco", codec="raw", flags=steps)
+    means = ("--outer.resync-steps", "10")
+    for codec in ("raw", "int8"):
+        yield Case(method="data_parallel", codec=codec, flags=means, first_steps=25)
+    yield Case(method="demo", codec="raw", flags=(*means, "--inner.type", "sgd"), first_steps=25)
 
 
 CASES = tuple(_cases())
@@ -110,4 +114,4 @@ def test_method_keeps_one_state_through_a_death_a_return_and_a_late_peer(tmp_pat
 
 
 def test_matrix_holds_every_method() -> None:
-    assert {case.method for case in CASES} == set(outer_types()) - {"noloco", "data_parallel", "demo"}
+    assert {case.method for case in CASES} == set(outer_types()) - {"noloco"}

@@ -121,7 +121,10 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *part
             ([command, *DESLOC_WITH_SGD], ["outer exchanges 'exp_avg', which inner.type = 'sgd' does not keep; take"])
             for command in ("up", "coordinator")
         ),
-        (["up", "--outer.type", "demo"], ["[outer] demo does not fit", "must be plain SGD (sgd), not inner.type adamw"]),
+        (
+            ["up", "--outer.type", "demo"],
+            ["[outer] demo does not fit", "must be plain SGD (sgd), not inner.type adamw"],
+        ),
         (["up", "--streams", "65"], ["net.num_streams from --streams is 65, expected at most 64"]),
         (["join", TICKET, "--device", "abacus"], ["node.device from --device"]),
         (["join"], ["there is no ticket, and under runs/ no peer that could come back without one", "--dir"]),

@@ -14,7 +14,7 @@ from isthmus.optim.run_facts import RunFacts
 from isthmus.optim.simulate import Trajectory, by_samples, simulate
 from isthmus.trainer.state_version import tensor_name
 from scripts.convergence.codec_wire import CodecWire
-from tests.unit.optim.adam_lab import AdamRows
+from tests.unit.optim.adam_lab import AdamRows, OptimizerRows, Rows
 from tests.unit.optim.lab import INITIAL, TABLE
 from tests.unit.trainer.engine_fleet import BATCH, WORKERS, fleet, train
 
@@ -35,7 +35,18 @@ METHODS: dict[str, dict[str, object]] = {
     "eager": {"inner_steps": 3},
     "co2": {"inner_steps": 3},
     "async": {"inner_steps": 4, "poll_steps": 2},
+    "data_parallel": {"resync_steps": 3},
+    "demo": {"resync_steps": 3, "topk": 1024},
 }
+GO_ON = ("streaming", "decoupled", "eager")
+"""Their workers keep a part of what they do while a round is out. Peers do nothing more while the last one is."""
+
+
+def rows_of(name: str) -> Rows:
+    """Workers with the inner optimizer that the method is for."""
+    if name == "demo":
+        return OptimizerRows(lambda params: torch.optim.SGD(params, lr=0.01), rows=len(WORKERS))
+    return AdamRows(rows=len(WORKERS))
 
 
 @pytest.fixture
@@ -45,13 +56,13 @@ def hasher() -> Iterator[Hasher]:
     threads.close()
 
 
-def simulated(outer: Outer, num_inner_steps: int) -> Trajectory:
+def simulated(outer: Outer, num_inner_steps: int, rows: Rows) -> Trajectory:
     return simulate(
         outer,
         table=TABLE,
         initial=INITIAL,
         workers=WORKERS,
-        workload=AdamRows(rows=len(WORKERS)),
+        workload=rows,
         num_inner_steps=num_inner_steps,
         weigh=by_samples,
         batch_size=BATCH,
@@ -66,10 +77,10 @@ async def test_shared_state_goes_the_way_of_the_simulation(hasher: Hasher, name:
     plan = OuterPlan(outer)
     fragments = outer.fragments(TABLE)
     places = {fragment.key: place for place, fragment in enumerate(fragments)}
-    async with fleet(outer, hasher, outer_steps=outer_steps) as peers:
+    async with fleet(outer, hasher, outer_steps=outer_steps, rows=rows_of(name)) as peers:
         await train(peers)
     assert [len(peer.reports) for peer in peers] == [outer_steps] * len(peers)
-    expected = simulated(outer, plan.due_step(outer_steps))
+    expected = simulated(outer, plan.due_step(outer_steps), rows_of(name))
     compared = 0
     for step in range(1, outer_steps + 1):
         for committed in expected.committed:
@@ -80,3 +91,5 @@ async def test_shared_state_goes_the_way_of_the_simulation(hasher: Hasher, name:
                     torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
                     compared += 1
     assert compared > 0
+    for worker, peer in zip(WORKERS, peers, strict=True) if name not in GO_ON else ():
+        torch.testing.assert_close(peer.parameters, expected.values[worker], rtol=1e-5, atol=1e-6)
