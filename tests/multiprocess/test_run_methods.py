@@ -23,6 +23,10 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 _PARTS = 9
 """Days until the whole matrix has been run."""
 _FRAGMENTS = ("--model.num-layers", "4")
+_TWO_MOMENTS = (
+    *("--outer.momentum-multiples", "[1, 2]", "--inner.type", "adopt"),
+    *("--inner.betas", "[0.9, 0.99, 0.999]", "--inner.omegas", "[0.4, 0.6]"),
+)
 _DENSE = ("raw", "bf16", "int8", "e3m0")
 
 
@@ -57,7 +61,7 @@ def _cases() -> Iterator[Case]:
         yield Case(method="powersgd", codec=codec, flags=(*steps, "--outer.rank", "4"))
         yield Case(method="desloc", codec=codec, flags=("--outer.inner-steps", "3"))
         yield Case(method="local_adam", codec=codec, flags=("--outer.inner-steps", "3"))
-        yield Case(method="mtdao", codec=codec, flags=("--outer.inner-steps", "3", "--inner.type", "adopt"))
+        yield Case(method="mtdao", codec=codec, flags=("--outer.inner-steps", "3", *_TWO_MOMENTS))
         yield Case(method="async", codec=codec, flags=("--outer.inner-steps", "6", "--outer.poll-steps", "3"))
     yield Case(method="sparseloco", codec="raw", flags=steps)
     means = ("--outer.resync-steps", "10")

@@ -7,7 +7,7 @@ shared state. Workers are rows of tests/unit/optim/adam_lab.py, the ones that `o
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -96,7 +96,16 @@ class Coordinator:
 class Peer:
     """One peer; it is its own membership and lessor."""
 
-    def __init__(self, site: Site, rows: Rows, row: int, coordinator: Coordinator, hasher: Hasher) -> None:
+    def __init__(
+        self,
+        site: Site,
+        rows: Rows,
+        row: int,
+        coordinator: Coordinator,
+        hasher: Hasher,
+        *,
+        others_wait: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.site, self.coordinator = site, coordinator
         self.parameters = rows.tensors[PARAM][row]
         self.mailbox = torch.zeros(TABLE.numel)
@@ -127,7 +136,7 @@ class Peer:
             feed=self.feed,
             batch_size=BATCH,
             outer_steps=coordinator.outer_steps,
-            others_wait=lambda: False,
+            others_wait=others_wait,
             patience=1e9,
             on_round=self._on_round,
             on_landed=self._on_landed,

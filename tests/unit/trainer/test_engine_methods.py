@@ -16,7 +16,8 @@ from isthmus.trainer.state_version import tensor_name
 from scripts.convergence.codec_wire import CodecWire
 from tests.unit.optim.adam_lab import AdamRows, OptimizerRows, Rows
 from tests.unit.optim.lab import INITIAL, TABLE
-from tests.unit.trainer.engine_fleet import BATCH, WORKERS, fleet, train
+from tests.unit.trainer.engine_fleet import BATCH, WORKERS, Coordinator, Peer, fleet, train
+from tests.unit.trainer.rig import view_of
 
 RUN = RunFacts(num_peers=3, outer_steps=8, peak_lr=1e-3, schedule="cosine", warmup_steps=2)
 FALLING = {"alpha": 0.002}
@@ -93,3 +94,18 @@ async def test_shared_state_goes_the_way_of_the_simulation(hasher: Hasher, name:
     assert compared > 0
     for worker, peer in zip(WORKERS, peers, strict=True) if name not in GO_ON else ():
         torch.testing.assert_close(peer.parameters, expected.values[worker], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["data_parallel", "demo"])
+async def test_who_is_waited_for_gives_a_gradient_all_the_same(hasher: Hasher, name: str) -> None:
+    """There is nothing else to hand in. It goes on from the newest anchor, with its fellows."""
+    outer, rows = build_outer(name, **METHODS[name]).fitted(TABLE, RUN), rows_of(name)
+    async with fleet(outer, hasher, outer_steps=4, rows=rows) as peers:
+        await train(peers)
+        sites, later = [peer.site for peer in peers], Coordinator(len(peers), 7)
+        again = [Peer(site, rows, row, later, hasher, others_wait=lambda: True) for row, site in enumerate(sites)]
+        for peer in again:
+            peer.view = view_of(sites)
+        await train(again)
+        assert [[report.num_tokens for report in peer.reports] for peer in again] == [[BATCH] * 3] * len(again)
+        assert all(torch.equal(peer.parameters, again[0].parameters) for peer in again)
