@@ -50,6 +50,7 @@ class DataParallel(GradientMethod):
         """The gradient itself."""
         if round_.fragment.kind == PARAM:
             return GradientMethod.emit(self, round_, value, shared, private, work, out=out)
+        require_flat(value, value.numel(), "the gradient")
         require_flat(out, value.numel(), "the payload buffer")
         return Emitted(payload=out.copy_(value))
 

@@ -24,6 +24,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, assert_never
 
+from isthmus.optim.data_parallel import DataParallel
 from isthmus.optim.diloco import default_outer_lr
 from isthmus.optim.outer import Op
 
@@ -276,7 +277,8 @@ def _candidates(links: Links, model: Model, peers: int) -> Iterator[Candidate]:
         num_fragments: int = 1,
         vectors: float = 1.0,
     ) -> Candidate:
-        # `vectors` are exchanged in a period: more than 1 where the inner optimizer's states are exchanged too.
+        # `vectors` are exchanged in a period: more than 1 where something else is exchanged too, as the inner
+        # optimizer's states, or now and then the parameters beside the gradient.
         nbytes = model.num_parameters * CODEC_NBYTES[codec] / num_fragments
         num_exchanges = num_fragments * vectors
         sent = num_exchanges * sent_nbytes(op, nbytes, peers)
@@ -299,7 +301,8 @@ def _candidates(links: Links, model: Model, peers: int) -> Iterator[Candidate]:
         )
 
     size = model.num_parameters
-    yield candidate("data_parallel", 1, "bf16", Penalty(loss=0.0, setting="by definition"))
+    means = CODEC_NBYTES["raw"] / CODEC_NBYTES["bf16"] / DataParallel().resync_steps
+    yield candidate("data_parallel", 1, "bf16", Penalty(loss=0.0, setting="by definition"), vectors=1.0 + means)
     for codec in ("raw", "int8"):
         yield candidate("diloco", 30, codec, _diloco_penalty(size, peers, codec))
     yield candidate("diloco", 100, "int8", Penalty(loss=None, setting="a 10B run in production, without a twin"))

@@ -192,6 +192,8 @@ def simulate(
 def shared_parameters(trajectory: Trajectory, fragments: Sequence[Fragment], *, out: Tensor) -> Tensor:
     """The parameters that a run stands for: its anchor, or the workers' mean where a method has none.
 
+    Also where gradients are exchanged: the workers are alike, and the anchor is old between two means of them.
+
     Args:
         trajectory: at any moment.
         fragments: those of the method.
@@ -199,6 +201,8 @@ def shared_parameters(trajectory: Trajectory, fragments: Sequence[Fragment], *, 
     """
     out.copy_(torch.stack(list(trajectory.values.values())).mean(0))
     states = next(iter(trajectory.states.values()))
+    if any(fragment.kind == GRAD for fragment in fragments):
+        return out
     for fragment in fragments:
         shared = states[fragment.key].shared
         if fragment.kind == PARAM and ANCHOR in shared:

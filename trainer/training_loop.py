@@ -282,9 +282,11 @@ class TrainingLoop:
     def _gradient_step(self, inner_step: int) -> int | None:
         """The outer step that exchanges the gradient of this inner step, if there is one."""
         outer_step = self._course.emitted_step + 1
-        if self._plan.inner_step(outer_step) != inner_step:
-            return None
-        return outer_step if any(item.fragment.kind == GRAD for item in self._plan.rounds(outer_step)) else None
+        is_now = self._plan.inner_step(outer_step) == inner_step
+        return outer_step if is_now and self._exchanges_gradient(outer_step) else None
+
+    def _exchanges_gradient(self, outer_step: int) -> bool:
+        return any(item.fragment.kind == GRAD for item in self._plan.rounds(outer_step))
 
     async def _finish_half(self, outer_step: int) -> None:
         """The gradient has come: make the second half of its inner step."""
@@ -313,11 +315,13 @@ class TrainingLoop:
             return False
         now = self._clock()
         self._awaited_since = self._awaited_since or now
+        step = self._course.emitted_step
+        if self._exchanges_gradient(step + 1):
+            return False  # without its inner step there is nothing to give
         if self._is_behind:
             return True
         if self._pace_s is None or not self._tally.unsettled.inner_steps:
             return False
-        step = self._course.emitted_step
         length = self._plan.inner_step(step + 1) - self._plan.inner_step(step)
         return now - self._awaited_since > self._patience * length * self._pace_s
 

@@ -122,12 +122,22 @@ def _growing_rounds(run: Run) -> dict[str, object]:
 
 _H: Final = {"inner_steps": INNER_STEPS}
 
+WITHOUT_MEANS: Final = {"resync_steps": 1 << 40}
+"""For methods of gradients: here nobody joins and all round alike, so workers stay alike without means of them."""
+
 _SLOW_STATES: Final = {"betas": (0.95, 0.995)}
 """DES-LOC's first beta, and a second whose half-life of 138 steps is longer than its period, as the paper asks."""
 _STREAMING: Final = {**_H, "num_fragments": 2, "lr": 0.4}
 
 CASES: Final = (
-    Case(name=DATA_PARALLEL, type="data_parallel", sweep=inner_sweep(), is_headline=True, source="2006.15704"),
+    Case(
+        name=DATA_PARALLEL,
+        type="data_parallel",
+        settings=WITHOUT_MEANS,
+        sweep=inner_sweep(),
+        is_headline=True,
+        source="2006.15704",
+    ),
     Case(
         name="diloco",
         type="diloco",
@@ -235,6 +245,7 @@ CASES: Final = (
     Case(
         name="demo",
         type="demo",
+        settings=WITHOUT_MEANS,
         inner={"type": "sgd", "clip": None},
         sweep=inner_sweep((4e-3, 2.8e-3, 5.6e-3, 2e-3, 8e-3, 1.4e-3)),
         source="2411.19870",

@@ -17,7 +17,7 @@ from isthmus.collective.codec import NotFinite
 from isthmus.optim.registry import build_outer
 from isthmus.optim.simulate import shared_parameters, simulate
 from isthmus.trainer.model import ModelConfig, initial_parameters
-from scripts.convergence.cases import INNER_STEPS, Run
+from scripts.convergence.cases import INNER_STEPS, WITHOUT_MEANS, Run
 from scripts.convergence.codec_wire import CodecWire
 from scripts.convergence.fleet import Architecture, Fleet, InnerSettings
 from scripts.convergence.text import VOCAB_SIZE, Reader
@@ -172,7 +172,7 @@ def start(budget: Budget, seed: int, text: Text) -> Tensor:
     )
     fleet = Fleet(architecture, rows=len(workers), inner=inner, batches=reader)
     trajectory = simulate(
-        build_outer("data_parallel"),
+        build_outer("data_parallel", **WITHOUT_MEANS),
         table=architecture.table,
         initial=initial,
         workers=workers,

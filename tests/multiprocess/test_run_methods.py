@@ -23,6 +23,10 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 _PARTS = 9
 """Days until the whole matrix has been run."""
 _FRAGMENTS = ("--model.num-layers", "4")
+_TWO_MOMENTS = (
+    *("--outer.momentum-multiples", "[1, 2]", "--inner.type", "adopt"),
+    *("--inner.betas", "[0.9, 0.99, 0.999]", "--inner.omegas", "[0.4, 0.6]"),
+)
 _DENSE = ("raw", "bf16", "int8", "e3m0")
 
 
@@ -57,11 +61,15 @@ def _cases() -> Iterator[Case]:
         yield Case(method="powersgd", codec=codec, flags=(*steps, "--outer.rank", "4"))
         yield Case(method="desloc", codec=codec, flags=("--outer.inner-steps", "3"))
         yield Case(method="local_adam", codec=codec, flags=("--outer.inner-steps", "3"))
-        yield Case(method="mtdao", codec=codec, flags=("--outer.inner-steps", "3", "--inner.type", "adopt"))
+        yield Case(method="mtdao", codec=codec, flags=("--outer.inner-steps", "3", *_TWO_MOMENTS))
         yield Case(method="async", codec=codec, flags=("--outer.inner-steps", "6", "--outer.poll-steps", "3"))
     yield Case(method="sparseloco", codec="raw", flags=steps)
     for codec in ("raw", "bf16", "int8"):
         yield Case(method="noloco", codec=codec, flags=steps)
+    means = ("--outer.resync-steps", "10")
+    for codec in ("raw", "int8"):
+        yield Case(method="data_parallel", codec=codec, flags=means, first_steps=25)
+    yield Case(method="demo", codec="raw", flags=(*means, "--inner.type", "sgd"), first_steps=25)
 
 
 CASES = tuple(_cases())
@@ -112,4 +120,4 @@ def test_method_keeps_one_state_through_a_death_a_return_and_a_late_peer(tmp_pat
 
 
 def test_matrix_holds_every_method() -> None:
-    assert {case.method for case in CASES} == set(outer_types()) - {"data_parallel", "demo"}
+    assert {case.method for case in CASES} == set(outer_types())

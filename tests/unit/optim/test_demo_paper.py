@@ -4,6 +4,7 @@
 m ← β m + g;   q = TopK(DCT(m));   m ← m - IDCT(q);   θ ← θ - η sign(IDCT(mean over the senders of q))
 """
 
+import dataclasses
 import math
 
 import pytest
@@ -18,6 +19,7 @@ from isthmus.optim import (
     Op,
     Result,
     Round,
+    RunFacts,
     Work,
     build_outer,
 )
@@ -217,34 +219,39 @@ def test_an_aborted_round_still_decays_the_weights():
 
 
 # ------------------------------------------------------------------------------------------------------ membership
-def test_parameters_are_equal_bit_for_bit_whoever_joins_leaves_or_fails():
-    """The method has no anchor: the workers' own parameters are what must not part."""
+def test_parameters_are_equal_bit_for_bit_whoever_leaves_or_fails_and_a_joiners_from_the_next_mean():
+    """Nothing calls a worker back from one step to the next: the workers' own parameters are what must not part."""
+    apart = {}
 
-    def compare(_step, trajectory):
-        values = list(trajectory.values.values())
-        assert all(torch.equal(value, values[0]) for value in values)
+    def compare(step, trajectory):
+        first = trajectory.values["ash"]
+        apart[step] = {name for name, value in trajectory.values.items() if not torch.equal(value, first)}
 
     trajectory = run(
-        DeMo(topk=100),
+        DeMo(topk=100, resync_steps=6),
         20,
         joins={4: ["elm"], 11: ["fir"]},
         leaves={7: ["birch"], 15: ["elm"]},
-        aborted=lambda round_: round_.inner_step in (5, 12),
+        aborted=lambda round_: round_.inner_step in (5, 15),
         weigh=lambda worker, _work: {"ash": 2.5, "elm": 0.3}.get(worker, 1.0),
         workload=Training(weight_decay=0.1),
         on_step=compare,
     )
     lab.assert_parity(trajectory)
+    joiners = {4: {"elm"}, 5: {"elm"}, 11: {"fir"}}
+    assert apart == {step: joiners.get(step, set()) for step in range(21)}
     assert trajectory.committed[-1].members == ("ash", "cedar", "fir")
     assert not torch.equal(trajectory.values["ash"], INITIAL)
     assert not torch.equal(momentum_of(trajectory, "ash"), momentum_of(trajectory, "cedar"))
 
 
-def test_a_joiner_begins_without_momentum():
-    trajectory = run(DeMo(), 3, joins={3: ["elm"]})
+def test_a_joiner_begins_at_the_last_mean_of_the_parameters_and_without_momentum():
+    trajectory = run(DeMo(resync_steps=2), 3, joins={3: ["elm"]})
     assert momentum_of(trajectory, "ash").any()
     assert not momentum_of(trajectory, "elm").any()
-    assert torch.equal(trajectory.values["elm"], trajectory.values["ash"])
+    after_one_step = run(DeMo(), 1).values["ash"]  # the second step's gradient was computed there
+    torch.testing.assert_close(trajectory.values["elm"], after_one_step, rtol=0.0, atol=1e-6)
+    assert not torch.equal(trajectory.values["elm"], trajectory.values["ash"])
 
 
 # --------------------------------------------------------------------------------------------------- one round
@@ -257,7 +264,7 @@ def mixed(*shape, seed=3):
 
 
 def some_state():
-    return State(shared={SHAPES: shapes_of(TABLE.whole())}, private={MOMENTUM: mixed(NUMEL)})
+    return State(shared={}, private={MOMENTUM: mixed(NUMEL), SHAPES: shapes_of(TABLE.whole(GRAD))})
 
 
 def result_of(rows, weights=None):
@@ -354,19 +361,29 @@ def test_buffers_of_another_size_are_refused():
 def test_everybody_sends_to_everybody_in_every_step():
     outer = DeMo()
     assert outer.plan(0) == ()
-    for step in (1, 2, 77):
-        (round_,) = outer.plan(step)
+    for step in (1, 2, 100):
+        *means, round_ = outer.plan(step)
+        assert means == [Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=step, codec="raw")] * (step == 100)
         assert round_ == Round(fragment=KEY, op=Op.GATHER, inner_step=step, codec="topk:32", keeps_value=True)
     assert DeMo(topk=4096).plan(1)[0].codec == "raw"
-    assert outer.fragments(TABLE) == (TABLE.whole(GRAD),)
+    assert outer.fragments(TABLE) == (TABLE.whole(GRAD), TABLE.whole())
 
 
 def test_defaults_are_those_of_the_public_code():
-    assert build_outer("demo") == DeMo(decay=0.999, topk=32, sign=True)
+    assert build_outer("demo") == DeMo(decay=0.999, topk=32, sign=True, resync_steps=50)
+
+
+def test_any_other_inner_optimizer_than_plain_sgd_is_refused():
+    facts = RunFacts(num_peers=2, outer_steps=10, peak_lr=1e-3)
+    for known in (None, facts, dataclasses.replace(facts, inner_type="sgd")):
+        assert DeMo().fitted(TABLE, known) == DeMo()
+    with pytest.raises(ValueError, match="must be plain SGD"):
+        DeMo().fitted(TABLE, dataclasses.replace(facts, inner_type="adamw"))
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("topk", 0), ("topk", 4097), ("decay", -0.1), ("decay", 1.1), ("decay", float("nan"))]
+    ("name", "value"),
+    [("topk", 0), ("topk", 4097), ("resync_steps", 0), ("decay", -0.1), ("decay", 1.1), ("decay", float("nan"))],
 )
 def test_wrong_settings_are_refused(name, value):
     with pytest.raises(ValueError, match=f"^{name} must be"):

@@ -74,6 +74,11 @@ def test_bytes_are_those_of_the_published_comparison(method, settings, megabytes
     assert candidate.nbytes_a_step / 1e6 == pytest.approx(megabytes, rel=0.08)
 
 
+def test_data_parallel_sends_the_parameters_every_50_steps_beside_its_gradients():
+    candidate = found(recommend(FAST, BILLION, 8), "data_parallel")
+    assert candidate.nbytes_a_step == pytest.approx(sent_nbytes(Op.MEAN, 2e9 + 4e9 / 50, 8))
+
+
 def test_it_is_hidden_if_the_workers_never_wait():
     for candidate in recommend(FAST, BILLION, 8).candidates:
         compute_s = candidate.inner_steps * BILLION.inner_step_s

@@ -7,7 +7,7 @@ shared state. Workers are rows of tests/unit/optim/adam_lab.py, the ones that `o
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +25,7 @@ from isthmus.trainer.sample_feed import SampleFeed
 from isthmus.trainer.state_version import has_anchor
 from isthmus.trainer.training_loop import RoundReport, TrainingLoop
 from isthmus.trainer.worker_values import WorkerValues
-from tests.unit.optim.adam_lab import AdamRows
+from tests.unit.optim.adam_lab import AdamRows, Rows
 from tests.unit.optim.lab import INITIAL, TABLE
 from tests.unit.trainer.rig import Site, view_of
 
@@ -42,7 +42,7 @@ class StepDone:
 class Pool:
     """The workers of one peer: one row."""
 
-    def __init__(self, rows: AdamRows, row: int, mailbox: torch.Tensor) -> None:
+    def __init__(self, rows: Rows, row: int, mailbox: torch.Tensor) -> None:
         self._rows, self._row, self._mailbox = rows, row, mailbox
         self._num_steps = 0
 
@@ -97,8 +97,18 @@ class Coordinator:
 class Peer:
     """One peer; it is its own membership and lessor."""
 
-    def __init__(self, site: Site, rows: AdamRows, row: int, coordinator: Coordinator, hasher: Hasher) -> None:
+    def __init__(
+        self,
+        site: Site,
+        rows: Rows,
+        row: int,
+        coordinator: Coordinator,
+        hasher: Hasher,
+        *,
+        others_wait: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.site, self.coordinator = site, coordinator
+        self.parameters = rows.tensors[PARAM][row]
         self.mailbox = torch.zeros(TABLE.numel)
         self.view: View
         self.reports: list[RoundReport] = []
@@ -128,7 +138,7 @@ class Peer:
             feed=self.feed,
             batch_size=BATCH,
             outer_steps=coordinator.outer_steps,
-            others_wait=lambda: False,
+            others_wait=others_wait,
             patience=1e9,
             on_round=self._on_round,
             on_landed=self._on_landed,
@@ -174,10 +184,16 @@ class Peer:
 
 @contextlib.asynccontextmanager
 async def fleet(
-    outer: Outer, hasher: Hasher, *, outer_steps: int, codec: str = "raw", workers: Sequence[str] = WORKERS
+    outer: Outer,
+    hasher: Hasher,
+    *,
+    outer_steps: int,
+    codec: str = "raw",
+    workers: Sequence[str] = WORKERS,
+    rows: Rows | None = None,
 ) -> AsyncIterator[list[Peer]]:
-    """Peers of a new run, in a view of all."""
-    rows = AdamRows(rows=len(workers))
+    """Peers of a new run, in a view of all; `rows` are their workers, with Adam where none are given."""
+    rows = rows or AdamRows(rows=len(workers))
     coordinator = Coordinator(len(workers), outer_steps)
     sites = [Site(number, hasher, outer=outer, codec=codec, table=TABLE) for number in range(len(workers))]
     try:

@@ -21,9 +21,10 @@ from isthmus.trainer.outer_state import OuterState
 from isthmus.trainer.private_files import PrivateFiles
 from isthmus.trainer.state_version import tensor_name
 from scripts.convergence.codec_wire import CodecWire
-from tests.unit.optim.adam_lab import AdamRows
+from tests.unit.optim.adam_lab import AdamRows, OptimizerRows, Rows
 from tests.unit.optim.lab import INITIAL, TABLE
-from tests.unit.trainer.engine_fleet import BATCH, WORKERS, fleet, train
+from tests.unit.trainer.engine_fleet import BATCH, WORKERS, Coordinator, Peer, fleet, train
+from tests.unit.trainer.rig import view_of
 
 RUN = RunFacts(num_peers=3, outer_steps=8, peak_lr=1e-3, schedule="cosine", warmup_steps=2)
 FALLING = {"alpha": 0.002}
@@ -43,7 +44,18 @@ METHODS: dict[str, dict[str, object]] = {
     "co2": {"inner_steps": 3},
     "noloco": {"inner_steps": 3},
     "async": {"inner_steps": 4, "poll_steps": 2},
+    "data_parallel": {"resync_steps": 3},
+    "demo": {"resync_steps": 3, "topk": 1024},
 }
+GO_ON = ("streaming", "decoupled", "eager")
+"""Their workers keep a part of what they do while a round is out. Peers do nothing more while the last one is."""
+
+
+def rows_of(name: str) -> Rows:
+    """Workers with the inner optimizer that the method is for."""
+    if name == "demo":
+        return OptimizerRows(lambda params: torch.optim.SGD(params, lr=0.01), rows=len(WORKERS))
+    return AdamRows(rows=len(WORKERS))
 
 
 @pytest.fixture
@@ -53,13 +65,13 @@ def hasher() -> Iterator[Hasher]:
     threads.close()
 
 
-def simulated(outer: Outer, num_inner_steps: int) -> Trajectory:
+def simulated(outer: Outer, num_inner_steps: int, rows: Rows) -> Trajectory:
     return simulate(
         outer,
         table=TABLE,
         initial=INITIAL,
         workers=WORKERS,
-        workload=AdamRows(rows=len(WORKERS)),
+        workload=rows,
         num_inner_steps=num_inner_steps,
         weigh=by_samples,
         batch_size=BATCH,
@@ -74,10 +86,10 @@ async def test_state_goes_the_way_of_the_simulation(hasher: Hasher, name: str) -
     plan = OuterPlan(outer)
     fragments = outer.fragments(TABLE)
     places = {fragment.key: place for place, fragment in enumerate(fragments)}
-    async with fleet(outer, hasher, outer_steps=outer_steps) as peers:
+    async with fleet(outer, hasher, outer_steps=outer_steps, rows=rows_of(name)) as peers:
         await train(peers)
     assert [len(peer.reports) for peer in peers] == [outer_steps] * len(peers)
-    expected = simulated(outer, plan.due_step(outer_steps))
+    expected = simulated(outer, plan.due_step(outer_steps), rows_of(name))
     compared = 0
     for step in range(1, outer_steps + 1):
         for committed in expected.committed:
@@ -95,6 +107,8 @@ async def test_state_goes_the_way_of_the_simulation(hasher: Hasher, name: str) -
         for key, state in simulated_own.items() if name != "eager" else ():  # here no payload follows the last one
             for name_, value in state.items():
                 torch.testing.assert_close(own[key][name_], value, rtol=1e-4, atol=1e-5)
+    for worker, peer in zip(WORKERS, peers, strict=True) if name not in GO_ON else ():
+        torch.testing.assert_close(peer.parameters, expected.values[worker], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -167,3 +181,18 @@ async def test_private_state_that_was_changed_on_the_disk_begins_anew(tmp_path: 
     assert files.load(held) is None
     assert "it begins anew" in caplog.text
     assert files.load(Held(OuterStep(4), bytes(32))) is None
+
+
+@pytest.mark.parametrize("name", ["data_parallel", "demo"])
+async def test_who_is_waited_for_gives_a_gradient_all_the_same(hasher: Hasher, name: str) -> None:
+    """There is nothing else to hand in. It goes on from the newest anchor, with its fellows."""
+    outer, rows = build_outer(name, **METHODS[name]).fitted(TABLE, RUN), rows_of(name)
+    async with fleet(outer, hasher, outer_steps=4, rows=rows) as peers:
+        await train(peers)
+        sites, later = [peer.site for peer in peers], Coordinator(len(peers), 7)
+        again = [Peer(site, rows, row, later, hasher, others_wait=lambda: True) for row, site in enumerate(sites)]
+        for peer in again:
+            peer.view = view_of(sites)
+        await train(again)
+        assert [[report.num_tokens for report in peer.reports] for peer in again] == [[BATCH] * 3] * len(again)
+        assert all(torch.equal(peer.parameters, again[0].parameters) for peer in again)
