@@ -2,14 +2,17 @@
 """Every method under the daemon's engine does what `optim.simulate` does with the same workers."""
 
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 import torch
 
 from isthmus.elastic.digest import Hasher
 from isthmus.optim import build_outer
+from isthmus.optim.error_feedback import ErrorFeedback
 from isthmus.optim.outer import Outer
 from isthmus.optim.outer_plan import OuterPlan
+from isthmus.optim.robust import Guard, Robust
 from isthmus.optim.run_facts import RunFacts
 from isthmus.optim.simulate import Trajectory, by_samples, simulate
 from isthmus.trainer.state_version import tensor_name
@@ -45,7 +48,16 @@ def hasher() -> Iterator[Hasher]:
     threads.close()
 
 
-def simulated(outer: Outer, num_inner_steps: int) -> Trajectory:
+WRAPPED: dict[str, tuple[Outer, str]] = {
+    guard: (Robust(outer=build_outer("diloco", inner_steps=3), guard=guard), "int8") for guard in get_args(Guard)
+} | {
+    "edit trimmed": (Robust(outer=build_outer("edit", inner_steps=3), guard="trimmed"), "raw"),
+    "feedback": (ErrorFeedback(outer=build_outer("diloco", inner_steps=3)), "twobit"),
+    "streaming feedback": (ErrorFeedback(outer=build_outer("streaming", **METHODS["streaming"])), "twobit"),
+}
+
+
+def simulated(outer: Outer, num_inner_steps: int, codec: str) -> Trajectory:
     return simulate(
         outer,
         table=TABLE,
@@ -55,28 +67,37 @@ def simulated(outer: Outer, num_inner_steps: int) -> Trajectory:
         num_inner_steps=num_inner_steps,
         weigh=by_samples,
         batch_size=BATCH,
-        wire=CodecWire("raw"),
+        wire=CodecWire(codec),
     )
 
 
-@pytest.mark.parametrize("name", METHODS)
-async def test_shared_state_goes_the_way_of_the_simulation(hasher: Hasher, name: str) -> None:
+async def assert_as_simulated(outer: Outer, codec: str, hasher: Hasher) -> None:
     outer_steps = 8
-    outer = build_outer(name, **METHODS[name]).fitted(TABLE, RUN)
     plan = OuterPlan(outer)
     fragments = outer.fragments(TABLE)
     places = {fragment.key: place for place, fragment in enumerate(fragments)}
-    async with fleet(outer, hasher, outer_steps=outer_steps) as peers:
+    async with fleet(outer, hasher, outer_steps=outer_steps, codec=codec) as peers:
         await train(peers)
     assert [len(peer.reports) for peer in peers] == [outer_steps] * len(peers)
-    expected = simulated(outer, plan.due_step(outer_steps))
+    expected = simulated(outer, plan.due_step(outer_steps), codec)
     compared = 0
     for step in range(1, outer_steps + 1):
         for committed in expected.committed:
             if committed.round_ in plan.rounds(step):
                 place = places[committed.round_.fragment]
-                for name_, value in committed.shared.items():
-                    found = peers[0].anchors[step - 1][tensor_name(fragments, place, name_)]
+                for name, value in committed.shared.items():
+                    found = peers[0].anchors[step - 1][tensor_name(fragments, place, name)]
                     torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
                     compared += 1
     assert compared > 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+async def test_shared_state_goes_the_way_of_the_simulation(hasher: Hasher, name: str) -> None:
+    await assert_as_simulated(build_outer(name, **METHODS[name]).fitted(TABLE, RUN), "raw", hasher)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+async def test_guards_and_error_feedback_go_the_way_of_the_simulation(hasher: Hasher, name: str) -> None:
+    outer, codec = WRAPPED[name]
+    await assert_as_simulated(outer.fitted(TABLE, RUN), codec, hasher)
