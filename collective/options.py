@@ -28,6 +28,9 @@ class RoundStats:
     roots: tuple[tuple[int, int, int], ...] = ()
     """(rank, start, stop): who made the result of these elements and gave it to all others itself; empty where results
     go through third hands."""
+    coded: tuple[tuple[int, int], ...] = ()
+    """(start, stop): where this member's own part was encoded by itself. What it gave of the rest was added as it was,
+    and perhaps encoded with a sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

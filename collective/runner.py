@@ -141,6 +141,7 @@ class Runner:
             predicted_s=operation.predicted_s,
             sizes=sizes,
             roots=_roots_of(operation.plan),
+            coded=_coded_by(rank, operation.plan),
         )
 
     async def _announce(self, round_: Round, first: Callable[[], Awaitable[None]]) -> None:
@@ -191,6 +192,16 @@ def _roots_of(plan: RoundPlan) -> tuple[tuple[int, int, int], ...]:
         return ()
     spans = ((route.root, *plan.slice_span(slice_)) for slice_, route in enumerate(slices.routes))
     return tuple((rank, start, stop) for rank, start, stop in spans if start < stop)
+
+
+def _coded_by(rank: int, plan: RoundPlan) -> tuple[tuple[int, int], ...]:
+    """Where the part of this rank goes to the root alone: see `CodedBuffers`."""
+    spans = (
+        plan.slice_span(slice_)
+        for slice_, route in enumerate(plan.slices.routes)
+        if route.up[rank] == route.root and rank not in route.up
+    )
+    return tuple((start, stop) for start, stop in spans if start < stop)
 
 
 def _pace(bundles: Sequence[Bundle | None], paces: Sequence[float] | None) -> None:

@@ -120,6 +120,7 @@ class RoundExchange:
         self._communicator = communicator
         self._default_codec = codec
         self._codecs: dict[str, Codec] = {}
+        self._coded: dict[Round, tuple[tuple[int, int], ...]] = {}  # by mean, see RoundStats
 
     def codec_of(self, round_: Round) -> str:
         """How its payloads travel."""
@@ -169,16 +170,14 @@ class RoundExchange:
         return exchanged
 
     def read_delivered(self, round_: Round, payload: Tensor, out: Tensor) -> None:
-        """Write what the others decode from a payload of ours, [numel]; it is encoded once more.
-
-        In a lossy codec's MEAN the part that this member reduces itself arrives better than told.
-        """
+        """Write what arrived of a payload of ours, [numel]: what was encoded of it by itself is encoded once more."""
         codec = self._codec(self.codec_of(round_))
+        out.copy_(payload)
         if codec.is_identity:
-            out.copy_(payload)
-        else:
-            wire = torch.empty(codec.wire_nbytes(payload.numel()), dtype=torch.uint8)
-            codec.decode(codec.encode(payload, wire), out)
+            return
+        for start, stop in self._coded.get(round_, ((0, payload.numel()),)):
+            wire = torch.empty(codec.wire_nbytes(stop - start), dtype=torch.uint8)
+            codec.decode(codec.encode(payload[start:stop], wire), out[start:stop])
 
     # -------------------------------------------------------------------------------- words
 
@@ -226,12 +225,19 @@ class RoundExchange:
             codec=codec,
             record=lambda start_numel, _numel, wire: chunks.append(ResultChunk(start_numel, bytes(wire))),
         )
+        self._remember_coded(attempt.payload.round_, stats)
         exchanged.stats.append(stats)
         exchanged.sizes = exchanged.sizes or stats.sizes
         chunks.sort(key=lambda chunk: chunk.start_numel)
         record = attempt.record(codec, stats.weights, tuple(chunks))
         exchanged.results.append((result_of(record, out), record))
         return partial(_marks_of, stats, chunks)
+
+    def _remember_coded(self, round_: Round, stats: RoundStats) -> None:
+        """Until its payload is settled: before the fragment's next one, or just after that was emitted."""
+        for old in [old for old in self._coded if old.fragment == round_.fragment and old.due_step < round_.inner_step]:
+            del self._coded[old]
+        self._coded[round_] = stats.coded
 
     async def _gather(self, attempt: _Attempt, exchanged: Exchanged) -> Callable[[], list[bytes]]:
         payload, name = attempt.payload.emitted.payload, self.codec_of(attempt.payload.round_)

@@ -3,6 +3,7 @@
 
     weight       its worker claims to have trained on a million million tokens a step, and sends noise
     noise        its worker sends noise, a thousand times as large as the others' differences
+    against      its worker sends −5 times its difference
     two_weights  it tells every other member another weight
     two_results  it gives two of the others another sum than the rest, in rounds; in surveys of links it is honest
     two_surveys  it tells two of the others that its line is slow, and the rest the truth; its rounds are honest
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for scripts/
 
 HUGE_TOKENS = 10**12
 NOISE = 100.0
+AGAINST = -5.0
 SLOW_BYTES_PER_S = 10_000.0
 
 
@@ -35,7 +37,14 @@ def lie_as_worker(kind: str) -> None:
     from isthmus.trainer.inner_loop import InnerLoop
     from isthmus.trainer.worker_start import main
 
-    step, store = InnerLoop.step, InnerLoop.store
+    step, store, load = InnerLoop.step, InnerLoop.store, InnerLoop.load
+    began = torch.empty(0)
+
+    def remember(self: InnerLoop, mailbox: torch.Tensor, *arguments: Any, **more: Any) -> int:
+        nonlocal began
+        num_broken = load(self, mailbox, *arguments, **more)
+        began = mailbox.clone()
+        return num_broken
 
     def claim(self: InnerLoop, *arguments: Any, **more: Any) -> Any:
         done = step(self, *arguments, **more)
@@ -43,9 +52,12 @@ def lie_as_worker(kind: str) -> None:
 
     def spoil(self: InnerLoop, mailbox: torch.Tensor, *arguments: Any, **more: Any) -> None:
         store(self, mailbox, *arguments, **more)
-        mailbox.add_(torch.randn(mailbox.shape), alpha=NOISE)
+        if kind == "against":
+            mailbox.sub_(began).mul_(AGAINST).add_(began)
+        else:
+            mailbox.add_(torch.randn(mailbox.shape), alpha=NOISE)
 
-    InnerLoop.step, InnerLoop.store = claim, spoil  # type: ignore[method-assign, assignment]
+    InnerLoop.step, InnerLoop.store, InnerLoop.load = claim, spoil, remember  # type: ignore[method-assign, assignment]
     main()
 
 
@@ -84,7 +96,7 @@ def lie_as_daemon(kind: str) -> None:
     from scripts.chaoslab.mute import MUTE, keep_votes_while
 
     sign = PeerSigner.sign
-    if kind in ("weight", "noise"):
+    if kind in ("weight", "noise", "against"):
         # The daemon starts its workers by this name, with `-P -m isthmus.trainer.worker_start JOB`.
         script = Path(os.environ["TMPDIR"]) / f"lying-worker-{os.getpid()}"
         script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).resolve()} {kind} worker "$4"\n')

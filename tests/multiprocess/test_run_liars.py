@@ -4,6 +4,7 @@
 import math
 import signal
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -16,9 +17,9 @@ SANE_LOSS = 2 * math.log(256)
 """Of bytes: twice what a model has that knows nothing."""
 
 
-def three_honest_and(run: Run, kind: str) -> tuple[list[Process], Process]:
+def three_honest_and(run: Run, kind: str, *flags: str) -> tuple[list[Process], Process]:
     """Three peers that are under way, and one that joins them and lies."""
-    founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), "--eval.every", "1")
+    founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), "--eval.every", "1", *flags)
     run.wait_for_ticket()
     honest = [founder, run.join(), run.join()]
     liar = run.join_as_liar(kind)
@@ -55,6 +56,19 @@ def test_a_member_that_sends_noise_is_put_out_and_the_loss_stays_sane(tmp_path: 
     with running(tmp_path) as run:
         honest, liar = three_honest_and(run, "noise")
         assert_put_out(run, honest, liar, "times as large as the others'")
+
+
+def test_a_member_that_works_against_the_others_stays_and_harms_nobody_who_is_guarded(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, "against", "--outer.guard", "trimmed", "--inner.schedule.type", "constant")
+        run.until("liar", lambda: bool(liar.commits()))
+        began = honest[0].step
+        run.until_step(began + 60, *honest, liar)
+        assert not honest[0].events("lied"), "a factor of 5 is no outlier to the coordinator"
+        run.leave_all()
+    losses = [event["loss"] for event in honest[0].events("evaluate") if event["outer_step"] > began]
+    assert fmean(losses[-5:]) < 0.9 * fmean(losses[:5]), losses
+    assert_same_commits(*honest, liar)
 
 
 def test_a_member_that_tells_everybody_another_weight_is_put_out_instead_of_halting_the_run(tmp_path: Path) -> None:

@@ -37,17 +37,18 @@ class Case:
     method: str
     codec: str
     flags: tuple[str, ...] = ()
+    guard: str = "none"
     first_steps: int = 6
     """Outer steps before anything happens."""
 
     def __str__(self) -> str:
-        return f"{self.method}-{self.codec}"
+        return f"{self.method}-{self.codec}" + (f"-{self.guard}" if self.guard != "none" else "")
 
 
 def _cases() -> Iterator[Case]:
     steps = ("--outer.inner-steps", "6")
     layers = (*steps, *_FRAGMENTS)
-    for codec in _DENSE:
+    for codec in (*_DENSE, "twobit"):
         yield Case(method="diloco", codec=codec, flags=steps)
         yield Case(method="streaming", codec=codec, flags=(*layers, "--outer.num-fragments", "3"), first_steps=9)
     for codec in ("raw", "int8"):
@@ -70,6 +71,8 @@ def _cases() -> Iterator[Case]:
     for codec in ("raw", "int8"):
         yield Case(method="data_parallel", codec=codec, flags=means, first_steps=25)
     yield Case(method="demo", codec="raw", flags=(*means, "--inner.type", "sgd"), first_steps=25)
+    for guard in ("norm", "trimmed", "centred"):
+        yield Case(method="diloco", codec="int8", flags=steps, guard=guard)
 
 
 CASES = tuple(_cases())
@@ -96,8 +99,8 @@ def _leave_late(run: Run, late: Process, *others: Process) -> None:
 @pytest.mark.parametrize("case", _chosen(), ids=str)
 def test_method_keeps_one_state_through_a_death_a_return_and_a_late_peer(tmp_path: Path, case: Case) -> None:
     with running(tmp_path) as run:
-        flags = ["--outer.type", case.method, "--outer.codec", case.codec, *case.flags, "--checkpoint.every", "5"]
-        flags += ["--members.grace", "500ms", "--outer-steps", str(OPEN_END), "--inner.schedule.type", "constant"]
+        flags = ["--outer.type", case.method, "--outer.codec", case.codec, "--outer.guard", case.guard, *case.flags]
+        flags += ["--checkpoint.every", "5", "--members.grace", "500ms", "--outer-steps", str(OPEN_END), "--inner.schedule.type", "constant"]
         founder = run.found("--peers", "3", *flags)
         run.wait_for_ticket()
         second, third = run.join("--node.local-workers", "2"), run.join()

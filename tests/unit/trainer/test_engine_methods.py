@@ -65,7 +65,7 @@ def hasher() -> Iterator[Hasher]:
     threads.close()
 
 
-def simulated(outer: Outer, num_inner_steps: int, rows: Rows) -> Trajectory:
+def simulated(outer: Outer, num_inner_steps: int, rows: Rows, codec: str = "raw") -> Trajectory:
     return simulate(
         outer,
         table=TABLE,
@@ -75,7 +75,7 @@ def simulated(outer: Outer, num_inner_steps: int, rows: Rows) -> Trajectory:
         num_inner_steps=num_inner_steps,
         weigh=by_samples,
         batch_size=BATCH,
-        wire=CodecWire("raw"),
+        wire=CodecWire(codec),
     )
 
 
