@@ -8,7 +8,7 @@ The state of the inner optimizer stays with its worker and is never averaged. On
 Shared state: anchor and momentum. Private state: none.
 
 Without settings of its own a run begins with plain averaging (learning rate 1, no momentum). Over the first
-`WARM_UP_STEPS` inner steps it goes, in a line, to a momentum of 0.6 and the learning rate of those who give. The paper
+`WARM_UP_STEPS` inner steps it goes, in a line, to a momentum of 0.7 and the learning rate of those who give. The paper
 has 0.7 and 0.9 from the first step; optim/README.md, "Defaults", has what was measured.
 
 Source: DiLoCo (arXiv:2311.08105), algorithm 1; learning rates by number of workers from its scaling laws
@@ -44,7 +44,7 @@ _WHOLE: Final = FragmentKey(kind=PARAM, index=0)
 WARM_UP_STEPS: Final = 160
 """Inner steps until the defaults are what they stay. A longer step than the mean's makes the first, steep descent
 diverge from the workers' paths, and the loss 3 to 15 % worse."""
-_DEFAULT_MOMENTUM: Final = 0.6
+_DEFAULT_MOMENTUM: Final = 0.7
 
 _BEST_LR: Final = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 """(workers, best outer learning rate) for models from 335M parameters up: arXiv:2503.09799."""
@@ -53,7 +53,7 @@ _BEST_LR: Final = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 @register("diloco")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCo(Outer):
-    """DiLoCo's settings; defaults are the paper's, but for learning rate and momentum.
+    """DiLoCo's settings; defaults are the paper's, but for learning rate, momentum and H.
 
     Raises:
         ValueError: if a setting is out of its range.
@@ -64,15 +64,15 @@ class DiLoCo(Outer):
     reached as the momentum is: what is good for three takes a single one, whose work is noisier, too far."""
     momentum: float | None = None
     """Outer Nesterov momentum, in [0, 1) and constant; the paper: 0.9, for thousands of rounds. None: it rises from 0
-    to 0.6 over the first 160 inner steps of the run."""
-    inner_steps: int = 500
-    """H, inner steps between exchanges, >= 1. Smaller is closer to data parallel and costs more bytes."""
+    to 0.7 over the first 160 inner steps of the run."""
+    inner_steps: int = 100
+    """H, inner steps between exchanges, >= 1; the paper: 500. Smaller is like data parallel and costs more bytes."""
 
     def __post_init__(self) -> None:
         if self.lr is not None and not 0.0 < self.lr < float("inf"):
-            raise ValueError(f"outer lr must be positive and finite, got {self.lr}")
+            raise ValueError(f"lr must be positive and finite, got {self.lr}")
         if self.momentum is not None and not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"outer momentum must be in [0, 1), got {self.momentum}")
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
         if self.inner_steps < 1:
             raise ValueError(f"inner_steps must be at least 1, got {self.inner_steps}")
 

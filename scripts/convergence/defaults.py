@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from isthmus.collective.codec import NotFinite
+from isthmus.optim.qsr import QSR
 from isthmus.optim.registry import build_outer, outer_types
 from isthmus.optim.run_facts import RunFacts
 from isthmus.optim.simulate import simulate
@@ -58,7 +59,7 @@ MARGIN: Final = 0.005
 """How much worse than averaging a method may be."""
 INNER_OF: Final = {case.type: case.inner for case in CASES if case.name in ("mtdao", "demo")}
 """Those that need an inner optimizer of their own."""
-_BUDGET: Final = Budget(start_steps=0)
+BUDGET: Final = Budget(start_steps=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,50 +90,60 @@ def fit(settings: Mapping[str, Any], table: FragmentTable, cell: Cell) -> tuple[
     """
     given = dict(settings)
     type_ = str(given.pop("type"))
-    has_h = "inner_steps" in {field.name for field in dataclasses.fields(type(build_outer(type_)))}
-    outer = build_outer(type_, **given, **({"inner_steps": cell.h} if has_h else {}))
+    if hasattr(build_outer(type_), "inner_steps"):
+        given["inner_steps"] = cell.h
+    outer = build_outer(type_, **given)
     facts = RunFacts(
         num_peers=cell.members, outer_steps=cell.rounds, peak_lr=cell.inner_lr, schedule="cosine", min_ratio=0.1
     )
-    if hasattr(outer, "total_steps"):  # rounds that grow: fewer of them, in as many inner steps
+    if isinstance(outer, QSR):  # rounds that grow: fewer of them, in no more inner steps
         for outer_steps in range(cell.rounds, 0, -1):
-            fitted = outer.fitted(table, dataclasses.replace(facts, outer_steps=outer_steps))
-            if fitted.total_steps <= cell.h * cell.rounds:  # type: ignore[attr-defined] - as just asked
-                return fitted, facts, fitted.total_steps  # type: ignore[attr-defined]
+            facts = dataclasses.replace(facts, outer_steps=outer_steps)
+            grown = outer.fitted(table, facts)
+            if grown.total_steps is not None and grown.total_steps <= cell.h * cell.rounds:
+                return grown, facts, grown.total_steps
     num_steps = cell.h * cell.rounds
     made = sum(1 for step in range(num_steps + 1) if outer.fitted(table, facts).plan(step))
     facts = dataclasses.replace(facts, outer_steps=max(1, made))
     return outer.fitted(table, facts), facts, num_steps
 
 
-def run_cell(cell: Cell, settings: Mapping[str, Any], text: Text) -> dict[str, Any]:
+def run_cell(cell: Cell, settings: Mapping[str, Any], text: Text, budget: Budget = BUDGET) -> dict[str, Any]:
     """Train once.
+
+    Args:
+        cell: which run.
+        settings: of the method, with its type.
+        text: to read.
+        budget: the size of the model, of a batch and of the held-out text.
 
     Returns:
         The cell with its loss, for JSON; None where it diverged or could not run, and why.
     """
     started = time.perf_counter()
     row = dataclasses.asdict(cell) | {"loss": None}
-    architecture = Architecture(_BUDGET.model)
+    architecture = Architecture(budget.model)
     try:
         outer, facts, num_steps = fit(settings, architecture.table, cell)
         inner = InnerSettings(
-            **{"total_steps": num_steps, "warmup_steps": facts.warmup(num_steps), "lr": cell.inner_lr}
-            | INNER_OF.get(cell.method, {})
+            total_steps=num_steps,
+            warmup_steps=facts.warmup(num_steps),
+            lr=cell.inner_lr,
+            **INNER_OF.get(cell.method, {}),
         )
-        reader = Reader(text, seed=cell.seed, num_steps=num_steps, batch_size=_BUDGET.batch_size, length=_BUDGET.length)
+        reader = Reader(text, seed=cell.seed, num_steps=num_steps, batch_size=budget.batch_size, length=budget.length)
         trajectory = simulate(
             outer,
             table=architecture.table,
-            initial=initial_parameters(_BUDGET.model, cell.seed),
+            initial=initial_parameters(budget.model, cell.seed),
             workers=WORKERS[: cell.members],
             workload=Fleet(architecture, rows=cell.members, inner=inner, batches=reader),
             num_inner_steps=num_steps,
-            batch_size=float(_BUDGET.batch_size),
+            batch_size=float(budget.batch_size),
             wire=CodecWire("int8"),
             records=False,
         )
-        samples = text.held_out_samples(_BUDGET.held_out_samples, length=_BUDGET.length)
+        samples = text.held_out_samples(budget.held_out_samples, length=budget.length)
         row["loss"] = held_out_loss(architecture, trajectory, outer.fragments(architecture.table), samples)
         row |= {"steps": num_steps, "exchanges": trajectory.num_rounds}
     except (NotFinite, FloatingPointError) as error:
@@ -229,7 +240,7 @@ _texts: dict[str, Text] = {}
 def begin_process(paths: Mapping[str, Path]) -> None:
     """One thread, and the texts in memory."""
     torch.set_num_threads(1)
-    _texts.update({name: load_text(path, length=_BUDGET.length) for name, path in paths.items()})
+    _texts.update({name: load_text(path, length=BUDGET.length) for name, path in paths.items()})
 
 
 def do(cell: Cell) -> dict[str, Any]:
