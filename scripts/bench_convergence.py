@@ -130,7 +130,7 @@ class Bench:
     def tune(self, cases: Iterable[Case], sweep_runs: int | None) -> None:
         """Sweep every case that has a sweep."""
         tasks = [
-            Task(case=case.name, tuned=tuned, workers=TUNED_WORKERS, seed=TUNING_SEED, phase="sweep")
+            Task(case=case.name, tuned=tuned, workers=case.workers or TUNED_WORKERS, seed=TUNING_SEED, phase="sweep")
             for case in cases
             for tuned in case.sweep[:sweep_runs]
         ]
@@ -139,7 +139,7 @@ class Bench:
     def repeat(self, cases: Iterable[Case]) -> None:
         """Every case with its best settings and the seeds that are reported; fewer of them beyond the headline."""
         self._do_all(
-            Task(case=case.name, tuned=tuned, workers=TUNED_WORKERS, seed=seed, phase="final")
+            Task(case=case.name, tuned=tuned, workers=case.workers or TUNED_WORKERS, seed=seed, phase="final")
             for case in cases
             for tuned in self._best(case, 1)
             for seed in (self.seeds if case.is_headline else self.seeds[:OTHER_SEEDS])
