@@ -57,8 +57,8 @@ class AutoLoCo(QSR):
 
     lr: float | None = None
     """Outer learning rate, > 0 and constant. None: DiLoCo's."""
-    momentum: float = 0.9
-    """Outer Nesterov momentum over a base round, mu, in [0, 1). DiLoCo's."""
+    momentum: float | None = None
+    """Outer Nesterov momentum over a base round, mu, in [0, 1). None: DiLoCo's."""
     inner_steps: int = 100
     """H_base, inner steps of the shortest round, >= 1. DiLoCo's; the account names none."""
 
@@ -79,11 +79,12 @@ class AutoLoCo(QSR):
         """
         start = int(shared[COMMITTED_AT].item())
         length, reach = self.measures(start, round_.inner_step)
+        lr, momentum = self.rates(round_, result)
         stepped = step_anchor(
             shared,
             result.value if reach == 1.0 else result.value / reach,
-            lr=self.lr_of(result) * reach,
-            momentum=self.momentum if length == 1.0 else _rounded(self.momentum**length),
+            lr=lr * reach,
+            momentum=momentum if length == 1.0 else _rounded(momentum**length),
             out=out,
         )
         stepped[COMMITTED_AT].fill_(round_.inner_step)

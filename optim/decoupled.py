@@ -132,14 +132,15 @@ class DecoupledDiLoCo(DiLoCo):
         weight = (work.samples / _SAMPLES) ** 2 / work.inner_steps if work.inner_steps > 0 else 0.0
         return Emitted(payload=difference, weight=weight, notes=(length,))
 
-    def step(self, _round: Round, result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
+    def step(self, round_: Round, result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
         """Give the mean direction the mean length, then one Nesterov step. The workers go to the new anchor.
 
         Raises:
             ValueError: if `out` shares memory with `shared`, or a tensor has the wrong size.
         """
         merged = result.value if _is_plain(shared) else radial_directional(result)
-        stepped = step_anchor(shared, merged, lr=self.lr_of(result), momentum=self.momentum, out=out)
+        lr, momentum = self.rates(round_, result)
+        stepped = step_anchor(shared, merged, lr=lr, momentum=momentum, out=out)
         stepped[PLAIN_MEAN].copy_(shared[PLAIN_MEAN])
         return stepped
 

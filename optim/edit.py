@@ -80,10 +80,10 @@ class EDiT(Guarded):
 
     inner: Outer = field(init=False)
     guards: Guards = field(init=False)
-    lr: float = 0.8
-    """Outer learning rate, > 0. The released settings have 0.7 to 0.8."""
-    momentum: float = 0.8
-    """Outer Nesterov momentum, in [0, 1). The released settings have 0.7 to 0.8."""
+    lr: float | None = None
+    """Outer learning rate, > 0. The released settings have 0.7 to 0.8. None: DiLoCo's."""
+    momentum: float | None = None
+    """Outer Nesterov momentum, in [0, 1). The released settings have 0.7 to 0.8. None: DiLoCo's."""
     inner_steps: int = 128
     """H, inner steps between exchanges, >= 1."""
     num_fragments: int | None = None

@@ -62,8 +62,8 @@ class QSR(DiLoCo):
 
     lr: float | None = 1.0
     """Outer learning rate, > 0. 1 without momentum is the mean of the workers, as in the paper. None: DiLoCo's."""
-    momentum: float = 0.0
-    """Outer Nesterov momentum, in [0, 1)."""
+    momentum: float | None = 0.0
+    """Outer Nesterov momentum, in [0, 1). None: DiLoCo's."""
     inner_steps: int = 4
     """H_base, inner steps of the shortest round, >= 1. The paper, with AdamW: 4."""
     alpha: float | None = None

@@ -43,7 +43,7 @@ _LAYERS_A_FRAGMENT: Final = 3
 @register("streaming")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming(DiLoCo):
-    """Streaming DiLoCo's settings; defaults are the paper's, but for the learning rate.
+    """Streaming DiLoCo's settings; defaults are the paper's, but for learning rate, momentum and `keep`.
 
     Raises:
         ValueError: if a setting is out of its range.
@@ -57,8 +57,9 @@ class Streaming(DiLoCo):
     """Layers p, p + P, p + 2P... make fragment p, or neighbours do. The paper prefers strided."""
     delay: int = 1
     """tau, inner steps from sending to receiving, in [0, H). The paper advises up to 5 and loses < 0.2% up to 10."""
-    keep: float = 0.5
-    """alpha, how much of the local value survives, in [0, 1]. 0 throws the overlapped steps away; 1 imports nothing."""
+    keep: float | None = None
+    """alpha, how much of the local value survives, in [0, 1]. 0 throws the overlapped steps away; 1 imports nothing.
+    None: tau / H, the share of a round that is overlapped. The paper: 0.5, which throws half of each outer step away."""
 
     def __post_init__(self) -> None:
         DiLoCo.__post_init__(self)
@@ -71,7 +72,7 @@ class Streaming(DiLoCo):
         if not 0 <= self.delay < self.inner_steps:
             # Else a fragment would be sent again before its result is there.
             raise ValueError(f"delay must be in [0, inner_steps = {self.inner_steps}), got {self.delay}")
-        if not 0.0 <= self.keep <= 1.0:
+        if self.keep is not None and not 0.0 <= self.keep <= 1.0:
             raise ValueError(f"keep must be in [0, 1], got {self.keep}")
 
     def fitted(self, table: FragmentTable, _run: RunFacts | None = None, /) -> Streaming:
@@ -120,10 +121,11 @@ class Streaming(DiLoCo):
 
     def settle(self, outcome: Outcome, /, *, out: Tensors | None = None) -> Settled:
         """The workers come part of the way to the new anchor."""
-        if outcome.result is None or self.keep == 0.0:
+        keep = self.delay / self.inner_steps if self.keep is None else self.keep
+        if outcome.result is None or keep == 0.0:
             return DiLoCo.settle(self, outcome, out=out)
-        target = None if self.keep == 1.0 else outcome.after[ANCHOR]
-        return Settled(private=outcome.private, target=target, keep=self.keep)
+        target = None if keep == 1.0 else outcome.after[ANCHOR]
+        return Settled(private=outcome.private, target=target, keep=keep)
 
     def _count(self) -> int:
         if self.num_fragments is None:

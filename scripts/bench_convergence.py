@@ -11,6 +11,8 @@ beside what was found.
 The whole takes about half an hour on two cores, --quick about 3 minutes.
 
     scripts/bench convergence --json convergence.json --plot convergence.png
+
+`scripts/bench convergence defaults` is another comparison: nothing is tuned (scripts/convergence/defaults.py).
 """
 
 import argparse
@@ -32,6 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from isthmus.trainer.model import num_parameters
+from scripts.convergence import defaults
 from scripts.convergence.cases import CASES, Case, Tuned
 from scripts.convergence.report import as_dicts, judge, plot, print_claims, print_table, summarise
 from scripts.convergence.text import Text, load_text
@@ -127,7 +130,7 @@ class Bench:
     def tune(self, cases: Iterable[Case], sweep_runs: int | None) -> None:
         """Sweep every case that has a sweep."""
         tasks = [
-            Task(case=case.name, tuned=tuned, workers=TUNED_WORKERS, seed=TUNING_SEED, phase="sweep")
+            Task(case=case.name, tuned=tuned, workers=case.workers or TUNED_WORKERS, seed=TUNING_SEED, phase="sweep")
             for case in cases
             for tuned in case.sweep[:sweep_runs]
         ]
@@ -136,7 +139,7 @@ class Bench:
     def repeat(self, cases: Iterable[Case]) -> None:
         """Every case with its best settings and the seeds that are reported; fewer of them beyond the headline."""
         self._do_all(
-            Task(case=case.name, tuned=tuned, workers=TUNED_WORKERS, seed=seed, phase="final")
+            Task(case=case.name, tuned=tuned, workers=case.workers or TUNED_WORKERS, seed=seed, phase="final")
             for case in cases
             for tuned in self._best(case, 1)
             for seed in (self.seeds if case.is_headline else self.seeds[:OTHER_SEEDS])
@@ -232,6 +235,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it. Returns 0, or 1 if a case has failed."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments[:1] == ["defaults"]:
+        return defaults.main(arguments[1:])
     options = parse(argv)
     # Read by the workers' libraries when they are loaded.
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -77,6 +77,8 @@ class Case:
     """Two workers leave and come back, one after the other."""
     speeds: tuple[float, ...] = ()
     """Of the workers, in their order; 1 where not given."""
+    workers: int | None = None
+    """How many there are, where the case says it."""
     is_headline: bool = False
     """With 8 workers too."""
     source: str = ""
@@ -127,7 +129,10 @@ WITHOUT_MEANS: Final = {"resync_steps": 1 << 40}
 
 _SLOW_STATES: Final = {"betas": (0.95, 0.995)}
 """DES-LOC's first beta, and a second whose half-life of 138 steps is longer than its period, as the paper asks."""
-_STREAMING: Final = {**_H, "num_fragments": 2, "lr": 0.4}
+_NESTEROV: Final = {**_H, "momentum": 0.9}
+_STREAMING: Final = {**_NESTEROV, "num_fragments": 2, "lr": 0.4}
+
+_MEAN: Final = {**_H, "lr": 1.0, "momentum": 0.0}
 
 CASES: Final = (
     Case(
@@ -138,21 +143,23 @@ CASES: Final = (
         is_headline=True,
         source="2006.15704",
     ),
+    Case(name="averaging", type="diloco", settings=_MEAN, sweep=inner_sweep(), is_headline=True, source="1805.09767"),
+    Case(name="alone", type="diloco", settings=_MEAN, workers=1, sweep=inner_sweep()),
     Case(
         name="diloco",
         type="diloco",
-        settings=_H,
+        settings=_NESTEROV,
         sweep=outer_sweep("lr", (0.4, 0.7, 0.2)),
         is_headline=True,
         source="2311.08105",
     ),
-    Case(name="diloco int8", type="diloco", settings=_H, codec="int8", base="diloco", is_headline=True),
-    Case(name="diloco e3m0", type="diloco", settings=_H, codec="e3m0", base="diloco", is_headline=True),
-    Case(name="diloco H=60", type="diloco", settings={"inner_steps": 4 * INNER_STEPS}, base="diloco"),
+    Case(name="diloco int8", type="diloco", settings=_NESTEROV, codec="int8", base="diloco", is_headline=True),
+    Case(name="diloco e3m0", type="diloco", settings=_NESTEROV, codec="e3m0", base="diloco", is_headline=True),
+    Case(name="diloco H=60", type="diloco", settings={**_NESTEROV, "inner_steps": 4 * INNER_STEPS}, base="diloco"),
     Case(
         name="diloco churn",
         type="diloco",
-        settings=_H,
+        settings=_NESTEROV,
         base="diloco",
         abort_share=0.1,
         churns=True,
@@ -234,11 +241,17 @@ CASES: Final = (
         sweep=outer_sweep("lr", (0.4, 0.7, 0.2)),
         source="2401.09135",
     ),
-    Case(name="edit", type="edit", settings=_H, sweep=outer_sweep("lr", (0.7, 0.4, 1.0)), source="2412.07210"),
+    Case(
+        name="edit",
+        type="edit",
+        settings={**_H, "momentum": 0.8},
+        sweep=outer_sweep("lr", (0.7, 0.4, 1.0)),
+        source="2412.07210",
+    ),
     Case(
         name="decoupled",
         type="decoupled",
-        settings={**_H, "num_fragments": INNER_STEPS},
+        settings={**_NESTEROV, "num_fragments": INNER_STEPS},
         sweep=outer_sweep("lr", (0.4, 0.2, 0.7)),
         source="2604.21428",
     ),
@@ -261,7 +274,7 @@ CASES: Final = (
     Case(
         name="autoloco",
         type="autoloco",
-        settings=_H,
+        settings=_NESTEROV,
         fits=_growing_rounds,
         sweep=outer_sweep("lr", (0.4, 0.7, 0.2)),
         source="AutoLoCo, 2026, from a secondary account",

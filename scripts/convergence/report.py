@@ -78,7 +78,7 @@ def summarise(runs: Sequence[Mapping[str, Any]], *, numel: int, tokens_per_step:
                 payload_nbytes_per_token=payload,
                 sent_nbytes_per_token=sent,
                 payload_reduction=gradient / payload,
-                sent_reduction=gradient * 2 * (workers - 1) / workers / sent,
+                sent_reduction=gradient * 2 * (workers - 1) / workers / sent if workers > 1 else 1.0,
                 rounds=group[0]["rounds"],
                 dropped=group[0]["dropped"],
             )
@@ -146,6 +146,7 @@ def plot(path: Path, rows: Sequence[Row], runs: Sequence[Mapping[str, Any]], *, 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    rows = [row for row in rows if row.workers > 1]
     numbers = sorted({row.workers for row in rows})
     figure, axes = plt.subplots(
         1, len(numbers) + 1, figsize=(6.5 * (len(numbers) + 1), 6), layout="constrained", squeeze=False

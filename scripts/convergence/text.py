@@ -4,13 +4,18 @@
 Without a file it is a sample of the running interpreter's own standard library (trainer/corpus.py), so bytes are tokens
 and whole files are held out. Its digest goes with the figures: another Python has another text.
 
+Two others are there as well for whoever has torch: its C++ headers, and the docstrings of its modules.
+
 Who reads what follows from the seed, the worker's name and the global inner step alone.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -20,7 +25,6 @@ from isthmus.trainer.corpus import load_corpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     import numpy.typing as npt
     from torch import Tensor
@@ -31,6 +35,9 @@ TEXT_NBYTES: Final = 3 << 20
 """Read at most this much: several times what a run trains on."""
 HELD_OUT_FRACTION: Final = 0.05
 VOCAB_SIZE: Final = 256
+_DOCSTRING: Final = re.compile(r'"""(.*?)"""', re.DOTALL)
+_LEAST_DOCSTRING: Final = 300
+"""Letters; shorter ones are mostly code's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,6 +63,21 @@ def load_text(path: Path | None = None, *, length: int) -> Text:
     """
     corpus = load_corpus(path, seq_len=length, validation_fraction=HELD_OUT_FRACTION, limit_nbytes=TEXT_NBYTES)
     return Text(train=corpus.train, held_out=corpus.validation, digest=corpus.digest, description=corpus.description)
+
+
+def headers() -> Path:
+    """The folder of torch's C++ headers."""
+    return Path(torch.__file__).parent / "include"
+
+
+def docstrings_to(path: Path) -> Path:
+    """Write the docstrings of torch's modules, a line of JSON a file; returns `path`, which `load_text` reads."""
+    with path.open("w", encoding="utf-8") as lines:
+        for source in sorted(Path(torch.__file__).parent.rglob("*.py")):
+            found = _DOCSTRING.findall(source.read_text(encoding="utf-8", errors="replace"))
+            if texts := [text for text in found if len(text) >= _LEAST_DOCSTRING]:
+                lines.write(json.dumps({"text": "\n".join(texts)}) + "\n")
+    return path
 
 
 class Reader:

@@ -210,19 +210,43 @@ class _Judge:
         loss = self.loss(trajectory, self._curve_samples)
         self.curve.append((step, loss))
 
-    @torch.no_grad()
     def loss(self, trajectory: Trajectory, num_samples: int) -> float:
-        shared_parameters(trajectory, self._fragments, out=self._params)
-        weights = self._architecture.weights(self._params.unsqueeze(0))
         samples = self._samples[:: len(self._samples) // num_samples][:num_samples]
-        losses = [
-            self._architecture.losses(weights, part.unsqueeze(0)).item() * len(part)
-            for part in torch.split(samples, _EVALUATED_AT_ONCE)
-        ]
-        loss = sum(losses) / len(samples)
-        if not math.isfinite(loss):
-            raise FloatingPointError("the held-out loss is not finite")
-        return loss
+        return held_out_loss(self._architecture, trajectory, self._fragments, samples, params=self._params)
+
+
+@torch.no_grad()
+def held_out_loss(
+    architecture: Architecture,
+    trajectory: Trajectory,
+    fragments: Sequence[Fragment],
+    samples: Tensor,
+    *,
+    params: Tensor | None = None,
+) -> float:
+    """Of the shared parameters, nats a token.
+
+    Args:
+        architecture: of the workers.
+        trajectory: at any moment.
+        fragments: those of the method.
+        samples: [count, length + 1] int64.
+        params: [numel], overwritten; None allocates.
+
+    Raises:
+        FloatingPointError: it is not finite.
+    """
+    params = torch.empty(architecture.table.numel) if params is None else params
+    shared_parameters(trajectory, fragments, out=params)
+    weights = architecture.weights(params.unsqueeze(0))
+    losses = [
+        architecture.losses(weights, part.unsqueeze(0)).item() * len(part)
+        for part in torch.split(samples, _EVALUATED_AT_ONCE)
+    ]
+    loss = sum(losses) / len(samples)
+    if not math.isfinite(loss):
+        raise FloatingPointError("the held-out loss is not finite")
+    return loss
 
 
 class _Aborts:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from isthmus.optim import ANCHOR, DiLoCo, FragmentTable, Op, Outcome, Result, Round, Work, default_outer_lr
-from isthmus.optim.diloco import MOMENTUM, effective_number
+from isthmus.optim.diloco import MOMENTUM, WARM_UP_STEPS, effective_number
 from isthmus.optim.outer import digest_of, empty_like
 from isthmus.optim.simulate import simulate
 from isthmus.optim.workload import OneByOne
@@ -97,22 +97,23 @@ def test_it_follows_a_direct_implementation():
 
 
 def test_weights_weigh_the_mean():
-    trajectory = run(
-        DiLoCo(lr=0.7, inner_steps=4), 12, weigh=lambda worker, _work: {"ash": 3.0, "cedar": 0.5}.get(worker, 1.0)
-    )
+    weights = {"ash": 3.0, "birch": 1.0, "cedar": 0.5}
+    trajectory = run(DiLoCo(lr=0.7, momentum=0.9, inner_steps=4), 12, weigh=lambda worker, _work: weights[worker])
     expected = direct_diloco(0.7, 0.9, [4, 8, 12], weights=(3.0, 1.0, 0.5))
     torch.testing.assert_close(trajectory.committed[-1].shared[ANCHOR].double(), expected[-1], rtol=1e-4, atol=1e-5)
 
 
 def test_a_worker_of_weight_nought_changes_nothing():
-    trajectory = run(DiLoCo(lr=0.7, inner_steps=4), 12, weigh=lambda worker, _work: float(worker != "cedar"))
+    trajectory = run(
+        DiLoCo(lr=0.7, momentum=0.9, inner_steps=4), 12, weigh=lambda worker, _work: float(worker != "cedar")
+    )
     expected = direct_diloco(0.7, 0.9, [4, 8, 12], weights=(1.0, 1.0, 0.0))
     assert trajectory.committed[0].members == ("ash", "birch")
     torch.testing.assert_close(trajectory.committed[-1].shared[ANCHOR].double(), expected[-1], rtol=1e-4, atol=1e-5)
 
 
 def test_two_aborted_rounds_are_one_round_of_three_times_the_steps():
-    aborted = run(DiLoCo(lr=0.7, inner_steps=4), 24, aborted=lambda round_: round_.inner_step in (12, 16))
+    aborted = run(DiLoCo(lr=0.7, momentum=0.9, inner_steps=4), 24, aborted=lambda round_: round_.inner_step in (12, 16))
     assert [round_.inner_step for round_ in aborted.dropped] == [12, 16]
     expected = direct_diloco(0.7, 0.9, [4, 8, 20, 24])
     for committed, anchor in zip(aborted.committed, expected, strict=True):
@@ -245,13 +246,35 @@ def result_of(*weights):
     return Result(value=torch.ones(NUMEL), members=members, weight_sum=sum(weights), weights=weights)
 
 
+def round_at(inner_step):
+    return Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=inner_step)
+
+
 @pytest.mark.parametrize("weights", [(8.0,), (8.0, 8.0), (8.0, 8.0, 8.0)])
 def test_without_a_rate_of_its_own_a_round_takes_the_best_one_for_those_who_gave_to_it(weights):
     shared = DiLoCo().init(TABLE.whole(), INITIAL)
-    stepped = DiLoCo().step(ROUND, result_of(*weights), shared)
-    best = DiLoCo(lr=default_outer_lr(len(weights))).step(ROUND, result_of(*weights), shared)
-    assert torch.equal(stepped[ANCHOR], best[ANCHOR])
+    best = default_outer_lr(len(weights))
+    for given, momentum in ({}, 0.7), ({"momentum": 0.9}, 0.9):
+        stepped = DiLoCo(**given).step(round_at(WARM_UP_STEPS), result_of(*weights), shared)
+        expected = DiLoCo(lr=best, momentum=momentum).step(ROUND, result_of(*weights), shared)
+        assert digest_of(stepped) == digest_of(expected)
     assert DiLoCo(lr=0.3).lr_of(result_of(*weights)) == 0.3, "whoever says a rate means it"
+
+
+def test_without_settings_a_run_begins_with_plain_averaging_and_warms_up_in_a_line():
+    three = result_of(1.0, 1.0, 1.0)
+    assert DiLoCo().rates(round_at(0), three) == (1.0, 0.0)
+    assert DiLoCo().rates(round_at(WARM_UP_STEPS // 2), three) == pytest.approx((0.8, 0.35))
+    assert DiLoCo().rates(round_at(WARM_UP_STEPS), three) == pytest.approx((0.6, 0.7))
+    assert DiLoCo().rates(round_at(1000 * WARM_UP_STEPS), three) == pytest.approx((0.6, 0.7))
+
+
+def test_what_is_set_holds_from_the_first_round_on():
+    three = result_of(1.0, 1.0, 1.0)
+    for inner_step in (1, 10 * WARM_UP_STEPS):
+        assert DiLoCo(lr=0.3, momentum=0.9).rates(round_at(inner_step), three) == (0.3, 0.9)
+        assert DiLoCo(momentum=0.9).rates(round_at(inner_step), three) == (default_outer_lr(3), 0.9)
+        assert DiLoCo(lr=0.3).rates(round_at(inner_step), three)[0] == 0.3
 
 
 def test_who_gave_little_to_a_round_counts_little_in_its_rate():

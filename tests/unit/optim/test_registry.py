@@ -8,7 +8,7 @@ from isthmus.optim.registry import register
 
 
 def test_a_method_is_built_from_its_name_and_settings():
-    assert build_outer("diloco", lr=0.4, inner_steps=30) == DiLoCo(lr=0.4, momentum=0.9, inner_steps=30)
+    assert build_outer("diloco", lr=0.4, inner_steps=30) == DiLoCo(lr=0.4, momentum=None, inner_steps=30)
     assert "diloco" in outer_types()
 
 

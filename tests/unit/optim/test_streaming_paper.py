@@ -83,7 +83,7 @@ def test_keeping_everything_isolates_the_workers():
 )
 @pytest.mark.parametrize(("tau", "alpha"), [(0, 0.0), (3, 0.0), (3, 0.5), (7, 0.9)])
 def test_it_follows_a_direct_implementation(pattern, parts, tau, alpha):
-    outer = Streaming(lr=0.4, inner_steps=8, num_fragments=3, pattern=pattern, delay=tau, keep=alpha)
+    outer = Streaming(lr=0.4, momentum=0.9, inner_steps=8, num_fragments=3, pattern=pattern, delay=tau, keep=alpha)
     trajectory = run(outer, 40)
     committed, locals_ = direct_streaming(
         [elements(part) for part in parts], (0, 2, 5), H=8, tau=tau, alpha=alpha, lr=0.4, mu=0.9, num_steps=40
@@ -96,7 +96,7 @@ def test_weights_and_aborted_rounds_are_those_of_the_direct_implementation():
     weights = (3.0, 1.0, 0.5, 1.5)
     aborted = (5, 10, 13, 24)  # each a round of another fragment, two of one in a row
     trajectory = run(
-        Streaming(lr=0.4, inner_steps=8, num_fragments=3, delay=2),
+        Streaming(lr=0.4, momentum=0.9, inner_steps=8, num_fragments=3, delay=2, keep=0.5),
         40,
         weigh=lambda worker, _work: weights[WORKERS.index(worker)],
         aborted=lambda round_: round_.inner_step in aborted,
@@ -272,7 +272,9 @@ def test_state_is_never_written():
     assert digest_of(shared) == digest
     outcome = Outcome(round_=round_, result=result, contribution=None, before=shared, after=stepped, private={})
     settled = outer.settle(outcome)
-    assert settled.keep == 0.5
+    assert settled.keep == 1 / 8, "unless it is set, the share of a round for which the workers went on"
+    assert dataclasses.replace(outer, keep=0.5).settle(outcome).keep == 0.5
+    assert dataclasses.replace(outer, delay=0).settle(outcome).keep == 0.0
     assert settled.target is stepped[ANCHOR]
     missed = outer.settle(dataclasses.replace(outcome, result=None))
     assert missed.keep == 1.0, "its work is in the value, which the next difference from the anchor holds"

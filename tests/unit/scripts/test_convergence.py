@@ -15,12 +15,13 @@ from isthmus.optim import GRAD, PARAM, FragmentKey, FragmentTable, Op, Round, bu
 from isthmus.optim.schedule import cosine
 from isthmus.trainer.model import Decoder, ModelConfig, initial_parameters, token_loss
 from scripts import bench_convergence
+from scripts.convergence import defaults
 from scripts.convergence.cases import CASES, RUNS_PER_SWEEP, Case, Tuned
 from scripts.convergence.claims import Claim
 from scripts.convergence.codec_wire import CodecWire, formula_nbytes
 from scripts.convergence.fleet import EXP_AVG, EXP_AVG_SQ, Architecture, Fleet, InnerSettings
 from scripts.convergence.report import judge, summarise
-from scripts.convergence.text import Reader, load_text
+from scripts.convergence.text import Reader, docstrings_to, load_text
 from scripts.convergence.trial import Budget, run_trial, start
 
 CONFIG = ModelConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, hidden_dim=24, max_seq_len=8, vocab_size=32)
@@ -565,3 +566,76 @@ def test_a_case_that_cannot_run_is_stated_and_the_others_go_on(text, monkeypatch
     assert run["loss"] is None
     assert "unknown outer optimizer 'not_yet'" in run["error"]
     assert "not_yet" in capfd.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------- the defaults
+
+
+def cell(method, **shape):
+    given = {"text": "t", "members": 2, "h": 3, "rounds": 4, "seed": 0, "inner_lr": 2e-3}
+    return defaults.Cell(method=method, **{**given, **shape})
+
+
+def test_a_method_with_the_settings_of_averaging_ends_where_averaging_does():
+    text = load_text(length=BUDGET.length)
+    averaging = cell(defaults.AVERAGING)
+    expected = defaults.run_cell(averaging, defaults.settings_of(averaging), text, BUDGET)
+    same = {"type": "streaming", "lr": 1.0, "momentum": 0.0, "delay": 0, "num_fragments": 1}
+    found = defaults.run_cell(cell("streaming"), same, text, BUDGET)
+    assert (expected["steps"], expected["exchanges"]) == (12, 4)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    alone = cell(defaults.ALONE, members=1)
+    assert defaults.run_cell(alone, defaults.settings_of(alone), text, BUDGET)["loss"] != expected["loss"]
+
+
+def test_a_run_has_the_length_that_its_rounds_need_and_the_method_knows_it():
+    table = Architecture(BUDGET.model).table
+    outer, facts, num_steps = defaults.fit({"type": "streaming", "num_fragments": 2}, table, cell("streaming", h=4))
+    assert (num_steps, facts.outer_steps) == (16, 8), "two fragments, in turn after every second step"
+    assert sum(1 for step in range(num_steps + 1) if outer.plan(step)) == facts.outer_steps
+    _, facts, num_steps = defaults.fit({"type": "qsr"}, table, cell("qsr", h=4, rounds=20))
+    assert facts.outer_steps < 20, "rounds that grow are fewer"
+    assert 40 < num_steps <= 80
+
+
+def test_what_cannot_run_is_a_cell_without_a_loss():
+    text = load_text(length=BUDGET.length)
+    found = defaults.run_cell(cell("diloco"), {"type": "diloco", "lr": 1e30}, text, BUDGET)
+    assert found["loss"] is None
+    assert "diverged" in found
+
+
+def test_cells_are_compared_with_averaging_and_with_one_worker_of_the_same_shape(capsys):
+    def row(method, loss, **shape):
+        return dataclasses.asdict(cell(method, **shape)) | {"loss": loss}
+
+    rows = [
+        row(defaults.ALONE, 4.0, members=1),
+        row(defaults.AVERAGING, 2.0),
+        row(defaults.AVERAGING, 1.0, members=4),
+        row("diloco", 2.02),
+        row("diloco", 1.001, members=4),
+        row("streaming", None),
+    ]
+    table = defaults.compared(rows)
+    assert [entry["against_averaging"] for entry in table] == [pytest.approx(0.01), pytest.approx(0.001), None]
+    assert [entry["against_alone"] for entry in table[:2]] == [pytest.approx(-0.495), pytest.approx(1.001 / 4 - 1)]
+    lines = list(defaults.summary(table))
+    assert "more than 0.5 % worse in 1 of 2" in lines[0]
+    assert lines[1].split()[:2] == ["+1.00", "%"]
+    assert "1 without a loss" in lines[2]
+
+
+def test_a_part_of_the_grid_can_be_chosen():
+    options = defaults.parse(["--methods", "diloco,eager", "--members", "2,4", "--h", "8", "--rounds", "10,40"])
+    cells = defaults.cells_of(options, ["a", "b"])
+    assert len(cells) == 2 * 2 * (1 + 4 * 2), "two texts and lengths: one worker, two averagings and two methods"
+    assert {one.members for one in cells if one.method == defaults.ALONE} == {1}
+    with pytest.raises(SystemExit):
+        defaults.parse(["--methods", "dilocoo"])
+
+
+def test_docstrings_are_a_text(tmp_path):
+    text = load_text(docstrings_to(tmp_path / "docstrings.jsonl"), length=64)
+    assert len(text.train) > 1_000_000
+    assert len(text.held_out) > 50_000

@@ -48,7 +48,9 @@ async def test_guards_and_error_feedback_go_the_way_of_the_simulation(hasher: Ha
         for committed in expected.committed:
             if committed.round_ in plan.rounds(step):
                 for tensor, value in committed.shared.items():
-                    found = peers[0].anchors[step - 1][tensor_name(fragments, places[committed.round_.fragment], tensor)]
+                    found = peers[0].anchors[step - 1][
+                        tensor_name(fragments, places[committed.round_.fragment], tensor)
+                    ]
                     torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
                     compared += 1
     assert compared > 0

@@ -60,7 +60,7 @@ def test_streaming_takes_its_settings_and_its_fragments_are_the_model() -> None:
     keys = {"outer__type": "streaming", "outer__inner_steps": 12, "model__num_layers": 4}
     given = config(**keys, outer__num_fragments=3, outer__delay=2, outer__keep=0.25, outer__pattern="sequential")
     expected = {"inner_steps": 12, "num_fragments": 3, "delay": 2, "keep": 0.25, "pattern": "sequential"}
-    assert outer_of(given) == Streaming(lr=None, momentum=0.9, **expected)
+    assert outer_of(given) == Streaming(lr=None, momentum=None, **expected)
     fragments = fragments_of(given)
     assert [fragment.index for fragment in fragments] == [0, 1, 2]
     assert sum(fragment.numel for fragment in fragments) == fragment_table(given.model.decoder_config()).numel

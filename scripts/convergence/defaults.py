@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`scripts/bench convergence defaults`: every method as a user gets it, in runs of many shapes.
+
+Nothing is tuned: a method has its defaults, H, and what `fitted` makes of the run. All start from first weights, with
+the inner settings of the shipped configurations (AdamW, 2e-3, cosine) and int8 on the wire, on texts that no default
+was chosen with. Beside each method, with the same data:
+
+    averaging    every H inner steps the workers' mean, as Local SGD (DiLoCo with learning rate 1 and no momentum);
+    alone        one worker that trains for as many inner steps.
+
+The whole grid takes days on two cores. Choose a part of it:
+
+    scripts/bench convergence defaults --methods diloco,streaming --members 4 --h 8,30 --rounds 10,40 --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from isthmus.collective.codec import NotFinite
+from isthmus.optim.qsr import QSR
+from isthmus.optim.registry import build_outer, outer_types
+from isthmus.optim.run_facts import RunFacts
+from isthmus.optim.simulate import simulate
+from isthmus.trainer.model import initial_parameters
+from scripts.convergence.cases import CASES
+from scripts.convergence.codec_wire import CodecWire
+from scripts.convergence.fleet import Architecture, Fleet, InnerSettings
+from scripts.convergence.text import Reader, Text, docstrings_to, headers, load_text
+from scripts.convergence.trial import WORKERS, Budget, held_out_loss
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from isthmus.optim.fragments import FragmentTable
+    from isthmus.optim.outer import Outer
+
+AVERAGING: Final = "averaging"
+ALONE: Final = "alone"
+MEAN: Final[Mapping[str, object]] = {"type": "diloco", "lr": 1.0, "momentum": 0.0}
+LATE_MEAN: Final[Mapping[str, object]] = {"type": "delayed", "lr": 1.0, "momentum": 0.0}
+BASELINES: Final = {"delayed": LATE_MEAN, "eager": LATE_MEAN, "co2": LATE_MEAN}
+"""Averaging with the exchanges of methods whose means come a whole round late; for all others it is `MEAN`."""
+MARGIN: Final = 0.005
+"""How much worse than averaging a method may be."""
+INNER_OF: Final = {case.type: case.inner for case in CASES if case.name in ("mtdao", "demo")}
+"""Those that need an inner optimizer of their own."""
+BUDGET: Final = Budget(start_steps=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One run that is wanted."""
+
+    text: str
+    method: str
+    members: int
+    h: int
+    """H, inner steps between two exchanges of the same tensor."""
+    rounds: int
+    """How often each tensor is exchanged."""
+    seed: int
+    inner_lr: float
+
+    @property
+    def key(self) -> tuple[str, int, int, int]:
+        """What it is compared within, but for the members."""
+        return self.text, self.h, self.rounds, self.seed
+
+
+def fit(settings: Mapping[str, Any], table: FragmentTable, cell: Cell) -> tuple[Outer, RunFacts, int]:
+    """The method for a run of about H times `rounds` inner steps, what it is told of the run, and how long that is.
+
+    Raises:
+        ValueError: it does not fit the model or the run.
+    """
+    given = dict(settings)
+    type_ = str(given.pop("type"))
+    if hasattr(build_outer(type_), "inner_steps"):
+        given["inner_steps"] = cell.h
+    outer = build_outer(type_, **given)
+    facts = RunFacts(
+        num_peers=cell.members, outer_steps=cell.rounds, peak_lr=cell.inner_lr, schedule="cosine", min_ratio=0.1
+    )
+    if isinstance(outer, QSR):  # rounds that grow: fewer of them, in no more inner steps
+        for outer_steps in range(cell.rounds, 0, -1):
+            facts = dataclasses.replace(facts, outer_steps=outer_steps)
+            grown = outer.fitted(table, facts)
+            if grown.total_steps is not None and grown.total_steps <= cell.h * cell.rounds:
+                return grown, facts, grown.total_steps
+    num_steps = cell.h * cell.rounds
+    made = sum(1 for step in range(num_steps + 1) if outer.fitted(table, facts).plan(step))
+    facts = dataclasses.replace(facts, outer_steps=max(1, made))
+    return outer.fitted(table, facts), facts, num_steps
+
+
+def run_cell(cell: Cell, settings: Mapping[str, Any], text: Text, budget: Budget = BUDGET) -> dict[str, Any]:
+    """Train once.
+
+    Args:
+        cell: which run.
+        settings: of the method, with its type.
+        text: to read.
+        budget: the size of the model, of a batch and of the held-out text.
+
+    Returns:
+        The cell with its loss, for JSON; None where it diverged or could not run, and why.
+    """
+    started = time.perf_counter()
+    row = dataclasses.asdict(cell) | {"loss": None}
+    architecture = Architecture(budget.model)
+    try:
+        outer, facts, num_steps = fit(settings, architecture.table, cell)
+        inner = InnerSettings(
+            total_steps=num_steps,
+            warmup_steps=facts.warmup(num_steps),
+            lr=cell.inner_lr,
+            **INNER_OF.get(cell.method, {}),
+        )
+        reader = Reader(text, seed=cell.seed, num_steps=num_steps, batch_size=budget.batch_size, length=budget.length)
+        trajectory = simulate(
+            outer,
+            table=architecture.table,
+            initial=initial_parameters(budget.model, cell.seed),
+            workers=WORKERS[: cell.members],
+            workload=Fleet(architecture, rows=cell.members, inner=inner, batches=reader),
+            num_inner_steps=num_steps,
+            batch_size=float(budget.batch_size),
+            wire=CodecWire("int8"),
+            records=False,
+        )
+        samples = text.held_out_samples(budget.held_out_samples, length=budget.length)
+        row["loss"] = held_out_loss(architecture, trajectory, outer.fragments(architecture.table), samples)
+        row |= {"steps": num_steps, "exchanges": trajectory.num_rounds}
+    except (NotFinite, FloatingPointError) as error:
+        row["diverged"] = str(error)
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with a method is stated in its cell
+        traceback.print_exc()
+        row["error"] = f"{type(error).__name__}: {error}"
+    return row | {"seconds": round(time.perf_counter() - started, 1)}
+
+
+# ---------------------------------------------------------------------------------------------------- what is wanted
+
+
+def settings_of(cell: Cell) -> Mapping[str, object]:
+    """Of the method that a cell names."""
+    if cell.method == ALONE:
+        return MEAN
+    if cell.method.startswith(AVERAGING):
+        return LATE_MEAN if cell.method != AVERAGING else MEAN
+    return {"type": cell.method}
+
+
+def baseline_of(method: str) -> str:
+    """The name of the averaging that a method is compared with."""
+    return f"{AVERAGING}, a round late" if method in BASELINES else AVERAGING
+
+
+def cells_of(options: argparse.Namespace, texts: Sequence[str]) -> list[Cell]:
+    """All of them, those that are done soon first."""
+    methods = dict.fromkeys([*(baseline_of(method) for method in options.methods), *options.methods])
+    cells = [
+        Cell(text=text, method=method, members=members, h=h, rounds=rounds, seed=seed, inner_lr=options.inner_lr)
+        for text, h, rounds, seed in itertools.product(texts, options.h, options.rounds, range(options.seeds))
+        for method, members in [(ALONE, 1), *itertools.product(methods, options.members)]
+    ]
+    return sorted(cells, key=lambda cell: cell.h * cell.rounds)
+
+
+def compared(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Every cell of a method, with its losses and those beside it; the relative differences, None without both."""
+    losses = {
+        (row["text"], row["h"], row["rounds"], row["seed"], row["members"], row["method"]): row["loss"] for row in rows
+    }
+    table = []
+    for row in rows:
+        if row["method"] == ALONE or row["method"].startswith(AVERAGING):
+            continue
+        shape = (row["text"], row["h"], row["rounds"], row["seed"])
+        averaging = losses.get((*shape, row["members"], baseline_of(row["method"])))
+        alone = losses.get((*shape, 1, ALONE))
+        table.append(
+            dict(row)
+            | {
+                "averaging": averaging,
+                "alone": alone,
+                "against_averaging": _relative(row["loss"], averaging),
+                "against_alone": _relative(row["loss"], alone),
+            }
+        )
+    return table
+
+
+def _relative(loss: float | None, other: float | None) -> float | None:
+    return None if loss is None or other is None else loss / other - 1.0
+
+
+def summary(table: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line a method: in how many cells it is worse than averaging by more than the margin, and in which."""
+    for method in dict.fromkeys(row["method"] for row in table):
+        rows = [row for row in table if row["method"] == method]
+        known = [row for row in rows if row["against_averaging"] is not None]
+        lost = [row for row in rows if row not in known]
+        bad = [row for row in known if row["against_averaging"] > MARGIN]
+        figures = [100 * row["against_averaging"] for row in known]
+        span = f"{min(figures):+.2f} to {max(figures):+.2f} %" if figures else "no figure"
+        yield (
+            f"{method:14} {span:20} against averaging; more than {100 * MARGIN:g} % worse in {len(bad)} of {len(rows)}"
+            + (f"; {len(lost)} without a loss" if lost else "")
+        )
+        for row in sorted(bad, key=lambda row: -row["against_averaging"]) + lost:
+            shown = "no loss" if row in lost else f"{100 * row['against_averaging']:+.2f} %"
+            yield f"    {shown:9} {_shape(row)}"
+
+
+def _shape(row: Mapping[str, Any]) -> str:
+    return f"{row['text']}, M {row['members']}, H {row['h']}, {row['rounds']} rounds, seed {row['seed']}"
+
+
+# ---------------------------------------------------------------------------------------------------- the command
+
+_texts: dict[str, Text] = {}
+
+
+def begin_process(paths: Mapping[str, Path]) -> None:
+    """One thread, and the texts in memory."""
+    torch.set_num_threads(1)
+    _texts.update({name: load_text(path, length=BUDGET.length) for name, path in paths.items()})
+
+
+def do(cell: Cell) -> dict[str, Any]:
+    """Run one cell in a process that has begun."""
+    return run_cell(cell, settings_of(cell), _texts[cell.text])
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options.
+
+    Raises:
+        SystemExit: on bad ones.
+    """
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench convergence defaults",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--methods", default=",".join(outer_types()), help=f"with commas: {', '.join(outer_types())}")
+    parser.add_argument("--members", type=_numbers, default=[2, 4, 8], help="M, up to 8")
+    parser.add_argument("--h", type=_numbers, default=[8, 30, 100], help="inner steps of a round")
+    parser.add_argument("--rounds", type=_numbers, default=[10, 40, 160])
+    parser.add_argument("--seeds", type=int, default=1, help="how many")
+    parser.add_argument("--inner-lr", type=float, default=2e-3, help="that of the shipped configurations")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        action="append",
+        help="a text file, a .jsonl file or a folder, any number of times, instead of torch's headers and docstrings",
+    )
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="runs at once, of a thread")
+    parser.add_argument("--json", type=Path, help="write every cell here, after each")
+    options = parser.parse_args(argv)
+    options.methods = [name.strip() for name in options.methods.split(",")]
+    unknown = sorted(set(options.methods) - set(outer_types()))
+    if unknown:
+        parser.error(f"no method {unknown[0]!r}; there are: {', '.join(outer_types())}")
+    positive = (*options.members, *options.h, *options.rounds, options.seeds, options.processes)
+    if min(positive) < 1 or max(options.members) > len(WORKERS):
+        parser.error(f"all numbers must be at least 1, and members at most {len(WORKERS)}")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it. Returns 1 if a method is worse than averaging somewhere by more than the margin, or has no loss."""
+    options = parse(argv)
+    # Read by the workers' libraries when they are loaded.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {path.stem: path for path in options.text or ()}
+        if not paths:
+            paths = {"headers": headers(), "docstrings": docstrings_to(Path(folder) / "docstrings.jsonl")}
+        cells = cells_of(options, list(paths))
+        print(f"{len(cells)} runs on {', '.join(paths)}", flush=True)
+        rows: list[dict[str, Any]] = []
+        with concurrent.futures.ProcessPoolExecutor(
+            options.processes,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=begin_process,
+            initargs=(paths,),
+        ) as pool:
+            for row in pool.map(do, cells):
+                rows.append(row)
+                outcome = "no loss" if row["loss"] is None else f"{row['loss']:.4f}"
+                print(f"[{len(rows)}/{len(cells)}] {row['method']}, {_shape(row)}: {outcome}", flush=True)
+                if options.json:
+                    _write(options, rows)
+    table = compared(rows)
+    print("\n".join(summary(table)))
+    is_fine = all(row["against_averaging"] is not None and row["against_averaging"] <= MARGIN for row in table)
+    return 0 if is_fine else 1
+
+
+def _write(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
+    figures = {
+        "torch": torch.__version__,
+        "inner_lr": options.inner_lr,
+        "margin": MARGIN,
+        "baselines": [row for row in rows if row["method"] == ALONE or row["method"].startswith(AVERAGING)],
+        "methods": compared(rows),
+    }
+    options.json.write_text(json.dumps(figures, indent=1) + "\n")
