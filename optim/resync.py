@@ -6,8 +6,8 @@
 
 Workers that take the same steps from the same gradients stay alike; but a device that rounds otherwise, an inner
 optimizer that is younger, or a gradient that did not arrive takes one apart, and no gradient brings it back. A joiner
-has nothing to begin with but what was last agreed on: the anchor. So a fault costs up to `resync_steps` inner steps.
-The mean is of the parameters as the step's gradient was computed at them.
+has nothing to begin with but what was last agreed on: the anchor. It is up to `resync_steps` inner steps behind the
+others until the next mean. The mean is of the parameters as the step's gradient was computed at them.
 """
 
 from __future__ import annotations

@@ -222,7 +222,9 @@ def test_muon_keeps_its_own_for_hidden_matrices_and_adamws_for_the_rest(mesh: De
             "exp_avg",
             "inner.type = 'sgd' does not keep; take another outer, or inner.type adamw or adopt or muon",
         ),
-        ("adamw", "exp_avg_1", r"'adamw' does not keep \(it keeps exp_avg, exp_avg_sq\); take another outer$"),
+        ("adamw", "velocity", r"'adamw' does not keep \(it keeps exp_avg, exp_avg_sq\); take another outer$"),
+        ("adamw", "exp_avg_1", "take another outer, or inner.type adopt$"),
+        ("adopt", "exp_avg_1", r"\(it keeps exp_avg, exp_avg_sq\); give inner.betas a rate for each first moment"),
     ],
 )
 def test_what_the_inner_optimizer_does_not_keep_is_the_operators_fault(
