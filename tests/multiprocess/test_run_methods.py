@@ -90,7 +90,16 @@ def _leave_late(run: Run, late: Process, *others: Process) -> None:
 def test_method_keeps_one_state_through_a_death_a_return_and_a_late_peer(tmp_path: Path, case: Case) -> None:
     with running(tmp_path) as run:
         flags = ["--outer.type", case.method, "--outer.codec", case.codec, "--outer.guard", case.guard, *case.flags]
-        flags += ["--checkpoint.every", "5", "--members.grace", "500ms", "--outer-steps", str(OPEN_END), "--inner.schedule.type", "constant"]
+        flags += [
+            "--checkpoint.every",
+            "5",
+            "--members.grace",
+            "500ms",
+            "--outer-steps",
+            str(OPEN_END),
+            "--inner.schedule.type",
+            "constant",
+        ]
         founder = run.found("--peers", "3", *flags)
         run.wait_for_ticket()
         second, third = run.join("--node.local-workers", "2"), run.join()
