@@ -131,8 +131,9 @@ class Robust(Wrapper):
             return self.outer.step(self._own(round_), dataclasses.replace(result, value=value), shared, out=out)
         out = successor(shared, out)
         value = clip_around(shared[CENTRE], result, out=out[CENTRE])
-        bare = without(CENTRE, shared), dataclasses.replace(result, value=value)
-        copy_into(self.outer.step(self._own(round_), bare[1], bare[0], out=without(CENTRE, out)), out)
+        merged = dataclasses.replace(result, value=value)
+        stepped = self.outer.step(self._own(round_), merged, without(CENTRE, shared), out=without(CENTRE, out))
+        copy_into(stepped, out)
         return out
 
     def settle(self, outcome: Outcome, /, *, out: Tensors | None = None) -> Settled:

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, SerializeAsAny, ValidatorFunctionWrapHan
 from pydantic_core import PydanticKnownError
 
 from isthmus.trainer.config_methods import methods
-from isthmus.trainer.config_values import Maybe, Section
+from isthmus.trainer.config_values import Section
 
 OUTER: Final = "outer"
 """Name of the section."""
@@ -31,9 +31,8 @@ class OuterSection(Section):
     """How members' payloads are judged by all who receive them, so that one that lies moves the model no further than
     the others do: scaled to the median length, trimmed element by element, or clipped around the last mean. Wants three
     members or more. Every payload goes to everybody then, which is more bytes from four members on."""
-    error_feedback: Maybe[bool] = None
-    """Whether what the codec loses of a payload is added to the next one; none: with twobit, where the method has no
-    such memory of its own."""
+    error_feedback: bool = False
+    """Whether what the codec loses of a payload is added to the next one. Not for methods that have such a memory."""
 
     def settings(self) -> dict[str, object]:
         """What the method itself is told, as `optim.registry.build_outer` takes it."""

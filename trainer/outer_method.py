@@ -13,7 +13,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Final
 
-from isthmus.optim.error_feedback import ErrorFeedback, misfit
+from isthmus.optim.error_feedback import ErrorFeedback
 from isthmus.optim.fragments import Fragment, FragmentTable
 from isthmus.optim.outer import Outer
 from isthmus.optim.registry import outer_from_config
@@ -25,8 +25,6 @@ from isthmus.trainer.config_training import ConstantSchedule, CosineSchedule, Sc
 from isthmus.trainer.errors import ConfigError
 from isthmus.trainer.model import ModelConfig, named_shapes
 
-_WANT_FEEDBACK: Final = frozenset({"twobit"})
-"""Codecs with which error feedback is on unless it is said otherwise."""
 _MOST_COUNTED: Final = 1 << 22
 """Inner steps of a plan that are counted, which takes a second; a longer run is taken to go on as it began."""
 
@@ -81,8 +79,7 @@ def method_of(config: Config) -> FittedMethod:
         min_ratio=1.0 if isinstance(schedule, ConstantSchedule) else schedule.min_ratio,
         decay_steps=schedule.decay_steps if isinstance(schedule, WsdSchedule) else None,
     )
-    codec = config.outer.codec if config.outer.codec in _WANT_FEEDBACK else "raw"  # the others make no other method
-    return _fitted(config.outer.model_copy(update={"codec": codec}), config.model.decoder_config(), facts)
+    return _fitted(config.outer.model_copy(update={"codec": "raw"}), config.model.decoder_config(), facts)
 
 
 def pace_of(config: Config) -> Pace:
@@ -116,18 +113,15 @@ def _fitted(section: OuterSection, model: ModelConfig, facts: RunFacts) -> Fitte
     except ValueError as error:
         raise _fault(section, f"{section.type} does not fit the model or the run: {error}") from error
     try:
-        outer = _wrapped(outer, section, table).fitted(table, facts)
+        outer = _wrapped(outer, section).fitted(table, facts)
     except ValueError as error:
         raise _fault(section, f'type = "{section.type}": {error}') from error
     return FittedMethod(outer=outer, facts=facts, fragments=fragments)
 
 
-def _wrapped(outer: Outer, section: OuterSection, table: FragmentTable) -> Outer:
+def _wrapped(outer: Outer, section: OuterSection) -> Outer:
     """The method with what `[outer]` puts around it. The guard is outside: it judges what was sent."""
-    feedback = section.error_feedback
-    if feedback is None:
-        feedback = section.codec in _WANT_FEEDBACK and misfit(outer, table) is None
-    if feedback:
+    if section.error_feedback:
         outer = ErrorFeedback(outer=outer)
     return outer if section.guard == "none" else Robust(outer=outer, guard=section.guard)
 

@@ -58,16 +58,20 @@ def test_a_member_that_sends_noise_is_put_out_and_the_loss_stays_sane(tmp_path: 
         assert_put_out(run, honest, liar, "times as large as the others'")
 
 
-def test_a_member_that_works_against_the_others_stays_and_harms_nobody_who_is_guarded(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("guard", "is_harmed"), [("trimmed", False), ("none", True)])
+def test_a_member_that_works_against_the_others_harms_them_only_where_no_guard_is_on(
+    tmp_path: Path, guard: str, is_harmed: bool
+) -> None:
     with running(tmp_path) as run:
-        honest, liar = three_honest_and(run, "against", "--outer.guard", "trimmed", "--inner.schedule.type", "constant")
+        honest, liar = three_honest_and(run, "against", "--outer.guard", guard, "--inner.schedule.type", "constant")
         run.until("liar", lambda: bool(liar.commits()))
         began = honest[0].step
-        run.until_step(began + 60, *honest, liar)
+        run.until_step(began + 50, *honest, liar)
         assert not honest[0].events("lied"), "a factor of 5 is no outlier to the coordinator"
         run.leave_all()
     losses = [event["loss"] for event in honest[0].events("evaluate") if event["outer_step"] > began]
-    assert fmean(losses[-5:]) < 0.9 * fmean(losses[:5]), losses
+    change = fmean(losses[-5:]) / fmean(losses[:5])
+    assert change > 1.2 if is_harmed else change < 0.7, losses
     assert_same_commits(*honest, liar)
 
 

@@ -49,8 +49,10 @@ def _cases() -> Iterator[Case]:
     steps = ("--outer.inner-steps", "6")
     layers = (*steps, *_FRAGMENTS)
     for codec in (*_DENSE, "twobit"):
-        yield Case(method="diloco", codec=codec, flags=steps)
-        yield Case(method="streaming", codec=codec, flags=(*layers, "--outer.num-fragments", "3"), first_steps=9)
+        feedback = ("--outer.error-feedback", "true") if codec == "twobit" else ()
+        thirds = (*layers, "--outer.num-fragments", "3", *feedback)
+        yield Case(method="diloco", codec=codec, flags=(*steps, *feedback))
+        yield Case(method="streaming", codec=codec, flags=thirds, first_steps=9)
     for codec in ("raw", "int8"):
         yield Case(method="edit", codec=codec, flags=layers)
         yield Case(method="decoupled", codec=codec, flags=(*layers, "--outer.num-fragments", "6"), first_steps=12)

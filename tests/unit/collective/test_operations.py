@@ -844,3 +844,17 @@ async def test_a_member_that_is_alone_says_how_large_its_numbers_are(sites_runni
     async with sites_running(1) as (site,):
         stats = await site.communicator.all_reduce(key(), torch.full((3000,), -2.0), codec=codec)
         assert stats.sizes == (2.0,)
+
+
+async def test_a_member_is_told_where_its_own_part_was_encoded_by_itself(sites_running, outcomes):
+    async with sites_running(3) as sites:
+        parts = [torch.ones(3000)] * 3
+        for step, (plan, is_alone) in enumerate([("butterfly", True), ("ring", False)]):
+            all_stats = await outcomes(
+                site.communicator.all_reduce(key(step), part.clone(), codec="int8", plan=plan)
+                for site, part in zip(sites, parts, strict=True)
+            )
+            for rank, stats in enumerate(all_stats):
+                others = tuple((start, stop) for root, start, stop in stats.roots if root != rank)
+                assert bool(others) == is_alone, "on a ring only sums are encoded, on their way into the root"
+                assert stats.coded == others

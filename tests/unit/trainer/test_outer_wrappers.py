@@ -33,14 +33,11 @@ def layers(outer: Outer) -> list[type[Outer]]:
     ("settings", "expected"),
     [
         ({}, []),
-        ({"codec": "twobit"}, [ErrorFeedback]),
-        ({"codec": "twobit", "type": "streaming"}, [ErrorFeedback]),
-        ({"codec": "twobit", "error_feedback": "false"}, []),
+        ({"codec": "twobit"}, []),
+        ({"codec": "twobit", "type": "streaming", "error_feedback": "true"}, [ErrorFeedback]),
         ({"codec": "int8", "error_feedback": "true"}, [ErrorFeedback]),
-        ({"codec": "twobit", "type": "powersgd"}, []),
-        ({"codec": "twobit", "type": "sparseloco"}, []),
         ({"guard": "trimmed"}, [Robust]),
-        ({"guard": "centred", "codec": "twobit"}, [Robust, ErrorFeedback]),
+        ({"guard": "centred", "codec": "twobit", "error_feedback": "true"}, [Robust, ErrorFeedback]),
     ],
 )
 def test_a_method_is_wrapped_as_the_keys_say(settings: Flags, expected: list[type[Outer]]) -> None:
