@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from isthmus.optim.outer import PARAM, Op, successor
+from isthmus.optim.outer import GRAD, PARAM, Op, successor
 from isthmus.optim.wrapper import Wrapper, copy_into, first_difference, without
 
 if TYPE_CHECKING:
@@ -101,6 +101,8 @@ class ErrorFeedback(Wrapper):
 
 def misfit(outer: Outer, table: FragmentTable) -> str | None:
     """Why a fitted method cannot have error feedback; None: it can."""
+    if any(fragment.kind == GRAD for fragment in outer.fragments(table)):
+        return "it exchanges gradients"
     for fragment in outer.fragments(table):
         value = torch.empty(fragment.numel, device="meta")
         if RESIDUAL in outer.init_private(fragment, outer.init(fragment, value), value):

@@ -193,7 +193,7 @@ def test_it_is_refused_where_it_does_not_fit():
             reasons[name] = str(error)
     own, none = "it has a residual of its own", "it exchanges no differences from a shared anchor"
     problems = {"sparseloco": own, "powersgd": own, "async": "its rounds are no means"}
-    problems |= dict.fromkeys(("noloco", "data_parallel", "demo"), none)
+    problems |= {"noloco": none} | dict.fromkeys(("data_parallel", "demo"), "it exchanges gradients")
     assert reasons == {
         name: f"error_feedback does not fit: {problem}; leave it out" for name, problem in problems.items()
     }

@@ -97,7 +97,7 @@ def test_with_the_defaults_a_liar_does_not_drive_the_run_away(name, guard):
         outer = Lying(outer=build_outer(name, **METHODS[name]), about="payload", honest={})
         return (anchors(run(Robust(outer=outer, guard=guard) if guard else outer, 60))[-1] - calm).norm().item()
 
-    assert distance(None) > 4.0 * distance(guard)
+    assert distance(None) > 3.0 * distance(guard)
 
 
 @pytest.mark.parametrize("about", [None, "payload"])
