@@ -131,14 +131,18 @@ def run_cell(cell: Cell, settings: Mapping[str, Any], text: Text, budget: Budget
             lr=cell.inner_lr,
             **INNER_OF.get(cell.method, {}),
         )
-        reader = Reader(text, seed=cell.seed, num_steps=num_steps, batch_size=budget.batch_size, length=budget.length)
+        # The last exchange lands too, as in a run; what the workers do until then reaches no anchor.
+        lag = max((round_.delay for step in range(num_steps + 1) for round_ in outer.plan(step)), default=0)
+        reader = Reader(
+            text, seed=cell.seed, num_steps=num_steps + lag, batch_size=budget.batch_size, length=budget.length
+        )
         trajectory = simulate(
             outer,
             table=architecture.table,
             initial=initial_parameters(budget.model, cell.seed),
             workers=WORKERS[: cell.members],
             workload=Fleet(architecture, rows=cell.members, inner=inner, batches=reader),
-            num_inner_steps=num_steps,
+            num_inner_steps=num_steps + lag,
             batch_size=float(budget.batch_size),
             wire=CodecWire("int8"),
             records=False,

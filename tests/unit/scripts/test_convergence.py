@@ -584,6 +584,8 @@ def test_a_method_with_the_settings_of_averaging_ends_where_averaging_does():
     found = defaults.run_cell(cell("streaming"), same, text, BUDGET)
     assert (expected["steps"], expected["exchanges"]) == (12, 4)
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    late = defaults.run_cell(cell("streaming"), same | {"delay": 1}, text, BUDGET)
+    assert late["exchanges"] == 4, "the last one lands as well"
     alone = cell(defaults.ALONE, members=1)
     assert defaults.run_cell(alone, defaults.settings_of(alone), text, BUDGET)["loss"] != expected["loss"]
 
