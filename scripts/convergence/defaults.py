@@ -2,8 +2,8 @@
 """`scripts/bench convergence defaults`: every method as a user gets it, in runs of many shapes.
 
 Nothing is tuned: a method has its defaults, H, and what `fitted` makes of the run. All start from first weights, with
-the inner settings of the shipped configurations (AdamW, 2e-3, cosine) and int8 on the wire, on texts that no default
-was chosen with. Beside each method, with the same data:
+the inner settings of the shipped configurations (AdamW, 2e-3, cosine) and int8 on the wire, on two texts that
+no default was chosen with. Beside each method, with the same data:
 
     averaging    every H inner steps the workers' mean, as Local SGD (DiLoCo with learning rate 1 and no momentum);
     alone        one worker that trains for as many inner steps.
@@ -29,7 +29,7 @@ import torch
 
 from isthmus.optim.registry import outer_types
 from scripts.convergence.cell import BUDGET, Cell, run_cell
-from scripts.convergence.text import Text, docstrings_to, headers, load_text
+from scripts.convergence.text import Text, installed_texts, load_text
 from scripts.convergence.trial import WORKERS
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--text",
         type=Path,
         action="append",
-        help="a text file, a .jsonl file or a folder, any number of times, instead of torch's headers and docstrings",
+        help="a text file, a .jsonl file or a folder, as often as wanted, instead of those that are installed",
     )
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="runs at once, of a thread")
     parser.add_argument("--json", type=Path, help="write every cell here, after each")
@@ -185,8 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         paths = {path.stem: path for path in options.text or ()}
-        if not paths:
-            paths = {"headers": headers(), "docstrings": docstrings_to(Path(folder) / "docstrings.jsonl")}
+        paths = paths or installed_texts(Path(folder))
         cells = cells_of(options, list(paths))
         print(f"{len(cells)} runs on {', '.join(paths)}", flush=True)
         rows: list[dict[str, Any]] = []

@@ -22,7 +22,7 @@ from scripts.convergence.claims import Claim
 from scripts.convergence.codec_wire import CodecWire, formula_nbytes
 from scripts.convergence.fleet import EXP_AVG, EXP_AVG_SQ, Architecture, Fleet, InnerSettings
 from scripts.convergence.report import judge, summarise
-from scripts.convergence.text import Reader, docstrings_to, load_text
+from scripts.convergence.text import Reader, installed_texts, load_text
 from scripts.convergence.trial import Budget, run_trial, start
 
 CONFIG = ModelConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, hidden_dim=24, max_seq_len=8, vocab_size=32)
@@ -638,7 +638,8 @@ def test_a_part_of_the_grid_can_be_chosen():
         defaults.parse(["--methods", "dilocoo"])
 
 
-def test_docstrings_are_a_text(tmp_path):
-    text = load_text(docstrings_to(tmp_path / "docstrings.jsonl"), length=64)
-    assert len(text.train) > 1_000_000
-    assert len(text.held_out) > 50_000
+def test_what_is_installed_beside_torch_is_text_enough(tmp_path):
+    for path in installed_texts(tmp_path).values():
+        text = load_text(path, length=64)
+        assert len(text.train) > 500_000
+        assert len(text.held_out) > 20_000
