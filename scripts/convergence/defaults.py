@@ -2,8 +2,8 @@
 """`scripts/bench convergence defaults`: every method as a user gets it, in runs of many shapes.
 
 Nothing is tuned: a method has its defaults, H, and what `fitted` makes of the run. All start from first weights, with
-the inner settings of the shipped configurations (AdamW, 2e-3, cosine) and int8 on the wire, on texts that no default
-was chosen with. Beside each method, with the same data:
+the inner settings of the shipped configurations (AdamW, 2e-3, cosine) and int8 on the wire, on two texts that
+no default was chosen with. Beside each method, with the same data:
 
     averaging    every H inner steps the workers' mean, as Local SGD (DiLoCo with learning rate 1 and no momentum);
     alone        one worker that trains for as many inner steps.
@@ -17,37 +17,23 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
 import itertools
 import json
 import multiprocessing
 import os
 import tempfile
-import time
-import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from isthmus.collective.codec import NotFinite
-from isthmus.optim.qsr import QSR
-from isthmus.optim.registry import build_outer, outer_types
-from isthmus.optim.run_facts import RunFacts
-from isthmus.optim.simulate import simulate
-from isthmus.trainer.model import initial_parameters
-from scripts.convergence.cases import CASES
-from scripts.convergence.codec_wire import CodecWire
-from scripts.convergence.fleet import Architecture, Fleet, InnerSettings
-from scripts.convergence.text import Reader, Text, docstrings_to, headers, load_text
-from scripts.convergence.trial import WORKERS, Budget, held_out_loss
+from isthmus.optim.registry import outer_types
+from scripts.convergence.cell import BUDGET, Cell, run_cell
+from scripts.convergence.text import Text, installed_texts, load_text
+from scripts.convergence.trial import WORKERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-    from isthmus.optim.fragments import FragmentTable
-    from isthmus.optim.outer import Outer
 
 AVERAGING: Final = "averaging"
 ALONE: Final = "alone"
@@ -57,102 +43,6 @@ BASELINES: Final = {"delayed": LATE_MEAN, "eager": LATE_MEAN, "co2": LATE_MEAN}
 """Averaging with the exchanges of methods whose means come a whole round late; for all others it is `MEAN`."""
 MARGIN: Final = 0.005
 """How much worse than averaging a method may be."""
-INNER_OF: Final = {case.type: case.inner for case in CASES if case.name in ("mtdao", "demo")}
-"""Those that need an inner optimizer of their own."""
-BUDGET: Final = Budget(start_steps=0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One run that is wanted."""
-
-    text: str
-    method: str
-    members: int
-    h: int
-    """H, inner steps between two exchanges of the same tensor."""
-    rounds: int
-    """How often each tensor is exchanged."""
-    seed: int
-    inner_lr: float
-
-    @property
-    def key(self) -> tuple[str, int, int, int]:
-        """What it is compared within, but for the members."""
-        return self.text, self.h, self.rounds, self.seed
-
-
-def fit(settings: Mapping[str, Any], table: FragmentTable, cell: Cell) -> tuple[Outer, RunFacts, int]:
-    """The method for a run of about H times `rounds` inner steps, what it is told of the run, and how long that is.
-
-    Raises:
-        ValueError: it does not fit the model or the run.
-    """
-    given = dict(settings)
-    type_ = str(given.pop("type"))
-    if hasattr(build_outer(type_), "inner_steps"):
-        given["inner_steps"] = cell.h
-    outer = build_outer(type_, **given)
-    facts = RunFacts(
-        num_peers=cell.members, outer_steps=cell.rounds, peak_lr=cell.inner_lr, schedule="cosine", min_ratio=0.1
-    )
-    if isinstance(outer, QSR):  # rounds that grow: fewer of them, in no more inner steps
-        for outer_steps in range(cell.rounds, 0, -1):
-            facts = dataclasses.replace(facts, outer_steps=outer_steps)
-            grown = outer.fitted(table, facts)
-            if grown.total_steps is not None and grown.total_steps <= cell.h * cell.rounds:
-                return grown, facts, grown.total_steps
-    num_steps = cell.h * cell.rounds
-    made = sum(1 for step in range(num_steps + 1) if outer.fitted(table, facts).plan(step))
-    facts = dataclasses.replace(facts, outer_steps=max(1, made))
-    return outer.fitted(table, facts), facts, num_steps
-
-
-def run_cell(cell: Cell, settings: Mapping[str, Any], text: Text, budget: Budget = BUDGET) -> dict[str, Any]:
-    """Train once.
-
-    Args:
-        cell: which run.
-        settings: of the method, with its type.
-        text: to read.
-        budget: the size of the model, of a batch and of the held-out text.
-
-    Returns:
-        The cell with its loss, for JSON; None where it diverged or could not run, and why.
-    """
-    started = time.perf_counter()
-    row = dataclasses.asdict(cell) | {"loss": None}
-    architecture = Architecture(budget.model)
-    try:
-        outer, facts, num_steps = fit(settings, architecture.table, cell)
-        inner = InnerSettings(
-            total_steps=num_steps,
-            warmup_steps=facts.warmup(num_steps),
-            lr=cell.inner_lr,
-            **INNER_OF.get(cell.method, {}),
-        )
-        reader = Reader(text, seed=cell.seed, num_steps=num_steps, batch_size=budget.batch_size, length=budget.length)
-        trajectory = simulate(
-            outer,
-            table=architecture.table,
-            initial=initial_parameters(budget.model, cell.seed),
-            workers=WORKERS[: cell.members],
-            workload=Fleet(architecture, rows=cell.members, inner=inner, batches=reader),
-            num_inner_steps=num_steps,
-            batch_size=float(budget.batch_size),
-            wire=CodecWire("int8"),
-            records=False,
-        )
-        samples = text.held_out_samples(budget.held_out_samples, length=budget.length)
-        row["loss"] = held_out_loss(architecture, trajectory, outer.fragments(architecture.table), samples)
-        row |= {"steps": num_steps, "exchanges": trajectory.num_rounds}
-    except (NotFinite, FloatingPointError) as error:
-        row["diverged"] = str(error)
-    except Exception as error:  # noqa: BLE001 - whatever is wrong with a method is stated in its cell
-        traceback.print_exc()
-        row["error"] = f"{type(error).__name__}: {error}"
-    return row | {"seconds": round(time.perf_counter() - started, 1)}
-
 
 # ---------------------------------------------------------------------------------------------------- what is wanted
 
@@ -273,7 +163,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--text",
         type=Path,
         action="append",
-        help="a text file, a .jsonl file or a folder, any number of times, instead of torch's headers and docstrings",
+        help="a text file, a .jsonl file or a folder, as often as wanted, instead of those that are installed",
     )
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="runs at once, of a thread")
     parser.add_argument("--json", type=Path, help="write every cell here, after each")
@@ -295,8 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         paths = {path.stem: path for path in options.text or ()}
-        if not paths:
-            paths = {"headers": headers(), "docstrings": docstrings_to(Path(folder) / "docstrings.jsonl")}
+        paths = paths or installed_texts(Path(folder))
         cells = cells_of(options, list(paths))
         print(f"{len(cells)} runs on {', '.join(paths)}", flush=True)
         rows: list[dict[str, Any]] = []

@@ -4,7 +4,9 @@
 Without a file it is a sample of the running interpreter's own standard library (trainer/corpus.py), so bytes are tokens
 and whole files are held out. Its digest goes with the figures: another Python has another text.
 
-Two others are there as well for whoever has torch: its C++ headers, and the docstrings of its modules.
+Two others are there as well for whoever has torch (`installed_texts`): what the installed packages say of themselves,
+and the sources of sympy, which torch needs. Choose no setting with these: the standard library, torch's C++ headers
+(`include`, a folder like any) and the docstrings of its modules have been used for that.
 
 Who reads what follows from the seed, the worker's name and the global inner step alone.
 """
@@ -12,7 +14,6 @@ Who reads what follows from the seed, the worker's name and the global inner ste
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +36,7 @@ TEXT_NBYTES: Final = 3 << 20
 """Read at most this much: several times what a run trains on."""
 HELD_OUT_FRACTION: Final = 0.05
 VOCAB_SIZE: Final = 256
-_DOCSTRING: Final = re.compile(r'"""(.*?)"""', re.DOTALL)
-_LEAST_DOCSTRING: Final = 300
-"""Letters; shorter ones are mostly code's."""
+_OF_PACKAGES: Final = ("METADATA", "LICEN[CS]E*", "NOTICE*", "COPYING*", "AUTHORS*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,19 +64,19 @@ def load_text(path: Path | None = None, *, length: int) -> Text:
     return Text(train=corpus.train, held_out=corpus.validation, digest=corpus.digest, description=corpus.description)
 
 
-def headers() -> Path:
-    """The folder of torch's C++ headers."""
-    return Path(torch.__file__).parent / "include"
-
-
-def docstrings_to(path: Path) -> Path:
-    """Write the docstrings of torch's modules, a line of JSON a file; returns `path`, which `load_text` reads."""
-    with path.open("w", encoding="utf-8") as lines:
-        for source in sorted(Path(torch.__file__).parent.rglob("*.py")):
-            found = _DOCSTRING.findall(source.read_text(encoding="utf-8", errors="replace"))
-            if texts := [text for text in found if len(text) >= _LEAST_DOCSTRING]:
-                lines.write(json.dumps({"text": "\n".join(texts)}) + "\n")
-    return path
+def installed_texts(folder: Path) -> dict[str, Path]:
+    """Write them into this folder, a line of JSON a file, as `load_text` reads them: path by name."""
+    packages = Path(torch.__file__).parents[1]
+    found = {
+        "packages": [file for pattern in _OF_PACKAGES for file in sorted(packages.glob(f"*.dist-info/**/{pattern}"))],
+        "sympy": [file for file in sorted(packages.glob("sympy/**/*.py")) if "tests" not in file.parts],
+    }
+    for name, files in found.items():
+        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as lines:
+            lines.writelines(
+                json.dumps({"text": file.read_text(encoding="utf-8", errors="replace")}) + "\n" for file in files
+            )
+    return {name: folder / f"{name}.jsonl" for name in found}
 
 
 class Reader:

@@ -88,7 +88,7 @@ def test_a_method_that_lets_its_own_value_into_shared_state_is_caught():
             shared["momentum"].add_(value[0] * 1e-6)  # no method may write to the state that it is given
             return super().emit(round_, value, shared, private, work, out=out)
 
-    trajectory = run(4, outer=Diverging(inner_steps=2))
+    trajectory = run(4, outer=Diverging(momentum=0.9, inner_steps=2))
     assert all(len(set(committed.digests.values())) == 2 for committed in trajectory.committed)
 
 

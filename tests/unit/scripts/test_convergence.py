@@ -17,11 +17,12 @@ from isthmus.trainer.model import Decoder, ModelConfig, initial_parameters, toke
 from scripts import bench_convergence
 from scripts.convergence import defaults
 from scripts.convergence.cases import CASES, RUNS_PER_SWEEP, Case, Tuned
+from scripts.convergence.cell import Cell, fit, run_cell
 from scripts.convergence.claims import Claim
 from scripts.convergence.codec_wire import CodecWire, formula_nbytes
 from scripts.convergence.fleet import EXP_AVG, EXP_AVG_SQ, Architecture, Fleet, InnerSettings
 from scripts.convergence.report import judge, summarise
-from scripts.convergence.text import Reader, docstrings_to, load_text
+from scripts.convergence.text import Reader, installed_texts, load_text
 from scripts.convergence.trial import Budget, run_trial, start
 
 CONFIG = ModelConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, hidden_dim=24, max_seq_len=8, vocab_size=32)
@@ -573,34 +574,36 @@ def test_a_case_that_cannot_run_is_stated_and_the_others_go_on(text, monkeypatch
 
 def cell(method, **shape):
     given = {"text": "t", "members": 2, "h": 3, "rounds": 4, "seed": 0, "inner_lr": 2e-3}
-    return defaults.Cell(method=method, **{**given, **shape})
+    return Cell(method=method, **{**given, **shape})
 
 
 def test_a_method_with_the_settings_of_averaging_ends_where_averaging_does():
     text = load_text(length=BUDGET.length)
     averaging = cell(defaults.AVERAGING)
-    expected = defaults.run_cell(averaging, defaults.settings_of(averaging), text, BUDGET)
+    expected = run_cell(averaging, defaults.settings_of(averaging), text, BUDGET)
     same = {"type": "streaming", "lr": 1.0, "momentum": 0.0, "delay": 0, "num_fragments": 1}
-    found = defaults.run_cell(cell("streaming"), same, text, BUDGET)
+    found = run_cell(cell("streaming"), same, text, BUDGET)
     assert (expected["steps"], expected["exchanges"]) == (12, 4)
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    late = run_cell(cell("streaming"), same | {"delay": 1}, text, BUDGET)
+    assert late["exchanges"] == 4, "the last one lands as well"
     alone = cell(defaults.ALONE, members=1)
-    assert defaults.run_cell(alone, defaults.settings_of(alone), text, BUDGET)["loss"] != expected["loss"]
+    assert run_cell(alone, defaults.settings_of(alone), text, BUDGET)["loss"] != expected["loss"]
 
 
 def test_a_run_has_the_length_that_its_rounds_need_and_the_method_knows_it():
     table = Architecture(BUDGET.model).table
-    outer, facts, num_steps = defaults.fit({"type": "streaming", "num_fragments": 2}, table, cell("streaming", h=4))
+    outer, facts, num_steps = fit({"type": "streaming", "num_fragments": 2}, table, cell("streaming", h=4))
     assert (num_steps, facts.outer_steps) == (16, 8), "two fragments, in turn after every second step"
     assert sum(1 for step in range(num_steps + 1) if outer.plan(step)) == facts.outer_steps
-    _, facts, num_steps = defaults.fit({"type": "qsr"}, table, cell("qsr", h=4, rounds=20))
+    _, facts, num_steps = fit({"type": "qsr"}, table, cell("qsr", h=4, rounds=20))
     assert facts.outer_steps < 20, "rounds that grow are fewer"
     assert 40 < num_steps <= 80
 
 
 def test_what_cannot_run_is_a_cell_without_a_loss():
     text = load_text(length=BUDGET.length)
-    found = defaults.run_cell(cell("diloco"), {"type": "diloco", "lr": 1e30}, text, BUDGET)
+    found = run_cell(cell("diloco"), {"type": "diloco", "lr": 1e30}, text, BUDGET)
     assert found["loss"] is None
     assert "diverged" in found
 
@@ -635,7 +638,8 @@ def test_a_part_of_the_grid_can_be_chosen():
         defaults.parse(["--methods", "dilocoo"])
 
 
-def test_docstrings_are_a_text(tmp_path):
-    text = load_text(docstrings_to(tmp_path / "docstrings.jsonl"), length=64)
-    assert len(text.train) > 1_000_000
-    assert len(text.held_out) > 50_000
+def test_what_is_installed_beside_torch_is_text_enough(tmp_path):
+    for path in installed_texts(tmp_path).values():
+        text = load_text(path, length=64)
+        assert len(text.train) > 500_000
+        assert len(text.held_out) > 20_000
