@@ -5,7 +5,8 @@ from isthmus.optim.course import Action, Course, Emit, Land, Train, Wait, _Fate
 from isthmus.optim.outer_plan import OuterPlan
 from tests.simulation.methods import after_private
 from tests.simulation.symbols import State
-from tests.simulation.worker import Flight, Ranges, Worker
+from tests.simulation.tally import Flight, Ranges
+from tests.simulation.worker import Worker
 
 
 class LandsFirst(Course):

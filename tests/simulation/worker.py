@@ -5,7 +5,7 @@ Inner steps take time and samples; everything else happens at once, between two 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, assert_never
 
 from isthmus.collective.core.types import OuterStep
@@ -15,6 +15,7 @@ from isthmus.elastic.core.messages import IndexRange
 from isthmus.optim.course import Course, Done, Emit, Follow, Land, Train, Wait
 from tests.simulation.methods import Met, after_private, begun_private, rounds_of
 from tests.simulation.symbols import MOST_SAID, Payload, State
+from tests.simulation.tally import Flight, Ranges, Tally
 
 if TYPE_CHECKING:
     from tests.simulation.peer import PeerNode
@@ -24,66 +25,6 @@ FAR_TOO_MUCH = 1000.0
 _WITH_WORK_IN_HAND = 0.2
 """Who has missed a round hands in what it has as soon as the others wait; with a whole round more it would be late
 again, and again (seed 67535)."""
-
-Ranges = tuple[IndexRange, ...]
-
-
-@dataclass(slots=True)
-class Flight:
-    """An outer step that was emitted and has not landed."""
-
-    payload: Payload
-    consumed: Ranges
-    """The samples behind it that no commit held when it was emitted, nor holds now."""
-    works: list[tuple[int, Ranges]]
-    """By round: its fragment and the samples for it, also of missed steps."""
-    digest: bytes = b""
-    """Of the state that it has made, once it counted."""
-    met: Met = ()
-    """The payloads that came in pairs."""
-
-    @property
-    def weighs(self) -> bool:
-        """Whether anything of it can have been added up."""
-        return self.payload.weight > 0.0
-
-
-@dataclass(slots=True)
-class Tally:
-    """Samples since this peer became a member: see trainer/tally.py and trainer/sample_feed.py."""
-
-    leases: Ranges = ()
-    """Not trained on yet."""
-    consumed: Ranges = ()
-    """Trained on, and in no commit."""
-    since: dict[int, Ranges] = field(default_factory=dict)
-    """By fragment: trained on since its newest payload, or in one that was missed."""
-
-    def take(self, number: int) -> Ranges:
-        """Train on so many."""
-        taken: list[IndexRange] = []
-        rest: list[IndexRange] = []
-        for item in self.leases:
-            use = min(number, len(item))
-            number -= use
-            if use:
-                taken.append(IndexRange(item.start, item.start + use))
-            if use < len(item):
-                rest.append(IndexRange(item.start + use, item.stop))
-        self.leases = tuple(rest)
-        self.consumed = merged((*self.consumed, *taken))
-        for fragment, ranges in self.since.items():
-            self.since[fragment] = merged((*ranges, *taken))
-        return tuple(taken)
-
-    def give(self, fragment: int) -> Ranges:
-        """What goes into a payload of this fragment."""
-        given, self.since[fragment] = self.since[fragment], ()
-        return given
-
-    def owe(self, fragment: int, missed: Ranges) -> None:
-        """A payload of this fragment did not count."""
-        self.since[fragment] = merged((*self.since[fragment], *missed))
 
 
 class Worker:
