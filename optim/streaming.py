@@ -59,7 +59,7 @@ class Streaming(DiLoCo):
     """tau, inner steps from sending to receiving, in [0, H). The paper advises up to 5 and loses < 0.2% up to 10."""
     keep: float | None = None
     """alpha, how much of the local value survives, in [0, 1]. 0 throws the overlapped steps away; 1 imports nothing.
-    None: tau / H, the share of a round that is overlapped. The paper: 0.5, which throws half of each outer step away."""
+    None: tau / H, the share of a round that is overlapped. The paper: 0.5, which loses half of each outer step."""
 
     def __post_init__(self) -> None:
         DiLoCo.__post_init__(self)
