@@ -23,7 +23,7 @@ from tests.unit.optim.one_round import after
 def autoloco(**changes):
     settings = {"inner_steps": 4, "alpha": 0.005, "peak_lr": 0.004, "total_steps": 60}
     schedule = {"schedule": "cosine", "warmup_steps": 5, "min_ratio": 0.1}
-    return AutoLoCo(**settings | schedule | {"lr": 0.7} | changes)
+    return AutoLoCo(**settings | schedule | {"lr": 0.7, "momentum": 0.9} | changes)
 
 
 def boundaries(outer):
@@ -69,7 +69,7 @@ def test_a_constant_learning_rate_makes_it_diloco_bit_for_bit(alpha):
     outer = autoloco(schedule="constant", warmup_steps=0, alpha=alpha, total_steps=36)
     steps = {0.0: 4, 0.005: 4, 0.0126: 9}[alpha]
     churn = {"joins": {10: ["elm"]}, "leaves": {20: ["birch"]}}
-    diloco = run(DiLoCo(lr=0.7, inner_steps=steps), 36, **churn)
+    diloco = run(DiLoCo(lr=0.7, momentum=0.9, inner_steps=steps), 36, **churn)
     assert len(diloco.committed) == 36 // steps
     assert_same(anchors(run(outer, 36, **churn)), anchors(diloco), tolerance=0.0)
 

@@ -44,7 +44,7 @@ WORK = Work(inner_steps=4, samples=4.0)
 
 
 def guarded(guards, **settings):
-    return Guarded(inner=DiLoCo(**{"lr": 0.7, "inner_steps": 4, **settings}), guards=guards)
+    return Guarded(inner=DiLoCo(**{"lr": 0.7, "momentum": 0.9, "inner_steps": 4, **settings}), guards=guards)
 
 
 def with_spikes(*spikes, size=1.0):
@@ -181,7 +181,7 @@ def test_weights_do_not_depend_on_the_scale_of_the_model():
 
     small, large = scaled(1.0), scaled(1000.0)
     assert_same([anchor / 1000.0 for anchor in anchors(large)], anchors(small), tolerance=1e-4)
-    plain = run(DiLoCo(lr=0.7, inner_steps=4), 40)
+    plain = run(DiLoCo(lr=0.7, momentum=0.9, inner_steps=4), 40)
     assert (anchors(small)[-1] - anchors(plain)[-1]).abs().max() > 1e-2
 
 
