@@ -219,8 +219,10 @@ class OuterEngine:
         """
         self._look_at_view()
         flights = [] if of_gradient else self._in_flight
-        for place, round_ in enumerate(self.method.plan(step)):
-            if (round_.fragment.kind == GRAD) == of_gradient:
+        rounds = self.method.plan(step)
+        is_of_gradient = any(round_.fragment.kind == GRAD for round_ in rounds)
+        for place, round_ in enumerate(rounds):
+            if is_of_gradient == of_gradient:
                 flight = self._emit(round_, place, step)
                 self._start(flight, flights)
                 flights.append(flight)
@@ -350,7 +352,8 @@ class OuterEngine:
                 continue
             value = shared[ANCHOR] if ANCHOR in shared else self._values.gather(fragment)
             self.states[key] = State(shared, self.method.init_private(fragment, shared, value))
-            if fragment.kind == PARAM and ANCHOR in shared:
+            # Methods of gradients got the parameters themselves: their anchor is an old mean.
+            if fragment.kind == PARAM and ANCHOR in shared and not any(key.kind == GRAD for key in self.fragments):
                 self._values.move(fragment, shared[ANCHOR], 0.0)
 
     @property

@@ -8,7 +8,7 @@ without this peer nothing is settled: its work is named again, with the next pay
 It must not know samples, leases or how long anybody waits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -49,8 +49,9 @@ class Emission:
     """Of its fragments, by round."""
     until: Done
     """All that had been done by then."""
-    shares: tuple[Done, ...]
-    """By round: what was done since a payload of the fragment was emitted that counted, or may yet."""
+    shares: list[Done]
+    """By round: what was done since a payload of the fragment was emitted that counted, or may yet. It grows by what
+    an earlier payload held, if that is missed."""
 
 
 class Tally:
@@ -82,7 +83,7 @@ class Tally:
 
     def emit(self, places: Sequence[int]) -> Emission:
         """An outer step of these fragments is emitted now."""
-        shares = tuple(self._done - self._emitted.get(at, Done()) + self._owed.pop(at, Done()) for at in places)
+        shares = [self._done - self._emitted.get(at, Done()) + self._owed.pop(at, Done()) for at in places]
         self._emitted |= dict.fromkeys(places, self._done)
         return Emission(places=tuple(places), until=self._done, shares=shares)
 
@@ -94,7 +95,14 @@ class Tally:
         """That step is committed."""
         self._settled = emission.until
 
-    def missed(self, emission: Emission) -> None:
-        """That step was committed without this peer."""
+    def missed(self, emission: Emission, out: Collection[Emission] = ()) -> None:
+        """That step was committed without this peer. These are out yet, in their order.
+
+        Its work goes with the fragment's next payload, also if that is out: the vote for it names the samples.
+        """
         for place, share in zip(emission.places, emission.shares, strict=True):
-            self._owed[place] = self._owed.get(place, Done()) + share
+            later = next((item for item in out if place in item.places), None)
+            if later is None:
+                self._owed[place] = self._owed.get(place, Done()) + share
+            else:
+                later.shares[later.places.index(place)] += share

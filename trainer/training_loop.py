@@ -403,6 +403,8 @@ class TrainingLoop:
         if arrival is None or flight is None:  # it was made before this peer came
             await self._settle_without(outer_step, None)
             return False
+        if not flight.emission.shares[0].num_tokens:  # it weighed nothing: nothing of it was counted in any round
+            self._tally.missed(flight.emission, [later.emission for later in self._flights.values()])
         given = Given(payloads=flight.payloads, weights=arrival.weights)
         self._moved(await self._values.land(arrival.version, arrival.outcomes, given, self._newer()))
         await self._finish_half(outer_step)
@@ -421,7 +423,7 @@ class TrainingLoop:
             await self._finish_half(outer_step)
             self._course.landed(outer_step)
         else:
-            self._tally.missed(flight.emission)
+            self._tally.missed(flight.emission, [later.emission for later in self._flights.values()])
             await self._settle_without(outer_step, flight)
 
     async def _settle_without(self, outer_step: int, flight: _Flight | None) -> None:

@@ -121,16 +121,17 @@ class Watched:
     seen: list
 
     def __getattr__(self, name):
-        if name == "fitted":  # would be the method without us
-            raise AttributeError(name)
         return getattr(self.inner, name)
+
+    def fitted(self, _table, _run=None):
+        return self
 
     def __repr__(self):
         return repr(self.inner)
 
-    def emit(self, round_, value, state, work, *, out):
+    def emit(self, round_, value, shared, private, work, *, out):
         self.seen.append((round_, work))
-        return self.inner.emit(round_, value, state, work, out=out)
+        return self.inner.emit(round_, value, shared, private, work, out=out)
 
 
 @pytest.mark.parametrize("name", ["diloco", "delayed", "streaming"])
