@@ -10,7 +10,8 @@ for them and goes on from the newest one. Rules:
   had time: also when all of them have, since they may all be of an old view, and be here before the newer ones. Fewer
   are enough only if the operator insists.
 * The run goes on under an epoch that the lost journal cannot have reached, so that the members refuse whoever comes
-  back with it.
+  back with it. It is above every epoch that anybody has named, an older start of a peer and a leaver included: each of
+  them may be told later how the run went on.
 * What was given to peers since that certificate is void: its leases are free again, payloads are forgotten. Nothing
   that a commit holds is lost with them, but up to one round of inner steps is.
 
@@ -56,7 +57,6 @@ class _Answer:
     """What one start of one peer says that it knows. The certificate is genuine."""
 
     ref: PeerRef
-    epoch: Epoch
     held: Held | None
     certificate: Certificate | None
 
@@ -68,6 +68,7 @@ class Rebuild:
         self._roster = roster
         self._rule = rule
         self._answers: dict[PeerId, _Answer] = {}
+        self._highest_epoch = Epoch(0)
         self._newest: Certificate | None = None
         self._enough_since: Instant | None = None
         self._waiting_since: Instant | None = None
@@ -83,6 +84,8 @@ class Rebuild:
 
     def heard(self, sender: PeerRef, message: PeerMessage) -> None:
         """Somebody spoke. Whatever it was, it is asked what it holds."""
+        if isinstance(message, Join):
+            self._note_epoch(message)
         known = self._answers.get(sender.peer_id)
         if known is not None and sender.incarnation < known.ref.incarnation:
             self._roster.counters["older_incarnation"] += 1
@@ -103,6 +106,10 @@ class Rebuild:
         named = self._named()
         self._roster.send(sender, Rebuilding(testified=len(self._witnesses(named)), needed=len(named) // 2 + 1))
 
+    def _note_epoch(self, join: Join) -> None:
+        if join.manifest_digest == self._roster.config.manifest_digest and join.epoch <= _MAX_EPOCH:
+            self._highest_epoch = max(self._highest_epoch, join.epoch)
+
     def _take(self, sender: PeerRef, join: Join) -> bool:
         """Note an answer. False if it is none and the peer was told."""
         roster = self._roster
@@ -120,7 +127,7 @@ class Rebuild:
         if certificate is not None and not self.is_genuine(certificate):
             roster.counters["forged_certificate"] += 1
             certificate = None
-        self._answers[sender.peer_id] = _Answer(ref=sender, epoch=join.epoch, held=join.held, certificate=certificate)
+        self._answers[sender.peer_id] = _Answer(ref=sender, held=join.held, certificate=certificate)
         if self._waiting_since is None:
             self._waiting_since = roster.now
         self._look()
@@ -179,10 +186,9 @@ class Rebuild:
 
     def _begin(self, witnesses: list[_Answer], *, insisted: bool) -> None:
         roster, newest = self._roster, self._newest
-        epochs = [item.epoch for item in self._answers.values()]
-        epochs += [item.certificate.key.epoch for item in self._answers.values() if item.certificate is not None]
+        certified = [item.certificate.key.epoch for item in self._answers.values() if item.certificate is not None]
         record = RebuildRecord(
-            epoch=Epoch(max(epochs) + EPOCHS_A_REBUILD + roster.config.rebuild_salt),
+            epoch=Epoch(max((self._highest_epoch, *certified)) + EPOCHS_A_REBUILD + roster.config.rebuild_salt),
             certificate=newest,
             testified=tuple(item.ref for item in witnesses),
             insisted=insisted,

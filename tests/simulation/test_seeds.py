@@ -48,6 +48,10 @@ def test_no_seed_that_once_broke_an_invariant_does_so_again(seed: int) -> None:
     assert Simulator(seed, options=Options.plain_of_seed(seed)).run().violation is None
 
 
+def test_a_rebuilt_run_begins_above_the_epoch_of_a_start_whose_folder_was_copied() -> None:
+    assert Simulator(2481, options=Options.plain_of_seed(2481).with_(delay=3)).run().violation is None
+
+
 def test_every_rule_is_exercised_by_seeds_and_scenarios(tally: Tally) -> None:
     hits: Counter[str] = Counter(tally.counters)
     for path in FOLDER.glob("*.toml"):
