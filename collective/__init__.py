@@ -38,12 +38,12 @@ from isthmus.collective.errors import (
 )
 
 if TYPE_CHECKING:
-    from isthmus.collective.blocking import BlockingCommunicator
-    from isthmus.collective.communicator import Communicator
-    from isthmus.collective.links import LinkReport
-    from isthmus.collective.options import BulkOptions, RoundStats
-    from isthmus.collective.replay import decode_result
-    from isthmus.collective.standalone import open_communicator, view_of
+    from isthmus.collective.api.blocking import BlockingCommunicator
+    from isthmus.collective.api.communicator import Communicator
+    from isthmus.collective.api.standalone import open_communicator, view_of
+    from isthmus.collective.links.measurements import LinkReport
+    from isthmus.collective.rounds.options import BulkOptions, RoundStats
+    from isthmus.collective.rounds.replay import decode_result
     from isthmus.collective.transport.security import Mode, Security, TicketSecurity
 
 __all__ = [
@@ -89,12 +89,12 @@ if not TYPE_CHECKING:  # else every misspelt name of this package would pass for
     # Errors and values are wanted by programs that never touch a tensor or a socket; torch and the TLS library are
     # loaded for those that do.
     _LATE = {
-        **dict.fromkeys(("BulkOptions", "RoundStats"), "isthmus.collective.options"),
-        "Communicator": "isthmus.collective.communicator",
-        "decode_result": "isthmus.collective.replay",
-        "BlockingCommunicator": "isthmus.collective.blocking",
-        "LinkReport": "isthmus.collective.links",
-        **dict.fromkeys(("open_communicator", "view_of"), "isthmus.collective.standalone"),
+        **dict.fromkeys(("BulkOptions", "RoundStats"), "isthmus.collective.rounds.options"),
+        "Communicator": "isthmus.collective.api.communicator",
+        "decode_result": "isthmus.collective.rounds.replay",
+        "BlockingCommunicator": "isthmus.collective.api.blocking",
+        "LinkReport": "isthmus.collective.links.measurements",
+        **dict.fromkeys(("open_communicator", "view_of"), "isthmus.collective.api.standalone"),
         **dict.fromkeys(("Mode", "Security", "TicketSecurity"), "isthmus.collective.transport.security"),
     }
 

@@ -19,9 +19,14 @@ Rules: errors carry typed attributes; operating system errors are mapped once, i
 `RemoteProtocolError` never says anything about us: whatever bytes arrive, that is the only error they can cause.
 """
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
 
-from isthmus.collective.core.types import PeerId, RoundKey
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from isthmus.collective.core.types import PeerId, RoundKey
 
 
 class CollectiveError(Exception):

@@ -13,7 +13,7 @@ from isthmus.collective.core.types import OuterStep, PeerId, PeerRef, RoundKey, 
 from isthmus.elastic.core.certificate import Certificate
 from isthmus.elastic.core.messages import Held, Trust
 from isthmus.elastic.core.records import Record
-from isthmus.elastic.parity import Difference
+from isthmus.elastic.state.parity import Difference
 
 # ------------------------------------------------------------------------------------ at the coordinator
 

@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy
 
 from isthmus import OuterLoop
 from isthmus.collective import BlockingCommunicator, BulkOptions, OperationAborted, view_of
-from isthmus.collective.standalone import peer_id_of
-from isthmus.collective.supervision import Patience
+from isthmus.collective.api.standalone import peer_id_of
+from isthmus.collective.rounds.supervision import Patience
 from isthmus.optim import DiLoCo, default_outer_lr
 
 CONTEXT = 16

@@ -10,7 +10,7 @@ all differences but for the newest residual, so a codec of two bits may be used 
 Private state: the method's, and the residual. It moves with what was counted only: a payload that weighed nothing, or
 whose round was given up, leaves the worker with the residual that was in it. The method sees its own difference.
 
-What the members' mean loses when it is encoded once more, for all, comes back to nobody: see collective/coded.py.
+What the members' mean loses when it is encoded once more, for all, comes back to nobody (collective/rounds/coded.py).
 
 Source: 1-bit SGD (Seide et al., Interspeech 2014); why it converges: arXiv:1901.09847.
 """

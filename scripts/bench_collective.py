@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from isthmus.collective import BulkOptions, Communicator
-from isthmus.collective.standalone import open_communicator, view_of
+from isthmus.collective.api.standalone import open_communicator, view_of
 from isthmus.collective.transport import SocketOptions
 from isthmus.collective.transport.copying import HAS_STREAM_COPY
 from scripts.bare_loop import BareLoop, near_socket

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Held-out loss against bytes: every outer optimizer on the same real text, with the same tokens, each tuned alike.
 
-M workers train small decoders (trainer.model), all in one batched pass (scripts/convergence/fleet.py), under
+M workers train small decoders (trainer.model.decoder), all in one batched pass (scripts/convergence/fleet.py), under
 `optim.simulate`; payloads go through the collective's own codecs, whose wire forms are counted. All start from the
 same weights, which data parallelism has trained for a while. First every method is tuned, with as many runs for each,
 at 4 workers and a seed of its own; then its best settings are run with the seeds that are reported. With 8 workers the
@@ -33,7 +33,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from isthmus.trainer.model import num_parameters
+from isthmus.trainer.model.decoder import num_parameters
 from scripts.convergence import defaults
 from scripts.convergence.cases import CASES, Case, Tuned
 from scripts.convergence.report import as_dicts, judge, plot, print_claims, print_table, summarise

@@ -32,7 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from isthmus.elastic.core.records import CommitRecord
-from isthmus.elastic.journal import Journal
+from isthmus.elastic.journal.journal import Journal
 from scripts.join_peer import RUN_ID, peer_id_of
 from scripts.join_run import Process, Row, Run, network
 from scripts.wanlink.wan import Wan

@@ -13,9 +13,9 @@ from typing import Any
 
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.elastic.core.records import CommitRecord, LeaseRecord, Record, ReleaseRecord
-from isthmus.elastic.journal_reader import read_journal
-from isthmus.trainer import events
-from isthmus.trainer.events import FILE_NAME, has_events
+from isthmus.elastic.journal.reader import read_journal
+from isthmus.trainer.record import events
+from isthmus.trainer.record.events import FILE_NAME, has_events
 
 Event = dict[str, Any]
 

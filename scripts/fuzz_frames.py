@@ -29,13 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from isthmus.collective import BulkOptions, Communicator, OperationAborted, PlanMismatch, RemoteProtocolError
-from isthmus.collective.notices import AbortNotice, Opening
-from isthmus.collective.standalone import open_communicator, peer_id_of, view_of
-from isthmus.collective.supervision import Patience
+from isthmus.collective.api.standalone import open_communicator, peer_id_of, view_of
+from isthmus.collective.rounds.notices import AbortNotice, Opening
+from isthmus.collective.rounds.supervision import Patience
 from isthmus.collective.transport.hello import Hello, HelloReply, Purpose, decode
 from isthmus.collective.transport.shared_memory import make_offering, take_offer
 from isthmus.collective.transport.shared_socket import SharedSocket
-from isthmus.collective.wire import (
+from isthmus.collective.transport.wire import (
     BEFORE_HELLO,
     BEFORE_REPLY,
     HEADER_NBYTES,

@@ -32,18 +32,14 @@ from isthmus.collective import BulkOptions, Communicator
 from isthmus.collective.core.types import Incarnation, PeerId, PeerRef
 from isthmus.collective.transport import Authority, Channel, Hello, HelloReply, Listener, Purpose, connect
 from isthmus.collective.transport.certificates import peer_id_of_key
-from isthmus.collective.wire import PROTOCOL_VERSION
-from isthmus.elastic.commit_log import CommitLog
-from isthmus.elastic.coordinator import CoordinatorShell
+from isthmus.collective.transport.wire import PROTOCOL_VERSION
 from isthmus.elastic.core.config import CoordinatorConfig, MemberConfig
 from isthmus.elastic.core.events import RoundReady
 from isthmus.elastic.core.member import MemberMachine
-from isthmus.elastic.digest import Hasher
-from isthmus.elastic.donor import Donor
+from isthmus.elastic.donor.commit_log import CommitLog
+from isthmus.elastic.donor.donor import Donor
 from isthmus.elastic.errors import NotAMember
-from isthmus.elastic.journal import Journal
-from isthmus.elastic.member import Membership
-from isthmus.elastic.notary import PeerSigner, RunSealer
+from isthmus.elastic.journal.journal import Journal
 from isthmus.elastic.observation import (
     BecameActive,
     BecameLearner,
@@ -52,14 +48,18 @@ from isthmus.elastic.observation import (
     ElasticEvent,
     RoundBroke,
 )
+from isthmus.elastic.shell.coordinator import CoordinatorShell
+from isthmus.elastic.shell.member import Membership
+from isthmus.elastic.shell.notary import PeerSigner, RunSealer
+from isthmus.elastic.state.digest import Hasher
 from isthmus.optim.diloco import DiLoCo
 from isthmus.optim.fragments import FragmentTable
 from isthmus.optim.outer import Emitted
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.optim.streaming import Streaming
-from isthmus.trainer.outer_state import OuterState
-from isthmus.trainer.round_exchange import Payload
-from isthmus.trainer.round_runner import MemoryKeeper, RoundRunner
+from isthmus.trainer.engine.outer_state import OuterState
+from isthmus.trainer.engine.round_exchange import Payload
+from isthmus.trainer.engine.round_runner import MemoryKeeper, RoundRunner
 
 RUN_ID = "bench-join"
 TERMS = b"j" * 32
@@ -192,7 +192,7 @@ class Peer:
                     is_fresh = False
 
     async def _work(self, *, is_fresh: bool) -> None:
-        """The inner steps; as in trainer/training_loop.py, a fresh member hands in what it has if others wait."""
+        """The inner steps; as in engine/training_loop.py, a fresh member hands in what it has if others wait."""
         if not is_fresh:
             await asyncio.sleep(self._inner_s)
             return

@@ -30,10 +30,10 @@ import torch
 import xxhash
 
 from isthmus.collective import BulkOptions
-from isthmus.collective.communicator import Communicator
+from isthmus.collective.api.communicator import Communicator
+from isthmus.collective.api.standalone import open_communicator, peer_id_of, view_of
 from isthmus.collective.core.apart import Pair
 from isthmus.collective.core.types import RoundKey
-from isthmus.collective.standalone import open_communicator, peer_id_of, view_of
 from isthmus.collective.transport.security import Mode, Security
 from isthmus.collective.transport.sockets import SocketOptions
 from scripts.wanlink import processor

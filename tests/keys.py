@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys for tests and for the simulator: quick, and nobody has those of another.
 
-HMAC under a secret of each peer stands for its signature. Real keys are in elastic/notary.py.
+HMAC under a secret of each peer stands for its signature. Real keys are in elastic/shell/notary.py.
 """
 
 import hashlib

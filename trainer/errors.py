@@ -15,7 +15,7 @@ traceback. Everything else is our bug: exit code 1, traceback, story. Must not k
     ├── NobodyReachable          4   no peer answers
     │   └── NothingRuns              no daemon of ours in this folder
     ├── Refused                  5   version, manifest
-    │   └── TicketRefused            the ticket (trainer/ticket.py says why)
+    │   └── TicketRefused            the ticket (trainer/contact/ticket.py says why)
     ├── EvictedForGood           6
     ├── BelowQuorum              7
     ├── TrainingFault            8   e.g. the loss is not finite

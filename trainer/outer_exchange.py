@@ -25,12 +25,12 @@ from typing import Any, Final, TypeVar, assert_never
 import torch
 from torch import Tensor
 
-from isthmus.collective.blocking import BlockingCommunicator
+from isthmus.collective.api.blocking import BlockingCommunicator
 from isthmus.collective.codec import Codec, NotFinite, codec_named
 from isthmus.collective.codec.base import first_non_finite
 from isthmus.collective.core.types import OuterStep, PeerId, RoundKey, View
 from isthmus.collective.errors import CollectiveError, OperationAborted
-from isthmus.collective.wire import MAX_WEIGHT
+from isthmus.collective.transport.wire import MAX_WEIGHT
 from isthmus.optim.outer import Contribution, Emitted, Op, Result, Round
 from isthmus.optim.workload import draw_pairs
 from isthmus.trainer.outer_votes import History, Settled, Vote

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from isthmus.collective.blocking import BlockingCommunicator
+from isthmus.collective.api.blocking import BlockingCommunicator
 from isthmus.collective.errors import CollectiveError, OperationAborted
 from isthmus.optim.outer import ANCHOR, GRAD, PARAM, Outer, Work
 from isthmus.trainer.outer_engine import OuterEngine, by_work

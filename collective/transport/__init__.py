@@ -10,7 +10,7 @@ from isthmus.collective.transport.hello import Hello, HelloReply, Purpose
 from isthmus.collective.transport.listener import Listener
 from isthmus.collective.transport.security import Mode, Security, TicketSecurity
 from isthmus.collective.transport.sockets import SocketOptions
-from isthmus.collective.wire import FrameType
+from isthmus.collective.transport.wire import FrameType
 
 __all__ = [
     "Authority",

@@ -22,7 +22,7 @@ from isthmus.collective.transport.interfaces import plain_host
 from isthmus.collective.transport.security import DialSecurity
 from isthmus.collective.transport.sockets import SocketOptions, lost
 from isthmus.collective.transport.tcp_info import TcpInfo, path_mtu, read_tcp_info
-from isthmus.collective.wire import ON_CONTROL, ON_DOCTOR, ON_STATE, FrameReader, FrameType, Header, pack
+from isthmus.collective.transport.wire import ON_CONTROL, ON_DOCTOR, ON_STATE, FrameReader, FrameType, Header, pack
 
 _LIMITS = {Purpose.STATE: ON_STATE, Purpose.CALLED: ON_STATE, Purpose.DOCTOR: ON_DOCTOR}
 

@@ -17,7 +17,16 @@ from isthmus.collective.core.types import PEER_ID_PATTERN, Incarnation, PeerId, 
 from isthmus.collective.errors import ConnectionLost, DeadlineExceeded, HandshakeRefused, RemoteProtocolError
 from isthmus.collective.transport.shared_memory import Offer
 from isthmus.collective.transport.sockets import lost
-from isthmus.collective.wire import BEFORE_HELLO, BEFORE_REPLY, Frame, FrameReader, FrameType, Header, Limits, pack
+from isthmus.collective.transport.wire import (
+    BEFORE_HELLO,
+    BEFORE_REPLY,
+    Frame,
+    FrameReader,
+    FrameType,
+    Header,
+    Limits,
+    pack,
+)
 
 MAX_STREAMS = 64
 MAX_CREDENTIAL_NBYTES = 2048
@@ -32,7 +41,7 @@ class Purpose(enum.StrEnum):
     BULK = "bulk"
     STATE = "state"
     CALLED = "called"
-    """A donor calls who has asked it to, and serves it as over STATE: collective/callbacks.py."""
+    """A donor calls who has asked it to, and serves it as over STATE: collective/api/callbacks.py."""
     ADMISSION = "admission"
     """A stranger with a ticket asks what run this is."""
     DOCTOR = "doctor"

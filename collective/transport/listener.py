@@ -48,7 +48,7 @@ from isthmus.collective.transport.shared_memory import take_offer
 from isthmus.collective.transport.shared_socket import SharedSocket
 from isthmus.collective.transport.sockets import SocketOptions, bind, fit_to_path, lost, tune
 from isthmus.collective.transport.tls import TLS_HANDSHAKE_RECORD, TlsSocket
-from isthmus.collective.wire import PROTOCOL_VERSION
+from isthmus.collective.transport.wire import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import socket
 
 from isthmus.collective.transport.sockets import FAR_S, round_trip_s
 from isthmus.collective.transport.tls import TlsSocket
-from isthmus.collective.wire import FrameReader
+from isthmus.collective.transport.wire import FrameReader
 
 _MOST_NBYTES = 128 << 10
 _WAIT_S = 0.01

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from isthmus.collective.memory import Scratch
 from isthmus.collective.transport.copying import copy_bytes
 from isthmus.collective.transport.link import Link
+from isthmus.collective.transport.memory import Scratch
 from isthmus.collective.transport.shared_socket import SharedSocket
-from isthmus.collective.wire import HEADER_NBYTES, Frame, Limits, whole_frame
+from isthmus.collective.transport.wire import HEADER_NBYTES, Frame, Limits, whole_frame
 
 
 class _SlotScratch(Scratch):

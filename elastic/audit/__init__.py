@@ -3,7 +3,7 @@
 
 `audit` is a function from records to verdicts: no file, no clock, no network, and none of the coordinator's own
 bookkeeping, which would only prove that it agrees with itself; but see snapshots.py. Where the records come from
-(elastic/journal_reader.py) and what the peers' folders say besides (trainer/audit.py) is not known here.
+(elastic/journal/reader.py) and what the peers' folders say besides (trainer/audit/audit.py) is not known here.
 
     findings.py   a finding, a verdict
     order.py      the chain of commits, the views, who is in each commit       I1 I2 I3 I8

@@ -55,8 +55,8 @@ class Closing:
 
         A member that has its result and does not vote, because its trainer hangs in the outer step or because it lies,
         says with every heartbeat that it waits for others. One with a slow line has no result yet, and may be much
-        later than the others: while its progress grows it is awaited, but not without end once a majority (or one of
-        two) has voted.
+        later than the others: while what it exchanges grows it is awaited, but not without end once a majority (or one
+        of two) has voted. Its inner steps do not count: methods with a delay train on beside an exchange that hangs.
         """
         roster, rounds = self._roster, self._roster.rounds
         members = roster.members()

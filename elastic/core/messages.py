@@ -3,7 +3,7 @@
 
 Every message is idempotent and may arrive late, twice or out of order: senders repeat on timers, receivers decide
 by epoch, outer step and incarnation. The sender's identity comes from its connection's handshake, never from a
-message. Digests are the 32-byte roots of elastic/digest.py.
+message. Digests are the 32-byte roots of elastic/state/digest.py.
 """
 
 from typing import Annotated

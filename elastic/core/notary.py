@@ -3,7 +3,7 @@
 
 Every peer signs with a key of its own, and the run's coordinators seal with the authority's, which no member has.
 Everybody can check both. All words are of one run: what was signed in another one is no signature here. Real keys are
-in elastic/notary.py; the machines know only that nobody signs in the name of another.
+in elastic/shell/notary.py; the machines know only that nobody signs in the name of another.
 """
 
 from typing import Protocol

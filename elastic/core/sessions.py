@@ -45,8 +45,10 @@ class Session:
     behind_since: Instant | None = None
     """Since then it should know something newer than what it shows."""
     progress: int = -1
+    exchanged: int = -1
+    """Its progress without its inner steps: bytes, and what was made of them."""
     grew_at: Instant = 0.0
-    """When its progress was last seen to grow, blocked or not."""
+    """When that was last seen to grow, blocked or not. A member that trains on beside an exchange may hang in it."""
     slowest_s: float | None = None
     """Its slowest recent interval between two signs of progress, as seen through heartbeats."""
     blocked: bool = False
@@ -116,9 +118,12 @@ class Session:
             if self.progress >= 0 and not self.blocked:
                 self.slowest_s = max(now - self.progressed_at, 0.9 * (self.slowest_s or 0.0))
             self.progress = beat.progress
-            self.progressed_at = self.grew_at = now
+            self.progressed_at = now
         elif beat.blocked:
             self.progressed_at = now
+        if beat.progress - beat.inner_steps > self.exchanged:
+            self.exchanged = beat.progress - beat.inner_steps
+            self.grew_at = now
         self.blocked = beat.blocked
 
     def admit(self, *, holds_state: bool, now: Instant) -> None:

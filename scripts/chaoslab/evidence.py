@@ -19,10 +19,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from isthmus.elastic import journal_reader
 from isthmus.elastic.core.records import Record
 from isthmus.elastic.errors import JournalCorrupted
-from isthmus.trainer.events import older_files
+from isthmus.elastic.journal import reader as journal_reader
+from isthmus.trainer.record.events import older_files
 
 Event = dict[str, Any]
 

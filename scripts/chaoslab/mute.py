@@ -29,7 +29,7 @@ def keep_votes_while(file: Path) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from isthmus.trainer.cli import main
+    from isthmus.trainer.cli.app import main
 
     keep_votes_while(Path(sys.argv[sys.argv.index("--dir") + 1]) / MUTE)
     main()

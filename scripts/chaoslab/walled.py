@@ -24,7 +24,7 @@ def wall_off() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from isthmus.trainer.cli import main
+    from isthmus.trainer.cli.app import main
 
     wall_off()
     main()

@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from isthmus.trainer.control_socket import ControlClient
 from isthmus.trainer.errors import NobodyReachable
+from isthmus.trainer.run.control_socket import ControlClient
 from scripts.chaoslab.evidence import COORDINATOR, End, Log, Tail, Wait, now_s, wall_s
 from scripts.chaoslab.process import NOBODY_REACHABLE, Process, is_alive
 

@@ -14,7 +14,7 @@ from isthmus.optim.qsr import QSR
 from isthmus.optim.registry import build_outer
 from isthmus.optim.run_facts import RunFacts
 from isthmus.optim.simulate import simulate
-from isthmus.trainer.model import initial_parameters
+from isthmus.trainer.model.decoder import initial_parameters
 from scripts.convergence.cases import CASES
 from scripts.convergence.codec_wire import CodecWire
 from scripts.convergence.fleet import Architecture, Fleet, InnerSettings

@@ -3,7 +3,7 @@
 
     MEAN     cut by the collective's own plan (a butterfly with equal shares). A part is encoded on its way to the root
              of its slice; the root adds in fp32, its own part as it is, divides, encodes once, and everybody, the root
-             too, decodes the same bytes. As collective/coded.py, additive weights included.
+             too, decodes the same bytes. As collective/rounds/coded.py, additive weights included.
     GATHER   each payload once in its wire form, which everybody decodes, its sender too.
     PAIR     each payload once in its wire form.
 
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 import torch
 
-from isthmus.collective.buffers import divide
 from isthmus.collective.codec import Codec, codec_named
 from isthmus.collective.core.slices import butterfly
-from isthmus.collective.plan import RoundPlan, cut, share_out
+from isthmus.collective.rounds.buffers import divide
+from isthmus.collective.rounds.plan import RoundPlan, cut, share_out
 from isthmus.optim.outer import Op
 from isthmus.optim.workload import FP32_NBYTES, Delivery, draw_pairs
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fleet: M workers' small decoders, trained by one forward and one backward pass over a leading dimension of workers.
 
-The architecture is the trainer's (`trainer.model.Decoder`), in its canonical order of parameters, so a row of the fleet
-is that model's flat vector. Products become batched products; queries, keys and values, which lie end to end, are one
-product, and so are both inputs of SwiGLU. The inner optimizers are those of optim.inner, on whole rows; their states
-are kinds of fragments like the parameters, for methods that exchange them.
+The architecture is the trainer's (trainer/model/decoder.py), in its canonical order of parameters. A row of the
+fleet is that model's flat vector. Products become batched products; queries, keys and values, which lie end to end,
+are one product, and so are both inputs of SwiGLU. The inner optimizers are those of optim.inner, on whole rows; their
+states are kinds of fragments like the parameters, for methods that exchange them.
 
 Each worker clips its own gradient (after a round of gradients has replaced it, where there is one). The learning rate
 follows the global inner step; a worker that joins late warms up by its own.
@@ -26,14 +26,14 @@ import torch.nn.functional as F
 from isthmus.optim.fragments import FragmentTable
 from isthmus.optim.outer import GRAD, PARAM
 from isthmus.optim.schedule import cosine
-from isthmus.trainer.model import RotaryTable, named_shapes
+from isthmus.trainer.model.decoder import RotaryTable, named_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from isthmus.trainer.model import ModelConfig
+    from isthmus.trainer.model.decoder import ModelConfig
 
     Batches: TypeAlias = Callable[[Sequence[str], int], Tensor]
     """(workers, global inner step from 1) -> tokens [R, B, L + 1] int64."""
@@ -186,7 +186,7 @@ def _linear(x_RTI: Tensor, weight_ROI: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, cos_LP: Tensor, sin_LP: Tensor) -> Tensor:
-    """Rotary positions, as trainer.model.rotate: [.., L, 2, N, H]."""
+    """Rotary positions, as trainer.model.decoder.rotate: [.., L, 2, N, H]."""
     length = x.shape[1]
     cos, sin = cos_LP[:length, None, None], sin_LP[:length, None, None]
     first, second = x.chunk(2, dim=-1)

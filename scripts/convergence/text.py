@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text that the fleet reads: real, and on every machine that has this project.
 
-Without a file it is a sample of the running interpreter's own standard library (trainer/corpus.py), so bytes are tokens
-and whole files are held out. Its digest goes with the figures: another Python has another text.
+Without a file it is a sample of the running interpreter's own standard library (trainer/data/corpus.py), so bytes are
+tokens and whole files are held out. Its digest goes with the figures: another Python has another text.
 
 Two others are there as well for whoever has torch (`installed_texts`): what the installed packages say of themselves,
 and the sources of sympy, which torch needs. Choose no setting with these: the standard library, torch's C++ headers
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from isthmus.trainer.corpus import load_corpus
+from isthmus.trainer.data.corpus import load_corpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from isthmus.trainer.corpus import TokenArray
+    from isthmus.trainer.data.corpus import TokenArray
 
 TEXT_NBYTES: Final = 3 << 20
 """Read at most this much: several times what a run trains on."""
@@ -55,7 +55,7 @@ class Text:
 
 
 def load_text(path: Path | None = None, *, length: int) -> Text:
-    """The standard library, or a file or directory of one's own; see trainer.corpus.load_corpus.
+    """The standard library, or a file or directory of one's own; see trainer.data.corpus.load_corpus.
 
     Raises:
         DataError: it cannot be read, or is too short for `length`.

@@ -16,7 +16,7 @@ import torch
 from isthmus.collective.codec import NotFinite
 from isthmus.optim.registry import build_outer
 from isthmus.optim.simulate import shared_parameters, simulate
-from isthmus.trainer.model import ModelConfig, initial_parameters
+from isthmus.trainer.model.decoder import ModelConfig, initial_parameters
 from scripts.convergence.cases import INNER_STEPS, WITHOUT_MEANS, Run
 from scripts.convergence.codec_wire import CodecWire
 from scripts.convergence.fleet import Architecture, Fleet, InnerSettings

@@ -14,10 +14,10 @@ import struct
 import msgspec
 
 from isthmus.collective.core.types import Incarnation, PeerId
-from isthmus.collective.notices import AbortNotice, Mismatch, Opening
-from isthmus.collective.plan import Terms
+from isthmus.collective.rounds.notices import AbortNotice, Mismatch, Opening
+from isthmus.collective.rounds.plan import Terms
 from isthmus.collective.transport.hello import MAX_CREDENTIAL_NBYTES, Hello, HelloReply, Purpose
-from isthmus.collective.wire import HEADER_NBYTES, PROTOCOL_VERSION, Frame, FrameType, Header, pack
+from isthmus.collective.transport.wire import HEADER_NBYTES, PROTOCOL_VERSION, Frame, FrameType, Header, pack
 
 _CHUNK_TYPES = (FrameType.CONTRIBUTION, FrameType.RESULT)
 _FIELD_BITS = {

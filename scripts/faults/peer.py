@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from isthmus.collective import Communicator, Incarnation, OperationAborted, PeerId, PeerRef, RoundKey
-from isthmus.collective.memory import give_back_to_system
-from isthmus.collective.standalone import peer_id_of
+from isthmus.collective.api.standalone import peer_id_of
 from isthmus.collective.transport.hello import Hello, HelloReply, Purpose
 from isthmus.collective.transport.listener import Listener
-from isthmus.collective.wire import PROTOCOL_VERSION
+from isthmus.collective.transport.memory import give_back_to_system
+from isthmus.collective.transport.wire import PROTOCOL_VERSION
 from scripts.faults.values import bits, fill, is_mean
 from scripts.faults.words import (
     Beat,

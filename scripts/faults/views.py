@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from isthmus.collective import Epoch, Incarnation, Member, OuterStep, RoundKey, View
-from isthmus.collective.standalone import peer_id_of
+from isthmus.collective.api.standalone import peer_id_of
 from scripts.faults.attempts import Attempt, Fault, Outcome, Site, Tally
 from scripts.faults.keeper import WORD_S, FaultBenchError, Keeper
 from scripts.faults.words import Check, FromPeer, Mode, Post, Prepare, Ready, Report, Struck, Verdict

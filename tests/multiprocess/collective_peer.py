@@ -15,9 +15,9 @@ import torch
 
 from isthmus.collective import BulkOptions, Communicator, OperationAborted, PeerRef, PlanMismatch, RoundKey, View
 from isthmus.collective.core.progress import StallLimits
-from isthmus.collective.supervision import Patience
+from isthmus.collective.rounds.supervision import Patience
 from isthmus.collective.transport import Hello, HelloReply, Listener, Purpose
-from isthmus.collective.wire import PROTOCOL_VERSION
+from isthmus.collective.transport.wire import PROTOCOL_VERSION
 
 
 def digest(tensor):

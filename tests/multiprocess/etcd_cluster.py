@@ -18,8 +18,8 @@ import msgspec
 import pytest
 
 from isthmus.elastic.errors import EtcdError
-from isthmus.elastic.etcd import EtcdAccess, EtcdClient
-from isthmus.elastic.etcd_wire import RangeAnswer
+from isthmus.elastic.journal.etcd import EtcdAccess, EtcdClient
+from isthmus.elastic.journal.etcd_wire import RangeAnswer
 
 ETCD = shutil.which("etcd")
 needs_etcd = pytest.mark.skipif(ETCD is None, reason="etcd is not installed (apt-get install etcd-server)")

@@ -34,8 +34,8 @@ def lie_as_worker(kind: str) -> None:
     """Run the worker that the rest of the command line describes."""
     import torch
 
-    from isthmus.trainer.inner_loop import InnerLoop
-    from isthmus.trainer.worker_start import main
+    from isthmus.trainer.workers.inner_loop import InnerLoop
+    from isthmus.trainer.workers.start import main
 
     step, store, load = InnerLoop.step, InnerLoop.store, InnerLoop.load
     began = torch.empty(0)
@@ -85,19 +85,19 @@ def lie_as_daemon(kind: str) -> None:
     """Run the command that the rest of the command line gives."""
     import msgspec
 
-    from isthmus.collective.chunks import ChunkSend
-    from isthmus.collective.outbox import Outbox
-    from isthmus.collective.wire import FrameType, pack
+    from isthmus.collective.rounds.chunks import ChunkSend
+    from isthmus.collective.rounds.outbox import Outbox
+    from isthmus.collective.transport.wire import FrameType, pack
     from isthmus.elastic.core.member import MemberMachine
     from isthmus.elastic.core.messages import Join
-    from isthmus.elastic.notary import PeerSigner
-    from isthmus.trainer.cli import main
-    from isthmus.trainer.round_runner import _SURVEY_FRAGMENT, RoundRunner
+    from isthmus.elastic.shell.notary import PeerSigner
+    from isthmus.trainer.cli.app import main
+    from isthmus.trainer.engine.round_runner import _SURVEY_FRAGMENT, RoundRunner
     from scripts.chaoslab.mute import MUTE, keep_votes_while
 
     sign = PeerSigner.sign
     if kind in ("weight", "noise", "against"):
-        # The daemon starts its workers by this name, with `-P -m isthmus.trainer.worker_start JOB`.
+        # The daemon starts its workers by this name, with `-P -m isthmus.trainer.workers.start JOB`.
         script = Path(os.environ["TMPDIR"]) / f"lying-worker-{os.getpid()}"
         script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).resolve()} {kind} worker "$4"\n')
         script.chmod(0o700)

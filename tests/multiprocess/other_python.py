@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from typing import Any
 
-from isthmus.trainer.cli import main
+from isthmus.trainer.cli.app import main
 
 VERSION = "3.98.7"
 

@@ -26,7 +26,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.collective.core.address import candidates_of
 from isthmus.collective.transport.certificates import key_to_pem, peer_id_of_key
-from isthmus.elastic import journal_reader
 from isthmus.elastic.core.messages import Held
 from isthmus.elastic.core.records import (
     BarRecord,
@@ -41,6 +40,7 @@ from isthmus.elastic.core.records import (
     TicketRecord,
     ViewRecord,
 )
+from isthmus.elastic.journal import reader as journal_reader
 from scripts.chaoslab.evidence import Tail
 
 Event = dict[str, Any]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from isthmus.elastic.core.records import CommitRecord, ViewRecord
-from isthmus.elastic.digest import Hasher
-from isthmus.elastic.journal import Journal
+from isthmus.elastic.journal.journal import Journal
+from isthmus.elastic.state.digest import Hasher
 from tests.unit.elastic.harness import CHUNK_NBYTES, RUN_ID, until
 from tests.unit.elastic.peers import CoordinatorHost, audit, running
 

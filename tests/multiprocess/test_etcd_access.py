@@ -16,9 +16,9 @@ from cryptography.x509.oid import NameOID
 
 from isthmus.elastic.core.records import Genesis
 from isthmus.elastic.errors import EtcdUnavailable, JournalUnwritable
-from isthmus.elastic.etcd import EtcdAccess, EtcdClient
-from isthmus.elastic.etcd_store import EtcdStore
-from isthmus.elastic.etcd_wire import Done
+from isthmus.elastic.journal.etcd import EtcdAccess, EtcdClient
+from isthmus.elastic.journal.etcd_store import EtcdStore
+from isthmus.elastic.journal.etcd_wire import Done
 from tests.multiprocess.etcd_cluster import Cluster, etcd_nodes, needs_etcd
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120), needs_etcd]

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.collective.core.types import Incarnation, PeerId
-from isthmus.elastic import etcd, etcd_store
 from isthmus.elastic.core.messages import Bar, IndexRange
 from isthmus.elastic.core.records import BarRecord, Genesis, Record, SnapshotRecord, TicketRecord
 from isthmus.elastic.core.run_state import RunState
 from isthmus.elastic.errors import EtcdRefused, EtcdUnavailable, JournalCorrupted, JournalUnwritable, Superseded
-from isthmus.elastic.etcd import EtcdAccess, EtcdClient
-from isthmus.elastic.etcd_store import EtcdStore
-from isthmus.elastic.etcd_wire import Done, Request
+from isthmus.elastic.journal import etcd, etcd_store
+from isthmus.elastic.journal.etcd import EtcdAccess, EtcdClient
+from isthmus.elastic.journal.etcd_store import EtcdStore
+from isthmus.elastic.journal.etcd_wire import Done, Request
 from tests.multiprocess.etcd_cluster import Cluster, Node, etcd_nodes, free_ports, needs_etcd
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180), needs_etcd]

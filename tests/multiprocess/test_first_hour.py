@@ -66,13 +66,15 @@ _LIVE = re.compile(r"step \d+/20000, round \d+/20, loss \d\.\d{3}, \S+ tok/s, 2 
 
 DOCTOR = ["python", "device", "memory", "disk", "files", "bbr", "listen", "addresses"]
 INVITATION = ["others join with (until DATE):", "", "  isthmus join TICKET", ""]
-LISTENING = "TIME INFO isthmus.trainer.daemon listening on='ADDRESS' address=ADDRESS run_id=RUN tls=auto"
-TEXT = "TIME INFO isthmus.trainer.chronicle text: SIZE, LIBRARY, from this machine"
-READY = "TIME INFO isthmus.trainer.worker_pool workers_ready num_workers=N device=cpu (N thread)"
-VIEW = "TIME INFO isthmus.collective.communicator view_installed epoch=N world_size=N"
-COMMITTED = "TIME INFO isthmus.trainer.chronicle committed outer_step=N epoch=N world_size=N loss=N wait_s=N"
-ADMITTED = "TIME INFO isthmus.trainer.admission admitted peer_id=PEER by=PEER"
-ADOPTED = "TIME INFO isthmus.trainer.durability checkpoint_adopted outer_step=N path=runs/hour/checkpoints/step-N"
+LISTENING = "TIME INFO isthmus.trainer.run.daemon listening on='ADDRESS' address=ADDRESS run_id=RUN tls=auto"
+TEXT = "TIME INFO isthmus.trainer.record.chronicle text: SIZE, LIBRARY, from this machine"
+READY = "TIME INFO isthmus.trainer.workers.pool workers_ready num_workers=N device=cpu (N thread)"
+VIEW = "TIME INFO isthmus.collective.api.communicator view_installed epoch=N world_size=N"
+COMMITTED = "TIME INFO isthmus.trainer.record.chronicle committed outer_step=N epoch=N world_size=N loss=N wait_s=N"
+ADMITTED = "TIME INFO isthmus.trainer.contact.admission admitted peer_id=PEER by=PEER"
+ADOPTED = (
+    "TIME INFO isthmus.trainer.checkpoint.durability checkpoint_adopted outer_step=N path=runs/hour/checkpoints/step-N"
+)
 LAST_LEFT = "left at outer step N, which nobody else holds: start this peer again to go on from there"
 
 AUDIT = [
@@ -105,11 +107,11 @@ BY_CHANCE = (
     # Dialling side by side gives up the candidates that lose.
     "TIME WARNING isthmus.collective.transport.refusal_log connection_ended host=",
     # How much of the state a newcomer fetches or replays depends on what is committed meanwhile.
-    "TIME INFO isthmus.elastic.state_sync ",
+    "TIME INFO isthmus.elastic.learner.state_sync ",
     # A busy machine stands still for seconds, and a member is late or dropped, and comes back.
-    "TIME INFO isthmus.trainer.chronicle view_decided ",
-    "TIME INFO isthmus.trainer.chronicle learner ",
-    "TIME INFO isthmus.trainer.chronicle excused ",
+    "TIME INFO isthmus.trainer.record.chronicle view_decided ",
+    "TIME INFO isthmus.trainer.record.chronicle learner ",
+    "TIME INFO isthmus.trainer.record.chronicle excused ",
 )
 
 
@@ -120,7 +122,7 @@ def _in_words(line: str) -> str:
 
 
 def _finished(reason: str) -> str:
-    return f"TIME INFO isthmus.trainer.daemon finished code=N reason='{reason}'"
+    return f"TIME INFO isthmus.trainer.run.daemon finished code=N reason='{reason}'"
 
 
 def _summary(end: str, *, folder: str, following: str) -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from isthmus.elastic.core.records import SnapshotRecord
-from isthmus.elastic.journal_archive import archives_of
-from isthmus.elastic.journal_reader import read_file
+from isthmus.elastic.journal.archive import archives_of
+from isthmus.elastic.journal.reader import read_file
 from tests.multiprocess.run_harness import (
     LEFT,
     OPEN_END,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.trainer.quantities import parse_rate
-from isthmus.trainer.ticket import read_ticket
+from isthmus.trainer.config.quantities import parse_rate
+from isthmus.trainer.contact.ticket import read_ticket
 from tests.multiprocess.run_harness import OPEN_END, Audit, Process, assert_same_commits, read_journal, running
 from tests.multiprocess.test_run_hostile import strangers_hello
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.trainer.checkpoint import load_resumed
+from isthmus.trainer.checkpoint.checkpoint import load_resumed
 from tests.multiprocess.run_harness import LEFT, OPEN_END, Event, Process, assert_same_commits, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.trainer.checkpoint import newest_usable
+from isthmus.trainer.checkpoint.checkpoint import newest_usable
 from tests.multiprocess.run_harness import (
     ISTHMUS,
     LEFT,

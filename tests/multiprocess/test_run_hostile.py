@@ -18,7 +18,7 @@ import pytest
 
 from isthmus.collective.core.types import Incarnation, PeerId
 from isthmus.collective.transport import FrameType, Hello, Purpose
-from isthmus.collective.wire import PROTOCOL_VERSION, Header, pack
+from isthmus.collective.transport.wire import PROTOCOL_VERSION, Header, pack
 from tests.multiprocess.run_harness import (
     OPEN_END,
     Audit,

@@ -30,11 +30,11 @@ from isthmus.elastic.core.messages import (
     Unmet,
     Vote,
 )
-from isthmus.elastic.notary import PeerSigner
-from isthmus.elastic.state_wire import ChunkRequest, CommitRequest, ManifestRequest, PrivateRequest, StockRequest
+from isthmus.elastic.shell.notary import PeerSigner
+from isthmus.elastic.state.wire import ChunkRequest, CommitRequest, ManifestRequest, PrivateRequest, StockRequest
 from isthmus.elastic.wire import encode
-from isthmus.trainer.admission import hello_maker
-from isthmus.trainer.founding import recall_membership
+from isthmus.trainer.contact.admission import hello_maker
+from isthmus.trainer.run.founding import recall_membership
 from tests.multiprocess.liar import forged
 from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, running
 from tests.multiprocess.test_run_keys import TIMEOUT_S, _address_of, _identity_in

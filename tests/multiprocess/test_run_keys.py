@@ -12,10 +12,10 @@ from isthmus.collective.core.types import Incarnation, PeerRef
 from isthmus.collective.errors import CollectiveError, HandshakeRefused
 from isthmus.collective.transport import Channel, Credentials, Mode, Purpose, Security, connect
 from isthmus.collective.transport.certificates import certificate_from_bytes
-from isthmus.trainer.admission import hello_maker
-from isthmus.trainer.founding import recall_membership
-from isthmus.trainer.identity import PeerFolder, PeerIdentity
-from isthmus.trainer.ticket import read_ticket
+from isthmus.trainer.contact.admission import hello_maker
+from isthmus.trainer.contact.identity import PeerFolder, PeerIdentity
+from isthmus.trainer.contact.ticket import read_ticket
+from isthmus.trainer.run.founding import recall_membership
 from tests.multiprocess.run_harness import (
     END_TIMEOUT_S,
     LEFT,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.trainer.ticket import read_ticket
+from isthmus.trainer.contact.ticket import read_ticket
 from tests.multiprocess.run_harness import OPEN_END, Outcome, Process, Run, at_home, now_s, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]

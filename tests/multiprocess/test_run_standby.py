@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from isthmus.elastic.core.records import Record, SnapshotRecord, ViewRecord
-from isthmus.elastic.etcd import EtcdAccess
-from isthmus.elastic.etcd_store import EtcdStore
-from isthmus.elastic.store import verified
+from isthmus.elastic.journal.etcd import EtcdAccess
+from isthmus.elastic.journal.etcd_store import EtcdStore
+from isthmus.elastic.journal.store import verified
 from tests.multiprocess.etcd_cluster import Cluster, etcd_nodes, free_ports, needs_etcd
 from tests.multiprocess.run_harness import (
     LEFT,

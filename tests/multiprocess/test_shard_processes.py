@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from isthmus.optim.fragments import FragmentTable
-from isthmus.trainer.shards import ShardMap
-from isthmus.trainer.shared_buffer import SharedBuffer
+from isthmus.trainer.workers.shards import ShardMap
+from isthmus.trainer.workers.shared_buffer import SharedBuffer
 
 pytestmark = pytest.mark.multiprocess
 

@@ -19,14 +19,14 @@ import torch
 
 from isthmus.optim.fragments import FragmentTable
 from isthmus.optim.inner import InnerType
-from isthmus.trainer.corpus import Corpus
+from isthmus.trainer.config.job import OptimizerJob, ScheduleJob, TrainingJob
+from isthmus.trainer.data.corpus import Corpus
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, TrainingFault
-from isthmus.trainer.model import ModelConfig, initial_parameters, named_shapes, num_parameters
-from isthmus.trainer.shared_buffer import SharedBuffer
-from isthmus.trainer.worker_inquest import frames_of
-from isthmus.trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
-from isthmus.trainer.worker_pool import WorkerDied, WorkerPool, WorkerStalled
-from isthmus.trainer.worker_start import STACK_SIGNAL
+from isthmus.trainer.model.decoder import ModelConfig, initial_parameters, named_shapes, num_parameters
+from isthmus.trainer.workers.inquest import frames_of
+from isthmus.trainer.workers.pool import WorkerDied, WorkerPool, WorkerStalled
+from isthmus.trainer.workers.shared_buffer import SharedBuffer
+from isthmus.trainer.workers.start import STACK_SIGNAL
 
 pytestmark = pytest.mark.multiprocess
 
@@ -468,7 +468,7 @@ def _start_of_worker(tmp_path: Path, parent: str) -> list[str]:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(NEVER_LOADED)
     environment = f"os.environ | dict(PYTHONPATH={os.pathsep.join([str(tmp_path), *sys.path])!r})"
-    command = "[sys.executable, '-m', 'isthmus.trainer.worker_start', json.dumps(dict(parent_pid=" + parent + "))]"
+    command = "[sys.executable, '-m', 'isthmus.trainer.workers.start', json.dumps(dict(parent_pid=" + parent + "))]"
     start = f"import json, os, signal, subprocess, sys\nworker = subprocess.Popen({command}, env={environment})\n"
     return [sys.executable, "-c", start + "print(worker.pid, flush=True)\nsys.exit(worker.wait())"]
 

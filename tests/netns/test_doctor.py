@@ -18,7 +18,7 @@ import jsonschema
 import pytest
 
 from isthmus.collective.core.address import candidates_of, split_address
-from isthmus.trainer.ticket import encode_ticket, read_ticket
+from isthmus.trainer.contact.ticket import encode_ticket, read_ticket
 from scripts.wanlink.wan import Wan, WanError
 from tests.multiprocess.run_harness import ISTHMUS, OPEN_END, Process, Run, assert_same_commits, now_s, running
 from tests.netns.machines import MARKS, World, two_behind_nats

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.collective.core.address import candidates_of, split_address
-from isthmus.trainer.ticket import encode_ticket, read_ticket
+from isthmus.trainer.contact.ticket import encode_ticket, read_ticket
 from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, make_folder, now_s, running
 from tests.netns.machines import MARKS, Machine, World
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.collective.core.address import candidates_of, split_address
-from isthmus.trainer.ticket import read_ticket
+from isthmus.trainer.contact.ticket import read_ticket
 from tests.multiprocess.run_harness import OPEN_END, Run, assert_same_commits, running
 from tests.netns.machines import MARKS, Machine, World
 

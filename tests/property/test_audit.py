@@ -34,8 +34,8 @@ from isthmus.elastic.core.records import (
     ViewRecord,
 )
 from isthmus.elastic.core.run_state import RunState
-from isthmus.elastic.journal import Journal
-from isthmus.elastic.journal_reader import read_journal
+from isthmus.elastic.journal.journal import Journal
+from isthmus.elastic.journal.reader import read_journal
 from tests.simulation.history import History
 from tests.simulation.simulator import Simulator
 from tests.simulation.work import Leases

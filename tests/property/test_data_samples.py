@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.trainer.data import Permutation, SampleSource, validation_batches
+from isthmus.trainer.data.samples import Permutation, SampleSource, validation_batches
 
 seeds = st.integers(0, 2**64 - 1)
 

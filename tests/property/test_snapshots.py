@@ -14,7 +14,7 @@ from isthmus.elastic.core.leases import LeaseLedger
 from isthmus.elastic.core.records import Record
 from isthmus.elastic.core.run_state import RunState
 from isthmus.elastic.core.work import Strikes, WorkBook
-from isthmus.elastic.store import pack
+from isthmus.elastic.journal.store import pack
 from tests.simulation.simulator import Simulator
 
 SEEDS = tuple(range(60))

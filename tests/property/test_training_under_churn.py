@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.elastic.digest import Hasher
+from isthmus.elastic.state.digest import Hasher
 from tests.unit.trainer.loop_rig import Happening, Rig
 
 HAPPENINGS = st.lists(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.collective.errors import PayloadCorrupted, RemoteProtocolError
-from isthmus.collective.wire import (
+from isthmus.collective.transport.wire import (
     HEADER_NBYTES,
     ON_CONTROL,
     FrameReader,

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 
-from isthmus.trainer.lifeline import die_with
+from isthmus.trainer.workers.lifeline import die_with
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.parts import Parts
 from tests.simulation.rounds.mutants import ROUND_MUTANTS

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from isthmus.collective.core.types import Instant, PeerId, PeerRef
-from isthmus.elastic.alarm import HeldClock
 from isthmus.elastic.core.config import RebuildRule
 from isthmus.elastic.core.coordinator import CoordinatorMachine
 from isthmus.elastic.core.events import (
@@ -31,6 +30,7 @@ from isthmus.elastic.core.events import (
 )
 from isthmus.elastic.core.messages import PeerMessage
 from isthmus.elastic.core.records import CommitRecord, Record
+from isthmus.elastic.shell.alarm import HeldClock
 from isthmus.elastic.wire import decode, encode
 from tests.simulation.network import COORDINATOR, ControlConnection
 from tests.simulation.process import Process

@@ -8,8 +8,8 @@ flag for any of them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from isthmus.elastic.alarm import HeldClock
 from isthmus.elastic.core.events import CoordinatorEffect, Persist, SendToPeer
+from isthmus.elastic.shell.alarm import HeldClock
 from tests.simulation.broken_courses import (
     BeginsWithAllLanded,
     ConsumesAgain,

@@ -4,12 +4,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from isthmus.elastic.alarm import HeldClock
 from isthmus.elastic.core.coordinator import CoordinatorMachine
 from isthmus.elastic.core.events import CoordinatorEffect
 from isthmus.elastic.core.member import MemberMachine
 from isthmus.elastic.core.records import SnapshotRecord
 from isthmus.elastic.core.run_state import RunState
+from isthmus.elastic.shell.alarm import HeldClock
 from tests.simulation.exchange import FrameGate
 from tests.simulation.worker import Worker
 

@@ -33,7 +33,7 @@ class Flight:
 
 @dataclass(slots=True)
 class Tally:
-    """Samples since this peer became a member: see trainer/tally.py and trainer/sample_feed.py."""
+    """Samples since this peer became a member: see trainer/engine/tally.py and trainer/engine/sample_feed.py."""
 
     leases: Ranges = ()
     """Not trained on yet."""

@@ -52,6 +52,10 @@ def test_a_rebuilt_run_begins_above_the_epoch_of_a_start_whose_folder_was_copied
     assert Simulator(2481, options=Options.plain_of_seed(2481).with_(delay=3)).run().violation is None
 
 
+def test_a_member_whose_exchange_hangs_is_not_awaited_because_it_trains_on() -> None:
+    assert Simulator(5048).run().violation is None
+
+
 def test_every_rule_is_exercised_by_seeds_and_scenarios(tally: Tally) -> None:
     hits: Counter[str] = Counter(tally.counters)
     for path in FOLDER.glob("*.toml"):

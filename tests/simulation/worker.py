@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated peer's trainer: the real course (optim/course.py) in a shell as trainer/training_loop.py is one.
+"""A simulated peer's trainer: the real course (optim/course.py) in a shell as trainer/engine/training_loop.py is one.
 
 Inner steps take time and samples; everything else happens at once, between two of them. What is out goes on beside.
 """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One operation at one peer: the real machine, and chunks that are made of parts. Stands in for collective/round.py and
-supervision.py.
+"""One operation at one peer: the real machine, and chunks that are made of parts. Stands in for
+collective/rounds/round.py and supervision.py.
 
 A chunk has one place in memory, as in life: a part, a sum and a result overwrite each other there, and a chunk is
 encoded when a stream takes it, not when it is ordered.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One simulated site: its process, the gate for frames, and a caller who keeps some operations in flight.
 
-Stands in for collective/engine.py, mesh.py and communicator.py. While it is paused (SIGSTOP) whatever happens to it
+Stands in for collective's engine.py, mesh.py and communicator.py. While it is paused (SIGSTOP) whatever happens to it
 waits; frames wait in its kernel. A crash takes everything, at any effect of any machine.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What came before its round was posted, or before its view. Stands in for the stashes of collective/engine.py."""
+"""What came before its round was posted, or before its view. Stands in for the stashes of rounds/engine.py."""
 
 from isthmus.collective.core.types import PeerRef, RoundKey
 from tests.simulation.rounds.values import Frame

@@ -24,9 +24,9 @@ from isthmus.collective import (
     View,
 )
 from isthmus.collective.core.progress import StallLimits
-from isthmus.collective.supervision import Patience
+from isthmus.collective.rounds.supervision import Patience
 from isthmus.collective.transport import Hello, HelloReply, Listener, Purpose, SocketOptions
-from isthmus.collective.wire import PROTOCOL_VERSION
+from isthmus.collective.transport.wire import PROTOCOL_VERSION
 
 # The floor is above the pause between two signs of life, else a member that waits for a third one would be a suspect.
 QUICK = BulkOptions(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isthmus.collective import OperationAborted, View, open_communicator, view_of
-from isthmus.collective.communicator import Communicator
+from isthmus.collective.api.communicator import Communicator
 from isthmus.collective.core.cost import Volume
 from isthmus.collective.core.link_table import LinkTable
 from isthmus.collective.core.planner import choose

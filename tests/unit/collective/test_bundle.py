@@ -11,7 +11,7 @@ from isthmus.collective.core.types import Incarnation, PeerId, PeerRef
 from isthmus.collective.transport.bundle import Bundle, Notice
 from isthmus.collective.transport.link import Caps, Link
 from isthmus.collective.transport.sockets import SocketOptions, congestion_control_of, find_speed_anew, pace
-from isthmus.collective.wire import FrameType, Header, pack
+from isthmus.collective.transport.wire import FrameType, Header, pack
 
 PEER = PeerRef(PeerId("0" * 16), Incarnation(1))
 SO_MAX_PACING_RATE = 47

@@ -8,7 +8,8 @@ import socket
 import pytest
 import torch
 
-from isthmus.collective import Member, communicator
+from isthmus.collective import Member
+from isthmus.collective.api import communicator
 from isthmus.collective.core.address import (
     MAX_CANDIDATES,
     MAX_LENGTH,
@@ -22,7 +23,7 @@ from isthmus.collective.errors import CollectiveError, ConnectionLost, Handshake
 from isthmus.collective.transport import Channel, Hello, HelloReply, Listener, Purpose, connect
 from isthmus.collective.transport.interfaces import gather_candidates, plain_host, sort_candidates
 from isthmus.collective.transport.racing import race
-from isthmus.collective.wire import PROTOCOL_VERSION
+from isthmus.collective.transport.wire import PROTOCOL_VERSION
 
 OWN = tuple(map(ipaddress.ip_interface, ("10.9.0.1/24", "fd00:9::1/64")))
 NOBODY = "127.0.0.1:1"

@@ -19,11 +19,11 @@ from isthmus.collective import (
     decode_result,
 )
 from isthmus.collective.codec import codec_named
-from isthmus.collective.notices import Opening
-from isthmus.collective.outbox import Outbox
+from isthmus.collective.rounds.notices import Opening
+from isthmus.collective.rounds.outbox import Outbox
 from isthmus.collective.transport.hello import introduce
 from isthmus.collective.transport.sockets import SocketOptions, dial
-from isthmus.collective.wire import Frame, FrameType, Header, pack
+from isthmus.collective.transport.wire import Frame, FrameType, Header, pack
 
 NUMEL = 700_001
 

@@ -3,7 +3,7 @@
 
 import asyncio
 
-from isthmus.collective.standalone import open_communicator, view_of
+from isthmus.collective.api.standalone import open_communicator, view_of
 from scripts.faults.peer import FaultPeer
 from scripts.faults.words import Launch, Mode, Post, Prepare, Report, line
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from isthmus.collective import BulkOptions, OperationAborted
-from isthmus.collective.standalone import open_communicator, peer_id_of, view_of
-from isthmus.collective.supervision import Patience
+from isthmus.collective.api.standalone import open_communicator, peer_id_of, view_of
+from isthmus.collective.rounds.supervision import Patience
 from isthmus.collective.transport import SocketOptions
 from isthmus.collective.transport.dialling import introduce
 from isthmus.collective.transport.sockets import dial

@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from isthmus.collective.core.types import Incarnation, Member, PeerId
-from isthmus.collective.links import LinkMeter
+from isthmus.collective.links.measurements import LinkMeter
 
 WINDOW_S = 0.25
 PACE = 1000.0

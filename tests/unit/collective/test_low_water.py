@@ -11,7 +11,7 @@ import pytest
 
 from isthmus.collective.transport import low_water
 from isthmus.collective.transport.link import Caps, Link
-from isthmus.collective.wire import FrameType, Header, on_bulk, pack
+from isthmus.collective.transport.wire import FrameType, Header, on_bulk, pack
 from tests.unit.collective.test_tls import closing_pair, readable, tcp_pair
 
 CHUNK_NBYTES = 256 << 10

@@ -14,15 +14,15 @@ import msgspec
 import pytest
 
 from isthmus.collective import Epoch, Incarnation, Member, OuterStep, PeerId, View
-from isthmus.collective.communicator import Communicator
+from isthmus.collective.api.communicator import Communicator
 from isthmus.collective.core.types import PeerRef
 from isthmus.collective.errors import ConnectionLost
-from isthmus.collective.options import BulkOptions
+from isthmus.collective.rounds.options import BulkOptions
 from isthmus.collective.transport import Channel, Hello, HelloReply, Listener, Purpose, SocketOptions, connect
 from isthmus.collective.transport.accept_limit import TOO_MANY_HANDSHAKES, AcceptLimiter, AcceptLimits
 from isthmus.collective.transport.dialling import open_connection
 from isthmus.collective.transport.security import Mode, Security
-from isthmus.collective.wire import PROTOCOL_VERSION, FrameType, Header, pack
+from isthmus.collective.transport.wire import PROTOCOL_VERSION, FrameType, Header, pack
 
 SERVER, CLIENT = PeerRef(PeerId("5" * 16), Incarnation(3)), PeerRef(PeerId("0" * 15 + "c"), Incarnation(7))
 SECRET = b"s" * 32

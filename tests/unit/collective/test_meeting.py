@@ -6,7 +6,8 @@ import asyncio
 import pytest
 import torch
 
-from isthmus.collective import Member, communicator
+from isthmus.collective import Member
+from isthmus.collective.api import communicator
 
 
 async def test_both_sides_of_a_pair_see_the_link_that_one_has_dialled(new_site) -> None:

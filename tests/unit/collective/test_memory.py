@@ -3,7 +3,7 @@
 
 import torch
 
-from isthmus.collective.memory import BufferPool
+from isthmus.collective.transport.memory import BufferPool
 
 
 def kept(pool):

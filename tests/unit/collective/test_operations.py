@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from isthmus.collective import Epoch, NonFiniteInput, OperationAborted, OuterStep, PlanMismatch, RoundKey, RoundRefused
-from isthmus.collective.buffers import DTYPES, OPS
+from isthmus.collective.rounds.buffers import DTYPES, OPS
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]

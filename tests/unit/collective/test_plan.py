@@ -6,7 +6,7 @@ import pytest
 from isthmus.collective.codec import BLOCK_NUMEL
 from isthmus.collective.core.slices import butterfly, gather
 from isthmus.collective.core.types import Incarnation, PeerId, PeerRef
-from isthmus.collective.plan import Terms, cut, share_out, terms_of
+from isthmus.collective.rounds.plan import Terms, cut, share_out, terms_of
 
 MEMBERS = tuple(PeerRef(PeerId(f"{number:016x}"), Incarnation(1)) for number in range(3))
 TERMS = {"op": "mean", "dtype": "float32", "codec": "raw", "chunk_nbytes": 1 << 20, "plan_name": "butterfly"}

@@ -30,7 +30,7 @@ from isthmus.collective.transport.proof import (
     with_answer,
     with_proof,
 )
-from isthmus.collective.wire import PROTOCOL_VERSION
+from isthmus.collective.transport.wire import PROTOCOL_VERSION
 
 NOW_S = 1_000_000.0
 AUTHORITY = Authority(b"s" * 32)

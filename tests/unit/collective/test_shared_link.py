@@ -11,12 +11,12 @@ import torch
 
 from isthmus.collective.core.types import Incarnation, PeerId
 from isthmus.collective.errors import HandshakeRefused, OperationAborted
-from isthmus.collective.options import BulkOptions
+from isthmus.collective.rounds.options import BulkOptions
 from isthmus.collective.transport import Hello, HelloReply, Listener, Purpose
 from isthmus.collective.transport.dialling import open_connection
 from isthmus.collective.transport.shared_socket import SharedSocket
 from isthmus.collective.transport.sockets import SocketOptions
-from isthmus.collective.wire import PROTOCOL_VERSION
+from isthmus.collective.transport.wire import PROTOCOL_VERSION
 from tests.unit.collective.conftest import QUICK, num_descriptors, num_mapped
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="anonymous files are Linux's")

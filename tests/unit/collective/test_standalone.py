@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from isthmus.collective import AddressInUse, BulkOptions, NonFiniteInput, OperationAborted, RoundRefused
+from isthmus.collective.api.standalone import open_communicator, peer_id_of, view_of
 from isthmus.collective.core.progress import StallLimits
-from isthmus.collective.standalone import open_communicator, peer_id_of, view_of
-from isthmus.collective.supervision import Patience
+from isthmus.collective.rounds.supervision import Patience
 from isthmus.collective.transport import Mode, Security
 
 QUICK = BulkOptions(

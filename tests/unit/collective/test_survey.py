@@ -14,7 +14,7 @@ from isthmus.collective.core.progress import StallLimits
 from isthmus.collective.core.survey import Observation, table_of
 from isthmus.collective.core.types import Incarnation, Member, PeerId, View
 from isthmus.collective.errors import OperationAborted, RoundRefused
-from isthmus.collective.supervision import Patience
+from isthmus.collective.rounds.supervision import Patience
 
 MBIT = 1e6
 SHORT = Patience(stall=StallLimits(floor_s=1.5), first_contact_s=0.5)

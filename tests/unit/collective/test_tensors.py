@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from isthmus.collective.buffers import DTYPES
-from isthmus.collective.tensors import check_out, check_weight, flat, names, on_host, overlap
+from isthmus.collective.rounds.buffers import DTYPES
+from isthmus.collective.rounds.tensors import check_out, check_weight, flat, names, on_host, overlap
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -42,7 +42,7 @@ from isthmus.collective.transport.dialling import open_connection
 from isthmus.collective.transport.security import Mode, Security, TicketSecurity
 from isthmus.collective.transport.sockets import EncryptionFailed
 from isthmus.collective.transport.tls import Session, TlsSocket
-from isthmus.collective.wire import PROTOCOL_VERSION
+from isthmus.collective.transport.wire import PROTOCOL_VERSION
 
 KEYS = {
     peer_id_of_key(key.public_key().public_bytes_raw()): key

@@ -20,7 +20,7 @@ from isthmus.collective.errors import (
 from isthmus.collective.transport import Channel, FrameType, Hello, HelloReply, Listener, Purpose, connect
 from isthmus.collective.transport.accept_limit import NO_PLACE_FOR_ADDRESS
 from isthmus.collective.transport.hello import MAX_CREDENTIAL_NBYTES
-from isthmus.collective.wire import PROTOCOL_VERSION, Header, pack
+from isthmus.collective.transport.wire import PROTOCOL_VERSION, Header, pack
 
 SERVER, CLIENT = PeerId("5" * 16), PeerId("c" * 16)
 

@@ -6,9 +6,9 @@ import torch
 
 from isthmus.collective.codec import codec_named, codec_names
 from isthmus.collective.core.link_table import LinkTable
-from isthmus.collective.memory import BufferPool
-from isthmus.collective.plan import FAR_CHUNK_NBYTES
-from isthmus.collective.workplace import Workplace
+from isthmus.collective.rounds.plan import FAR_CHUNK_NBYTES
+from isthmus.collective.rounds.workplace import Workplace
+from isthmus.collective.transport.memory import BufferPool
 
 CHUNK_NBYTES = 1 << 20
 TENSOR = torch.empty(24 << 20)

@@ -21,7 +21,7 @@ import jsonschema
 import pytest
 import yaml
 
-from isthmus.trainer.config_peers import NodeSection
+from isthmus.trainer.config.peers import NodeSection
 from isthmus.trainer.errors import RESTARTABLE, ExitCode
 from scripts.wanlink.namespaces import TUN_PATH
 from scripts.wanlink.uplink import SYSCTLS

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from isthmus.elastic.digest import Hasher
+from isthmus.elastic.state.digest import Hasher
 from tests.unit.elastic.harness import CHUNK_NBYTES
 
 

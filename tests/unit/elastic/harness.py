@@ -15,16 +15,16 @@ import numpy as np
 from isthmus.collective.core.types import Incarnation, Member, OuterStep, PeerId
 from isthmus.collective.errors import ConnectionLost
 from isthmus.collective.transport import Channel, FrameType, Hello, HelloReply, Listener, Purpose, connect
-from isthmus.collective.wire import PROTOCOL_VERSION
-from isthmus.elastic.commit_log import CommitLog
+from isthmus.collective.transport.wire import PROTOCOL_VERSION
 from isthmus.elastic.core.messages import Held
 from isthmus.elastic.core.records import Record
-from isthmus.elastic.digest import Hasher, StateManifest, chunk_of, describe_state
-from isthmus.elastic.donor import Donor
+from isthmus.elastic.donor.commit_log import CommitLog
+from isthmus.elastic.donor.donor import Donor
 from isthmus.elastic.errors import StateDiverged, StateMismatch
-from isthmus.elastic.journal import Journal
-from isthmus.elastic.replica import CommitEntry, ResultChunk, RoundRecord
-from isthmus.elastic.state_wire import Pace
+from isthmus.elastic.journal.journal import Journal
+from isthmus.elastic.state.digest import Hasher, StateManifest, chunk_of, describe_state
+from isthmus.elastic.state.replica import CommitEntry, ResultChunk, RoundRecord
+from isthmus.elastic.state.wire import Pace
 
 CHUNK_NBYTES = 1024
 NUM_CHUNKS = 16
@@ -57,7 +57,7 @@ class Pin:
 
 
 class NumberReplica:
-    """isthmus.elastic.replica.Replica over numbers."""
+    """isthmus.elastic.state.replica.Replica over numbers."""
 
     def __init__(self, hasher: Hasher, numel: int = 1000) -> None:
         self.hasher = hasher

@@ -17,20 +17,20 @@ import numpy as np
 from isthmus.collective.core.types import Incarnation, Member, PeerId, PeerRef, RoundKey, View
 from isthmus.collective.errors import OperationAborted
 from isthmus.collective.transport import Channel, Purpose, connect
-from isthmus.elastic.commit_log import CommitLog
-from isthmus.elastic.coordinator import CoordinatorShell
 from isthmus.elastic.core.config import CoordinatorConfig, MemberConfig
 from isthmus.elastic.core.events import Finish, RoundReady
 from isthmus.elastic.core.member import MemberMachine
 from isthmus.elastic.core.messages import Held, IndexRange
 from isthmus.elastic.core.records import CommitRecord, Record
-from isthmus.elastic.digest import Hasher
-from isthmus.elastic.donor import Donor
+from isthmus.elastic.donor.commit_log import CommitLog
+from isthmus.elastic.donor.donor import Donor
 from isthmus.elastic.errors import JournalUnwritable, NotAMember, RunFinished
-from isthmus.elastic.journal import Journal
-from isthmus.elastic.member import Membership
-from isthmus.elastic.rounds import Exchanged
-from isthmus.elastic.state_wire import Pace
+from isthmus.elastic.journal.journal import Journal
+from isthmus.elastic.shell.coordinator import CoordinatorShell
+from isthmus.elastic.shell.member import Membership
+from isthmus.elastic.shell.rounds import Exchanged
+from isthmus.elastic.state.digest import Hasher
+from isthmus.elastic.state.wire import Pace
 from tests.keys import Keys
 from tests.unit.elastic.harness import RUN_ID, NumberReplica, entry_of, hello, listening, peer_id
 
@@ -82,7 +82,7 @@ class Rendezvous:
 
 
 class NumberRunner:
-    """isthmus.elastic.rounds.RoundRunner over a NumberReplica."""
+    """isthmus.elastic.shell.rounds.RoundRunner over a NumberReplica."""
 
     def __init__(self, me: PeerRef, replica: NumberReplica, log: CommitLog, rendezvous: Rendezvous) -> None:
         self.me = me

@@ -10,7 +10,7 @@ import pytest
 
 from isthmus.collective.core.types import Epoch, OuterStep, PeerId
 from isthmus.collective.transport import FrameType
-from isthmus.collective.wire import ON_CONTROL
+from isthmus.collective.transport.wire import ON_CONTROL
 from isthmus.elastic.core.certificate import (
     MAX_CONTRIBUTORS,
     Certificate,

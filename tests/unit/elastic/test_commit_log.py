@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from isthmus.elastic.commit_log import MIN_ENTRIES, CommitLog
-from isthmus.elastic.replica import CommitEntry, ResultChunk, RoundRecord
+from isthmus.elastic.donor.commit_log import MIN_ENTRIES, CommitLog
+from isthmus.elastic.state.replica import CommitEntry, ResultChunk, RoundRecord
 
 
 def _entry(outer_step, nbytes=100, digest=None):

@@ -7,8 +7,8 @@ import msgspec
 
 from isthmus.collective.errors import ConnectionLost
 from isthmus.collective.transport import Channel, Purpose, connect
-from isthmus.elastic.control import ControlConnection
 from isthmus.elastic.core.messages import Goodbye
+from isthmus.elastic.shell.control import ControlConnection
 from tests.unit.elastic.harness import hello, listening, until
 
 DECODER = msgspec.msgpack.Decoder(Goodbye)

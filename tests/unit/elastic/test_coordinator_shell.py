@@ -10,9 +10,6 @@ import pytest
 from isthmus.collective.core.types import Incarnation, PeerRef
 from isthmus.collective.errors import ConnectionLost
 from isthmus.collective.transport import FrameType, Purpose, connect
-from isthmus.elastic.alarm import HeldClock
-from isthmus.elastic.control import ControlConnection
-from isthmus.elastic.coordinator import CoordinatorShell
 from isthmus.elastic.core.config import CoordinatorConfig
 from isthmus.elastic.core.doorkeeper import EVICTED
 from isthmus.elastic.core.events import PutOut, UseTicket
@@ -31,8 +28,11 @@ from isthmus.elastic.core.messages import (
 )
 from isthmus.elastic.core.records import BarRecord, Genesis, LeaseRecord, SnapshotRecord, TicketRecord, ViewRecord
 from isthmus.elastic.errors import JournalUnwritable, Superseded
-from isthmus.elastic.journal import Journal
+from isthmus.elastic.journal.journal import Journal
 from isthmus.elastic.observation import PeerConnected, PeerDisconnected, RecordWritten
+from isthmus.elastic.shell.alarm import HeldClock
+from isthmus.elastic.shell.control import ControlConnection
+from isthmus.elastic.shell.coordinator import CoordinatorShell
 from isthmus.elastic.wire import encode
 from tests.unit.elastic.harness import RUN_ID, hello, listening, peer_id, until
 from tests.unit.elastic.machines import KEYS
@@ -475,7 +475,7 @@ async def test_coordinator_that_is_stopped_while_its_store_writes_ends_at_once(s
 
 
 async def test_events_beyond_the_bound_are_forgotten_and_counted(slow, monkeypatch):
-    monkeypatch.setattr("isthmus.elastic.coordinator._MAX_EVENTS", 3)
+    monkeypatch.setattr("isthmus.elastic.shell.coordinator._MAX_EVENTS", 3)
     async with _hosting(slow) as host:
         slow.let(2)
         client = await host.dial(1)

@@ -10,12 +10,12 @@ import pytest
 from isthmus.collective.core.bucket import TokenBucket
 from isthmus.collective.core.types import OuterStep
 from isthmus.collective.transport import FrameType
-from isthmus.elastic.commit_log import CommitLog
-from isthmus.elastic.donor import TURN_S, Donor
+from isthmus.elastic.donor.commit_log import CommitLog
+from isthmus.elastic.donor.donor import TURN_S, Donor
 from isthmus.elastic.errors import NoDonor
-from isthmus.elastic.parity import contents_of, differing, first_difference, missing_nbytes, narrowed, salvage
-from isthmus.elastic.state_sync import StateSync
-from isthmus.elastic.state_wire import Stock
+from isthmus.elastic.learner.state_sync import StateSync
+from isthmus.elastic.state.parity import contents_of, differing, first_difference, missing_nbytes, narrowed, salvage
+from isthmus.elastic.state.wire import Stock
 from tests.unit.elastic.harness import (
     CHUNK_NBYTES,
     NUM_CHUNKS,
@@ -301,7 +301,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 100.0
-        monkeypatch.setattr("isthmus.elastic.donor.asyncio.sleep", self.sleep)
+        monkeypatch.setattr("isthmus.elastic.donor.donor.asyncio.sleep", self.sleep)
         monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: self.now)
 
     async def sleep(self, delay_s):
@@ -325,7 +325,7 @@ async def test_exchanges_take_first_and_a_learner_is_still_served(hasher, monkey
         while cap.available(clock.now) >= 10_000:  # an exchange takes whatever is there
             cap.take(clock.now, 10_000)
 
-    monkeypatch.setattr("isthmus.elastic.donor.asyncio.sleep", sleep)
+    monkeypatch.setattr("isthmus.elastic.donor.donor.asyncio.sleep", sleep)
     cap.take(clock.now, 20_000)
     await donor.room_for(100_000)
     assert TURN_S <= clock.now - 100.0 <= 2 * TURN_S

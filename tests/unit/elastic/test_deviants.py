@@ -9,9 +9,9 @@ import pytest
 
 from isthmus.elastic.core.messages import Held
 from isthmus.elastic.core.records import CommitRecord
+from isthmus.elastic.learner.state_sync import StateSync
 from isthmus.elastic.observation import Deviated
-from isthmus.elastic.parity import Difference
-from isthmus.elastic.state_sync import StateSync
+from isthmus.elastic.state.parity import Difference
 from tests.unit.elastic.harness import (
     CHUNK_NBYTES,
     QUICK,

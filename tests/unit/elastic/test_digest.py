@@ -6,7 +6,8 @@ import os
 import msgspec
 import pytest
 
-from isthmus.elastic.digest import (
+from isthmus.elastic.errors import ManifestInvalid
+from isthmus.elastic.state.digest import (
     CHUNK_NBYTES,
     Hasher,
     StateManifest,
@@ -17,7 +18,6 @@ from isthmus.elastic.digest import (
     digest_of,
     root_digest,
 )
-from isthmus.elastic.errors import ManifestInvalid
 
 
 @pytest.fixture

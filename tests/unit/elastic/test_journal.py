@@ -27,7 +27,7 @@ from isthmus.elastic.core.records import (
     ViewRecord,
 )
 from isthmus.elastic.errors import JournalCorrupted, JournalInUse, JournalOfAnotherRun, JournalUnwritable
-from isthmus.elastic.journal import Journal
+from isthmus.elastic.journal.journal import Journal
 from tests.unit.elastic.machines import certificate
 
 PEER = "00000000000000aa"
@@ -190,7 +190,7 @@ import os, signal, sys
 sys.path.insert(0, os.getcwd())
 from pathlib import Path
 from isthmus.elastic.core.records import Genesis
-from isthmus.elastic.journal import Journal
+from isthmus.elastic.journal.journal import Journal
 journal = Journal(Path(sys.argv[1]), run_id="run")
 for step in range(int(sys.argv[2])):
     print(journal.append(Genesis(outer_step=step, digest=b"0" * 32, next_index=0)), flush=True)

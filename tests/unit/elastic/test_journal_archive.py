@@ -19,9 +19,9 @@ from isthmus.elastic.core.messages import Bar
 from isthmus.elastic.core.records import BarRecord, Record, SnapshotRecord, TicketRecord
 from isthmus.elastic.core.run_state import RunState
 from isthmus.elastic.errors import JournalCorrupted
-from isthmus.elastic.journal import Journal
-from isthmus.elastic.journal_archive import archives_of
-from isthmus.elastic.journal_reader import read_file, read_journal
+from isthmus.elastic.journal.archive import archives_of
+from isthmus.elastic.journal.journal import Journal
+from isthmus.elastic.journal.reader import read_file, read_journal
 from tests.unit.elastic.test_audit import history
 
 ROOT = Path(__file__).parents[3]
@@ -30,7 +30,8 @@ RUN = "demo-0123abcd"
 CUT_SHORT = """
 import os, signal, sqlite3, sys
 from pathlib import Path
-from isthmus.elastic import journal, journal_archive
+from isthmus.elastic.journal import journal
+from isthmus.elastic.journal import archive as journal_archive
 from tests.unit.elastic.test_journal_archive import bars, snapshot_of, RUN
 from tests.unit.elastic.test_audit import history
 

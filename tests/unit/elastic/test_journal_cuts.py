@@ -14,7 +14,7 @@ from isthmus.collective.core.types import Member, PeerRef, RoundKey, View
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.elastic.core.records import CommitRecord, Contribution, Genesis, Record, ViewRecord
 from isthmus.elastic.errors import JournalCorrupted, JournalOfAnotherRun, JournalUnwritable
-from isthmus.elastic.journal import Journal
+from isthmus.elastic.journal.journal import Journal
 
 PEER = "00000000000000aa"
 NUM_COMMITS = 5

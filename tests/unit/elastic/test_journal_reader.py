@@ -13,8 +13,8 @@ import pytest
 
 from isthmus.elastic.core.records import Record
 from isthmus.elastic.errors import JournalUnreadable
-from isthmus.elastic.journal import Journal
-from isthmus.elastic.journal_reader import JournalBreak, read_journal
+from isthmus.elastic.journal.journal import Journal
+from isthmus.elastic.journal.reader import JournalBreak, read_journal
 from tests.unit.elastic.test_audit import history
 
 ROOT = Path(__file__).parents[3]
@@ -63,7 +63,7 @@ def test_a_live_writer_is_read_to_its_newest_record_and_goes_on(path: Path) -> N
 WRITER = """
 import os, signal, sys
 from pathlib import Path
-from isthmus.elastic.journal import Journal
+from isthmus.elastic.journal.journal import Journal
 from tests.unit.elastic.test_audit import history
 journal = Journal(Path(sys.argv[1]), run_id="demo-0123abcd")
 for record in history():
@@ -184,6 +184,6 @@ def test_a_journal_that_never_rests_is_given_up(path: Path, monkeypatch: pytest.
         return connect(path)
 
     connect = sqlite3.connect
-    monkeypatch.setattr("isthmus.elastic.journal_reader.sqlite3.connect", touching)
+    monkeypatch.setattr("isthmus.elastic.journal.reader.sqlite3.connect", touching)
     with pytest.raises(JournalUnreadable, match="changes while it is read"):
         read_journal(path)

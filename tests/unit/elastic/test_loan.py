@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from isthmus.collective.transport import FrameType
-from isthmus.elastic import loan
-from isthmus.elastic.digest import Hasher
 from isthmus.elastic.errors import StateMismatch
-from isthmus.elastic.loan import borrow
+from isthmus.elastic.learner import loan
+from isthmus.elastic.learner.loan import borrow
+from isthmus.elastic.state.digest import Hasher
 from tests.unit.elastic.harness import QUICK, DonorPeer, NumberReplica, dial_state, tampered, that_dies, totals, until
 
 

@@ -9,7 +9,7 @@ from isthmus.collective.transport import FrameType, HelloReply, Listener, Purpos
 from isthmus.elastic.core.events import RoundReady
 from isthmus.elastic.core.records import CommitRecord, ViewRecord
 from isthmus.elastic.errors import JournalUnwritable, RoundMissed, RunFinished
-from isthmus.elastic.journal import Journal
+from isthmus.elastic.journal.journal import Journal
 from isthmus.elastic.observation import BecameLearner, CatchUpEnded, CoordinatorConnected, CoordinatorLost, RoundStaged
 from tests.unit.elastic.harness import RUN_ID, DonorPeer, listening, peer_id, until
 from tests.unit.elastic.peers import CoordinatorHost, audit, running

@@ -9,7 +9,6 @@ import pytest
 
 from isthmus.collective.core.types import Member, RoundKey, View
 from isthmus.collective.errors import HandshakeRefused, OperationAborted, PeerUnreachable, PlanMismatch
-from isthmus.elastic.alarm import Alarm
 from isthmus.elastic.core.events import (
     AbortExchange,
     CatchUp,
@@ -20,12 +19,13 @@ from isthmus.elastic.core.events import (
     StartExchange,
 )
 from isthmus.elastic.core.messages import Held, IndexRange
-from isthmus.elastic.desk import Committed, Desk
-from isthmus.elastic.dialler import LATER_CODE, Dialler, NobodyAnswers
 from isthmus.elastic.errors import NotAMember, RunFinished
-from isthmus.elastic.learner import Learner
 from isthmus.elastic.observation import RoundAborted, ViewInstalled, ignore
-from isthmus.elastic.rounds import Exchanged, Rounds
+from isthmus.elastic.shell.alarm import Alarm
+from isthmus.elastic.shell.desk import Committed, Desk
+from isthmus.elastic.shell.dialler import LATER_CODE, Dialler, NobodyAnswers
+from isthmus.elastic.shell.learner import Learner
+from isthmus.elastic.shell.rounds import Exchanged, Rounds
 from tests.unit.elastic.harness import peer_id
 
 VIEW = View(4, 7, b"d" * 32, (Member(peer_id(1), 1, "127.0.0.1:1"),))

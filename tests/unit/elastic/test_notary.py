@@ -10,7 +10,7 @@ from isthmus.collective.transport.certificates import peer_id_of_key
 from isthmus.elastic.core.certificate import Certificate, Contributor, ballot
 from isthmus.elastic.core.messages import DataPosition
 from isthmus.elastic.core.values import MAX_SIGNATURE_NBYTES
-from isthmus.elastic.notary import PeerSigner, RunSealer, RunVerifier
+from isthmus.elastic.shell.notary import PeerSigner, RunSealer, RunVerifier
 
 AUTHORITY, NEWER, STRANGE = Authority(b"a" * 32), Authority(b"b" * 32), Authority(b"c" * 32)
 WORDS = b"words"

@@ -9,11 +9,11 @@ from isthmus.collective.core.types import Member
 from isthmus.collective.errors import ConnectionLost
 from isthmus.collective.transport import FrameType, Purpose, connect
 from isthmus.elastic.core.messages import Held
-from isthmus.elastic.digest import Hasher, StateManifest, digest_of, root_digest
 from isthmus.elastic.errors import NoDonor, StateMismatch
-from isthmus.elastic.replica import CommitEntry
-from isthmus.elastic.state_sync import StateSync
-from isthmus.elastic.state_wire import ChunkRequest, CommitRequest, ManifestRequest, Pace
+from isthmus.elastic.learner.state_sync import StateSync
+from isthmus.elastic.state.digest import Hasher, StateManifest, digest_of, root_digest
+from isthmus.elastic.state.replica import CommitEntry
+from isthmus.elastic.state.wire import ChunkRequest, CommitRequest, ManifestRequest, Pace
 from isthmus.elastic.wire import encode
 from tests.unit.elastic.harness import (
     CHUNK_NBYTES,

@@ -11,12 +11,12 @@ import pytest
 
 from isthmus.collective.errors import ConnectionLost
 from isthmus.collective.transport import FrameType, Purpose, connect
-from isthmus.elastic.digest import Hasher, describe_state
-from isthmus.elastic.donor import refuse
-from isthmus.elastic.donor_link import DonorLink
+from isthmus.elastic.donor.donor import refuse
 from isthmus.elastic.errors import DonorRefused, NoText
-from isthmus.elastic.state_wire import Pace, TextOffer
-from isthmus.elastic.text_fetch import TextFetch
+from isthmus.elastic.learner.donor_link import DonorLink
+from isthmus.elastic.learner.text_fetch import TextFetch
+from isthmus.elastic.state.digest import Hasher, describe_state
+from isthmus.elastic.state.wire import Pace, TextOffer
 from isthmus.elastic.wire import encode
 from tests.unit.elastic.harness import (
     CHUNK_NBYTES,
@@ -37,7 +37,7 @@ NBYTES = sum(SIDES)
 
 
 class Text:
-    """Random bytes: `elastic.replica.SharedText`."""
+    """Random bytes: `elastic.state.replica.SharedText`."""
 
     description = "some text"
 
@@ -59,7 +59,7 @@ class Text:
 
 
 class Memory:
-    """A shelf of `elastic.text_fetch` without a disk."""
+    """A shelf of `elastic.learner.text_fetch` without a disk."""
 
     def __init__(self, num_there: int = 0) -> None:
         self.num_there = num_there

@@ -7,7 +7,7 @@ from torch import nn
 
 from isthmus.optim.hidden import hidden_matrices
 from isthmus.optim.inner import build_inner_optimizer
-from isthmus.trainer.model import Decoder, ModelConfig
+from isthmus.trainer.model.decoder import Decoder, ModelConfig
 
 
 def _bag(**modules):

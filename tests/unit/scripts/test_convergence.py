@@ -13,7 +13,7 @@ from torch import nn
 from isthmus.collective.codec import NotFinite, codec_named
 from isthmus.optim import GRAD, PARAM, FragmentKey, FragmentTable, Op, Round, build_inner_optimizer, outer_types
 from isthmus.optim.schedule import cosine
-from isthmus.trainer.model import Decoder, ModelConfig, initial_parameters, token_loss
+from isthmus.trainer.model.decoder import Decoder, ModelConfig, initial_parameters, token_loss
 from scripts import bench_convergence
 from scripts.convergence import defaults
 from scripts.convergence.cases import CASES, RUNS_PER_SWEEP, Case, Tuned

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.trainer.founding import find_authorities
+from isthmus.trainer.run.founding import find_authorities
 from tests.keys import Keys
 from tests.unit.elastic.machines import KEYS
 
@@ -33,4 +33,4 @@ def keys_of_histories(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(folders: Sequence[Path], run_id: str) -> Keys | None:
         return KEYS if any(find_authorities(folder, run_id) for folder in folders) else None
 
-    monkeypatch.setattr("isthmus.trainer.audit.find_verifier", find)
+    monkeypatch.setattr("isthmus.trainer.audit.audit.find_verifier", find)

@@ -15,16 +15,16 @@ import torch
 from isthmus.collective.core.types import Epoch, OuterStep, RoundKey, View
 from isthmus.elastic.core.events import RoundReady
 from isthmus.elastic.core.messages import DataPosition, Held, IndexRange
-from isthmus.elastic.desk import Committed
-from isthmus.elastic.digest import Hasher
 from isthmus.elastic.errors import RunFinished
+from isthmus.elastic.shell.desk import Committed
+from isthmus.elastic.state.digest import Hasher
 from isthmus.optim.outer import PARAM, Outer
 from isthmus.optim.outer_plan import OuterPlan
-from isthmus.trainer.moments import Moments
-from isthmus.trainer.sample_feed import SampleFeed
-from isthmus.trainer.state_version import has_anchor
-from isthmus.trainer.training_loop import RoundReport, TrainingLoop
-from isthmus.trainer.worker_values import WorkerValues
+from isthmus.trainer.engine.moments import Moments
+from isthmus.trainer.engine.sample_feed import SampleFeed
+from isthmus.trainer.engine.state_version import has_anchor
+from isthmus.trainer.engine.training_loop import RoundReport, TrainingLoop
+from isthmus.trainer.engine.worker_values import WorkerValues
 from tests.unit.optim.adam_lab import AdamRows, Rows
 from tests.unit.optim.lab import INITIAL, TABLE
 from tests.unit.trainer.rig import Site, view_of
@@ -157,7 +157,7 @@ class Peer:
     async def _nobody_dies(self, crash: Exception) -> None:
         raise crash
 
-    # elastic.member.Membership
+    # elastic.shell.member.Membership
 
     @property
     def active_view(self) -> View:

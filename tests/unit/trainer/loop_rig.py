@@ -24,21 +24,21 @@ from isthmus.collective.core.types import Epoch, Incarnation, Member, OuterStep,
 from isthmus.elastic.core.events import RoundReady
 from isthmus.elastic.core.leases import LeaseLedger, count
 from isthmus.elastic.core.messages import DataPosition, IndexRange
-from isthmus.elastic.desk import Committed
-from isthmus.elastic.digest import Hasher
 from isthmus.elastic.errors import NotAMember, RoundMissed, RunFinished
+from isthmus.elastic.shell.desk import Committed
+from isthmus.elastic.state.digest import Hasher
 from isthmus.optim.diloco import DiLoCo
 from isthmus.optim.fragments import FragmentTable
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.optim.streaming import Streaming
+from isthmus.trainer.engine.moments import Moments
+from isthmus.trainer.engine.outer_state import OuterState, RoundOutcome
+from isthmus.trainer.engine.round_exchange import Payload
+from isthmus.trainer.engine.sample_feed import SampleFeed
+from isthmus.trainer.engine.training_loop import RoundReport, TrainingLoop
+from isthmus.trainer.engine.worker_values import WorkerValues
 from isthmus.trainer.errors import WorkerCrashed
-from isthmus.trainer.moments import Moments
-from isthmus.trainer.outer_state import OuterState, RoundOutcome
-from isthmus.trainer.round_exchange import Payload
-from isthmus.trainer.sample_feed import SampleFeed
-from isthmus.trainer.training_loop import RoundReport, TrainingLoop
-from isthmus.trainer.worker_link import WorkerStalled
-from isthmus.trainer.worker_values import WorkerValues
+from isthmus.trainer.workers.link import WorkerStalled
 from tests.unit.trainer.rig import stage_mean
 
 NUMEL = 64
@@ -68,7 +68,7 @@ class StepDone:
 
 @dataclass
 class Runner:
-    """What the loop reads of trainer.round_runner."""
+    """What the loop reads of trainer.engine.round_runner."""
 
     payloads: Sequence[Payload] = ()
     outcomes: tuple[RoundOutcome, ...] = ()
@@ -304,7 +304,7 @@ class Rig:
     async def _on_landed(self, _report: RoundReport) -> None:
         await self.wait()
 
-    # -------------------------------------------------------------------------------- elastic.member.Membership
+    # -------------------------------------------------------------------------------- elastic.shell.member.Membership
 
     async def activated(self) -> View:
         while self.active_view is None:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from isthmus.collective import BlockingCommunicator, OperationAborted, view_of
+from isthmus.collective.api.standalone import peer_id_of
 from isthmus.collective.codec import codec_named
-from isthmus.collective.standalone import peer_id_of
 from isthmus.optim.fragments import FragmentTable
 from isthmus.optim.outer import GRAD, PARAM
 from isthmus.optim.workload import ExactWire

@@ -12,20 +12,20 @@ from torch import Tensor
 from isthmus.collective import BulkOptions, Communicator
 from isthmus.collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
 from isthmus.collective.transport import Hello, HelloReply, Listener, Purpose
-from isthmus.collective.wire import PROTOCOL_VERSION
-from isthmus.elastic.commit_log import CommitLog
+from isthmus.collective.transport.wire import PROTOCOL_VERSION
 from isthmus.elastic.core.messages import Held
-from isthmus.elastic.digest import Hasher
-from isthmus.elastic.replica import CommitEntry, ResultChunk, RoundRecord
+from isthmus.elastic.donor.commit_log import CommitLog
+from isthmus.elastic.state.digest import Hasher
+from isthmus.elastic.state.replica import CommitEntry, ResultChunk, RoundRecord
 from isthmus.optim.diloco import DiLoCo
 from isthmus.optim.fragments import Fragment, FragmentTable
 from isthmus.optim.outer import Emitted
 from isthmus.optim.outer_plan import OuterPlan
-from isthmus.trainer.outer_state import OuterState
-from isthmus.trainer.round_exchange import Payload
-from isthmus.trainer.round_records import result_of
-from isthmus.trainer.round_runner import MemoryKeeper, RoundRunner
-from isthmus.trainer.state_version import Version
+from isthmus.trainer.engine.outer_state import OuterState
+from isthmus.trainer.engine.round_exchange import Payload
+from isthmus.trainer.engine.round_records import result_of
+from isthmus.trainer.engine.round_runner import MemoryKeeper, RoundRunner
+from isthmus.trainer.engine.state_version import Version
 
 NUMEL = 1000
 CHUNK_NBYTES = 2048

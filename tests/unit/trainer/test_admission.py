@@ -29,16 +29,16 @@ from isthmus.collective.transport import (
     connect,
 )
 from isthmus.collective.transport.certificates import certificate_to_bytes, key_in, peer_id_of_key
-from isthmus.collective.wire import PROTOCOL_VERSION
-from isthmus.elastic.coordinator import CoordinatorShell
+from isthmus.collective.transport.wire import PROTOCOL_VERSION
 from isthmus.elastic.core.config import CoordinatorConfig
 from isthmus.elastic.core.events import PutOut, RevokeTicket
 from isthmus.elastic.core.messages import Join
 from isthmus.elastic.core.records import Record
-from isthmus.elastic.dialler import LATER_CODE
-from isthmus.elastic.journal import Journal
+from isthmus.elastic.journal.journal import Journal
+from isthmus.elastic.shell.coordinator import CoordinatorShell
+from isthmus.elastic.shell.dialler import LATER_CODE
 from isthmus.elastic.wire import encode
-from isthmus.trainer.admission import (
+from isthmus.trainer.contact.admission import (
     Gatekeeper,
     Request,
     RunTerms,
@@ -46,10 +46,10 @@ from isthmus.trainer.admission import (
     hello_maker,
     own_security,
 )
+from isthmus.trainer.contact.identity import PeerIdentity, RunIdentity
+from isthmus.trainer.contact.joining import PATIENCE_S, Admission, ask_admission, stranger_hello, stranger_security
+from isthmus.trainer.contact.ticket import NEWEST_ID, Ticket, TicketFault, TicketRefused, issue_token, make_ticket
 from isthmus.trainer.errors import ExitCode, NobodyReachable, Refused
-from isthmus.trainer.identity import PeerIdentity, RunIdentity
-from isthmus.trainer.joining import PATIENCE_S, Admission, ask_admission, stranger_hello, stranger_security
-from isthmus.trainer.ticket import NEWEST_ID, Ticket, TicketFault, TicketRefused, issue_token, make_ticket
 from tests.unit.elastic.machines import KEYS
 
 NOW_S = 1_000_000.0
@@ -550,7 +550,7 @@ async def test_a_coordinator_that_comes_back_within_the_joiners_patience_is_wait
                 await stack.enter_async_context(door(address=address))
 
         assert await terms_for(ticket(address), pause=Patience(comes_back)) == TERMS
-    (said,) = [record.message for record in caplog.records if record.name == "isthmus.trainer.joining"]
+    (said,) = [record.message for record in caplog.records if record.name == "isthmus.trainer.contact.joining"]
     assert said == f"waiting_for_coordinator nobody_answers_at='{address} (refused)' up_to_s={PATIENCE_S:.0f}"
 
 

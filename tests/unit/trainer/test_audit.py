@@ -15,17 +15,24 @@ from torch import Tensor
 from isthmus.elastic.audit import Finding
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.elastic.core.records import CommitRecord, Record, ViewRecord
-from isthmus.elastic.digest import CHUNK_NBYTES, Hasher, StateManifest, describe_state
-from isthmus.elastic.journal import Journal
-from isthmus.trainer.audit import RunAudit, audit_runs
-from isthmus.trainer.audit_checkpoints import read_checkpoints
-from isthmus.trainer.audit_report import render_audit
-from isthmus.trainer.checkpoint import FOLDER_NAME, MANIFEST_NAME, STATE_NAME, CheckpointMeta, CheckpointStore, Manifest
-from isthmus.trainer.checkpoint_proof import prove_checkpoint
-from isthmus.trainer.cli import run
+from isthmus.elastic.journal.journal import Journal
+from isthmus.elastic.state.digest import CHUNK_NBYTES, Hasher, StateManifest, describe_state
+from isthmus.trainer.audit.audit import RunAudit, audit_runs
+from isthmus.trainer.audit.checkpoints import read_checkpoints
+from isthmus.trainer.audit.report import render_audit
+from isthmus.trainer.checkpoint.checkpoint import (
+    FOLDER_NAME,
+    MANIFEST_NAME,
+    STATE_NAME,
+    CheckpointMeta,
+    CheckpointStore,
+    Manifest,
+)
+from isthmus.trainer.checkpoint.proof import prove_checkpoint
+from isthmus.trainer.cli.app import run
 from isthmus.trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault, ExitCode
-from isthmus.trainer.events import FILE_NAME, EventLog, Field
-from isthmus.trainer.founding import JOURNAL_NAME
+from isthmus.trainer.record.events import FILE_NAME, EventLog, Field
+from isthmus.trainer.run.founding import JOURNAL_NAME
 from tests.unit.elastic.machines import held, key
 from tests.unit.elastic.test_audit import A, B, C, history
 
@@ -361,7 +368,7 @@ def test_a_checkpoint_that_makes_room_while_it_is_read_is_no_damage(
         raise CheckpointCorrupted(path, "is missing")
 
     save(founder, 2)
-    monkeypatch.setattr("isthmus.trainer.audit_checkpoints.prove_checkpoint", gone)
+    monkeypatch.setattr("isthmus.trainer.audit.checkpoints.prove_checkpoint", gone)
     assert read_checkpoints([founder]) == []
 
 

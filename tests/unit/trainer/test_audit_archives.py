@@ -12,9 +12,9 @@ import pytest
 from isthmus.elastic.core.certificate import encode_certificate
 from isthmus.elastic.core.records import CommitRecord, Record, SnapshotRecord
 from isthmus.elastic.core.run_state import RunState
-from isthmus.elastic.journal_archive import archives_of
-from isthmus.trainer.audit_report import audit_as_json, render_audit
-from isthmus.trainer.founding import JOURNAL_NAME
+from isthmus.elastic.journal.archive import archives_of
+from isthmus.trainer.audit.report import audit_as_json, render_audit
+from isthmus.trainer.run.founding import JOURNAL_NAME
 from tests.unit.elastic.machines import held
 from tests.unit.elastic.test_audit import A, C
 from tests.unit.trainer.test_audit import (

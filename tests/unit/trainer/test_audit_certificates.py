@@ -12,12 +12,12 @@ from isthmus.elastic.core.certificate import Certificate, encode_certificate
 from isthmus.elastic.core.messages import DataPosition, IndexRange
 from isthmus.elastic.core.records import CommitRecord, RebuildRecord, Record
 from isthmus.elastic.core.run_state import RunState
-from isthmus.trainer.admission import RunTerms
-from isthmus.trainer.audit_report import render_audit
-from isthmus.trainer.certificates import FILE_NAME
-from isthmus.trainer.checkpoint import load_checkpoint
-from isthmus.trainer.founding import remember_membership
-from isthmus.trainer.identity import PeerFolder, RunIdentity
+from isthmus.trainer.audit.report import render_audit
+from isthmus.trainer.checkpoint.certificates import FILE_NAME
+from isthmus.trainer.checkpoint.checkpoint import load_checkpoint
+from isthmus.trainer.contact.admission import RunTerms
+from isthmus.trainer.contact.identity import PeerFolder, RunIdentity
+from isthmus.trainer.run.founding import remember_membership
 from tests.keys import Keys, certified
 from tests.unit.elastic.machines import KEYS, OTHERS, certificate, held, key
 from tests.unit.elastic.test_audit import A, history, signed, view

@@ -11,7 +11,7 @@ import pytest
 from isthmus.elastic.core.certificate import Certificate
 from isthmus.elastic.core.messages import DataPosition, IndexRange
 from isthmus.elastic.core.records import CommitRecord, Record, RollbackRecord
-from isthmus.trainer.cli import run
+from isthmus.trainer.cli.app import run
 from isthmus.trainer.errors import ExitCode
 from tests.keys import Keys, certified
 from tests.unit.elastic.machines import KEYS, OTHERS, held

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from isthmus.elastic.core.certificate import Certificate, encode_certificate
-from isthmus.trainer import certificates
-from isthmus.trainer.certificates import FILE_NAME, KEPT, CertificateKeeper, load_certificates
+from isthmus.trainer.checkpoint import certificates
+from isthmus.trainer.checkpoint.certificates import FILE_NAME, KEPT, CertificateKeeper, load_certificates
 from tests.unit.elastic.machines import KEYS, OTHERS, certificate
 
 

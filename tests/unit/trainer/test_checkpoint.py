@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 from isthmus.elastic.core.messages import IndexRange
-from isthmus.trainer.checkpoint import (
+from isthmus.trainer.checkpoint.checkpoint import (
     MANIFEST_NAME,
     STATE_NAME,
     Checkpoint,
@@ -150,7 +150,7 @@ def test_killed_in_the_middle_of_saving_leaves_the_earlier_checkpoint(tmp_path: 
     script = f"""
 import os, signal, sys, torch
 from pathlib import Path
-from isthmus.trainer import checkpoint
+from isthmus.trainer.checkpoint import checkpoint
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 if {stop_at!r} == "write": checkpoint._write_state = lambda path, *_: (path.write_bytes(b"half"), die())
 if {stop_at!r} == "fsync": os.fsync = die

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.elastic.digest import Hasher
-from isthmus.trainer.checkpoint import CheckpointMeta, CheckpointStore
-from isthmus.trainer.checkpointer import Checkpointer
+from isthmus.elastic.state.digest import Hasher
+from isthmus.trainer.checkpoint.checkpoint import CheckpointMeta, CheckpointStore
+from isthmus.trainer.checkpoint.checkpointer import Checkpointer
+from isthmus.trainer.engine.outer_state import OuterState
 from isthmus.trainer.errors import CheckpointFailed
-from isthmus.trainer.outer_state import OuterState
 from tests.unit.trainer.rig import numbers, outer_state, stage_mean
 
 

@@ -58,14 +58,14 @@ from isthmus.elastic.observation import (
     WentBack,
     WorkCarriedOver,
 )
-from isthmus.elastic.parity import Difference
-from isthmus.trainer.chronicle import Chronicle
-from isthmus.trainer.config import Config
+from isthmus.elastic.state.parity import Difference
+from isthmus.trainer.config.settings import Config
+from isthmus.trainer.engine.training_loop import RoundReport
 from isthmus.trainer.errors import CheckpointFailed
-from isthmus.trainer.events import FILE_NAME, EventLog
-from isthmus.trainer.metrics import Metrics
-from isthmus.trainer.scoreboard import Scoreboard
-from isthmus.trainer.training_loop import RoundReport
+from isthmus.trainer.record.chronicle import Chronicle
+from isthmus.trainer.record.events import FILE_NAME, EventLog
+from isthmus.trainer.record.metrics import Metrics
+from isthmus.trainer.record.scoreboard import Scoreboard
 
 A = PeerRef(PeerId("a" * 16), Incarnation(1))
 B = PeerRef(PeerId("b" * 16), Incarnation(2))

@@ -14,14 +14,14 @@ import msgspec
 import pytest
 import torch
 
-from isthmus.trainer.checkpoint import FOLDER_NAME, STATE_NAME, CheckpointMeta, CheckpointStore
-from isthmus.trainer.cli_support import is_loopback, take_apart
-from isthmus.trainer.config import Config
-from isthmus.trainer.config_training import ModelSection
+from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, STATE_NAME, CheckpointMeta, CheckpointStore
+from isthmus.trainer.cli.support import is_loopback, take_apart
+from isthmus.trainer.config.manifest import manifest_of
+from isthmus.trainer.config.settings import Config
+from isthmus.trainer.config.training import ModelSection
+from isthmus.trainer.contact.ticket import decode_ticket, encode_ticket, make_ticket
 from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, Refused, operator_error
-from isthmus.trainer.model import initial_parameters, num_parameters
-from isthmus.trainer.run_manifest import manifest_of
-from isthmus.trainer.ticket import decode_ticket, encode_ticket, make_ticket
+from isthmus.trainer.model.decoder import initial_parameters, num_parameters
 
 REPOSITORY = Path(__file__).parents[3]
 ON_THIS_MACHINE = make_ticket(
@@ -37,7 +37,7 @@ FAR_TICKET = encode_ticket(dataclasses.replace(ON_THIS_MACHINE, addresses=("203.
 IN_ETCD = ("--coordinator.store", "etcd", "--coordinator.etcd", '["127.0.0.1:1"]')
 STANDBY_TICKET = encode_ticket(dataclasses.replace(ON_THIS_MACHINE, secret=b"s" * 32))
 MODEL = ModelSection(preset="nano", num_layers=1, seq_len=16)
-LAUNCH = "from isthmus.trainer.cli import main; main()"
+LAUNCH = "from isthmus.trainer.cli.app import main; main()"
 
 
 DESLOC_WITH_SGD = ("--outer.type", "desloc", "--inner.type", "sgd")
@@ -242,10 +242,10 @@ def test_variable_with_an_unknown_key_is_a_mistake(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ our bugs
 
 BROKEN = """
-import isthmus.trainer.cli, isthmus.trainer.cli_peers
+import isthmus.trainer.cli.app, isthmus.trainer.cli.peers
 def status(*_, **__): raise KeyError("secret detail")
-isthmus.trainer.cli_peers.client_of = status
-isthmus.trainer.cli.main()
+isthmus.trainer.cli.peers.client_of = status
+isthmus.trainer.cli.app.main()
 """
 
 
@@ -413,14 +413,13 @@ RECORDING_DAEMON = (
     f"TICKET = {TICKET!r}"
     + """
 import asyncio, sys, types
-from isthmus import trainer
 from isthmus.trainer.errors import ExitCode, Refused
-daemon = types.ModuleType("isthmus.trainer.daemon")
+daemon = types.ModuleType("isthmus.trainer.run.daemon")
 async def run_peer(options):
     config = options.resolved.config
     role = options.role
     if type(role).__name__ == "Founding":
-        from isthmus.trainer.ticket import decode_ticket
+        from isthmus.trainer.contact.ticket import decode_ticket
         role.announce_ticket(decode_ticket(TICKET))
         print("founding", config.run.name, config.members.start_peers, options.run_dir, file=sys.stderr)
         return int(ExitCode.LEFT)
@@ -430,8 +429,8 @@ async def run_peer(options):
 async def refuse(): raise Refused("the run does not want us")
 daemon.run_peer = run_peer
 daemon.run_coordinator = run_peer
-sys.modules["isthmus.trainer.daemon"] = daemon
-from isthmus.trainer.cli import main
+sys.modules["isthmus.trainer.run.daemon"] = daemon
+from isthmus.trainer.cli.app import main
 main()
 """
 )
@@ -482,14 +481,13 @@ def test_join_hands_over_the_ticket_and_ends_with_the_code_of_a_refusal(tmp_path
 
 LINE_DAEMON = """
 import sys, types
-from isthmus import trainer
-daemon = types.ModuleType("isthmus.trainer.daemon")
+daemon = types.ModuleType("isthmus.trainer.run.daemon")
 async def run(options):
     net, node = options.resolved.config.net, options.resolved.config.node
     print(net.tls, net.num_streams, node.listen, node.max_upload_bytes_per_s, node.max_download_bytes_per_s)
 daemon.run_peer = daemon.run_coordinator = run
-sys.modules["isthmus.trainer.daemon"] = daemon
-from isthmus.trainer.cli import main
+sys.modules["isthmus.trainer.run.daemon"] = daemon
+from isthmus.trainer.cli.app import main
 main()
 """
 
@@ -529,8 +527,8 @@ def test_without_encryption_every_start_beyond_this_machine_warns(
 SERVING_DAEMON = """
 import asyncio, os, sys
 from pathlib import Path
-from isthmus.trainer.control_socket import ControlServer
-from isthmus.trainer.status import Status
+from isthmus.trainer.run.control_socket import ControlServer
+from isthmus.trainer.record.status import Status
 class Daemon:
     def __init__(self): self.ended = asyncio.Event()
     def status(self):

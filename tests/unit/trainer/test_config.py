@@ -11,15 +11,12 @@ from pathlib import Path
 import pytest
 
 from isthmus.optim.schedule import Schedule, build_schedule
-from isthmus.trainer.config import Config
-from isthmus.trainer.config_keys import DEFAULTS, KNOWN_KEYS
-from isthmus.trainer.config_outer import outer_section
-from isthmus.trainer.config_peers import NodeSection
-from isthmus.trainer.config_show import as_json_text, as_template, as_toml, entries
-from isthmus.trainer.config_sources import Override, ResolvedConfig, load_config
-from isthmus.trainer.config_training import ConstantSchedule, RunSection, Sgd, WsdSchedule
-from isthmus.trainer.errors import ConfigError, ExitCode, Refused
-from isthmus.trainer.quantities import (
+from isthmus.trainer.config.keys import DEFAULTS, KNOWN_KEYS
+from isthmus.trainer.config.manifest import config_of, manifest_diff, manifest_digest, manifest_of, manifest_sections
+from isthmus.trainer.config.outer import outer_section
+from isthmus.trainer.config.outer_method import pace_of
+from isthmus.trainer.config.peers import NodeSection
+from isthmus.trainer.config.quantities import (
     format_nbytes,
     format_rate,
     format_seconds,
@@ -28,8 +25,12 @@ from isthmus.trainer.quantities import (
     parse_rate,
     parse_seconds,
 )
-from isthmus.trainer.run_manifest import config_of, manifest_diff, manifest_digest, manifest_of, manifest_sections
-from isthmus.trainer.wiring import outer_of
+from isthmus.trainer.config.settings import Config
+from isthmus.trainer.config.show import as_json_text, as_template, as_toml, entries
+from isthmus.trainer.config.sources import Override, ResolvedConfig, load_config
+from isthmus.trainer.config.training import ConstantSchedule, RunSection, Sgd, WsdSchedule
+from isthmus.trainer.config.wiring import outer_of
+from isthmus.trainer.errors import ConfigError, ExitCode, Refused
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -56,9 +57,9 @@ def schedule_of(config: Config) -> Schedule:
     schedule = config.inner.schedule
     return build_schedule(
         schedule.type,
-        total_steps=config.total_inner_steps,
-        warmup_steps=config.warmup_steps,
-        decay_steps=config.decay_steps if isinstance(schedule, WsdSchedule) else None,
+        total_steps=pace_of(config).total_inner_steps,
+        warmup_steps=pace_of(config).warmup_steps,
+        decay_steps=pace_of(config).decay_steps if isinstance(schedule, WsdSchedule) else None,
     )
 
 
@@ -412,21 +413,22 @@ def test_a_joiner_looks_at_the_runs_method_too() -> None:
 def test_the_length_of_a_run_is_counted_in_the_methods_plan(count: int) -> None:
     config = load(*streaming(inner_steps=10, num_fragments=count), ("model.num_layers", "7")).config
     steps = [step for step in range(1001) if outer_of(config).plan(step)][:100]
-    assert steps[-1] == config.total_inner_steps
-    assert max(after - before for before, after in pairwise([0, *steps])) == config.inner_steps_per_round
+    assert steps[-1] == pace_of(config).total_inner_steps
+    assert max(after - before for before, after in pairwise([0, *steps])) == pace_of(config).longest_stretch
 
 
 def test_a_run_without_an_end_has_a_length_all_the_same() -> None:
     config = load(*streaming(inner_steps=7, num_fragments=2), ("run.outer_steps", str(2**40))).config
-    assert config.total_inner_steps == pytest.approx(2**40 * 7 / 2, rel=1e-6)
-    assert load(("outer.inner_steps", "3"), ("run.outer_steps", "1T")).config.total_inner_steps == 3 * 10**12
+    assert pace_of(config).total_inner_steps == pytest.approx(2**40 * 7 / 2, rel=1e-6)
+    assert pace_of(load(("outer.inner_steps", "3"), ("run.outer_steps", "1T")).config).total_inner_steps == 3 * 10**12
 
 
 def test_warm_up_and_decay_follow_from_the_length() -> None:
     config = load(("inner.schedule.type", "wsd"), ("run.outer_steps", "6"), ("outer.inner_steps", "50")).config
-    assert (config.total_inner_steps, config.warmup_steps, config.decay_steps) == (300, 15, 60)
-    assert load(("inner.schedule.warmup_steps", "7")).config.warmup_steps == 7
-    assert Config().decay_steps == 0
+    pace = pace_of(config)
+    assert (pace.total_inner_steps, pace.warmup_steps, pace.decay_steps) == (300, 15, 60)
+    assert pace_of(load(("inner.schedule.warmup_steps", "7")).config).warmup_steps == 7
+    assert pace_of(Config()).decay_steps == 0
 
 
 # -------------------------------------------------------------------------------------------------------- good values
@@ -520,7 +522,7 @@ def test_manifest_digest_ignores_how_values_were_written_and_sees_every_change()
 
 def test_manifest_is_the_same_bytes_in_another_process() -> None:
     script = (
-        "from isthmus.trainer.config import Config; from isthmus.trainer.run_manifest import manifest_of; "
+        "from isthmus.trainer.config.settings import Config; from isthmus.trainer.config.manifest import manifest_of; "
         "print(manifest_of(Config()))"
     )
     other = subprocess.run(

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from isthmus.collective.codec import codec_names
 from isthmus.optim import registry
-from isthmus.trainer.config_keys import KNOWN_KEYS
-from isthmus.trainer.config_methods import methods, methods_in
-from isthmus.trainer.config_outer import OuterSection, outer_section
+from isthmus.trainer.config.keys import KNOWN_KEYS
+from isthmus.trainer.config.methods import methods, methods_in
+from isthmus.trainer.config.outer import OuterSection, outer_section
 from isthmus.trainer.errors import ConfigError
 
 HEAD = '''\

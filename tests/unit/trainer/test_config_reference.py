@@ -4,9 +4,9 @@
 import re
 from pathlib import Path
 
-from isthmus.trainer.config_keys import KNOWN_KEYS
-from isthmus.trainer.config_methods import methods
-from isthmus.trainer.config_reference import as_reference
+from isthmus.trainer.config.keys import KNOWN_KEYS
+from isthmus.trainer.config.methods import methods
+from isthmus.trainer.config.reference import as_reference
 
 PAGE = Path(__file__).parents[3] / "trainer" / "CONFIG.md"
 

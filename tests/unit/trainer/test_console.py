@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from isthmus.trainer.console import Console
+from isthmus.trainer.cli.console import Console
 from tests.unit.trainer.screen import COLUMNS, Screen
 
 PIPE_NBYTES = 4096

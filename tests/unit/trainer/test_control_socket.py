@@ -16,10 +16,9 @@ import pytest
 import zmq
 
 from isthmus.collective.core.types import PeerId
-from isthmus.trainer.control_messages import PutOutRequest, RevokeRequest, TicketRequest
-from isthmus.trainer.control_socket import PEER_FILE_NAME, ControlClient, ControlServer, PeerFile, find_peer
+from isthmus.trainer.contact.ticket import Ticket, make_ticket
 from isthmus.trainer.errors import EnvironmentFault, ExitCode, NobodyReachable, NothingRuns, Refused
-from isthmus.trainer.status import (
+from isthmus.trainer.record.status import (
     CoordinationStatus,
     MemberStatus,
     PeerStatus,
@@ -28,7 +27,8 @@ from isthmus.trainer.status import (
     render_peers,
     render_status,
 )
-from isthmus.trainer.ticket import Ticket, make_ticket
+from isthmus.trainer.run.control_messages import PutOutRequest, RevokeRequest, TicketRequest
+from isthmus.trainer.run.control_socket import PEER_FILE_NAME, ControlClient, ControlServer, PeerFile, find_peer
 
 
 def a_status() -> Status:

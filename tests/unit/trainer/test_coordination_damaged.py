@@ -9,9 +9,9 @@ import pytest
 
 from isthmus.collective.core.types import Incarnation, PeerId, PeerRef
 from isthmus.elastic.core.config import CoordinatorConfig, RebuildRule
-from isthmus.trainer.config import CoordinatorSection
-from isthmus.trainer.coordination import Coordination
+from isthmus.trainer.config.settings import CoordinatorSection
 from isthmus.trainer.errors import IntegrityError
+from isthmus.trainer.run.coordination import Coordination
 from tests.unit.elastic.machines import KEYS
 
 RUN_ID = "run-0123abcd"

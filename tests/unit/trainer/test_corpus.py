@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isthmus.trainer.corpus import Corpus, DataError, load_corpus
+from isthmus.trainer.data.corpus import Corpus, DataError, load_corpus
 
 SENTENCE = "The quick brown fox jumps over the lazy dog; číslo. "
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from isthmus.trainer.corpus import DataError
-from isthmus.trainer.data import SampleSource, validation_batches
+from isthmus.trainer.data.corpus import DataError
+from isthmus.trainer.data.samples import SampleSource, validation_batches
 
 
 def numbered_tokens(count):

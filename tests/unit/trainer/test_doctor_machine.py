@@ -13,8 +13,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from isthmus.trainer import cli
-from isthmus.trainer import doctor_machine as machine
+from isthmus.trainer.cli import app as cli
+from isthmus.trainer.doctor import machine
 from isthmus.trainer.errors import ExitCode
 from tests.unit.trainer.test_doctor_report import SCHEMA
 
@@ -58,7 +58,9 @@ def test_one_failure_is_exit_code_3_and_the_rest_is_looked_at_all_the_same(
 
 
 def test_without_torch_the_doctor_still_says_so(here: Path) -> None:
-    program = "import sys; sys.modules['torch'] = None; from isthmus.trainer import cli; sys.exit(cli.run(['doctor']))"
+    program = (
+        "import sys; sys.modules['torch'] = None; from isthmus.trainer.cli import app; sys.exit(app.run(['doctor']))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (ExitCode.ENVIRONMENT, "")
     (line, cure) = done.stdout.splitlines()

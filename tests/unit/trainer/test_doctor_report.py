@@ -16,13 +16,13 @@ from isthmus.collective.errors import (
     SecurityRefused,
 )
 from isthmus.collective.transport.security import ANOTHER_RUN
-from isthmus.elastic.dialler import LATER_CODE
-from isthmus.trainer import doctor_network as network
-from isthmus.trainer.doctor_messages import Attempt, Called, CalledByBoth, MemberCalled
-from isthmus.trainer.doctor_path import Transfer, Trip
-from isthmus.trainer.doctor_report import Check, fail, ok, render_check, report_of, warn
-from isthmus.trainer.doctor_transfer import WINDOW_S, moved_of, rate_of, windows_of
-from isthmus.trainer.ticket import NEWEST_ID, Ticket, issue_token
+from isthmus.elastic.shell.dialler import LATER_CODE
+from isthmus.trainer.contact.ticket import NEWEST_ID, Ticket, issue_token
+from isthmus.trainer.doctor import network
+from isthmus.trainer.doctor.messages import Attempt, Called, CalledByBoth, MemberCalled
+from isthmus.trainer.doctor.path import Transfer, Trip
+from isthmus.trainer.doctor.report import Check, fail, ok, render_check, report_of, warn
+from isthmus.trainer.doctor.transfer import WINDOW_S, moved_of, rate_of, windows_of
 
 NOW_S = 1_800_000_000
 SCHEMA = {

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.trainer import doctor_run as run
-from isthmus.trainer.config import Config
-from isthmus.trainer.config_sources import Override, ResolvedConfig, load_config
-from isthmus.trainer.corpus import load_corpus
-from isthmus.trainer.doctor_messages import Facts
-from isthmus.trainer.run_manifest import manifest_of
+from isthmus.trainer.config.manifest import manifest_of
+from isthmus.trainer.config.settings import Config
+from isthmus.trainer.config.sources import Override, ResolvedConfig, load_config
+from isthmus.trainer.data.corpus import load_corpus
+from isthmus.trainer.doctor import run
+from isthmus.trainer.doctor.messages import Facts
 
 TEXT = "a bridge is no wider than it must be. " * 400
 

@@ -18,18 +18,18 @@ from isthmus.collective.transport.certificates import certificate_to_bytes, peer
 from isthmus.collective.transport.interfaces import gather_candidates
 from isthmus.collective.transport.link import Caps
 from isthmus.collective.transport.sockets import bind
-from isthmus.elastic.coordinator import CoordinatorShell
 from isthmus.elastic.core.config import CoordinatorConfig
 from isthmus.elastic.core.records import Record
-from isthmus.trainer.admission import Gatekeeper, RunTerms, authority_of, hello_maker, own_security
-from isthmus.trainer.doctor_callback import CALL_S, CallBack, answering
-from isthmus.trainer.doctor_messages import REPLIES, Attempt, Busy, Call, Called, hear, say
-from isthmus.trainer.doctor_path import Path, TurnRefused, Unreached, reach
-from isthmus.trainer.doctor_service import DoctorService, Surroundings
+from isthmus.elastic.shell.coordinator import CoordinatorShell
+from isthmus.trainer.contact.admission import Gatekeeper, RunTerms, authority_of, hello_maker, own_security
+from isthmus.trainer.contact.identity import PeerIdentity, RunIdentity
+from isthmus.trainer.contact.joining import PATIENCE_S, ask_admission, stranger_hello, stranger_security
+from isthmus.trainer.contact.ticket import NEWEST_ID, Ticket, make_ticket
+from isthmus.trainer.doctor.callback import CALL_S, CallBack, answering
+from isthmus.trainer.doctor.messages import REPLIES, Attempt, Busy, Call, Called, hear, say
+from isthmus.trainer.doctor.path import Path, TurnRefused, Unreached, reach
+from isthmus.trainer.doctor.service import DoctorService, Surroundings
 from isthmus.trainer.errors import leaves
-from isthmus.trainer.identity import PeerIdentity, RunIdentity
-from isthmus.trainer.joining import PATIENCE_S, ask_admission, stranger_hello, stranger_security
-from isthmus.trainer.ticket import NEWEST_ID, Ticket, make_ticket
 from tests.unit.elastic.machines import KEYS
 
 NOW_S = 1_000_000.0

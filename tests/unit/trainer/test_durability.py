@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
-from isthmus.elastic.commit_log import CommitLog
 from isthmus.elastic.core.messages import DataPosition, Held
-from isthmus.elastic.digest import Hasher
-from isthmus.elastic.replica import CommitEntry, ResultChunk, RoundRecord
-from isthmus.trainer.checkpoint import FOLDER_NAME, CheckpointStore
-from isthmus.trainer.durability import Durability, Origin
+from isthmus.elastic.donor.commit_log import CommitLog
+from isthmus.elastic.state.digest import Hasher
+from isthmus.elastic.state.replica import CommitEntry, ResultChunk, RoundRecord
+from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, CheckpointStore
+from isthmus.trainer.checkpoint.durability import Durability, Origin
+from isthmus.trainer.checkpoint.result_files import FOLDER_NAME as RESULTS_NAME
+from isthmus.trainer.checkpoint.result_files import VOTED_NAME, ResultFiles
+from isthmus.trainer.engine.outer_state import OuterState
 from isthmus.trainer.errors import CheckpointFailed
-from isthmus.trainer.outer_state import OuterState
-from isthmus.trainer.result_files import FOLDER_NAME as RESULTS_NAME
-from isthmus.trainer.result_files import VOTED_NAME, ResultFiles
 from tests.unit.trainer.rig import entry_of, numbers, outer_state, recorded, stage_mean
 from tests.unit.trainer.test_checkpoint import watch_the_disk
 

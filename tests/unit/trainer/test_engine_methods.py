@@ -11,15 +11,15 @@ import torch
 
 from isthmus.collective.core.types import OuterStep
 from isthmus.elastic.core.messages import Held
-from isthmus.elastic.digest import Hasher
+from isthmus.elastic.state.digest import Hasher
 from isthmus.optim import build_outer
 from isthmus.optim.outer import Outer, Work
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.optim.run_facts import RunFacts
 from isthmus.optim.simulate import Trajectory, by_samples, simulate
-from isthmus.trainer.outer_state import OuterState
-from isthmus.trainer.private_files import PrivateFiles
-from isthmus.trainer.state_version import tensor_name
+from isthmus.trainer.checkpoint.private_files import PrivateFiles
+from isthmus.trainer.engine.outer_state import OuterState
+from isthmus.trainer.engine.state_version import tensor_name
 from scripts.convergence.codec_wire import CodecWire
 from tests.unit.optim.adam_lab import AdamRows, OptimizerRows, Rows
 from tests.unit.optim.lab import INITIAL, TABLE

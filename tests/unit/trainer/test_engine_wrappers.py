@@ -7,13 +7,13 @@ from typing import get_args
 import pytest
 import torch
 
-from isthmus.elastic.digest import Hasher
+from isthmus.elastic.state.digest import Hasher
 from isthmus.optim import build_outer
 from isthmus.optim.error_feedback import ErrorFeedback
 from isthmus.optim.outer import Outer
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.optim.robust import Guard, Robust
-from isthmus.trainer.state_version import tensor_name
+from isthmus.trainer.engine.state_version import tensor_name
 from tests.unit.optim.lab import TABLE
 from tests.unit.trainer.engine_fleet import fleet, train
 from tests.unit.trainer.test_engine_methods import METHODS, RUN, rows_of, simulated

@@ -2,9 +2,9 @@
 import pytest
 import torch
 
-from isthmus.trainer.data import validation_batches
-from isthmus.trainer.evaluate import evaluate
-from isthmus.trainer.model import Decoder, preset, token_loss
+from isthmus.trainer.data.samples import validation_batches
+from isthmus.trainer.model.decoder import Decoder, preset, token_loss
+from isthmus.trainer.model.evaluate import evaluate
 
 CONFIG = preset("nano", num_layers=1, dim=16, num_heads=2, num_kv_heads=2, hidden_dim=16)
 TOKENS = (torch.arange(700) ** 2 % 251).to(torch.uint8).numpy()

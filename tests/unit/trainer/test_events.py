@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.trainer.errors import EnvironmentFault
-from isthmus.trainer.events import SCHEMA, EventLog, missing_files, older_files, read_events
+from isthmus.trainer.record.events import SCHEMA, EventLog, missing_files, older_files, read_events
 
 PEER_ID = "0123456789abcdef"
 

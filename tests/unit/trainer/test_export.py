@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from isthmus.trainer.checkpoint import FOLDER_NAME, STATE_NAME, CheckpointMeta, CheckpointStore
-from isthmus.trainer.config import Config
-from isthmus.trainer.config_outer import outer_section
-from isthmus.trainer.config_training import ModelSection
+from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, STATE_NAME, CheckpointMeta, CheckpointStore
+from isthmus.trainer.checkpoint.export import export_model
+from isthmus.trainer.config.manifest import manifest_of
+from isthmus.trainer.config.outer import outer_section
+from isthmus.trainer.config.settings import Config
+from isthmus.trainer.config.training import ModelSection
+from isthmus.trainer.config.wiring import fragments_of
 from isthmus.trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault
-from isthmus.trainer.export import export_model
-from isthmus.trainer.generate import generate, load_model
-from isthmus.trainer.model import initial_parameters
-from isthmus.trainer.run_manifest import manifest_of
-from isthmus.trainer.wiring import fragments_of
+from isthmus.trainer.model.decoder import initial_parameters
+from isthmus.trainer.model.generate import generate, load_model
 
 CONFIG = Config(model=ModelSection(preset="nano", num_layers=1, seq_len=16))
 

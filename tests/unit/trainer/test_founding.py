@@ -12,14 +12,17 @@ import torch
 
 from isthmus.collective.transport.certificates import certificate_to_bytes
 from isthmus.elastic.core.messages import IndexRange
-from isthmus.trainer.admission import authority_of
-from isthmus.trainer.checkpoint import FOLDER_NAME, CheckpointMeta, CheckpointStore
-from isthmus.trainer.config import Config
-from isthmus.trainer.config_sources import Override, load_config
-from isthmus.trainer.corpus import Corpus
+from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, CheckpointMeta, CheckpointStore
+from isthmus.trainer.config.manifest import manifest_of
+from isthmus.trainer.config.settings import Config
+from isthmus.trainer.config.sources import Override, load_config
+from isthmus.trainer.contact.admission import authority_of
+from isthmus.trainer.contact.identity import PeerFolder
+from isthmus.trainer.contact.ticket import decode_ticket, make_ticket
+from isthmus.trainer.data.corpus import Corpus
 from isthmus.trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault, IntegrityError, RunComplete
 from isthmus.trainer.files import MEMBERSHIP_NAME
-from isthmus.trainer.founding import (
+from isthmus.trainer.run.founding import (
     JOURNAL_NAME,
     STANDBY_TICKET_NAME,
     Founded,
@@ -34,9 +37,6 @@ from isthmus.trainer.founding import (
     stand_by,
     take_over,
 )
-from isthmus.trainer.identity import PeerFolder
-from isthmus.trainer.run_manifest import manifest_of
-from isthmus.trainer.ticket import decode_ticket, make_ticket
 
 TEXT = np.zeros(8, dtype=np.uint8)
 CORPUS = Corpus.of(TEXT, TEXT, "a text")

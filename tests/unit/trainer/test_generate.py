@@ -5,9 +5,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from isthmus.trainer import generate as generate_module
 from isthmus.trainer.errors import EnvironmentFault
-from isthmus.trainer.generate import (
+from isthmus.trainer.model import generate as generate_module
+from isthmus.trainer.model.decoder import Decoder, preset, token_loss
+from isthmus.trainer.model.generate import (
     CONFIG_NAME,
     WEIGHTS_NAME,
     ModelCorrupted,
@@ -16,7 +17,6 @@ from isthmus.trainer.generate import (
     load_model,
     save_model,
 )
-from isthmus.trainer.model import Decoder, preset, token_loss
 
 CONFIG = preset("nano", num_layers=1, dim=32, hidden_dim=48, max_seq_len=16)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from isthmus.collective.transport import Authority
+from isthmus.trainer.contact.identity import PeerFolder
 from isthmus.trainer.errors import EnvironmentFault, ExitCode, IntegrityError
-from isthmus.trainer.identity import PeerFolder
 
 
 def test_peer_keeps_its_id_and_each_start_is_later(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from isthmus.optim.fragments import FragmentTable
 from isthmus.optim.inner import InnerType, build_inner_optimizer, state_names
-from isthmus.trainer.data import SampleSource, validation_batches
+from isthmus.trainer.config.job import OptimizerJob, ScheduleJob, TrainingJob
+from isthmus.trainer.data.samples import SampleSource, validation_batches
 from isthmus.trainer.errors import ConfigError, TrainingFault
-from isthmus.trainer.evaluate import evaluate
-from isthmus.trainer.inner_loop import InnerLoop, shares
-from isthmus.trainer.model import Decoder, ModelConfig, initial_parameters, named_shapes, token_loss
-from isthmus.trainer.worker_job import OptimizerJob, ScheduleJob, TrainingJob
+from isthmus.trainer.model.decoder import Decoder, ModelConfig, initial_parameters, named_shapes, token_loss
+from isthmus.trainer.model.evaluate import evaluate
+from isthmus.trainer.workers.inner_loop import InnerLoop, shares
 
 MODEL = ModelConfig(dim=8, num_layers=2, num_heads=2, num_kv_heads=1, hidden_dim=12, max_seq_len=8)
 TABLE = FragmentTable.from_named_shapes(named_shapes(MODEL))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from isthmus.trainer.errors import ConfigError, ExitCode
-from isthmus.trainer.interrupts import Interrupts
+from isthmus.trainer.run.interrupts import Interrupts
 
 
 async def wait_for_signal(number: int) -> None:

@@ -7,7 +7,7 @@ import sys
 import msgspec
 import pytest
 
-from isthmus.trainer import ipc
+from isthmus.trainer.workers import ipc
 
 REQUESTS = [
     ipc.Load(serial=1, spans=((0, 4), (9, 12)), keep=0.5, reset_optimizer=True),
@@ -93,13 +93,13 @@ def test_the_largest_step_fits() -> None:
 
 
 def test_importing_the_messages_does_not_import_torch() -> None:
-    code = "import sys, isthmus.trainer.ipc; sys.exit('torch' in sys.modules)"
+    code = "import sys, isthmus.trainer.workers.ipc; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0
 
 
 def test_importing_the_pool_does_not_import_what_only_workers_need() -> None:
     code = (
-        "import sys, isthmus.trainer.worker_pool; "
+        "import sys, isthmus.trainer.workers.pool; "
         "sys.exit(any(m.startswith('torch.distributed.fsdp') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0

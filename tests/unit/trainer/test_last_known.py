@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.trainer.cli import run
+from isthmus.trainer.cli.app import run
 from isthmus.trainer.errors import ExitCode
-from isthmus.trainer.events import FILE_NAME, EventLog
 from isthmus.trainer.files import MEMBERSHIP_NAME
+from isthmus.trainer.record.events import FILE_NAME, EventLog
 
 
 def write_log(folder: Path, *, steps: int, code: int | None, cause: str = "") -> None:

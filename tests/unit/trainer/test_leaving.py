@@ -6,8 +6,8 @@ import os
 import msgspec
 import pytest
 
-from isthmus.trainer.leaving import describe
-from isthmus.trainer.status import FetchStatus, LeavingStatus, Status
+from isthmus.trainer.cli.leaving import describe
+from isthmus.trainer.record.status import FetchStatus, LeavingStatus, Status
 
 STATUS = Status(
     run_id="demo-0123abcd",

@@ -16,8 +16,8 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from isthmus.trainer.errors import EnvironmentFault, ExitCode
-from isthmus.trainer.metrics import Metrics
-from isthmus.trainer.metrics_server import TOO_LONG, TOO_MANY, TOO_SLOW, MetricsServer
+from isthmus.trainer.record.metrics import Metrics
+from isthmus.trainer.record.metrics_server import TOO_LONG, TOO_MANY, TOO_SLOW, MetricsServer
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def _is_refused(client: socket.socket) -> bool:
 def test_request_that_does_not_end_is_ended_though_a_byte_comes_now_and_then(
     server: MetricsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isthmus.trainer.metrics_server._DEADLINE_S", 0.3)
+    monkeypatch.setattr("isthmus.trainer.record.metrics_server._DEADLINE_S", 0.3)
     with dial(server) as client:
         until(lambda: _is_refused(client), timeout_s=5)
     assert server.refused == {TOO_SLOW: 1}

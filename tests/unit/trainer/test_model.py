@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from isthmus.trainer.evaluate import evaluate
-from isthmus.trainer.model import (
+from isthmus.trainer.model.decoder import (
     PRESETS,
     Attention,
     Decoder,
@@ -30,6 +29,7 @@ from isthmus.trainer.model import (
     rotate,
     token_loss,
 )
+from isthmus.trainer.model.evaluate import evaluate
 
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=24, max_seq_len=12)
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 256
@@ -394,8 +394,6 @@ def test_gradient_reaches_every_parameter_and_matches_a_finite_difference():
 
 
 def test_a_peer_knows_its_shapes_without_torchs_compiler() -> None:
-    code = (
-        "import sys; from isthmus.trainer.model import ModelConfig, named_shapes; named_shapes(ModelConfig(**CONFIG))"
-    )
+    code = "import sys; from isthmus.trainer.model.decoder import *; named_shapes(ModelConfig(**CONFIG))"
     code = code.replace("CONFIG", repr(dataclasses.asdict(SMALL))) + "; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.elastic.digest import Hasher, StateManifest
 from isthmus.elastic.errors import StateMismatch
-from isthmus.trainer import moments as module
-from isthmus.trainer.moments import MOMENTS, Moments
+from isthmus.elastic.state.digest import Hasher, StateManifest
+from isthmus.trainer.engine import moments as module
+from isthmus.trainer.engine.moments import MOMENTS, Moments
 
 NUMEL = 1000
 

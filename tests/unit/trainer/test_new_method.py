@@ -28,7 +28,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def isthmus(package: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from isthmus.trainer.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from isthmus.trainer.cli.app import main; main()", *arguments],
         cwd=package.parent,
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"},
         capture_output=True,

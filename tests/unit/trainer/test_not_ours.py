@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.trainer.cli_support import choose_folder
-from isthmus.trainer.control_socket import PEER_FILE_NAME, find_peer
+from isthmus.trainer.cli.support import choose_folder
 from isthmus.trainer.errors import ExitCode, NothingRuns, NotOurs
+from isthmus.trainer.run.control_socket import PEER_FILE_NAME, find_peer
 
 STRANGER = 10001
 

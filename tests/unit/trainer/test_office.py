@@ -11,16 +11,16 @@ from isthmus.collective.core.types import Incarnation, PeerId, PeerRef
 from isthmus.collective.errors import SecurityRefused
 from isthmus.collective.transport import Authority, Credentials, Security
 from isthmus.collective.transport.certificates import certificate_to_bytes
-from isthmus.elastic.coordinator import CoordinatorShell
 from isthmus.elastic.core.config import CoordinatorConfig
 from isthmus.elastic.core.events import UseTicket
 from isthmus.elastic.core.messages import Bar, Trust
-from isthmus.elastic.journal import Journal
-from isthmus.trainer.bouncer import Bouncer
-from isthmus.trainer.identity import RunIdentity
-from isthmus.trainer.office import Office
-from isthmus.trainer.status import PeerStatus
-from isthmus.trainer.ticket import verify_token
+from isthmus.elastic.journal.journal import Journal
+from isthmus.elastic.shell.coordinator import CoordinatorShell
+from isthmus.trainer.contact.bouncer import Bouncer
+from isthmus.trainer.contact.identity import RunIdentity
+from isthmus.trainer.contact.office import Office
+from isthmus.trainer.contact.ticket import verify_token
+from isthmus.trainer.record.status import PeerStatus
 from tests.unit.elastic.machines import KEYS
 
 NOW_S = 1_000_000.0

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from isthmus.collective import OperationAborted, PlanMismatch
+from isthmus.collective.api.standalone import peer_id_of
 from isthmus.collective.codec import codec_named
-from isthmus.collective.standalone import peer_id_of
 from isthmus.optim.fragments import FragmentKey
 from isthmus.optim.outer import Emitted, Op, Round
 from isthmus.optim.workload import draw_pairs

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from isthmus.collective import BlockingCommunicator, CollectiveError, view_of
-from isthmus.collective.standalone import peer_id_of
+from isthmus.collective.api.standalone import peer_id_of
 from isthmus.optim import ANCHOR, build_outer
 from isthmus.optim.fragments import FragmentKey
 from isthmus.optim.outer import GRAD, Emitted, Op, Outer, Round, Settled

@@ -15,16 +15,16 @@ import torch
 from isthmus.collective.core.types import OuterStep
 from isthmus.collective.errors import RemoteProtocolError
 from isthmus.elastic.core.messages import Held
-from isthmus.elastic.digest import Hasher, chunk_of
 from isthmus.elastic.errors import StateDiverged, StateMismatch
-from isthmus.elastic.parity import Difference, differing
-from isthmus.elastic.replica import CommitEntry, ResultChunk, RoundRecord
+from isthmus.elastic.state.digest import Hasher, chunk_of
+from isthmus.elastic.state.parity import Difference, differing
+from isthmus.elastic.state.replica import CommitEntry, ResultChunk, RoundRecord
 from isthmus.optim.diloco import MOMENTUM, DiLoCo
 from isthmus.optim.fragments import FragmentTable
 from isthmus.optim.outer import ANCHOR, Result
 from isthmus.optim.outer_plan import OuterPlan
-from isthmus.trainer.outer_state import OuterState
-from isthmus.trainer.state_version import Version
+from isthmus.trainer.engine.outer_state import OuterState
+from isthmus.trainer.engine.state_version import Version
 from tests.unit.trainer.rig import (
     NUMEL,
     entry_of,

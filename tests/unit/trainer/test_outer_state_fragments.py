@@ -11,15 +11,15 @@ import torch
 
 from isthmus.collective.errors import RemoteProtocolError
 from isthmus.elastic.core.messages import Held
-from isthmus.elastic.digest import Hasher, TensorManifest
 from isthmus.elastic.errors import StateDiverged
-from isthmus.elastic.parity import Difference, contents_of, salvage
-from isthmus.elastic.replica import CommitEntry
+from isthmus.elastic.state.digest import Hasher, TensorManifest
+from isthmus.elastic.state.parity import Difference, contents_of, salvage
+from isthmus.elastic.state.replica import CommitEntry
 from isthmus.optim.fragments import FragmentTable
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.optim.streaming import Streaming
-from isthmus.trainer.outer_state import OuterState
-from isthmus.trainer.state_version import gather_anchor
+from isthmus.trainer.engine.outer_state import OuterState
+from isthmus.trainer.engine.state_version import gather_anchor
 from tests.unit.trainer.rig import entry_of, has_the_bits_of_its_manifest, numbers, recorded, stage_mean
 
 TABLE = FragmentTable.from_named_shapes([("embedding", (300,)), *((f"layer{n}", (500,)) for n in range(8))])

@@ -7,9 +7,9 @@ from isthmus.optim.error_feedback import ErrorFeedback
 from isthmus.optim.outer import Outer
 from isthmus.optim.robust import Robust
 from isthmus.optim.wrapper import Wrapper
-from isthmus.trainer.config_sources import Override, load_config
+from isthmus.trainer.config.outer_method import method_of
+from isthmus.trainer.config.sources import Override, load_config
 from isthmus.trainer.errors import ConfigError
-from isthmus.trainer.outer_method import method_of
 
 Flags = dict[str, str]
 

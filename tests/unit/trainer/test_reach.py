@@ -6,7 +6,7 @@ import ipaddress
 import pytest
 
 from isthmus.collective.core.address import candidates_of, split_address
-from isthmus.trainer.reach import reachable_at
+from isthmus.trainer.contact.reach import reachable_at
 
 
 def test_a_peer_that_listens_at_one_address_tells_that_or_what_its_operator_says() -> None:

@@ -12,7 +12,7 @@ import torch
 from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
 from isthmus.collective.errors import NonFiniteInput, OperationAborted
 from isthmus.elastic.core.messages import Held
-from isthmus.elastic.digest import Hasher
+from isthmus.elastic.state.digest import Hasher
 from isthmus.optim.diloco import DiLoCo
 from isthmus.optim.fragments import FragmentTable
 from isthmus.optim.outer import ANCHOR, Result

@@ -11,7 +11,7 @@ import pytest
 from isthmus.elastic.core.leases import count
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.elastic.errors import NotAMember, RunFinished
-from isthmus.trainer.sample_feed import LeasesLost, SampleFeed
+from isthmus.trainer.engine.sample_feed import LeasesLost, SampleFeed
 
 STOCK = 8
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.optim.fragments import FragmentTable
-from isthmus.trainer.shards import ShardMap, shard_rows
+from isthmus.trainer.workers.shards import ShardMap, shard_rows
 
 SHAPES = [("weight", (3, 4)), ("gain", (5,)), ("bias", (2,))]
 TABLE = FragmentTable.from_named_shapes(SHAPES)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isthmus.trainer.errors import EnvironmentFault
-from isthmus.trainer.shared_buffer import SharedBuffer, SharedTokens
+from isthmus.trainer.workers.shared_buffer import SharedBuffer, SharedTokens
 
 
 def test_two_maps_of_one_descriptor_show_the_same_memory() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isthmus.trainer.status import MemberStatus, RoundStatus, Status
-from isthmus.trainer.summary import format_duration, live_line, shown, summary
+from isthmus.trainer.record.status import MemberStatus, RoundStatus, Status
+from isthmus.trainer.record.summary import format_duration, live_line, shown, summary
 
 STATUS = Status(
     run_id="demo-0123abcd",

@@ -3,7 +3,7 @@
 
 import pytest
 
-from isthmus.trainer.tally import Done, Tally
+from isthmus.trainer.engine.tally import Done, Tally
 
 
 def test_work_since_the_emission_belongs_to_the_next_step() -> None:

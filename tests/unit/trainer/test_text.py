@@ -11,14 +11,14 @@ import pytest
 from isthmus.collective.core.types import PeerId
 from isthmus.collective.errors import PeerUnreachable
 from isthmus.collective.transport import Channel
-from isthmus.elastic import text_fetch
-from isthmus.elastic.state_wire import ChunkMap, TextOffer
-from isthmus.trainer.config import Config
-from isthmus.trainer.config_sources import Override, load_config
-from isthmus.trainer.corpus import CHUNK_NBYTES, Corpus, DataError
+from isthmus.elastic.learner import text_fetch
+from isthmus.elastic.state.wire import ChunkMap, TextOffer
+from isthmus.trainer.config.settings import Config
+from isthmus.trainer.config.sources import Override, load_config
+from isthmus.trainer.data.corpus import CHUNK_NBYTES, Corpus, DataError
+from isthmus.trainer.data.text import FoundText, GivenText, _Teller, fetch_text, founders_text, joiners_text
+from isthmus.trainer.data.text_shelf import TextShelf
 from isthmus.trainer.errors import NobodyReachable, Refused
-from isthmus.trainer.text import FoundText, GivenText, _Teller, fetch_text, founders_text, joiners_text
-from isthmus.trainer.text_shelf import TextShelf
 
 LINES = "one line after the other\n"
 DIGEST_OF_NONE = "0" * 64

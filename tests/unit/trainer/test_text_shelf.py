@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isthmus.elastic.digest import describe_state
-from isthmus.elastic.state_wire import ChunkMap, TextOffer
-from isthmus.trainer import text_shelf
-from isthmus.trainer.corpus import CHUNK_NBYTES, Corpus, TokenArray
+from isthmus.elastic.state.digest import describe_state
+from isthmus.elastic.state.wire import ChunkMap, TextOffer
+from isthmus.trainer.data import text_shelf
+from isthmus.trainer.data.corpus import CHUNK_NBYTES, Corpus, TokenArray
+from isthmus.trainer.data.text import GivenText
+from isthmus.trainer.data.text_shelf import FOLDER_NAME, TextShelf
 from isthmus.trainer.errors import EnvironmentFault, Refused
-from isthmus.trainer.shared_buffer import SharedTokens
-from isthmus.trainer.text import GivenText
-from isthmus.trainer.text_shelf import FOLDER_NAME, TextShelf
+from isthmus.trainer.workers.shared_buffer import SharedTokens
 
 NUM_TRAIN, NUM_VALIDATION = 2 * CHUNK_NBYTES + 500, CHUNK_NBYTES + 3
 NUM_CHUNKS = 5

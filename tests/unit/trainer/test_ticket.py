@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.trainer.errors import ConfigError, ExitCode
-from isthmus.trainer.ticket import (
+from isthmus.trainer.contact.ticket import (
     TOKEN_NBYTES,
     Ticket,
     TicketFault,
@@ -31,6 +30,7 @@ from isthmus.trainer.ticket import (
     read_ticket,
     verify_token,
 )
+from isthmus.trainer.errors import ConfigError, ExitCode
 
 SECRET = b"s" * 32
 ID = b"ticket 1"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from isthmus.elastic.digest import Hasher
 from isthmus.elastic.errors import NotAMember
+from isthmus.elastic.state.digest import Hasher
 from isthmus.trainer.errors import TrainingFault
 from tests.unit.trainer.loop_rig import BATCH, INNER_STEPS, Happening, Rig
 

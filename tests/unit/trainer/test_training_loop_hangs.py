@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.elastic.digest import Hasher
+from isthmus.elastic.state.digest import Hasher
 from isthmus.trainer.errors import WorkerCrashed
-from isthmus.trainer.worker_link import WorkerStalled
-from isthmus.trainer.worker_process import WorkerDied
+from isthmus.trainer.workers.link import WorkerStalled
+from isthmus.trainer.workers.process import WorkerDied
 from tests.unit.trainer.loop_rig import BATCH, INNER_STEPS, Happening, Rig
 
 HANG = WorkerStalled("step", (0,), 1.0, "hangs")

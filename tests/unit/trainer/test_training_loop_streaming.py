@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from isthmus.elastic.digest import Hasher
-from isthmus.trainer.state_version import gather_anchor
+from isthmus.elastic.state.digest import Hasher
+from isthmus.trainer.engine.state_version import gather_anchor
 from tests.unit.trainer.loop_rig import BATCH, INNER_STEPS, NUMEL, Happening, Rig
 
 H, P, DELAY = 8, 4, 2

@@ -7,12 +7,11 @@ import torch
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.optim.diloco import DiLoCo
 from isthmus.optim.streaming import Streaming
-from isthmus.trainer.config import Config
-from isthmus.trainer.config_sources import Override, load_config
-from isthmus.trainer.errors import ConfigError
-from isthmus.trainer.model import initial_parameters
-from isthmus.trainer.outer_method import method_of
-from isthmus.trainer.wiring import (
+from isthmus.trainer.config.job import OptimizerJob
+from isthmus.trainer.config.outer_method import method_of
+from isthmus.trainer.config.settings import Config
+from isthmus.trainer.config.sources import Override, load_config
+from isthmus.trainer.config.wiring import (
     bulk_options,
     coordinator_config,
     fragment_table,
@@ -22,7 +21,8 @@ from isthmus.trainer.wiring import (
     samples_in_stock,
     training_job,
 )
-from isthmus.trainer.worker_job import OptimizerJob
+from isthmus.trainer.errors import ConfigError
+from isthmus.trainer.model.decoder import initial_parameters
 
 SMALL = {"dim": 16, "num_layers": 1, "num_heads": 2, "hidden_dim": 32, "seq_len": 32}
 

@@ -10,9 +10,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from isthmus.trainer import ipc
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, IsthmusError, TrainingFault, WorkerCrashed
-from isthmus.trainer.worker_link import WINDOW, WorkerLink, WorkerStalled
+from isthmus.trainer.workers import ipc
+from isthmus.trainer.workers.link import WINDOW, WorkerLink, WorkerStalled
 
 TIMEOUT_S = 5.0
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from isthmus.trainer.worker_pace import WorkerPace
+from isthmus.trainer.workers.pace import WorkerPace
 
 
 def test_the_first_request_of_a_kind_may_take_longest() -> None:

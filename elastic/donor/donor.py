@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serving the shared state to learners, and the run's text to joiners, while training goes on.
+
+Rules: the members never wait for a learner. A snapshot is pinned, not copied, and its digests were made when its step
+was committed; a learner that stops reading only fills its own connection's buffers and is cut off at its deadline.
+A pin is always released, however the connection ends. At most
+`max_connections` are answered at once; others are told so.
+Exchanges come first: while their bytes move here, or use up the cap on the upload, chunks of a snapshot wait. After
+`TURN_S` a piece goes all the same, so that a learner can tell a busy donor from a dead one. Commits wait for no
+exchange: whoever asks for one may be the very member that it waits for. A text may take hours, so those who read one
+leave half of the connections to learners; its bytes come from the disk, so a thread reads them. What the bytes mean is
+not known here.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable
+
+from isthmus.collective.core.bucket import TokenBucket
+from isthmus.collective.core.types import Instant, OuterStep, PeerId
+from isthmus.collective.errors import RemoteProtocolError
+from isthmus.collective.transport import Channel
+from isthmus.collective.transport.wire import FrameType
+from isthmus.elastic.donor.commit_log import CommitLog
+from isthmus.elastic.state.replica import Pinned, PrivateState, Replica, SharedText
+from isthmus.elastic.state.wire import (
+    MAX_STOCK,
+    PIECE_NBYTES,
+    REQUESTS,
+    ChunkMap,
+    ChunkRequest,
+    CommitHeader,
+    CommitRequest,
+    ManifestRequest,
+    Pace,
+    PrivateRequest,
+    Refusal,
+    StateRequest,
+    Stock,
+    StockRequest,
+    TextOffer,
+    TextRequest,
+)
+from isthmus.elastic.wire import decode, encode
+
+TURN_S = 2.0
+"""What a piece may wait for exchanges. Far less than a learner's patience."""
+
+_LOOK_S = 0.01
+_QUIET_S = 0.05
+"""An exchange that has moved nothing for so long is over, or waits for somebody."""
+
+
+class Donor:
+    """Answers the questions of learners from a replica and a commit log.
+
+    Args:
+        replica: whose held state is pinned.
+        commit_log: the newest commits.
+        pace: how long a learner may take to accept an answer.
+        max_connections: how many are answered at once; each may hold a pin, and a learner uses up to two.
+        idle_timeout_s: how long a learner may ask nothing.
+        upload: what this node may send; shared with its exchanges.
+        exchanged: a number that grows with every byte that exchanges move here.
+        private: this peer's own state, for those that may have it.
+        text: what the run trains on; None: it cannot be had here.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        commit_log: CommitLog,
+        *,
+        pace: Pace | None = None,
+        max_connections: int = 8,
+        idle_timeout_s: float = 120.0,
+        upload: TokenBucket | None = None,
+        exchanged: Callable[[], int] = lambda: 0,
+        private: PrivateState | None = None,
+        text: SharedText | None = None,
+    ) -> None:
+        self._replica = replica
+        self._private = private
+        self._text = text
+        self._commit_log = commit_log
+        self._pace = pace or Pace()
+        self._max_connections = max_connections
+        self._idle_timeout_s = idle_timeout_s
+        self._upload = upload
+        self._exchanged = exchanged
+        self._exchanged_before = exchanged()
+        self._moved_at = -math.inf
+        self._turn = asyncio.Lock()
+        self._sessions: set[_Session] = set()
+        self.bytes_served = 0
+        """Bytes of chunks, results and text sent since the start."""
+
+    async def serve(self, channel: Channel) -> None:
+        """Answer one learner until it goes. The route for STATE connections of the listener.
+
+        Raises:
+            CollectiveError: always, in the end: that is how a connection ends. The pin is released before.
+        """
+        session = _Session(self, channel)
+        self._sessions.add(session)
+        try:
+            await session.run()
+        finally:
+            self._sessions.discard(session)
+            session.release()
+            channel.close()
+
+    async def room_for(self, nbytes: int, *, is_urgent: bool = False) -> None:
+        """Wait until so many bytes may go; under a cap, one learner after the other."""
+        cap, clock = self._upload, asyncio.get_running_loop().time
+        since = clock()
+        while not is_urgent and self._is_exchanging(clock()) and clock() - since < TURN_S:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
+        if cap is None:
+            return
+        async with self._turn:
+            # Once its turn is up it needs no room any more, only that the piece before is paid for.
+            while delay_s := cap.delay_s(clock(), nbytes if clock() - since < TURN_S else 0):  # noqa: ASYNC110
+                await asyncio.sleep(min(delay_s, TURN_S))
+            cap.take(clock(), nbytes)
+
+    def _is_exchanging(self, now: Instant) -> bool:
+        moved = self._exchanged()
+        if moved != self._exchanged_before:
+            self._exchanged_before, self._moved_at = moved, now
+        return now - self._moved_at < _QUIET_S
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open now."""
+        return len(self._sessions)
+
+    def fetches(self) -> dict[PeerId, tuple[int, int]]:
+        """Bytes of a snapshot that were sent to each learner, and bytes of the whole state."""
+        result: dict[PeerId, tuple[int, int]] = {}
+        for session in self._sessions:
+            if session.snapshot_nbytes:
+                sent_nbytes, _ = result.get(session.peer_id, (0, 0))
+                result[session.peer_id] = sent_nbytes + session.sent_nbytes, session.snapshot_nbytes
+        return result
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one connection more than allowed is open."""
+        return self.num_connections > self._max_connections
+
+    @property
+    def is_full_of_readers(self) -> bool:
+        """Whether as many read the text as may."""
+        return 2 * sum(session.reads_text for session in self._sessions) >= self._max_connections
+
+
+async def refuse(channel: Channel, reason: str, *, timeout_s: float = 10.0) -> None:
+    """Answer one question of a learner, where there is no donor.
+
+    Raises:
+        CollectiveError: it asked nothing, or did not listen.
+    """
+    try:
+        await channel.receive(timeout_s=timeout_s)
+        await channel.send(FrameType.STATE_ERROR, encode(Refusal(reason)), timeout_s=timeout_s)
+    finally:
+        channel.close()
+
+
+class _Session:
+    """One learner's connection: its pin and its questions."""
+
+    def __init__(self, donor: Donor, channel: Channel) -> None:
+        self._donor = donor
+        self._channel = channel
+        self.peer_id = channel.hello.ref.peer_id
+        self.sent_nbytes = 0
+        """Of the snapshot that this learner was offered last."""
+        self.snapshot_nbytes = 0
+        self.reads_text = False
+        """Whether chunks are those of the text."""
+        self._pinned: Pinned | None = None
+        self._chunks: ChunkMap | None = None
+
+    async def run(self) -> None:
+        """Answer questions in their order, for ever."""
+        while True:
+            frame = await self._channel.receive(timeout_s=self._donor._idle_timeout_s)
+            if frame.type is not FrameType.STATE_REQUEST:
+                raise RemoteProtocolError("not a state request")
+            request = decode(REQUESTS, frame.payload)
+            if self._donor.is_full:
+                await self._refuse("this peer serves as many learners as it may", is_busy=True)
+            else:
+                await self._answer(request)
+
+    def release(self) -> None:
+        """Give the pin up, if there is one."""
+        if self._pinned is not None:
+            self._pinned.release()
+        self._pinned = self._chunks = None
+        self.reads_text = False
+
+    async def _answer(self, request: StateRequest) -> None:
+        match request:
+            case ManifestRequest():
+                await self._describe()
+            case PrivateRequest():
+                await self._describe_private()
+            case TextRequest():
+                await self._describe_text()
+            case ChunkRequest(index=index):
+                await self._send_chunk(index)
+            case CommitRequest(outer_step=outer_step):
+                self.release()  # who replays needs no snapshot: a pin would cost us a copy of the state
+                await self._send_commit(outer_step)
+            case StockRequest(first=first):
+                sizes = self._donor._commit_log.sizes_from(first)[:MAX_STOCK]
+                await self._send(FrameType.STATE_HEADER, encode(Stock(sizes)))
+
+    async def _describe(self) -> None:
+        self.release()
+        if self._donor._replica.held() is None:
+            await self._refuse("this peer holds no state")
+            return
+        pinned = self._donor._replica.pin()
+        self.sent_nbytes, self.snapshot_nbytes = 0, pinned.manifest.nbytes
+        await self._offer(pinned)
+
+    async def _describe_private(self) -> None:
+        self.release()
+        private = self._donor._private
+        lent = None if private is None else await private.lend()
+        if lent is None:
+            await self._refuse("this peer has no state of its own to give")
+        else:
+            await self._offer(lent)
+
+    async def _describe_text(self) -> None:
+        self.release()
+        text = self._donor._text
+        if text is None:
+            await self._refuse("this peer has no text to give")
+        elif self._donor.is_full_of_readers:
+            await self._refuse("this peer gives the text to as many as it may", is_busy=True)
+        else:
+            self.reads_text, self._chunks = True, ChunkMap(text.manifest)
+            await self._send(FrameType.STATE_HEADER, encode(TextOffer(text.manifest, text.description)))
+
+    async def _offer(self, pinned: Pinned) -> None:
+        self._pinned, self._chunks = pinned, ChunkMap(pinned.manifest)
+        await self._send(FrameType.STATE_HEADER, encode(pinned.manifest))
+
+    async def _send_chunk(self, index: int) -> None:
+        if self._chunks is None:
+            raise RemoteProtocolError("chunk asked for before the manifest")
+        place = self._chunks.place(index)
+        if self._pinned is not None:
+            await self._send_pieces(index, self._pinned.chunk(*place))
+        elif (text := self._donor._text) is not None:
+            await self._send_pieces(index, await asyncio.to_thread(text.read, *place))
+
+    async def _send_commit(self, outer_step: OuterStep) -> None:
+        entry = self._donor._commit_log.get(outer_step)
+        if entry is None:
+            span = self._donor._commit_log.span
+            await self._refuse(f"commits {span.start} to {span.stop - 1} are kept, not {outer_step}")
+            return
+        await self._send(FrameType.STATE_HEADER, encode(CommitHeader.of(entry)))
+        for number, chunk in enumerate(entry.chunks):
+            await self._send_pieces(number, memoryview(chunk.data), is_urgent=True)
+
+    async def _send_pieces(self, number: int, data: memoryview, *, is_urgent: bool = False) -> None:
+        for start in range(0, data.nbytes, PIECE_NBYTES):
+            piece = data[start : start + PIECE_NBYTES]
+            await self._donor.room_for(piece.nbytes, is_urgent=is_urgent)
+            await self._send(FrameType.STATE_CHUNK, piece, chunk=number)
+            self._donor.bytes_served += piece.nbytes
+            self.sent_nbytes += piece.nbytes
+
+    async def _refuse(self, reason: str, *, is_busy: bool = False) -> None:
+        await self._send(FrameType.STATE_ERROR, encode(Refusal(reason, is_busy)))
+
+    async def _send(self, frame_type: FrameType, payload: bytes | memoryview, *, chunk: int = 0) -> None:
+        timeout_s = self._donor._pace.allowance_s(len(payload))
+        await self._channel.send(frame_type, payload, chunk=chunk, timeout_s=timeout_s)

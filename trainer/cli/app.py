@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `isthmus`.
+
+Rules: stdout is the result, stderr is logs and progress; a command imports what it needs when it runs, so that help,
+status and leave answer at once; every flag is known or an error. What the commands do stands elsewhere.
+
+Exit codes: see `trainer.errors.ExitCode`. What talks to a running peer ends with 0, or 4 where none runs; with 5 where
+it is not done.
+"""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from isthmus.trainer.cli import audit as cli_audit
+from isthmus.trainer.cli import config as cli_config
+from isthmus.trainer.cli import doctor as cli_doctor
+from isthmus.trainer.cli import models as cli_models
+from isthmus.trainer.cli import operator as cli_operator
+from isthmus.trainer.cli import peers as cli_peers
+from isthmus.trainer.cli.completion import TakesConfig
+from isthmus.trainer.cli.config import invocation_of
+from isthmus.trainer.cli.support import PROGRAM, TAKES_CONFIG, report, take_apart
+from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode
+
+app = typer.Typer(
+    name=PROGRAM,
+    help="Train one model on machines far apart, badly connected and unreliable.",
+    epilog="Any config key can be given as a flag (--inner.lr 3e-4); --debug shows tracebacks.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Look at the configuration.", rich_markup_mode=None)
+app.add_typer(config_app, name="config")
+
+for command in (
+    cli_config.init,
+    cli_doctor.doctor,
+    cli_peers.up,
+    cli_peers.join,
+    cli_peers.coordinator,
+    cli_peers.leave,
+    cli_peers.status,
+    cli_operator.peers,
+    cli_operator.evict,
+    cli_operator.ban,
+    cli_operator.ticket,
+    cli_audit.audit,
+    cli_models.export,
+    cli_models.sample,
+):
+    app.command(cls=TakesConfig if command.__name__ in TAKES_CONFIG else None)(command)
+config_app.command(cls=TakesConfig)(cli_config.show)
+config_app.command()(cli_config.reference)
+
+
+def main() -> None:
+    """The console script."""
+    _have_descriptors()
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(argv: list[str]) -> int:
+    """One command line; returns the exit code. Whatever happens, people get a sentence."""
+    debug, as_json = "--debug" in argv, "--json" in argv
+    try:
+        invocation = take_apart(argv)
+        outcome = typer.main.get_command(app).main(
+            args=list(invocation.arguments), prog_name=PROGRAM, standalone_mode=False, obj=invocation
+        )
+        _flush()
+    except BrokenPipeError:
+        _drop_output()  # whoever reads has read enough, as in `isthmus audit … | head`
+        return int(ExitCode.DONE)
+    except (KeyboardInterrupt, typer.Abort):
+        return int(ExitCode.FORCED)
+    except Exception as error:  # noqa: BLE001 - the root: every error becomes a sentence and an exit code
+        return report(error, debug=debug, as_json=as_json)
+    return int(outcome) if isinstance(outcome, int) else int(ExitCode.DONE)
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_output()
+        raise EnvironmentFault(
+            f"the result cannot be written to standard output: {error.strerror}", cure="free some space there"
+        ) from error
+
+
+def _drop_output() -> None:
+    """Python writes at its end what could not be written before, and complains."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _have_descriptors() -> None:
+    """Put the null device where stdin, stdout or stderr were closed: a socket must not get their numbers."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the smallest number that is free
+    sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115 - open as long as the process
+    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """Look at what all commands share."""
+    if version:
+        from importlib.metadata import version as version_of
+
+        print(f"{PROGRAM} {version_of(PROGRAM)}")
+        raise typer.Exit
+    command = context.invoked_subcommand
+    if command is None:
+        print(context.get_help())
+    elif (given := invocation_of(context).overrides) and command not in TAKES_CONFIG:
+        raise ConfigError(f"no such option --{given[0][0]}", cure=f"{PROGRAM} {command} takes no configuration")

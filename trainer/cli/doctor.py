@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command that says what is wrong with a machine, and with the way from it to a run."""
+
+import asyncio
+import shutil
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from isthmus.trainer.cli.config import AsJson, ConfigFiles, Dir, resolve
+from isthmus.trainer.cli.peers import (
+    Advertise,
+    Device,
+    Insecure,
+    Listen,
+    LocalWorkers,
+    MaxDownload,
+    MaxUpload,
+    OwnCopy,
+    Tls,
+)
+from isthmus.trainer.cli.support import RUNS_FOLDER
+from isthmus.trainer.errors import ExitCode
+
+if TYPE_CHECKING:
+    from isthmus.trainer.doctor.report import Check
+
+
+def doctor(
+    context: typer.Context,
+    ticket: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="The ticket, @FILE that holds it, or - for standard input. Without one this machine alone is looked "
+            "at.",
+            show_default=False,
+        ),
+    ] = None,
+    config: ConfigFiles = None,
+    data: OwnCopy = None,
+    directory: Dir = None,
+    local_workers: LocalWorkers = None,
+    device: Device = None,
+    listen: Listen = None,
+    advertise: Advertise = None,
+    max_upload: MaxUpload = None,
+    max_download: MaxDownload = None,
+    tls: Tls = None,
+    insecure: Insecure = False,
+    as_json: AsJson = False,
+) -> int:
+    """Look at this machine, and with a ticket at the way to its run. Changes nothing; exit code 3 if something fails.
+
+    Two seconds of traffic each way show what the line carries.
+    """
+    resolved = resolve(
+        context,
+        files=config,
+        flags={
+            "node.data": ("--data", None if data is None else data.absolute()),
+            "node.dir": ("--dir", directory),
+            "node.local_workers": ("--local-workers", local_workers),
+            "node.device": ("--device", device),
+            "node.listen": ("--listen", listen),
+            "node.advertise": ("--advertise", advertise),
+            "node.max_upload": ("--max-upload", max_upload),
+            "node.max_download": ("--max-download", max_download),
+            "net.tls": ("--insecure", "off") if insecure and tls is None else ("--tls", tls),
+        },
+    )
+    import msgspec
+
+    from isthmus.trainer.doctor.python import python
+    from isthmus.trainer.doctor.report import render_check, report_of
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    checks: list[Check] = []
+
+    def tell(check: "Check") -> None:
+        checks.append(check)
+        if not as_json:
+            print(render_check(check, width=width), flush=True)
+
+    tell(python())
+    if checks[0].level != "fail":
+        from isthmus.trainer.doctor.doctor import DoctorOptions, examine
+
+        options = DoctorOptions(
+            resolved=resolved,
+            run_dir=(resolved.config.node.dir or RUNS_FOLDER / resolved.config.run.name).absolute(),
+            ticket="".join(ticket) if ticket else None,
+        )
+        asyncio.run(examine(options, tell))
+    report = report_of(checks)
+    if as_json:
+        print(msgspec.json.encode(report).decode())
+    return int(ExitCode.DONE if report.ok else ExitCode.ENVIRONMENT)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is trained, on which text and by which steps: `[run]`, `[model]`, `[data]` and `[inner]`.
+
+Rules: all of it is part of the run manifest. Must not know torch, nor what else a run is told (settings.py).
+
+Errors: `ConfigError` (2) for a model that cannot be.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from isthmus.trainer.config.quantities import Count, Nbytes
+from isthmus.trainer.config.values import Fraction, Maybe, Portion, Positive, RunName, Section
+from isthmus.trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from isthmus.trainer.model.decoder import ModelConfig
+
+
+class RunSection(Section):
+    """`[run]`: what the run is called and how long it lasts."""
+
+    name: RunName = "run"
+    """What the run and its folders are called."""
+    outer_steps: Annotated[Count, Field(ge=1, le=2**40)] = 100
+    """Outer steps after which the run is done: so often is something exchanged, the model or what has its turn."""
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    """Of the first weights and of the order of the data."""
+
+
+class ModelSection(Section):
+    """`[model]`: a preset of trainer/model/decoder.py; every other key replaces one of the preset's values."""
+
+    preset: str = "tiny"
+    """A size of the decoder: tiny, nano, 10m, 50m, 150m, 500m or 1b."""
+    seq_len: Maybe[Annotated[Count, Field(ge=1)]] = None
+    """Tokens in a sample; none: the preset's longest."""
+    tie_embeddings: Maybe[bool] = None
+    """Whether the output layer has the embedding's weights."""
+    dim: Maybe[Annotated[int, Field(ge=1)]] = None
+    """Width of the residual stream."""
+    num_layers: Maybe[Annotated[int, Field(ge=1)]] = None
+    """Transformer blocks."""
+    num_heads: Maybe[Annotated[int, Field(ge=1)]] = None
+    """Attention heads of a layer."""
+    num_kv_heads: Maybe[Annotated[int, Field(ge=1)]] = None
+    """Key and value heads, which several attention heads share."""
+    hidden_dim: Maybe[Annotated[int, Field(ge=1)]] = None
+    """Width of the feed-forward layer."""
+    rope_theta: Maybe[Positive] = None
+    """Base of the rotary position embedding."""
+    norm_eps: Maybe[Positive] = None
+    """Added under the root in normalisation."""
+
+    def decoder_config(self) -> "ModelConfig":
+        """The shape of the decoder.
+
+        Raises:
+            ConfigError: there is no such preset, or the values do not fit each other.
+        """
+        from isthmus.trainer.model.decoder import preset
+
+        overrides = self.model_dump(exclude={"preset", "seq_len"}, exclude_none=True)
+        if self.seq_len is not None:
+            overrides["max_seq_len"] = self.seq_len
+        try:
+            return preset(self.preset, **overrides)
+        except ValueError as error:
+            raise ConfigError(f"[model] cannot be built: {str(error).rstrip('.')}", key="model") from error
+
+
+class DataSection(Section):
+    """`[data]`: the text to train on."""
+
+    path: Maybe[Path] = None
+    """A file or folder; none: the Python standard library's own sources. A peer may keep it elsewhere: `node.data`."""
+    validation_fraction: Maybe[Fraction] = None
+    """Share that is held out; none: 0.02 of the standard library, 0.1 of other text."""
+    limit_nbytes: Maybe[Annotated[Nbytes, Field(ge=1)]] = None
+    """Read at most so much of it."""
+
+
+class _Schedule(Section):
+    warmup_steps: Maybe[Annotated[Count, Field(ge=0)]] = None
+    """Inner steps over which the rate rises linearly; none: a twentieth of the run's, at most 100. A peer that comes
+    later begins without the inner optimizer's moments, and rises over as many of its own."""
+
+
+class CosineSchedule(_Schedule):
+    """Warm up, then fall along half a cosine until the run's last inner step."""
+
+    type: Literal["cosine"] = "cosine"
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The last learning rate, as a fraction of `lr`."""
+
+
+class WsdSchedule(_Schedule):
+    """Warm up, stay, decay linearly over the last steps."""
+
+    type: Literal["wsd"] = "wsd"
+    decay_steps: Maybe[Annotated[Count, Field(ge=0)]] = None
+    """Inner steps of the decay; none: a fifth of the run's."""
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The last learning rate, as a fraction of `lr`."""
+
+
+class ConstantSchedule(_Schedule):
+    """Warm up, then stay."""
+
+    type: Literal["constant"] = "constant"
+
+
+Schedule = Annotated[CosineSchedule | WsdSchedule | ConstantSchedule, Field(discriminator="type")]
+
+
+class _Inner(Section):
+    lr: Positive = 1e-3
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Of matrices; decoupled from the gradient."""
+    batch_size: Annotated[int, Field(ge=1, le=2**31 - 1)] = 16
+    """Samples of one inner step of one peer, over all its workers."""
+    micro_batch: Maybe[Annotated[int, Field(ge=1)]] = None
+    """Samples in memory at once; none: all. Divides `batch_size`."""
+    grad_clip: Annotated[float, Field(ge=0)] = 1.0
+    """Largest norm of the gradient; 0: no limit."""
+    schedule: Schedule = Field(default_factory=CosineSchedule)
+    """How the learning rate moves."""
+
+    @model_validator(mode="after")
+    def _micro_batch_divides(self) -> Self:
+        if self.micro_batch is not None and self.batch_size % self.micro_batch:
+            raise ValueError(f"micro_batch {self.micro_batch} does not divide batch_size {self.batch_size}")
+        return self
+
+
+class AdamW(_Inner):
+    """`[inner]` with `type = "adamw"`: what a peer does between exchanges."""
+
+    type: Literal["adamw"] = "adamw"
+    betas: tuple[Portion, Portion] = (0.9, 0.99)
+    """Decay rates of the two moments."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+    moments: Literal["fresh", "donor"] = "fresh"
+    """What a peer that comes later begins with: none and a warm-up of its own, or a copy of a donor's, which is twice
+    the parameters to send, and for which the donor's workers stop after an inner step."""
+
+
+class Sgd(_Inner):
+    """`[inner]` with `type = "sgd"`: plain, without momentum."""
+
+    type: Literal["sgd"] = "sgd"
+
+
+class Adopt(_Inner):
+    """`[inner]` with `type = "adopt"`: Adam that converges with any second decay rate (arXiv:2411.02853)."""
+
+    type: Literal["adopt"] = "adopt"
+    betas: Annotated[tuple[Portion, ...], Field(min_length=2)] = (0.9, 0.9999)
+    """Decay rates of the first moments, one or more, then that of the second."""
+    omegas: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (1.0,)
+    """Weight of each first moment in the step, of which betas has all but its last; at most 1 in sum, the rest is the
+    fresh gradient's."""
+    eps: Positive = 1e-6
+    """Least root of the second moment."""
+
+    @model_validator(mode="after")
+    def _every_first_moment_has_a_weight(self) -> Self:
+        num_moments, total = len(self.betas) - 1, sum(self.omegas)
+        if len(self.omegas) != num_moments:
+            raise ValueError(
+                f"betas are of {num_moments} first and one second moment, omegas of {len(self.omegas)} first; give "
+                "omegas a weight for each first moment"
+            )
+        if total > 1.0 + 1e-9:
+            raise ValueError(f"omegas are {total:g} in sum; give weights of at most 1")
+        return self
+
+
+class Muon(_Inner):
+    """`[inner]` with `type = "muon"`: orthogonal steps for hidden matrices, AdamW for the rest, one learning rate."""
+
+    type: Literal["muon"] = "muon"
+    momentum: Portion = 0.95
+    """Nesterov's, of the hidden matrices."""
+    betas: tuple[Portion, Portion] = (0.9, 0.99)
+    """Decay rates of the two moments, of the rest."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment, of the rest."""
+
+
+InnerSection = Annotated[AdamW | Sgd | Adopt | Muon, Field(discriminator="type")]

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the configuration to the parts' own settings: pure, no part is started here.
+
+One function a part, so that a reader finds in one place what a key of the configuration does.
+"""
+
+from typing import assert_never
+
+import msgspec
+
+from isthmus.collective import BulkOptions
+from isthmus.elastic.core.config import CoordinatorConfig, MemberConfig
+from isthmus.elastic.core.messages import IndexRange
+from isthmus.elastic.core.notary import Sealer
+from isthmus.optim.fragments import Fragment
+from isthmus.optim.outer import Outer
+from isthmus.trainer.config.job import OptimizerJob, ScheduleJob, TrainingJob
+from isthmus.trainer.config.outer_method import fragment_table, method_of, pace_of
+from isthmus.trainer.config.settings import Config
+from isthmus.trainer.config.training import AdamW, Adopt, ConstantSchedule, Muon, Sgd, WsdSchedule
+
+__all__ = [
+    "bulk_options",
+    "coordinator_config",
+    "fragment_table",
+    "fragments_of",
+    "member_config",
+    "outer_of",
+    "samples_in_stock",
+    "training_job",
+]
+
+
+_MEET_TIMEOUT_S = 10.0
+"""A newcomer that has no link with a member by then is sent home. Somebody waits for the answer at a terminal, and one
+attempt by both sides takes six seconds."""
+
+
+def outer_of(config: Config) -> Outer:
+    """`[outer]`: the method, with all settings known.
+
+    Raises:
+        ConfigError: see `trainer.config.outer_method`; likewise below.
+    """
+    return method_of(config).outer
+
+
+def fragments_of(config: Config) -> tuple[Fragment, ...]:
+    """What is exchanged: each parameter is in exactly one fragment of each kind."""
+    return method_of(config).fragments
+
+
+def training_job(config: Config) -> TrainingJob:
+    """`[model]`, `[inner]` and `[eval]`: what the workers do."""
+    model = config.model.decoder_config()
+    inner = config.inner
+    return TrainingJob(
+        model=model,
+        seq_len=model.max_seq_len,
+        data_seed=config.run.seed,
+        optimizer=_optimizer_job(inner),
+        schedule=_schedule_job(config),
+        micro_batch=inner.micro_batch or inner.batch_size,
+        grad_clip=inner.grad_clip or None,
+        eval_batch=inner.batch_size,
+        num_eval_batches=config.eval.batches,
+    )
+
+
+def _optimizer_job(inner: AdamW | Adopt | Muon | Sgd) -> OptimizerJob:
+    job = OptimizerJob(type=inner.type, lr=inner.lr, weight_decay=inner.weight_decay)
+    match inner:
+        case Sgd():
+            return job
+        case AdamW(betas=betas, eps=eps):
+            return msgspec.structs.replace(job, betas=betas, eps=eps)
+        case Adopt(betas=betas, eps=eps, omegas=omegas):
+            return msgspec.structs.replace(job, betas=betas, eps=eps, omegas=omegas)
+        case Muon(betas=betas, eps=eps, momentum=momentum):
+            return msgspec.structs.replace(job, betas=betas, eps=eps, momentum=momentum)
+        case _:
+            assert_never(inner)
+
+
+def _schedule_job(config: Config) -> ScheduleJob:
+    schedule, pace = config.inner.schedule, pace_of(config)
+    return ScheduleJob(
+        type=schedule.type,
+        total_steps=pace.total_inner_steps,
+        warmup_steps=pace.warmup_steps,
+        min_ratio=1.0 if isinstance(schedule, ConstantSchedule) else schedule.min_ratio,
+        decay_steps=pace.decay_steps if isinstance(schedule, WsdSchedule) else None,
+    )
+
+
+def coordinator_config(
+    config: Config,
+    terms_digest: bytes,
+    sealer: Sealer,
+    *,
+    authorities: tuple[bytes, ...] = (),
+    first_index: int,
+    returned: tuple[IndexRange, ...],
+    rebuild_salt: int = 0,
+) -> CoordinatorConfig:
+    """`[members]`: how patient and how demanding the coordinator is."""
+    members = config.members
+    return CoordinatorConfig(
+        manifest_digest=terms_digest,
+        sealer=sealer,
+        authorities=authorities,
+        rebuild_salt=rebuild_salt,
+        outer_steps=config.run.outer_steps,
+        round_inner_steps=pace_of(config).longest_stretch,
+        min_peers=members.min_peers,
+        start_peers=members.start_peers,
+        first_index=first_index,
+        first_free=returned,
+        heartbeat_timeout_s=members.heartbeat_timeout_s,
+        suspect_silence_s=2.5 * members.heartbeat_interval_s,
+        reconnect_grace_s=members.reconnect_grace_s,
+        recover_s=members.recover_s,
+        meet_timeout_s=_MEET_TIMEOUT_S,
+        stall_floor_s=members.stall_timeout_s,
+        round_quorum=members.quorum,
+        grace_floor_s=members.grace_s,
+        weight_per_sample=float(config.model.decoder_config().max_seq_len),  # weights are tokens
+        norm_guard=members.norm_guard,
+    )
+
+
+def member_config(config: Config) -> MemberConfig:
+    """`[members]`: how often a peer speaks and how long it waits."""
+    members = config.members
+    return MemberConfig(
+        heartbeat_interval_s=members.heartbeat_interval_s,
+        resend_interval_s=members.heartbeat_interval_s,
+        coordinator_timeout_s=members.outage_s,
+    )
+
+
+def bulk_options(config: Config) -> BulkOptions:
+    """`[node]`: how much of its line this machine gives to exchanges."""
+    node = config.node
+    return BulkOptions(max_upload=node.max_upload_bytes_per_s, max_download=node.max_download_bytes_per_s)
+
+
+def samples_in_stock(config: Config) -> int:
+    """How many samples a peer keeps leased, to go on while the coordinator is away.
+
+    Twice what it trains on, at most, until it must wait for a commit: to the next outer step, and on until that is due.
+    """
+    pace = pace_of(config)
+    return 2 * (pace.longest_stretch + pace.longest_delay) * config.inner.batch_size

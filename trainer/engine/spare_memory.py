@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of fragments' states that nobody needs: where the next outer step writes, and what is in it meanwhile.
+
+Memory is handed on between fragments whose states have the same names and sizes. No more is kept than one outer step
+has needed at once.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from isthmus.elastic.state.digest import StateManifest
+from isthmus.optim.fragments import Fragment
+from isthmus.optim.outer import Tensors, empty_like
+
+_Shape: TypeAlias = tuple[tuple[str, int], ...]
+
+
+class SpareMemory:
+    """See the module.
+
+    Args:
+        fragments: in the method's order; a place is an index into them.
+    """
+
+    def __init__(self, fragments: Sequence[Fragment]) -> None:
+        self._num_places = len(fragments)
+        self._reserved: dict[int, Tensors] = {}  # by place: the next state goes there
+        self._free: dict[_Shape, list[Tensors]] = {}
+        self._most: dict[_Shape, int] = {}  # that were reserved at once
+        self._shapes: dict[int, _Shape] = {}
+        self.content: StateManifest | None = None
+        """What the reserved memory contains, if that is known."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is none."""
+        return not self._reserved and not any(self._free.values())
+
+    def has(self, place: int) -> bool:
+        """Whether there is memory for this fragment without asking the system."""
+        return place in self._reserved or bool(self._free.get(self._shapes.get(place, ())))
+
+    def reserve(self, place: int, *, like: Tensors) -> Tensors:
+        """Memory for this fragment's next state, the same until it is `used`. It is about to be written."""
+        self.content = None
+        if place not in self._reserved:
+            shape = self._shapes[place] = _shape_of(like)
+            free = self._free.get(shape)
+            self._reserved[place] = free.pop() if free else empty_like(like)
+            num_reserved = sum(self._shapes[other] == shape for other in self._reserved)
+            self._most[shape] = max(self._most.get(shape, 1), num_reserved)
+        return self._reserved[place]
+
+    def used(self, places: Iterable[int]) -> None:
+        """What was reserved for these is part of a state now."""
+        for place in places:
+            self._reserved.pop(place, None)
+
+    def give(self, states: Mapping[int, Tensors]) -> None:
+        """Nobody needs the memory of these states any more."""
+        for place, state in states.items():
+            shape = self._shapes[place] = _shape_of(state)
+            free = self._free.setdefault(shape, [])
+            if len(free) < self._most.get(shape, 1):
+                free.append(state)
+
+    def staged_in_vain(self, manifest: StateManifest) -> None:
+        """The reserved memory holds its part of the state that this describes."""
+        self.content = manifest
+
+    def forget_content(self) -> None:
+        """What is in it is of no use any more."""
+        self.content = None
+
+    def whole(self) -> dict[int, Tensors]:
+        """What there is for each fragment of a state; it stays here until `clear`."""
+        found = dict(self._reserved)
+        free = {shape: list(states) for shape, states in self._free.items()}
+        for place in range(self._num_places):
+            states = free.get(self._shapes.get(place, ()))
+            if place not in found and states:
+                found[place] = states.pop()
+        return found
+
+    def clear(self) -> None:
+        """All of it is somebody else's."""
+        self._reserved.clear()
+        self._free.clear()
+        self.content = None
+
+
+def _shape_of(state: Tensors) -> _Shape:
+    return tuple(sorted((name, tensor.numel()) for name, tensor in state.items()))

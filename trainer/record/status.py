@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `isthmus status` tells: schema `isthmus.status/1`.
+
+Rules: fields are added without a new schema, none changes its meaning within one; null means "not known yet". The
+JSON of `--json` is these structs, field for field. Must not know how a status travels or who draws it.
+"""
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import msgspec
+
+from isthmus.trainer.config.quantities import rounded_nbytes
+
+SCHEMA: Final = "isthmus.status/1"
+
+Phase = Literal[
+    "starting", "joining", "learning", "training", "exchanging", "waiting", "leaving", "coordinating", "done"
+]
+
+
+class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One member of the view.
+
+    `address` has all candidates; `host` is where the link with it leads or comes from (`is_dialled`: we called), and
+    `round_trip_ms` is the shortest round trip there. All null before there is a link. `is_apart`: there will be none,
+    neither side can dial the other; what the two exchange goes through other members.
+    """
+
+    peer_id: str
+    incarnation: int
+    address: str
+    host: str | None = None
+    is_dialled: bool | None = None
+    round_trip_ms: float | None = None
+    is_apart: bool = False
+    is_me: bool = False
+    is_coordinator: bool = False
+
+
+class RoundStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The last round that was committed. `bytes` counts both directions of this peer; `loss` is its mean here."""
+
+    outer_step: int
+    seconds: float
+    exchange_seconds: float
+    bytes: int
+    num_members: int
+    loss: float | None = None
+
+
+class CoordinationStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator in this process knows of the run: its view, and whose votes on the next step are here.
+
+    `num_learners` peers are connected and no members; the round goes on without `num_late` members.
+    """
+
+    epoch: int
+    outer_step: int
+    num_members: int
+    voted: tuple[str, ...] = ()
+    num_learners: int = 0
+    num_late: int = 0
+
+
+class FetchStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One learner that fetches the state from this peer. `total_bytes` is the whole state: it may need less."""
+
+    peer_id: str
+    sent_bytes: int
+    total_bytes: int
+
+
+class LeavingStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer that wants to go waits for.
+
+    `commit`: the one that holds its last steps; `handover`: until another peer holds the state; `answer`: of the
+    coordinator; `checkpoint`: it has left, for `reason`, and writes its state to the disk; `others`: it has left, and
+    its process coordinates `num_others` peers.
+    """
+
+    waits_for: Literal["start", "commit", "handover", "answer", "checkpoint", "others"]
+    reason: str | None = None
+    fetches: tuple[FetchStatus, ...] = ()
+    num_others: int = 0
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """One peer at one moment.
+
+    Losses are in nats a token; `first_loss` is that of this start's first round; `goodput` is the share of `uptime_s`
+    spent in inner steps; `tokens`, `num_commits`, `num_inner_steps` and `peers_seen`, other members of any view, count
+    this start of this peer; `total_outer_steps` is where the run ends, `seconds_left` until then at the present pace.
+    """
+
+    schema: Literal["isthmus.status/1"] = SCHEMA
+    run_id: str
+    peer_id: str
+    incarnation: int
+    pid: int
+    phase: Phase
+    outer_step: int
+    total_outer_steps: int
+    inner_step: int = 0
+    inner_steps_per_round: int = 0
+    epoch: int = 0
+    members: tuple[MemberStatus, ...] = ()
+    coordinator: str | None = None
+    num_commits: int = 0
+    num_inner_steps: int = 0
+    peers_seen: int = 0
+    seconds_left: float | None = None
+    first_loss: float | None = None
+    train_loss: float | None = None
+    validation_loss: float | None = None
+    tokens: int = 0
+    tokens_per_s: float | None = None
+    goodput: float | None = None
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    last_round: RoundStatus | None = None
+    checkpoint_outer_step: int | None = None
+    metrics_address: str | None = None
+    leaving: LeavingStatus | None = None
+    coordination: CoordinationStatus | None = None
+    uptime_s: float = 0.0
+
+
+class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One peer of the run, or one that is kept out of it. `state`: member, late, learner, evicted or banned."""
+
+    peer_id: str
+    state: str
+    incarnation: int | None = None
+    address: str | None = None
+
+
+def render_status(status: Status) -> str:
+    """The status for people, a few lines without colours."""
+    if status.phase == "coordinating":
+        lines = [
+            f"run {status.run_id}, coordinator {status.peer_id}",
+            f"outer step {status.outer_step} of {status.total_outer_steps}, "
+            f"view {status.epoch} of {_count(len(status.members), 'peer')}",
+        ]
+    else:
+        lines = _training(status)
+    if (coordination := status.coordination) is not None:
+        lines.append(
+            f"round {coordination.outer_step + 1}: {len(coordination.voted)} of "
+            f"{_count(coordination.num_members, 'vote')}, {_count(coordination.num_learners, 'learner')}, "
+            f"{coordination.num_late} late"
+        )
+    if status.metrics_address is not None:
+        lines.append(f"metrics at http://{status.metrics_address}/metrics")
+    lines += [_line_of(member) for member in status.members]
+    return "\n".join(lines)
+
+
+def _training(status: Status) -> list[str]:
+    lines = [
+        f"run {status.run_id}, peer {status.peer_id}: {status.phase}",
+        f"outer step {status.outer_step} of {status.total_outer_steps}"
+        + (
+            f", inner step {status.inner_step} of {status.inner_steps_per_round}"
+            if status.inner_steps_per_round
+            else ""
+        )
+        + f", view {status.epoch} of {_count(len(status.members), 'peer')}",
+        f"train loss {_number(status.train_loss, '.4f')}, validation loss {_number(status.validation_loss, '.4f')}",
+        f"{status.tokens:,} tokens, {_number(status.tokens_per_s, ',.0f')} a second, "
+        f"goodput {_number(status.goodput, '.1%')}",
+        f"sent {rounded_nbytes(status.sent_bytes)}, received {rounded_nbytes(status.received_bytes)}",
+    ]
+    if (last := status.last_round) is not None:
+        lines.append(
+            f"last round {last.seconds:.2f} s ({last.exchange_seconds:.2f} s exchange, {rounded_nbytes(last.bytes)}) "
+            f"with {_count(last.num_members, 'peer')}"
+        )
+    if status.checkpoint_outer_step is not None:
+        lines.append(f"checkpoint at outer step {status.checkpoint_outer_step}")
+    return lines
+
+
+def _line_of(member: MemberStatus) -> str:
+    notes = [note for note, holds in (("this", member.is_me), ("coordinator", member.is_coordinator)) if holds]
+    return f"  {member.peer_id}  {_path_to(member)}" + (f"  ({', '.join(notes)})" if notes else "")
+
+
+def render_peers(peers: Sequence[PeerStatus]) -> str:
+    """For people, one line a peer."""
+    return "\n".join(f"{peer.peer_id}  {peer.state:8}  {peer.address or '-'}" for peer in peers)
+
+
+def _path_to(member: MemberStatus) -> str:
+    """The path that its link takes, or else where it may be reached."""
+    if member.is_apart:
+        return "no link, through other members"
+    if not member.host:
+        return member.address
+    path = f"{'to' if member.is_dialled else 'from'} {member.host}"
+    return path if member.round_trip_ms is None else f"{path}, {member.round_trip_ms:.1f} ms"
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "unknown" if value is None else format(value, spec)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process must know before its first socket is opened: the run's terms, its text, who is who.
+
+    a founder     decides, or finds in its folder what it has decided before
+    a joiner      asks whoever coordinates, with a ticket or as a peer that is known; gets the text it lacks from peers
+    a standby     asks as a joiner does, once; its folder remembers
+
+Must not know listeners, peers or journals.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from cryptography import x509
+
+from isthmus.collective.core.types import PeerRef
+from isthmus.collective.transport import Channel, Hello, Mode, Purpose, Security, TicketSecurity, connect
+from isthmus.collective.transport.certificates import certificate_from_bytes, is_signed_by, key_in
+from isthmus.trainer.config.settings import Config
+from isthmus.trainer.config.wiring import fragments_of
+from isthmus.trainer.contact.admission import RunTerms, authority_of, hello_maker, own_security
+from isthmus.trainer.contact.identity import PeerFolder, PeerIdentity
+from isthmus.trainer.contact.joining import Admission, ask_admission, stranger_hello, stranger_security
+from isthmus.trainer.contact.ticket import NEWEST_ID, Ticket, issue_token
+from isthmus.trainer.data.text import FoundText, fetch_text, founders_text, joiners_text
+from isthmus.trainer.errors import ConfigError, NobodyReachable, Refused
+from isthmus.trainer.run.founding import (
+    Founded,
+    found_or_go_on,
+    recall_membership,
+    recall_terms,
+    recall_text,
+    remember_membership,
+    stand_by,
+    take_over,
+)
+from isthmus.trainer.run.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
+from isthmus.trainer.threads import in_thread
+
+_RETRY_PAUSE_S = 1.0
+_DIAL_TIMEOUT_S = 5.0
+_STANDBY_TOKEN_S = 86_400
+"""Of the token that a standby makes for itself; two clocks may differ by so much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What is known before the listener is opened. `founded` only where a coordinator lives; `text` not for a standby,
+    which needs none."""
+
+    options: PeerOptions | CoordinatorOptions
+    folder: PeerFolder
+    me: PeerRef
+    config: Config
+    terms: RunTerms
+    text: FoundText | None
+    security: Security
+    coordinators: tuple[str, ...]
+    founded: Founded | None
+    seen_from: str | None
+    """The host that the coordinator saw us come from."""
+
+
+async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder) -> Start:
+    """Find everything out.
+
+    Raises:
+        IsthmusError: what the operator must act on.
+    """
+    me = folder.start_identity()
+    match options.role:
+        case Founding(resume_dir=resume_dir, rebuild=rebuild):
+            resolved = options.resolved if rebuild is None else options.resolved.adopt(take_over(folder))
+            config = resolved.config
+            fragments_of(config)  # what cannot be split is told before there is a run
+            kept = recall_text(folder.path, config, is_resumed=resume_dir is not None)
+            text = await in_thread(founders_text, folder.path, config, kept)
+            founded = found_or_go_on(folder, config, text.corpus, resume_dir)
+            security = _coordinators_security(me, founded, config, folder.load_certificate())
+            return _start(options, folder, me.ref, config, founded.terms, text, security, founded=founded)
+        case Joining(ticket=ticket):
+            admission, coordinators = await _join(options, folder, me, ticket)
+            terms = admission.terms
+            config = options.resolved.adopt(terms.manifest).config
+            here = await in_thread(joiners_text, folder.path, config, terms.data_digest)
+            security = _members_security(me, admission, config)
+            folder.keep_certificate(admission.certificate)
+            remember_membership(folder, terms, coordinators)
+            text = here or await _fetch_text(options, folder, me, admission, coordinators, config, security)
+            return _start(
+                options,
+                folder,
+                me.ref,
+                config,
+                terms,
+                text,
+                security,
+                coordinators=coordinators,
+                seen_from=admission.seen_from or None,
+            )
+        case StandingBy(ticket=ticket):
+            # Whoever has the secret may ask at any time.
+            token = issue_token(NEWEST_ID, ticket.secret, ticket.run_id, round(wall_s()) + _STANDBY_TOKEN_S)
+            terms = (
+                recall_terms(folder, ticket.run_id)
+                or (
+                    await _ask(
+                        ticket.addresses,
+                        stranger_hello(me, ticket.run_id, token),
+                        stranger_security(ticket, options.resolved.config.net.tls),
+                    )
+                ).terms
+            )
+            config = options.resolved.adopt(terms.manifest).config
+            founded = stand_by(folder, terms, ticket.secret)
+            security = _coordinators_security(me, founded, config, None)
+            return _start(options, folder, me.ref, config, terms, None, security, founded=founded)
+        case _:
+            assert_never(options.role)
+
+
+def _start(
+    options: PeerOptions | CoordinatorOptions,
+    folder: PeerFolder,
+    me: PeerRef,
+    config: Config,
+    terms: RunTerms,
+    text: FoundText | None,
+    security: Security,
+    *,
+    founded: Founded | None = None,
+    coordinators: tuple[str, ...] = (),
+    seen_from: str | None = None,
+) -> Start:
+    return Start(
+        options=options,
+        folder=folder,
+        me=me,
+        config=config,
+        terms=terms,
+        text=text,
+        security=security,
+        coordinators=coordinators,
+        founded=founded,
+        seen_from=seen_from,
+    )
+
+
+async def _join(
+    options: PeerOptions | CoordinatorOptions, folder: PeerFolder, me: PeerIdentity, ticket: Ticket | None
+) -> tuple[Admission, tuple[str, ...]]:
+    """Ask to be let in, with the ticket or as a peer that was there before. Also: where the run's coordinators are."""
+    kept, certificate = recall_membership(folder.path), folder.load_certificate()
+    if certificate is not None and key_in(certificate) != me.key.public_key().public_bytes_raw():
+        certificate = None
+    if ticket is not None:
+        is_known = kept is not None and kept.terms.run_id == ticket.run_id
+        hello = stranger_hello(me, ticket.run_id, ticket.token, certificate if is_known else None)
+        security = stranger_security(ticket, options.resolved.config.net.tls)
+        return await _ask(ticket.addresses, hello, security), ticket.addresses
+    if kept is None or certificate is None:
+        raise ConfigError(
+            f"{folder.path} has joined no run yet", cure="join with a ticket, which the run's coordinator prints"
+        )
+    authorities = [key_in(certificate_from_bytes(one)) for one in kept.terms.authorities]
+    is_encrypted = options.resolved.adopt(kept.terms.manifest).config.net.tls != "off"
+    if not is_encrypted and options.resolved.config.net.tls != "off":
+        raise ConfigError(
+            f"the run that {folder.path} has joined is not encrypted",
+            cure="come back with --insecure if no encryption is what you want",
+        )
+    security = TicketSecurity(*authorities, mode=Mode.ON) if is_encrypted else None
+    hello = stranger_hello(me, kept.terms.run_id, b"", certificate)
+    return await _ask(kept.coordinators, hello, security), kept.coordinators
+
+
+async def _fetch_text(
+    options: PeerOptions | CoordinatorOptions,
+    folder: PeerFolder,
+    me: PeerIdentity,
+    admission: Admission,
+    coordinators: tuple[str, ...],
+    config: Config,
+    security: Security,
+) -> FoundText:
+    """The run's text from whoever is in the run; the founder is at its coordinator's address before it is a member."""
+    terms, known = admission.terms, list(admission.peers)
+    is_first = True
+
+    async def find() -> Sequence[str]:
+        nonlocal is_first
+        if not is_first:
+            try:
+                again, _ = await _join(options, folder, me, None)
+                known[:] = again.peers
+            except NobodyReachable:
+                pass  # the peers may be there all the same
+        is_first = False
+        return (*known, *coordinators)
+
+    async def dial(address: str) -> Channel:
+        hello = hello_maker(me.ref, terms.run_id)(Purpose.STATE, 0, 1)
+        return await connect(address, hello, timeout_s=_DIAL_TIMEOUT_S, security=security)
+
+    return await fetch_text(folder.path, config, terms.data_digest, find=find, dial=dial)
+
+
+async def _ask(addresses: tuple[str, ...], hello: Hello, security: TicketSecurity | None) -> Admission:
+    return await ask_admission(
+        addresses,
+        hello,
+        security=security,
+        pause=lambda: asyncio.sleep(_RETRY_PAUSE_S),
+        clock=asyncio.get_running_loop().time,
+    )
+
+
+def _members_security(me: PeerIdentity, admission: Admission, config: Config) -> Security:
+    try:
+        return own_security(me, admission.certificate, admission.terms, config.net.tls)
+    except (ValueError, OSError) as error:  # an SSLError is one: the certificate is of another key
+        raise Refused(f"the coordinator's answer does not fit this peer: {error}") from error
+
+
+def _coordinators_security(
+    me: PeerIdentity, founded: Founded, config: Config, kept: x509.Certificate | None
+) -> Security:
+    """By its own authority; but the heir of a run whose secret is lost shows the certificate that the members know."""
+    terms = founded.terms
+    first = certificate_from_bytes(terms.authorities[0])
+    public_key = me.key.public_key()
+    if kept is not None and key_in(kept) == public_key.public_bytes_raw() and is_signed_by(key_in(first), kept):
+        return own_security(me, kept, terms, config.net.tls)
+    certificate = authority_of(founded.run).issue(public_key, round(wall_s() * 1000))
+    return own_security(me, certificate, terms, config.net.tls)
+
+
+def wall_s() -> float:
+    """Unix seconds, for tickets and the numbers of certificates."""
+    return time.time_ns() / 1e9

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker's training: model, inner optimizer, learning rate, and its share of every step.
+
+Owns the sharded model. Rules: a step's gradient is the mean over all samples of the peer's batch, whatever the number
+of workers and the size of a micro-batch; all workers of the peer call the same methods in the same order, because each
+is a collective of the site; a loss or gradient that is not finite never reaches the parameters, whoever made it; a
+gradient is clipped by the peer that computes it, before others see it. Must not know messages, processes or other
+peers.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from isthmus.optim.fragments import FragmentTable
+from isthmus.optim.inner import build_inner_optimizer, set_lr
+from isthmus.optim.outer import GRAD, PARAM
+from isthmus.optim.schedule import build_schedule, warmup
+from isthmus.trainer.config.job import TrainingJob
+from isthmus.trainer.data.corpus import TokenArray
+from isthmus.trainer.data.samples import SampleSource, validation_batches
+from isthmus.trainer.errors import TrainingFault
+from isthmus.trainer.model.decoder import named_shapes, token_loss
+from isthmus.trainer.model.evaluate import evaluate
+from isthmus.trainer.workers.sharded_model import device_of, reshard, sharded_model
+from isthmus.trainer.workers.tensors import WorkerTensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one inner step did; equal on all workers of the peer, but for the seconds."""
+
+    loss: float
+    """Mean over the batch in nats per token, before the step."""
+    num_tokens: int
+    """Targets in the peer's batch."""
+    grad_norm: float
+    """Of the whole gradient of this peer, before it is clipped."""
+    lr: float
+    seconds: float
+    """Of both passes and the update; not what lay between."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Gradient:
+    """What `backward` has found, for `update`."""
+
+    inner_step: int
+    loss: float
+    num_tokens: int
+    norm: float
+    seconds: float
+    is_own: bool = True
+    """Whether the gradient is still the one that was judged and clipped here."""
+
+
+class InnerLoop:
+    """Trains one peer's model together with the other workers of the peer.
+
+    Args:
+        job: what is trained and how.
+        mesh: the workers of the peer, one dimension.
+        train: uint8 tokens, kept, not copied.
+        validation: uint8 tokens that are held out.
+
+    The parameters have no values before the first `load`.
+
+    Raises:
+        DataError: too few tokens for one sample.
+        ValueError: a setting out of its range.
+    """
+
+    def __init__(self, job: TrainingJob, *, mesh: DeviceMesh, train: TokenArray, validation: TokenArray) -> None:
+        self._mesh = mesh
+        self._device = device_of(mesh)
+        self._grad_clip = job.grad_clip
+        self._micro_batch = job.micro_batch
+        self._seq_len = job.seq_len
+        self._samples = SampleSource(train, job.seq_len, job.data_seed)
+        self._validation = validation_batches(validation, job.seq_len, job.eval_batch, job.num_eval_batches)
+        self._model = sharded_model(job.model, mesh=mesh, precision=job.precision)
+        self._params = list(self._model.parameters())
+        self._job = optimizer = job.optimizer
+        self._optimizer = build_inner_optimizer(
+            self._model,
+            type=optimizer.type,
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            omegas=optimizer.omegas,
+            momentum=optimizer.momentum,
+        )
+        self._tensors = WorkerTensors(
+            self._model, self._optimizer, FragmentTable.from_named_shapes(named_shapes(job.model))
+        )
+        self._peak_lr = optimizer.lr
+        schedule = job.schedule
+        self._schedule = build_schedule(
+            schedule.type,
+            total_steps=schedule.total_steps,
+            warmup_steps=schedule.warmup_steps,
+            min_ratio=schedule.min_ratio,
+            decay_steps=schedule.decay_steps,
+        )
+        self._warmup_steps = schedule.warmup_steps
+        self.own_steps = 0
+        """Inner steps since the inner optimizer began."""
+        self._has_weights = False
+        self._gradient: _Gradient | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole flat vector of parameters."""
+        return self._tensors.numel
+
+    def load(
+        self,
+        mailbox: Tensor,
+        ranges: Sequence[range] = (),
+        *,
+        kind: str = PARAM,
+        keep: float = 0.0,
+        reset_optimizer: bool = False,
+        own_steps: int | None = None,
+    ) -> int:
+        """value <- keep * value + (1 - keep) * mailbox; see `ShardMap.read`.
+
+        Args:
+            mailbox: [numel] fp32 CPU.
+            ranges: the parts of the flat vector to move; empty: all of it.
+            kind: "param", "grad", or the name of a tensor that the inner optimizer keeps. Parameters for which it does
+                not keep it are left out.
+            keep: in [0, 1].
+            reset_optimizer: before that, forget the inner optimizer's state, as for a peer that begins anew.
+            own_steps: of how many inner steps the optimizer's states are the outcome from now on; None: as before.
+
+        Returns:
+            How many elements of this worker were not finite and have taken the mailbox's value instead of a blend.
+
+        Raises:
+            ConfigError: the inner optimizer keeps nothing of this kind.
+            RuntimeError: this is the first load, and it would leave parameters without a value.
+        """
+        self._job.require_kinds((kind,))
+        if kind == PARAM and not self._has_weights and (ranges or keep != 0.0):
+            raise RuntimeError("the first load must replace all parameters: they have no values yet")
+        if reset_optimizer:
+            self._optimizer.state.clear()
+            self.own_steps = 0
+        num_broken = self._tensors.read(kind, mailbox, ranges, keep=keep)
+        if own_steps is not None:
+            self._tensors.set_steps(own_steps)
+            self.own_steps = own_steps
+        self._has_weights = self._has_weights or kind == PARAM
+        if kind == GRAD and self._gradient is not None:
+            self._gradient.is_own = False
+        return num_broken
+
+    def store(self, mailbox: Tensor, ranges: Sequence[range] = (), *, kind: str = PARAM) -> None:
+        """Write this worker's shards into the mailbox, zeros where there is no such tensor. Arguments as for `load`.
+
+        Raises:
+            ConfigError: the inner optimizer keeps nothing of this kind.
+        """
+        self._job.require_kinds((kind,))
+        if kind == PARAM:
+            self._require_weights()
+        self._tensors.write(kind, mailbox, ranges)
+
+    def step(self, indices: Sequence[int], inner_step: int) -> StepResult:
+        """One inner step on the peer's batch: `backward`, then `update`. Arguments and errors as for them."""
+        self.backward(indices, inner_step)
+        return self.update(inner_step)
+
+    def backward(self, indices: Sequence[int], inner_step: int) -> tuple[float, int]:
+        """Compute the clipped gradient on the peer's batch; it stays until `update`, or the next backward.
+
+        Args:
+            indices: samples of the whole batch, the same on every worker of the peer; at least one.
+            inner_step: number of this step in the run's global count, from 1.
+
+        Returns:
+            Mean loss over the batch in nats per token, and its number of targets.
+
+        Raises:
+            TrainingFault: the loss or the gradient is not finite.
+        """
+        started = time.perf_counter()
+        if not indices or inner_step < 1:
+            raise ValueError(f"a step needs samples and a number from 1, got {len(indices)} and {inner_step}")
+        self._require_weights()
+        self._gradient = None
+        self._optimizer.zero_grad()  # of a step that was given up, if there is one
+        loss = self._backward(indices)
+        norm = self._clip(self._grad_clip)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._fail(f"inner step {inner_step}: loss {loss}, norm of the gradient {norm}")
+        self._gradient = _Gradient(
+            inner_step=inner_step,
+            loss=loss,
+            num_tokens=len(indices) * self._seq_len,
+            norm=norm,
+            seconds=time.perf_counter() - started,
+        )
+        return loss, self._gradient.num_tokens
+
+    def update(self, inner_step: int) -> StepResult:
+        """Let the inner optimizer use the gradient that is there. Who starts in the middle of a run warms up as it did.
+
+        Args:
+            inner_step: of the backward before.
+
+        Raises:
+            TrainingFault: a gradient that was loaded is not finite; the parameters are as before.
+            RuntimeError: there was no such backward, or it has been used.
+        """
+        started = time.perf_counter()
+        gradient, self._gradient = self._gradient, None
+        if gradient is None or gradient.inner_step != inner_step:
+            raise RuntimeError(f"there is no gradient for inner step {inner_step}")
+        if not gradient.is_own and not math.isfinite(norm := self._clip(None)):
+            self._fail(f"inner step {inner_step}: norm of the peers' common gradient {norm}")
+        # Who comes in the middle of a run has no moments yet: its first steps would be as long as they are arbitrary.
+        lr = self._peak_lr * min(self._schedule(inner_step - 1), warmup(self.own_steps, self._warmup_steps))
+        self.own_steps += 1
+        set_lr(self._optimizer, lr)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return StepResult(
+            loss=gradient.loss,
+            num_tokens=gradient.num_tokens,
+            grad_norm=gradient.norm,
+            lr=lr,
+            seconds=gradient.seconds + time.perf_counter() - started,
+        )
+
+    def _fail(self, problem: str) -> NoReturn:
+        self._optimizer.zero_grad()
+        raise TrainingFault(problem, cure="lower inner.lr or inner.grad_clip, and resume from a checkpoint")
+
+    def evaluate(self) -> float:
+        """Loss in nats per token on the held-out text, the same number on every worker of the peer."""
+        self._require_weights()
+        rank, size = self._mesh.get_local_rank(), self._mesh.size()
+        own = self._validation[rank::size]
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if own:
+            num_tokens = sum(targets.numel() for _, targets in own)
+            totals[0] = evaluate(self._model, own, device=self._device) * num_tokens
+            totals[1] = num_tokens
+        if len(own) < -(-len(self._validation) // size):
+            # Another worker has one batch more, and its forward needs our shards.
+            evaluate(self._model, self._validation[:1], device=self._device)
+        reshard(self._model)
+        dist.all_reduce(totals, group=self._mesh.get_group())
+        return float(totals[0] / totals[1])
+
+    def _backward(self, indices: Sequence[int]) -> float:
+        """Gradient of the mean loss over the whole batch into `.grad`; returns that loss."""
+        rank, size = self._mesh.get_local_rank(), self._mesh.size()
+        share = shares(len(indices), size)[rank]
+        num_micro_batches = -(-len(shares(len(indices), size)[0]) // self._micro_batch)
+        self._model.train()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        for number in range(num_micro_batches):
+            own = share[number * self._micro_batch :][: self._micro_batch]
+            # Who has no sample left goes along with one that weighs nothing: every forward is a collective.
+            inputs_BL, targets_BL = self._samples.batch([indices[at] for at in own] or indices[:1])
+            loss = token_loss(self._model(inputs_BL.to(self._device)), targets_BL.to(self._device))
+            # FSDP takes the mean over workers, so a sum over them needs the factor `size`.
+            torch.autograd.backward(loss * (len(own) * size / len(indices)))
+            loss_sum += loss.detach().double() * len(own)
+        dist.all_reduce(loss_sum, group=self._mesh.get_group())
+        return float(loss_sum) / len(indices)
+
+    def _clip(self, limit: float | None) -> float:
+        """Scale the gradient to `limit`, if there is one; returns its norm before that."""
+        grads = [param.grad for param in self._params if param.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        if limit is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._params, limit, norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _require_weights(self) -> None:
+        if not self._has_weights:
+            raise RuntimeError("parameters have no values before the first load")
+
+
+def shares(num_samples: int, num_workers: int) -> list[range]:
+    """Who takes which positions of a batch: contiguous, the first ones at most one sample larger."""
+    base, extra = divmod(num_samples, num_workers)
+    starts = [rank * base + min(rank, extra) for rank in range(num_workers + 1)]
+    return [range(start, stop) for start, stop in itertools.pairwise(starts)]

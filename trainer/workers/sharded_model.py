@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder, sharded over the workers of one peer by FSDP2, block by block.
+
+Must not know what is trained, or how.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from isthmus.trainer.config.job import Precision
+from isthmus.trainer.model.decoder import Decoder, ModelConfig
+
+
+def sharded_model(config: ModelConfig, *, mesh: DeviceMesh, precision: Precision) -> Decoder:
+    """The decoder on this worker's device. Its parameters have memory and no values.
+
+    Args:
+        config: its shape.
+        mesh: the workers of the peer, one dimension.
+        precision: what forward and backward compute in; parameters and gradients are fp32.
+    """
+    with torch.device("meta"):
+        model = Decoder(config)
+    policy = _mixed_precision(precision)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    device = device_of(mesh)
+    model.to_empty(device=device)
+    model.init_buffers(device)
+    return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop gathered parameters.
+
+    A forward without a backward leaves those of the root gathered, and a later forward would use them whatever has been
+    loaded meanwhile.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Where this worker computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+
+
+def _mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
+    if precision == "fp32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
