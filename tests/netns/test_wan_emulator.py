@@ -5,6 +5,7 @@ Tolerances are those of a machine that does other work too; `scripts/wan bench` 
 """
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -69,21 +70,30 @@ def wait_until(condition: Callable[[], bool]) -> bool:
 # ------------------------------------------------------------------------------------------ accuracy
 
 
+def least_trip(wan: Wan, source: int, target: int, expected_ms: float) -> float:
+    """In ms, of a hundred and sixty at most: a busy machine makes what measures wait, which only ever adds."""
+    least = math.inf
+    for _ in range(8):
+        trips = traffic.measure_rtt(wan, source, target, count=20)
+        assert len(trips) == 20
+        least = min(least, *trips)
+        if least < expected_ms + 1.0:
+            break
+    return least
+
+
 @pytest.mark.parametrize("one_way_ms", [0.0, 5.0, 75.0])
 def test_round_trip_is_within_a_millisecond_of_what_is_set(wan: Wan, one_way_ms: float) -> None:
     wan.set_link("*", "*", delay_ms=one_way_ms)
-    trips = traffic.measure_rtt(wan, 0, 1, count=40)
-    assert len(trips) == 40
-    # The least of them: a busy machine makes the two programs that measure wait, and that only ever adds.
-    assert min(trips) == pytest.approx(2 * one_way_ms, abs=1.0)
+    assert least_trip(wan, 0, 1, 2 * one_way_ms) == pytest.approx(2 * one_way_ms, abs=1.0)
 
 
 def test_paths_have_delays_of_their_own() -> None:
     with Wan(peers=3) as wan:
         wan.set_link(0, 1, delay_ms=30)
         wan.set_link(2, 1, delay_ms=10)
-        there, back, aside = (traffic.measure_rtt(wan, i, j, count=20) for i, j in ((0, 1), (1, 2), (0, 2)))
-    assert [min(trips) for trips in (there, back, aside)] == pytest.approx([30, 10, 0], abs=1.0)
+        there, back, aside = (least_trip(wan, i, j, ms) for i, j, ms in ((0, 1, 30), (1, 2, 10), (0, 2, 0)))
+    assert [there, back, aside] == pytest.approx([30, 10, 0], abs=1.0)
 
 
 def test_loss_over_a_hundred_thousand_segments_is_within_a_tenth_and_one_way_only(wan: Wan) -> None:
