@@ -60,6 +60,7 @@ from isthmus.optim.streaming import Streaming
 from isthmus.trainer.engine.outer_state import OuterState
 from isthmus.trainer.engine.round_exchange import Payload
 from isthmus.trainer.engine.round_runner import MemoryKeeper, RoundRunner
+from isthmus.trainer.threads import in_thread
 
 RUN_ID = "bench-join"
 TERMS = b"j" * 32
@@ -80,6 +81,10 @@ def peer_id_of(number: int) -> PeerId:
 
 def tell(event: str, **fields: Any) -> None:  # noqa: ANN401
     print(json.dumps({"event": event, "t": time.monotonic(), **fields}), flush=True)
+
+
+def _first_parameters(numel: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(99)).mul_(0.02)
 
 
 class Peer:
@@ -134,7 +139,7 @@ class Peer:
             state=self._state,
             keeper=MemoryKeeper(self._log),
             codec=codec,
-            initial_parameters=lambda: torch.randn(numel, generator=torch.Generator().manual_seed(99)).mul_(0.02),
+            initial_parameters=lambda: in_thread(_first_parameters, numel),
             on_exchanged=lambda _key, _stats: None,
         )
 

@@ -24,7 +24,7 @@ from isthmus.trainer.data.corpus import Corpus
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, TrainingFault
 from isthmus.trainer.model.decoder import ModelConfig, initial_parameters, named_shapes, num_parameters
 from isthmus.trainer.workers.inquest import frames_of
-from isthmus.trainer.workers.pool import WorkerDied, WorkerPool, WorkerStalled
+from isthmus.trainer.workers.pool import WorkerDied, WorkerPool, WorkerStalled, worker_pool
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 from isthmus.trainer.workers.start import STACK_SIGNAL
 
@@ -83,7 +83,7 @@ def _inodes_of_descriptors() -> set[str]:
 
 
 def _pool(mailbox: SharedBuffer, log_dir: Path, num_workers: int = 1, job: TrainingJob = JOB, **settings) -> WorkerPool:
-    return WorkerPool(
+    return worker_pool(
         job, mailbox=mailbox, corpus=CORPUS, num_workers=num_workers, device="cpu", num_threads=1, log_dir=log_dir,
         **settings,
     )  # fmt: skip
@@ -391,7 +391,7 @@ async def test_an_unexpected_error_in_a_worker_comes_with_its_traceback(mailbox:
 
 @pytest.mark.skipif(torch.cuda.device_count() > 3, reason="needs a machine with fewer devices than workers")
 async def test_missing_devices_are_the_operators_fault(mailbox: SharedBuffer, tmp_path: Path) -> None:
-    pool = WorkerPool(JOB, mailbox=mailbox, corpus=CORPUS, num_workers=4, device="cuda", log_dir=tmp_path)
+    pool = worker_pool(JOB, mailbox=mailbox, corpus=CORPUS, num_workers=4, device="cuda", log_dir=tmp_path)
     with pytest.raises(EnvironmentFault, match="4 workers need as many CUDA devices"):
         async with pool:
             pytest.fail("the pool must not start")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model out of a run: the parameters of the newest checkpoint, in a folder that `isthmus sample` reads.
 
+Of a run of loops of their own it is a safetensors file of the parameters by name, which their `load_state_dict` takes.
+
 Rules: the anchor is the model (every peer's is the same), or where a method shares none the peer's own parameters; a
 checkpoint is verified before it is used. Must not know
 how checkpoints or model folders are laid out.
@@ -23,11 +25,12 @@ from isthmus.trainer.checkpoint.checkpoint import Checkpoint, load_resumed
 from isthmus.trainer.checkpoint.private_files import FOLDER_NAME as PRIVATE_FOLDER_NAME
 from isthmus.trainer.checkpoint.private_files import PrivateFiles
 from isthmus.trainer.config.manifest import config_of
+from isthmus.trainer.config.training import LoopModelSection
 from isthmus.trainer.config.wiring import fragment_table, fragments_of, outer_of
 from isthmus.trainer.engine.state_version import gather_anchor, has_anchor
 from isthmus.trainer.engine.worker_values import OWN_PARAMETERS
 from isthmus.trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault
-from isthmus.trainer.model.generate import save_model
+from isthmus.trainer.model.generate import save_model, save_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +57,7 @@ def export_model(source: Path, directory: Path) -> Exported:
     """
     checkpoint = load_resumed(source)
     config = config_of(checkpoint.meta.run_manifest)
-    model_config = config.model.decoder_config()
-    table = fragment_table(model_config)
+    table = fragment_table(config.model)
     parameters = torch.empty(table.numel)
     try:
         if has_anchor(outer_of(config), fragments_of(config)):
@@ -68,7 +70,11 @@ def export_model(source: Path, directory: Path) -> Exported:
             checkpoint.path, f"holds {held or 'nothing'}, its run's model has {table.numel} parameters"
         ) from error
     try:
-        save_model(directory, model_config, table.whole().views(parameters))
+        views = table.whole().views(parameters)
+        if isinstance(config.model, LoopModelSection):
+            save_weights(directory, views)
+        else:
+            save_model(directory, config.model.decoder_config(), views)
     except (OSError, SafetensorError) as error:  # the library wraps what the system says
         raise EnvironmentFault(
             f"the model cannot be written to {directory}: {getattr(error, 'strerror', None) or error}",

@@ -2,6 +2,7 @@
 """The commands that run a peer, and those that talk to one."""
 
 import asyncio
+import json
 import logging
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from isthmus.elastic.core.config import RebuildRule
     from isthmus.trainer.config.sources import ResolvedConfig
     from isthmus.trainer.contact.ticket import Ticket
+    from isthmus.trainer.workers.loop import Loop
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,10 @@ MaxUpload = Annotated[
 MaxDownload = Annotated[
     str | None,
     typer.Option(help="Cap of what exchanges receive; the state is fetched as fast as it comes.", show_default=False),
+]
+AttachTo = Annotated[
+    Path | None,
+    typer.Option("--attach", help="A training loop of one's own; isthmus.attach says which.", hidden=True),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log everything.")]
 TicketFile = Annotated[
@@ -114,16 +120,19 @@ def up(
     ticket_file: TicketFile = None,
     rebuild: Rebuild = False,
     rebuild_with_few: RebuildWithFew = False,
+    attach: AttachTo = None,
     verbose: Verbose = False,
 ) -> int:
     """Found a run and train in it. Prints the ticket with which others join."""
     from isthmus.trainer.run.options import Founding, PeerOptions
 
+    loop = _loop(attach)
     resolved = resolve(
         context,
         files=config,
         resume=resume,
         flags=_run_flags(name, data, peers, min_peers, outer_steps)
+        | _loop_flags(loop)
         | _node_flags(directory, local_workers, device, listen, advertise)
         | _line_flags(max_upload, max_download)
         | _net_flags(tls, streams, insecure=insecure),
@@ -134,7 +143,7 @@ def up(
         _warn_of_insecurity(resolved, insecure=insecure)
         role = Founding(announce_ticket=announcer(console, ticket_file), resume_dir=resume, rebuild=rebuild_rule)
         run_dir = _run_dir(resolved, resolved.config.run.name)
-        return train(PeerOptions(resolved=resolved, run_dir=run_dir, role=role), console)
+        return train(PeerOptions(resolved=resolved, run_dir=run_dir, role=role, loop=loop), console)
 
 
 def join(
@@ -158,6 +167,7 @@ def join(
     max_download: MaxDownload = None,
     tls: Tls = None,
     insecure: Insecure = False,
+    attach: AttachTo = None,
     verbose: Verbose = False,
 ) -> int:
     """Join a run with its ticket and train in it."""
@@ -165,6 +175,7 @@ def join(
 
     # A ticket that was pasted with line breaks or spaces in it comes as several arguments.
     decoded = _peers_ticket("".join(ticket)) if ticket else None
+    loop = _loop(attach)
     resolved = resolve(
         context,
         files=config,
@@ -182,7 +193,8 @@ def join(
         _warn_of_insecurity(resolved, insecure=insecure)
         if decoded is not None:
             _hint_at_expiry(decoded)
-        return train(PeerOptions(resolved=resolved, run_dir=run_dir, role=Joining(ticket=decoded)), console)
+        options = PeerOptions(resolved=resolved, run_dir=run_dir, role=Joining(ticket=decoded), loop=loop)
+        return train(options, console)
 
 
 def coordinator(
@@ -290,6 +302,30 @@ def _run_flags(
         "members.min_peers": ("--min-peers", min_peers),
         "run.outer_steps": ("--outer-steps", outer_steps),
     }
+
+
+def _loop(folder: Path | None) -> "Loop | None":
+    """The loop of one's own that has started this command, if one did."""
+    if folder is None:
+        return None
+    from isthmus.trainer.workers.loop import find_loop
+
+    return find_loop(folder)
+
+
+def _loop_flags(loop: "Loop | None") -> dict[str, tuple[str, object]]:
+    """What a founder's loop says of the run."""
+    if loop is None:
+        return {}
+    facts = loop.facts
+    told: dict[str, object] = {
+        "model.type": "loop",
+        "model.parameters": json.dumps(facts.parameters),
+        "model.seq_len": facts.tokens_per_sample,
+        "inner.type": "loop",
+        "inner.states": json.dumps(facts.states),
+    }
+    return {key: ("isthmus.attach", value) for key, value in told.items()}
 
 
 def _node_flags(

@@ -64,7 +64,8 @@ def train(options: "PeerOptions", console: Console) -> int:
 
     def watch(status: "Callable[[], Status]") -> None:
         figures.append(status)
-        console.watch(lambda: live_line(status()))
+        if options.loop is None:  # else the terminal is the loop's
+            console.watch(lambda: live_line(status()))
 
     code = int(ExitCode.UNEXPECTED)
     try:

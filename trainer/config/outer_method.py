@@ -21,9 +21,17 @@ from isthmus.optim.robust import Robust
 from isthmus.optim.run_facts import RunFacts
 from isthmus.trainer.config.outer import OuterSection
 from isthmus.trainer.config.settings import Config
-from isthmus.trainer.config.training import ConstantSchedule, CosineSchedule, Schedule, WsdSchedule
+from isthmus.trainer.config.training import (
+    ConstantSchedule,
+    CosineSchedule,
+    LoopInner,
+    LoopModelSection,
+    ModelSection,
+    Schedule,
+    WsdSchedule,
+)
 from isthmus.trainer.errors import ConfigError
-from isthmus.trainer.model.decoder import ModelConfig, named_shapes
+from isthmus.trainer.model.decoder import named_shapes
 
 _MOST_COUNTED: Final = 1 << 22
 """Inner steps of a plan that are counted, which takes a second; a longer run is taken to go on as it began."""
@@ -73,13 +81,13 @@ def method_of(config: Config) -> FittedMethod:
         num_peers=config.members.start_peers,
         outer_steps=config.run.outer_steps,
         peak_lr=config.inner.lr,
-        inner_type=config.inner.type,
+        inner_type=None if isinstance(config.inner, LoopInner) else config.inner.type,
         schedule=schedule.type,
         warmup_steps=schedule.warmup_steps,
         min_ratio=1.0 if isinstance(schedule, ConstantSchedule) else schedule.min_ratio,
         decay_steps=schedule.decay_steps if isinstance(schedule, WsdSchedule) else None,
     )
-    return _fitted(config.outer.model_copy(update={"codec": "raw"}), config.model.decoder_config(), facts)
+    return _fitted(config.outer.model_copy(update={"codec": "raw"}), config.model, facts)
 
 
 def pace_of(config: Config) -> Pace:
@@ -94,13 +102,31 @@ def pace_of(config: Config) -> Pace:
     return pace
 
 
-def fragment_table(model: ModelConfig) -> FragmentTable:
-    """Where each parameter lies in the flat vector."""
-    return FragmentTable.from_named_shapes(named_shapes(model))
+def fragment_table(model: ModelSection) -> FragmentTable:
+    """Where each parameter lies in the flat vector.
+
+    Raises:
+        ConfigError: the model cannot be built.
+    """
+    try:
+        if isinstance(model, LoopModelSection):
+            return FragmentTable.from_named_shapes(model.named_shapes())
+        return FragmentTable.from_named_shapes(named_shapes(model.decoder_config()))
+    except ValueError as error:
+        raise ConfigError(f"[model] {error}", key="model") from error
+
+
+def tokens_per_sample(model: ModelSection) -> int:
+    """How long a sample is.
+
+    Raises:
+        ConfigError: the model cannot be built.
+    """
+    return model.seq_len if isinstance(model, LoopModelSection) else model.decoder_config().max_seq_len
 
 
 @functools.lru_cache(maxsize=8)
-def _fitted(section: OuterSection, model: ModelConfig, facts: RunFacts) -> FittedMethod:
+def _fitted(section: OuterSection, model: ModelSection, facts: RunFacts) -> FittedMethod:
     try:
         method = outer_from_config({"type": section.type} | section.settings())
     except ValueError as error:

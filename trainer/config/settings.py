@@ -24,7 +24,15 @@ from isthmus.trainer.config.peers import (
     NetSection,
     NodeSection,
 )
-from isthmus.trainer.config.training import AdamW, DataSection, InnerSection, ModelSection, RunSection
+from isthmus.trainer.config.training import (
+    AdamW,
+    DataSection,
+    DecoderSection,
+    InnerSection,
+    LoopModelSection,
+    ModelSection,
+    RunSection,
+)
 from isthmus.trainer.config.values import Json, Section
 
 
@@ -32,7 +40,7 @@ class Config(Section):
     """Everything. Frozen: `load_config` of sources.py makes it."""
 
     run: RunSection = Field(default_factory=RunSection)
-    model: ModelSection = Field(default_factory=ModelSection)
+    model: ModelSection = Field(default_factory=DecoderSection)
     data: DataSection = Field(default_factory=DataSection)
     inner: InnerSection = Field(default_factory=AdamW)
     outer: Outer = Field(default_factory=lambda: outer_section(DEFAULT_METHOD)(type=DEFAULT_METHOD))
@@ -43,6 +51,11 @@ class Config(Section):
     metrics: MetricsSection = Field(default_factory=MetricsSection)
     coordinator: CoordinatorSection = Field(default_factory=CoordinatorSection)
     node: NodeSection = Field(default_factory=NodeSection)
+
+    @property
+    def is_loops(self) -> bool:
+        """Whether the run's peers train by loops of their own: model, data and inner optimizer are theirs."""
+        return isinstance(self.model, LoopModelSection)
 
     @property
     def data_path(self) -> Path | None:
@@ -61,6 +74,17 @@ class Config(Section):
                 "members.durable keeps results behind a checkpoint, and checkpoint.every = 0 writes none before the "
                 "end; give a checkpoint.every of at least 1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _loops_have_their_own_inner_steps(self) -> Self:
+        if self.is_loops != (self.inner.type == "loop"):
+            raise ValueError(
+                f'model.type = "{self.model.type}" and inner.type = "{self.inner.type}" do not go together; a loop of '
+                "one's own says both itself: begin it with isthmus.attach"
+            )
+        if self.is_loops and self.data_path is not None:
+            raise ValueError("a loop of one's own has its own data; leave out data.path and --data")
         return self
 
     def tree(self) -> dict[str, Json]:

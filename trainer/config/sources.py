@@ -278,14 +278,15 @@ def _misfits(config: Config, merged: Mapping[str, _Value]) -> Iterator[ConfigErr
     """
     default, schedule = Config().outer, config.inner.schedule
     steps = (schedule.warmup_steps, schedule.decay_steps if isinstance(schedule, WsdSchedule) else None)
-    if config.outer.model_copy(update={"codec": default.codec}) == default and steps == (None, None):
+    is_usual = config.outer.model_copy(update={"codec": default.codec}) == default and not config.is_loops
+    if is_usual and steps == (None, None):
         return
     from isthmus.trainer.config.outer_method import pace_of
-    from isthmus.trainer.config.wiring import fragments_of, training_job
+    from isthmus.trainer.config.wiring import require_kinds
 
     try:
         pace_of(config)
-        training_job(config).optimizer.require_kinds(fragment.kind for fragment in fragments_of(config))
+        require_kinds(config)
     except ConfigError as error:
         yield with_origins(error, merged)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from isthmus.trainer.config.quantities import Count, Nbytes
-from isthmus.trainer.config.values import Fraction, Maybe, Portion, Positive, RunName, Section
+from isthmus.trainer.config.values import Fraction, Maybe, Portion, Positive, RunName, Section, Shaped, named_shape
 from isthmus.trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,9 +30,10 @@ class RunSection(Section):
     """Of the first weights and of the order of the data."""
 
 
-class ModelSection(Section):
-    """`[model]`: a preset of trainer/model/decoder.py; every other key replaces one of the preset's values."""
+class DecoderSection(Section):
+    """`[model]` with `type = "decoder"`: a preset of trainer/model/decoder.py, whose values other keys replace."""
 
+    type: Literal["decoder"] = "decoder"
     preset: str = "tiny"
     """A size of the decoder: tiny, nano, 10m, 50m, 150m, 500m or 1b."""
     seq_len: Maybe[Annotated[Count, Field(ge=1)]] = None
@@ -71,8 +72,37 @@ class ModelSection(Section):
             raise ConfigError(f"[model] cannot be built: {str(error).rstrip('.')}", key="model") from error
 
 
+class LoopModelSection(Section):
+    """`[model]` with `type = "loop"`: a loop of one's own, which says these things itself (`isthmus.attach`)."""
+
+    type: Literal["loop"] = "loop"
+    parameters: Annotated[tuple[Shaped, ...], Field(min_length=1)]
+    """Names and shapes of what is trained, in their order: "head.weight 256x64"."""
+    seq_len: Annotated[Count, Field(ge=1)] = 1
+    """Tokens in a sample, for figures alone: how many a second, how many in all."""
+
+    def named_shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """What `parameters` says."""
+        return tuple(named_shape(text) for text in self.parameters)
+
+    def decoder_config(self) -> "ModelConfig":
+        """There is none.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "this run trains the model of loops of their own, which only they can build",
+            cure="isthmus export writes its parameters, by name",
+            key="model",
+        )
+
+
+ModelSection = Annotated[DecoderSection | LoopModelSection, Field(discriminator="type")]
+
+
 class DataSection(Section):
-    """`[data]`: the text to train on."""
+    """`[data]`: the text to train on; a loop of one's own has its own data."""
 
     path: Maybe[Path] = None
     """A file or folder; none: the Python standard library's own sources. A peer may keep it elsewhere: `node.data`."""
@@ -115,19 +145,22 @@ class ConstantSchedule(_Schedule):
 Schedule = Annotated[CosineSchedule | WsdSchedule | ConstantSchedule, Field(discriminator="type")]
 
 
-class _Inner(Section):
+class _Paced(Section):
     lr: Positive = 1e-3
     """Peak learning rate."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Of matrices; decoupled from the gradient."""
     batch_size: Annotated[int, Field(ge=1, le=2**31 - 1)] = 16
     """Samples of one inner step of one peer, over all its workers."""
+    schedule: Schedule = Field(default_factory=CosineSchedule)
+    """How the learning rate moves."""
+
+
+class _Inner(_Paced):
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Of matrices; decoupled from the gradient."""
     micro_batch: Maybe[Annotated[int, Field(ge=1)]] = None
     """Samples in memory at once; none: all. Divides `batch_size`."""
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest norm of the gradient; 0: no limit."""
-    schedule: Schedule = Field(default_factory=CosineSchedule)
-    """How the learning rate moves."""
 
     @model_validator(mode="after")
     def _micro_batch_divides(self) -> Self:
@@ -192,4 +225,13 @@ class Muon(_Inner):
     """Added to the root of the second moment, of the rest."""
 
 
-InnerSection = Annotated[AdamW | Sgd | Adopt | Muon, Field(discriminator="type")]
+class LoopInner(_Paced):
+    """`[inner]` with `type = "loop"`: a loop of one's own, whose optimizer and learning rate are its own affair. `lr`
+    and `schedule` are what methods are told that ask for them; they change nothing else."""
+
+    type: Literal["loop"] = "loop"
+    states: tuple[str, ...] = ()
+    """What its optimizer keeps for each parameter, by name; the loop says it itself."""
+
+
+InnerSection = Annotated[AdamW | Sgd | Adopt | Muon | LoopInner, Field(discriminator="type")]

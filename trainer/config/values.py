@@ -6,7 +6,7 @@ Rules: a quantity's Python name ends in its unit and its TOML key does not (`hea
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -21,6 +21,7 @@ _UNIT_SUFFIXES = ("_nbytes", "_bytes_per_s", "_s")
 _LEAST_RATE = 16_000.0
 """Bytes a second. Under less the others would take a peer for one that stands still."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
+_SHAPED = re.compile(r"\S{1,512}( [0-9]{1,10}(x[0-9]{1,10})*)?")
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]+|\*):(\d{1,5})")
 
 
@@ -62,6 +63,23 @@ def _rate(value: float) -> float:
     return value
 
 
+def _shaped(value: str) -> str:
+    if _SHAPED.fullmatch(value) is None:
+        raise ValueError('expected a name and a shape, such as "head.weight 256x64", or a name alone for a number')
+    return value
+
+
+def named_shape(text: str) -> tuple[str, tuple[int, ...]]:
+    """What a `Shaped` says: ("head.weight", (256, 64))."""
+    name, _, shape = text.partition(" ")
+    return name, tuple(map(int, shape.split("x"))) if shape else ()
+
+
+def shaped(name: str, shape: Iterable[int]) -> str:
+    """The same the other way round."""
+    return f"{name} {'x'.join(map(str, shape))}".rstrip()
+
+
 def _name(value: str) -> str:
     if _NAME.fullmatch(value) is None:
         raise ValueError("expected up to 48 lower-case letters, digits, dots, hyphens and underscores")
@@ -82,6 +100,9 @@ Rate = Annotated[BytesPerSecond, AfterValidator(_rate)]
 
 RunName = Annotated[str, AfterValidator(_name)]
 """What a run, and so its folder, can be called."""
+
+Shaped = Annotated[str, AfterValidator(_shaped)]
+"""Name and shape of a parameter, as `shaped` writes them."""
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]

@@ -13,11 +13,12 @@ from isthmus.elastic.core.config import CoordinatorConfig, MemberConfig
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.elastic.core.notary import Sealer
 from isthmus.optim.fragments import Fragment
-from isthmus.optim.outer import Outer
+from isthmus.optim.outer import GRAD, PARAM, Outer
 from isthmus.trainer.config.job import OptimizerJob, ScheduleJob, TrainingJob
-from isthmus.trainer.config.outer_method import fragment_table, method_of, pace_of
+from isthmus.trainer.config.outer_method import fragment_table, method_of, pace_of, tokens_per_sample
 from isthmus.trainer.config.settings import Config
-from isthmus.trainer.config.training import AdamW, Adopt, ConstantSchedule, Muon, Sgd, WsdSchedule
+from isthmus.trainer.config.training import AdamW, Adopt, ConstantSchedule, LoopInner, Muon, Sgd, WsdSchedule
+from isthmus.trainer.errors import ConfigError
 
 __all__ = [
     "bulk_options",
@@ -26,7 +27,9 @@ __all__ = [
     "fragments_of",
     "member_config",
     "outer_of",
+    "require_kinds",
     "samples_in_stock",
+    "tokens_per_sample",
     "training_job",
 ]
 
@@ -51,9 +54,10 @@ def fragments_of(config: Config) -> tuple[Fragment, ...]:
 
 
 def training_job(config: Config) -> TrainingJob:
-    """`[model]`, `[inner]` and `[eval]`: what the workers do."""
+    """`[model]`, `[inner]` and `[eval]`: what the workers do. A loop of one's own has none."""
     model = config.model.decoder_config()
     inner = config.inner
+    assert not isinstance(inner, LoopInner), "it goes with a model that cannot be built here"
     return TrainingJob(
         model=model,
         seq_len=model.max_seq_len,
@@ -65,6 +69,26 @@ def training_job(config: Config) -> TrainingJob:
         eval_batch=inner.batch_size,
         num_eval_batches=config.eval.batches,
     )
+
+
+def require_kinds(config: Config) -> None:
+    """Demand that the workers have what the method exchanges.
+
+    Raises:
+        ConfigError: the inner optimizer does not keep something of it.
+    """
+    kinds = dict.fromkeys(fragment.kind for fragment in fragments_of(config))
+    if not isinstance(config.inner, LoopInner):
+        training_job(config).optimizer.require_kinds(kinds)
+        return
+    kept = (PARAM, GRAD, *config.inner.states)
+    for kind in kinds:
+        if kind not in kept:
+            raise ConfigError(
+                f"outer exchanges {kind!r}, which the loop's optimizer does not keep (it keeps {', '.join(kept[2:])})",
+                cure="take another outer, or an optimizer that keeps it",
+                key="outer",
+            )
 
 
 def _optimizer_job(inner: AdamW | Adopt | Muon | Sgd) -> OptimizerJob:
@@ -124,7 +148,7 @@ def coordinator_config(
         stall_floor_s=members.stall_timeout_s,
         round_quorum=members.quorum,
         grace_floor_s=members.grace_s,
-        weight_per_sample=float(config.model.decoder_config().max_seq_len),  # weights are tokens
+        weight_per_sample=float(tokens_per_sample(config.model)),  # weights are tokens
         norm_guard=members.norm_guard,
     )
 

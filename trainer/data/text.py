@@ -24,6 +24,7 @@ from isthmus.collective.transport import Channel
 from isthmus.elastic.errors import NoText
 from isthmus.elastic.learner.text_fetch import PATIENCE_S, TextFetch
 from isthmus.elastic.state.digest import StateManifest
+from isthmus.trainer.config.outer_method import tokens_per_sample
 from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.data.corpus import CHUNK_NBYTES, Corpus, DataError, load_corpus, require_one_sample
@@ -159,7 +160,7 @@ def _read(config: Config) -> Corpus:
 
 
 def _seq_len(config: Config) -> int:
-    return config.model.decoder_config().max_seq_len
+    return tokens_per_sample(config.model)
 
 
 # ----------------------------------------------------------------------------------------------------- from the peers

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from isthmus.collective.transport.wire import PROTOCOL_VERSION
+from isthmus.trainer.config.outer_method import fragment_table, tokens_per_sample
 from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.sources import ResolvedConfig
@@ -17,7 +18,6 @@ from isthmus.trainer.doctor.machine import memory_nbytes
 from isthmus.trainer.doctor.messages import Facts
 from isthmus.trainer.doctor.report import Check, fail, format_path, ok, warn
 from isthmus.trainer.errors import Refused
-from isthmus.trainer.model.decoder import num_parameters
 
 COPIES = 10
 """Of the parameters in fp32: daemon and worker together, as measured."""
@@ -45,7 +45,7 @@ def adopted(resolved: ResolvedConfig, facts: Facts) -> tuple[Check, Config | Non
         config = resolved.adopt(facts.manifest).config
     except Refused as refused:
         return fail("run", refused.problem, refused.cure), None
-    numel = num_parameters(config.model.decoder_config())
+    numel = fragment_table(config.model).numel
     members = "1 member" if facts.num_members == 1 else f"{facts.num_members} members"
     text = f"{numel / 1e6:.3g} M parameters, {config.outer.type}, {members}"
     return ok("run", text, num_parameters=numel, num_members=facts.num_members), config
@@ -53,6 +53,8 @@ def adopted(resolved: ResolvedConfig, facts: Facts) -> tuple[Check, Config | Non
 
 def text_of(config: Config, facts: Facts) -> Check:
     """Whether the run's text is here. It is compared where that takes a moment."""
+    if config.is_loops:
+        return ok("text", "the run's peers train by loops of their own, with data of their own", is_here=None)
     path = config.data_path
     name = "the standard library of Python" if path is None else format_path(path)
     if path is not None and _nbytes_in(path) > _MOST_COMPARED_NBYTES:
@@ -63,7 +65,7 @@ def text_of(config: Config, facts: Facts) -> Check:
     try:
         corpus = load_corpus(
             path,
-            seq_len=config.model.decoder_config().max_seq_len,
+            seq_len=tokens_per_sample(config.model),
             validation_fraction=config.data.validation_fraction,
             limit_nbytes=config.data.limit_nbytes,
         )
@@ -87,7 +89,7 @@ def memory(config: Config, *, on_gpu: bool, gpu_free_nbytes: int | None = None) 
         on_gpu: whether the workers compute on GPUs.
         gpu_free_nbytes: on the fullest of these.
     """
-    copy_nbytes = _NUMEL_NBYTES * num_parameters(config.model.decoder_config())
+    copy_nbytes = _NUMEL_NBYTES * fragment_table(config.model).numel
     needed_nbytes = (COPIES - COPIES_ON_GPU if on_gpu else COPIES) * copy_nbytes + _PROGRAM_NBYTES
     gpu_nbytes = COPIES_ON_GPU * copy_nbytes // config.node.local_workers if on_gpu else 0
     total_nbytes, available_nbytes = memory_nbytes()

@@ -14,7 +14,7 @@ It must not know connections.
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -67,7 +67,7 @@ class Moments:
         mailbox: [numel] fp32, shared with the workers.
         hasher: for what is lent.
         are_shared: whether the run's newcomers begin with a donor's moments; if not, nobody gets any.
-        first_parameters: makes those of a new run, [numel], slow; None: parameters are in the shared state, and are
+        first_parameters: makes those of a new run, [numel]; None: parameters are in the shared state, and are
             not lent.
         least_steps: moments of fewer inner steps are not lent: they are as good as fresh ones.
         has_trained: whether this peer has made an inner step.
@@ -81,7 +81,7 @@ class Moments:
         are_shared: bool,
         least_steps: int,
         has_trained: Callable[[], bool],
-        first_parameters: Callable[[], Tensor] | None = None,
+        first_parameters: Callable[[], Awaitable[Tensor]] | None = None,
     ) -> None:
         self._mailbox = mailbox
         self._hasher = hasher
@@ -138,7 +138,7 @@ class Moments:
         """Nobody here has trained: parameters as the run begins with them, and no moments."""
         if self._first_parameters is None:
             return {}
-        return {PARAM: await in_thread(self._first_parameters)}
+        return {PARAM: await self._first_parameters()}
 
     def _forget(self) -> None:
         self._copy = None

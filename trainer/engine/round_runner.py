@@ -7,7 +7,7 @@ It must not know workers, samples or why a view changed.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -72,7 +72,7 @@ class RoundRunner:
         communicator: the collective layer.
         state: live and staged shared state.
         codec: how payloads travel whose rounds name no codec.
-        initial_parameters: makes the run's first parameters, [numel]; slow, runs in a thread.
+        initial_parameters: makes the run's first parameters, [numel].
         on_exchanged: told of every finished exchange, for logs.
         keeper: keeps the results, for learners and for later starts of this peer.
     """
@@ -83,7 +83,7 @@ class RoundRunner:
         communicator: Communicator,
         state: OuterState,
         codec: str,
-        initial_parameters: Callable[[], Tensor],
+        initial_parameters: Callable[[], Awaitable[Tensor]],
         on_exchanged: Callable[[RoundKey, RoundStats], None],
         keeper: Keeper,
     ) -> None:
@@ -110,7 +110,7 @@ class RoundRunner:
 
     async def found(self) -> Held:
         """Make the run's first shared state."""
-        held = await self._state.found(await in_thread(self._initial_parameters))
+        held = await self._state.found(await self._initial_parameters())
         self._keeper.founded(held)
         return held
 

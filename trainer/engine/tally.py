@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """Inner steps, and what came of them. `loss` is the sum over the steps, `train_s` the seconds they took."""
+    """Inner steps, and what came of them. `loss` is the sum of the losses that were told, of `num_losses` steps;
+    `train_s` are the seconds they took."""
 
     inner_steps: int = 0
     num_tokens: int = 0
     loss: float = 0.0
+    num_losses: int = 0
     train_s: float = 0.0
 
     def __sub__(self, other: "Done") -> "Done":
@@ -32,13 +34,14 @@ class Done:
             inner_steps=self.inner_steps + sign * other.inner_steps,
             num_tokens=self.num_tokens + sign * other.num_tokens,
             loss=self.loss + sign * other.loss,
+            num_losses=self.num_losses + sign * other.num_losses,
             train_s=self.train_s + sign * other.train_s,
         )
 
     @property
     def mean_loss(self) -> float | None:
-        """Of an inner step; None if there was none."""
-        return self.loss / self.inner_steps if self.inner_steps else None
+        """Of an inner step; None if none was told."""
+        return self.loss / self.num_losses if self.num_losses else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +66,9 @@ class Tally:
         self._emitted: dict[int, Done] = {}  # by place: all that had been done at its newest payload
         self._owed: dict[int, Done] = {}  # by place: of payloads that were missed
 
-    def stepped(self, loss: float, num_tokens: int) -> None:
+    def stepped(self, loss: float | None, num_tokens: int) -> None:
         """An inner step is done."""
-        self._done += Done(inner_steps=1, num_tokens=num_tokens, loss=loss)
+        self._done += Done(inner_steps=1, num_tokens=num_tokens, loss=loss or 0.0, num_losses=int(loss is not None))
 
     def took(self, seconds: float) -> None:
         """So long was trained, or got ready for it."""

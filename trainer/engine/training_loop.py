@@ -47,7 +47,7 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport:
-    """What this peer did in one committed round. `loss` is the mean of its inner steps, None if it did none."""
+    """What this peer did in one committed round. `loss` is the mean of its inner steps, None if it knows of none."""
 
     view: View
     outer_step: int
@@ -119,7 +119,7 @@ class TrainingLoop:
         patience: float,
         on_round: Callable[[RoundReport], None],
         on_landed: Callable[[RoundReport], Awaitable[None]],
-        on_inner_step: Callable[[int, float, int], None],
+        on_inner_step: Callable[[int, float | None, int], None],
         on_blocked: Callable[[bool], None],
         replace_workers: Callable[[WorkerCrashed], Awaitable[None]],
     ) -> None:

@@ -73,7 +73,7 @@ class WorkerValues:
         state: the shared state.
         read_delivered: writes what the others decoded from a payload of ours, see RoundExchange.
         moments: what the workers have, between peers.
-        first_parameters: makes those of a new run, [numel], where the method shares no parameters; slow. Else None.
+        first_parameters: makes those of a new run, [numel], where the method shares no parameters. Else None.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class WorkerValues:
         state: OuterState,
         read_delivered: Callable[[Round, Tensor, Tensor], object],
         moments: Moments,
-        first_parameters: Callable[[], Tensor] | None = None,
+        first_parameters: Callable[[], Awaitable[Tensor]] | None = None,
     ) -> None:
         self._pool = pool
         self._mailbox = mailbox
@@ -131,24 +131,27 @@ class WorkerValues:
 
     async def start_from(self, version: Version) -> None:
         """The workers begin anew from this version, which is pinned."""
-        await in_thread(self._gather_start, version)
+        if self._first_parameters is None:
+            await in_thread(partial(gather_anchor, version.tensors, self._fragments, out=self._mailbox))
+        else:
+            await in_thread(self._mailbox.copy_, await self._own_start())
         self._rebase(version)
         self._is_anchor = self._first_parameters is None
         await in_thread(self._begin_private, version)
         await self._pool.load(keep=0.0)
         await self._moments.begin(self._pool)
 
-    def _gather_start(self, version: Version) -> None:
-        """Put the parameters to begin with into the mailbox: the anchor, or where there is none what is at hand."""
-        if self._first_parameters is None:
-            gather_anchor(version.tensors, self._fragments, out=self._mailbox)
-            return
+    async def _own_start(self) -> Tensor:
+        """The parameters to begin with where there is no anchor: what is at hand."""
         own = self._own_parameters
         if own is None and self._remembered is not None:
             own = self._remembered[1].get(OWN_PARAMETERS, {}).get(PARAM)
         if own is None:
             own = self._moments.take_parameters()
-        self._mailbox.copy_(self._first_parameters() if own is None else own)
+        if own is None:
+            assert self._first_parameters is not None, "there is an anchor"
+            own = await self._first_parameters()
+        return own
 
     def _begin_private(self, version: Version) -> None:
         remembered, self._remembered = self._remembered, None

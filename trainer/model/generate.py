@@ -144,14 +144,23 @@ def save_model(directory: Path, config: ModelConfig, state_dict: Mapping[str, Te
     mismatch = _mismatch(config, state_dict)
     if mismatch is not None:
         raise ValueError(f"the state {mismatch}")
+    weights_blake2b = save_weights(directory, state_dict)
+    content = _ConfigFile(model=config, weights_blake2b=weights_blake2b)
+    with _replacing(directory / CONFIG_NAME) as temporary:
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+
+
+def save_weights(directory: Path, state_dict: Mapping[str, Tensor]) -> str:
+    """Write the parameters alone; returns the BLAKE2b of their file.
+
+    Raises:
+        OSError: the disk refuses.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state_dict.items()}
     with _replacing(directory / WEIGHTS_NAME) as temporary:
         save_file(tensors, temporary)
-        weights_blake2b = _file_digest(temporary)
-    content = _ConfigFile(model=config, weights_blake2b=weights_blake2b)
-    with _replacing(directory / CONFIG_NAME) as temporary:
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+        return _file_digest(temporary)
 
 
 def load_model(directory: Path) -> Decoder:

@@ -108,7 +108,7 @@ class Chronicle:
         """A coordinator without a peer ends."""
         self._log.emit("coordinator_ended", complete=is_complete)
 
-    def inner_step(self, inner_step: int, loss: float, num_tokens: int) -> None:
+    def inner_step(self, inner_step: int, loss: float | None, num_tokens: int) -> None:
         """One inner step is done: too many for the log, not for the figures."""
         self._board.inner_step(inner_step, loss, num_tokens)
 

@@ -100,14 +100,15 @@ class Scoreboard:
         """As the coordinator: a member was overruled, or put out for what it said."""
         self._metrics.lies.inc()
 
-    def inner_step(self, inner_step: int, loss: float, num_tokens: int) -> None:
+    def inner_step(self, inner_step: int, loss: float | None, num_tokens: int) -> None:
         """One inner step is done."""
         self.phase = "training"
         self._inner_step = inner_step
         self._inner_steps_of_round += 1
         self._num_inner_steps += 1
         self._tokens += num_tokens
-        self._train_loss = loss
+        if loss is not None:
+            self._train_loss = loss
         self._metrics.inner_steps.inc()
         self._metrics.tokens.inc(num_tokens)
 

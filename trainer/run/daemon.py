@@ -33,7 +33,7 @@ from isthmus.elastic.donor.donor import refuse
 from isthmus.elastic.observation import ElasticEvent, RecordWritten
 from isthmus.elastic.shell.coordinator import CoordinatorShell
 from isthmus.elastic.shell.notary import RunSealer
-from isthmus.trainer.config.wiring import coordinator_config
+from isthmus.trainer.config.wiring import coordinator_config, tokens_per_sample
 from isthmus.trainer.contact.admission import Gatekeeper, authority_of, hello_maker
 from isthmus.trainer.contact.bouncer import Bouncer
 from isthmus.trainer.contact.identity import PeerFolder
@@ -93,7 +93,8 @@ async def _run(options: PeerOptions | CoordinatorOptions, interrupts: Interrupts
     torch.set_num_threads(1)
     if isinstance(options, PeerOptions):
         node = options.resolved.config.node
-        choose_device(node.device, node.local_workers)
+        if options.loop is None:
+            choose_device(node.device, node.local_workers)
     with PeerFolder(options.run_dir) as folder:
         process = _Process(await prepare(options, folder))
         return await process.live(interrupts)
@@ -262,14 +263,15 @@ class _Process:
 
     def _make_peer(self, chronicle: Chronicle, address: str, coordinators: tuple[str, ...]) -> Peer:
         start = self._start
-        assert start.text is not None, "who trains has the text"
+        assert isinstance(start.options, PeerOptions), "who trains is a peer"
         plan = PeerPlan(
             me=start.me,
             address=address,
             coordinators=coordinators,
             config=start.config,
             terms=start.terms,
-            corpus=start.text.corpus,
+            corpus=None if start.text is None else start.text.corpus,
+            loop=start.options.loop,
             run_dir=self._run_dir,
             checkpoint=None if start.founded is None else start.founded.checkpoint,
             hello=hello_maker(start.me, start.terms.run_id),
@@ -312,7 +314,7 @@ class _Process:
 
     def _announce(self, chronicle: Chronicle, listening: str, address: str) -> None:
         start, inner = self._start, self._start.config.inner
-        text, seq_len = start.text, start.config.model.decoder_config().max_seq_len
+        text, seq_len = start.text, tokens_per_sample(start.config.model)
         num_samples = None if text is None else samples_per_data_epoch(len(text.corpus.train), seq_len)
         chronicle.started(
             run_id=start.terms.run_id,

@@ -32,7 +32,6 @@ from isthmus.trainer.config.settings import Config
 from isthmus.trainer.contact.admission import MAX_AUTHORITIES, RunTerms, authority_of
 from isthmus.trainer.contact.identity import PeerFolder, RunIdentity
 from isthmus.trainer.contact.ticket import Ticket, encode_ticket
-from isthmus.trainer.data.corpus import Corpus
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, IntegrityError, RunComplete
 from isthmus.trainer.files import MEMBERSHIP_NAME, RUN_NAME, write_atomically
 
@@ -83,8 +82,8 @@ class Founded:
     has_lost_its_journal: bool = False
 
 
-def found_or_go_on(folder: PeerFolder, config: Config, corpus: Corpus, resume_dir: Path | None) -> Founded:
-    """The run of this folder: made now, or found there.
+def found_or_go_on(folder: PeerFolder, config: Config, data_digest: str, resume_dir: Path | None) -> Founded:
+    """The run of this folder: made now, or found there. `data_digest` is that of its text.
 
     Raises:
         ConfigError: the folder holds a run with other settings, or one that should be resumed from a checkpoint.
@@ -102,10 +101,10 @@ def found_or_go_on(folder: PeerFolder, config: Config, corpus: Corpus, resume_di
     manifest = manifest_of(config)
     saved = _load_terms(folder.path)
     if saved is not None:
-        _require_same(saved, manifest, corpus, folder.path)
+        _require_same(saved, manifest, data_digest, folder.path)
         checkpoint = newest_usable(folder.path)
     run = folder.found_run(config.run.name)
-    terms = _terms_of(run, manifest, corpus.digest, None if saved is None else saved.keys)
+    terms = _terms_of(run, manifest, data_digest, None if saved is None else saved.keys)
     # The journal is made before the terms are kept: terms without a journal had one. Of etcd only the peers can tell.
     has_journal = config.coordinator.store == "etcd" or (folder.path / JOURNAL_NAME).exists()
     return Founded(
@@ -308,9 +307,9 @@ def _load_terms(path: Path, name: str = _TERMS_NAME) -> _SavedTerms | None:
         raise IntegrityError(f"{file} is damaged", cure="found a new run in another folder") from error
 
 
-def _require_same(saved: _SavedTerms, manifest: bytes, corpus: Corpus, path: Path) -> None:
+def _require_same(saved: _SavedTerms, manifest: bytes, data_digest: str, path: Path) -> None:
     differing = [key for key, _, _ in manifest_diff(manifest, saved.manifest.encode())]
-    if saved.data_digest != corpus.digest:
+    if saved.data_digest != data_digest:
         differing.append("the text")
     if differing:
         raise ConfigError(

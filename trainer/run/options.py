@@ -12,6 +12,7 @@ from isthmus.elastic.core.config import RebuildRule
 from isthmus.trainer.config.sources import ResolvedConfig
 from isthmus.trainer.contact.ticket import Ticket
 from isthmus.trainer.record.status import Status
+from isthmus.trainer.workers.loop import Loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +65,13 @@ class PeerOptions:
         run_dir: this peer's folder, absolute; created by the daemon.
         role: who decides what the run is.
         watch: called once, with what tells how this peer is; any thread may call that, also after the end.
+        loop: who trains here, if it is a loop of one's own.
     """
 
     resolved: ResolvedConfig
     run_dir: Path
     role: Founding | Joining
+    loop: Loop | None = None
     watch: Callable[[Callable[[], Status]], None] = lambda _: None
 
 

@@ -11,7 +11,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from torch import Tensor
 
 from isthmus.collective import Communicator
 from isthmus.collective.api.callbacks import Callbacks
@@ -69,7 +72,9 @@ from isthmus.trainer.errors import ExitCode, WorkerCrashed
 from isthmus.trainer.model.decoder import initial_parameters
 from isthmus.trainer.record.chronicle import Chronicle
 from isthmus.trainer.record.status import FetchStatus, LeavingStatus
-from isthmus.trainer.workers.pool import WorkerPool
+from isthmus.trainer.threads import in_thread
+from isthmus.trainer.workers.loop import Loop
+from isthmus.trainer.workers.pool import WorkerPool, loop_pool, worker_pool
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 
 log = logging.getLogger(__name__)
@@ -96,12 +101,13 @@ class PeerPlan:
         coordinators: where the coordinator listens, the likeliest first.
         config: the run's, with this peer's own `[node]`.
         terms: the run's.
-        corpus: the text, the same on all peers.
+        corpus: the text, the same on all peers; None: the loop's own affair.
         run_dir: this peer's folder.
         checkpoint: the state that a founder resumes from; None: the newest of this run in `run_dir`, if there is one.
         hello: what this peer says on its own connections.
         security: which of them are encrypted, and as whom.
         bouncer: is told whom the coordinator says to believe.
+        loop: who trains here, if it is a loop of somebody's own.
     """
 
     me: PeerRef
@@ -109,12 +115,13 @@ class PeerPlan:
     coordinators: tuple[str, ...]
     config: Config
     terms: RunTerms
-    corpus: Corpus
+    corpus: Corpus | None
     run_dir: Path
     checkpoint: Checkpoint | None
     hello: HelloMaker
     security: Security
     bouncer: Bouncer
+    loop: Loop | None
 
 
 class Peer:
@@ -130,9 +137,14 @@ class Peer:
         self._outer = outer_of(config)
         self._outer_plan = OuterPlan(self._outer)
         fragments = fragments_of(config)
-        self.num_parameters = fragment_table(config.model.decoder_config()).numel
+        self.num_parameters = fragment_table(config.model).numel
         self._hasher = Hasher()
-        self._mailbox = SharedBuffer.create(self.num_parameters)
+        loop = plan.loop
+        if loop is None:
+            self._mailbox = SharedBuffer.create(self.num_parameters)
+        else:
+            self._mailbox = SharedBuffer(loop.facts.mailbox_fd, self.num_parameters)
+        self._first_values: Tensor | None = None  # of a loop of somebody's own
         self._state = OuterState(self._outer, fragments, self._outer_plan, self._hasher)
         # Worth the state, anchor and momentum: who has missed more fetches that instead.
         log_nbytes = config.node.commit_log_nbytes
@@ -146,8 +158,7 @@ class Peer:
             security=plan.security,
         )
         plan.bouncer.ends(self.communicator.put_out)
-        first = lambda: initial_parameters(config.model.decoder_config(), config.run.seed)  # noqa: E731
-        self._first_parameters = None if has_anchor(self._outer, fragments) else first
+        self._first_parameters = None if has_anchor(self._outer, fragments) else self._begin_with
         self._moments = Moments(
             mailbox=self._mailbox.tensor,
             hasher=self._hasher,
@@ -162,7 +173,7 @@ class Peer:
             upload=self.communicator.upload_cap,
             exchanged=self.communicator.progress,
             private=self._moments,
-            text=GivenText(plan.corpus) if plan.corpus.nbytes <= MAX_TEXT_NBYTES else None,
+            text=None if plan.corpus is None or plan.corpus.nbytes > MAX_TEXT_NBYTES else GivenText(plan.corpus),
         )
         self.callbacks = Callbacks(self.communicator, dial=self._call_back, serve=self.donor.serve)
         self._durability = Durability(
@@ -183,7 +194,7 @@ class Peer:
             communicator=self.communicator,
             state=self._state,
             codec=config.outer.codec,
-            initial_parameters=first,
+            initial_parameters=self._begin_with,
             on_exchanged=chronicle.exchanged,
             keeper=self._durability,
         )
@@ -215,6 +226,9 @@ class Peer:
         try:
             await self._recover()
             async with self._workers() as pool:
+                if self._plan.loop is not None:
+                    await pool.store()
+                    self._first_values = await in_thread(self._mailbox.tensor.clone)
                 return await self._take_part(pool)
         finally:
             await self.communicator.close()
@@ -259,9 +273,19 @@ class Peer:
         else:
             self._aside = key, Held(entry.outer_step, entry.digest)
 
+    async def _begin_with(self) -> Tensor:
+        """The parameters of a new run, [numel]: by its seed, or those that the loop came with."""
+        if self._first_values is not None:
+            return self._first_values
+        config = self._plan.config
+        return await in_thread(partial(initial_parameters, config.model.decoder_config(), config.run.seed))
+
     def _workers(self) -> WorkerPool:
         plan, node = self._plan, self._plan.config.node
-        return WorkerPool(
+        if plan.loop is not None:
+            return loop_pool(plan.loop)
+        assert plan.corpus is not None, "workers of our own have a text"
+        return worker_pool(
             training_job(plan.config),
             mailbox=self._mailbox,
             corpus=plan.corpus,
@@ -406,7 +430,7 @@ class Peer:
                 pass
         self._chronicle.observe(event)
 
-    def _on_inner_step(self, inner_step: int, loss: float, num_tokens: int) -> None:
+    def _on_inner_step(self, inner_step: int, loss: float | None, num_tokens: int) -> None:
         self._inner_steps += 1
         self._chronicle.inner_step(inner_step, loss, num_tokens)
         self._tell_progress()
@@ -439,6 +463,8 @@ class Peer:
     def _on_round(self, report: RoundReport) -> None:
         self._num_rounds += 1
         self._num_replaced = 0
+        if self._first_parameters is None:
+            self._first_values = None  # the run has begun with its own
         self._chronicle.trained(report)
         self._durability.reported(report.outer_step, report.digest, report.position)
 
@@ -454,7 +480,11 @@ class Peer:
     async def _on_landed(self, report: RoundReport) -> None:
         await self._keep_private(Held(OuterStep(report.outer_step), report.digest))
         config = self._plan.config
-        is_due = config.eval.every and (report.final or report.outer_step % config.eval.every == 0)
+        is_due = (
+            self._plan.loop is None
+            and config.eval.every
+            and (report.final or report.outer_step % config.eval.every == 0)
+        )
         if is_due and report.view.rank_of(self._plan.me.peer_id) == 0:
             self._chronicle.evaluated(report.outer_step, await self._evaluate())
 

@@ -9,6 +9,8 @@ Must not know listeners, peers or journals.
 """
 
 import asyncio
+import hashlib
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from isthmus.collective.core.types import PeerRef
 from isthmus.collective.transport import Channel, Hello, Mode, Purpose, Security, TicketSecurity, connect
 from isthmus.collective.transport.certificates import certificate_from_bytes, is_signed_by, key_in
 from isthmus.trainer.config.settings import Config
+from isthmus.trainer.config.training import LoopModelSection
 from isthmus.trainer.config.wiring import fragments_of
 from isthmus.trainer.contact.admission import RunTerms, authority_of, hello_maker, own_security
 from isthmus.trainer.contact.identity import PeerFolder, PeerIdentity
@@ -42,14 +45,16 @@ from isthmus.trainer.threads import in_thread
 
 _RETRY_PAUSE_S = 1.0
 _DIAL_TIMEOUT_S = 5.0
+NO_TEXT_DIGEST = hashlib.sha256().hexdigest()
+"""Of the text of a run whose peers have their own data."""
 _STANDBY_TOKEN_S = 86_400
 """Of the token that a standby makes for itself; two clocks may differ by so much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What is known before the listener is opened. `founded` only where a coordinator lives; `text` not for a standby,
-    which needs none."""
+    """What is known before the listener is opened. `founded` only where a coordinator lives; `text` neither for a
+    standby, which needs none, nor where the run's peers train by loops of their own."""
 
     options: PeerOptions | CoordinatorOptions
     folder: PeerFolder
@@ -76,27 +81,35 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
             resolved = options.resolved if rebuild is None else options.resolved.adopt(take_over(folder))
             config = resolved.config
             fragments_of(config)  # what cannot be split is told before there is a run
-            kept = recall_text(folder.path, config, is_resumed=resume_dir is not None)
-            text = await in_thread(founders_text, folder.path, config, kept)
-            founded = found_or_go_on(folder, config, text.corpus, resume_dir)
+            _require_loop(options, config)
+            text = None
+            if not config.is_loops:
+                kept = recall_text(folder.path, config, is_resumed=resume_dir is not None)
+                text = await in_thread(founders_text, folder.path, config, kept)
+            data_digest = NO_TEXT_DIGEST if text is None else text.corpus.digest
+            founded = found_or_go_on(folder, config, data_digest, resume_dir)
             security = _coordinators_security(me, founded, config, folder.load_certificate())
             return _start(options, folder, me.ref, config, founded.terms, text, security, founded=founded)
         case Joining(ticket=ticket):
             admission, coordinators = await _join(options, folder, me, ticket)
             terms = admission.terms
             config = options.resolved.adopt(terms.manifest).config
-            here = await in_thread(joiners_text, folder.path, config, terms.data_digest)
+            _require_loop(options, config)
+            here = None
+            if not config.is_loops:
+                here = await in_thread(joiners_text, folder.path, config, terms.data_digest)
             security = _members_security(me, admission, config)
             folder.keep_certificate(admission.certificate)
             remember_membership(folder, terms, coordinators)
-            text = here or await _fetch_text(options, folder, me, admission, coordinators, config, security)
+            if here is None and not config.is_loops:
+                here = await _fetch_text(options, folder, me, admission, coordinators, config, security)
             return _start(
                 options,
                 folder,
                 me.ref,
                 config,
                 terms,
-                text,
+                here,
                 security,
                 coordinators=coordinators,
                 seen_from=admission.seen_from or None,
@@ -120,6 +133,37 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
             return _start(options, folder, me.ref, config, terms, None, security, founded=founded)
         case _:
             assert_never(options.role)
+
+
+def _require_loop(options: PeerOptions | CoordinatorOptions, config: Config) -> None:
+    """Whoever trains here trains what the run does."""
+    loop = options.loop if isinstance(options, PeerOptions) else None
+    if not isinstance(config.model, LoopModelSection):
+        if loop is not None:
+            raise ConfigError(
+                "this run trains isthmus's own model", cure="isthmus join takes part in it without a loop"
+            )
+        return
+    if loop is None:
+        if isinstance(options, PeerOptions):
+            raise ConfigError(
+                "this run's peers train by loops of their own",
+                cure="take part in it with isthmus.attach in such a loop",
+            )
+        return
+    pairs = itertools.zip_longest(loop.facts.parameters, config.model.parameters)
+    for ours, theirs in pairs:
+        if ours != theirs:
+            raise ConfigError(
+                f"the loop's model is not the run's: here {ours or 'nothing'}, in the run {theirs or 'nothing'}",
+                cure="build the same model on all peers, and train the same of its parameters",
+            )
+    if config.inner.type == "loop" and loop.facts.states != config.inner.states:
+        here, there = (", ".join(states) or "nothing" for states in (loop.facts.states, config.inner.states))
+        raise ConfigError(
+            f"the loop's optimizer keeps {here} for each parameter, in the run it is {there}",
+            cure="use the same kind of optimizer on all peers",
+        )
 
 
 def _start(

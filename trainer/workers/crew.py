@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from isthmus.trainer.config.job import WorkerJob
@@ -27,34 +28,41 @@ _MAX_SOCKET_PATH_NBYTES = 100  # the kernel's limit is 107
 _EXPLANATION_GRACE_S = 0.5
 _KILL_TIMEOUT_S = 5.0
 
-JobMaker = Callable[[Path], WorkerJob]
-"""What the workers are told, given the folder where their socket and their meeting point are."""
+JobMaker = Callable[[Path], AbstractAsyncContextManager[WorkerJob]]
+"""What the workers are told, given the folder where their socket and their meeting point are. The descriptors in it are
+open in the body."""
 
 
 class WorkerCrew:
     """Call `start` once, then `stop` for an end in order, and `close` in any case.
 
     Args:
+        make_job: says what they are told.
         num_workers: one for each device.
         log_dir: existing folder for their output, `worker-0.log` and so on; appended to.
         group: owns the tasks that listen and watch, until `close`.
     """
 
-    def __init__(self, num_workers: int, log_dir: Path, group: asyncio.TaskGroup) -> None:
+    def __init__(self, make_job: JobMaker, num_workers: int, log_dir: Path, group: asyncio.TaskGroup) -> None:
+        self._make_job = make_job
         self._num_workers = num_workers
         self._log_dir = log_dir
         self._group = group
         self._folder = _private_folder()
         self.link = WorkerLink(self._folder / "socket", num_workers, on_failure=self._kill, explain=self._explain)
         """The socket to the workers."""
-        self.processes: list[WorkerProcess] = []
-        """By local rank."""
+        self._processes: list[WorkerProcess] = []
         self.closed = asyncio.Event()
         """Set when nothing is left of it."""
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopping = False
 
-    async def start(self, make_job: JobMaker, *, timeout_s: float) -> tuple[ipc.Ready, ...]:
+    @property
+    def pids(self) -> Sequence[int]:
+        """Process ids by local rank."""
+        return tuple(process.pid for process in self._processes)
+
+    async def start(self, *, timeout_s: float) -> tuple[ipc.Ready, ...]:
         """Start the workers and wait until all are ready; their reports by local rank.
 
         Raises:
@@ -62,7 +70,11 @@ class WorkerCrew:
             WorkerStalled: not all did in time.
         """
         self._tasks.append(self._group.create_task(self.link.run()))
-        job = make_job(self._folder)
+        async with self._make_job(self._folder) as job:
+            await self._start_processes(job)
+        return await self.link.ready(timeout_s)
+
+    async def _start_processes(self, job: WorkerJob) -> None:
         for local_rank in range(self._num_workers):
             process = await WorkerProcess.start(
                 job,
@@ -70,9 +82,8 @@ class WorkerCrew:
                 num_workers=self._num_workers,
                 log_path=self._log_dir / f"worker-{local_rank}.log",
             )
-            self.processes.append(process)
+            self._processes.append(process)
             self._tasks.append(self._group.create_task(self._watch(process)))
-        return await self.link.ready(timeout_s)
 
     async def stop(self, *, timeout_s: float) -> None:
         """Ask the workers to exit and wait for it."""
@@ -80,7 +91,7 @@ class WorkerCrew:
         self.link.stop_workers()
         try:
             async with asyncio.timeout(timeout_s):
-                for process in self.processes:
+                for process in self._processes:
                     await process.wait()
         except TimeoutError:
             log.warning("workers_killed reason=%r", f"did not stop in {timeout_s:g} s")
@@ -91,11 +102,11 @@ class WorkerCrew:
         try:
             self._kill()
             async with asyncio.timeout(_KILL_TIMEOUT_S):
-                for process in self.processes:
+                for process in self._processes:
                     await process.wait()
         except TimeoutError:
             # Only a process that hangs in the kernel, in a broken driver say, outlives SIGKILL.
-            log.critical("workers_survive_sigkill pids=%s", [process.pid for process in self.processes])
+            log.critical("workers_survive_sigkill pids=%s", [process.pid for process in self._processes])
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -118,10 +129,10 @@ class WorkerCrew:
 
     async def _explain(self, local_ranks: Sequence[int]) -> str:
         """What these workers do instead of answering, for people."""
-        return await inquire([process for process in self.processes if process.local_rank in local_ranks])
+        return await inquire([process for process in self._processes if process.local_rank in local_ranks])
 
     def _kill(self) -> None:
-        for process in self.processes:
+        for process in self._processes:
             process.kill()
 
 

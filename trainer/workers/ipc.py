@@ -122,20 +122,23 @@ class Loaded(_Message, frozen=True, kw_only=True):
 
 
 class BackwardDone(_Message, frozen=True, kw_only=True):
-    """The gradient is there. The loss is the peer's, equal on all its workers."""
+    """The gradient is there. The loss is the peer's, equal on all its workers; None: nobody said."""
 
-    loss: float
+    loss: float | None
     num_tokens: Natural
 
 
 class StepDone(_Message, frozen=True, kw_only=True):
-    """One inner step is done, its update too. Loss and norm are the peer's, equal on all its workers."""
+    """One inner step is done, its update too. Loss and norm are the peer's, equal on all its workers.
+
+    What is None nobody has said.
+    """
 
     inner_step: Natural
-    loss: float
+    loss: float | None
     num_tokens: Natural
-    grad_norm: float
-    lr: float
+    grad_norm: float | None
+    lr: float | None
     seconds: float
 
 

@@ -71,6 +71,7 @@ class WorkerLink:
         num_workers: who will connect, as `ipc.worker_identity` names them.
         on_failure: called once, at the first failure, before anybody is told.
         explain: says what workers do that owe an answer; within seconds.
+        linger_s: how long `close` may wait until the last request is with them.
     """
 
     def __init__(
@@ -80,13 +81,14 @@ class WorkerLink:
         *,
         on_failure: Callable[[], None],
         explain: Callable[[Sequence[int]], Awaitable[str]],
+        linger_s: float = 0.0,
     ) -> None:
         self._local_ranks = {ipc.worker_identity(local_rank): local_rank for local_rank in range(num_workers)}
         self._on_failure = on_failure
         self._explain = explain
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        ipc.configure(self._socket, linger_s=0.0)
+        ipc.configure(self._socket, linger_s=linger_s)
         self._socket.bind(f"ipc://{path}")
         self._ready: dict[int, ipc.Ready] = {}
         self._all_ready = asyncio.Event()
@@ -198,7 +200,7 @@ class WorkerLink:
         self._broadcast(ipc.encode(ipc.Stop(serial=self.next_serial())))
 
     def close(self) -> None:
-        """Close the socket; what is not sent is lost."""
+        """Close the socket; idempotent."""
         self._socket.close()
         self._context.term()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workers of this peer: started together, driven together, and gone together.
 
-Owns what L processes inherit, and one start of them after the other (crew.py). Rules: a request has a limit,
+Owns one start of them after the other (crew.py; of a loop of somebody's own: loop.py). Rules: a request has a limit,
 which follows from how long its kind has taken before (pace.py); leaving the pool leaves no process, no
 descriptor and no file behind. Must not know what an outer step is, and imports neither torch.distributed nor the
 training loop.
@@ -14,6 +14,7 @@ Errors, all of them for the operator (trainer/errors.py)::
     WorkerCrashed
     ├── WorkerDied       a process ended unasked
     └── WorkerStalled    an answer did not come in its time
+    LoopGone             somebody's own loop has ended, or hangs
 
 After the first of them the pool is broken and raises it again whatever it is asked. A WorkerCrashed costs no more than
 the parameters and the optimizer's state, and `renew` mends the pool.
@@ -23,10 +24,10 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import msgspec
 
@@ -36,59 +37,70 @@ from isthmus.trainer.errors import WorkerCrashed
 from isthmus.trainer.workers import ipc
 from isthmus.trainer.workers.crew import WorkerCrew
 from isthmus.trainer.workers.link import WINDOW, AnswerT, WorkerLink, WorkerStalled
+from isthmus.trainer.workers.loop import Loop, LoopCrew, LoopGone
 from isthmus.trainer.workers.pace import WorkerPace
 from isthmus.trainer.workers.process import WorkerDied
 from isthmus.trainer.workers.shared_buffer import SharedBuffer, SharedTokens
 
-__all__ = ["WINDOW", "WorkerDied", "WorkerPool", "WorkerStalled"]
+__all__ = ["WINDOW", "WorkerDied", "WorkerPool", "WorkerStalled", "loop_pool", "worker_pool"]
 
 log = logging.getLogger(__name__)
+
+_LOOP_TIMEOUT_S = 3600.0
+"""Between two steps of its optimizer a loop may judge its model, or write it down. The run goes on without it."""
+
+
+class Crew(Protocol):
+    """One start of the workers: `WorkerCrew`, or `LoopCrew` of somebody's own loop."""
+
+    link: WorkerLink
+    closed: asyncio.Event
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Process ids by local rank, as far as they are known."""
+        ...
+
+    async def start(self, *, timeout_s: float) -> tuple[ipc.Ready, ...]:
+        """Until all are ready; their reports by local rank."""
+        ...
+
+    async def stop(self, *, timeout_s: float) -> None:
+        """An end in order."""
+        ...
+
+    async def close(self) -> None:
+        """An end in any case. May be called again."""
+        ...
 
 
 class WorkerPool:
     """The workers of one peer, as an asynchronous context manager: started on entry, gone on exit.
 
-    Leave it in the task that entered it. The workers die with the thread that runs the event loop, at the latest.
+    Leave it in the task that entered it.
 
     Args:
-        training: what they train.
-        mailbox: of all parameters; stays the caller's, and open for as long as the pool is.
-        corpus: the text.
-        num_workers: L, one for each device.
-        device: where they compute.
-        num_threads: CPU threads of each; None: this process's CPUs, divided.
-        log_dir: existing folder for their output, `worker-0.log` and so on; appended to.
+        make_crew: who they are; the group owns its tasks.
+        is_renewable: whether others can take the place of those that are gone.
         ready_timeout_s: from the start to the last worker's `Ready`.
         request_timeout_s: for the first answer to a kind of request, from the request on, and for any later one at
-            most; also for a worker's wait for the others.
+            most.
         hang_timeout_s: for any later one at least: longer where that kind has taken long before.
         stop_timeout_s: for the workers' way out.
     """
 
     def __init__(
         self,
-        training: TrainingJob,
+        make_crew: Callable[[asyncio.TaskGroup], Crew],
         *,
-        mailbox: SharedBuffer,
-        corpus: Corpus,
-        num_workers: int = 1,
-        device: Device = "auto",
-        num_threads: int | None = None,
-        log_dir: Path,
+        is_renewable: bool = True,
         ready_timeout_s: float = 180.0,
         request_timeout_s: float = 600.0,
         hang_timeout_s: float = 60.0,
         stop_timeout_s: float = 10.0,
     ) -> None:
-        if num_workers < 1:
-            raise ValueError(f"a peer has at least one worker, not {num_workers}")
-        self.num_workers = num_workers
-        self._training = training
-        self._mailbox = mailbox
-        self._corpus = corpus
-        self._device: Device = device
-        self._num_threads = num_threads or max(1, num_cpus() // num_workers)
-        self._log_dir = log_dir
+        self._make_crew = make_crew
+        self._is_renewable = is_renewable
         self._ready_timeout_s = ready_timeout_s
         self._request_timeout_s = request_timeout_s
         self._hang_timeout_s = hang_timeout_s
@@ -96,7 +108,7 @@ class WorkerPool:
         self._resources = contextlib.AsyncExitStack()
         self._group: asyncio.TaskGroup  # made on entry; so are the next two
         self._pace: WorkerPace
-        self._crew: WorkerCrew | None = None
+        self._crew: Crew | None = None
         self._ready: tuple[ipc.Ready, ...] = ()
 
     # ------------------------------------------------------------------------------------------- requests
@@ -205,7 +217,7 @@ class WorkerPool:
 
         A crash is not raised here: whoever asks next hears of it, and renews the pool or ends.
         """
-        before: WorkerCrew | None = None
+        before: Crew | None = None
         while (crew := self._crew) is not before:
             assert crew is not None, "the pool was entered"
             await crew.link.failed()
@@ -218,7 +230,7 @@ class WorkerPool:
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids by local rank."""
-        return () if self._crew is None else tuple(process.pid for process in self._crew.processes)
+        return () if self._crew is None else tuple(self._crew.pids)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -271,36 +283,19 @@ class WorkerPool:
 
         Raises:
             WorkerDied, WorkerStalled, EnvironmentFault: as at the first start.
+            LoopGone: it was somebody's own loop.
         """
         assert self._crew is not None, "the pool was entered"
+        if not self._is_renewable:
+            raise LoopGone(str(self._crew.link.failure))
         await self._crew.close()
         await self._start()
 
     async def _start(self) -> None:
-        self._crew = crew = WorkerCrew(self.num_workers, self._log_dir, self._group)
+        self._crew = crew = self._make_crew(self._group)
         self._pace = WorkerPace(floor_s=self._hang_timeout_s, first_s=self._request_timeout_s)
-        with (
-            contextlib.closing(await asyncio.to_thread(SharedTokens.share, self._corpus.train)) as train,
-            contextlib.closing(await asyncio.to_thread(SharedTokens.share, self._corpus.validation)) as validation,
-        ):
-            self._ready = await crew.start(
-                lambda folder: self._job(folder, train, validation), timeout_s=self._ready_timeout_s
-            )
-        log.info("workers_ready num_workers=%d devices=%s", self.num_workers, ",".join(self.devices))
-
-    def _job(self, folder: Path, train: SharedTokens, validation: SharedTokens) -> WorkerJob:
-        return WorkerJob(
-            training=self._training,
-            device=self._device,
-            num_threads=self._num_threads,
-            parent_pid=os.getpid(),
-            socket_path=str(folder / "socket"),
-            store_path=str(folder / "store"),
-            collective_timeout_s=self._request_timeout_s,
-            mailbox_fd=self._mailbox.fd,
-            train=FilePart(fd=train.fd, offset=train.offset, numel=train.numel),
-            validation=FilePart(fd=validation.fd, offset=validation.offset, numel=validation.numel),
-        )
+        self._ready = await crew.start(timeout_s=self._ready_timeout_s)
+        log.info("workers_ready num_workers=%d devices=%s", len(self.devices), ",".join(self.devices))
 
     async def _close(self) -> None:
         try:
@@ -308,6 +303,76 @@ class WorkerPool:
                 await self._crew.close()
         finally:
             await self._resources.aclose()
+
+
+def worker_pool(
+    training: TrainingJob,
+    *,
+    mailbox: SharedBuffer,
+    corpus: Corpus,
+    num_workers: int = 1,
+    device: Device = "auto",
+    num_threads: int | None = None,
+    log_dir: Path,
+    ready_timeout_s: float = 180.0,
+    request_timeout_s: float = 600.0,
+    hang_timeout_s: float = 60.0,
+    stop_timeout_s: float = 10.0,
+) -> WorkerPool:
+    """A pool of processes of our own, which die with the thread that runs the event loop, at the latest.
+
+    Args:
+        training: what they train.
+        mailbox: of all parameters; stays the caller's, and open for as long as the pool is.
+        corpus: the text.
+        num_workers: L, one for each device.
+        device: where they compute.
+        num_threads: CPU threads of each; None: this process's CPUs, divided.
+        log_dir: existing folder for their output, `worker-0.log` and so on; appended to.
+        ready_timeout_s: see `WorkerPool`.
+        request_timeout_s: likewise; also for a worker's wait for the others.
+        hang_timeout_s: likewise.
+        stop_timeout_s: likewise.
+    """
+    if num_workers < 1:
+        raise ValueError(f"a peer has at least one worker, not {num_workers}")
+
+    @contextlib.asynccontextmanager
+    async def job(folder: Path) -> AsyncIterator[WorkerJob]:
+        with (
+            contextlib.closing(await asyncio.to_thread(SharedTokens.share, corpus.train)) as train,
+            contextlib.closing(await asyncio.to_thread(SharedTokens.share, corpus.validation)) as validation,
+        ):
+            yield WorkerJob(
+                training=training,
+                device=device,
+                num_threads=num_threads or max(1, num_cpus() // num_workers),
+                parent_pid=os.getpid(),
+                socket_path=str(folder / "socket"),
+                store_path=str(folder / "store"),
+                collective_timeout_s=request_timeout_s,
+                mailbox_fd=mailbox.fd,
+                train=FilePart(fd=train.fd, offset=train.offset, numel=train.numel),
+                validation=FilePart(fd=validation.fd, offset=validation.offset, numel=validation.numel),
+            )
+
+    return WorkerPool(
+        lambda group: WorkerCrew(job, num_workers, log_dir, group),
+        ready_timeout_s=ready_timeout_s,
+        request_timeout_s=request_timeout_s,
+        hang_timeout_s=hang_timeout_s,
+        stop_timeout_s=stop_timeout_s,
+    )
+
+
+def loop_pool(loop: Loop) -> WorkerPool:
+    """A pool of the processes of somebody's own loop, which are nobody's here to start or to end."""
+    return WorkerPool(
+        lambda group: LoopCrew(loop, group),
+        is_renewable=False,
+        request_timeout_s=_LOOP_TIMEOUT_S,
+        hang_timeout_s=_LOOP_TIMEOUT_S,
+    )
 
 
 def num_cpus() -> int:

@@ -79,7 +79,7 @@ class ShardMap:
             tensors: by the parameter's name, in its shape and cut as it is; a parameter may have none.
 
         Raises:
-            ValueError: a tensor has another shape than its parameter's shard, or is not fp32.
+            ValueError: a tensor has another shape than its parameter's shard, or no floating dtype.
         """
         return replace(self, shards=tuple(_beside(shard, tensors.get(shard.name)) for shard in self.shards))
 
@@ -191,6 +191,6 @@ def _beside(shard: _Shard, tensor: Tensor | None) -> _Shard:
 
 def _shard(name: str, offset: int, local: Tensor) -> _Shard:
     """The same memory, one-dimensional."""
-    if local.dtype != torch.float32:
-        raise ValueError(f"{name!r} is kept in {local.dtype}; parameters are fp32, precision is the forward's")
+    if not local.dtype.is_floating_point:
+        raise ValueError(f"{name!r} is kept in {local.dtype}, and what is exchanged is fp32")
     return _Shard(name=name, offset=offset, stop=offset + local.numel(), values=local.view(-1))

@@ -21,64 +21,18 @@ from typing import Literal, assert_never
 import msgspec
 import torch
 import torch.distributed as dist
-import zmq
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from isthmus.trainer.config.job import FilePart, WorkerJob
 from isthmus.trainer.data.corpus import TokenArray
 from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, TrainingFault
 from isthmus.trainer.workers import ipc
+from isthmus.trainer.workers.channel import DaemonChannel, DaemonGone
 from isthmus.trainer.workers.devices import choose_device
 from isthmus.trainer.workers.inner_loop import InnerLoop, StepResult
 from isthmus.trainer.workers.shared_buffer import SharedBuffer, SharedTokens
 
 log = logging.getLogger(__name__)
-
-_POLL_INTERVAL_S = 1.0
-_LINGER_S = 1.0
-
-
-class ParentGone(Exception):
-    """The daemon has died."""
-
-
-class DaemonChannel:
-    """The worker's end of the socket.
-
-    Args:
-        path: where the daemon listens.
-        local_rank: who we are.
-        parent_pid: the daemon's process.
-    """
-
-    def __init__(self, path: str, *, local_rank: int, parent_pid: int) -> None:
-        self._parent_pid = parent_pid
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        ipc.configure(self._socket, linger_s=_LINGER_S)
-        self._socket.setsockopt(zmq.ROUTING_ID, ipc.worker_identity(local_rank))
-        self._socket.connect(f"ipc://{path}")
-
-    def receive(self) -> ipc.Request:
-        """The next request; waits for as long as the daemon lives.
-
-        Raises:
-            ParentGone: it does not.
-            MalformedMessage: what came is no request.
-        """
-        while not self._socket.poll(round(1000 * _POLL_INTERVAL_S)):
-            if os.getppid() != self._parent_pid:
-                raise ParentGone
-        return ipc.decode_request(self._socket.recv())
-
-    def send(self, reply: ipc.Reply) -> None:
-        """Hand a reply to the socket; never waits, the queue is longer than the daemon's window of requests."""
-        self._socket.send(ipc.encode(reply), zmq.DONTWAIT)
-
-    def close(self) -> None:
-        """Flush what was sent, for a second at most."""
-        self._socket.close()
-        self._context.term()
 
 
 def main() -> None:
@@ -87,7 +41,7 @@ def main() -> None:
     job = msgspec.json.decode(sys.argv[1], type=WorkerJob)
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    channel = DaemonChannel(job.socket_path, local_rank=rank, parent_pid=job.parent_pid)
+    channel = DaemonChannel(job.socket_path, local_rank=rank, is_there=lambda: os.getppid() == job.parent_pid)
     try:
         code = _run(job, rank, size, channel, started)
     except Exception:
@@ -124,7 +78,7 @@ def _run(job: WorkerJob, rank: int, size: int, channel: DaemonChannel, started: 
         log.warning("worker_gives_up local_rank=%d exit_code=%d reason=%s", rank, error.exit_code, error)
         channel.send(_failed(error, serial))
         return error.exit_code
-    except ParentGone:
+    except DaemonGone:
         log.warning("worker_orphaned local_rank=%d", rank)
     return ExitCode.DONE
 

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loop of somebody's own in the place of workers: its processes started this daemon, and come to its socket.
+
+They speak as workers do (ipc.py): whatever a `Step` asks for is done by the loop between two calls of its optimizer.
+Rules: nothing here starts or kills them; when the loop is gone, so is this peer's part in the run, since nobody else
+can train in its place. Must not know the loop's side (trainer/attach/).
+"""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from isthmus.trainer.errors import EnvironmentFault, ExitCode, IsthmusError
+from isthmus.trainer.workers import ipc
+from isthmus.trainer.workers.link import WorkerLink
+
+FACTS_NAME: Final = "loop.json"
+SOCKET_NAME: Final = "socket"
+
+_LOOK_S = 0.5
+_LINGER_S = 1.0
+
+
+class LoopFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a loop says of itself before its daemon starts, in a folder that only this user can enter."""
+
+    parameters: tuple[str, ...]
+    """As `model.parameters` has them."""
+    states: tuple[str, ...]
+    """As `inner.states` has them."""
+    num_processes: int
+    """How many train together, each with its local rank."""
+    pid: int
+    """Of the one that starts the daemon."""
+    tokens_per_sample: int
+    """As `model.seq_len` has it."""
+    mailbox_fd: int
+    """Inherited: memory of all parameters, see `SharedBuffer`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """The loop that has started this process: its folder, and what it says of itself."""
+
+    folder: Path
+    facts: LoopFacts
+
+
+class LoopGone(IsthmusError):
+    """The loop has ended without its daemon, or hangs."""
+
+    exit_code = ExitCode.WORKER_CRASHED
+
+
+def write_facts(folder: Path, facts: LoopFacts) -> None:
+    """Before the daemon starts."""
+    (folder / FACTS_NAME).write_bytes(msgspec.json.encode(facts))
+
+
+def find_loop(folder: Path) -> Loop:
+    """The loop that started this process.
+
+    Raises:
+        EnvironmentFault: there is none.
+    """
+    try:
+        facts = msgspec.json.decode((folder / FACTS_NAME).read_bytes(), type=LoopFacts)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise _no_loop(folder) from error
+    if facts.pid != os.getppid():
+        raise _no_loop(folder)
+    return Loop(folder=folder, facts=facts)
+
+
+def _no_loop(folder: Path) -> EnvironmentFault:
+    return EnvironmentFault(
+        f"no loop waits in {folder}", cure="call isthmus.attach in the training loop: it starts this command itself"
+    )
+
+
+class LoopCrew:
+    """The processes of a loop, as `WorkerCrew` is those of workers.
+
+    Args:
+        loop: who they are.
+        group: owns the tasks that listen and watch, until `close`.
+    """
+
+    pids: Sequence[int]
+
+    def __init__(self, loop: Loop, group: asyncio.TaskGroup) -> None:
+        facts = loop.facts
+        self._group = group
+        self.link = WorkerLink(
+            loop.folder / SOCKET_NAME,
+            facts.num_processes,
+            on_failure=lambda: None,
+            explain=self._explain,
+            linger_s=_LINGER_S,
+        )
+        self.pids = (facts.pid,)
+        self.closed = asyncio.Event()
+        """Set when nothing is left of it."""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, *, timeout_s: float) -> tuple[ipc.Ready, ...]:
+        """Wait until all processes are there; their reports by local rank.
+
+        Raises:
+            LoopGone: it has ended.
+            WorkerStalled: not all came in time.
+        """
+        self._tasks += [self._group.create_task(self.link.run()), self._group.create_task(self._watch())]
+        return await self.link.ready(timeout_s)
+
+    async def stop(self, *, timeout_s: float) -> None:
+        """Tell the loop that it is on its own from now on. Nobody waits for what it does then."""
+        del timeout_s
+        self.link.stop_workers()
+
+    async def close(self) -> None:
+        """Tidy up. May be called again."""
+        for task in self._tasks:
+            task.cancel()
+        self.link.close()
+        self.closed.set()
+
+    async def _watch(self) -> None:
+        while os.getppid() == self.pids[0]:  # noqa: ASYNC110 - the kernel tells nobody of a parent's end
+            await asyncio.sleep(_LOOK_S)
+        self.link.fail(LoopGone("the training loop has ended, and its peer with it", cure="start the loop again"))
+
+    async def _explain(self, local_ranks: Sequence[int]) -> str:
+        who = ", ".join(map(str, local_ranks))
+        return f"process {who} of the training loop has not called optimizer.step()"
