@@ -59,7 +59,7 @@ def _of_methods(settings: Mapping[str, Sequence[Entry]]) -> Iterator[str]:
 
 
 def _line(table: str, key: str, row: _Row) -> str:
-    values = [f"`{value}`" for value in row.types_by_default]
+    values = [f"`{value}`" if value else "must be given" for value in row.types_by_default]
     if len(values) > 1:
         values = [f"`{value}` ({', '.join(types)})" for value, types in row.types_by_default.items()]
     meaning = _escaped(f"{row.meaning}{_condition(f'{table}.{key}')}")
