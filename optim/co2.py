@@ -34,7 +34,7 @@ import torch
 from isthmus.optim.delayed import Delayed
 from isthmus.optim.diloco import MOMENTUM
 from isthmus.optim.flat import require_flat
-from isthmus.optim.outer import ANCHOR, successor
+from isthmus.optim.outer import ANCHOR, elementwise, successor
 from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class CO2(Delayed):
         if not self.clip > 0.0:
             raise ValueError(f"clip must be positive, got {self.clip}")
 
+    @elementwise
     def step(self, _round: Round, result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
         """One heavy-ball step. The workers begin the next block at the new anchor.
 

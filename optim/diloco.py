@@ -27,7 +27,7 @@ import torch
 from isthmus.optim.flat import require_flat
 from isthmus.optim.fragments import FragmentKey
 from isthmus.optim.nesterov import nesterov_step
-from isthmus.optim.outer import ANCHOR, PARAM, Emitted, Op, Outer, Round, successor
+from isthmus.optim.outer import ANCHOR, PARAM, Emitted, Op, Outer, Round, elementwise, successor
 from isthmus.optim.registry import register
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class DiLoCo(Outer):
         require_flat(out, anchor.numel(), "the payload buffer")
         return Emitted(payload=torch.sub(anchor, value, out=out))
 
+    @elementwise
     def step(self, round_: Round, result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
         """One Nesterov step. The workers go to the new anchor: see `Outer.settle`.
 

@@ -38,7 +38,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
     from isthmus.optim.fragments import Fragment, FragmentKey, FragmentTable
     from isthmus.optim.run_facts import RunFacts
+
+StepT = TypeVar("StepT", bound="Callable[..., Any]")
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 """A state: flat fp32 tensors by name. Nobody writes to one that was handed out, but for an `out`."""
@@ -228,6 +230,21 @@ class Settled:
     def untouched(cls, private: Tensors) -> Settled:
         """The worker keeps its value."""
         return cls(private=private, target=None, keep=1.0)
+
+
+def elementwise(step: StepT) -> StepT:
+    """Says of a method's `step` that it treats every element by itself, whatever stands beside it.
+
+    An engine may then call it for parts of a fragment, side by side: `result.value`, `shared` and `out` are slices at
+    the same place, each of them [n].
+    """
+    step.is_elementwise = True  # type: ignore[attr-defined]
+    return step
+
+
+def is_elementwise(outer: Outer) -> bool:
+    """Whether the method's `step` says so of itself; one that a subclass puts in its place says it again."""
+    return getattr(type(outer).step, "is_elementwise", False)
 
 
 class Outer(ABC):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Digests of the shared state: which bits a committed step has.
 
-The state is cut into chunks of `CHUNK_NBYTES`. Every chunk has a SHA-256, and the root is a SHA-256 over the step,
+The state is cut into chunks of `CHUNK_NBYTES`. Every chunk has a BLAKE3, and the root is a SHA-256 over the step,
 the names, the sizes and the chunk digests. A peer that knows the committed root can check a manifest against it,
 and every chunk against the manifest, whoever sent them.
 
-Rules: a tensor here is a name and bytes, nothing more. Hashing is spread over threads (hashlib releases the GIL), so
+Rules: a tensor here is a name and bytes, nothing more. Hashing is spread over threads (the GIL is released), so
 that the event loop goes on. A tensor's part can be kept and used again: only what changed is hashed again.
 """
 
@@ -13,12 +13,13 @@ import asyncio
 import hashlib
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
+from blake3 import blake3
 from msgspec import Meta
 
 from isthmus.collective.core.types import OuterStep
@@ -31,7 +32,10 @@ CHUNK_NBYTES = 4 << 20
 MAX_CHUNK_NBYTES = 4 << 20
 """No manifest may ask for larger chunks than this: it is the limit of a frame."""
 
-_DOMAIN = b"isthmus shared state 1\0"
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+
+_DOMAIN = b"isthmus shared state 2\0"
 
 
 class TensorManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,8 +83,8 @@ def chunk_of(buffer: memoryview, chunk: int, chunk_nbytes: int = CHUNK_NBYTES) -
 
 
 def digest_of(data: memoryview | bytes) -> bytes:
-    """SHA-256 of one chunk."""
-    return hashlib.sha256(data).digest()
+    """BLAKE3 of one chunk, 32 bytes."""
+    return blake3(data).digest()
 
 
 def root_digest(outer_step: int, tensors: Iterable[TensorManifest], *, chunk_nbytes: int = CHUNK_NBYTES) -> bytes:
@@ -134,6 +138,10 @@ class Hasher:
     ) -> list[tuple[bytes, ...]]:
         """As `hash`, while the event loop goes on."""
         return await asyncio.to_thread(self.hash, buffers, chunk_nbytes=chunk_nbytes)
+
+    def each(self, work: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> list[ResultT]:
+        """Whatever else is done chunk by chunk, on the same threads. Blocks until done."""
+        return list(self._threads.map(work, items))
 
     def describe(self, tensors: Sequence[tuple[str, memoryview]]) -> tuple[TensorManifest, ...]:
         """Manifest part of every named buffer (one-dimensional, format B). Blocks until done."""

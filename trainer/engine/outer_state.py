@@ -25,11 +25,11 @@ from torch import Tensor
 from isthmus.collective.core.types import OuterStep
 from isthmus.elastic.core.messages import Held
 from isthmus.elastic.errors import StateDiverged, StateMismatch
-from isthmus.elastic.state.digest import Hasher, StateManifest, TensorManifest, describe_state
+from isthmus.elastic.state.digest import Hasher, StateManifest, TensorManifest, describe_state, digest_of
 from isthmus.elastic.state.parity import Difference
 from isthmus.elastic.state.replica import CommitEntry, RoundRecord
 from isthmus.optim.fragments import Fragment
-from isthmus.optim.outer import ANCHOR, PARAM, Op, Outer, Result, Round, Tensors
+from isthmus.optim.outer import ANCHOR, PARAM, Op, Outer, Result, Round, Tensors, is_elementwise
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.engine.round_records import read_record
 from isthmus.trainer.engine.spare_memory import SpareMemory
@@ -99,6 +99,7 @@ class OuterState:
         self._staged: _Staged | None = None
         self._spare = SpareMemory(self.fragments)
         self._restoring: _Restoring | None = None
+        self._hashed: dict[int, tuple[bytes, ...]] = {}  # by tensor: of what was hashed as it was staged
         self.on_replayed: Callable[[bytes, CommitEntry], None] | None = None
         """Told of every commit that was replayed, and of the digest of the state that it was applied to."""
 
@@ -179,6 +180,9 @@ class OuterState:
             same = (name for name, tensor in tensors.items() if before.tensors[name] is tensor)
             known = before.parts()
             parts = {name: known[name] for name in same}
+        for name, tensor in tensors.items():
+            if name not in parts and (chunks := self._hashed.pop(id(tensor), None)) is not None:
+                parts[name] = TensorManifest(name, tensor.nbytes, chunks)
         others = [(name, byte_view(tensor)) for name, tensor in tensors.items() if name not in parts]
         parts |= {part.name: part for part in await self._hasher.describe_async(others)}
         return describe_state(
@@ -218,6 +222,7 @@ class OuterState:
             The digest that the shared state would have.
         """
         live, rounds = self.live, self.next_rounds()
+        self._hashed.clear()
         outcomes = [
             await in_thread(self._step, round_, result, record)
             for round_, (result, record) in zip(rounds, results, strict=True)
@@ -238,10 +243,30 @@ class OuterState:
         if CHAIN in state and record.weights:  # of a pair others have met, whoever had no partner
             after = next_chain(state, round_.inner_step, record)
         elif CHAIN not in state and result is not None:
-            after = self._outer.step(round_, result, before, out=self._next_memory(place))
+            out = self._next_memory(place)
+            if is_elementwise(self._outer) and all(part.shape == result.value.shape for part in out.values()):
+                after = self._step_by_chunks(round_, result, before, out)
+            else:
+                after = self._outer.step(round_, result, before, out=out)
         if result is not None and not round_.keeps_value:
             result = replace(result, value=torch.empty(0))
         return RoundOutcome(round_=round_, place=place, result=result, before=before, after=after)
+
+    def _step_by_chunks(self, round_: Round, result: Result, before: Tensors, out: Tensors) -> Tensors:
+        """One chunk after the other, on the hasher's threads; each is hashed while its numbers are in the cache."""
+        size = self._hasher.chunk_nbytes // _NUMEL_NBYTES
+
+        def step(start: int) -> list[bytes]:
+            part = slice(start, start + size)
+            pieces = {name: tensor[part] for name, tensor in out.items()}
+            known = {name: tensor[part] for name, tensor in before.items()}
+            self._outer.step(round_, replace(result, value=result.value[part]), known, out=pieces)
+            return [digest_of(byte_view(piece)) for piece in pieces.values()]
+
+        digests = self._hasher.each(step, range(0, result.value.numel(), size))
+        for tensor, chunks in zip(out.values(), zip(*digests, strict=True), strict=True):
+            self._hashed[id(tensor)] = chunks
+        return out
 
     def install_staged(self, held: Held) -> tuple[RoundOutcome, ...]:
         """The staged state is committed as `held`: make it the live one, recycle the old one unless it is pinned.

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Final
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from isthmus.collective import Communicator, RoundStats
@@ -29,6 +30,7 @@ from isthmus.collective.codec.base import first_non_finite
 from isthmus.collective.core.types import PeerId, RoundKey, View
 from isthmus.collective.errors import OperationAborted
 from isthmus.collective.transport.wire import MAX_WEIGHT
+from isthmus.elastic.state.digest import digest_of
 from isthmus.elastic.state.replica import ResultChunk, RoundRecord
 from isthmus.optim.outer import Emitted, Op, Result, Round, Weigh
 from isthmus.optim.workload import draw_pairs
@@ -264,7 +266,7 @@ class RoundExchange:
             seen = {rank: _size(row) for rank, row in zip(givers, rows, strict=True)}
             exchanged.sizes = tuple(seen.get(rank, 0.0) for rank in range(attempt.view.world_size))
         data = {rank: chunk.data for rank, chunk in zip(givers, chunks, strict=True)}
-        return lambda: [hashlib.sha256(data.get(rank, b"")).digest() for rank in range(attempt.view.world_size)]
+        return lambda: [digest_of(data.get(rank, b"")) for rank in range(attempt.view.world_size)]
 
     async def _pair(self, attempt: _Attempt, exchanged: Exchanged) -> Callable[[], list[bytes]]:
         view, payload, round_ = attempt.view, attempt.payload.emitted.payload, attempt.payload.round_
@@ -346,7 +348,7 @@ def _marks_of(stats: RoundStats, chunks: Sequence[ResultChunk]) -> list[bytes]:
     """A mark of what each member has added up, by rank, of its wire form; empty where others pass it on."""
     if not stats.roots:
         return []
-    hashes = [hashlib.sha256() for _ in stats.members]
+    hashes = [blake3() for _ in stats.members]
     for chunk in chunks:
         for rank, start, stop in stats.roots:
             if start <= chunk.start_numel < stop:

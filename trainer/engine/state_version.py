@@ -12,13 +12,13 @@ of all that its rounds have returned, so that members vote on that too.
 It must not know how a version is made, or who needs it.
 """
 
-import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from isthmus.elastic.core.messages import Held
@@ -85,7 +85,7 @@ def shared_part(state: Tensors) -> Tensors:
 
 def with_chain(shared: Tensors) -> Tensors:
     """The first state of a fragment, as it is kept."""
-    return shared or {CHAIN: torch.zeros(hashlib.sha256().digest_size)}
+    return shared or {CHAIN: torch.zeros(blake3.digest_size)}
 
 
 def next_chain(state: Tensors, inner_step: int, record: RoundRecord) -> Tensors:
@@ -96,7 +96,7 @@ def next_chain(state: Tensors, inner_step: int, record: RoundRecord) -> Tensors:
         inner_step: of the round.
         record: what it returned, the same on all members.
     """
-    digest = hashlib.sha256(bytes(state[CHAIN].to(torch.uint8).tolist()))
+    digest = blake3(bytes(state[CHAIN].to(torch.uint8).tolist()))
     digest.update(struct.pack(">q", inner_step))
     digest.update(repr((record.codec, record.weights, record.notes)).encode())
     for chunk in record.chunks:

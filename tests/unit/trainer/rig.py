@@ -3,7 +3,6 @@
 
 import asyncio
 import contextlib
-import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import torch
@@ -15,7 +14,7 @@ from isthmus.collective.transport import Hello, HelloReply, Listener, Purpose
 from isthmus.collective.transport.wire import PROTOCOL_VERSION
 from isthmus.elastic.core.messages import Held
 from isthmus.elastic.donor.commit_log import CommitLog
-from isthmus.elastic.state.digest import Hasher
+from isthmus.elastic.state.digest import Hasher, digest_of
 from isthmus.elastic.state.replica import CommitEntry, ResultChunk, RoundRecord
 from isthmus.optim.diloco import DiLoCo
 from isthmus.optim.fragments import Fragment, FragmentTable
@@ -76,7 +75,7 @@ def entry_of(held: Held, *records: RoundRecord) -> CommitEntry:
 def has_the_bits_of_its_manifest(version: Version) -> bool:
     """Whether every chunk still is what was hashed when the version was made."""
     return all(
-        hashlib.sha256(version.chunk(number, chunk)).digest() == digest
+        digest_of(version.chunk(number, chunk)) == digest
         for number, tensor in enumerate(version.manifest.tensors)
         for chunk, digest in enumerate(tensor.chunk_digests)
     )

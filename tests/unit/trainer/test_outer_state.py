@@ -2,7 +2,6 @@
 """The shared state: live versions never change, staging is nothing until it is installed, memory is recycled."""
 
 import asyncio
-import hashlib
 import resource
 import threading
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from isthmus.collective.core.types import OuterStep
 from isthmus.collective.errors import RemoteProtocolError
 from isthmus.elastic.core.messages import Held
 from isthmus.elastic.errors import StateDiverged, StateMismatch
-from isthmus.elastic.state.digest import Hasher, chunk_of
+from isthmus.elastic.state.digest import Hasher, chunk_of, digest_of
 from isthmus.elastic.state.parity import Difference, differing
 from isthmus.elastic.state.replica import CommitEntry, ResultChunk, RoundRecord
 from isthmus.optim.diloco import MOMENTUM, DiLoCo
@@ -353,7 +352,7 @@ async def test_what_was_staged_in_vain_is_known_until_its_memory_is_needed(hashe
     first, second = state.begin_restore(leftover)
     assert state.leftover() is None
     for buffer, part in zip((first, second), leftover.tensors, strict=True):
-        assert [hashlib.sha256(chunk_of(buffer, n, 1024)).digest() for n in range(4)] == list(part.chunk_digests)
+        assert [digest_of(chunk_of(buffer, n, 1024)) for n in range(4)] == list(part.chunk_digests)
     assert await state.finish_restore(leftover) == held
     await stage(state, numbers(2))
     state.discard_staged()
