@@ -144,7 +144,7 @@ class Peer:
             self._mailbox = SharedBuffer.create(self.num_parameters)
         else:
             self._mailbox = SharedBuffer(loop.facts.mailbox_fd, self.num_parameters)
-        self._first_values: Tensor | None = None  # of a loop of somebody's own
+        self._first_values: Tensor | None = None  # of a loop of somebody's own, where nobody shares parameters
         self._state = OuterState(self._outer, fragments, self._outer_plan, self._hasher)
         # Worth the state, anchor and momentum: who has missed more fetches that instead.
         log_nbytes = config.node.commit_log_nbytes
@@ -226,7 +226,7 @@ class Peer:
         try:
             await self._recover()
             async with self._workers() as pool:
-                if self._plan.loop is not None:
+                if self._plan.loop is not None and self._first_parameters is not None:
                     await pool.store()
                     self._first_values = await in_thread(self._mailbox.tensor.clone)
                 return await self._take_part(pool)
@@ -274,9 +274,12 @@ class Peer:
             self._aside = key, Held(entry.outer_step, entry.digest)
 
     async def _begin_with(self) -> Tensor:
-        """The parameters of a new run, [numel]: by its seed, or those that the loop came with."""
+        """The parameters of a new run, [numel]: by its seed, or those that the loop came with. Not to be kept."""
         if self._first_values is not None:
             return self._first_values
+        if self._plan.loop is not None:
+            await self._pool.store()
+            return self._mailbox.tensor
         config = self._plan.config
         return await in_thread(partial(initial_parameters, config.model.decoder_config(), config.run.seed))
 
@@ -463,8 +466,6 @@ class Peer:
     def _on_round(self, report: RoundReport) -> None:
         self._num_rounds += 1
         self._num_replaced = 0
-        if self._first_parameters is None:
-            self._first_values = None  # the run has begun with its own
         self._chronicle.trained(report)
         self._durability.reported(report.outer_step, report.digest, report.position)
 
