@@ -14,7 +14,7 @@ from isthmus.optim.schedule import Schedule, build_schedule
 from isthmus.trainer.config.keys import DEFAULTS, KNOWN_KEYS
 from isthmus.trainer.config.manifest import config_of, manifest_diff, manifest_digest, manifest_of, manifest_sections
 from isthmus.trainer.config.outer import outer_section
-from isthmus.trainer.config.outer_method import pace_of
+from isthmus.trainer.config.outer_method import fragment_table, pace_of
 from isthmus.trainer.config.peers import NodeSection
 from isthmus.trainer.config.quantities import (
     format_nbytes,
@@ -28,7 +28,8 @@ from isthmus.trainer.config.quantities import (
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.show import as_json_text, as_template, as_toml, entries
 from isthmus.trainer.config.sources import Override, ResolvedConfig, load_config
-from isthmus.trainer.config.training import ConstantSchedule, RunSection, Sgd, WsdSchedule
+from isthmus.trainer.config.training import ConstantSchedule, LoopModelSection, RunSection, Sgd, WsdSchedule
+from isthmus.trainer.config.values import shaped
 from isthmus.trainer.config.wiring import outer_of
 from isthmus.trainer.errors import ConfigError, ExitCode, Refused
 
@@ -671,3 +672,46 @@ def test_configs_of_the_repository_are_valid(name: str) -> None:
     assert config.run.name == name
     assert config.model.decoder_config().max_seq_len == config.model.seq_len
     assert schedule_of(config)(0) > 0
+
+
+# --------------------------------------------------------------------------------------------- loops of people's own
+
+LOOP = (("model.type", "loop"), ("model.parameters", '["embed.weight 256x8", "scale"]'), ("inner.type", "loop"))
+
+
+def test_a_loops_model_is_names_and_shapes() -> None:
+    config = load(*LOOP, ("inner.states", '["exp_avg"]')).config
+    assert config.is_loops
+    assert isinstance(config.model, LoopModelSection)
+    assert config.model.named_shapes() == (("embed.weight", (256, 8)), ("scale", ()))
+    assert fragment_table(config.model).numel == 256 * 8 + 1
+    assert [shaped(name, shape) for name, shape in config.model.named_shapes()] == list(config.model.parameters)
+    assert config_of(manifest_of(config)) == config
+
+
+@pytest.mark.parametrize("spelt", ["two words 3", "w 3xx4", "w -1", "w 3x", ""])
+def test_what_is_no_name_and_shape_is_refused(spelt: str) -> None:
+    with pytest.raises(ConfigError, match="expected a name and a shape"):
+        load(("model.type", "loop"), ("model.parameters", f'["{spelt}"]'), ("inner.type", "loop"))
+
+
+def test_a_loop_says_model_and_inner_optimizer_or_neither() -> None:
+    with pytest.raises(ConfigError, match="do not go together; a loop of one's own says both itself"):
+        load(("inner.type", "loop"))
+
+
+def test_a_loop_has_its_own_data() -> None:
+    with pytest.raises(ConfigError, match=r"has its own data; leave out data\.path and --data"):
+        load(*LOOP, ("data.path", "text.txt"))
+
+
+def test_what_a_loops_optimizer_must_keep_is_told_before_the_run() -> None:
+    with pytest.raises(ConfigError, match="outer exchanges 'exp_avg', which the loop's optimizer does not keep"):
+        load(*LOOP, ("outer.type", "desloc"))
+    states = ("inner.states", '["exp_avg", "exp_avg_sq"]')
+    assert load(*LOOP, ("outer.type", "desloc"), states).config.outer.type == "desloc"
+
+
+def test_a_loops_model_cannot_be_built_here() -> None:
+    with pytest.raises(ConfigError, match="which only they can build"):
+        load(*LOOP).config.model.decoder_config()
