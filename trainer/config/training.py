@@ -63,7 +63,7 @@ class DecoderSection(Section):
         """
         from isthmus.trainer.model.decoder import preset
 
-        overrides = self.model_dump(exclude={"preset", "seq_len"}, exclude_none=True)
+        overrides = self.model_dump(exclude={"type", "preset", "seq_len"}, exclude_none=True)
         if self.seq_len is not None:
             overrides["max_seq_len"] = self.seq_len
         try:
