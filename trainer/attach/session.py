@@ -23,6 +23,7 @@ the same order. Must not know the network, nor what an outer step is.
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -98,6 +99,7 @@ def attach(
                 pid=os.getpid(),
                 tokens_per_sample=tokens_per_sample,
                 mailbox_fd=mailbox.fd,
+                program=("python", *sys.orig_argv[1:]),
             )
             daemon = Daemon(command, facts, mailbox)
             place = _Place(daemon.socket_path, os.getpid(), daemon.pid, mailbox.fd, daemon.command)

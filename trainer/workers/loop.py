@@ -41,6 +41,8 @@ class LoopFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """As `model.seq_len` has it."""
     mailbox_fd: int
     """Inherited: memory of all parameters, see `SharedBuffer`."""
+    program: tuple[str, ...]
+    """How it was started, word by word: what others type who start the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
