@@ -44,7 +44,7 @@ Opener = Callable[..., tuple[Session, SimpleNamespace]]
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
+def opened(monkeypatch: pytest.MonkeyPatch) -> Opener:
     """Makes a session that has begun, and what is around it."""
 
     def make(*requests: ipc.Request, rank: int = 0, size: int = 1) -> tuple[Session, SimpleNamespace]:
@@ -59,7 +59,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
         session._begin()
         return session, SimpleNamespace(script=script, model=model, optimizer=optimizer, mailbox=mailbox.tensor)
 
-    yield make
+    return make
 
 
 def _train(around: SimpleNamespace) -> float:
@@ -99,10 +99,9 @@ def test_a_session_begins_with_the_runs_parameters_and_ends_when_the_run_does(op
 
 
 def test_what_a_load_says_of_the_optimizer_holds(opened: Opener) -> None:
-    loads = (ipc.Load(serial=4, kind="exp_avg", own_steps=9), ipc.Load(serial=5, reset_optimizer=True))
-    session, around = opened(
-        STEP, loads[0], ipc.Store(serial=6), STEP, loads[1], ipc.Store(serial=7), ipc.Stop(serial=8)
-    )
+    first = (STEP, ipc.Load(serial=4, kind="exp_avg", own_steps=9), ipc.Store(serial=5))
+    second = (STEP, ipc.Load(serial=6, reset_optimizer=True), ipc.Store(serial=7))
+    session, around = opened(*first, *second, ipc.Stop(serial=8))
     for _ in session:
         _train(around)
         around.optimizer.step()

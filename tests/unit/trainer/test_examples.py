@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
+PAIRS = [("bare_loop.py", "attached_loop.py"), ("bare_trainer.py", "hf_trainer.py")]
 
 
-@pytest.mark.parametrize(
-    ("bare", "member"), [("bare_loop.py", "attached_loop.py"), ("bare_trainer.py", "hf_trainer.py")]
-)
+@pytest.mark.parametrize(("bare", "member"), PAIRS)
 def test_a_loop_needs_few_lines_to_be_a_member_and_the_readme_shows_them(bare: str, member: str) -> None:
     done = subprocess.run(["diff", bare, member], cwd=EXAMPLES, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
