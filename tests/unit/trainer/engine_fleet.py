@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -25,6 +26,7 @@ from isthmus.trainer.engine.sample_feed import SampleFeed
 from isthmus.trainer.engine.state_version import has_anchor
 from isthmus.trainer.engine.training_loop import RoundReport, TrainingLoop
 from isthmus.trainer.engine.worker_values import WorkerValues
+from isthmus.trainer.threads import in_thread
 from tests.unit.optim.adam_lab import AdamRows, Rows
 from tests.unit.optim.lab import INITIAL, TABLE
 from tests.unit.trainer.rig import Site, view_of
@@ -127,7 +129,9 @@ class Peer:
             moments=Moments(
                 mailbox=self.mailbox, hasher=hasher, are_shared=False, least_steps=0, has_trained=lambda: False
             ),
-            first_parameters=None if has_anchor(site.outer, site.state.fragments) else INITIAL.clone,
+            first_parameters=None
+            if has_anchor(site.outer, site.state.fragments)
+            else partial(in_thread, INITIAL.clone),
         )
         self.loop = TrainingLoop(
             membership=self,

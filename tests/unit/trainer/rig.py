@@ -26,6 +26,7 @@ from isthmus.trainer.engine.round_exchange import Payload
 from isthmus.trainer.engine.round_records import result_of
 from isthmus.trainer.engine.round_runner import MemoryKeeper, RoundRunner
 from isthmus.trainer.engine.state_version import Version
+from isthmus.trainer.threads import in_thread
 
 NUMEL = 1000
 CHUNK_NBYTES = 2048
@@ -114,7 +115,7 @@ class Site:
             state=self.state,
             keeper=MemoryKeeper(self.log),
             codec=codec,
-            initial_parameters=lambda: numbers(99, numel),
+            initial_parameters=lambda: in_thread(numbers, 99, numel),
             on_exchanged=lambda key, _: self.exchanged.append(key),
         )
 

@@ -18,7 +18,7 @@ from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, STATE_NAME, Check
 from isthmus.trainer.cli.support import is_loopback, take_apart
 from isthmus.trainer.config.manifest import manifest_of
 from isthmus.trainer.config.settings import Config
-from isthmus.trainer.config.training import ModelSection
+from isthmus.trainer.config.training import DecoderSection
 from isthmus.trainer.contact.ticket import decode_ticket, encode_ticket, make_ticket
 from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, Refused, operator_error
 from isthmus.trainer.model.decoder import initial_parameters, num_parameters
@@ -36,7 +36,7 @@ TICKET = encode_ticket(ON_THIS_MACHINE)
 FAR_TICKET = encode_ticket(dataclasses.replace(ON_THIS_MACHINE, addresses=("203.0.113.7:7000",)))
 IN_ETCD = ("--coordinator.store", "etcd", "--coordinator.etcd", '["127.0.0.1:1"]')
 STANDBY_TICKET = encode_ticket(dataclasses.replace(ON_THIS_MACHINE, secret=b"s" * 32))
-MODEL = ModelSection(preset="nano", num_layers=1, seq_len=16)
+MODEL = DecoderSection(preset="nano", num_layers=1, seq_len=16)
 LAUNCH = "from isthmus.trainer.cli.app import main; main()"
 
 

@@ -11,13 +11,13 @@ from isthmus.trainer.checkpoint.export import export_model
 from isthmus.trainer.config.manifest import manifest_of
 from isthmus.trainer.config.outer import outer_section
 from isthmus.trainer.config.settings import Config
-from isthmus.trainer.config.training import ModelSection
+from isthmus.trainer.config.training import DecoderSection
 from isthmus.trainer.config.wiring import fragments_of
 from isthmus.trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault
 from isthmus.trainer.model.decoder import initial_parameters
 from isthmus.trainer.model.generate import generate, load_model
 
-CONFIG = Config(model=ModelSection(preset="nano", num_layers=1, seq_len=16))
+CONFIG = Config(model=DecoderSection(preset="nano", num_layers=1, seq_len=16))
 
 
 def save(
@@ -51,7 +51,7 @@ def test_newest_checkpoint_becomes_a_model_with_its_parameters(tmp_path: Path) -
 
 def test_the_fragments_of_a_streaming_run_become_one_model(tmp_path: Path) -> None:
     method = outer_section("streaming")(inner_steps=8, num_fragments=2)
-    config = Config(model=ModelSection(preset="nano", num_layers=3, seq_len=16), outer=method)
+    config = Config(model=DecoderSection(preset="nano", num_layers=3, seq_len=16), outer=method)
     parameters = initial_parameters(config.model.decoder_config(), seed=1)
     tensors = {}
     for fragment in fragments_of(config):

@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Iterator[PeerFolder]:
 
 
 def found(folder: PeerFolder, config: Config = CONFIG, corpus: Corpus = CORPUS, resume: Path | None = None) -> Founded:
-    return found_or_go_on(folder, config, corpus, resume)
+    return found_or_go_on(folder, config, corpus.digest, resume)
 
 
 def start(folder: PeerFolder, resume: Path | None = None) -> Founded:
