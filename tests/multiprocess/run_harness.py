@@ -256,25 +256,26 @@ class Run:
         command = [*inside, *program, *arguments, *(() if as_typed else ("--dir", str(directory)))]
         return self._spawn(name, directory, command, terminal=terminal, errors=errors)
 
-    def found_loop(self, *flags: str, program: Sequence[str]) -> Process:
+    def found_loop(self, *flags: str, program: Sequence[str], folder: Path | None = None) -> Process:
         """A training loop of its own that founds a run. `wait_for_ticket` before anybody joins."""
         self.ticket.unlink(missing_ok=True)
-        words = ("--members.reconnect-grace", "500ms", "--checkpoint.every", "0", "--eval.every", "0")
-        return self.loop("up", "--ticket-file", str(self.ticket), *words, *flags, program=program)
+        words = ("--members.reconnect-grace", "500ms", "--checkpoint.every", "0")
+        return self.loop("up", "--ticket-file", str(self.ticket), *words, *flags, program=program, folder=folder)
 
-    def join_loop(self, *flags: str, program: Sequence[str]) -> Process:
+    def join_loop(self, *flags: str, program: Sequence[str], folder: Path | None = None) -> Process:
         """A training loop of its own that joins with the founder's ticket."""
-        return self.loop("join", f"@{self.ticket}", *flags, program=program)
+        return self.loop("join", f"@{self.ticket}", *flags, program=program, folder=folder)
 
-    def loop(self, *words: str, program: Sequence[str]) -> Process:
+    def loop(self, *words: str, program: Sequence[str], folder: Path | None = None) -> Process:
         """A program with a training loop; `words` are for its daemon, whose folder is this process's.
 
         Args:
             words: "up" or "join", and its flags.
             program: of Python, with its arguments; `-m` and a module's name will do.
+            folder: of another start, to go on in it.
         """
         name = f"{len(self.processes)}-loop-{words[0]}"
-        directory = self.folder / name
+        directory = folder or self.folder / name
         flags = ("--dir", str(directory), "--metrics.port", "none", "--listen", "127.0.0.1:0")
         return self._spawn(name, directory, [sys.executable, *program], ISTHMUS_COMMAND=shlex.join((*words, *flags)))
 

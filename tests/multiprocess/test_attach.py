@@ -7,7 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from tests.multiprocess.attached import Mixer, digest_of
 from tests.multiprocess.run_harness import (
     LEFT,
     OPEN_END,
@@ -137,6 +139,28 @@ def test_a_loop_that_stands_still_is_left_behind(tmp_path: Path) -> None:
     assert_same_commits(founder, still)
 
 
+def test_loops_that_are_started_again_go_on_with_their_run(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        flags = ("--peers", "2", "--outer-steps", str(OPEN_END), "--outer.inner-steps", "5", "--checkpoint.every", "4")
+        founder = run.found_loop(*flags, program=TINY)
+        run.wait_for_ticket()
+        other = run.join_loop(program=TINY)
+        run.until_step(6, founder, other)
+        for process in (founder, other):
+            process.kill()
+        run.until("end of the daemons", lambda: not run.alive())
+        stood = founder.step
+        founder = run.found_loop(*flags, program=TINY, folder=founder.directory)
+        other = run.loop("join", program=TINY, folder=other.directory)
+        run.until("return", lambda: len(other.events("join")) == 2)
+        run.until_step(max(stood, founder.step) + 3, founder, other)
+        for process in (other, founder):
+            assert run.command("leave", "--dir", str(process.directory)).code == 0
+        assert run.until_ended(other, founder) == [0, 0], run.story()
+        _audit(run, founder, other)
+    assert_same_commits(founder, other)
+
+
 def test_who_does_not_fit_a_run_of_loops_is_told_why(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         founder = run.found_loop("--peers", "2", "--outer-steps", "2", "--outer.inner-steps", "2", program=TINY)
@@ -177,6 +201,18 @@ def _ended_badly(process: Process, code: int) -> str:
         f"RunEnded: isthmus join ended with code {code}; the line that it printed last says why"
     )
     return outcome.err
+
+
+def test_the_model_of_a_run_of_loops_is_exported_by_name(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        founder = run.found_loop("--outer-steps", "2", "--outer.inner-steps", "3", program=TINY)
+        assert run.until_ended(founder) == [0], run.story()
+        done = run.command("export", "--dir", str(founder.directory), "--out", "model")
+        assert done.code == 0, done.err
+    model = Mixer(12)
+    (file,) = (tmp_path / "model").glob("*.safetensors")
+    assert not model.load_state_dict(load_file(file), strict=False).unexpected_keys
+    assert digest_of(model) == _ends(founder)
 
 
 @pytest.mark.parametrize(
