@@ -181,6 +181,7 @@ def test_who_does_not_fit_a_run_of_loops_is_told_why(tmp_path: Path) -> None:
         assert "isthmus.attach" in sentence
         line = next(line for line in founder.console.read_text().splitlines() if "ISTHMUS_COMMAND" in line)
         assert line.strip() == f"ISTHMUS_COMMAND='isthmus join {run.ticket.read_text().strip()}' python {TINY[0]}"
+        assert line in run.command("ticket", "--dir", str(founder.directory)).out
         right = run.join_loop(program=TINY)
         assert run.until_ended(founder, right) == [0, 0], run.story()
 

@@ -141,9 +141,7 @@ def up(
     rebuild_rule = _rebuild_rule(rebuild=rebuild, with_few=rebuild_with_few, resume=resume)
     with open_console(verbose=verbose) as console:
         _warn_of_insecurity(resolved, insecure=insecure)
-        role = Founding(
-            announce_ticket=announcer(console, ticket_file, loop=loop), resume_dir=resume, rebuild=rebuild_rule
-        )
+        role = Founding(announce_ticket=announcer(console, ticket_file), resume_dir=resume, rebuild=rebuild_rule)
         run_dir = _run_dir(resolved, resolved.config.run.name)
         return train(PeerOptions(resolved=resolved, run_dir=run_dir, role=role, loop=loop), console)
 

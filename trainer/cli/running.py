@@ -18,8 +18,7 @@ from isthmus.trainer.errors import RESTARTABLE, EnvironmentFault, ExitCode, oper
 if TYPE_CHECKING:
     from isthmus.trainer.contact.ticket import Ticket
     from isthmus.trainer.record.status import Status
-    from isthmus.trainer.run.options import PeerOptions
-    from isthmus.trainer.workers.loop import Loop
+    from isthmus.trainer.run.options import Announce, PeerOptions
 
 
 class _ConsoleHandler(logging.Handler):
@@ -82,12 +81,12 @@ def train(options: "PeerOptions", console: Console) -> int:
                 console.result(_summary(options, status, code))
 
 
-def announcer(console: Console, ticket_file: Path | None, *, loop: "Loop | None" = None) -> "Callable[[Ticket], None]":
+def announcer(console: Console, ticket_file: Path | None) -> "Announce":
     """Prints the line that others join with, and writes the ticket where it was asked for."""
     from isthmus.trainer.contact.ticket import encode_ticket, invitation
 
-    def announce(ticket: "Ticket") -> None:
-        console.result(invitation(ticket, None if loop is None else loop.facts.program))
+    def announce(ticket: "Ticket", program: tuple[str, ...] | None) -> None:
+        console.result(invitation(ticket, program))
         if ticket_file is None:
             return
         from isthmus.trainer.files import write_atomically

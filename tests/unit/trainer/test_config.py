@@ -95,7 +95,7 @@ def test_every_known_key_has_an_origin() -> None:
     # What is not told belongs to a variant that was not chosen.
     of_methods = {key for key, tags in KNOWN_KEYS.items() if "diloco" not in tags.get("outer", {"diloco"})}
     assert {f"outer.{name}" for name in ("num_fragments", "pattern", "delay", "keep", "topk")} < of_methods
-    others = {"inner.momentum", "inner.omegas", "inner.schedule.decay_steps"}
+    others = {"inner.momentum", "inner.omegas", "inner.schedule.decay_steps", "inner.states", "model.parameters"}
     assert set(KNOWN_KEYS) - set(config.origins) == others | of_methods
 
 
@@ -213,7 +213,10 @@ def test_unknown_key_names_its_origin_and_the_closest_key(tmp_path: Path, key: s
             "[outer]\ncodec = 'int9'",
             "outer.codec from {} is \"int9\", expected 'raw', 'bf16', 'int8', 'e3m0' or 'twobit'; did you mean int8?",
         ),
-        ("[inner]\ntype = 'adam'", "inner.type from {} is \"adam\", expected 'adamw', 'sgd', 'adopt', 'muon'; did you"),
+        (
+            "[inner]\ntype = 'adam'",
+            "inner.type from {} is \"adam\", expected 'adamw', 'sgd', 'adopt', 'muon', 'loop'; did you",
+        ),
         ("[inner.schedule]\ntype = 'cos'", 'inner.schedule.type from {} is "cos", expected'),
         ("[inner]\nschedule = 'cosine'", "inner.schedule from {} is a section, not a value"),
         ("inner = 3", "inner from {} is a section, not a value; set for example inner.lr"),
