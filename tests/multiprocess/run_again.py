@@ -140,7 +140,7 @@ class InnerLoops:
         self._account, self._corpus, self._mesh, self._num_workers = account, corpus, mesh, num_workers
         method = method_of(account.config)
         kinds = dict.fromkeys((PARAM, *(fragment.kind for fragment in method.fragments)))
-        numel = fragment_table(account.config.model.decoder_config()).numel
+        numel = fragment_table(account.config.model).numel
         self.tensors = {kind: torch.zeros(len(account.peers), numel) for kind in kinds}
         self.losses: dict[str, list[float]] = {peer: [] for peer in account.peers}
         """By peer, of its inner steps."""
@@ -229,7 +229,7 @@ def again(account: Account, mesh: DeviceMesh, *, num_workers: Mapping[str, int])
     plan = OuterPlan(method.outer)
     trajectory = simulate(
         method.outer,
-        table=fragment_table(model),
+        table=fragment_table(config.model),
         initial=initial,
         workers=account.peers,
         workload=loops,

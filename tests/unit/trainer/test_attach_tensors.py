@@ -133,6 +133,8 @@ def test_parameters_in_bf16_are_exchanged_in_fp32() -> None:
     values = torch.randn(tensors.numel)
     tensors.read(PARAM, values, (), keep=0.0)
     assert torch.equal(_flat(model), values.bfloat16().float())
+    tensors.read(PARAM, torch.zeros(tensors.numel), (), keep=0.5)
+    assert torch.equal(_flat(model), (0.5 * values.bfloat16()).float())
 
 
 def test_a_parameter_without_a_gradient_counts_as_zero_and_gets_the_common_one() -> None:

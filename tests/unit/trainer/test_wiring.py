@@ -63,7 +63,7 @@ def test_streaming_takes_its_settings_and_its_fragments_are_the_model() -> None:
     assert outer_of(given) == Streaming(lr=None, momentum=None, **expected)
     fragments = fragments_of(given)
     assert [fragment.index for fragment in fragments] == [0, 1, 2]
-    assert sum(fragment.numel for fragment in fragments) == fragment_table(given.model.decoder_config()).numel
+    assert sum(fragment.numel for fragment in fragments) == fragment_table(given.model).numel
     assert len(fragments_of(config(**keys))) == 2
     assert len(fragments_of(config())) == 1
 
@@ -74,8 +74,9 @@ def test_more_fragments_than_layers_are_told() -> None:
 
 
 def test_the_fragment_table_is_as_long_as_the_initial_parameters() -> None:
-    model = config().model.decoder_config()
-    assert fragment_table(model).numel == initial_parameters(model, 0).numel()
+    section = config().model
+    model = section.decoder_config()
+    assert fragment_table(section).numel == initial_parameters(model, 0).numel()
     assert torch.equal(initial_parameters(model, 3), initial_parameters(model, 3))
 
 
