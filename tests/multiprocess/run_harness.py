@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -252,12 +253,48 @@ class Run:
         """
         name = f"{len(self.processes)}-{arguments[0]}"
         directory = folder or self.folder / name
+        command = [*inside, *program, *arguments, *(() if as_typed else ("--dir", str(directory)))]
+        return self._spawn(name, directory, command, terminal=terminal, errors=errors)
+
+    def found_loop(self, *flags: str, program: Sequence[str], folder: Path | None = None) -> Process:
+        """A training loop of its own that founds a run. `wait_for_ticket` before anybody joins."""
+        self.ticket.unlink(missing_ok=True)
+        words = ("--members.reconnect-grace", "500ms", "--checkpoint.every", "0")
+        return self.loop("up", "--ticket-file", str(self.ticket), *words, *flags, program=program, folder=folder)
+
+    def join_loop(self, *flags: str, program: Sequence[str], folder: Path | None = None) -> Process:
+        """A training loop of its own that joins with the founder's ticket."""
+        return self.loop("join", f"@{self.ticket}", *flags, program=program, folder=folder)
+
+    def loop(self, *words: str, program: Sequence[str], folder: Path | None = None) -> Process:
+        """A program with a training loop; `words` are for its daemon, whose folder is this process's.
+
+        Args:
+            words: "up" or "join", and its flags.
+            program: of Python, with its arguments; `-m` and a module's name will do.
+            folder: of another start, to go on in it.
+        """
+        name = f"{len(self.processes)}-loop-{words[0]}"
+        directory = folder or self.folder / name
+        flags = ("--dir", str(directory), "--metrics.port", "none", "--listen", "127.0.0.1:0")
+        return self._spawn(name, directory, [sys.executable, *program], ISTHMUS_COMMAND=shlex.join((*words, *flags)))
+
+    def _spawn(
+        self,
+        name: str,
+        directory: Path,
+        command: Sequence[str],
+        *,
+        terminal: int | None = None,
+        errors: int | None = None,
+        **environment: str,
+    ) -> Process:
         console = self.folder / f"{name}.out"
         with console.open("wb") as out, console.with_suffix(".err").open("wb") as err:
             popen = subprocess.Popen(
-                [*inside, *program, *arguments, *(() if as_typed else ("--dir", str(directory)))],
+                command,
                 cwd=self.folder,
-                env=self._environment,
+                env=self._environment | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out if terminal is None else terminal,
                 stderr=err if errors is None else errors,

@@ -16,11 +16,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from isthmus.trainer.contact.ticket import COMMAND_VARIABLE
 from isthmus.trainer.errors import ExitCode
 from isthmus.trainer.workers.loop import SOCKET_NAME, LoopFacts, write_facts
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
-
-COMMAND_VARIABLE = "ISTHMUS_COMMAND"
 
 _ORDERLY = frozenset({ExitCode.DONE, ExitCode.LEFT, ExitCode.PREEMPTED})
 _STOP_S = 10.0

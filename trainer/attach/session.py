@@ -23,6 +23,7 @@ the same order. Must not know the network, nor what an outer step is.
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -76,7 +77,7 @@ def attach(
         optimizer: the inner one. Each call of its `step` is an inner step, whatever was accumulated before it.
         command: what stands behind `isthmus` on a command line, in one string or word by word: "up --peers 2
             --outer-steps 40" founds a run, "join TICKET" joins one. None: what ISTHMUS_COMMAND says. Every flag of
-            these commands is known; --inner.batch-size is the samples of one inner step of this peer.
+            these commands is known; --inner.batch-size is the samples of one inner step of one peer.
         tokens_per_sample: for figures: how many tokens a second, how many in all.
 
     Raises:
@@ -98,6 +99,7 @@ def attach(
                 pid=os.getpid(),
                 tokens_per_sample=tokens_per_sample,
                 mailbox_fd=mailbox.fd,
+                program=("python", *sys.orig_argv[1:]),
             )
             daemon = Daemon(command, facts, mailbox)
             place = _Place(daemon.socket_path, os.getpid(), daemon.pid, mailbox.fd, daemon.command)

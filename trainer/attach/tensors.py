@@ -9,20 +9,19 @@ Must not know messages or other peers.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from isthmus.optim.fragments import FragmentTable
 from isthmus.optim.outer import GRAD, PARAM
 from isthmus.trainer.workers.shards import ShardMap
-
-_WRAPPERS = ("module.", "_orig_mod.")
 
 
 class LoopTensors:
@@ -40,8 +39,7 @@ class LoopTensors:
     def __init__(self, model: nn.Module, optimizer: Optimizer, rank: int) -> None:
         self.optimizer = bare_optimizer(optimizer)
         self._params = trained_parameters(model)
-        in_groups = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
-        if not any(id(param) in in_groups for param in self._params.values()):
+        if not list(self._optimized()):
             raise ValueError("the optimizer trains no parameter of this model; build it after the model, from its own")
         self.shapes = {name: tuple(param.shape) for name, param in self._params.items()}
         self._shards = ShardMap.build(self._params.items(), FragmentTable.from_named_shapes(self.shapes.items()))
@@ -83,11 +81,22 @@ class LoopTensors:
 
     @torch.no_grad()
     def _begin_states(self) -> None:
-        for param in self._params.values():
+        for param, group in self._optimized():
             state: dict[str, Any] = self.optimizer.state[param]
-            if not state:
-                for name, tensor in self._prototype.items():
-                    state[name] = torch.zeros_like(param if tensor.shape == _PROBE_SHAPE else tensor)
+            if state:
+                continue
+            counts_there = group.get("capturable") or group.get("fused")
+            for name, tensor in self._prototype.items():
+                if tensor.shape == _PROBE_SHAPE:
+                    state[name] = torch.zeros_like(param)
+                else:
+                    state[name] = torch.zeros_like(tensor, device=param.device if counts_there else None)
+
+    def _optimized(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        """What is trained, by the optimizer's groups. What none of them has is exchanged, and has no state."""
+        trained = {id(param) for param in self._params.values()}
+        for group in self.optimizer.param_groups:
+            yield from ((param, group) for param in group["params"] if id(param) in trained)
 
     def _map(self, kind: str) -> ShardMap:
         if kind == PARAM:
@@ -106,7 +115,8 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     Raises:
         ValueError: there are none.
     """
-    found = {_bare_name(name): param for name, param in model.named_parameters() if param.requires_grad}
+    named = _bare_model(model).named_parameters()
+    found = {name.replace("._orig_mod.", "."): param for name, param in named if param.requires_grad}
     if not found:
         raise ValueError("this model has no parameter that wants a gradient")
     return found
@@ -118,11 +128,12 @@ def bare_optimizer(optimizer: Optimizer) -> Optimizer:
     return bare_optimizer(inner) if isinstance(inner, Optimizer) else optimizer
 
 
-def _bare_name(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        if name.startswith(wrapper):
-            return _bare_name(name.removeprefix(wrapper))
-    return name.replace("._orig_mod.", ".")
+def _bare_model(model: nn.Module) -> nn.Module:
+    """Without what wrappers put around it, as their names begin with theirs."""
+    if isinstance(model, DistributedDataParallel | nn.DataParallel):
+        return _bare_model(model.module)
+    inner = getattr(model, "_orig_mod", None)  # of torch.compile
+    return _bare_model(inner) if isinstance(inner, nn.Module) else model
 
 
 _PROBE_SHAPE = torch.Size((3, 5))

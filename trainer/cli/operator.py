@@ -4,6 +4,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -95,11 +96,11 @@ def ticket(
     client = client_of(directory, of_coordinator=True)
     if revoke_all:
         client.order(RevokeRequest())
-    _print_ticket(client.ticket(request), as_json=as_json)
+    _print_ticket(*client.ticket(request), as_json=as_json)
     return int(ExitCode.DONE)
 
 
-def _print_ticket(given: "Ticket", *, as_json: bool) -> None:
+def _print_ticket(given: "Ticket", program: Sequence[str] | None, *, as_json: bool) -> None:
     from isthmus.trainer.contact.ticket import encode_ticket, invitation
 
     if as_json:
@@ -111,7 +112,7 @@ def _print_ticket(given: "Ticket", *, as_json: bool) -> None:
         }
         print(json.dumps(fields))
     else:
-        print(invitation(given))
+        print(invitation(given, program))
 
 
 def _peer_id(given: str) -> PeerId:

@@ -18,7 +18,7 @@ from isthmus.trainer.errors import RESTARTABLE, EnvironmentFault, ExitCode, oper
 if TYPE_CHECKING:
     from isthmus.trainer.contact.ticket import Ticket
     from isthmus.trainer.record.status import Status
-    from isthmus.trainer.run.options import PeerOptions
+    from isthmus.trainer.run.options import Announce, PeerOptions
 
 
 class _ConsoleHandler(logging.Handler):
@@ -81,12 +81,12 @@ def train(options: "PeerOptions", console: Console) -> int:
                 console.result(_summary(options, status, code))
 
 
-def announcer(console: Console, ticket_file: Path | None) -> "Callable[[Ticket], None]":
+def announcer(console: Console, ticket_file: Path | None) -> "Announce":
     """Prints the line that others join with, and writes the ticket where it was asked for."""
     from isthmus.trainer.contact.ticket import encode_ticket, invitation
 
-    def announce(ticket: "Ticket") -> None:
-        console.result(invitation(ticket))
+    def announce(ticket: "Ticket", program: tuple[str, ...] | None) -> None:
+        console.result(invitation(ticket, program))
         if ticket_file is None:
             return
         from isthmus.trainer.files import write_atomically
@@ -103,6 +103,7 @@ def announcer(console: Console, ticket_file: Path | None) -> "Callable[[Ticket],
 
 def _summary(options: "PeerOptions", status: "Status", code: int) -> str:
     from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, CheckpointStore
+    from isthmus.trainer.contact.ticket import loop_line
     from isthmus.trainer.record.summary import shown, summary
     from isthmus.trainer.run.options import Joining
 
@@ -114,6 +115,11 @@ def _summary(options: "PeerOptions", status: "Status", code: int) -> str:
         following = f"{PROGRAM} export --dir {folder}"
     elif code == ExitCode.LEFT or code in RESTARTABLE:
         # A founder's run goes on with the same words: the folder tells the rest.
-        again = shlex.join((PROGRAM, *sys.argv[1:]))
-        following = f"{PROGRAM} join --dir {folder}" if isinstance(options.role, Joining) else again
+        again = [PROGRAM, *sys.argv[1:]]
+        if isinstance(options.role, Joining):
+            again = [PROGRAM, "join", "--dir", shown(options.run_dir)]
+        following = shlex.join(again)
+        if options.loop is not None:
+            own = again[: again.index("--attach")] if "--attach" in again else again
+            following = loop_line(own, options.loop.facts.program)
     return summary(status, code, store.path_of(steps[-1]) if steps else None, following)

@@ -53,18 +53,21 @@ def _of_methods(settings: Mapping[str, Sequence[Entry]]) -> Iterator[str]:
     for method, entries in settings.items():
         yield from (f'### [{OUTER}] with `type = "{method}"`', "", methods()[method].meaning, "", *_HEAD)
         for entry in entries:
-            default = f"`{entry.value}`" if entry.value else "must be given"
-            yield f"| `{entry.key}` | {default} | {_escaped(entry.meaning)} |"
+            yield f"| `{entry.key}` | {_default(entry.value)} | {_escaped(entry.meaning)} |"
         yield ""
 
 
 def _line(table: str, key: str, row: _Row) -> str:
-    values = [f"`{value}`" if value else "must be given" for value in row.types_by_default]
+    values = [_default(value) for value in row.types_by_default]
     if len(values) > 1:
-        values = [f"`{value}` ({', '.join(types)})" for value, types in row.types_by_default.items()]
+        values = [f"{_default(value)} ({', '.join(types)})" for value, types in row.types_by_default.items()]
     meaning = _escaped(f"{row.meaning}{_condition(f'{table}.{key}')}")
     default = f'`"{DEFAULTS[f"{table}.type"]}"`' if key == "type" else ", ".join(values)
     return f"| `{key}` | {default} | {meaning} |"
+
+
+def _default(value: str) -> str:
+    return f"`{value}`" if value else "must be given"
 
 
 def _escaped(text: str) -> str:

@@ -34,6 +34,7 @@ class Office:
         lifetime_s: of a ticket, if nobody says otherwise.
         coordinator: the run's.
         now_s: the wall clock in Unix seconds.
+        program: how a loop of one's own is started, if such loops train here; else None. See `invitation`.
     """
 
     me: PeerRef
@@ -43,6 +44,7 @@ class Office:
     lifetime_s: float
     coordinator: CoordinatorShell
     now_s: Callable[[], float]
+    program: tuple[str, ...] | None = None
     _current: Ticket | None = field(default=None, init=False)
     """The newest that is for everybody."""
     _newest_id: bytes = field(default=b"", init=False)

@@ -30,6 +30,7 @@ import os
 import re
 import secrets
 import select
+import shlex
 import stat
 import struct
 import time
@@ -48,6 +49,8 @@ from isthmus.trainer.errors import ConfigError, Refused
 PREFIX = "isthmus"
 VERSION = "2"
 ID_NBYTES = 8
+COMMAND_VARIABLE = "ISTHMUS_COMMAND"
+"""Of the environment: what a training loop of one's own does, `up` or `join`, where it does not say so itself."""
 NEWEST_ID = b"\xff" * ID_NBYTES
 """Of a token that is never revoked with earlier ones."""
 TOKEN_NBYTES = 49
@@ -183,7 +186,7 @@ def decode_ticket(text: str) -> Ticket:
     Raises:
         TicketRefused: it is none, is of another version, or was damaged on its way. It may still have expired.
     """
-    compact = "".join(text.split()).lower().rpartition(_INVITES)[2]
+    compact = "".join(text.split()).lower().rpartition(_INVITES)[2].partition("'")[0]
     if not compact.startswith(PREFIX) or len(compact) > _MAX_TEXT_LENGTH:
         raise TicketRefused(
             TicketFault.NO_TICKET, "this is not a ticket", cure=f"a ticket starts with {PREFIX}{VERSION}; copy it whole"
@@ -214,10 +217,22 @@ def decode_ticket(text: str) -> Ticket:
     )
 
 
-def invitation(ticket: Ticket) -> str:
-    """What is printed for others: the line that they type, whole, and how long it works."""
+def invitation(ticket: Ticket, program: Sequence[str] | None = None) -> str:
+    """What is printed for others: the line that they type, whole, and how long it works.
+
+    Args:
+        ticket: theirs.
+        program: how a training loop of one's own is started, word by word, if that is what joins.
+    """
     until = datetime.fromtimestamp(ticket.expires_at_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return f"others join with (until {until}):\n\n    isthmus join {encode_ticket(ticket)}\n"
+    words = ("isthmus", "join", encode_ticket(ticket))
+    line = shlex.join(words) if program is None else loop_line(words, program)
+    return f"others join with (until {until}):\n\n    {line}\n"
+
+
+def loop_line(words: Sequence[str], program: Sequence[str]) -> str:
+    """What starts a training loop of one's own, such that it does what these words of a command line say."""
+    return f"{COMMAND_VARIABLE}={shlex.quote(shlex.join(words))} {shlex.join(program)}"
 
 
 def read_ticket(argument: str) -> Ticket:

@@ -68,9 +68,10 @@ class PeersReply(_Message, frozen=True):
 
 
 class TicketReply(_Message, frozen=True):
-    """The ticket, encoded."""
+    """The ticket, encoded, and who is invited by it: see `invitation`."""
 
     ticket: str
+    program: tuple[str, ...] | None = None
 
 
 class Accepted(_Message, frozen=True):

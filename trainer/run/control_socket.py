@@ -87,6 +87,10 @@ class Consulted(Protocol):
     done; that takes seconds at most.
     """
 
+    @property
+    def program(self) -> tuple[str, ...] | None:
+        """How a loop of one's own is started, if the run is one of loops."""
+
     def peers(self) -> tuple[PeerStatus, ...]:
         """Who is in the run."""
 
@@ -199,9 +203,10 @@ class ControlServer:
             case PeersRequest():
                 return PeersReply(office.peers())
             case TicketRequest(is_new=False):
-                return TicketReply(encode_ticket(office.ticket()))
+                return TicketReply(encode_ticket(office.ticket()), office.program)
             case TicketRequest(is_once=is_once, lifetime_s=lifetime_s):
-                return TicketReply(encode_ticket(office.new_ticket(is_once=is_once, lifetime_s=lifetime_s)))
+                made = office.new_ticket(is_once=is_once, lifetime_s=lifetime_s)
+                return TicketReply(encode_ticket(made), office.program)
             case PutOutRequest(peer_id=peer_id, for_ever=for_ever):
                 return _done(await office.put_out(peer_id, for_ever=for_ever))
             case RevokeRequest(ticket_id=ticket_id, expires_at_s=expires_at_s):
@@ -265,8 +270,8 @@ class ControlClient:
             raise self._strange(reply)
         return reply.peers
 
-    def ticket(self, request: TicketRequest) -> Ticket:
-        """The run's, or a new one.
+    def ticket(self, request: TicketRequest) -> tuple[Ticket, tuple[str, ...] | None]:
+        """The run's, or a new one; and for whom, see `invitation`.
 
         Raises:
             Refused: the coordinator does not live there.
@@ -275,7 +280,7 @@ class ControlClient:
         reply = self._ask(request)
         if not isinstance(reply, TicketReply):
             raise self._strange(reply)
-        return decode_ticket(reply.ticket)
+        return decode_ticket(reply.ticket), reply.program
 
     def order(self, request: PutOutRequest | RevokeRequest) -> None:
         """Returns when it is done for good. Raises as `ticket`; also Refused where it cannot be done."""

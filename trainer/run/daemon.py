@@ -253,7 +253,15 @@ class _Process:
             lifetime_s=start.config.members.ticket_lifetime_s,
             coordinator=coordinator,
             now_s=wall_s,
+            program=self._program(),
         )
+
+    def _program(self) -> tuple[str, ...] | None:
+        """How a loop of one's own is started, if the run is one of loops: like the one here."""
+        options = self._start.options
+        if isinstance(options, PeerOptions) and options.loop is not None:
+            return options.loop.facts.program
+        return ("python", "LOOP.py") if self._start.config.is_loops else None
 
     def _rebuild_rule(self, founded: Founded) -> RebuildRule | None:
         role = self._start.options.role
@@ -350,7 +358,7 @@ class _Process:
         ticket = self._office.ticket()
         if start.config.coordinator.store == "etcd":
             save_standby_ticket(start.folder, ticket, founded.run.secret)
-        role.announce_ticket(ticket)
+        role.announce_ticket(ticket, self._program())
 
     async def _take_part(self) -> int:
         if self._peer is None:

@@ -14,20 +14,23 @@ from isthmus.trainer.contact.ticket import Ticket
 from isthmus.trainer.record.status import Status
 from isthmus.trainer.workers.loop import Loop
 
+Announce = Callable[[Ticket, tuple[str, ...] | None], None]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Founding:
     """This process decides what the run is.
 
     Attributes:
-        announce_ticket: called once, as soon as others can join. Must not block for long.
+        announce_ticket: called once, as soon as others can join, with the ticket and how a loop is started, if the run
+            is one of loops (see `invitation`). Must not block for long.
         resume_dir: a run's folder or one checkpoint to start from; None starts anew, or goes on where the journal in
             `run_dir` ends.
         rebuild: the journal of the run in `run_dir` is lost: make it anew from its peers' certificates, by this rule.
             None goes on with what is there.
     """
 
-    announce_ticket: Callable[[Ticket], None]
+    announce_ticket: Announce
     resume_dir: Path | None = None
     rebuild: RebuildRule | None = None
 
@@ -53,7 +56,7 @@ class StandingBy:
     """
 
     ticket: Ticket
-    announce_ticket: Callable[[Ticket], None]
+    announce_ticket: Announce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ can train in its place. Must not know the loop's side (trainer/attach/).
 
 import asyncio
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,8 @@ class LoopFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """As `model.seq_len` has it."""
     mailbox_fd: int
     """Inherited: memory of all parameters, see `SharedBuffer`."""
+    program: tuple[str, ...]
+    """How it was started, word by word: what others type who start the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,7 @@ class LoopCrew:
     def __init__(self, loop: Loop, group: asyncio.TaskGroup) -> None:
         facts = loop.facts
         self._group = group
+        self._folder = loop.folder
         self.link = WorkerLink(
             loop.folder / SOCKET_NAME,
             facts.num_processes,
@@ -128,6 +132,8 @@ class LoopCrew:
         for task in self._tasks:
             task.cancel()
         self.link.close()
+        if os.getppid() != self.pids[0]:  # nobody is left who tidies up
+            shutil.rmtree(self._folder, ignore_errors=True)
         self.closed.set()
 
     async def _watch(self) -> None:

@@ -193,4 +193,6 @@ def _shard(name: str, offset: int, local: Tensor) -> _Shard:
     """The same memory, one-dimensional."""
     if not local.dtype.is_floating_point:
         raise ValueError(f"{name!r} is kept in {local.dtype}, and what is exchanged is fp32")
+    if local.layout != torch.strided or not local.is_contiguous():
+        raise ValueError(f"{name!r} does not lie in memory in the order of its elements; make it contiguous")
     return _Shard(name=name, offset=offset, stop=offset + local.numel(), values=local.view(-1))

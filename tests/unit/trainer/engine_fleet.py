@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -128,7 +129,9 @@ class Peer:
             moments=Moments(
                 mailbox=self.mailbox, hasher=hasher, are_shared=False, least_steps=0, has_trained=lambda: False
             ),
-            first_parameters=None if has_anchor(site.outer, site.state.fragments) else lambda: in_thread(INITIAL.clone),
+            first_parameters=None
+            if has_anchor(site.outer, site.state.fragments)
+            else partial(in_thread, INITIAL.clone),
         )
         self.loop = TrainingLoop(
             membership=self,

@@ -420,7 +420,7 @@ async def run_peer(options):
     role = options.role
     if type(role).__name__ == "Founding":
         from isthmus.trainer.contact.ticket import decode_ticket
-        role.announce_ticket(decode_ticket(TICKET))
+        role.announce_ticket(decode_ticket(TICKET), None)
         print("founding", config.run.name, config.members.start_peers, options.run_dir, file=sys.stderr)
         return int(ExitCode.LEFT)
     print("joining", role.ticket.run_id, config.node.local_workers, options.run_dir, file=sys.stderr)

@@ -85,6 +85,7 @@ class Office:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.refuses = False
+        self.program: tuple[str, ...] | None = None
 
     def peers(self) -> tuple[PeerStatus, ...]:
         return (PEER, BANNED)
@@ -151,8 +152,9 @@ def test_an_operators_orders_reach_the_coordinators_process_and_a_refusal_comes_
     with running(tmp_path, daemon):
         client = ControlClient(tmp_path)
         assert client.peers() == (PEER, BANNED)
-        assert client.ticket(TicketRequest(is_new=False)) == TICKET
-        assert client.ticket(TicketRequest(is_new=True, is_once=True, lifetime_s=60.0)) == TICKET
+        assert client.ticket(TicketRequest(is_new=False)) == (TICKET, None)
+        office.program = ("python", "loop.py")
+        assert client.ticket(TicketRequest(is_new=True, is_once=True, lifetime_s=60.0)) == (TICKET, office.program)
         for order in orders:
             client.order(order)
         assert office.asked == [

@@ -23,6 +23,14 @@ def test_work_since_the_emission_belongs_to_the_next_step() -> None:
     assert tally.unsettled == Done(inner_steps=1, num_tokens=7, loss=9.0, num_losses=1)
 
 
+def test_a_mean_is_that_of_the_losses_that_were_told() -> None:
+    tally = Tally()
+    for loss in (None, 2.0, 4.0):
+        tally.stepped(loss, 1)
+    assert tally.unsettled.mean_loss == pytest.approx(3.0)
+    assert Done(inner_steps=2).mean_loss is None
+
+
 def test_a_fragments_share_is_what_was_done_since_its_own_last_payload() -> None:
     tally = Tally()
     for place in (0, 1, 0):

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import shlex
 import string
 from pathlib import Path
 
@@ -246,6 +247,15 @@ def test_a_later_ticket_has_a_larger_id_whatever_the_clock_says() -> None:
 def test_what_invites_others_is_read_as_a_whole() -> None:
     text = invitation(a_ticket())
     assert decode_ticket(text) == decode_ticket("".join(text.split())) == a_ticket()
+
+
+def test_what_invites_loops_is_typed_as_it_stands_and_read_as_a_whole() -> None:
+    text = invitation(a_ticket(), ("python", "my loop.py", "--fast"))
+    (line,) = (line.strip() for line in text.splitlines() if "python" in line)
+    variable, *program = shlex.split(line)
+    assert variable == f"ISTHMUS_COMMAND=isthmus join {encode_ticket(a_ticket())}"
+    assert program == ["python", "my loop.py", "--fast"]
+    assert decode_ticket(text) == a_ticket()
 
 
 def test_every_ticket_has_an_id_of_its_own_by_which_people_can_name_it(tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training loop of one's own for test_attach.py, tiny and exact. Not a test.
+
+    python tests/multiprocess/attached.py [--optimizer sgd] [--dim 12] [--stand-still-at STEP]
+
+Its lines: "at STEP DIGEST" with the parameters that a step begins with, "own STEP" of those after the session, and at
+last "ends DIGEST". It learns a matrix by heart.
+"""
+
+import argparse
+import hashlib
+import sys
+import time
+
+import torch
+from torch import Tensor, nn
+
+import isthmus
+
+BATCH_SIZE = 8
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=3e-2, momentum=0.9),
+}
+
+
+class Mixer(nn.Module):
+    """Layers under names that methods with several fragments cut between."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(4))
+        self.head = nn.Linear(dim, dim, bias=False)
+        self.frozen = nn.Linear(dim, dim).requires_grad_(False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """[batch, dim] to the same."""
+        for layer in self.layers:
+            values = values + torch.tanh(layer(values))
+        return self.head(values)
+
+
+def batch_of(indices: list[int], dim: int) -> tuple[Tensor, Tensor]:
+    """Samples and what they should become."""
+    values = torch.stack([torch.randn(dim, generator=torch.Generator().manual_seed(index)) for index in indices])
+    return values, values.roll(1, dims=1)
+
+
+def digest_of(model: nn.Module) -> str:
+    """Of what is trained."""
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in trained)).hexdigest()[:12]
+
+
+def tell(*words: object) -> None:
+    """One line."""
+    print(*words, flush=True)
+
+
+def main() -> None:
+    """Train until the session is over, and two steps more."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--dim", type=int, default=12)
+    parser.add_argument("--stand-still-at", type=int)
+    given = parser.parse_args()
+    model = Mixer(given.dim)
+    optimizer = OPTIMIZERS[given.optimizer](model.parameters())
+
+    def train(indices: list[int]) -> Tensor:
+        values, wanted = batch_of(indices, given.dim)
+        optimizer.zero_grad()
+        loss = (model(values) - wanted).square().mean()
+        loss.backward()
+        return loss
+
+    with isthmus.attach(model, optimizer) as session:
+        for indices in session:
+            tell("at", session.inner_step, digest_of(model))
+            while session.inner_step == given.stand_still_at:
+                time.sleep(3600)
+            session.report(train(indices))
+            optimizer.step()
+        tell("ends", digest_of(model))
+    for step in range(2):
+        train(list(range(BATCH_SIZE)))
+        optimizer.step()
+        tell("own", step)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training loops of people's own as members of a run: real programs, each with the daemon that it starts itself."""
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.multiprocess.attached import Mixer, digest_of
+from tests.multiprocess.run_harness import (
+    LEFT,
+    OPEN_END,
+    Process,
+    Run,
+    assert_same_commits,
+    running,
+)
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = (str(ROOT / "examples" / "attached_loop.py"),)
+TRAINER = (str(ROOT / "examples" / "hf_trainer.py"),)
+TINY = (str(Path(__file__).with_name("attached.py")),)
+USAGE = 2
+
+
+def _told(process: Process, pattern: str) -> list[tuple[str, ...]]:
+    """What a loop has printed so far, line by line."""
+    return re.findall(pattern, process.console.read_text(), re.MULTILINE)
+
+
+def _ends(process: Process) -> str:
+    """Digest of a loop's last parameters as a member."""
+    (digest,) = set(_told(process, r"ends (?:with parameters )?([0-9a-f]{12})$"))
+    return digest
+
+
+def _audit(run: Run, *processes: Process) -> None:
+    audited = run.command("audit", "--json", *(str(process.directory) for process in processes))
+    assert audited.code == 0, audited.out + audited.err
+    assert json.loads(audited.out)["holds"]
+
+
+def _assert_learns(process: Process) -> None:
+    losses = [event["loss"] for event in process.events("trained") if event["loss"] is not None]
+    assert losses[-1] < 0.8 * losses[0], losses
+
+
+def _churned(run: Run, program: tuple[str, ...], *flags: str) -> None:
+    """Two begin, a third comes late, one of the first two dies; the others go on to the end."""
+    founder = run.found_loop(
+        "--peers", "2", "--outer-steps", "30", "--outer.inner-steps", "10", *flags, program=program
+    )
+    run.wait_for_ticket()
+    victim = run.join_loop(program=program)
+    run.until_step(1, founder, victim)
+    late = run.join_loop(program=program)
+    run.until("commit of the late one", lambda: late.step > 0)
+    (daemon,) = victim.worker_pids()
+    victim.kill()
+    run.until("end of its daemon", lambda: daemon not in run.alive(), timeout_s=20.0)
+    assert run.until_ended(founder, late) == [0, 0], run.story()
+    _audit(run, founder, victim, late)
+    assert max(assert_same_commits(founder, victim, late)) == 30
+    assert _ends(founder) == _ends(late)
+    assert late.step == founder.step == 30
+    assert victim.step < 30
+    _assert_learns(founder)
+
+
+def test_loops_come_late_and_die_and_the_others_end_with_the_same_parameters(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        _churned(run, EXAMPLE)
+
+
+def test_trainers_come_late_and_die_and_the_others_end_with_the_same_parameters(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    with running(tmp_path) as run:
+        _churned(run, TRAINER)
+
+
+def test_two_processes_of_torchrun_are_one_peer(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        flags = ("--peers", "2", "--outer-steps", "5", "--outer.inner-steps", "10")
+        founder = run.found_loop(*flags, program=(*torchrun, *EXAMPLE))
+        run.wait_for_ticket()
+        other = run.join_loop(program=EXAMPLE)
+        assert run.until_ended(founder, other) == [0, 0], run.story()
+    assert max(assert_same_commits(founder, other)) == 5
+    begins = _told(founder, "^process (.): begins with parameters ([0-9a-f]{12})$")
+    assert sorted(rank for rank, _ in begins) == ["0", "1"]
+    assert {digest for _, digest in begins} == set(_told(other, "begins with parameters ([0-9a-f]{12})$"))
+    assert len(_told(founder, "ends with")) == 2
+    assert _ends(founder) == _ends(other)
+    _assert_learns(founder)
+
+
+def test_a_late_loop_begins_with_the_runs_parameters_leaves_in_order_and_goes_on_alone(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        founder = run.found_loop("--outer-steps", str(OPEN_END), "--outer.inner-steps", "5", program=TINY)
+        run.wait_for_ticket()
+        run.until_step(2, founder)
+        late = run.join_loop(program=TINY)
+        run.until("commit of the late one", lambda: late.step > 2)
+        assert run.command("leave", "--dir", str(late.directory)).code == 0
+        assert run.until_ended(late) == [0]
+        assert late.events("leave", code=LEFT)
+        assert _told(late, "^own (.)$") == ["0", "1"]
+        after = founder.step
+        run.until_step(after + 3, founder)
+        founder.signal(signal.SIGINT)
+        assert founder.outcome().code == -signal.SIGINT
+        assert not run.alive()
+    assert_same_commits(founder, late)
+    (step, digest), *_ = _told(late, "^at ([0-9]+) ([0-9a-f]{12})$")
+    assert int(step) > 1  # of the run's, for a schedule
+    assert digest in {theirs for _, theirs in _told(founder, "^at ([0-9]+) ([0-9a-f]{12})$")}
+
+
+def test_a_loop_that_stands_still_is_left_behind(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        flags = ("--peers", "2", "--outer-steps", str(OPEN_END), "--outer.inner-steps", "5", "--members.grace", "500ms")
+        founder = run.found_loop(*flags, program=TINY)
+        run.wait_for_ticket()
+        still = run.join_loop(program=(*TINY, "--stand-still-at", "12"))
+        run.until("excuse", lambda: bool(still.events("excused")))
+        gone_on_to = founder.step + 3
+        run.until_step(gone_on_to, founder)
+        assert still.is_running
+        still.kill()
+        run.until_step(founder.step + 3, founder)
+        assert run.command("leave", "--dir", str(founder.directory)).code == 0
+        assert run.until_ended(founder) == [0]
+    assert_same_commits(founder, still)
+
+
+def test_loops_that_are_started_again_go_on_with_their_run(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        flags = ("--peers", "2", "--outer-steps", str(OPEN_END), "--outer.inner-steps", "5", "--checkpoint.every", "4")
+        founder = run.found_loop(*flags, program=TINY)
+        run.wait_for_ticket()
+        other = run.join_loop(program=TINY)
+        run.until_step(6, founder, other)
+        for process in (founder, other):
+            process.kill()
+        run.until("end of the daemons", lambda: not run.alive())
+        stood = founder.step
+        founder = run.found_loop(*flags, program=TINY, folder=founder.directory)
+        other = run.loop("join", program=TINY, folder=other.directory)
+        run.until("return", lambda: len(other.events("join")) == 2)
+        run.until_step(max(stood, founder.step) + 3, founder, other)
+        for process in (other, founder):
+            assert run.command("leave", "--dir", str(process.directory)).code == 0
+        assert run.until_ended(other, founder) == [0, 0], run.story()
+        _audit(run, founder, other)
+    assert_same_commits(founder, other)
+
+
+def test_who_does_not_fit_a_run_of_loops_is_told_why(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        founder = run.found_loop("--peers", "2", "--outer-steps", "2", "--outer.inner-steps", "2", program=TINY)
+        run.wait_for_ticket()
+        wider = run.join_loop(program=(*TINY, "--dim", "16"))
+        heavier = run.join_loop(program=(*TINY, "--optimizer", "sgd"))
+        alone = run.join()
+        error = _ended_badly(wider, USAGE)
+        assert (
+            "isthmus: the loop's model is not the run's: here layers.0.weight 16x16, in the run layers.0.weight 12x12"
+            in error
+        )
+        error = _ended_badly(heavier, USAGE)
+        assert "optimizer keeps momentum_buffer for each parameter, in the run it is exp_avg, exp_avg_sq" in error
+        (sentence,) = (outcome := alone.outcome()).sentences
+        assert outcome.code == USAGE
+        assert "this run's peers train by loops of their own" in sentence
+        assert "isthmus.attach" in sentence
+        line = next(line for line in founder.console.read_text().splitlines() if "ISTHMUS_COMMAND" in line)
+        assert line.strip() == f"ISTHMUS_COMMAND='isthmus join {run.ticket.read_text().strip()}' python {TINY[0]}"
+        assert line in run.command("ticket", "--dir", str(founder.directory)).out
+        right = run.join_loop(program=TINY)
+        assert run.until_ended(founder, right) == [0, 0], run.story()
+
+
+def test_a_loop_does_not_get_into_a_run_of_isthmus_own_model(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        run.coordinator()
+        run.wait_for_ticket()
+        error = _ended_badly(run.join_loop(program=TINY), USAGE)
+        assert "isthmus: this run trains isthmus's own model" in error
+
+
+def _ended_badly(process: Process, code: int) -> str:
+    """What a loop wrote on stderr whose daemon gave up with this code."""
+    outcome = process.outcome()
+    assert outcome.code == 1
+    assert outcome.err.splitlines()[-1].endswith(
+        f"RunEnded: isthmus join ended with code {code}; the line that it printed last says why"
+    )
+    return outcome.err
+
+
+def test_the_model_of_a_run_of_loops_is_exported_by_name(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        founder = run.found_loop("--outer-steps", "2", "--outer.inner-steps", "3", program=TINY)
+        assert run.until_ended(founder) == [0], run.story()
+        done = run.command("export", "--dir", str(founder.directory), "--out", "model")
+        assert done.code == 0, done.err
+    model = Mixer(12)
+    (file,) = (tmp_path / "model").glob("*.safetensors")
+    assert not model.load_state_dict(load_file(file), strict=False).unexpected_keys
+    assert digest_of(model) == _ends(founder)
+
+
+@pytest.mark.parametrize(
+    ("flags", "program"),
+    [
+        pytest.param(("--outer.inner-steps", "6"), TINY, id="diloco"),
+        pytest.param(
+            ("--outer.type", "streaming", "--outer.num-fragments", "3", "--outer.inner-steps", "6"),
+            TINY,
+            id="streaming",
+        ),
+        pytest.param(("--outer.type", "desloc", "--outer.inner-steps", "3"), TINY, id="desloc"),
+        pytest.param(
+            (
+                "--outer.type",
+                "data_parallel",
+            ),
+            TINY,
+            id="data_parallel",
+        ),
+        pytest.param(("--outer.type", "noloco", "--outer.inner-steps", "6"), TINY, id="noloco"),
+        pytest.param(("--outer.inner-steps", "6"), (*TINY, "--optimizer", "sgd"), id="diloco-sgd"),
+    ],
+)
+def test_loops_are_members_with_every_kind_of_method(
+    tmp_path: Path, flags: tuple[str, ...], program: tuple[str, ...]
+) -> None:
+    with running(tmp_path) as run:
+        founder = run.found_loop(
+            "--peers", "2", "--outer-steps", "12", "--inner.batch-size", "8", *flags, program=program
+        )
+        run.wait_for_ticket()
+        other = run.join_loop(program=program)
+        assert run.until_ended(founder, other) == [0, 0], run.story()
+    assert set(assert_same_commits(founder, other)) == set(range(1, 13))
+    assert _told(founder, "^own (.)$") == ["0", "1"]
+    _assert_learns(founder)
