@@ -43,7 +43,7 @@ _WHOLE: Final = FragmentKey(kind=PARAM, index=0)
 
 WARM_UP_STEPS: Final = 160
 """Inner steps until the defaults are what they stay. Without them short runs end up to 5 % worse (optim/README.md)."""
-_DEFAULT_MOMENTUM: Final = 0.7
+DEFAULT_MOMENTUM: Final = 0.7
 
 _BEST_LR: Final = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 """(workers, best outer learning rate) for models from 335M parameters up: arXiv:2503.09799."""
@@ -119,7 +119,7 @@ class DiLoCo(Outer):
         warmth = min(1.0, round_.inner_step / WARM_UP_STEPS)
         if self.lr is None:
             lr = 1.0 - warmth * (1.0 - lr)
-        return lr, warmth * _DEFAULT_MOMENTUM
+        return lr, warmth * DEFAULT_MOMENTUM
 
     def lr_of(self, result: Result) -> float:
         """The outer learning rate for what these members have given, when all is warm."""

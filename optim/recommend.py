@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, assert_never
 
 from isthmus.optim.data_parallel import DataParallel
-from isthmus.optim.diloco import default_outer_lr
+from isthmus.optim.diloco import DEFAULT_MOMENTUM, default_outer_lr
 from isthmus.optim.outer import Op
+from isthmus.optim.sparseloco import SparseLoCo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,7 +134,7 @@ class Recommendation:
 
     pick: Candidate
     outer_lr: float | None
-    """The outer learning rate to begin with; None: the method has none."""
+    """The outer learning rate, once the method is warm; None: the method has none."""
     outer_momentum: float | None
     """Nesterov momentum of the outer step; None: the method has none."""
     reasons: tuple[str, ...]
@@ -195,7 +196,7 @@ def recommend(
     hidden = [candidate for candidate in streaming if candidate.is_hidden]
     reasons: list[str] = []
     lr: float | None = default_outer_lr(peers)
-    momentum: float | None = 0.9
+    momentum: float | None = DEFAULT_MOMENTUM
     if keeps_inner_state:
         (pick,) = by_method["desloc"]
         lr = momentum = None
@@ -212,8 +213,10 @@ def recommend(
         pick = max((sparse, streaming[-1]), key=lambda candidate: candidate.utilisation)
         reasons.append("no setting of streaming is hidden here")
         if pick is sparse:
-            lr, momentum = 1.0, None
-            reasons.append("lower the outer learning rate to 0.65 when the loss no longer falls")
+            lr, momentum = SparseLoCo().alpha, None
+            reasons.append(
+                f"lower the outer learning rate to {SparseLoCo().late_alpha:g} when the loss no longer falls"
+            )
     reasons.append(
         f"an exchange of {pick.exchange_s:.3g} s "
         + ("is hidden behind" if pick.is_hidden else f"makes the workers wait {pick.stall_s:.3g} s in")
@@ -225,7 +228,9 @@ def recommend(
     elif measured is not None and measured < peers:
         reasons.append(f"its loss is known for {measured} peers, not for {peers}; DiLoCo's rises with their number")
     if peers > 1 and lr is not None and momentum is not None:
-        reasons.append("0.5 to 0.6 is the better outer momentum with Muon inside, or with very few inner steps")
+        reasons.append(
+            "0.9 is the papers' outer momentum, for thousands of rounds; 0.5 to 0.6 is better with Muon inside"
+        )
     return Recommendation(
         pick=pick, outer_lr=lr, outer_momentum=momentum, reasons=tuple(reasons), candidates=candidates
     )

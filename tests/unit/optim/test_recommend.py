@@ -121,7 +121,7 @@ def test_by_default_fragments_stream_at_int8():
     pick = recommendation.pick
     assert (pick.method, pick.inner_steps, pick.codec, pick.delay) == ("streaming", 30, "int8", 2)
     assert pick.is_hidden
-    assert recommendation.outer_momentum == 0.9
+    assert recommendation.outer_momentum == 0.7
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_payloads_are_sparse_where_no_streaming_is_hidden_and_they_make_the_work
     streaming = [c for c in recommendation.candidates if c.method == "streaming"]
     is_sparse = not any(c.is_hidden for c in streaming) and sparse.utilisation > streaming[-1].utilisation
     assert recommendation.pick.method == ("sparseloco" if is_sparse else "streaming")
-    assert (recommendation.outer_lr, recommendation.outer_momentum) == ((1.0, None) if is_sparse else (0.8, 0.9))
+    assert (recommendation.outer_lr, recommendation.outer_momentum) == ((2.0, None) if is_sparse else (0.8, 0.7))
 
 
 def test_slow_links_are_sparse_and_fast_ones_stream():
@@ -254,7 +254,7 @@ def test_the_description_is_a_table_with_the_pick_marked():
     assert table[0].index("codec") == table[1].index("bf16")
     assert any("[T]" in line for line in table)
     assert any("unknown" in line for line in table)
-    assert "outer learning rate 0.8, outer momentum 0.9" in recommendation.describe()
+    assert "outer learning rate 0.8, outer momentum 0.7" in recommendation.describe()
 
 
 @pytest.mark.parametrize(
