@@ -4,7 +4,7 @@
     python tests/multiprocess/attached.py [--optimizer sgd] [--dim 12] [--stand-still-at STEP]
 
 Its lines: "at STEP DIGEST" with the parameters that a step begins with, "own STEP" of those after the session, and at
-last "ends DIGEST". It learns a matrix by heart.
+last "ends DIGEST". It learns a matrix by heart. Under torchrun the model is cut by FSDP2 over the processes.
 """
 
 import argparse
@@ -13,7 +13,11 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import isthmus
 
@@ -47,9 +51,10 @@ def batch_of(indices: list[int], dim: int) -> tuple[Tensor, Tensor]:
 
 
 def digest_of(model: nn.Module) -> str:
-    """Of what is trained."""
-    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in trained)).hexdigest()[:12]
+    """Of what is trained; all processes ask together."""
+    trained = (parameter.detach() for parameter in model.parameters() if parameter.requires_grad)
+    whole = (each.full_tensor() if isinstance(each, DTensor) else each for each in trained)
+    return hashlib.sha256(b"".join(each.numpy().tobytes() for each in whole)).hexdigest()[:12]
 
 
 def tell(*words: object) -> None:
@@ -65,6 +70,12 @@ def main() -> None:
     parser.add_argument("--stand-still-at", type=int)
     given = parser.parse_args()
     model = Mixer(given.dim)
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     optimizer = OPTIMIZERS[given.optimizer](model.parameters())
 
     def train(indices: list[int]) -> Tensor:
@@ -86,6 +97,8 @@ def main() -> None:
         train(list(range(BATCH_SIZE)))
         optimizer.step()
         tell("own", step)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

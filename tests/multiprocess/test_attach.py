@@ -83,11 +83,27 @@ def test_trainers_come_late_and_die_and_the_others_end_with_the_same_parameters(
         _churned(run, TRAINER)
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def test_a_model_that_fsdp_has_cut_over_two_processes_is_one_peers(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        flags = ("--peers", "2", "--outer-steps", "6", "--outer.inner-steps", "5", "--inner.batch-size", "8")
+        founder = run.found_loop(*flags, "--outer.type", "desloc", program=(*TORCHRUN, *TINY))
+        run.wait_for_ticket()
+        other = run.join_loop(program=TINY)
+        assert run.until_ended(founder, other) == [0, 0], run.story()
+    assert max(assert_same_commits(founder, other)) == 6
+    assert len(_told(founder, "^ends [0-9a-f]{12}$")) == 2
+    assert _ends(founder)  # the same on both processes
+    assert set(_told(founder, "^at 1 ([0-9a-f]{12})$")) == set(_told(other, "^at 1 ([0-9a-f]{12})$"))
+    _assert_learns(founder)
+
+
 def test_two_processes_of_torchrun_are_one_peer(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         flags = ("--peers", "2", "--outer-steps", "5", "--outer.inner-steps", "10")
-        founder = run.found_loop(*flags, program=(*torchrun, *EXAMPLE))
+        founder = run.found_loop(*flags, program=(*TORCHRUN, *EXAMPLE))
         run.wait_for_ticket()
         other = run.join_loop(program=EXAMPLE)
         assert run.until_ended(founder, other) == [0, 0], run.story()
