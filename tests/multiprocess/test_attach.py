@@ -265,5 +265,7 @@ def test_loops_are_members_with_every_kind_of_method(
         other = run.join_loop(program=program)
         assert run.until_ended(founder, other) == [0, 0], run.story()
     assert set(assert_same_commits(founder, other)) == set(range(1, 13))
+    begins = [_told(process, "^at ([0-9]+) ([0-9a-f]{12})$")[0] for process in (founder, other)]
+    assert begins[0] == begins[1]
     assert _told(founder, "^own (.)$") == ["0", "1"]
     _assert_learns(founder)

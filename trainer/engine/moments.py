@@ -71,6 +71,8 @@ class Moments:
             not lent.
         least_steps: moments of fewer inner steps are not lent: they are as good as fresh ones.
         has_trained: whether this peer has made an inner step.
+        is_first_round: whether the run has committed nothing: newcomers begin with what it began with, even if this
+            peer's workers have gone on from there and wait for others.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Moments:
         are_shared: bool,
         least_steps: int,
         has_trained: Callable[[], bool],
+        is_first_round: Callable[[], bool] = lambda: False,
         first_parameters: Callable[[], Awaitable[Tensor]] | None = None,
     ) -> None:
         self._mailbox = mailbox
@@ -89,6 +92,7 @@ class Moments:
         self._first_parameters = first_parameters
         self._least_steps = least_steps
         self._has_trained = has_trained
+        self._is_first_round = is_first_round
         self._asked: asyncio.Future[dict[str, Tensor] | None] | None = None
         self._lending = asyncio.Lock()
         self._copy: _Copy | None = None
@@ -113,7 +117,7 @@ class Moments:
             return self._copy
 
     async def _make_copy(self) -> _Copy | None:
-        if self._has_trained():
+        if self._has_trained() and not self._is_first_round():
             tensors = await self._asked_of_workers()
         else:
             tensors = await self._first_ones()
@@ -135,7 +139,7 @@ class Moments:
             self._asked = None
 
     async def _first_ones(self) -> dict[str, Tensor]:
-        """Nobody here has trained: parameters as the run begins with them, and no moments."""
+        """The run is where it began: parameters as the run begins with them, and no moments."""
         if self._first_parameters is None:
             return {}
         return {PARAM: await self._first_parameters()}

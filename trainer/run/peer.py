@@ -165,6 +165,7 @@ class Peer:
             are_shared=config.inner.type == "adamw" and config.inner.moments == "donor",
             least_steps=pace_of(config).warmup_steps,
             has_trained=lambda: self._inner_steps > 0,
+            is_first_round=lambda: (held := self._state.held()) is not None and held.outer_step == 0,
             first_parameters=self._first_parameters,
         )
         self.donor = Donor(
