@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, TypeVar, assert_never
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -45,6 +45,7 @@ from isthmus.elastic.journal import reader as journal_reader
 from scripts.chaoslab.evidence import Tail
 
 Event = dict[str, Any]
+CaseT = TypeVar("CaseT")
 
 ISTHMUS = str(Path(sys.executable).parent / "isthmus")
 POLL_INTERVAL_S = 0.02
@@ -89,6 +90,12 @@ def now_s() -> float:
 def wall_s(event: Event) -> float:
     """When it happened, in seconds of the wall clock."""
     return datetime.fromisoformat(event["wall"]).timestamp()
+
+
+def todays(cases: Sequence[CaseT], days: int) -> Sequence[CaseT]:
+    """The cases whose turn it is: each comes up once in so many days. MATRIX_DAY=n is another day, "all" is all."""
+    day = os.environ.get("MATRIX_DAY") or str(datetime.now(UTC).date().toordinal())
+    return cases if day == "all" else cases[int(day) % days :: days]
 
 
 @dataclass(slots=True)

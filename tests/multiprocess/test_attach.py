@@ -17,6 +17,7 @@ from tests.multiprocess.run_harness import (
     Run,
     assert_same_commits,
     running,
+    todays,
 )
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
@@ -232,28 +233,19 @@ def test_the_model_of_a_run_of_loops_is_exported_by_name(tmp_path: Path) -> None
     assert digest_of(model) == _ends(founder)
 
 
-@pytest.mark.parametrize(
-    ("flags", "program"),
-    [
-        pytest.param(("--outer.inner-steps", "6"), TINY, id="diloco"),
-        pytest.param(
-            ("--outer.type", "streaming", "--outer.num-fragments", "3", "--outer.inner-steps", "6"),
-            TINY,
-            id="streaming",
-        ),
-        pytest.param(("--outer.type", "desloc", "--outer.inner-steps", "3"), TINY, id="desloc"),
-        pytest.param(
-            (
-                "--outer.type",
-                "data_parallel",
-            ),
-            TINY,
-            id="data_parallel",
-        ),
-        pytest.param(("--outer.type", "noloco", "--outer.inner-steps", "6"), TINY, id="noloco"),
-        pytest.param(("--outer.inner-steps", "6"), (*TINY, "--optimizer", "sgd"), id="diloco-sgd"),
-    ],
+METHODS = (
+    pytest.param(("--outer.inner-steps", "6"), TINY, id="diloco"),
+    pytest.param(
+        ("--outer.type", "streaming", "--outer.num-fragments", "3", "--outer.inner-steps", "6"), TINY, id="streaming"
+    ),
+    pytest.param(("--outer.type", "desloc", "--outer.inner-steps", "3"), TINY, id="desloc"),
+    pytest.param(("--outer.type", "data_parallel"), TINY, id="data_parallel"),
+    pytest.param(("--outer.type", "noloco", "--outer.inner-steps", "6"), TINY, id="noloco"),
+    pytest.param(("--outer.inner-steps", "6"), (*TINY, "--optimizer", "sgd"), id="diloco-sgd"),
 )
+
+
+@pytest.mark.parametrize(("flags", "program"), todays(METHODS, 3))
 def test_loops_are_members_with_every_kind_of_method(
     tmp_path: Path, flags: tuple[str, ...], program: tuple[str, ...]
 ) -> None:

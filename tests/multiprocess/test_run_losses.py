@@ -14,9 +14,7 @@ prints how far the two were apart.
 """
 
 import argparse
-import datetime
 import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +35,7 @@ from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, CheckpointStore
 from isthmus.trainer.engine.state_version import CHAIN
 from isthmus.trainer.engine.worker_values import OWN_PARAMETERS
 from tests.multiprocess.run_again import Account, Again, again
-from tests.multiprocess.run_harness import Process, Run, assert_same_commits, running
+from tests.multiprocess.run_harness import Process, Run, assert_same_commits, running, todays
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
@@ -110,13 +108,6 @@ def _cases() -> Iterator[Case]:
 CASES = tuple(_cases())
 
 
-def _chosen() -> tuple[Case, ...]:
-    if os.environ.get("MATRIX_DAY") == "all":
-        return CASES
-    day = int(os.environ.get("MATRIX_DAY") or datetime.datetime.now(datetime.UTC).date().toordinal())
-    return CASES[day % _PARTS :: _PARTS]
-
-
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
     """Of one worker, which computes with as many threads as those of the daemons do."""
@@ -149,7 +140,7 @@ def _trained(run: Run, case: Case) -> list[Process]:
     return [founder, *joined]
 
 
-@pytest.mark.parametrize("case", _chosen(), ids=str)
+@pytest.mark.parametrize("case", todays(CASES, _PARTS), ids=str)
 def test_daemons_train_as_the_simulation_does(tmp_path: Path, mesh: DeviceMesh, hasher: Hasher, case: Case) -> None:
     with running(tmp_path) as run:
         processes = {process.peer_id: process for process in _trained(run, case)}

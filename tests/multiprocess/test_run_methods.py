@@ -4,7 +4,6 @@
 `scripts/methods` runs the whole matrix. Otherwise a part of it is run, another one every day; MATRIX_DAY=n chooses.
 """
 
-import datetime
 import json
 import os
 import signal
@@ -16,7 +15,16 @@ from statistics import fmean
 import pytest
 
 from isthmus.optim import outer_types
-from tests.multiprocess.run_harness import OPEN_END, Audit, Process, Run, assert_same_commits, read_journal, running
+from tests.multiprocess.run_harness import (
+    OPEN_END,
+    Audit,
+    Process,
+    Run,
+    assert_same_commits,
+    read_journal,
+    running,
+    todays,
+)
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
@@ -80,13 +88,6 @@ def _cases() -> Iterator[Case]:
 CASES = tuple(_cases())
 
 
-def _chosen() -> tuple[Case, ...]:
-    if os.environ.get("MATRIX_DAY") == "all":
-        return CASES
-    day = int(os.environ.get("MATRIX_DAY") or datetime.datetime.now(datetime.UTC).date().toordinal())
-    return CASES[day % _PARTS :: _PARTS]
-
-
 def _leave_late(run: Run, late: Process, *others: Process) -> None:
     """A worker of this peer stands still until the others have gone on without it; then it comes along again."""
     worker = late.worker_pids()[0]
@@ -98,7 +99,7 @@ def _leave_late(run: Run, late: Process, *others: Process) -> None:
     run.until("return", lambda: late.step >= gone_on_to)
 
 
-@pytest.mark.parametrize("case", _chosen(), ids=str)
+@pytest.mark.parametrize("case", todays(CASES, _PARTS), ids=str)
 def test_method_keeps_one_state_through_a_death_a_return_and_a_late_peer(tmp_path: Path, case: Case) -> None:
     with running(tmp_path) as run:
         flags = ["--outer.type", case.method, "--outer.codec", case.codec, "--outer.guard", case.guard, *case.flags]
