@@ -56,6 +56,10 @@ def test_a_member_whose_exchange_hangs_is_not_awaited_because_it_trains_on() -> 
     assert Simulator(5048).run().violation is None
 
 
+def test_a_large_part_beside_members_of_very_unequal_work_is_within_the_others_range() -> None:
+    assert Simulator(41572).run().violation is None
+
+
 def test_every_rule_is_exercised_by_seeds_and_scenarios(tally: Tally) -> None:
     hits: Counter[str] = Counter(tally.counters)
     for path in FOLDER.glob("*.toml"):
