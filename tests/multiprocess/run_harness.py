@@ -263,28 +263,37 @@ class Run:
         command = [*inside, *program, *arguments, *(() if as_typed else ("--dir", str(directory)))]
         return self._spawn(name, directory, command, terminal=terminal, errors=errors)
 
-    def found_loop(self, *flags: str, program: Sequence[str], folder: Path | None = None) -> Process:
+    def found_loop(
+        self, *flags: str, program: Sequence[str], folder: Path | None = None, inside: Sequence[str] = ()
+    ) -> Process:
         """A training loop of its own that founds a run. `wait_for_ticket` before anybody joins."""
         self.ticket.unlink(missing_ok=True)
         words = ("--members.reconnect-grace", "500ms", "--checkpoint.every", "0")
-        return self.loop("up", "--ticket-file", str(self.ticket), *words, *flags, program=program, folder=folder)
+        words = ("up", "--ticket-file", str(self.ticket), *words, *flags)
+        return self.loop(*words, program=program, folder=folder, inside=inside)
 
-    def join_loop(self, *flags: str, program: Sequence[str], folder: Path | None = None) -> Process:
+    def join_loop(
+        self, *flags: str, program: Sequence[str], folder: Path | None = None, inside: Sequence[str] = ()
+    ) -> Process:
         """A training loop of its own that joins with the founder's ticket."""
-        return self.loop("join", f"@{self.ticket}", *flags, program=program, folder=folder)
+        return self.loop("join", f"@{self.ticket}", *flags, program=program, folder=folder, inside=inside)
 
-    def loop(self, *words: str, program: Sequence[str], folder: Path | None = None) -> Process:
+    def loop(
+        self, *words: str, program: Sequence[str], folder: Path | None = None, inside: Sequence[str] = ()
+    ) -> Process:
         """A program with a training loop; `words` are for its daemon, whose folder is this process's.
 
         Args:
             words: "up" or "join", and its flags.
             program: of Python, with its arguments; `-m` and a module's name will do.
             folder: of another start, to go on in it.
+            inside: what goes before a command that runs on another machine; without it the loop stays on this one.
         """
         name = f"{len(self.processes)}-loop-{words[0]}"
         directory = folder or self.folder / name
-        flags = ("--dir", str(directory), "--metrics.port", "none", "--listen", "127.0.0.1:0")
-        return self._spawn(name, directory, [sys.executable, *program], ISTHMUS_COMMAND=shlex.join((*words, *flags)))
+        flags = ["--dir", str(directory), "--metrics.port", "none", *(() if inside else ("--listen", "127.0.0.1:0"))]
+        command = [*inside, sys.executable, *program]
+        return self._spawn(name, directory, command, ISTHMUS_COMMAND=shlex.join((*words, *flags)))
 
     def _spawn(
         self,

@@ -9,6 +9,8 @@ import pytest
 from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, make_folder, running
 from tests.netns.machines import MARKS, World, two_machines
 
+TINY_LOOP = (str(Path(__file__).parents[1] / "multiprocess" / "attached.py"),)
+
 pytestmark = [*MARKS, pytest.mark.timeout(200)]
 
 
@@ -20,6 +22,16 @@ def test_two_machines_that_know_no_address_train_together(tmp_path: Path) -> Non
         run.until_step(5, founder, joiner)
         run.leave_all()
     assert_same_commits(founder, joiner)
+
+
+def test_loops_of_peoples_own_on_two_machines_train_together(tmp_path: Path) -> None:
+    with two_machines() as (left, right), running(tmp_path) as run:
+        flags = ("--peers", "2", "--outer-steps", "6", "--outer.inner-steps", "5")
+        founder = run.found_loop(*flags, program=TINY_LOOP, inside=left.inside)
+        run.wait_for_ticket()
+        joiner = run.join_loop(program=TINY_LOOP, inside=right.inside)
+        assert run.until_ended(founder, joiner) == [0, 0], run.story()
+    assert set(assert_same_commits(founder, joiner)) == set(range(1, 7))
 
 
 def _paths(run: Run, peer: Process) -> dict[str, str]:

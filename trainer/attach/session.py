@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 from isthmus.trainer.attach.daemon import Daemon, RunEnded
 from isthmus.trainer.attach.tensors import LoopTensors
 from isthmus.trainer.config.values import shaped
+from isthmus.trainer.errors import IsthmusError
 from isthmus.trainer.workers import ipc
 from isthmus.trainer.workers.channel import DaemonChannel, DaemonGone
 from isthmus.trainer.workers.inner_loop import shares
@@ -83,6 +84,7 @@ def attach(
     Raises:
         ValueError: the command is neither, or model and optimizer do not go together.
         RunEnded: the daemon has given up; it has said why.
+        EnvironmentFault: this machine has not the memory for a copy of the parameters.
     """
     rank, size = _place_here()
     tensors = LoopTensors(model, optimizer, rank)
@@ -103,7 +105,7 @@ def attach(
             )
             daemon = Daemon(command, facts, mailbox)
             place = _Place(daemon.socket_path, os.getpid(), daemon.pid, mailbox.fd, daemon.command)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, IsthmusError) as error:  # the other processes wait for it
             problem = error
     place = _told_by_first(place, problem, size)
     if mailbox is None:
