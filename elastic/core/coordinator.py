@@ -137,6 +137,8 @@ class CoordinatorMachine:
         roster.now, roster.effects = now, []
         if self._promised is not None and now > self._promised + self.config.lateness_s:
             self._forgive()
+        if self._rebuild is None:
+            self._let_go()  # before the event: another view must not name a member that was put out
         match event:
             case PeerSaid():
                 self._on_said(event.sender, event.message)
@@ -443,8 +445,7 @@ class CoordinatorMachine:
     def _settle(self) -> None:
         """Decide everything that the known facts decide."""
         self._roster.release_leases_of_strangers()
-        self._doorkeeper.settle()
-        self._roster.let_go_of_the_struck()
+        self._let_go()
         self._drop_the_lost()
         if self.state.view.members and not self._roster.over and not self._roster.holders():
             self._roster.change_view(out={}, cause="nobody holds the state")
@@ -456,6 +457,11 @@ class CoordinatorMachine:
             self._rollback.settle()
             self._meetings.send_home()
             self._meetings.make_way()
+
+    def _let_go(self) -> None:
+        """Do what a coordinator that died had journalled and not yet done: see whoever was put out off."""
+        self._doorkeeper.settle()
+        self._roster.let_go_of_the_struck()
 
     def _drop_the_lost(self) -> None:
         roster = self._roster

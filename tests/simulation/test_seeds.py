@@ -60,6 +60,10 @@ def test_a_large_part_beside_members_of_very_unequal_work_is_within_the_others_r
     assert Simulator(41572).run().violation is None
 
 
+def test_no_view_names_a_member_that_was_barred_before_a_restart() -> None:
+    assert Simulator(45763).run().violation is None
+
+
 def test_every_rule_is_exercised_by_seeds_and_scenarios(tally: Tally) -> None:
     hits: Counter[str] = Counter(tally.counters)
     for path in FOLDER.glob("*.toml"):

@@ -110,6 +110,18 @@ def test_a_coordinator_that_died_right_after_it_had_written_the_bar_goes_on_with
     assert driver.told(2, Refused).reason == EVICTED
 
 
+def test_no_view_names_a_barred_member_also_if_the_coordinator_died_right_after_the_bar() -> None:
+    driver = CoordinatorDriver().with_members(1, 2, 3)
+    put_out(driver, 2)
+    bar = next(place for place, record in enumerate(driver.journal) if isinstance(record, BarRecord))
+    del driver.journal[bar + 1 :]
+    driver = driver.recovered()
+    driver.join(3, incarnation=2)  # its earlier start leaves the view
+    told = [record.view for record in driver.journal[bar + 1 :] if isinstance(record, ViewRecord)]
+    assert told
+    assert all(member.ref != ref(2) for view in told for member in view.members)
+
+
 def test_a_banned_peer_stays_out_in_every_start_and_needs_not_have_been_there() -> None:
     driver = CoordinatorDriver().with_members(1, 2)
     for number in (2, 9):
