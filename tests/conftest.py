@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ settings.register_profile("isthmus", deadline=None, suppress_health_check=[Healt
 settings.load_profile("isthmus")
 
 
+_ONCE = re.compile(r"resource_tracker|workers\.start|multiprocess\.forked")
 ORPHANS_END_S = 5.0
 """Where this process is the one that orphans are given to, workers of a killed daemon may take so long to end."""
 
@@ -43,13 +45,13 @@ def no_child_outlives_its_test() -> Iterator[None]:
 def _living_children() -> set[int]:
     """Ids of this process's children but for zombies; none where the kernel does not list them.
 
-    Python's own resource tracker, which multiprocessing starts once for the life of the process, is nobody's.
+    What is started once for the life of the process is nobody's: Python's own resource tracker, and fork servers.
     """
     pids: set[int] = set()
     for thread in Path("/proc/self").glob("task/*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
             pids.update(int(pid) for pid in (thread / "children").read_text().split())
-    return {pid for pid in pids if _state_of(pid) not in "ZX" and "resource_tracker" not in _command_of(pid)}
+    return {pid for pid in pids if _state_of(pid) not in "ZX" and not _ONCE.search(_command_of(pid))}
 
 
 def _state_of(pid: int) -> str:

@@ -30,12 +30,11 @@ AGAINST = -5.0
 SLOW_BYTES_PER_S = 10_000.0
 
 
-def lie_as_worker(kind: str) -> None:
-    """Run the worker that the rest of the command line describes."""
+def _lie_as_worker(kind: str) -> None:
+    """Change what a worker does. Those of this process are forks of it."""
     import torch
 
     from isthmus.trainer.workers.inner_loop import InnerLoop
-    from isthmus.trainer.workers.start import main
 
     step, store, load = InnerLoop.step, InnerLoop.store, InnerLoop.load
     began = torch.empty(0)
@@ -58,7 +57,6 @@ def lie_as_worker(kind: str) -> None:
             mailbox.add_(torch.randn(mailbox.shape), alpha=NOISE)
 
     InnerLoop.step, InnerLoop.store, InnerLoop.load = claim, spoil, remember  # type: ignore[method-assign, assignment]
-    main()
 
 
 def forged(me: Any, sign: Any) -> Any:
@@ -81,7 +79,7 @@ def forged(me: Any, sign: Any) -> Any:
     )
 
 
-def lie_as_daemon(kind: str) -> None:
+def lie(kind: str) -> None:
     """Run the command that the rest of the command line gives."""
     import msgspec
 
@@ -97,11 +95,7 @@ def lie_as_daemon(kind: str) -> None:
 
     sign = PeerSigner.sign
     if kind in ("weight", "noise", "against"):
-        # The daemon starts its workers by this name, with `-P -m isthmus.trainer.workers.start JOB`.
-        script = Path(os.environ["TMPDIR"]) / f"lying-worker-{os.getpid()}"
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).resolve()} {kind} worker "$4"\n')
-        script.chmod(0o700)
-        sys.executable = str(script)
+        _lie_as_worker(kind)
     if kind == "two_weights":
         put_open, pieces = Outbox.put_open, ChunkSend.pieces
 
@@ -161,9 +155,4 @@ def lie_as_daemon(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    lie = sys.argv.pop(1)
-    if sys.argv[1] == "worker":
-        del sys.argv[1]
-        lie_as_worker(lie)
-    else:
-        lie_as_daemon(lie)
+    lie(sys.argv.pop(1))

@@ -42,7 +42,9 @@ from isthmus.elastic.core.records import (
     ViewRecord,
 )
 from isthmus.elastic.journal import reader as journal_reader
+from isthmus.trainer.workers.start import WORKER_NAME
 from scripts.chaoslab.evidence import Tail
+from tests.multiprocess.forked import MARK, Forked, forked
 
 Event = dict[str, Any]
 CaseT = TypeVar("CaseT")
@@ -57,7 +59,6 @@ OPEN_END = 20_000
 LEFT, FORCED, KILLED = 20, 130, -signal.SIGKILL
 
 _ORDERLY = (0, LEFT, FORCED, KILLED)
-_MARK = "RUN_HARNESS_MARK"
 _LOG_LINE = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) +\w+(\.\w+)* \S+")
 _TEXT = "Peers come and go, and the run goes on; a bridge is no wider than it must be. " * 200
 _CONFIG = """
@@ -117,7 +118,7 @@ class Process:
     """One `isthmus` process and its folder."""
 
     directory: Path
-    popen: "subprocess.Popen[bytes]"
+    popen: "subprocess.Popen[bytes] | Forked"
     console: Path
     """stdout, and beside it stderr with the suffix `.err`."""
     is_judged: bool = False
@@ -171,16 +172,21 @@ class Process:
         self.popen.kill()
         assert self.popen.wait(END_TIMEOUT_S) == KILLED
 
-    def worker_pids(self) -> list[int]:
+    def children(self) -> list[int]:
         """The processes that it has started."""
         return [pid for pid in _pids() if _parent_of(pid) == self.popen.pid]
+
+    def worker_pids(self) -> list[int]:
+        """Its workers."""
+        return [pid for pid in self.children() if _read_of(pid, "comm").strip() == WORKER_NAME.encode()]
 
 
 class Run:
     """Processes that work together, in one folder. Made by `running`."""
 
-    def __init__(self, folder: Path, temporary: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, temporary: Path, environment: Mapping[str, str], *, forks: bool = True) -> None:
         self.folder = folder
+        self._forks = forks
         self.temporary = temporary
         self.text = folder / "text.txt"
         self.text.write_text(_TEXT)
@@ -193,7 +199,7 @@ class Run:
         self._environment = own | {
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(temporary),
-            _MARK: self.mark,
+            MARK: self.mark,
             **environment,
         }
 
@@ -222,17 +228,24 @@ class Run:
 
     def command(self, *arguments: str, timeout_s: float = TIMEOUT_S) -> Outcome:
         """Run a command to its end."""
-        done = subprocess.run(
-            [ISTHMUS, *arguments],
-            cwd=self.folder,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-        return Outcome(done.returncode, done.stdout, done.stderr)
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            popen = start_program(
+                [ISTHMUS, *arguments],
+                cwd=self.folder,
+                env=self._environment,
+                stdout=out.fileno(),
+                stderr=err.fileno(),
+                forks=self._forks,
+            )
+            try:
+                code = popen.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                popen.kill()
+                popen.wait()
+                raise
+            out.seek(0)
+            err.seek(0)
+            return Outcome(code, out.read().decode(), err.read().decode())
 
     def wait_for_ticket(self) -> None:
         """Wait until the founder has written its ticket: others can join from then on."""
@@ -307,14 +320,13 @@ class Run:
     ) -> Process:
         console = self.folder / f"{name}.out"
         with console.open("wb") as out, console.with_suffix(".err").open("wb") as err:
-            popen = subprocess.Popen(
+            popen = start_program(
                 command,
                 cwd=self.folder,
                 env=self._environment | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out if terminal is None else terminal,
-                stderr=err if errors is None else errors,
-                start_new_session=True,
+                stdout=out.fileno() if terminal is None else terminal,
+                stderr=err.fileno() if errors is None else errors,
+                forks=self._forks,
             )
         process = Process(directory, popen, console)
         self.processes.append(process)
@@ -386,6 +398,22 @@ class Run:
         return wrong
 
 
+def start_program(
+    command: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdout: int, stderr: int, forks: bool = True
+) -> "subprocess.Popen[bytes] | Forked":
+    """A program in a session of its own: forked if that can be and is wished, else started anew."""
+    net = None
+    if forks and command[0] == "nsenter" and command[1].startswith("--net="):
+        net, command = command[1].removeprefix("--net="), command[2:]
+    with open(os.devnull, "rb") as nothing:
+        if forks and command[0] in (ISTHMUS, sys.executable):
+            return forked(command, cwd=cwd, env=env, stdio=(nothing.fileno(), stdout, stderr), net=net)
+        assert net is None, command
+        return subprocess.Popen(
+            command, cwd=cwd, env=env, stdin=nothing, stdout=stdout, stderr=stderr, start_new_session=True
+        )
+
+
 def at_home(address: str) -> str:
     """Where a peer that listens on every interface is found from this machine."""
     return candidates_of(address)[-1]
@@ -401,11 +429,17 @@ def make_folder(folder: Path, *, id_begins: str) -> Path:
 
 
 @contextlib.contextmanager
-def running(folder: Path, **environment: str) -> Iterator[Run]:
-    """A run whose processes are gone afterwards, whatever happens. `environment`: variables for all of them."""
+def running(folder: Path, *, forks: bool = True, **environment: str) -> Iterator[Run]:
+    """A run whose processes are gone afterwards, whatever happens.
+
+    Args:
+        folder: where they work.
+        forks: whether they are forked (forked.py), and not started as a user starts them.
+        **environment: variables for all of them.
+    """
     # Sockets have short names only: the test's own folder lies too deep for them.
     with tempfile.TemporaryDirectory(prefix="run-", dir="/tmp", ignore_cleanup_errors=True) as temporary:
-        run = Run(folder, Path(temporary), environment)
+        run = Run(folder, Path(temporary), environment, forks=forks)
         try:
             yield run
         except BaseException:
@@ -533,7 +567,7 @@ def _parent_of(pid: int) -> int | None:
 
 
 def _has_mark(pid: int, mark: str) -> bool:
-    return f"{_MARK}={mark}".encode() in _read_of(pid, "environ").split(b"\0")
+    return f"{MARK}={mark}".encode() in _read_of(pid, "environ").split(b"\0")
 
 
 def _command_of(pid: int) -> str:

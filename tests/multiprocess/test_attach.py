@@ -61,7 +61,7 @@ def _churned(run: Run, program: tuple[str, ...], *flags: str) -> None:
     run.until_step(1, founder, victim)
     late = run.join_loop(program=program)
     run.until("commit of the late one", lambda: late.step > 0)
-    (daemon,) = victim.worker_pids()
+    (daemon,) = victim.children()
     victim.kill()
     run.until("end of its daemon", lambda: daemon not in run.alive(), timeout_s=20.0)
     assert run.until_ended(founder, late) == [0, 0], run.story()

@@ -249,7 +249,7 @@ def _trains(hour: Hour) -> str:
 
 
 def test_a_first_hour(tmp_path: Path) -> None:
-    with running(tmp_path, TERM="xterm") as run:
+    with running(tmp_path, forks=False, TERM="xterm") as run:
         run.config.unlink()
         (tmp_path / "small.toml").write_text(SMALL)
         hour = Hour(run)

@@ -26,7 +26,7 @@ from isthmus.trainer.model.decoder import ModelConfig, initial_parameters, named
 from isthmus.trainer.workers.inquest import frames_of
 from isthmus.trainer.workers.pool import WorkerDied, WorkerPool, WorkerStalled, worker_pool
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
-from isthmus.trainer.workers.start import STACK_SIGNAL
+from isthmus.trainer.workers.start import STACK_SIGNAL, fork_server
 
 pytestmark = pytest.mark.multiprocess
 
@@ -66,6 +66,7 @@ def private_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No descriptor may outlive a test; that no child does is seen to for all tests."""
+    fork_server()
     before = _inodes_of_descriptors()
     yield
     leaked = _inodes_of_descriptors() - before
@@ -358,7 +359,7 @@ async def test_a_worker_that_is_asked_for_its_stack_goes_on(mailbox: SharedBuffe
         os.kill(pool.pids[0], STACK_SIGNAL)
         assert (await pool.step([0], inner_step=1)).num_tokens == 8
         frames = frames_of((tmp_path / "worker-0.log").read_text())
-        assert any(name == "main" for _, _, name in frames), frames
+        assert any(name == "work" for _, _, name in frames), frames
 
 
 async def test_a_loss_that_is_not_finite_is_a_training_fault(mailbox: SharedBuffer, tmp_path: Path) -> None:
@@ -456,26 +457,37 @@ def test_workers_die_with_a_killed_daemon(tmp_path: Path, private_tmp: Path) -> 
 
 
 NEVER_LOADED = """
-import signal
-print("loading", flush=True)
+import signal, sys
+print("loading", file=sys.stderr, flush=True)
 signal.pause()
 """
 """A torch that takes for ever, and a process that does not look around meanwhile."""
 
+DAEMON = """
+import os, socket, subprocess, sys
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+command = [sys.executable, "-m", "isthmus.trainer.workers.start", str(theirs.fileno()), str(PARENT)]
+server = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+print(server.pid, flush=True)
+sys.exit(server.wait())
+"""
 
-def _start_of_worker(tmp_path: Path, parent: str) -> list[str]:
-    """Runs a worker's start whose parent is, or was, this process. Its torch is never loaded."""
+
+def _with_fork_server(tmp_path: Path, parent: str) -> "subprocess.Popen[str]":
+    """Launches a fork server whose parent is, or was, this process. Its torch is never loaded."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(NEVER_LOADED)
-    environment = f"os.environ | dict(PYTHONPATH={os.pathsep.join([str(tmp_path), *sys.path])!r})"
-    command = "[sys.executable, '-m', 'isthmus.trainer.workers.start', json.dumps(dict(parent_pid=" + parent + "))]"
-    start = f"import json, os, signal, subprocess, sys\nworker = subprocess.Popen({command}, env={environment})\n"
-    return [sys.executable, "-c", start + "print(worker.pid, flush=True)\nsys.exit(worker.wait())"]
+    return subprocess.Popen(
+        [sys.executable, "-c", DAEMON.replace("PARENT", parent)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
-def test_a_worker_dies_with_its_daemon_also_before_it_has_loaded_anything(tmp_path: Path) -> None:
-    command = _start_of_worker(tmp_path, parent="os.getpid()")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as daemon:
+def test_a_fork_server_dies_with_its_daemon_also_before_it_has_loaded_anything(tmp_path: Path) -> None:
+    with _with_fork_server(tmp_path, parent="os.getpid()") as daemon:
         assert daemon.stdout is not None
         pidfd = os.pidfd_open(int(daemon.stdout.readline()))
         assert daemon.stdout.readline() == "loading\n"
@@ -483,11 +495,36 @@ def test_a_worker_dies_with_its_daemon_also_before_it_has_loaded_anything(tmp_pa
     _wait_for_ends([pidfd])
 
 
-def test_a_worker_whose_daemon_is_gone_already_loads_nothing(tmp_path: Path) -> None:
-    command = _start_of_worker(tmp_path, parent="os.getppid()")  # its daemon's parent, as after the daemon's death
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert done.returncode == ExitCode.UNEXPECTED
-    assert "loading" not in done.stdout
+def test_a_fork_server_whose_daemon_is_gone_already_loads_nothing(tmp_path: Path) -> None:
+    with _with_fork_server(
+        tmp_path, parent="os.getppid()"
+    ) as daemon:  # its daemon's parent, as after the daemon's death
+        said, _ = daemon.communicate(timeout=60)
+    assert daemon.returncode == ExitCode.UNEXPECTED
+    assert "loading" not in said
+
+
+async def test_workers_outlive_their_fork_server_and_others_come_from_a_new_one(
+    mailbox: SharedBuffer, tmp_path: Path
+) -> None:
+    async with _pool(mailbox, tmp_path, 1) as pool:
+        await pool.load()
+        before = fork_server()
+        assert _name_of(before.pid) == "isthmus-fork"
+        os.kill(before.pid, signal.SIGKILL)
+        assert (await pool.step((0, 1), inner_step=1)).num_tokens
+        (worker,) = pool.pids
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            await pool.step((0, 1), inner_step=2)
+        await pool.renew()
+        await pool.load()
+        assert (await pool.step((0, 1), inner_step=2)).num_tokens
+        assert fork_server() is not before
+
+
+def _name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 def _wait_for_ends(pidfds: list[int]) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from isthmus.collective.core.address import candidates_of
 from isthmus.trainer.cli.config import AsJson, ConfigFiles, Dir, resolve
-from isthmus.trainer.cli.running import announcer, open_console, train
+from isthmus.trainer.cli.running import announcer, load_for_training, open_console, train
 from isthmus.trainer.cli.support import RUNS_FOLDER, choose_folder, client_of, is_loopback
 from isthmus.trainer.errors import ConfigError, ExitCode, NothingRuns
 
@@ -139,6 +139,7 @@ def up(
     )
     _require_secure(resolved, insecure=insecure)
     rebuild_rule = _rebuild_rule(rebuild=rebuild, with_few=rebuild_with_few, resume=resume)
+    load_for_training(loop)
     with open_console(verbose=verbose) as console:
         _warn_of_insecurity(resolved, insecure=insecure)
         role = Founding(announce_ticket=announcer(console, ticket_file), resume_dir=resume, rebuild=rebuild_rule)
@@ -189,6 +190,7 @@ def join(
     else:
         run_dir, addresses = _run_dir(resolved, decoded.run_id), decoded.addresses
     _require_secure(resolved, insecure=insecure, dialled=addresses)
+    load_for_training(loop)
     with open_console(verbose=verbose) as console:
         _warn_of_insecurity(resolved, insecure=insecure)
         if decoded is not None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from isthmus.trainer.contact.ticket import Ticket
     from isthmus.trainer.record.status import Status
     from isthmus.trainer.run.options import Announce, PeerOptions
+    from isthmus.trainer.workers.loop import Loop
 
 
 class _ConsoleHandler(logging.Handler):
@@ -47,6 +48,18 @@ def open_console(*, verbose: bool) -> Iterator[Console]:
             yield console
         finally:
             root.removeHandler(handler)
+
+
+def load_for_training(loop: "Loop | None") -> None:
+    """Load what a peer needs, and split its fork server off: before a console, or anything else, has a thread."""
+    if loop is not None:  # it has processes of its own
+        return
+    from isthmus.trainer.workers.start import split_off, wait_passively
+
+    wait_passively()
+    import isthmus.trainer.run.daemon  # noqa: F401 - its torch is the workers' too
+
+    split_off()
 
 
 def train(options: "PeerOptions", console: Console) -> int:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker is told when it is started: one JSON text, as its only argument.
+"""What a worker is told when it is started: one JSON text.
 
-Owns the words of that text. Rules: no secrets (arguments can be read by every user of the machine), and nothing that
-a worker needs to know about the other peers, because there is nothing. Must not know how it is done.
-
-Its place among the workers of the peer comes as torchrun gives it: RANK, LOCAL_RANK, WORLD_SIZE.
+Owns the words of that text. Rules: no secrets, and nothing that a worker needs to know about the other peers, because
+there is nothing. Must not know how it is done.
 """
 
 import re
@@ -131,6 +129,8 @@ class WorkerJob(_Section, frozen=True, kw_only=True):
     """File by which the workers of this peer find each other."""
     collective_timeout_s: float
     """How long a worker waits for the others of its peer inside a collective of the site."""
+    environment: dict[str, str] = {}
+    """Variables that it has beside the daemon's: its place among the peer's workers, as torchrun gives it."""
     mailbox_fd: int
     train: FilePart
     validation: FilePart

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One worker process as its daemon sees it.
 
-Owns the command line, the environment and the log of the process, and how it is ended. Rules: it runs in a session of
+Owns the job, the environment and the log of the process, and how it is ended. Rules: it runs in a session of
 its own, so that a terminal's Ctrl-C reaches the daemon alone; nothing is inherited but what the job names. Must not
 know what is said to it.
 """
 
-import asyncio
 import contextlib
 import os
 import resource
@@ -21,6 +20,8 @@ import msgspec
 from isthmus.trainer.config.job import WorkerJob
 from isthmus.trainer.errors import WorkerCrashed
 from isthmus.trainer.files import open_private
+from isthmus.trainer.workers.fork_server import ForkedProcess
+from isthmus.trainer.workers.start import start_worker
 
 _STDERR_TAIL_NBYTES = 4096
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
@@ -70,7 +71,7 @@ class WorkerProcess:
 
     local_rank: int
     log_path: Path
-    _process: asyncio.subprocess.Process
+    _process: ForkedProcess
     _log_start: int
     """Size of the log before this process wrote to it."""
     _memory_kills: int
@@ -84,19 +85,9 @@ class WorkerProcess:
             OSError: the log cannot be opened, or no process can be started.
         """
         with open_private(log_path, "ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",  # not the working directory: a user's own module there must not hide one of ours
-                "-m",
-                "isthmus.trainer.workers.start",
-                msgspec.json.encode(job).decode(),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=_environment(local_rank, num_workers, job.num_threads),
-                pass_fds=(job.mailbox_fd, job.train.fd, job.validation.fd),
-                start_new_session=True,
-            )
+            own = msgspec.structs.replace(job, environment=_environment(local_rank, num_workers, job.num_threads))
+            fds = (job.mailbox_fd, job.train.fd, job.validation.fd)
+            process = await start_worker(msgspec.json.encode(own).decode(), fds=fds, log=log.fileno())
             return cls(
                 local_rank=local_rank,
                 log_path=log_path,
@@ -153,12 +144,9 @@ def _num_memory_kills() -> int:
 
 
 def _environment(local_rank: int, num_workers: int, num_threads: int) -> dict[str, str]:
-    """Ours, and torchrun's words for one machine. The site's own traffic stays on the loopback interface."""
+    """torchrun's words for one machine. The site's own traffic stays on the loopback interface."""
     interfaces = {name: os.environ.get(name, _LOOPBACK) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-    # Threads that spin while they wait stop everybody else on a machine with more work than cores: two peers on two
-    # cores take twenty times as long. Sleeping costs one peer alone nothing that can be measured.
-    waiting = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     ranks = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": num_workers, "LOCAL_WORLD_SIZE": num_workers}
-    # Read by the mathematics libraries when they are loaded, before the worker could set anything.
+    # For libraries that are not loaded yet; torch is told by the worker.
     threads = {"OMP_NUM_THREADS": num_threads, "MKL_NUM_THREADS": num_threads}
-    return dict(os.environ) | interfaces | waiting | {name: str(value) for name, value in (ranks | threads).items()}
+    return interfaces | {name: str(value) for name, value in (ranks | threads).items()}

@@ -1,35 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first thing a worker process does: `python -m trainer.workers.start JOB`.
+"""How a worker process begins: forked from this daemon's fork server, which has loaded torch for all of them.
 
-To load torch takes seconds. A daemon that is killed meanwhile must not leave a worker behind, nor a signal for the
-daemon's whole group end one: so both are seen to before anything is loaded.
+`split_off` makes the first start a matter of milliseconds. Where nobody has called it, or the fork server is gone,
+another one is launched, by this module as a program. Rules: nothing slow is loaded before that program is tied to its
+daemon. Must not know what is said to a worker.
 """
 
 import faulthandler
-import json
 import os
 import signal
-import sys
+from collections.abc import Sequence
 
-from isthmus.trainer.errors import ExitCode
-from isthmus.trainer.workers.lifeline import die_with
+from isthmus.trainer.workers.fork_server import ForkedProcess, ForkServer, ForkServerGone, Runner, serve
+from isthmus.trainer.workers.lifeline import name_process
 
 STACK_SIGNAL = signal.SIGUSR1
 """A worker that gets it writes the stacks of its threads to its log, and goes on."""
 
+WORKER_NAME = "isthmus-worker"
+"""What `top` calls it."""
 
-def main() -> None:
-    """Tie this process to its daemon, then become the worker that the only argument describes."""
-    # A supervisor that stops a service signals all its processes; the daemon then still needs us to leave in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.register(STACK_SIGNAL, all_threads=True)
-    if not die_with(int(json.loads(sys.argv[1])["parent_pid"])):
-        os._exit(ExitCode.UNEXPECTED)
-    from isthmus.trainer.workers.worker import main as work
+_LOAD_TIMEOUT_S = 120.0
+"""For the fork server's answer: it may have torch to load from a slow disk."""
 
-    work()
+_server: ForkServer | None = None
+"""This process's: it has one, as it has one interpreter."""
+
+
+def wait_passively() -> None:
+    """Say how threads of torch wait, before it is loaded.
+
+    Threads that spin while they wait stop everybody else on a machine with more work than cores: two peers on two
+    cores take twenty times as long. Sleeping costs one peer alone nothing that can be measured.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def split_off() -> None:
+    """Fork the fork server from this process, which must have one thread only. What is loaded by now is so for both."""
+    global _server
+    _server = ForkServer.split_off(_load)
+
+
+def fork_server(*, anew: bool = False) -> ForkServer:
+    """This process's; one is launched if there is none, or `anew`. Call it in the main thread."""
+    global _server
+    if _server is None or anew:
+        wait_passively()
+        _server = ForkServer.launch(__name__)
+    return _server
+
+
+async def start_worker(job: str, *, fds: Sequence[int], log: int) -> ForkedProcess:
+    """A new worker.
+
+    Args:
+        job: a `WorkerJob` as JSON.
+        fds: its mailbox, text and held-out text; in the worker they have other numbers than the job says.
+        log: takes what it prints.
+
+    Raises:
+        OSError: there can be no new process.
+    """
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    try:
+        stdio = (nothing, log, log)
+        try:
+            return await fork_server().process(job, stdio=stdio, fds=fds, timeout_s=_LOAD_TIMEOUT_S)
+        except ForkServerGone:
+            fork_server().close()
+        return await fork_server(anew=True).process(job, stdio=stdio, fds=fds, timeout_s=_LOAD_TIMEOUT_S)
+    except ForkServerGone as gone:
+        raise OSError(f"no worker can be started: {gone}") from gone
+    finally:
+        os.close(nothing)
+
+
+def _load() -> Runner:
+    import torch._dynamo  # noqa: F401 - the inner optimizer asks for it
+
+    from isthmus.trainer.workers.worker import work
+
+    def run(job: str, fds: Sequence[int]) -> None:
+        name_process(WORKER_NAME)
+        faulthandler.register(STACK_SIGNAL, all_threads=True)
+        work(job, fds)
+
+    return run
 
 
 if __name__ == "__main__":
-    main()
+    serve(_load)

@@ -12,11 +12,10 @@ fault.
 import contextlib
 import logging
 import os
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Literal, assert_never
+from typing import Literal, NoReturn, assert_never
 
 import msgspec
 import torch
@@ -35,10 +34,22 @@ from isthmus.trainer.workers.shared_buffer import SharedBuffer, SharedTokens
 log = logging.getLogger(__name__)
 
 
-def main() -> None:
-    """Run the job that the only argument describes, and exit."""
+def work(text: str, fds: Sequence[int]) -> NoReturn:
+    """Do a job, and end the process.
+
+    Args:
+        text: the job, as JSON.
+        fds: the descriptors that the job names, as they are numbered here: mailbox, text, held-out text.
+    """
     started = time.perf_counter()
-    job = msgspec.json.decode(sys.argv[1], type=WorkerJob)
+    told = msgspec.json.decode(text, type=WorkerJob)
+    job = msgspec.structs.replace(
+        told,
+        mailbox_fd=fds[0],
+        train=msgspec.structs.replace(told.train, fd=fds[1]),
+        validation=msgspec.structs.replace(told.validation, fd=fds[2]),
+    )
+    os.environ.update(job.environment)
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     channel = DaemonChannel(job.socket_path, local_rank=rank, is_there=lambda: os.getppid() == job.parent_pid)
