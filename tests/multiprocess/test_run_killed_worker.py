@@ -50,6 +50,19 @@ def test_a_peer_whose_worker_is_killed_stays_a_member_and_goes_on(tmp_path: Path
     assert_same_commits(founder, victim, other)
 
 
+def test_a_peer_whose_fork_server_and_worker_are_killed_goes_on(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        founder = run.found("--outer-steps", str(OPEN_END))
+        run.until_step(2, founder)
+        (server,) = set(founder.children()) - set(founder.worker_pids())
+        os.kill(server, signal.SIGKILL)
+        run.until_step(founder.step + 2, founder)
+        _kill_worker(run, founder)
+        run.until("fault", lambda: bool(founder.events("fault", kind="worker_died")))
+        run.until_step(founder.step + 2, founder)
+        run.leave_all()
+
+
 @pytest.fixture
 def too_little_memory() -> Iterator[Path]:
     """A control group in which nothing more can be allocated; its file that takes processes."""
