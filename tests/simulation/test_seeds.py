@@ -64,6 +64,10 @@ def test_no_view_names_a_member_that_was_barred_before_a_restart() -> None:
     assert Simulator(45763).run().violation is None
 
 
+def test_who_is_excused_may_have_staged_the_commit_if_its_part_weighs_nothing() -> None:
+    assert Simulator(57440).run().violation is None
+
+
 def test_every_rule_is_exercised_by_seeds_and_scenarios(tally: Tally) -> None:
     hits: Counter[str] = Counter(tally.counters)
     for path in FOLDER.glob("*.toml"):
