@@ -155,10 +155,13 @@ class Place:
     def _learn_from(self, view: View, contributed: Held | None) -> None:
         """A view tells of commits that were not heard of: one holds this peer's work, and is staged here if it agreed.
 
-        The view's own state may be several commits further (scenarios/excused_before_it_heard_its_commit.toml). Whoever
-        did not agree is overruled, and has nothing to keep.
+        The view's own state may be several commits further (scenarios/excused_before_it_heard_its_commit.toml), and be
+        staged here without holding this peer's work: who had no partner in a round of pairs, or weighed nothing, finds
+        the others' result too (seeds 86615, 57440). Whoever did not agree is overruled, and has nothing to keep.
         """
-        self.install_if_staged(Held(view.outer_step, view.digest))
+        named = Held(view.outer_step, view.digest)
+        if not self.is_standing or contributed == named:
+            self.install_if_staged(named)
         if contributed is None:
             return
         self.install_if_staged(contributed)

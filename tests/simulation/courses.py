@@ -173,7 +173,7 @@ class Courses:
         is_early = step not in book.out and step > book.first
         demand(not (is_early and book.out), "order", "{} follows the others past what is out", node.ref)
         if not book.is_void and step > book.first:
-            does_count = step in book.counted or (counted and self._may_count(book, step))
+            does_count = step in book.counted
             demand(
                 counted == does_count, "order", "{} lands step {} as one that counted it: {}", node.ref, step, counted
             )
@@ -193,19 +193,12 @@ class Courses:
             else:
                 later |= samples
         if met is not None and not book.is_void:
-            self._remembers(node, book, step, met, counted=counted)
-
-    def _may_count(self, book: Book, step: int) -> bool:
-        """Whether its part weighed nothing, so that the commit is the same with it and without it.
-
-        Who was excused may have staged that very commit. It lands as if it had been in it, as it does with such a part.
-        """
-        return step not in book.weighed and step not in book.counted
+            self._remembers(node, book, step, met)
 
     def _on_the_way(self, book: Book) -> Iterable[int]:
         return range(book.landed + 1, book.emitted + 1)
 
-    def _remembers(self, node: "PeerNode", book: Book, step: int, met: Met, *, counted: bool) -> None:
+    def _remembers(self, node: "PeerNode", book: Book, step: int, met: Met) -> None:
         """What it remembers is made of the steps that counted its part, and of nothing else."""
         if step in book.counted:
             record, payload = book.counted[step]
@@ -215,7 +208,4 @@ class Courses:
                 is_pair = (own, theirs) == (payload, other)
                 demand(is_pair, "private", "{} and {} met, and {} and {}", payload, other, own, theirs)
             book.private = after_private(book.private, record.digest, met)
-        elif counted and self._may_count(book, step):
-            demand(not met, "private", "{} has met somebody at step {} with nothing", node.ref, step)
-            book.private = after_private(book.private, self._sim.checkers.history.states[step], met)
         demand(node.worker.private == book.private, "private", "{} remembers something else", name(node.ref))

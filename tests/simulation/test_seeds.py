@@ -64,8 +64,9 @@ def test_no_view_names_a_member_that_was_barred_before_a_restart() -> None:
     assert Simulator(45763).run().violation is None
 
 
-def test_who_is_excused_may_have_staged_the_commit_if_its_part_weighs_nothing() -> None:
-    assert Simulator(57440).run().violation is None
+@pytest.mark.parametrize("seed", [57440, 86615])
+def test_who_is_excused_carries_its_work_over_also_if_the_others_come_to_what_it_has_staged(seed: int) -> None:
+    assert Simulator(seed).run().violation is None
 
 
 def test_every_rule_is_exercised_by_seeds_and_scenarios(tally: Tally) -> None:
