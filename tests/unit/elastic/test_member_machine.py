@@ -8,6 +8,7 @@ from isthmus.elastic.core.events import (
     AbortExchange,
     BecomeActive,
     BecomeLearner,
+    CarryOver,
     CatchUp,
     CatchUpFailed,
     CaughtUp,
@@ -186,7 +187,7 @@ def test_vote_is_repeated_until_the_commit_installs_what_is_staged() -> None:
 def test_missed_commit_is_learnt_from_the_next_view() -> None:
     driver = staged()
     mine = view(4, 5, 1, 2)
-    assert driver.hears(NewView(view=mine)) == [
+    assert driver.hears(NewView(view=mine, contributed=held(5))) == [
         InstallStaged(key=key(3, 4), held=held(5), final=False),
         InstallView(view=mine),
     ]
@@ -195,7 +196,7 @@ def test_missed_commit_is_learnt_from_the_next_view() -> None:
 
 def test_missed_commit_is_learnt_from_a_repeated_view_of_the_same_epoch() -> None:
     driver = staged()
-    assert driver.hears(NewView(view=view(3, 5, 1, 2))) == [
+    assert driver.hears(NewView(view=view(3, 5, 1, 2), contributed=held(5))) == [
         InstallStaged(key=key(3, 4), held=held(5), final=False),
     ]
 
@@ -211,6 +212,15 @@ def test_missed_commit_with_its_work_is_learnt_from_a_view_that_is_several_commi
     assert driver.machine.held == held(5)
     assert driver.machine.phase is (Phase.EXCUSED if is_excused else Phase.SYNCING)
     assert driver.machine.is_standing, "it has lost nothing"
+
+
+def test_an_excused_member_that_has_staged_what_the_others_committed_without_its_work_carries_it_over() -> None:
+    driver = staged()
+    driver.hears(NewView(view=view(5, 5, 2), contributed=held(3), excused=(ref(1),)))
+    assert not any(isinstance(effect, InstallStaged) for effect in driver.ordered())
+    assert driver.ordered()[-1] == CatchUp(target=held(5), donors=(member(2),))
+    driver.feed(CaughtUp(held=held(5)))
+    assert CarryOver(outer_step=OuterStep(4), held=held(5)) in driver.ordered()
 
 
 def test_member_whose_work_was_committed_with_another_result_learns_so_from_a_later_view() -> None:
