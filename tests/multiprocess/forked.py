@@ -2,8 +2,8 @@
 """Real processes for the tests that need not load Python and torch anew: forked by a fork server that has done so.
 
 Not a test. A forked process is one like any other: its own id, session, descriptors, environment and end. Only the
-interpreter's start and what stands at the top of modules is not repeated for it; test_first_hour.py and all tests that
-start a command on another machine do that.
+interpreter's start, what stands at the top of modules, and what Python does at its end (`atexit`) is left out. Training
+loops and test_first_hour.py start theirs anew.
 """
 
 import ctypes
@@ -118,13 +118,16 @@ def _load() -> Runner:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
+        sys.orig_argv = [program, *arguments]
         if Path(program).name == "isthmus":
             sys.argv = [program, *arguments]
             runpy.run_module("isthmus.trainer.cli", run_name="__main__")
         elif arguments[0] == "-m":
+            sys.path.insert(0, said["folder"])
             sys.argv = arguments[1:]
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
+            sys.path.insert(0, str(Path(arguments[0]).parent))
             sys.argv = arguments
             runpy.run_path(arguments[0], run_name="__main__")
 

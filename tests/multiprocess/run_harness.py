@@ -306,7 +306,8 @@ class Run:
         directory = folder or self.folder / name
         flags = ["--dir", str(directory), "--metrics.port", "none", *(() if inside else ("--listen", "127.0.0.1:0"))]
         command = [*inside, sys.executable, *program]
-        return self._spawn(name, directory, command, ISTHMUS_COMMAND=shlex.join((*words, *flags)))
+        # Python's own end, which a forked process does not have, is part of what a loop does.
+        return self._spawn(name, directory, command, forks=False, ISTHMUS_COMMAND=shlex.join((*words, *flags)))
 
     def _spawn(
         self,
@@ -316,6 +317,7 @@ class Run:
         *,
         terminal: int | None = None,
         errors: int | None = None,
+        forks: bool = True,
         **environment: str,
     ) -> Process:
         console = self.folder / f"{name}.out"
@@ -326,7 +328,7 @@ class Run:
                 env=self._environment | environment,
                 stdout=out.fileno() if terminal is None else terminal,
                 stderr=err.fileno() if errors is None else errors,
-                forks=self._forks,
+                forks=forks and self._forks,
             )
         process = Process(directory, popen, console)
         self.processes.append(process)
@@ -402,13 +404,12 @@ def start_program(
     command: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdout: int, stderr: int, forks: bool = True
 ) -> "subprocess.Popen[bytes] | Forked":
     """A program in a session of its own: forked if that can be and is wished, else started anew."""
-    net = None
-    if forks and command[0] == "nsenter" and command[1].startswith("--net="):
-        net, command = command[1].removeprefix("--net="), command[2:]
+    net, program = None, list(command)
+    if program[0] == "nsenter" and program[1].startswith("--net="):
+        net, program = program[1].removeprefix("--net="), program[2:]
     with open(os.devnull, "rb") as nothing:
-        if forks and command[0] in (ISTHMUS, sys.executable):
-            return forked(command, cwd=cwd, env=env, stdio=(nothing.fileno(), stdout, stderr), net=net)
-        assert net is None, command
+        if forks and program[0] in (ISTHMUS, sys.executable):
+            return forked(program, cwd=cwd, env=env, stdio=(nothing.fileno(), stdout, stderr), net=net)
         return subprocess.Popen(
             command, cwd=cwd, env=env, stdin=nothing, stdout=stdout, stderr=stderr, start_new_session=True
         )
