@@ -76,8 +76,8 @@ class Process:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that this one has started and that live."""
-    return [other for other in pids() if parent_of(other) == pid]
+    """Processes that this one has started and that live, but for the fork server, which does none of its work."""
+    return [other for other in pids() if parent_of(other) == pid and read_of(other, "comm").strip() != b"isthmus-fork"]
 
 
 def send(pids_: Sequence[int], what: signal.Signals) -> None:
