@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from isthmus.trainer.workers.fork_server import SERVER_NAME
 from scripts.chaoslab.evidence import now_s
 
 LEFT, ENVIRONMENT, NOBODY_REACHABLE, REFUSED, KILLED = 20, 3, 4, 5, -signal.SIGKILL
@@ -77,7 +78,11 @@ class Process:
 
 def children(pid: int) -> list[int]:
     """Processes that this one has started and that live, but for the fork server, which does none of its work."""
-    return [other for other in pids() if parent_of(other) == pid and read_of(other, "comm").strip() != b"isthmus-fork"]
+    return [other for other in pids() if parent_of(other) == pid and _name_of(other) != SERVER_NAME]
+
+
+def _name_of(pid: int) -> str:
+    return read_of(pid, "comm").decode().strip()
 
 
 def send(pids_: Sequence[int], what: signal.Signals) -> None:

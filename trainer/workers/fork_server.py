@@ -21,6 +21,9 @@ from typing import Final, NoReturn, Self
 
 from isthmus.trainer.workers.lifeline import adopt_orphans, die_with, name_process
 
+SERVER_NAME: Final = "isthmus-fork"
+"""What `top` and `ps -o comm` call a fork server."""
+
 _MAX_REQUEST_NBYTES: Final = 1 << 16
 _MAX_FDS: Final = 16
 _NUM_STDIO: Final = 3
@@ -199,7 +202,7 @@ def _serve(requests: int, parent_pid: int, load: Callable[[], Runner]) -> NoRetu
             os.setsid()
         if not die_with(parent_pid):
             os._exit(_FAILED)
-        name_process("isthmus-fork")
+        name_process(SERVER_NAME)
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, 0)
         os.dup2(nothing, 1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel is asked about parents and children. Linux has it, elsewhere nothing is arranged. Nothing slow is
-loaded for it."""
+"""What a process asks the kernel about its parent, its children and its name. Only Linux is asked; elsewhere nothing
+happens. Nothing slow is loaded for it."""
 
 import ctypes
 import os

@@ -99,25 +99,27 @@ def test_whatever_an_evicted_start_says_it_stays_out_and_its_next_start_may_come
     assert driver.told(2, Welcome, incarnation=2)
 
 
-def test_a_coordinator_that_died_right_after_it_had_written_the_bar_goes_on_without_the_peer() -> None:
+def died_right_after_the_bar() -> CoordinatorDriver:
+    """A coordinator that has started again: the one before had barred the second of three members, and done no more."""
     driver = CoordinatorDriver().with_members(1, 2, 3)
     put_out(driver, 2)
     bar = next(place for place, record in enumerate(driver.journal) if isinstance(record, BarRecord))
     del driver.journal[bar + 1 :]
-    driver = driver.recovered()
+    return driver.recovered()
+
+
+def test_a_coordinator_that_died_right_after_it_had_written_the_bar_goes_on_without_the_peer() -> None:
+    driver = died_right_after_the_bar()
     driver.says(1, Heartbeat(epoch=Epoch(2), outer_step=driver.machine.state.outer_step, progress=1, blocked=False))
     assert driver.member_numbers() == [1, 3]
     assert driver.told(2, Refused).reason == EVICTED
 
 
 def test_no_view_names_a_barred_member_also_if_the_coordinator_died_right_after_the_bar() -> None:
-    driver = CoordinatorDriver().with_members(1, 2, 3)
-    put_out(driver, 2)
-    bar = next(place for place, record in enumerate(driver.journal) if isinstance(record, BarRecord))
-    del driver.journal[bar + 1 :]
-    driver = driver.recovered()
+    driver = died_right_after_the_bar()
+    known = len(driver.journal)
     driver.join(3, incarnation=2)  # its earlier start leaves the view
-    told = [record.view for record in driver.journal[bar + 1 :] if isinstance(record, ViewRecord)]
+    told = [record.view for record in driver.journal[known:] if isinstance(record, ViewRecord)]
     assert told
     assert all(member.ref != ref(2) for view in told for member in view.members)
 
