@@ -8,7 +8,6 @@ one for control messages and state transfer. No policy in here: who takes part i
 import importlib
 from typing import TYPE_CHECKING
 
-from isthmus.collective.core.quorum import Quorum
 from isthmus.collective.core.types import (
     Epoch,
     Incarnation,
@@ -26,7 +25,6 @@ from isthmus.collective.errors import (
     ConnectionLost,
     DeadlineExceeded,
     HandshakeRefused,
-    LeftBehind,
     NonFiniteInput,
     OperationAborted,
     PayloadCorrupted,
@@ -58,7 +56,6 @@ __all__ = [
     "HandshakeRefused",
     "Incarnation",
     "Instant",
-    "LeftBehind",
     "LinkReport",
     "Member",
     "Mode",
@@ -70,7 +67,6 @@ __all__ = [
     "PeerRef",
     "PeerUnreachable",
     "PlanMismatch",
-    "Quorum",
     "RemoteProtocolError",
     "RoundKey",
     "RoundRefused",

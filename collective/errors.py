@@ -13,7 +13,7 @@
     │   │   └── PayloadCorrupted(reason)
     │   └── PlanMismatch(field, ours, theirs, peer_id)
     ├── the operator's: HandshakeRefused(code, reason), SecurityRefused(reason), AddressInUse(address)
-    └── the caller's: NonFiniteInput(first_index), RoundRefused(key, reason), LeftBehind(key, members)
+    └── the caller's: NonFiniteInput(first_index), RoundRefused(key, reason)
 
 Rules: errors carry typed attributes; operating system errors are mapped once, in collective/transport. A
 `RemoteProtocolError` never says anything about us: whatever bytes arrive, that is the only error they can cause.
@@ -165,13 +165,3 @@ class RoundRefused(CollectiveError):
         super().__init__(f"round {key.epoch}/{key.outer_step}/{key.fragment} cannot be posted: {reason}")
         self.key = key
         self.reason = reason
-
-
-class LeftBehind(CollectiveError):
-    """The round closed without us: a quorum was there, and its grace had passed. Nothing of ours is in the result."""
-
-    def __init__(self, key: RoundKey, members: Sequence[PeerId]) -> None:
-        name = f"{key.epoch}/{key.outer_step}/{key.fragment}"
-        super().__init__(f"round {name} closed without us, with {len(members)} members")
-        self.key = key
-        self.members = tuple(members)

@@ -1,175 +1,194 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the elastic layer tells whoever watches: event logs, metrics, the page.
+"""What the elastic layer tells whoever watches, a struct for each kind.
 
-Rules: observations are facts after they happened, frozen, and cheap. An observer runs on the event loop between two
-steps of a machine: it must not block, and what it raises is a bug that ends the run. They carry no time; the observer
-stamps them.
+An `Event` is told as it is shown: it has plain fields, and is a line of the trainer's event log under the name that
+its `tag` gives it (trainer/record/events.py says what the fields mean). What the trainer also acts on it gets whole:
+`RecordWritten`, `CertificateKept`, `TrustHeard`.
+
+Rules: facts after they happened, frozen, and cheap. An observer runs on the event loop between two steps of a machine:
+it must not block, and what it raises is a bug that ends the run. They carry no time; the observer stamps them.
 """
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
-from isthmus.collective.core.types import OuterStep, PeerId, PeerRef, RoundKey, View
+import msgspec
+
+from isthmus.collective.core.types import RoundKey, View
 from isthmus.elastic.core.certificate import Certificate
 from isthmus.elastic.core.messages import Held, Trust
 from isthmus.elastic.core.records import Record
-from isthmus.elastic.state.parity import Difference
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_snake_case):
+    """What happened. The observer fills these fields in."""
+
+    t_s: float = 0.0
+    """Seconds since this start's log was opened, monotonic: for durations."""
+    wall: str = ""
+    """ISO 8601 time of this machine's clock in UTC, only to find things."""
+    peer: str = ""
+    """Whose log it is: a peer id."""
+
+
+class Fault(Event, frozen=True, tag_field="kind"):
+    """Something went wrong; training goes on, or a `leave` follows. Its line is named "fault", its tag is `kind`."""
+
+
+class OfRound(Event, frozen=True):
+    """Of a round."""
+
+    epoch: int
+    outer_step: int
+    fragment: int
+
+
+class OfView(Event, frozen=True):
+    """Of a view."""
+
+    epoch: int
+    outer_step: int
+    members: tuple[str, ...]
+    apart: tuple[str, ...]
+
 
 # ------------------------------------------------------------------------------------ at the coordinator
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordWritten:
+class RecordWritten(msgspec.Struct, frozen=True):
     """A record is durable; nobody has heard of it yet. Views, commits, leases, joins and evictions are records."""
 
     slot: int
     record: Record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerExposed:
-    """A peer has said what is not true, though nothing follows from it: a forged certificate."""
+class Lied(Event, frozen=True):
+    """A member was overruled or put out for what it said, or it forged a certificate: a lie, or a broken machine."""
 
-    ref: PeerRef
-    outer_step: OuterStep
+    of: str
+    incarnation: int
+    outer_step: int
     cause: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerConnected:
+class PeerConnected(Event, frozen=True):
     """A control connection of this start of a peer is up, perhaps in place of an older one."""
 
-    ref: PeerRef
+    of: str
+    incarnation: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerDisconnected:
+class PeerDisconnected(Fault, frozen=True):
     """The control connection of this start of a peer is gone."""
 
-    ref: PeerRef
+    of: str
+    incarnation: int
     cause: str
 
 
 # ------------------------------------------------------------------------------------ at a peer
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorConnected:
+class CoordinatorConnected(Event, frozen=True):
     """The control connection to the coordinator is up."""
 
     address: str
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorLost:
+class CoordinatorLost(Fault, frozen=True):
     """The control connection to the coordinator is gone; this peer dials again."""
 
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class ViewInstalled:
-    """The collective layer has this view. `fault` says why some of its links could not be made."""
-
-    view: View
-    fault: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BecameActive:
-    """This peer is a member and holds the view's state."""
-
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class BecameLearner:
-    """This peer is no member (any more)."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class BecameExcused:
-    """This peer is late: the round goes on without it in this view."""
-
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class WorkCarriedOver:
-    """A round was committed without this peer's payload, which goes into the next one. `held` is the state now."""
-
-    held: Held
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundStarted:
-    """The exchange of a round began here."""
-
-    key: RoundKey
-    weight: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundStaged:
-    """The exchange is done; this peer votes for the digest."""
-
-    key: RoundKey
-    digest: bytes
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundBroke:
-    """The exchange could not finish in this view."""
-
-    key: RoundKey
-    suspects: tuple[PeerId, ...]
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class RoundAborted:
-    """The coordinator's word ended this exchange, or what it staged is forgotten."""
-
-    key: RoundKey
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundCommitted:
-    """What the round staged is the shared state now. `seconds` since the payload was handed in."""
-
-    key: RoundKey
-    held: Held
-    final: bool
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CertificateKept:
-    """This is the newest commit that this peer can prove."""
-
-    certificate: Certificate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorAsks:
+class CoordinatorAsks(Fault, frozen=True, tag="journal_lost"):
     """The coordinator has lost its journal: `testified` of the `needed` members have brought a certificate so far."""
 
     testified: int
     needed: int
 
 
-@dataclass(frozen=True, slots=True)
-class TrustHeard:
+class TrustHeard(msgspec.Struct, frozen=True):
     """The coordinator says whose certificates count and who is put out; it may have said so before."""
 
     trust: Trust
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WentBack:
+class CertificateKept(msgspec.Struct, frozen=True):
+    """This is the newest commit that this peer can prove."""
+
+    certificate: Certificate
+
+
+class ViewInstalled(OfView, frozen=True, tag="view"):
+    """The collective layer has this view. `cause`: why some of its links could not be made."""
+
+    incarnations: tuple[int, ...] = ()
+    addresses: tuple[str, ...] = ()
+    cause: str | None = None
+
+
+class BecameActive(OfView, frozen=True, tag="join"):
+    """This peer is a member and holds the view's state."""
+
+
+class BecameLearner(Event, frozen=True, tag="learner"):
+    """This peer is no member (any more)."""
+
+    cause: str
+
+
+class BecameExcused(OfView, frozen=True, tag="excused"):
+    """This peer is late: the round goes on without it in this view."""
+
+
+class WorkCarriedOver(Event, frozen=True, tag="carried_over"):
+    """`outer_step` was committed without this peer's payload, which goes into the next one."""
+
+    outer_step: int
+
+
+class RoundStarted(OfRound, frozen=True):
+    """The exchange of a round began here."""
+
+    weight: float | None
+
+
+class RoundStaged(OfRound, frozen=True, tag="vote"):
+    """The exchange is done, in `seconds`; this peer votes for the digest."""
+
+    digest: str
+    seconds: float
+
+
+class RoundBroke(Fault, frozen=True):
+    """The exchange could not finish in this view."""
+
+    epoch: int
+    outer_step: int
+    fragment: int
+    suspects: tuple[str, ...]
+    cause: str
+
+
+class RoundAborted(OfRound, frozen=True):
+    """The coordinator's word ended this exchange, or what it staged is forgotten."""
+
+
+class RoundCommitted(OfRound, frozen=True, tag="commit"):
+    """What the round staged is the shared state now, `seconds` after the payload was handed in."""
+
+    digest: str
+    final: bool
+    seconds: float
+
+
+class WentBack(Event, frozen=True):
     """The run goes on under `epoch` from `outer_step`, which is not the newest one that was told, for this `cause`."""
 
     epoch: int
@@ -177,75 +196,69 @@ class WentBack:
     cause: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CatchUpStarted:
-    """This learner begins to fetch or replay, or aims at a newer target."""
+class CatchUpStarted(Event, frozen=True):
+    """This learner begins to fetch or replay, or aims at a newer target; from so many `donors`."""
 
-    target: Held
-    num_donors: int
+    outer_step: int
+    donors: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CatchUpEnded:
-    """`held` is what this learner holds now, or None with the cause why it could not be had this time."""
+class CatchUpEnded(Event, frozen=True, tag="catch_up"):
+    """What this learner holds now, or None with the cause why it could not be had this time."""
 
-    held: Held | None
+    outer_step: int | None
+    digest: str | None
     cause: str
-    nbytes: int
+    bytes: int
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deviated:
-    """The others agreed on `committed` where this peer had voted for another digest; told when it is repaired.
+class Deviated(Event, frozen=True):
+    """The others agreed on `digest` where this peer had `voted` for another one; told when it is repaired.
 
-    `where` is None if nobody could say any more what the committed state consisted of. `num_damaged` chunks of the
+    The first difference: these bytes of `tensor`, and in how many chunks there are any; None if nobody could say any
+    more what the committed state consisted of. The trainer knows which `parameters` these are. `damaged_chunks` of the
     state that this peer computed from had other bits than were committed: its memory is not to be trusted.
     """
 
-    committed: Held
-    voted: bytes
-    where: Difference | None
-    num_damaged: int
+    outer_step: int
+    digest: str
+    voted: str
+    damaged_chunks: int
+    tensor: str | None = None
+    start_bytes: int | None = None
+    stop_bytes: int | None = None
+    differing_chunks: int | None = None
+    parameters: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class Finished(Event, frozen=True, tag="leave"):
     """This peer's part in the run is over."""
 
     code: int
-    reason: str
+    cause: str
 
 
-ElasticEvent = (
-    RecordWritten
-    | PeerExposed
-    | PeerConnected
-    | PeerDisconnected
-    | CoordinatorConnected
-    | CoordinatorLost
-    | ViewInstalled
-    | BecameActive
-    | BecameLearner
-    | BecameExcused
-    | WorkCarriedOver
-    | RoundStarted
-    | RoundStaged
-    | RoundBroke
-    | RoundAborted
-    | RoundCommitted
-    | CertificateKept
-    | CoordinatorAsks
-    | WentBack
-    | TrustHeard
-    | CatchUpStarted
-    | CatchUpEnded
-    | Deviated
-    | Finished
-)
-
-Observe = Callable[[ElasticEvent], None]
+Observation = Event | RecordWritten | CertificateKept | TrustHeard
+Observe = Callable[[Observation], None]
 
 
-def ignore(_event: ElasticEvent) -> None:
+def ignore(_fact: Observation) -> None:
     """An observer that does not look."""
+
+
+def round_fields(key: RoundKey) -> dict[str, Any]:
+    """Of an `OfRound`."""
+    return {"epoch": key.epoch, "outer_step": key.outer_step, "fragment": key.fragment}
+
+
+def state_fields(held: Held | None) -> dict[str, Any]:
+    """The outer step, and the digest in hex; None if nothing is held."""
+    return {"outer_step": held and held.outer_step, "digest": held and held.digest.hex()}
+
+
+def view_fields(view: View) -> dict[str, Any]:
+    """Of an `OfView`: peer ids by rank, and which two of these have no link ("id id")."""
+    members = tuple(member.peer_id for member in view.members)
+    apart = tuple(f"{members[one]} {members[other]}" for one, other in view.apart)
+    return {"epoch": view.epoch, "outer_step": view.outer_step, "members": members, "apart": apart}

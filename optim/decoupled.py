@@ -14,7 +14,7 @@ plain mean. Every inner step emits a fragment, each of them once in H, and it is
 Shared state: anchor, momentum, and by which rule the fragment is merged. Private state: none.
 
 w is the *whole* weight, so rounds weigh their members alike and not by samples once more. Whose payload has not come,
-or is late, weighs nothing: quorum and grace are the collective's.
+or is late, weighs nothing: for whom a round waits is not decided here.
 
 Departures: the paper's radial factor, as printed, is a vector; this is the reading that type-checks. Public
 re-implementations take a unit vector of each tensor, here of each fragment; where the unit vectors cancel they fall

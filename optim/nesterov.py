@@ -67,20 +67,22 @@ def nesterov_step(
     numel = anchor.numel()
     tile_numel = min(TILE_NUMEL, numel)
     step = torch.empty(tile_numel)
-    new_momentum = torch.empty(tile_numel)
+    # Its own place, unless that holds what is read once more after it: a pass over memory less.
+    is_direct = not overlap(momentum_out, delta) and not overlap(momentum_out, anchor)
+    new_momentum = step if is_direct else torch.empty(tile_numel)
     tensors = (anchor, momentum, delta, anchor_out, momentum_out)
     for start in range(0, numel, TILE_NUMEL):
         stop = min(start + TILE_NUMEL, numel)
         a, m, d, a_out, m_out = (tensor[start:stop] for tensor in tensors)
-        u, s = new_momentum[: stop - start], step[: stop - start]
+        u, s = m_out if is_direct else new_momentum[: stop - start], step[: stop - start]
         torch.mul(m, mu, out=u)
         torch.add(u, d, out=u)
         torch.mul(u, mu, out=s)
         torch.add(s, d, out=s)
         torch.mul(s, lr, out=s)
         torch.sub(a, s, out=a_out)
-        # Last, because m_out may be the memory of d, which is read twice above.
-        m_out.copy_(u)
+        if not is_direct:
+            m_out.copy_(u)
 
 
 def _check_memory(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor]) -> None:

@@ -23,7 +23,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from scripts.demo import Demo, DemoFailed
-from scripts.demo_report import read_events
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_PEERS = 3
@@ -89,7 +88,7 @@ class ChurnedDemo(Demo):
         """Take in what the founder has written down; returns the newest outer step."""
         tokens: dict[int, int] = {}
         sizes: dict[int, int] = {}
-        for event in read_events(self.peers[0].directory):
+        for event in self.peers[0].events():
             if event["event"] == "commit_decided":
                 step = event["outer_step"]
                 tokens[step], sizes[step] = event["tokens"], len(event["members"])

@@ -10,10 +10,7 @@ that the exchange itself is what the daemon says of it (`round` in events.jsonl)
     all-reduce   a bare one of the parameters in fp32 by gloo, which is four times the bytes
     torchft      its DiLoCo over gloo in fp32, if it is installed: what its hook of `optimizer.step` takes
 
-The most memory that a daemon has had is told in copies of the fp32 parameters, beyond what one has of a model without
-size; `--streaming P` is Streaming DiLoCo with P fragments. The loop's own memory is not in it, the mailbox is.
-
-Linux and two free cores; say which processor it was.
+Linux and two free cores; say which processor it was. What a daemon's memory is for: `scripts/bench memory`.
 """
 
 import argparse
@@ -25,24 +22,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+
+from isthmus.trainer.record.event_log import FILE_NAME, read_events
 
 INNER_STEPS = 4
 WARM_UP = 2
 TIMEOUT_S = 600
 NUM_LAYERS = 12
 MILLION = 1_000_000
-_NUMEL_NBYTES = 4
 
 
 def main() -> int:
@@ -52,16 +49,13 @@ def main() -> int:
         _ROLES[options.role](options)
         return 0
     rows = []
-    print(f"{'parameters':>10} {'':12} {'exchange':>9} {'outer step':>10} {'beyond / exchange':>18} {'copies':>8}")
-    base_nbytes = _isthmus(1, options)["peak_nbytes"] - _NUMEL_NBYTES * MILLION
+    print(f"{'parameters':>10} {'':12} {'exchange':>9} {'outer step':>10} {'beyond / exchange':>18}")
     for millions in options.millions:
         row: dict[str, Any] = {"millions": millions, "processor": _processor(), "cores": os.cpu_count()}
-        ours = row["isthmus"] = _isthmus(millions, options)
-        ours["copies"] = (ours["peak_nbytes"] - base_nbytes) / (_NUMEL_NBYTES * millions * MILLION)
-        if not options.streaming:  # whose outer steps come at other inner steps, and go on beside them
-            row["all_reduce_s"] = _both("gloo", millions, options.outer_steps)["median_s"]
-            if find_spec("torchft") is not None:
-                row["torchft"] = _both("torchft", millions, options.outer_steps)
+        row["isthmus"] = _isthmus(millions, options.outer_steps)
+        row["all_reduce_s"] = _both("gloo", millions, options.outer_steps)["median_s"]
+        if find_spec("torchft") is not None:
+            row["torchft"] = _both("torchft", millions, options.outer_steps)
         _print(row)
         rows.append(row)
     if options.json:
@@ -72,12 +66,8 @@ def main() -> int:
 def _print(row: dict[str, Any]) -> None:
     ours = row["isthmus"]
     name = f"{row['millions']} M"
-    if "all_reduce_s" not in row:
-        print(f"{name:>10} {'isthmus':12} {ours['exchange_s']:8.3f}s {'':29} {ours['copies']:9.2f}", flush=True)
-        return
     print(
-        f"{name:>10} {'isthmus':12} {ours['exchange_s']:8.3f}s {ours['median_s']:9.3f}s {ours['beyond']:17.2f} "
-        f"{ours['copies']:9.2f}",
+        f"{name:>10} {'isthmus':12} {ours['exchange_s']:8.3f}s {ours['median_s']:9.3f}s {ours['beyond']:17.2f}",
         flush=True,
     )
     print(f"{name:>10} {'all-reduce':12} {row['all_reduce_s']:8.3f}s", flush=True)
@@ -88,28 +78,43 @@ def _print(row: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------- two processes
 
 
-def _isthmus(millions: int, options: argparse.Namespace) -> dict[str, float]:
-    outer_steps = options.outer_steps
+def _isthmus(millions: int, outer_steps: int) -> dict[str, float]:
+    words = ["--outer-steps", str(outer_steps + WARM_UP), "--outer.inner-steps", str(INNER_STEPS)]
+
+    def start(rank: int, command: str) -> subprocess.Popen[str]:
+        return _start("isthmus", rank, millions, outer_steps, {"ISTHMUS_COMMAND": command})
+
+    result, events = run_pair(start, [*words, "--checkpoint.every", "0"])
+    exchange_s = statistics.median([event["seconds"] for event in events if event["event"] == "round"][WARM_UP:])
+    return result | {"exchange_s": exchange_s, "beyond": (result["median_s"] - exchange_s) / exchange_s}
+
+
+def run_pair(
+    start: Callable[[int, str], subprocess.Popen[str]], words: Sequence[str]
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Two peers on this machine.
+
+    Args:
+        start: of a rank and its command.
+        words: of the founder's command.
+
+    Returns:
+        What the founder's loop prints last, and the events of its daemon.
+    """
     with tempfile.TemporaryDirectory() as folder:
         ticket = Path(folder, "ticket")
         common = ["--listen", "127.0.0.1:0", "--dir"]
-        up = ["up", "--peers", "2", "--ticket-file", str(ticket), "--outer-steps", str(outer_steps + WARM_UP)]
-        up += ["--outer.inner-steps", str(INNER_STEPS), "--checkpoint.every", "0", *common, f"{folder}/0"]
-        if options.streaming:
-            up += ["--outer.type", "streaming", "--outer.num-fragments", str(options.streaming)]
-        join = ["join", f"@{ticket}", *common, f"{folder}/1"]
-        founder = _start("isthmus", 0, millions, outer_steps, {"ISTHMUS_COMMAND": " ".join(up)})
+        founder = start(
+            0, " ".join(["up", "--peers", "2", "--ticket-file", str(ticket), *words, *common, f"{folder}/0"])
+        )
         deadline = time.monotonic() + TIMEOUT_S
         while not ticket.exists():
             if founder.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit("isthmus: the founder has not come up")
             time.sleep(0.05)
-        joined = _start("isthmus", 1, millions, outer_steps, {"ISTHMUS_COMMAND": " ".join(join)})
+        joined = start(1, " ".join(["join", f"@{ticket}", *common, f"{folder}/1"]))
         result = _ended(founder, joined)
-        lines = Path(folder, "0", "events.jsonl").read_text().splitlines()
-    exchanges = [event["seconds"] for event in map(json.loads, lines) if event["event"] == "round"][WARM_UP:]
-    exchange_s = statistics.median(exchanges)
-    return result | {"exchange_s": exchange_s, "beyond": (result["median_s"] - exchange_s) / exchange_s}
+        return result, list(read_events(Path(folder, "0", FILE_NAME)))
 
 
 def _both(role: str, millions: int, outer_steps: int) -> dict[str, float]:
@@ -160,7 +165,7 @@ def _ended(*processes: subprocess.Popen[str]) -> dict[str, float]:
 # --------------------------------------------------------------------------------------------------- in a process
 
 
-def _model(millions: int) -> tuple[nn.Module, Optimizer]:
+def model_of(millions: int) -> tuple[nn.Module, Optimizer]:
     """So many parameters in matrices of a dozen layers, and an optimizer that costs next to nothing."""
     rows = millions * MILLION // NUM_LAYERS // 1000
     model = nn.ModuleList([nn.Linear(1000, rows, bias=False) for _ in range(NUM_LAYERS)])
@@ -178,32 +183,22 @@ def _timed_steps(optimizer: Optimizer, number: int) -> list[float]:
     return times
 
 
-def _peak_nbytes(processes: list[psutil.Process]) -> int:
-    """The most memory that the only one of them has had."""
-    (daemon,) = processes
-    status = Path(f"/proc/{daemon.pid}/status").read_text()
-    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
-
-
-def _tell(times: list[float], peak_nbytes: int = 0) -> None:
+def _tell(times: list[float]) -> None:
     """The outer steps among them: every `INNER_STEPS`-th, less what the others take."""
     inner_s = statistics.median(time_s for number, time_s in enumerate(times, 1) if number % INNER_STEPS)
     outer = [time_s - inner_s for time_s in times[INNER_STEPS - 1 :: INNER_STEPS]][WARM_UP:]
-    told = {"median_s": statistics.median(outer), "least_s": min(outer), "inner_s": inner_s, "peak_nbytes": peak_nbytes}
-    print(json.dumps(told))
+    print(json.dumps({"median_s": statistics.median(outer), "least_s": min(outer), "inner_s": inner_s}))
 
 
 def _peer_isthmus(options: argparse.Namespace) -> None:
     import isthmus
 
-    model, optimizer = _model(options.millions[0])
+    model, optimizer = model_of(options.millions[0])
     times: list[float] = []
-    peak_nbytes = 0
     with isthmus.attach(model, optimizer) as session:
         while not session.is_over:
             times += _timed_steps(optimizer, 1)
-            peak_nbytes = _peak_nbytes(psutil.Process().children())
-    _tell(times[: (options.outer_steps + WARM_UP) * INNER_STEPS - 1], peak_nbytes)
+    _tell(times[: (options.outer_steps + WARM_UP) * INNER_STEPS - 1])
 
 
 def _peer_gloo(options: argparse.Namespace) -> None:
@@ -224,7 +219,7 @@ def _peer_torchft(options: argparse.Namespace) -> None:
     from torchft.manager import Manager
     from torchft.process_group import ProcessGroupGloo
 
-    model, optimizer = _model(options.millions[0])
+    model, optimizer = model_of(options.millions[0])
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     port = int(os.environ["MASTER_PORT"]) + options.rank
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -270,9 +265,6 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench outer", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--millions", type=int, nargs="+", default=[50], metavar="N", help="parameters; 50")
     parser.add_argument("--outer-steps", type=int, default=9, help="of which the median is taken; 9")
-    parser.add_argument(
-        "--streaming", type=int, default=0, metavar="P", help="fragments of Streaming DiLoCo; 0: DiLoCo"
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--role", choices=sorted(_ROLES), help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from isthmus.trainer.record.event_log import FILE_NAME, read_events
 from scripts import demo_report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,9 +38,9 @@ class Peer:
     process: subprocess.Popen[bytes]
     started_at: float
 
-    def events(self) -> Iterator[dict[str, object]]:
+    def events(self) -> Iterator[demo_report.Event]:
         """What the peer has written down so far."""
-        return demo_report.read_events(self.directory)
+        return read_events(self.directory / FILE_NAME)
 
 
 class Demo:

@@ -5,7 +5,7 @@ import itertools
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,8 +14,7 @@ from typing import Any
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.elastic.core.records import CommitRecord, LeaseRecord, Record, ReleaseRecord
 from isthmus.elastic.journal.reader import read_journal
-from isthmus.trainer.record import events
-from isthmus.trainer.record.events import FILE_NAME, has_events
+from isthmus.trainer.record.event_log import FILE_NAME, read_events
 
 Event = dict[str, Any]
 
@@ -27,13 +26,6 @@ class Fault:
     kind: str
     peer: str
     wall: float
-
-
-def read_events(directory: Path) -> Iterator[Event]:
-    """The events of one peer; a line that is still being written is left for the next time."""
-    path = directory / FILE_NAME
-    if has_events(path):
-        yield from events.read_events(path)
 
 
 def wall_s(event: Event) -> float:
@@ -52,7 +44,7 @@ class Report:
     @classmethod
     def read(cls, out: Path, directories: Sequence[Path], faults: list[Fault]) -> "Report":
         """Read every log; also writes them merged into `out/events.jsonl`."""
-        events = {directory.name: list(read_events(directory)) for directory in directories}
+        events = {directory.name: list(read_events(directory / FILE_NAME)) for directory in directories}
         merged = sorted(
             (event | {"directory": name} for name, log in events.items() for event in log), key=lambda e: e["wall"]
         )

@@ -30,7 +30,8 @@ import torch
 
 from isthmus.collective import BulkOptions, Communicator, OperationAborted, PlanMismatch, RemoteProtocolError
 from isthmus.collective.api.standalone import open_communicator, peer_id_of, view_of
-from isthmus.collective.rounds.notices import AbortNotice, Opening
+from isthmus.collective.rounds.notices import AbortNotice
+from isthmus.collective.rounds.plan import Terms
 from isthmus.collective.rounds.supervision import Patience
 from isthmus.collective.transport.hello import Hello, HelloReply, Purpose, decode
 from isthmus.collective.transport.shared_memory import make_offering, take_offer
@@ -62,7 +63,7 @@ _HOSTILITIES = (0.0, 0.0, 0.1, 0.3, 1.0)
 _KINDS = {
     FrameType.HELLO: Hello,
     FrameType.HELLO_REPLY: HelloReply,
-    FrameType.OPEN: Opening,
+    FrameType.OPEN: Terms,
     FrameType.ABORT: AbortNotice,
 }
 _LIMITS = (BEFORE_HELLO, BEFORE_REPLY, ON_CONTROL, ON_STATE, on_bulk(CHUNK_NBYTES))

@@ -29,13 +29,14 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.collective import BulkOptions, Communicator
-from isthmus.collective.core.types import Incarnation, PeerId, PeerRef
+from isthmus.collective.core.types import Incarnation, PeerId, PeerRef, RoundKey
 from isthmus.collective.transport import Authority, Channel, Hello, HelloReply, Listener, Purpose, connect
 from isthmus.collective.transport.certificates import peer_id_of_key
 from isthmus.collective.transport.wire import PROTOCOL_VERSION
 from isthmus.elastic.core.config import CoordinatorConfig, MemberConfig
 from isthmus.elastic.core.events import RoundReady
 from isthmus.elastic.core.member import MemberMachine
+from isthmus.elastic.core.messages import Held
 from isthmus.elastic.donor.commit_log import CommitLog
 from isthmus.elastic.donor.donor import Donor
 from isthmus.elastic.errors import NotAMember
@@ -45,21 +46,22 @@ from isthmus.elastic.observation import (
     BecameLearner,
     CatchUpEnded,
     CatchUpStarted,
-    ElasticEvent,
+    Observation,
     RoundBroke,
 )
 from isthmus.elastic.shell.coordinator import CoordinatorShell
 from isthmus.elastic.shell.member import Membership
 from isthmus.elastic.shell.notary import PeerSigner, RunSealer
 from isthmus.elastic.state.digest import Hasher
+from isthmus.elastic.state.replica import CommitEntry
 from isthmus.optim.diloco import DiLoCo
 from isthmus.optim.fragments import FragmentTable
 from isthmus.optim.outer import Emitted
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.optim.streaming import Streaming
 from isthmus.trainer.engine.outer_state import OuterState
-from isthmus.trainer.engine.round_exchange import Payload
-from isthmus.trainer.engine.round_runner import MemoryKeeper, RoundRunner
+from isthmus.trainer.engine.outer_step_runner import OuterStepRunner
+from isthmus.trainer.engine.round_exchange import Payload, RoundExchange
 from isthmus.trainer.threads import in_thread
 
 RUN_ID = "bench-join"
@@ -85,6 +87,24 @@ def tell(event: str, **fields: Any) -> None:  # noqa: ANN401
 
 def _first_parameters(numel: int) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(99)).mul_(0.02)
+
+
+class MemoryKeeper:
+    """Keeps results for learners alone: whatever ends this process ends them."""
+
+    def __init__(self, log: CommitLog) -> None:
+        self._log = log
+
+    def founded(self, held: Held) -> None:
+        """Nothing to keep."""
+
+    async def before_vote(self, key: RoundKey, entry: CommitEntry) -> None:
+        """Nothing to wait for."""
+
+    def committed(self, previous: bytes, entry: CommitEntry) -> None:
+        """For learners that are a few steps behind."""
+        del previous
+        self._log.append(entry)
 
 
 class Peer:
@@ -134,11 +154,11 @@ class Peer:
         )
         self._donor = Donor(self._state, self._log, exchanged=self._communicator.progress)
         self._payload = torch.randn(numel, generator=torch.Generator().manual_seed(number)).mul_(1e-3)
-        self._runner = RoundRunner(
+        self._runner = OuterStepRunner(
             communicator=self._communicator,
             state=self._state,
             keeper=MemoryKeeper(self._log),
-            codec=codec,
+            exchanges=RoundExchange(self._communicator, codec=codec),
             initial_parameters=lambda: in_thread(_first_parameters, numel),
             on_exchanged=lambda _key, _stats: None,
         )
@@ -217,7 +237,7 @@ class Peer:
         ready = RoundReady(outer_step=held.outer_step, fragment=place, weight=weight, num_tokens=1, consumed=())
         committed = await membership.commit_round(ready)
         entry = self._log.get(committed.held.outer_step)
-        assert entry is not None, "the newest commit is always kept"
+        assert isinstance(entry, CommitEntry), "the newest commit is always kept, here in memory"
         tell(
             "committed",
             outer_step=committed.held.outer_step,
@@ -226,16 +246,15 @@ class Peer:
             digest=committed.held.digest.hex(),
         )
 
-    def _observe(self, event: ElasticEvent) -> None:
+    def _observe(self, event: Observation) -> None:
         match event:
-            case CatchUpStarted(target=target):
-                tell("catching_up", outer_step=target.outer_step)
-            case CatchUpEnded(held=held, nbytes=nbytes, seconds=seconds, cause=cause):
-                step = None if held is None else held.outer_step
+            case CatchUpStarted(outer_step=step):
+                tell("catching_up", outer_step=step)
+            case CatchUpEnded(outer_step=step, bytes=nbytes, seconds=seconds, cause=cause):
                 tell("caught_up", outer_step=step, nbytes=nbytes, seconds=seconds, cause=cause)
-            case BecameActive(view=view):
-                tell("active", outer_step=view.outer_step, world_size=view.world_size)
-            case BecameLearner(reason=cause) | RoundBroke(cause=cause):
+            case BecameActive(outer_step=step, members=members):
+                tell("active", outer_step=step, world_size=len(members))
+            case BecameLearner(cause=cause) | RoundBroke(cause=cause):
                 tell("disturbed", cause=cause)
             case _:
                 pass

@@ -127,10 +127,6 @@ class BlockingCommunicator:
         """See Communicator.all_reduce."""
         return self._submit(self._communicator.all_reduce(key, tensor, **more))
 
-    def reduce_scatter(self, key: RoundKey, tensor: Array, *, out: Array, **more: Any) -> Future[RoundStats]:  # noqa: ANN401
-        """See Communicator.reduce_scatter."""
-        return self._submit(self._communicator.reduce_scatter(key, tensor, out=out, **more))
-
     def all_gather(
         self, key: RoundKey, tensor: Array, *, sizes: Sequence[int] | None = None, out: Array | None = None
     ) -> Future[tuple[list[Tensor], RoundStats]]:

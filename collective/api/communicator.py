@@ -19,7 +19,6 @@ from torch import Tensor
 from isthmus.collective.codec import BLOCK_NUMEL
 from isthmus.collective.core.bucket import TokenBucket
 from isthmus.collective.core.link_table import LinkTable
-from isthmus.collective.core.quorum import Quorum
 from isthmus.collective.core.survey import Observation, table_of
 from isthmus.collective.core.types import Member, PeerId, PeerRef, RoundKey, View
 from isthmus.collective.errors import OperationAborted, RoundRefused
@@ -34,10 +33,9 @@ from isthmus.collective.rounds.operations import (
     barrier,
     broadcast,
     exchange,
-    reduce_scatter,
 )
 from isthmus.collective.rounds.options import BulkOptions, RoundStats
-from isthmus.collective.rounds.runner import FIRST_PHASE, Runner
+from isthmus.collective.rounds.runner import Runner
 from isthmus.collective.rounds.tensors import Array
 from isthmus.collective.rounds.workplace import Workplace
 from isthmus.collective.transport.hello import MAX_STREAMS, Hello
@@ -51,6 +49,8 @@ MEET_S = 6.0
 """For a link with a peer that may become a member: one dial that nobody answers, and its pause."""
 
 _MEET_LOOK_S = 0.05
+_PROBE_S = 0.4
+"""Longest time that a survey sends padding, or waits for a look ahead; a quarter of a suspicious silence if shorter."""
 
 
 class Communicator:
@@ -235,7 +235,6 @@ class Communicator:
         for round_ in self._engine.under_way():
             round_.fail(OperationAborted(round_.key, "the communicator was closed"))
         self._mesh.close()
-        self._runner.forget()
 
     # -------------------------------------------------------------------------------- operations
 
@@ -251,8 +250,6 @@ class Communicator:
         codec: str = "raw",
         plan: str = "auto",
         record: Record | None = None,
-        quorum: Quorum | None = None,
-        resume: bool = False,
         deadline_s: float | None = None,
     ) -> RoundStats:
         """The same bits on all members: Σ w·x / Σ w, Σ w·x, or the elementwise minimum or maximum.
@@ -267,51 +264,16 @@ class Communicator:
             weight: our w, from 0 to 2**64.
             told: the w of all members, in the order of ranks, if they are agreed on already; None: as each says itself.
             codec: wire form, see collective/codec; "raw" loses nothing, the others need fp32 and "mean" or "sum".
-            plan: "butterfly", "ring" or "two_level"; "auto" takes the fastest for the links that `survey` found.
+            plan: "butterfly" or "ring"; "auto" takes the fastest for the links that `survey` found.
             record: receives (start, numel, wire form) of every result chunk, valid during the call; see
                 `decode_result`.
-            quorum: when to go on without those that are late: they get `LeftBehind`, and `members` of the stats are
-                those that were in. One more trip to the member of rank 0 and back. None waits for everybody.
-            resume: if this outer step and fragment were aborted in an earlier view of the same members, what is
-                reduced already is not sent again. The caller promises that the tensor is the same. Butterfly only.
             deadline_s: see the class.
         """
         given = Reducible(tensor, out=out, op=op, weight=weight, told=told, codec=codec, record=record)
         members, rank = self._place(key)
-        if told is not None and (len(told) != len(members) or told[rank] != weight or quorum is not None):
-            raise ValueError("told must hold the weight of every member, ours included, and excludes a quorum")
-        ranks = tuple(range(len(members)))
-        if quorum is not None and self._workplace.apart:
-            raise ValueError("a quorum needs links between all members, and some of this view have none")
-        if quorum is not None:
-            ranks = await self._runner.gather(self._workplace, key, members, rank, quorum=quorum, deadline_s=deadline_s)
-        operation = all_reduce(self._workplace, ranks, given, plan)
-        chosen = [members[place] for place in ranks]
-        return await self._runner.run(key, chosen, ranks.index(rank), operation, deadline_s=deadline_s, resume=resume)
-
-    async def reduce_scatter(
-        self,
-        key: RoundKey,
-        tensor: Array,
-        *,
-        out: Array,
-        op: str = "sum",
-        weight: float = 1.0,
-        deadline_s: float | None = None,
-    ) -> RoundStats:
-        """Our slice of the reduced tensor: element `rank · n` to `(rank + 1) · n` of n = numel / world_size.
-
-        Args:
-            key: see the class.
-            tensor: our part; its number of elements is a multiple of the number of members.
-            out: n elements of the same dtype, not overlapping `tensor`.
-            op: see all_reduce.
-            weight: see all_reduce.
-            deadline_s: see the class.
-        """
-        given = Reducible(tensor, out=out, op=op, weight=weight, is_scattered=True)
-        members, rank = self._place(key)
-        operation = reduce_scatter(self._workplace, len(members), rank, given)
+        if told is not None and (len(told) != len(members) or told[rank] != weight):
+            raise ValueError("told must hold the weight of every member, ours included")
+        operation = all_reduce(self._workplace, len(members), given, plan)
         return await self._runner.run(key, members, rank, operation, deadline_s=deadline_s)
 
     async def all_gather(
@@ -386,7 +348,7 @@ class Communicator:
         members, rank = self._place(key)
         return await self._runner.run(key, members, rank, barrier(self._workplace, len(members)), deadline_s=deadline_s)
 
-    async def survey(self, key: RoundKey, *, probe_s: float = 0.4, deadline_s: float | None = None) -> LinkTable:
+    async def survey(self, key: RoundKey, *, deadline_s: float | None = None) -> LinkTable:
         """Bring together what all members know of their links; from then on "auto" plans follow it, in this view.
 
         All members call it at the same point, with no all-reduce in flight. What earlier transfers showed is used;
@@ -394,8 +356,6 @@ class Communicator:
 
         Args:
             key: see the class.
-            probe_s: longest time that padding is sent, or that `look_ahead` is waited for; together at most half of the
-                silence that makes a member suspicious.
             deadline_s: see the class.
         """
         members, rank = self._place(key)
@@ -403,7 +363,7 @@ class Communicator:
         row = torch.tensor(seen.to_numbers(), dtype=torch.float64)
 
         async def probe() -> None:
-            seconds = min(probe_s, self._options.patience.stall.floor_s / 4)
+            seconds = min(_PROBE_S, self._options.patience.stall.floor_s / 4)
             if (ahead := self._looking_ahead) is not None and not self._meter.awaits_turn:
                 # As long as a probe from here would take, which has its first news after a round trip.
                 await asyncio.wait([ahead], timeout=seconds + 2 * max(seen.one_way_s))
@@ -460,8 +420,6 @@ class Communicator:
 
     def _place(self, key: RoundKey) -> tuple[Sequence[Member], int]:
         view = self._engine.check_free(key)
-        if key.fragment >= FIRST_PHASE:
-            raise RoundRefused(key, f"fragments from {FIRST_PHASE} up are used inside")
         rank = view.rank_of(self.me.peer_id)
         if rank is None or view.members[rank].incarnation != self.me.incarnation:
             raise RoundRefused(key, "this peer is no member of the view")

@@ -8,8 +8,6 @@ edge takes two hops, through a hub.
 Rules: pure; ranks are those of one view, or of the members of one round.
 """
 
-from collections.abc import Iterable, Sequence
-
 Pair = tuple[int, int]
 """Two ranks, the lower one first."""
 
@@ -33,10 +31,3 @@ def hubs(world_size: int, apart: Apart) -> tuple[int, ...]:
     """The ranks that have links with all, rising."""
     lacking = {rank for pair in apart for rank in pair}
     return tuple(rank for rank in range(world_size) if rank not in lacking)
-
-
-def restricted(apart: Iterable[Pair], ranks: Sequence[int]) -> Apart:
-    """The pairs among these ranks alone, which are numbered anew in the order given."""
-    place = {rank: new for new, rank in enumerate(ranks)}
-    pairs = ((place[a], place[b]) for a, b in apart if a in place and b in place)
-    return frozenset((min(pair), max(pair)) for pair in pairs)

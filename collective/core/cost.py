@@ -7,7 +7,6 @@ A slice of share x moves x · (whole buffer) over each edge of its two trees: `n
     bandwidth = max of  bytes out of a member / upload
                         bytes into a member   / download
                         bytes from a to b     / rate[a][b]
-                        bytes over a trunk    / trunk rate
     latency   = the longest way up to the root and the longest way down from it
     alone     = m chunks through the hops of these ways, of t_1 .. t_k seconds each:  Σ t_j + (m − 1) max t_j,
                 where t is a chunk's bytes / speed of the pair
@@ -129,7 +128,6 @@ def _limits(routes: Sequence[Route], volume: Volume, table: LinkTable) -> list[M
     everybody = range(table.world_size)
     sent: list[dict[int, float]] = [{} for _ in everybody]
     received: list[dict[int, float]] = [{} for _ in everybody]
-    shared: list[dict[int, float]] = [{} for _ in table.trunks]
     limits: list[Mapping[int, float]] = []
     for (sender, receiver), loads in edges.items():
         rate = table.rate[sender][receiver]
@@ -137,12 +135,8 @@ def _limits(routes: Sequence[Route], volume: Volume, table: LinkTable) -> list[M
             limits.append(_seconds(loads, rate))
         _add(sent[sender], loads)
         _add(received[receiver], loads)
-        for trunk, through in zip(table.trunks, shared, strict=True):
-            if sender in trunk.senders and receiver in trunk.receivers:
-                _add(through, loads)
     limits.extend(_seconds(sent[rank], table.upload[rank]) for rank in everybody)
     limits.extend(_seconds(received[rank], table.download[rank]) for rank in everybody)
-    limits.extend(_seconds(through, trunk.rate) for trunk, through in zip(table.trunks, shared, strict=True))
     return [limit for limit in limits if any(limit.values())]
 
 

@@ -17,19 +17,6 @@ Matrix = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trunk:
-    """A line that several pairs share: whatever any of `senders` sends to any of `receivers` goes through it."""
-
-    senders: tuple[int, ...]
-    receivers: tuple[int, ...]
-    rate: float
-    """bytes/s"""
-
-    def __post_init__(self) -> None:
-        _check("trunk rate", [self.rate])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTable:
     """Latency and bandwidth of every directed pair, and of every member in all.
 
@@ -45,7 +32,6 @@ class LinkTable:
     """bytes/s that a member can send to all together; inf is unknown."""
     download: tuple[float, ...]
     """bytes/s that a member can receive from all together; inf is unknown."""
-    trunks: tuple[Trunk, ...] = ()
 
     def __post_init__(self) -> None:
         size = self.world_size
@@ -58,9 +44,6 @@ class LinkTable:
             if len(limits) != size:
                 raise ValueError(f"{name} has {len(limits)} members, latency_s has {size}")
             _check(name, limits)
-        for trunk in self.trunks:
-            if not all(0 <= rank < size for rank in trunk.senders + trunk.receivers):
-                raise ValueError(f"a trunk of ranks that are not there: {trunk}")
 
     @classmethod
     def unknown(cls, world_size: int) -> "LinkTable":
@@ -82,34 +65,13 @@ class LinkTable:
         """Whether no number of it is known, so that no plan can be told from another; a missing link is no number."""
         everybody = range(self.world_size)
         pairs = [(a, b) for a in everybody for b in everybody if a != b]
-        return (
-            all(self.latency_s[a][b] == 0 and self.rate[a][b] in (0, inf) for a, b in pairs)
-            and all(limit == inf for limit in self.upload + self.download)
-            and all(trunk.rate == inf for trunk in self.trunks)
+        return all(self.latency_s[a][b] == 0 and self.rate[a][b] in (0, inf) for a, b in pairs) and all(
+            limit == inf for limit in self.upload + self.download
         )
 
     def speed(self, sender: int, receiver: int) -> float:
         """bytes/s of one pair when nobody else speaks, as far as known."""
         return min(self.rate[sender][receiver], self.upload[sender], self.download[receiver])
-
-    def restricted_to(self, ranks: Sequence[int]) -> "LinkTable":
-        """The table of these members, renumbered in the order given."""
-        place = {rank: new for new, rank in enumerate(ranks)}
-        if len(place) != len(ranks):
-            raise ValueError(f"a rank twice: {list(ranks)}")
-        trunks = []
-        for trunk in self.trunks:
-            senders = tuple(place[rank] for rank in trunk.senders if rank in place)
-            receivers = tuple(place[rank] for rank in trunk.receivers if rank in place)
-            if senders and receivers:
-                trunks.append(Trunk(senders=senders, receivers=receivers, rate=trunk.rate))
-        return LinkTable(
-            latency_s=tuple(tuple(self.latency_s[a][b] for b in ranks) for a in ranks),
-            rate=tuple(tuple(self.rate[a][b] for b in ranks) for a in ranks),
-            upload=tuple(self.upload[rank] for rank in ranks),
-            download=tuple(self.download[rank] for rank in ranks),
-            trunks=tuple(trunks),
-        )
 
     def without(self, apart: Apart) -> "LinkTable":
         """The table in which these pairs cannot speak."""
@@ -134,10 +96,6 @@ class LinkTable:
             rate=tuple(_two_digits(row) for row in self.rate),
             upload=_two_digits(self.upload),
             download=_two_digits(self.download),
-            trunks=tuple(
-                Trunk(senders=trunk.senders, receivers=trunk.receivers, rate=_two_digits([trunk.rate])[0])
-                for trunk in self.trunks
-            ),
         )
 
 

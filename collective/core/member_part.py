@@ -7,16 +7,13 @@ Rules: pure, and the same whenever it is asked for; so it is read from the plan 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from isthmus.collective.core.slices import NOBODY, Route, SlicePlan
+from isthmus.collective.core.slices import Route, SlicePlan
 
 
 @dataclass(frozen=True, slots=True)
 class MemberPart:
     """See the module."""
 
-    may_hold: bool
-    """Whether results of an earlier attempt may count: where members add up on the way, an old one would leave those
-    between waiting for parts that nobody sends."""
     slice_of: tuple[int, ...]
     """Of each chunk."""
     route_of: tuple[Route, ...]
@@ -46,10 +43,8 @@ def part_of(slices: SlicePlan, rank: int) -> MemberPart:
         for child in children_up[slice_]:
             missing_parts[child] += num_chunks
         giver = rank if route.root == rank else route.down[rank]
-        if giver != NOBODY:
-            missing_results[giver] += num_chunks
+        missing_results[giver] += num_chunks
     return MemberPart(
-        may_hold=all(route.is_star for route in slices.routes),
         slice_of=tuple(slice_of),
         route_of=tuple(slices.routes[slice_] for slice_ in slice_of),
         missing=tuple(missing),

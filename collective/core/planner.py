@@ -1,30 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which plan a view uses: the butterfly, a ring, or two levels.
+"""Which plan a view uses: the butterfly or a ring.
 
     butterfly   two one-way trips; every pair exchanges, or, where some pairs have no link, all do with those that have
     ring        2(n - 1) trips; each member speaks with two others only
-    two_level   four trips; between regions each piece travels once, inside a region for a second time
 
 Rules: every member must come to the same choice from the same table, so nothing else is asked: no clock, no chance, no
 order of hashing. The trees are made by `slices`, seconds are counted by `cost`; here is only the choosing.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
 from isthmus.collective.core.apart import Apart, are_apart, hubs
 from isthmus.collective.core.cost import Volume, best_shares, paces, predict
 from isthmus.collective.core.link_table import LinkTable, Matrix
-from isthmus.collective.core.regions import guess_trunks, regions
 from isthmus.collective.core.ring_order import ring_order
-from isthmus.collective.core.slices import NOBODY, Route, butterfly, ring, two_level
+from isthmus.collective.core.slices import NOBODY, Route, butterfly, ring
 
-PLANS = ("butterfly", "ring", "two_level")
+PLANS = ("butterfly", "ring")
 
 _WORTH = 0.95
-"""Another plan than the butterfly must need less than this part of its time: it has more hops that can go wrong."""
+"""A ring must need less than this part of the butterfly's time: it has more hops that can go wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +61,13 @@ class _Plan(NamedTuple):
 def choose(table: LinkTable, volume: Volume, *, only: str | None = None) -> Choice:
     """The plan for all members of this table.
 
-    The fastest by prediction, but the butterfly unless another saves more than 5 %. With nothing known
-    (`LinkTable.unknown`) it is the butterfly with equal shares, and no prediction. Pairs that cannot be judged alone,
-    because they seem to share a line between regions, are judged together (`regions.guess_trunks`).
+    The ring if it saves more than 5 % by prediction, else the butterfly. With nothing known (`LinkTable.unknown`) it
+    is the butterfly with equal shares, and no prediction.
 
     Where some pairs have no link (0 bytes/s), only who has links with all is a root of the butterfly.
 
     Args:
-        only: consider this plan alone. A two-level plan without regions is a butterfly.
+        only: consider this plan alone.
 
     Raises:
         ValueError: no members, or an unknown name.
@@ -80,16 +76,12 @@ def choose(table: LinkTable, volume: Volume, *, only: str | None = None) -> Choi
         raise ValueError(f"no plan {only!r} for {table.world_size} members")
     if table.says_nothing:
         name = only or "butterfly"
-        routes = _routes(name, table, volume, (tuple(range(table.world_size)),))
+        routes = _routes(name, table, volume)
         shares = (1 / len(routes),) * len(routes)
         return Choice(name=name, routes=routes, shares=shares, predicted_s=None)
-    found = regions(table)
-    table = replace(table, trunks=table.trunks + guess_trunks(table, found))
-    considered = [only] if only is not None else _candidates(table.world_size, found)
-    tried = [_sized(name, _routes(name, table, volume, found), volume, table) for name in considered]
-    first, *others = tried
-    worth_it = [plan for plan in others if plan.predicted_s < _WORTH * first.predicted_s]
-    chosen = min([first, *worth_it], key=lambda plan: plan.predicted_s)
+    considered = [only] if only is not None else PLANS if table.world_size > 2 else PLANS[:1]
+    tried = [_sized(name, _routes(name, table, volume), volume, table) for name in considered]
+    chosen = tried[-1] if tried[-1].predicted_s < _WORTH * tried[0].predicted_s else tried[0]
     return Choice(
         name=chosen.name,
         routes=chosen.routes,
@@ -100,24 +92,10 @@ def choose(table: LinkTable, volume: Volume, *, only: str | None = None) -> Choi
     )
 
 
-def _candidates(world_size: int, found: Sequence[Sequence[int]]) -> list[str]:
-    """Plans that differ from the butterfly here, after it."""
-    names = ["butterfly"]
-    if world_size > 2:
-        names.append("ring")
-    if 1 < len(found) < world_size:
-        names.append("two_level")
-    return names
-
-
-def _routes(name: str, table: LinkTable, volume: Volume, found: Sequence[Sequence[int]]) -> tuple[Route, ...]:
-    match name:
-        case "butterfly":
-            return butterfly(table.world_size, hubs(table.world_size, table.apart) or None)
-        case "two_level":
-            return two_level(found)
-        case _:
-            return ring(_order(table, volume))
+def _routes(name: str, table: LinkTable, volume: Volume) -> tuple[Route, ...]:
+    if name == "ring":
+        return ring(_order(table, volume))
+    return butterfly(table.world_size, hubs(table.world_size, table.apart) or None)
 
 
 def _order(table: LinkTable, volume: Volume) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a round's machine hears and what it orders: events in, effects out (core/round.py).
+"""What a round's machine hears and what it orders: events in, effects out (core/round_machine.py).
 
 Rules: plain values; a chunk is a number. `rank` and `to` are places in the round's view.
 """
@@ -26,13 +26,12 @@ class _Word(msgspec.Struct, frozen=True, gc=False):
 
 
 class PeerOpened(_Word, frozen=True, gc=False):
-    """This member has posted the round, with the same plan. Bit c of `held`: it holds the result of chunk c."""
+    """This member has posted the round, with the same plan."""
 
     rank: int
-    held: int = 0
 
 
-class ContributionArrived(_Word, frozen=True, gc=False):
+class PartArrived(_Word, frozen=True, gc=False):
     """A part of a chunk that is added up here is whole and verified."""
 
     rank: int
@@ -52,13 +51,13 @@ class LinkRenewed(_Word, frozen=True, gc=False):
     rank: int
 
 
-RoundEvent = PeerOpened | ContributionArrived | ResultArrived | LinkRenewed
+RoundEvent = PeerOpened | PartArrived | ResultArrived | LinkRenewed
 
 # ------------------------------------------------------------------------------------ effects
 
 
 class SendOpen(_Word, frozen=True, gc=False):
-    """Tell this member our terms: the plan, the codec, our weight, what we hold already."""
+    """Tell this member our terms: the plan, the codec, our weight."""
 
     to: int
 
@@ -70,7 +69,7 @@ class HandOnOpening(_Word, frozen=True, gc=False):
     of: int
 
 
-class SendContribution(_Word, frozen=True, gc=False):
+class SendPart(_Word, frozen=True, gc=False):
     """Send our part of this chunk, with what was added to it here, up its tree."""
 
     to: int
@@ -91,7 +90,7 @@ class FinishChunk(_Word, frozen=True, gc=False):
 
 
 class SendResult(_Word, frozen=True, gc=False):
-    """Send the finished chunk's encoding to this member, ahead of contributions."""
+    """Send the finished chunk's encoding to this member, ahead of parts."""
 
     to: int
     chunk: int
@@ -103,24 +102,8 @@ class InstallResult(_Word, frozen=True, gc=False):
     chunk: int
 
 
-class KeepResult(_Word, frozen=True, gc=False):
-    """The chunk's result from an earlier attempt counts: it is in its place in the output already."""
-
-    chunk: int
-
-
 class Finished(_Word, frozen=True, gc=False):
     """Everything that is wanted here is in place. Comes exactly once."""
 
 
-RoundEffect = (
-    SendOpen
-    | HandOnOpening
-    | SendContribution
-    | Accumulate
-    | FinishChunk
-    | SendResult
-    | InstallResult
-    | KeepResult
-    | Finished
-)
+RoundEffect = SendOpen | HandOnOpening | SendPart | Accumulate | FinishChunk | SendResult | InstallResult | Finished

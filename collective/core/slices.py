@@ -7,7 +7,6 @@ operation of this package is a choice of such trees:
 
     butterfly   every member that has links with all is the root of one slice; both trees are stars
     ring        every member is the root of one slice; both trees are paths round the ring
-    two-level   every member is the root of one slice; a delegate in each other region stands between
     gather      every member is the root of one slice; nothing goes up, a star goes down
     broadcast   one slice; nothing goes up
 
@@ -42,6 +41,8 @@ class Route:
         for tree in (self.up, self.down):
             if any(depth_of(rank, tree, self.root) is None for rank in range(len(tree))):
                 raise ValueError(f"not a tree with the root {self.root}: {tree}")
+        if self.down.count(NOBODY) != 1:
+            raise ValueError(f"a tree down that does not hold all members: {self.down}")
         # Asked for every chunk and every round, so they are found once.
         object.__setattr__(self, "is_reduced", any(parent != NOBODY for parent in self.up))
         is_star = all(parent in (NOBODY, self.root) for parent in self.up + self.down)
@@ -158,39 +159,10 @@ def ring(order: Sequence[int]) -> tuple[Route, ...]:
     )
 
 
-def two_level(regions: Sequence[Sequence[int]]) -> tuple[Route, ...]:
-    """Slice r is reduced by rank r; in every other region one delegate adds up first and hands the result out.
-
-    Args:
-        regions: every rank once. Delegates differ from root to root, so that all members of a region share the work.
-    """
-    world_size = sum(map(len, regions))
-    routes: list[Route | None] = [None] * world_size
-    for home in regions:
-        for place, root in enumerate(home):
-            tree = [NOBODY] * world_size
-            for region in regions:
-                head = root if region is home else region[place % len(region)]
-                for rank in region:
-                    tree[rank] = head if rank != head else root
-            tree[root] = NOBODY
-            routes[root] = Route(root=root, up=tuple(tree), down=tuple(tree))
-    found = tuple(route for route in routes if route is not None)
-    if len(found) != world_size:
-        raise ValueError(f"regions must hold every rank once: {[list(region) for region in regions]}")
-    return found
-
-
 def gather(world_size: int, apart: Apart = NO_PAIR) -> tuple[Route, ...]:
     """Slice r is what rank r gives to all."""
     nothing = nobody(world_size)
     return tuple(Route(root=root, up=nothing, down=star(root, world_size, apart)) for root in range(world_size))
-
-
-def scatter(world_size: int, apart: Apart = NO_PAIR) -> tuple[Route, ...]:
-    """Slice r is reduced by rank r, which keeps it."""
-    nothing = nobody(world_size)
-    return tuple(Route(root=root, up=star(root, world_size, apart), down=nothing) for root in range(world_size))
 
 
 def broadcast(root: int, world_size: int, apart: Apart = NO_PAIR) -> tuple[Route, ...]:

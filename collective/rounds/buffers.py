@@ -98,7 +98,7 @@ class RoundBuffers:
     # -------------------------------------------------------------------------------- to the sockets
 
     def part_nbytes(self, chunk: int, *, is_into_root: bool) -> int:  # noqa: ARG002 - codecs ask for it
-        """Length of a contribution."""
+        """Length of a part."""
         return self._plan.numel_of(chunk) * self._item_nbytes
 
     def result_nbytes(self, chunk: int) -> int:
@@ -184,19 +184,6 @@ class RoundBuffers:
     def install_landed(self, chunk: int) -> None:
         """Take a result that arrived in its landing place."""
         self._tell_record(chunk, self.landing_place(chunk))
-
-    def begin_again(self) -> None:
-        """For another attempt: sums that are not whole begin anew."""
-        self._is_begun = bytearray(len(self._is_begun))
-        self._measures = [Measure() for _ in self._measures]
-
-    def keepable(self, held: int) -> int:
-        """Which of these results (bit c: chunk c) can count in another attempt."""
-        return held
-
-    def keep(self, chunk: int) -> None:
-        """The result of an earlier attempt counts."""
-        self._tell_record(chunk, self.result(chunk))
 
     def first_bad_input(self) -> int | None:
         """Index of the first NaN or infinity of our part, where that matters; a whole pass."""

@@ -61,17 +61,6 @@ class CodedBuffers(RoundBuffers):
         """The bytes that everybody decodes."""
         return bytes_of(self._results[chunk])
 
-    def keepable(self, held: int) -> int:
-        """Those that could be recorded again: the wire form of what others made is not kept."""
-        if self.record is None:
-            return held
-        return held & sum(1 << chunk for chunk in self._results)
-
-    def keep(self, chunk: int) -> None:
-        """The result of an earlier attempt counts."""
-        if chunk in self._results:
-            super().keep(chunk)
-
     def add(self, chunk: int, wire: Tensor, weight: float, *, is_into_root: bool, rank: int | None = None) -> None:
         """Decode and add: in one pass, or if it is one member's own part by way of a look at how large it is."""
         if not is_into_root:

@@ -5,7 +5,7 @@ Rules:
 * A frame of an older view, or of a round that has ended, is read into scratch, dropped and counted. Who opens such a
   round is told, unless it has ended well and no connection has broken: then nothing can be missing.
 * A frame of a round that is not posted here yet, or of a newer view, is held back (`Stash`). The credit of
-  core/round.py bounds what an honest peer can send so early; more is its protocol error.
+  core/round_machine.py bounds what an honest peer can send so early; more is its protocol error.
 * A round that is announced has said to the others that we have come; what they send for it is held back as well.
 * A round ends when it is done, when a newer view is installed, or when its caller goes away. Its key is never used
   again: a retry belongs to another view.
@@ -22,7 +22,7 @@ from isthmus.collective.core.types import Epoch, PeerRef, RoundKey, View
 from isthmus.collective.errors import CollectiveError, OperationAborted, RemoteProtocolError, RoundRefused, StreamBroken
 from isthmus.collective.rounds.notices import HAS_RESULT, abort_payload, abort_payload_of
 from isthmus.collective.rounds.plan import FAR_CHUNK_NBYTES
-from isthmus.collective.rounds.round import Round
+from isthmus.collective.rounds.running_round import RunningRound
 from isthmus.collective.transport.bundle import Bundle, Notice
 from isthmus.collective.transport.link import Link, Sink
 from isthmus.collective.transport.memory import fresh_memory
@@ -97,7 +97,7 @@ class Engine:
 
     Args:
         chunk_nbytes: longest payload.
-        eager_chunks: contributions that a peer may send before we post a round, if they are of the longest; of shorter
+        eager_chunks: parts that a peer may send before we post a round, if they are of the longest; of shorter
             ones as many as make the same bytes, so that a long path has something to carry until it has heard of us.
         max_rounds_ahead: for how many rounds it may do so.
     """
@@ -105,8 +105,8 @@ class Engine:
     def __init__(self, *, chunk_nbytes: int, eager_chunks: int, max_rounds_ahead: int) -> None:
         self.fence = Fence.before_any_view()
         self.view: View | None = None
-        self.rounds: dict[RoundKey, Round] = {}
-        self._announced: dict[RoundKey, Round] = {}  # opened towards the others, not posted yet
+        self.rounds: dict[RoundKey, RunningRound] = {}
+        self._announced: dict[RoundKey, RunningRound] = {}  # opened towards the others, not posted yet
         self.dropped: Counter[str] = Counter()
         self.call_wanted: Callable[[PeerRef, str], None] = _ignore
         self.refused: Counter[str] = Counter()
@@ -147,7 +147,7 @@ class Engine:
             raise RoundRefused(key, "this key was used before")
         return self.view
 
-    def under_way(self) -> list[Round]:
+    def under_way(self) -> list[RunningRound]:
         """Rounds that are posted or announced."""
         return [*self.rounds.values(), *self._announced.values()]
 
@@ -170,7 +170,7 @@ class Engine:
         stashes = self._stashes.values()
         return any(stash.holds(epoch, but=self._announced) for stash in stashes if epoch is not None)
 
-    def announce(self, round_: Round) -> None:
+    def announce(self, round_: RunningRound) -> None:
         """Open a round that is posted later, or closed. Until then what comes for it lies in the stash.
 
         For rounds of a few small chunks: who hears that we have come sends all of them, and no credit bounds that.
@@ -178,14 +178,11 @@ class Engine:
         self._announced[round_.key] = round_
         round_.announce()
 
-    def post(self, round_: Round, *, starts: bool = True) -> None:
-        """Take a round in, start it (or leave that to the caller) and give it what has arrived for it already."""
+    def post(self, round_: RunningRound) -> None:
+        """Take a round in, start it and give it what has arrived for it already."""
         self._announced.pop(round_.key, None)
         self.rounds[round_.key] = round_
-        if starts:
-            round_.start()
-        else:
-            round_.announce()
+        round_.start()
         for bundle in round_.bundles:
             stash = self._stashes.get(bundle.peer) if bundle is not None else None
             if bundle is None or stash is None:
@@ -201,7 +198,7 @@ class Engine:
                     rank = round_.rank_of(bundle)
                     round_.suspect([] if rank is None else [rank], str(error))
 
-    def close(self, round_: Round) -> None:
+    def close(self, round_: RunningRound) -> None:
         """The round has ended; what still comes for it is dropped. Idempotent."""
         key = round_.key
         if self._announced.get(key) is round_:
@@ -295,7 +292,7 @@ class Engine:
         bundle.notices.append(Notice(pack(header, payload), payload))
         bundle.wake()
 
-    def _rounds_with(self, bundle: Bundle) -> list[tuple[Round, int]]:
+    def _rounds_with(self, bundle: Bundle) -> list[tuple[RunningRound, int]]:
         found = [(round_, round_.rank_of(bundle)) for round_ in self.rounds.values() if not round_.is_done]
         return [(round_, rank) for round_, rank in found if rank is not None]
 
@@ -305,7 +302,7 @@ class Engine:
         return self._stashes[peer]
 
 
-def _spends_credit(round_: Round) -> bool:
+def _spends_credit(round_: RunningRound) -> bool:
     return round_.eager_chunks > 0 and not round_.is_open
 
 

@@ -14,17 +14,10 @@ _MAX_TEXT = 512
 """Longer words are cut, so that a notice keeps within its frame."""
 
 
-class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Payload of OPEN: the terms, and which results the sender holds from an earlier attempt (bit c: chunk c)."""
-
-    terms: Terms
-    held: bytes = b""
-
-
 @lru_cache(maxsize=64)  # training posts the same operations again and again
-def opening_payload(terms: Terms, held: int) -> bytes:
+def opening_payload(terms: Terms) -> bytes:
     """Payload of OPEN."""
-    return msgspec.msgpack.encode(Opening(terms, held.to_bytes(-(-held.bit_length() // 8), "little")))
+    return msgspec.msgpack.encode(terms)
 
 
 class Mismatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from isthmus.collective.core.link_table import Matrix
-from isthmus.collective.core.types import Member, PeerRef, RoundKey
+from isthmus.collective.core.types import Member
 from isthmus.collective.rounds.buffers import DTYPES, Record, RoundBuffers
 from isthmus.collective.rounds.coded import CodedBuffers
 from isthmus.collective.rounds.plan import RoundPlan, Terms, terms_of
@@ -20,7 +20,6 @@ from isthmus.collective.rounds.swap import SwapBuffers
 from isthmus.collective.rounds.tensors import on_host, overlap
 from isthmus.collective.rounds.workplace import Workplace
 
-_ATTEMPTS_KEPT = 8
 _COPY_NBYTES = 8 << 20
 """Copied before the loop gets its turn."""
 
@@ -76,17 +75,9 @@ class Operation:
         self._codec = codec
         self._record = record
         self._out = target
-        self._given = (source.data_ptr(), target.data_ptr(), source.dtype)
         self._taken: list[Tensor] = []
-        self._buffers: RoundBuffers | None = None
-        self.held = 0
-        """Bit c: the result of chunk c is in place, from an earlier attempt."""
-        self.is_kept = False
-        """Whether memory outlives the context, for another attempt."""
 
     def __enter__(self) -> "Operation":
-        if self._taken or self._buffers is not None:
-            return self  # taken up again
         if overlap(self._source, self._target):
             self._out = self._take(self._target.nbytes).view(self._target.dtype)
         elif self._target.device.type != "cpu":
@@ -95,15 +86,9 @@ class Operation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self.is_kept:
-            self.release()
-
-    def release(self) -> None:
-        """Give all memory back."""
         for buffer in self._taken:
             self._workplace.pool.give_back(buffer)
         self._taken.clear()
-        self._buffers = None
 
     @property
     def longest_chunk_nbytes(self) -> int:
@@ -111,28 +96,6 @@ class Operation:
         if self._codec != "raw" and all(route.is_star for route in self.plan.slices.routes):
             return self._workplace.codec(self._codec).wire_nbytes(self.plan.longest)
         return self.plan.longest * self._source.element_size()
-
-    def buffers_kept(self, held: int) -> int:
-        """See RoundBuffers.keepable."""
-        return 0 if self._buffers is None else self._buffers.keepable(held)
-
-    def record_to(self, other: "Operation") -> None:
-        """Let the other's caller hear of the results."""
-        self._record = other._record
-        if self._buffers is not None:
-            self._buffers.record = other._record
-
-    def is_same_as(self, other: "Operation") -> bool:
-        """Whether results that one of them has reached are those of the other."""
-        mine = (self._given, self.plan, self._op, self._codec, self.weight, self.told)
-        return self.plan_name == "butterfly" and mine == (
-            other._given,
-            other.plan,
-            other._op,
-            other._codec,
-            other.weight,
-            other.told,
-        )
 
     def terms(self, members: Sequence[Member]) -> Terms:
         """What all members must have posted alike."""
@@ -149,13 +112,6 @@ class Operation:
 
     def buffers(self, rank: int) -> RoundBuffers:
         """The values, as the round sees them."""
-        if self._buffers is None:
-            self._buffers = self._make_buffers(rank)
-        else:
-            self._buffers.begin_again()
-        return self._buffers
-
-    def _make_buffers(self, rank: int) -> RoundBuffers:
         if self.plan_name == "swap":
             return SwapBuffers(
                 plan=self.plan,
@@ -211,43 +167,3 @@ class Operation:
         buffer = self._workplace.pool.take(nbytes)
         self._taken.append(buffer)
         return buffer
-
-
-class Attempts:
-    """Aborted operations whose results so far may count in another view of the same members. At most a few."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], tuple[Operation, tuple[PeerRef, ...]]] = {}
-
-    def keep(self, key: RoundKey, operation: Operation, members: Sequence[Member], held: int) -> None:
-        """Let its memory live on; `held` says which results are in place."""
-        held = operation.buffers_kept(held)
-        operation.held = held
-        operation.is_kept = held != 0
-        if operation.is_kept:
-            self._kept[key.outer_step, key.fragment] = (operation, tuple(member.ref for member in members))
-            while len(self._kept) > _ATTEMPTS_KEPT:
-                self._drop(next(iter(self._kept)))
-
-    def take_up(self, key: RoundKey, operation: Operation, members: Sequence[Member]) -> Operation:
-        """The earlier attempt at this operation if there is one that fits, else `operation` itself."""
-        name = (key.outer_step, key.fragment)
-        if name not in self._kept:
-            return operation
-        earlier, refs = self._kept[name]
-        if refs != tuple(member.ref for member in members) or not earlier.is_same_as(operation):
-            self._drop(name)
-            return operation
-        del self._kept[name]
-        earlier.is_kept = False
-        earlier.record_to(operation)
-        return earlier
-
-    def forget(self) -> None:
-        """Give all memory back."""
-        for name in list(self._kept):
-            self._drop(name)
-
-    def _drop(self, name: tuple[int, int]) -> None:
-        operation, _ = self._kept.pop(name)
-        operation.release()

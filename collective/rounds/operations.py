@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isthmus.collective.core import slices
-from isthmus.collective.rounds.buffers import HALF, OPS, Record
+from isthmus.collective.rounds.buffers import OPS, Record
 from isthmus.collective.rounds.operation import Operation
 from isthmus.collective.rounds.tensors import Array, check_out, check_weight, flat, overlap
 from isthmus.collective.rounds.workplace import Workplace
@@ -33,7 +33,6 @@ class Reducible:
         told: Sequence[float] | None = None,
         codec: str = "raw",
         record: Record | None = None,
-        is_scattered: bool = False,
     ) -> None:
         self.source = flat("tensor", tensor)
         self.target = self.source if out is None else flat("out", out)
@@ -45,16 +44,15 @@ class Reducible:
             raise ValueError('the mean of integers is not an integer; use op="sum" and divide, or convert to float32')
         if codec != "raw" and (self.source.dtype != torch.float32 or op not in ("mean", "sum")):
             raise ValueError(f'codec {codec!r} is for the mean or sum of float32; use codec="raw"')
-        if not is_scattered:
-            check_out(self.source, self.target, self.source.numel())
-        is_same = self.target.data_ptr() == self.source.data_ptr() and not is_scattered
+        check_out(self.source, self.target, self.source.numel())
+        is_same = self.target.data_ptr() == self.source.data_ptr()
         if out is not None and not is_same and overlap(self.source, self.target):
             raise ValueError("tensor and out overlap without being the same; pass separate memory, or no out")
 
 
-def all_reduce(workplace: Workplace, ranks: tuple[int, ...], given: Reducible, plan: str) -> Operation:
-    """Among these ranks of the view."""
-    choice, cut = workplace.choose(plan, ranks, given.source, given.codec)
+def all_reduce(workplace: Workplace, world_size: int, given: Reducible, plan: str) -> Operation:
+    """The same result for all."""
+    choice, cut = workplace.choose(plan, world_size, given.source, given.codec)
     return Operation(
         workplace,
         op=given.op,
@@ -68,31 +66,6 @@ def all_reduce(workplace: Workplace, ranks: tuple[int, ...], given: Reducible, p
         told=given.told,
         codec=given.codec,
         record=given.record,
-    )
-
-
-def reduce_scatter(workplace: Workplace, world_size: int, rank: int, given: Reducible) -> Operation:
-    """Every member keeps its n-th part."""
-    total = given.source.numel()
-    if total % world_size:
-        raise ValueError(f"{total} elements cannot be shared out to {world_size} members; pad the tensor")
-    if given.source.dtype in HALF and workplace.apart:
-        raise ValueError(
-            "sums of half precision cannot be handed on by a third member, and some have no link; use float32"
-        )
-    numel = total // world_size
-    check_out(given.source, given.target, numel)
-    return Operation(
-        workplace,
-        op=given.op,
-        plan=workplace.cut(
-            [numel] * world_size, slices.scatter(world_size, workplace.apart), given.source.element_size()
-        ),
-        plan_name="scatter",
-        source=given.source,
-        target=given.target,
-        target_base=rank * numel,
-        weight=given.weight,
     )
 
 

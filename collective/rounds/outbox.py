@@ -2,14 +2,14 @@
 """What a round sends: its frames, and which of its chunks are not the kernel's yet.
 
 Rules: a chunk waits as a reference and is encoded when a socket can take it; its memory is the round's until `release`.
-Nothing is decided here: what is sent to whom is the machine's business (core/round.py).
+Nothing is decided here: what is sent to whom is the machine's business (core/round_machine.py).
 """
 
 import functools
 from collections.abc import Callable, Sequence
 
 from isthmus.collective.codec.base import NotFinite
-from isthmus.collective.core.round import RoundMachine
+from isthmus.collective.core.round_machine import RoundMachine
 from isthmus.collective.core.types import RoundKey
 from isthmus.collective.errors import NonFiniteInput
 from isthmus.collective.rounds.buffers import RoundBuffers
@@ -69,7 +69,7 @@ class Outbox:
     # -------------------------------------------------------------------------------- from the round
 
     def put_open(self, to: int) -> None:
-        """Our terms, and which results we hold, for this member."""
+        """Our terms, for this member."""
         header, payload = self._opening
         self.bundle(to).notices.append(Notice(header, payload))
         self.bytes_sent += len(header) + len(payload)
@@ -80,11 +80,11 @@ class Outbox:
         self._unsent[to].add(send)
         self.num_unsent += 1
         bundle = self.bundle(to)
-        (bundle.results if frame_type is FrameType.RESULT else bundle.contributions).append(send)
+        (bundle.results if frame_type is FrameType.RESULT else bundle.parts).append(send)
 
     def refuse(self, bundle: Bundle) -> None:
         """Tell an outsider our terms; it holds others."""
-        self._notify(bundle, FrameType.OPEN, opening_payload(self._terms, 0))
+        self._notify(bundle, FrameType.OPEN, opening_payload(self._terms))
 
     def hand_on(self, frame_type: FrameType, to: int, *, of: int, payload: bytes, weight: float = 0.0) -> None:
         """Tell a member the word of another one, with which it has no link."""
@@ -134,7 +134,7 @@ class Outbox:
 
     def pieces_of(self, frame_type: FrameType, chunk: int, scratch: Scratch) -> tuple[bytes, memoryview] | None:
         """Encode now. None if our own numbers cannot be sent: then the round has ended."""
-        if frame_type is FrameType.CONTRIBUTION:
+        if frame_type is FrameType.PART:
             try:
                 is_into_root = self._machine.is_into_root(self.rank, chunk)
                 payload = self._buffers.part(
@@ -161,7 +161,7 @@ class Outbox:
     @functools.cached_property
     def _opening(self) -> tuple[bytes, bytes]:
         """Header and payload of our OPEN, the same for all."""
-        payload = opening_payload(self._terms, self._machine.held)
+        payload = opening_payload(self._terms)
         return pack(self._header(FrameType.OPEN, len(payload)), payload), payload
 
     def _header(

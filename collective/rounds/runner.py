@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an operation becomes a round and is seen through: memory, pace, watch, and what is kept of an aborted one.
+"""How an operation becomes a round and is seen through: memory, pace, watch.
 
 Rules: the caller's memory is taken back at the end, however that comes. Each running round has one watch
 (supervision.py), which ends with it.
@@ -10,24 +10,19 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from isthmus.collective.core.apart import NO_PAIR, Apart, restricted
-from isthmus.collective.core.quorum import Quorum
+from isthmus.collective.core.apart import NO_PAIR, Apart
 from isthmus.collective.core.types import Member, PeerRef, RoundKey
-from isthmus.collective.errors import LeftBehind, OperationAborted
+from isthmus.collective.errors import OperationAborted
 from isthmus.collective.links.measurements import LinkMeter
 from isthmus.collective.links.mesh import Mesh, linked_members
 from isthmus.collective.rounds.engine import Engine
-from isthmus.collective.rounds.gathering import Gathering
-from isthmus.collective.rounds.operation import Attempts, Operation
+from isthmus.collective.rounds.operation import Operation
 from isthmus.collective.rounds.options import RoundStats
 from isthmus.collective.rounds.plan import RoundPlan
-from isthmus.collective.rounds.round import Round
+from isthmus.collective.rounds.running_round import RunningRound
 from isthmus.collective.rounds.supervision import Patience, supervise
-from isthmus.collective.rounds.workplace import Workplace
 from isthmus.collective.transport.bundle import Bundle
 
-FIRST_PHASE = 1 << 15
-"""Fragments from here on name the first phase of an operation in two phases; callers' fragments are smaller."""
 _HEADROOM = 1.1
 """Above the pace that the links are known to allow: at that pace itself no stream has room to make up for a loss, and
 far above it queues lose what is too much. Of the bound, on four peers with 200 Mbit/s and 150 ms: .87 with 1.05, .89
@@ -51,37 +46,6 @@ class Runner:
         self._mesh = mesh
         self._meter = meter
         self._patience = patience
-        self._attempts = Attempts()
-
-    def forget(self) -> None:
-        """Give back what aborted operations have left."""
-        self._attempts.forget()
-
-    async def gather(
-        self,
-        workplace: Workplace,
-        key: RoundKey,
-        members: Sequence[Member],
-        rank: int,
-        *,
-        quorum: Quorum,
-        deadline_s: float | None,
-    ) -> tuple[int, ...]:
-        """The ranks that are in. Raises LeftBehind if ours is not."""
-        gathering = Gathering(
-            workplace,
-            self._engine,
-            key=RoundKey(key.epoch, key.outer_step, key.fragment | FIRST_PHASE),
-            members=members,
-            rank=rank,
-            quorum=quorum,
-            bundles=self._bundles_to(members),
-        )
-        ranks = await gathering.ranks(lambda round_: self._see_through(round_, deadline_s))
-        if rank not in ranks:
-            raise LeftBehind(key, [members[place].peer_id for place in ranks])
-        self._engine.check_free(key)  # the view may have changed meanwhile
-        return ranks
 
     async def run(
         self,
@@ -91,7 +55,6 @@ class Runner:
         operation: Operation,
         *,
         deadline_s: float | None,
-        resume: bool = False,
         first: Callable[[], Awaitable[None]] | None = None,
     ) -> RoundStats:
         """Carry the operation out among these members, of which we are number `rank`.
@@ -100,9 +63,8 @@ class Runner:
         before silence becomes suspicion, and the operation be small (Engine.announce).
         """
         started = time.monotonic()
-        operation = self._attempts.take_up(key, operation, members)
         with operation:
-            round_ = Round(
+            round_ = RunningRound(
                 key=key,
                 members=members,
                 rank=rank,
@@ -113,21 +75,15 @@ class Runner:
                 told=operation.told,
                 bundles=self._bundles_to(members),
                 eager_chunks=self._engine.credit(operation.longest_chunk_nbytes),
-                held=operation.held,
                 apart=self._apart(members),
             )
             _pace(round_.bundles, None if operation.paces is None else operation.paces[rank])
             self._meter.paced_anew()
-            try:
-                if first is not None:
-                    await self._announce(round_, first)
-                if not round_.is_done:
-                    self._engine.post(round_)
-                await self._see_through(round_, deadline_s)
-            except OperationAborted:
-                if resume:
-                    self._attempts.keep(key, operation, members, round_.machine.done_mask())
-                raise
+            if first is not None:
+                await self._announce(round_, first)
+            if not round_.is_done:
+                self._engine.post(round_)
+            await self._see_through(round_, deadline_s)
             sizes = round_.sizes
             await operation.settle()
         return RoundStats(
@@ -144,7 +100,7 @@ class Runner:
             coded=_coded_by(rank, operation.plan),
         )
 
-    async def _announce(self, round_: Round, first: Callable[[], Awaitable[None]]) -> None:
+    async def _announce(self, round_: RunningRound, first: Callable[[], Awaitable[None]]) -> None:
         """Say that we have come, and do what is to be done before the round is posted. It may have failed then."""
         self._engine.announce(round_)
         try:
@@ -154,7 +110,7 @@ class Runner:
             self._engine.close(round_)
             raise
 
-    async def _see_through(self, round_: Round, deadline_s: float | None) -> None:
+    async def _see_through(self, round_: RunningRound, deadline_s: float | None) -> None:
         """Watch a posted round until it is done; raise its error."""
         try:
             if not round_.is_done:
@@ -178,7 +134,8 @@ class Runner:
     def _apart(self, members: Sequence[Member]) -> Apart:
         view = self._engine.view
         assert view is not None, "a round needs a view"
-        return restricted(view.apart, [view.members.index(member) for member in members]) if view.apart else NO_PAIR
+        # Of a view's members all take part, or two that exchange, which have a link.
+        return frozenset(view.apart) if len(members) == view.world_size else NO_PAIR
 
     def _bundles_to(self, members: Sequence[Member]) -> list[Bundle | None]:
         assert self._engine.view is not None, "a round needs a view"

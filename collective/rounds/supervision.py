@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from isthmus.collective.core.progress import ProgressWatch, StallLimits
 from isthmus.collective.links.measurements import LinkMeter
-from isthmus.collective.rounds.round import Round
+from isthmus.collective.rounds.running_round import RunningRound
 from isthmus.collective.transport.bundle import Bundle
 
 
@@ -40,7 +40,7 @@ _SIGN_EVERY_S = 0.5
 _BROKEN_TICK_S = 0.02
 
 
-async def supervise(round_: Round, patience: Patience, deadline_s: float, meter: LinkMeter) -> None:
+async def supervise(round_: RunningRound, patience: Patience, deadline_s: float, meter: LinkMeter) -> None:
     """Return when the round is done, one way or the other. Cancelling ends the watch, not the round."""
     loop = asyncio.get_running_loop()
     started = signed_at = loop.time()
@@ -90,7 +90,7 @@ async def supervise(round_: Round, patience: Patience, deadline_s: float, meter:
             task.cancel()
 
 
-async def _next_look(round_: Round, timeout_s: float) -> None:
+async def _next_look(round_: RunningRound, timeout_s: float) -> None:
     """When something has changed, or in so long anyway."""
     timer = asyncio.get_running_loop().call_later(timeout_s, round_.changed.set)
     try:
@@ -101,7 +101,7 @@ async def _next_look(round_: Round, timeout_s: float) -> None:
 
 
 def _suspect_the_lost(
-    round_: Round, broken_since: dict[int, tuple[Bundle, float]], patience: Patience, now: float
+    round_: RunningRound, broken_since: dict[int, tuple[Bundle, float]], patience: Patience, now: float
 ) -> None:
     lost = []
     for rank, (bundle, since) in broken_since.items():
@@ -115,7 +115,7 @@ def _suspect_the_lost(
 
 
 def _suspect_the_stalled(
-    round_: Round, watches: dict[int, tuple[Bundle, ProgressWatch]], now: float, paused_s: float
+    round_: RunningRound, watches: dict[int, tuple[Bundle, ProgressWatch]], now: float, paused_s: float
 ) -> None:
     cut_off, stalled = [], []
     for rank, (bundle, watch) in watches.items():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isthmus.collective.codec import Codec, codec_named
-from isthmus.collective.core.apart import NO_PAIR, Apart, restricted
+from isthmus.collective.core.apart import NO_PAIR, Apart
 from isthmus.collective.core.cost import Volume, paces, predict
 from isthmus.collective.core.link_table import LinkTable
 from isthmus.collective.core.planner import PLANS, Choice, choose
@@ -43,7 +43,7 @@ class Workplace:
         self._max_chunk_nbytes = chunk_nbytes
         self._codecs: dict[str, Codec] = {}
         self._table: LinkTable | None = None
-        self._plans: dict[tuple[str, tuple[int, ...], int, torch.dtype, str], tuple[Choice, RoundPlan]] = {}
+        self._plans: dict[tuple[str, int, int, torch.dtype, str], tuple[Choice, RoundPlan]] = {}
 
     def install(self, apart: Apart) -> None:
         """Plan for a view of which nothing is known but the pairs without a link."""
@@ -75,19 +75,19 @@ class Workplace:
             self._codecs[name] = codec_named(name)
         return self._codecs[name]
 
-    def choose(self, plan: str, ranks: tuple[int, ...], source: Tensor, codec: str) -> tuple[Choice, RoundPlan]:
-        """The plan of an all-reduce among these ranks of the view, and its cut of the tensor.
+    def choose(self, plan: str, world_size: int, source: Tensor, codec: str) -> tuple[Choice, RoundPlan]:
+        """The plan of an all-reduce among the members of the view, and its cut of the tensor.
 
         Raises:
             ValueError: no plan of that name, or one that needs a link which is not there.
         """
-        asked = (plan, ranks, source.numel(), source.dtype, codec)
+        asked = (plan, world_size, source.numel(), source.dtype, codec)
         known = self._plans.get(asked)  # training posts the same operations again and again
         if known is not None:
             return known
         if plan != "auto" and plan not in PLANS:
             raise ValueError(f"no plan {plan!r}; there are auto, {', '.join(PLANS)}")
-        choice = self._choose(plan, ranks, source, codec)
+        choice = self._choose(plan, world_size, source, codec)
         numel = source.numel()
         numels = [numel] * 2 if choice.name == "swap" else share_out(numel, choice.shares)
         if len(self._plans) >= _PLANS_KEPT:
@@ -95,12 +95,11 @@ class Workplace:
         self._plans[asked] = found = choice, self.cut(numels, choice.routes, source.element_size(), codec)
         return found
 
-    def _choose(self, plan: str, ranks: tuple[int, ...], source: Tensor, codec: str) -> Choice:
-        table = LinkTable.unknown(len(ranks)) if self._table is None else self._table.restricted_to(ranks)
-        apart = restricted(self.apart, ranks)
-        table = table.without(apart)
+    def _choose(self, plan: str, world_size: int, source: Tensor, codec: str) -> Choice:
+        table = LinkTable.unknown(world_size) if self._table is None else self._table
+        table = table.without(self.apart)
         is_far = self.chunk_nbytes < self._max_chunk_nbytes
-        if plan == "auto" and len(ranks) == 2 and codec == "raw" and (is_far or source.nbytes <= _SWAP_NBYTES):
+        if plan == "auto" and world_size == 2 and codec == "raw" and (is_far or source.nbytes <= _SWAP_NBYTES):
             return self._swap(source.nbytes, table)
         encoded = source.nbytes if codec == "raw" else self.codec(codec).wire_nbytes(source.numel())
         volume = Volume(
@@ -109,7 +108,7 @@ class Workplace:
         # Sums of half-precision numbers are kept in fp32, which only a root does: nobody may add up on the way.
         only = "butterfly" if source.dtype in HALF else None if plan == "auto" else plan
         choice = choose(table, volume, only=only)
-        if not choice.is_possible(apart):
+        if not choice.is_possible(self.apart):
             raise ValueError(f'plan {choice.name!r} needs a link between two members that have none; use "auto"')
         return choice
 

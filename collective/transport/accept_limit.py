@@ -51,7 +51,7 @@ class AcceptLimits:
     favours_loopback: bool = True
 
 
-class Attempt:
+class ConnectionAttempt:
     """One connection that was just accepted. `refusal` says why it must be closed at once, None if it may go on."""
 
     def __init__(self, address: "_Address", refusal: str | None = None) -> None:
@@ -98,7 +98,9 @@ class AcceptLimiter:
         """How many addresses are remembered."""
         return len(self._addresses)
 
-    def attempt(self, host: str, now: Instant, *, waiting: Collection[Attempt] = (), num_places: int = 0) -> Attempt:
+    def attempt(
+        self, host: str, now: Instant, *, waiting: Collection[ConnectionAttempt] = (), num_places: int = 0
+    ) -> ConnectionAttempt:
         """Judge a connection from this address. A refused one costs nothing.
 
         Args:
@@ -113,14 +115,14 @@ class AcceptLimiter:
             refusal = TOO_MANY_FROM_ADDRESS
         if refusal is None and not address.is_known and self._strangers.delay_s(now, 1) > 0:
             refusal = TOO_MANY_STRANGERS
-        attempt = Attempt(address, refusal)
+        attempt = ConnectionAttempt(address, refusal)
         if refusal is None:
             attempt.pay(address.bucket, now)
             if not address.is_known:
                 attempt.pay(self._strangers, now)
         return attempt
 
-    def encrypts(self, attempt: Attempt, now: Instant) -> str | None:
+    def encrypts(self, attempt: ConnectionAttempt, now: Instant) -> str | None:
         """An attempt that may go on asks for a TLS handshake. Why it may not; None if it may."""
         bucket = attempt.address.handshakes
         if bucket is None:
@@ -147,7 +149,7 @@ class AcceptLimiter:
         return address
 
 
-def _no_place(address: _Address, waiting: Collection[Attempt], num_places: int) -> str | None:
+def _no_place(address: _Address, waiting: Collection[ConnectionAttempt], num_places: int) -> str | None:
     """Why there is no place for one more connection of this address; None if there is one."""
     if len(waiting) >= num_places:
         return NO_PLACE

@@ -122,7 +122,7 @@ class Bundle:
         self.round_trip_s = 0.0
         self.notices: deque[Outgoing] = deque()
         self.results: deque[Outgoing] = deque()
-        self.contributions: deque[Outgoing] = deque()
+        self.parts: deque[Outgoing] = deque()
         self._links: dict[int, Link] = {}
         self._owes_repeat = False  # a stream broke, and none has come up since
         self.num_streams = num_streams or 1
@@ -183,7 +183,7 @@ class Bundle:
     @property
     def is_waiting(self) -> bool:
         """Whether there is more to send than the sockets take."""
-        is_queued = self.notices or self.results or self.contributions or self._pads_until
+        is_queued = self.notices or self.results or self.parts or self._pads_until
         return bool(is_queued) or any(link.is_sending for link in self._links.values())
 
     def bytes_delivered(self) -> int:
@@ -265,7 +265,7 @@ class Bundle:
 
     def give_sign(self) -> None:
         """Say that we are there, on one stream, unless something waits to be sent anyway."""
-        if not (self.notices or self.results or self.contributions):
+        if not (self.notices or self.results or self.parts):
             self._num_signs += 1
             self.notices.append(Notice(_SIGN, b""))
             self.wake()
@@ -325,7 +325,7 @@ class Bundle:
 
     def forget_queued(self, owner: object) -> None:
         """Take back what this owner has queued but no link has begun to send."""
-        for queue in (self.results, self.contributions):
+        for queue in (self.results, self.parts):
             if queue:
                 kept = [outgoing for outgoing in queue if outgoing.owner is not owner]
                 queue.clear()
@@ -334,7 +334,7 @@ class Bundle:
     def close(self) -> None:
         """End all links."""
         self.closed = True
-        for queue in (self.notices, self.results, self.contributions):
+        for queue in (self.notices, self.results, self.parts):
             queue.clear()
         for link in tuple(self._links.values()):
             link.close()
@@ -359,12 +359,12 @@ class Bundle:
     def next_out(self, link: Link) -> Outgoing | None:
         """The next frame for whichever stream can write.
 
-        Near, results go first, while they are in the cache. Far, contributions do: others wait for them before they
+        Near, results go first, while they are in the cache. Far, parts do: others wait for them before they
         have results to send, so no line ever idles.
         """
         if not self._is_used(link):
             return None
-        chunks = (self.contributions, self.results) if self.is_far else (self.results, self.contributions)
+        chunks = (self.parts, self.results) if self.is_far else (self.results, self.parts)
         for queue in (self.notices, *chunks):
             if queue:
                 return queue.popleft()

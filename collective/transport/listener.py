@@ -30,7 +30,7 @@ from isthmus.collective.errors import (
     SecurityRefused,
     StreamBroken,
 )
-from isthmus.collective.transport.accept_limit import AcceptLimiter, Attempt
+from isthmus.collective.transport.accept_limit import AcceptLimiter, ConnectionAttempt
 from isthmus.collective.transport.channel import Channel
 from isthmus.collective.transport.hello import (
     REFUSED_EXIT_CODE,
@@ -66,7 +66,7 @@ class _Caller:
 
     sock: socket.socket
     host: str
-    attempt: Attempt
+    attempt: ConnectionAttempt
 
 
 class Listener:

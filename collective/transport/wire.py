@@ -4,7 +4,7 @@
 A frame is a fixed header of 48 bytes in network order, then `payload_nbytes` bytes:
 
     magic "IS" | version u8 | type u8 | payload_nbytes u32 | epoch u32 | outer_step u32 | fragment u16 | rank u16
-    slice u16 | flags u16 | chunk u32 | weight f64 | plan_hash u32 | check u64
+    four zeros | chunk u32 | weight f64 | plan_hash u32 | check u64
 
 `check` is xxh3_64 over the 40 bytes before it and the payload: it finds broken bytes, not forged ones. Tensors in
 payloads are little-endian.
@@ -24,12 +24,12 @@ import xxhash
 from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
 from isthmus.collective.errors import ConnectionLost, PayloadCorrupted, RemoteProtocolError, StreamBroken
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAGIC = b"IS"
 HEADER_NBYTES = 48
 MAX_WEIGHT = 2.0**64
 """More than anybody has tokens, and far below what overflows fp32."""
-_FIELDS = struct.Struct("!2sBBIIIHHHHIdI")
+_FIELDS = struct.Struct("!2sBBIIIHH4xIdI")
 _CHECK = struct.Struct("!Q")
 _PREFIX_NBYTES = HEADER_NBYTES - _CHECK.size
 
@@ -43,7 +43,7 @@ class FrameType(enum.IntEnum):
     HELLO_REPLY = 2
     CONTROL = 3
     OPEN = 4
-    CONTRIBUTION = 5
+    PART = 5
     RESULT = 6
     ABORT = 7
     STATE_REQUEST = 8
@@ -85,7 +85,7 @@ def on_bulk(chunk_nbytes: int) -> Limits:
         FrameType.SIGN: 0,
         FrameType.CALL: 0,
         FrameType.PADDING: PADDING_NBYTES,
-        FrameType.CONTRIBUTION: chunk_nbytes,
+        FrameType.PART: chunk_nbytes,
         FrameType.RESULT: chunk_nbytes,
     }
 
@@ -99,8 +99,6 @@ class Header(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     outer_step: int = 0
     fragment: int = 0
     rank: int = 0
-    slice: int = 0
-    flags: int = 0
     chunk: int = 0
     weight: float = 0.0
     plan_hash: int = 0
@@ -129,8 +127,6 @@ def pack(header: Header, payload: bytes | memoryview = b"") -> bytes:
         header.outer_step,
         header.fragment,
         header.rank,
-        header.slice,
-        header.flags,
         header.chunk,
         header.weight,
         header.plan_hash,
@@ -155,8 +151,6 @@ def unpack(prefix: bytes | memoryview, limits: Limits) -> Header:
         outer_step,
         fragment,
         rank,
-        slice_,
-        flags,
         chunk,
         weight,
         plan_hash,
@@ -182,8 +176,6 @@ def unpack(prefix: bytes | memoryview, limits: Limits) -> Header:
         outer_step=outer_step,
         fragment=fragment,
         rank=rank,
-        slice=slice_,
-        flags=flags,
         chunk=chunk,
         weight=weight,
         plan_hash=plan_hash,

@@ -148,8 +148,3 @@ def decode_certificate(data: bytes) -> Certificate | None:
         return None
     # Other bytes for the same values are no work of ours.
     return certificate if encode_certificate(certificate) == data else None
-
-
-def newest_of(*certificates: Certificate | None) -> Certificate | None:
-    """The newest of these, if there is any."""
-    return max((item for item in certificates if item is not None), key=lambda item: item.order, default=None)

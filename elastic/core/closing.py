@@ -1,34 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the round in progress ends: committed, tried once more, or without whoever is silent or late.
 
-Decided from what is known now (rounds.py counts, grace.py measures, sessions.py remembers); what follows for the
-membership is the roster's business, who comes in at a commit boundary admission.py's, and what becomes of a round that
-a member cannot finish failures.py's. Holds only how long an exchange takes, and what its votes were judged by.
+Decided from what is known now (open_round.py counts, grace.py measures, sessions.py remembers); what follows for the
+membership is the business of views.py, who comes in at a commit boundary that of admission.py, and what becomes of a
+round that a member cannot finish that of failures.py. Holds only how long an exchange takes, and which members are at
+odds.
 """
 
 from collections.abc import Collection, Sequence
 
 from isthmus.collective.core.types import Instant, OuterStep, PeerId, PeerRef
 from isthmus.elastic.core.admission import Admission
+from isthmus.elastic.core.config import CoordinatorConfig
 from isthmus.elastic.core.edges import Edges
+from isthmus.elastic.core.exit_codes import INTEGRITY
 from isthmus.elastic.core.failures import Failures
 from isthmus.elastic.core.leases import merged
 from isthmus.elastic.core.messages import Refused, Vote
-from isthmus.elastic.core.records import CommitRecord, Contribution
-from isthmus.elastic.core.roster import INTEGRITY_EXIT_CODE, Roster
-from isthmus.elastic.core.rounds import Agreed, Split
+from isthmus.elastic.core.news import News
+from isthmus.elastic.core.open_round import Agreed, OpenRound, Split
+from isthmus.elastic.core.pauses import Pauses
+from isthmus.elastic.core.records import CommitRecord, CommittedPart
+from isthmus.elastic.core.roster import Roster
 from isthmus.elastic.core.sessions import Session
+from isthmus.elastic.core.turn import Turn
+from isthmus.elastic.core.views import Views
 from isthmus.elastic.core.witnesses import Verdict, Witnesses
 
 
 class Closing:
     """Ends rounds, as soon as what is known decides one."""
 
-    def __init__(self, roster: Roster, admission: Admission) -> None:
-        self._roster = roster
-        self._admission = admission
-        self._failures = Failures(roster)
-        self._witnesses = Witnesses(roster.config.norm_guard)
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        turn: Turn,
+        roster: Roster,
+        news: News,
+        views: Views,
+        *,
+        open_round: OpenRound,
+        pauses: Pauses,
+        admission: Admission,
+        failures: Failures,
+    ) -> None:
+        self._config, self._state, self._turn, self._roster = config, turn.state, turn, roster
+        self._news, self._views, self._admission, self._failures = news, views, admission, failures
+        self._round, self._grace, self._pauses = open_round, open_round.grace, pauses
+        self._witnesses = Witnesses(config.norm_guard)
         self._weighed: dict[PeerId, Vote] = {}  # those whose weight was looked at
         self._disputed: tuple[PeerId, ...] = ()  # members that are at odds about the round's results
         self._exchange_s = 0.0  # from the last payload to the last vote, of the slowest recent round
@@ -47,7 +66,7 @@ class Closing:
 
     def deadlines(self) -> list[Instant]:
         """When to look again."""
-        instants = (self._roster.rounds.judge_at, self._closes_at(), self._votes_close_at())
+        instants = (self._round.judge_at, self._closes_at(), self._votes_close_at())
         return [instant for instant in instants if instant is not None]
 
     def _votes_close_at(self) -> Instant | None:
@@ -58,78 +77,76 @@ class Closing:
         later than the others: while what it exchanges grows it is awaited, but not without end once a majority (or one
         of two) has voted. Its inner steps do not count: methods with a delay train on beside an exchange that hangs.
         """
-        roster, rounds = self._roster, self._roster.rounds
-        members = roster.members()
-        silent = [session for session in members if not rounds.spoke(session.ref.peer_id)]
+        config, open_round, members = self._config, self._round, self._roster.members()
+        silent = [session for session in members if not open_round.spoke(session.ref.peer_id)]
         if not silent:
             return None
         enough = len(members) // 2 + 1 if len(members) > 2 else 1
-        if len(rounds.voted_at) < enough:
+        if len(open_round.voted_at) < enough:
             return self._stands_still_at(silent)
-        voted_at = sorted(rounds.voted_at.values())[enough - 1]
+        voted_at = sorted(open_round.voted_at.values())[enough - 1]
         taken_s = max(self._exchange_s, self._exchanged_s(voted_at))
-        allowed_s = max(roster.config.stall_floor_s, roster.config.stall_factor * taken_s)
+        allowed_s = max(config.stall_floor_s, config.stall_factor * taken_s)
         grew_at = max(session.grew_at for session in silent)
-        awaited_until = max(voted_at + allowed_s, grew_at + roster.config.stall_floor_s)
-        return min(awaited_until, voted_at + roster.config.vote_limit * allowed_s)
+        awaited_until = max(voted_at + allowed_s, grew_at + config.stall_floor_s)
+        return min(awaited_until, voted_at + config.vote_limit * allowed_s)
 
     def _stands_still_at(self, silent: Sequence[Session]) -> Instant | None:
         """When a round that all have handed in for stands still, since most members do not vote, or the only one.
 
         Somebody must wait: who has voted, or a learner that holds the state and can go on without all of them.
         """
-        roster, members = self._roster, self._roster.members()
+        open_round, members = self._round, self._roster.members()
         ready_at = [session.ready_at for session in members if session.ready_at is not None]
-        if len(ready_at) < len(members) or len(members) < roster.quorum or roster.rounds.reports:
+        if len(ready_at) < len(members) or len(members) < self._roster.quorum or open_round.reports:
             return None
-        if not roster.rounds.votes and not roster.arrived():
+        if not open_round.votes and not self._roster.arrived():
             return None
-        moved_at = max([roster.rounds.began_at, *ready_at, *(session.grew_at for session in silent)])
-        return moved_at + max(session.stall_timeout_s(roster.config) for session in silent)
+        moved_at = max([open_round.began_at, *ready_at, *(session.grew_at for session in silent)])
+        return moved_at + max(session.stall_timeout_s(self._config) for session in silent)
 
     def _exchanged_s(self, until: Instant) -> float:
         """How long the exchange took in this view. What it waited in an older one for a vote teaches nothing."""
         ready_at = [item.ready_at for item in self._roster.members() if item.ready_at is not None]
-        return until - max([self._roster.rounds.began_at, *ready_at])
+        return until - max([self._round.began_at, *ready_at])
 
     def _learn(self, taken_s: float) -> None:
         """So long took this exchange, with the outer steps. One that hung teaches no more than twice what is usual.
 
         When all outer steps hung once and came back, the next hung one was awaited four times as long (seed 1699).
         """
-        config, usual_s = self._roster.config, self._exchange_s
+        config, usual_s = self._config, self._exchange_s
         most_s = max(2.0 * usual_s, config.stall_floor_s / config.stall_factor)
         self._exchange_s = max(min(taken_s, most_s), 0.9 * usual_s)
 
     def _drop_the_voteless(self) -> None:
         """The others have voted, or there are no others, and nobody waits longer for those that have not."""
-        roster, close_at = self._roster, self._votes_close_at()
-        if close_at is None or roster.now < close_at:
+        close_at, open_round, now = self._votes_close_at(), self._round, self._turn.now
+        if close_at is None or now < close_at:
             return
-        silent = [item.ref for item in roster.members() if not roster.rounds.spoke(item.ref.peer_id)]
-        waited_s = roster.now - min(roster.rounds.voted_at.values(), default=roster.now)
+        silent = [item.ref for item in self._roster.members() if not open_round.spoke(item.ref.peer_id)]
+        waited_s = now - min(open_round.voted_at.values(), default=now)
         reasons = dict[PeerRef, str]()
         for ref in silent:
-            pause_s = roster.pauses.missed(ref, roster.state.outer_step, roster.now, waited_s=waited_s)
+            pause_s = self._pauses.missed(ref, self._state.outer_step, now, waited_s=waited_s)
             reasons[ref] = f"has not voted although nobody keeps it waiting; stays out for {pause_s:.0f} s"
-        roster.drop(reasons, counted_as="has not voted although nobody keeps it waiting")
+        self._views.drop(reasons, counted_as="has not voted although nobody keeps it waiting")
 
     def _closes_at(self) -> Instant | None:
         """When the round goes on without those that have not handed in."""
-        roster = self._roster
-        members, late = roster.members(), self._late()
-        if not late or len(members) - len(late) < roster.quorum or self._leaves_newcomers_alone(members, late):
+        members, late, grace = self._roster.members(), self._late(), self._grace
+        if not late or len(members) - len(late) < self._roster.quorum or self._leaves_newcomers_alone(members, late):
             return None
         ready_at = [session.ready_at for session in members if session.ready_at is not None]
         stay = [session for session in members if session not in late]
-        if stay and not Edges(roster.state.view).hubs_among(stay):
+        if stay and not Edges(self._state.view).hubs_among(stay):
             return None  # they have no links with each other but through who is late
         # Whoever is excused already counts, or every round could do with half of what the one before had left.
-        closes_at = roster.grace.closes_at(ready_at, len(members) + len(roster.state.excused))
+        closes_at = grace.closes_at(ready_at, len(members) + len(self._state.excused))
         if closes_at is None:
             return None
         # The others may have handed in long before it came.
-        return max(closes_at, *(session.admitted_at + roster.grace.window_s for session in late))
+        return max(closes_at, *(session.admitted_at + grace.window_s for session in late))
 
     def _leaves_newcomers_alone(self, members: Sequence[Session], late: Sequence[Session]) -> bool:
         """Whether only peers would go on that no commit holds work of. Nobody has reached them in an exchange yet.
@@ -137,7 +154,7 @@ class Closing:
         A joiner that nobody can dial took the run over so: the founder was late once, and could not fetch from it
         what it had committed alone.
         """
-        proven = self._roster.state.contributed
+        proven = self._state.contributed
         stay = [session for session in members if session not in late]
         return any(item.ref in proven for item in late) and not any(item.ref in proven for item in stay)
 
@@ -147,63 +164,64 @@ class Closing:
 
     def _excuse_the_late(self) -> None:
         """The round has its quorum, and waits no longer for the others: they hand their work in with the next one."""
-        roster, closes_at = self._roster, self._closes_at()
-        if closes_at is None or roster.now < closes_at:
+        closes_at = self._closes_at()
+        if closes_at is None or self._turn.now < closes_at:
             return
         late = self._late()
         # Who has not heard that it is a member has nothing to keep, and would wait for ever to be one (seed 1874).
         unaware = [session.ref for session in late if not session.is_aware]
         if unaware:
-            roster.drop(dict.fromkeys(unaware, "late, and has not heard that it is a member"))
+            self._views.drop(dict.fromkeys(unaware, "late, and has not heard that it is a member"))
             return
-        roster.counters["excused"] += len(late)
+        for session in late:
+            self._pauses.missed(session.ref, self._state.outer_step, self._turn.now)
+        self._turn.counters["excused"] += len(late)
         names = ", ".join(session.ref.peer_id for session in late)
-        cause = f"goes on without {names}, late by more than {roster.grace.window_s:.1f} s"
-        roster.change_view(out={}, excuse=late, cause=cause)
-        roster.grace.was_too_short()
+        cause = f"goes on without {names}, late by more than {self._grace.window_s:.1f} s"
+        self._views.change(out={}, excuse=late, cause=cause)
+        self._grace.was_too_short()
 
     def _decide_round(self) -> None:
-        roster, view = self._roster, self._roster.state.view
-        if view.world_size < roster.quorum or not all(roster.rounds.voted(item.peer_id) for item in view.members):
+        view, open_round = self._state.view, self._round
+        if view.world_size < self._roster.quorum or not all(open_round.voted(item.peer_id) for item in view.members):
             return
         if self._goes_on_without_a_lie():
             return
-        match roster.rounds.outcome(view):
+        match open_round.outcome(view):
             case None:
                 pass
             case Agreed() as agreed:
                 self._commit(agreed)
             case Split():
-                roster.rounds.splits += 1
-                if roster.rounds.splits >= roster.config.max_split_votes:
+                if open_round.split() >= self._config.max_split_votes:
                     reason = f"outer step {view.outer_step}: the members' results differ, without a majority"
-                    roster.halt(Refused(code=INTEGRITY_EXIT_CODE, reason=reason))
+                    self._roster.halt(Refused(code=INTEGRITY, reason=reason))
                 else:
-                    roster.change_view(out={}, cause="votes differ without a majority, one more try")
+                    self._views.change(out={}, cause="votes differ without a majority, one more try")
 
     def _drop_the_overweight(self) -> None:
         """Whoever claims more weight than its leases allow has lied: no work can be behind that."""
-        roster, per_sample = self._roster, self._roster.config.weight_per_sample
+        state, per_sample = self._state, self._config.weight_per_sample
         if per_sample is None:
             return
         liars: dict[PeerRef, str] = {}
-        weighed, self._weighed = self._weighed, dict(roster.rounds.votes)
+        weighed, self._weighed = self._weighed, dict(self._round.votes)
         for peer_id, vote in self._weighed.items():
             if weighed.get(peer_id) is vote:
                 continue
-            ref = roster.sessions[peer_id].ref
-            leased = roster.state.leases.clip(ref, vote.consumed)
-            allowed = per_sample * roster.state.work.num_samples(ref, vote.key.fragment, leased)
+            ref = self._roster.sessions[peer_id].ref
+            leased = state.leases.clip(ref, vote.consumed)
+            allowed = per_sample * state.work.num_samples(ref, vote.key.fragment, leased)
             if vote.weight > allowed:
                 liars[ref] = f"claims weight {vote.weight:g} where its leases allow {allowed:g}"
         if liars:
-            roster.strike(liars)
+            self._views.strike(liars)
 
     def _goes_on_without_a_lie(self) -> bool:
         """All have voted. If what they saw of each other's parts does not fit, the round is tried again accordingly."""
-        roster, view = self._roster, self._roster.state.view
+        view = self._state.view
         members = [member.peer_id for member in view.members]
-        verdict = self._witnesses.judge(members, roster.rounds.votes, roster.weights)
+        verdict = self._witnesses.judge(members, self._round.votes, self._round.weights)
         self._disputed = ()
         if verdict is None:
             return False
@@ -212,19 +230,19 @@ class Closing:
             return False
         refs = {member.peer_id: member.ref for member in view.members}
         if verdict.liars:
-            roster.strike({refs[peer_id]: reason for peer_id, reason in verdict.liars.items()})
+            self._views.strike({refs[peer_id]: reason for peer_id, reason in verdict.liars.items()})
         elif verdict.left_out:
             reasons = {refs[peer_id]: reason for peer_id, reason in verdict.left_out.items()}
-            roster.drop(reasons, counted_as="one member finds its numbers too large")
+            self._views.drop(reasons, counted_as="one member finds its numbers too large")
         else:
-            roster.counters["weights_disputed"] += 1
+            self._turn.counters["weights_disputed"] += 1
             pair = " and ".join(verdict.at_odds)
             cause = f"{pair} differ about a weight, one more try with those that the coordinator was told"
-            roster.change_view(out={}, cause=cause, weights=verdict.weights)
+            self._views.change(out={}, cause=cause, weights=verdict.weights)
         return True
 
     def _commit(self, agreed: Agreed) -> None:
-        roster, state = self._roster, self._roster.state
+        roster, state, now = self._roster, self._state, self._turn.now
         assert state.committed is not None, "members vote from a committed state"
         members = roster.members()
         step = OuterStep(agreed.key.outer_step + 1)
@@ -234,38 +252,37 @@ class Closing:
             previous=state.committed.digest,
             digest=agreed.digest,
             contributions=self._contributions(members, agreed.deviants),
-            final=step >= roster.config.outer_steps,
+            final=step >= self._config.outer_steps,
             disputed=tuple(roster.sessions[peer_id].ref for peer_id in agreed.deviants if peer_id in self._disputed),
         )
-        self._witnesses.committed([session.ref.peer_id for session in members], roster.rounds.votes)
-        roster.persist(record)
-        roster.weights = ()
-        roster.rounds.committed()
+        self._witnesses.committed([session.ref.peer_id for session in members], self._round.votes)
+        self._turn.persist(record)
+        self._round.committed()
+        self._failures.committed()
         ready_at = [session.ready_at for session in members if session.ready_at is not None]
-        self._learn(self._exchanged_s(roster.now))
-        roster.grace.learn(ready_at, len(members) + len(state.excused), roster.now)
+        self._learn(self._exchanged_s(now))
+        self._grace.learn(ready_at, len(members) + len(state.excused), now)
+        deviants = [session.ref for session in members if session.ref.peer_id in agreed.deviants]
+        self._pauses.contributed(session.ref for session in members if session.ref not in deviants)
         for session in roster.sessions.values():
             session.ready_at, session.blocked = None, False  # it has what it waited for
-        deviants = [session.ref for session in members if session.ref.peer_id in agreed.deviants]
-        roster.pauses.contributed(session.ref for session in members if session.ref not in deviants)
-        for session in roster.sessions.values():
-            roster.tell_commit(session.ref)  # deviants too: it tells them in which round they were overruled
+            self._news.tell_commit(session.ref)  # deviants too: it tells them in which round they were overruled
         for session in members:
             session.holds_state = session.ref not in deviants
-            roster.expect_news(session)
+            self._news.expect(session)
         if not record.final:
             self._admission.at_boundary(deviants)
 
-    def _contributions(self, members: Sequence[Session], deviants: Collection[PeerId]) -> tuple[Contribution, ...]:
-        roster, leases = self._roster, self._roster.state.leases
-        votes = [roster.rounds.votes[session.ref.peer_id] for session in members]
+    def _contributions(self, members: Sequence[Session], deviants: Collection[PeerId]) -> tuple[CommittedPart, ...]:
+        leases = self._state.leases
+        votes = [self._round.votes[session.ref.peer_id] for session in members]
         owned = [leases.clip(session.ref, vote.consumed) for session, vote in zip(members, votes, strict=True)]
-        result: list[Contribution] = []
+        result: list[CommittedPart] = []
         for session, vote, own, consumed in zip(members, votes, owned, leases.bounded(owned), strict=True):
-            roster.counters["lease_clipped"] += own != merged(vote.consumed)
-            roster.counters["lease_shredded"] += consumed != own
+            self._turn.counters["lease_clipped"] += own != merged(vote.consumed)
+            self._turn.counters["lease_shredded"] += consumed != own
             result.append(
-                Contribution(
+                CommittedPart(
                     ref=session.ref,
                     weight=vote.weight,
                     num_tokens=vote.num_tokens,

@@ -1,63 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
 """What follows when members say that they cannot finish the round: one more try, or the others go on without some.
 
-Whose fault it is follows from which links are broken (`Rounds.blamed`). Below half of the last commit's members nobody
-is dropped by accusations alone. Holds which newcomers could not be reached before, and for how long the members plan
-without a survey of links when they differ about the plan again.
+Whose fault it is follows from which links are broken, not from who says it (`Blame`). Below half of the last commit's
+members nobody is dropped by accusations alone. Holds how often the outer step was tried, and which newcomers could not
+be reached before.
 """
 
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from isthmus.collective.core.types import OuterStep, PeerId, PeerRef
+from isthmus.collective.core.types import PeerId, PeerRef, View
+from isthmus.elastic.core.config import CoordinatorConfig
 from isthmus.elastic.core.edges import Edges
-from isthmus.elastic.core.farewell import UNREACHABLE_EXIT_CODE
+from isthmus.elastic.core.exit_codes import UNREACHABLE
 from isthmus.elastic.core.messages import Refused
+from isthmus.elastic.core.open_round import OpenRound
 from isthmus.elastic.core.roster import Roster
 from isthmus.elastic.core.sessions import Session
+from isthmus.elastic.core.turn import Turn
+from isthmus.elastic.core.views import Views
 
 MAX_CAUSES = 400
 """Characters of the members' reports that a reason quotes."""
-_UNSURVEYED = 64
-"""Outer steps without a survey of links after the first failure for other plans. A plan from no survey is right
-anyway; over unequal links it is slower."""
 
 
 class Failures:
     """Judges reports of failure, once those that follow the first one had time to come."""
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
-        self._unreached: deque[PeerRef] = deque(maxlen=roster.config.max_peers)
+    def __init__(
+        self, config: CoordinatorConfig, turn: Turn, roster: Roster, views: Views, open_round: OpenRound
+    ) -> None:
+        self._config, self._state, self._turn, self._roster = config, turn.state, turn, roster
+        self._views, self._round = views, open_round
+        self._blame = Blame(open_round)
+        self._retries = 0  # with unchanged members, since the last commit
+        self._unreached: deque[PeerRef] = deque(maxlen=config.max_peers)
         """Peers that the members dropped before any commit held work of theirs."""
-        self._unsurveyed = _UNSURVEYED
+
+    def committed(self) -> None:
+        """The outer step is made: the next one starts without a past."""
+        self._retries = 0
+        self._blame.committed()
 
     def settle(self) -> None:
         """The members that wait on a failed round get another view: without the silent, or one more try."""
-        roster, rounds, view = self._roster, self._roster.rounds, self._roster.state.view
-        if rounds.judge_at is None or roster.now < rounds.judge_at:
+        roster, open_round, view = self._roster, self._round, self._state.view
+        if open_round.judge_at is None or self._turn.now < open_round.judge_at:
             return
-        accused = rounds.accused(view)
-        heard_before = roster.now - roster.config.suspect_silence_s
+        accused = open_round.accused(view)
+        heard_before = self._turn.now - self._config.suspect_silence_s
         silent = [
             session.ref
             for session in roster.members()
             if accused[session.ref.peer_id] and session.last_heard <= heard_before
         ]
         if silent:
-            roster.drop(dict.fromkeys(silent, "silent, and a member waits for it"))
+            self._views.drop(dict.fromkeys(silent, "silent, and a member waits for it"))
             return
         if self._plans_without_a_survey():
             return
-        newcomers = rounds.known(view) - roster.state.reached.keys()
-        blamed = rounds.blamed(view, newcomers)
+        newcomers = self._blame.known(view) - self._state.reached.keys()
+        blamed = self._blame.blamed(view, newcomers)
         are_alone = all(member.peer_id in newcomers for member in view.members)
         gone = self._gone_without(blamed)
         is_about_newcomers = newcomers.issuperset(gone) and not are_alone
-        rounds.remember(view)
-        if not blamed or (not is_about_newcomers and (rounds.retries == 0 or not self._leaves_half(gone))):
-            rounds.retries += 1
-            roster.change_view(out={}, cause=f"round failed, one more try: {self._causes()}")
+        self._blame.remember(view)
+        if not blamed or (not is_about_newcomers and (self._retries == 0 or not self._leaves_half(gone))):
+            self._retries += 1
+            self._views.change(out={}, cause=f"round failed, one more try: {self._causes()}")
         else:
             self._drop_blamed([roster.sessions[peer_id] for peer_id in blamed])
 
@@ -67,50 +77,102 @@ class Failures:
         Who told one of them this and the other that is not known: nobody is blamed, and for a while, twice as long
         each time, all plan without. If they differ then, too, the one with another plan does not follow the rules.
         """
-        roster, step = self._roster, self._roster.state.outer_step
-        if step < roster.survey_from or not any(report.differs for report in roster.rounds.reports.values()):
+        step, open_round = self._state.outer_step, self._round
+        if step < open_round.survey_from or not any(report.differs for report in self._round.reports.values()):
             return False
-        roster.survey_from = OuterStep(step + self._unsurveyed)
-        roster.counters["planned_differently"] += 1
-        cause = f"the members plan differently, one more try, without a survey until outer step {roster.survey_from}"
-        self._unsurveyed *= 2
-        roster.change_view(out={}, cause=f"{cause}: {self._causes()}")
+        open_round.do_without_a_survey(step)
+        self._turn.counters["planned_differently"] += 1
+        cause = (
+            f"the members plan differently, one more try, without a survey until outer step {open_round.survey_from}"
+        )
+        self._views.change(out={}, cause=f"{cause}: {self._causes()}")
         return True
 
     def _drop_blamed(self, blamed: Sequence[Session]) -> None:
         """The others go on without these. A newcomer that failed before is told why and sent home."""
-        roster = self._roster
         last_words: dict[PeerRef, Refused] = {}
         for session in blamed:
-            if session.ref.peer_id in roster.state.reached:
+            if session.ref.peer_id in self._state.reached:
                 continue  # it was reached once: its line is broken, its address is not wrong
             if session.ref in self._unreached:
                 reason = (
                     f"the members cannot exchange with {session.ref.peer_id} at {session.address or 'no address'} "
                     f"({self._causes()}): give it an address that all of them reach (--advertise) and open its port"
                 )
-                last_words[session.ref] = Refused(code=UNREACHABLE_EXIT_CODE, reason=reason)
+                last_words[session.ref] = Refused(code=UNREACHABLE, reason=reason)
             self._unreached.append(session.ref)
-        roster.counters["blamed"] += len(blamed)
+        self._turn.counters["blamed"] += len(blamed)
         reasons = {session.ref: "members could not finish the round with it" for session in blamed}
-        roster.drop(reasons, last_words)
+        self._views.drop(reasons, last_words)
 
     def _gone_without(self, blamed: Collection[PeerId]) -> set[PeerId]:
         """These, and the members that have links with the rest through them alone."""
-        roster = self._roster
-        stay = [session for session in roster.members() if session.ref.peer_id not in blamed]
-        together = Edges(roster.state.view).with_a_hub(stay, roster.state.reached)
+        stay = [session for session in self._roster.members() if session.ref.peer_id not in blamed]
+        together = Edges(self._state.view).with_a_hub(stay, self._state.reached)
         return {*blamed, *(session.ref.peer_id for session in stay if session not in together)}
 
     def _leaves_half(self, gone: Collection[PeerId]) -> bool:
         """Whether half of the members of the last commit would stay. Fewer are not left over by accusations alone."""
-        certificate = self._roster.state.certificate
+        certificate = self._state.certificate
         if certificate is None:
             return True
-        present = [member.ref for member in self._roster.state.view.members if member.peer_id not in gone]
+        present = [member.ref for member in self._state.view.members if member.peer_id not in gone]
         stay = [item for item in certificate.contributors if item.ref in present]
         return 2 * len(stay) >= len(certificate.contributors)
 
     def _causes(self) -> str:
-        reports = self._roster.rounds.reports.values()
+        reports = self._round.reports.values()
         return "; ".join(dict.fromkeys(report.cause for report in reports))[:MAX_CAUSES]
+
+
+class Blame:
+    """What members say of their links, now and since the last commit."""
+
+    def __init__(self, open_round: OpenRound) -> None:
+        self._round = open_round
+        self._past_links: set[tuple[PeerId, PeerId]] = set()  # that were said to be broken since the last commit
+
+    def committed(self) -> None:
+        """The outer step is made: the next one starts without a past."""
+        self._past_links.clear()
+
+    def remember(self, view: View) -> None:
+        """The view is about to change for what was reported: it counts on until something is committed."""
+        self._past_links |= {(accuser, peer) for accuser, peers in self._round.voices(view).items() for peer in peers}
+
+    def known(self, view: View) -> set[PeerId]:
+        """The members, and whoever was said to have a broken link since the last commit and is gone."""
+        return {member.peer_id for member in view.members}.union(*self._past_links)
+
+    def blamed(self, view: View, newcomers: Collection[PeerId]) -> tuple[PeerId, ...]:
+        """Whom to drop after a failure, so that those who stay reach each other.
+
+        An accusation says that a link is broken, not whose fault it is: it counts against both of its ends. So a
+        member that reaches nobody goes, however many it accuses, and not those who reach each other. What a newcomer
+        says counts against itself alone: it has no commit yet, the others have. Between two ends with as many broken
+        links the accused one goes, then the newcomer, then the newest member. What was said since the last commit
+        counts on, also against members that are gone: nobody accuses one after the other out.
+
+        Args:
+            newcomers: whoever has no commit yet, of the `known` ones. One that was dropped is still a newcomer: without
+                that its word, and the next newcomer's, sent a proven member out (seed 101577).
+        """
+        present = [member.peer_id for member in view.members]
+        now = {frozenset((accuser, peer)) for accuser, peers in self._round.voices(view).items() for peer in peers}
+        links = now | {frozenset(link) for link in self._past_links}
+        accused = self._round.accused(view, newcomers)
+        blamed: list[PeerId] = []
+        while True:
+            rest = [peer for peer in present if peer not in blamed]
+            broken = [link for link in now if link.issubset(rest)]
+            if not broken and (blamed or not any(accused.values())):
+                return tuple(blamed)
+
+            def weight(peer: PeerId, rest: list[PeerId] = rest) -> tuple[int, int, bool, int]:
+                others = [other for link in links if peer in link for other in link if other not in (peer, *blamed)]
+                if peer not in newcomers:
+                    others = [other for other in others if other not in newcomers]
+                return len(others), accused[peer], peer in newcomers, rest.index(peer)
+
+            ends = [peer for peer in rest if any(peer in link for link in broken)]
+            blamed.append(max(ends or [peer for peer in rest if accused[peer]], key=weight))

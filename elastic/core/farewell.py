@@ -11,11 +11,10 @@ from typing import Literal
 
 from isthmus.collective.core.types import Instant
 from isthmus.elastic.core.events import Finish, LeaveRequested
+from isthmus.elastic.core.exit_codes import DONE, LEFT
 from isthmus.elastic.core.messages import Leave
 
 LeavesAfter = Literal["commit", "handover", "answer"]
-
-DONE_EXIT_CODE, UNREACHABLE_EXIT_CODE, LEFT_EXIT_CODE = 0, 4, 20
 
 
 class Farewell:
@@ -87,5 +86,5 @@ class Farewell:
     def end(self, reason: str) -> Finish:
         """It goes now; the reason is told unless the run is complete."""
         if self.is_final:
-            return Finish(code=DONE_EXIT_CODE, reason="the run is complete")
-        return Finish(code=LEFT_EXIT_CODE, reason=reason)
+            return Finish(code=DONE, reason="the run is complete")
+        return Finish(code=LEFT, reason=reason)

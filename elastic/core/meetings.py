@@ -19,11 +19,15 @@ Nothing is repeated but in answer to a heartbeat.
 from collections.abc import Iterable, Sequence
 
 from isthmus.collective.core.types import Instant, Member, PeerRef
+from isthmus.elastic.core.config import CoordinatorConfig
 from isthmus.elastic.core.edges import Edges, have_met
-from isthmus.elastic.core.farewell import UNREACHABLE_EXIT_CODE
+from isthmus.elastic.core.exit_codes import UNREACHABLE
 from isthmus.elastic.core.messages import Meet, Met, Refused
+from isthmus.elastic.core.pauses import Pauses
 from isthmus.elastic.core.roster import Roster
 from isthmus.elastic.core.sessions import Session
+from isthmus.elastic.core.turn import Turn
+from isthmus.elastic.core.views import Views
 
 MAX_LEARNERS = 64
 """Learners that are asked to meet each other; all of them meet the members."""
@@ -40,8 +44,9 @@ _MOST_TOLD = 340
 class Meetings:
     """Asks for links, and decides who has enough of them. What was said is in the sessions."""
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+    def __init__(self, config: CoordinatorConfig, turn: Turn, roster: Roster, views: Views, pauses: Pauses) -> None:
+        self._config, self._state, self._turn, self._roster = config, turn.state, turn, roster
+        self._views, self._pauses = views, pauses
 
     def heard(self, session: Session, said: Met) -> None:
         """A peer tells with whom it has a link, and with whom it has none."""
@@ -56,21 +61,21 @@ class Meetings:
 
         A link that one side has made may have ended since with the other's view: whoever dials must dial again.
         """
-        roster = self._roster
-        if roster.now < session.asked_at + roster.config.meet_interval_s:
+        roster, now = self._roster, self._turn.now
+        if now < session.asked_at + self._config.meet_interval_s:
             return
         missing = [other for other in self._wanted(session) if not have_met(session, other)]
-        if self._roster.is_member(session) and roster.now >= session.asked_again_at + AGAIN_S:
-            session.asked_again_at = roster.now
-            edges, others = Edges(roster.state.view), (item for item in roster.members() if item is not session)
+        if roster.is_member(session) and now >= session.asked_again_at + AGAIN_S:
+            session.asked_again_at = now
+            edges, others = Edges(self._state.view), (item for item in roster.members() if item is not session)
             missing += [other for other in others if not edges.between(session, other)]
         if not missing:
             return
-        session.asked_at = roster.now
+        session.asked_at = now
         for other in missing:
-            session.asked.setdefault(other.ref, roster.now)
+            session.asked.setdefault(other.ref, now)
         peers = tuple(Member(item.ref.peer_id, item.ref.incarnation, item.address) for item in missing)
-        roster.send(session.ref, Meet(peers=peers))
+        self._turn.send(session.ref, Meet(peers=peers))
 
     def ask_all(self) -> None:
         """Somebody came: everybody hears of it at once."""
@@ -81,7 +86,7 @@ class Meetings:
     def have_met(self, candidates: Iterable[Session], stays: Sequence[Session]) -> list[Session]:
         """Those of the candidates that make a view with all who stay, and each other; the first ones first."""
         chosen: list[Session] = []
-        hubs = Edges(self._roster.state.view).hubs_among(stays)
+        hubs = Edges(self._state.view).hubs_among(stays)
         for session in candidates:
             unlinked = [other for other in (*stays, *chosen) if not have_met(session, other)]
             left = [hub for hub in hubs if hub not in unlinked] + ([] if unlinked else [session])
@@ -93,28 +98,26 @@ class Meetings:
     def _is_apart(self, one: Session, other: Session) -> bool:
         """Whether nobody expects any more that the two get a link."""
         both_tried = other.ref in one.unmet and one.ref in other.unmet
-        return both_tried or _asked_at(one, other) + self._roster.config.meet_timeout_s <= self._roster.now
+        return both_tried or _asked_at(one, other) + self._config.meet_timeout_s <= self._turn.now
 
     def send_home(self) -> None:
         """Learners whose time is over hear why. Who is excused goes at a boundary: see `unreached`."""
-        roster = self._roster
-        for session in list(roster.learners()):
-            if not roster.is_excused(session) and self._due_at(session) <= roster.now:
-                roster.send(session.ref, self._unreached(session))
-                roster.close(session)
+        for session in self._roster.learners():
+            if not self._roster.is_excused(session) and self._due_at(session) <= self._turn.now:
+                self._turn.send(session.ref, self._unreached(session))
+                self._roster.close(session)
 
     def unreached(self) -> dict[PeerRef, Refused]:
         """The excused whose time is over, and what they hear. To change the view in mid-round would void an exchange.
 
         One that no commit had held was closed as a learner, and stayed in the view's list (seed 3786).
         """
-        roster = self._roster
-        late = [item for item in roster.learners() if roster.is_excused(item) and self._due_at(item) <= roster.now]
-        return {session.ref: self._unreached(session) for session in late}
+        late = filter(self._roster.is_excused, self._roster.learners())
+        return {session.ref: self._unreached(session) for session in late if self._due_at(session) <= self._turn.now}
 
     def _unreached(self, session: Session) -> Refused:
-        self._roster.counters["unreached"] += 1
-        return Refused(code=UNREACHABLE_EXIT_CODE, reason=self._reason(session, self._lacking(session)))
+        self._turn.counters["unreached"] += 1
+        return Refused(code=UNREACHABLE, reason=self._reason(session, self._lacking(session)))
 
     def make_way(self) -> None:
         """Members go that keep out somebody whose work was committed before theirs.
@@ -122,37 +125,34 @@ class Meetings:
         Without this an excused peer and a newcomer that had become a member meanwhile, neither of which could dial the
         other, were never in one view: neither was a newcomer any more (seed 556).
         """
-        roster = self._roster
-        for session in roster.learners():
+        for session in self._roster.learners():
             keeps_out = self._keep_out(session)
             if not keeps_out:
                 continue
             last_words = {
-                other.ref: Refused(code=UNREACHABLE_EXIT_CODE, reason=self._reason(other, [session]))
+                other.ref: Refused(code=UNREACHABLE, reason=self._reason(other, [session]))
                 for other in keeps_out
-                if other.ref.peer_id not in roster.state.reached
+                if other.ref.peer_id not in self._state.reached
             }
             reason = f"has no link with {session.ref.peer_id}, whose work was committed before"
-            roster.counters["made_way"] += len(keeps_out)
-            roster.drop({other.ref: reason for other in keeps_out}, last_words, counted_as="has no link")
+            self._turn.counters["made_way"] += len(keeps_out)
+            self._views.drop({other.ref: reason for other in keeps_out}, last_words, counted_as="has no link")
             return  # the others look again at the members that are left
 
     def _keep_out(self, session: Session) -> list[Session]:
         """The members that are to make way for this learner now."""
-        roster, state = self._roster, self._roster.state
+        state, now = self._state, self._turn.now
         since = state.reached.get(session.ref.peer_id)
         is_fit = session.synced in (state.committed, state.previous) and session.synced is not None
-        if since is None or not is_fit or not roster.pauses.is_over(session.ref, state.outer_step, roster.now):
+        if since is None or not is_fit or not self._pauses.is_over(session.ref, state.outer_step, now):
             return []
         lacking = self._lacking(session)
-        if not lacking or any(
-            _asked_at(session, other) + roster.config.meet_timeout_s > roster.now for other in lacking
-        ):
+        if not lacking or any(_asked_at(session, other) + self._config.meet_timeout_s > now for other in lacking):
             return []
         known = [state.reached[other.ref.peer_id] for other in lacking if other.ref.peer_id in state.reached]
         if len(known) > 1 or any(first <= since for first in known):
             return []
-        stay = [other for other in roster.members() if other not in lacking]
+        stay = [other for other in self._roster.members() if other not in lacking]
         is_held = session.synced == state.committed or any(other.holds_state for other in stay)
         return lacking if is_held else []
 
@@ -161,9 +161,9 @@ class Meetings:
         roster, learners = self._roster, self._roster.learners()
         instants = [self._due_at(session) for session in learners if not roster.is_excused(session)]
         for session in learners:
-            if session.ref.peer_id in roster.state.reached:
-                due = (_asked_at(session, other) + roster.config.meet_timeout_s for other in self._lacking(session))
-                instants += [instant for instant in due if instant > roster.now]
+            if session.ref.peer_id in self._state.reached:
+                due = (_asked_at(session, other) + self._config.meet_timeout_s for other in self._lacking(session))
+                instants += [instant for instant in due if instant > self._turn.now]
         return [instant for instant in instants if instant != _NEVER]
 
     def forgive(self, now: Instant) -> None:
@@ -181,21 +181,18 @@ class Meetings:
 
     def _lacking(self, session: Session) -> list[Session]:
         """Members that answer us, and that this learner and they have not met, if none of all has met everybody."""
-        roster = self._roster
-        if any(have_met(session, hub) for hub in Edges(roster.state.view).hubs_among(roster.members())):
+        members = self._roster.members()
+        if any(have_met(session, hub) for hub in Edges(self._state.view).hubs_among(members)):
             return []
-        heard_since = roster.now - roster.config.suspect_silence_s
-        members = [item for item in roster.members() if not item.disconnected and item.last_heard >= heard_since]
-        return [item for item in members if not have_met(session, item)]
+        heard_since = self._turn.now - self._config.suspect_silence_s
+        here = [item for item in members if not item.disconnected and item.last_heard >= heard_since]
+        return [item for item in here if not have_met(session, item)]
 
     def _due_at(self, session: Session) -> Instant:
-        roster = self._roster
-        if session.ref.peer_id in roster.state.reached or session.disconnected:
+        if session.ref.peer_id in self._state.reached or session.disconnected:
             return _NEVER
-        return (
-            min((_asked_at(session, other) for other in self._lacking(session)), default=_NEVER)
-            + roster.config.meet_timeout_s
-        )
+        asked_at = min((_asked_at(session, other) for other in self._lacking(session)), default=_NEVER)
+        return asked_at + self._config.meet_timeout_s
 
     def _reason(self, session: Session, lacking: Sequence[Session]) -> str:
         attempts: list[str] = []

@@ -17,8 +17,9 @@ Rules (elastic/README.md has the reasons):
 * What is staged is installed by a Commit that names its key and digest, or by a view that names its digest, be it as
   the state it starts from or as the newest one with this peer's work. Who is put out keeps it until another state is
   named: also a Welcome may name this one.
-* What waits for an answer is said again on one timer, and never because something arrived.
-* Only a commit whose certificate continues the chain is believed (chain.py).
+* What waits for an answer is said again on one timer (line.py).
+* Only a commit whose certificate continues the chain is believed, and no word that is older than what is known
+  (coordinator_fence.py).
 
 It must not know what the state is, how it is exchanged or how it is fetched.
 """
@@ -27,10 +28,11 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import assert_never
 
-from isthmus.collective.core.types import Epoch, Instant, Member, OuterStep, PeerRef, RoundKey, View
+from isthmus.collective.core.types import Instant, Member, OuterStep, PeerRef, RoundKey, View
 from isthmus.elastic.core.certificate import Certificate
 from isthmus.elastic.core.chain import Chain
 from isthmus.elastic.core.config import MemberConfig
+from isthmus.elastic.core.coordinator_fence import CoordinatorFence
 from isthmus.elastic.core.events import (
     CatchUpFailed,
     CaughtUp,
@@ -49,28 +51,25 @@ from isthmus.elastic.core.events import (
     MemberEvent,
     Progressed,
     RoundReady,
-    SendToCoordinator,
     TakeLeases,
     Tick,
 )
-from isthmus.elastic.core.farewell import UNREACHABLE_EXIT_CODE, Farewell, LeavesAfter
+from isthmus.elastic.core.exit_codes import UNREACHABLE
+from isthmus.elastic.core.farewell import LeavesAfter
+from isthmus.elastic.core.line import Line
 from isthmus.elastic.core.messages import (
     Commit,
     CoordinatorMessage,
     Evicted,
     Goodbye,
     Held,
-    Join,
     LeaseGrant,
-    Leave,
     Meet,
     Met,
     NewView,
-    PeerMessage,
     Rebuilding,
     Rebuilt,
     Refused,
-    Synced,
     Trust,
     Unmet,
     Welcome,
@@ -117,23 +116,13 @@ class MemberMachine:
         signer: Signer,
         certificate: Certificate | None = None,
     ) -> None:
-        self.config = config
-        self.me = me
+        self.config, self.me = config, me
         self.counters: Counter[str] = Counter()
-        self._address = address
-        self._manifest_digest = manifest_digest
-        self._chain = Chain(signer, certificate, self.counters)
-        newest = self._chain.newest
-        self._epoch = Epoch(0) if newest is None else newest.key.epoch  # the newest one heard of
         self._place = self.place_type(me, held, config.catch_up_retry_s, self.counters, signer.sign)
-        self._place.attempt.laid_aside = aside
-        self._farewell = Farewell(config.farewell_timeout_s, lambda: self._place.view is not None and self._connected)
-        # - Connection and timers
-        self._connected = False
-        self._disconnected_since: Instant | None = None
-        self._is_asked = False  # by a coordinator without a journal, what this peer holds
-        self._heartbeat_at: Instant = 0.0
-        self._resend_at: Instant = 0.0
+        self._place.round.laid_aside = aside
+        self._fence = CoordinatorFence(self._place, Chain(signer, certificate, self.counters), self.counters)
+        self._line = Line(config, address, manifest_digest, self._place, self._fence)
+        self._farewell = self._line.farewell
         self._now: Instant = 0.0
         self._story: deque[tuple[Instant, MemberEvent]] = deque(maxlen=STORY_LENGTH)
 
@@ -167,7 +156,7 @@ class MemberMachine:
     @property
     def certificate(self) -> Certificate | None:
         """The newest commit that it can prove."""
-        return self._chain.newest
+        return self._fence.chain.newest
 
     @property
     def story(self) -> Sequence[tuple[Instant, MemberEvent]]:
@@ -181,22 +170,19 @@ class MemberMachine:
         effects = self._place.effects = []
         if self._place.phase is Phase.FINISHED:
             return effects
-        if not self._connected and self._disconnected_since is None:
-            self._disconnected_since = now
+        self._line.begin(now)
         match event:
             case CoordinatorSaid():
                 self._on_message(event.message)
             case Connected():
-                self._on_connected()
+                self._line.up()
             case Disconnected():
-                self._connected = False
-                self._disconnected_since = now
-                self._farewell.limit(now)
+                self._line.down()
             case RoundReady():
                 self._on_round_ready(event)
             case ExchangeDone() | ExchangeFailed():
-                if self._place.attempt.ended(event):
-                    self._say_outstanding()
+                if self._place.round.ended(event):
+                    self._line.say_outstanding()
                 else:
                     self.counters["old_exchange"] += 1
             case CaughtUp() | CatchUpFailed():
@@ -204,14 +190,14 @@ class MemberMachine:
             case Progressed():
                 self._place.progressed(event)
             case LinkMade(ref=ref, cause=None):
-                self._say(Met(peers=(ref,)))
+                self._line.say(Met(peers=(ref,)))
             case LinkMade(ref=ref, cause=cause):
-                self._say(Met(unmet=(Unmet(ref, (cause or "")[:160]),)))
+                self._line.say(Met(unmet=(Unmet(ref, (cause or "")[:160]),)))
             case LeasesWanted():
                 self._on_leases_wanted(event.num_samples)
             case LeaveRequested():
                 if self._farewell.request(event, now):
-                    self._say_outstanding()
+                    self._line.say_outstanding()
             case Tick():
                 self._on_tick()
             case _:
@@ -222,96 +208,39 @@ class MemberMachine:
         """When to feed a `Tick`, if nothing else happens before."""
         if self._place.phase is Phase.FINISHED:
             return None
-        deadlines: list[Instant | None] = [self._place.pursuit.retry_at, self._farewell.by]
-        if self._connected:
-            deadlines.append(self._heartbeat_at)
-            if self._outstanding():
-                deadlines.append(self._resend_at)
-        elif self._disconnected_since is not None:
-            deadlines.append(self._disconnected_since + self.config.coordinator_timeout_s)
+        deadlines = [*self._line.deadlines(), self._place.pursuit.retry_at, self._farewell.by]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
         place = self._place
-        place.attempt.check_invariants()
+        place.round.check_invariants()
         if place.phase is Phase.FINISHED:
             return
         place.check_invariants()
-        assert place.view is None or place.view.epoch == self._epoch, "not in the newest view heard of"
-
-    # -------------------------------------------------------------------------------- connection and time
-
-    def _on_connected(self) -> None:
-        self._connected = True
-        self._disconnected_since = None
-        self._heartbeat_at = self._now + self.config.heartbeat_interval_s
-        if self._farewell.word is None:
-            if self._place.phase is not Phase.JOINING:
-                self._say(self._join())  # "I am still here"
-        elif self._place.view is not None:
-            self._farewell.await_boundary()
-        self._say_outstanding()
+        assert place.view is None or place.view.epoch == self._fence.epoch, "not in the newest view heard of"
 
     def _on_tick(self) -> None:
         if self._farewell.is_overdue(self._now):
             self._finish(self._farewell.end("left without an answer from the coordinator"))
-            return
-        gone_since = self._disconnected_since
-        if gone_since is not None and self._now >= gone_since + self.config.coordinator_timeout_s:
+        elif self._line.is_given_up:
             waited = f"{self.config.coordinator_timeout_s:.0f} s"
-            self._finish(
-                Finish(code=UNREACHABLE_EXIT_CODE, reason=f"the coordinator could not be reached for {waited}")
-            )
-            return
-        self._place.effects += self._place.pursuit.wake(self._now)
-        if not self._connected:
-            return
-        if self._now >= self._heartbeat_at:
-            self._heartbeat_at = self._now + self.config.heartbeat_interval_s
-            if self._place.phase is not Phase.JOINING:  # a stranger's heartbeat would only be answered by Evicted
-                self._say(self._place.heartbeat(self._epoch))
-        if self._now >= self._resend_at:
-            self._say_outstanding()
-
-    def _join(self) -> Join:
-        return Join(
-            epoch=self._epoch,
-            address=self._address,
-            manifest_digest=self._manifest_digest,
-            held=self.held,
-            certificate=self._chain.newest,
-        )
-
-    def _outstanding(self) -> list[PeerMessage]:
-        """What waits for an answer, and is said again until it comes."""
-        place = self._place
-        leave = self._farewell.word
-        if leave is not None and not leave.now:
-            leave = Leave(held=self.held, address=self._address)
-        messages: list[PeerMessage | None] = [place.attempt.report(), place.leases.request, leave]
-        if self._farewell.word is None:
-            is_nobody = place.phase is Phase.JOINING or (place.phase is Phase.LEARNING and self.held is None)
-            if is_nobody or self._is_asked:
-                messages.append(self._join())
-            elif place.phase in (Phase.LEARNING, Phase.EXCUSED) and self.held is not None:
-                messages.append(Synced(held=self.held))
-        return [message for message in messages if message is not None]
-
-    def _say_outstanding(self) -> None:
-        self._resend_at = self._now + self.config.resend_interval_s
-        for message in self._outstanding():
-            self._say(message)
-
-    def _say(self, message: PeerMessage) -> None:
-        if self._connected:
-            self._place.effects.append(SendToCoordinator(message=message))
+            self._finish(Finish(code=UNREACHABLE, reason=f"the coordinator could not be reached for {waited}"))
+        else:
+            self._place.effects += self._place.pursuit.wake(self._now)
+            self._line.tick()
 
     # -------------------------------------------------------------------------------- what the coordinator says
 
-    def _on_message(self, message: CoordinatorMessage) -> None:
-        self._is_asked = isinstance(message, Rebuilding) or (self._is_asked and isinstance(message, Trust))
+    def _on_message(self, said: CoordinatorMessage) -> None:
+        line, fence, newest, epoch = self._line, self._fence, self._fence.chain.newest, self._fence.epoch
+        line.is_asked = isinstance(said, Rebuilding) or (line.is_asked and isinstance(said, Trust))
+        message = fence.admit(said)
+        if fence.chain.newest is not None and fence.chain.newest is not newest:
+            self._place.effects.append(KeepCertificate(certificate=fence.chain.newest))
         match message:
+            case None:
+                pass
             case Welcome():
                 self._on_welcome(message)
             case NewView():
@@ -319,11 +248,15 @@ class MemberMachine:
             case Commit():
                 self._on_commit(message.certificate)
             case Evicted():
-                self._on_evicted(message)
+                self._lose_membership(message.reason)
+                self._join_again()
             case Rebuilding():
                 pass  # the timer repeats the Join
-            case Rebuilt():
+            case Rebuilt() if fence.epoch > epoch:
                 self._on_rebuilt(message)
+            case Rebuilt():  # said again: what this peer holds is newer, and nobody has proved it
+                self._place.pursuit.give_up(after=OuterStep(-1), but=None)
+                line.say_outstanding()
             case Trust():
                 pass  # whose connections are taken is decided elsewhere
             case Refused():
@@ -341,18 +274,7 @@ class MemberMachine:
             case _:
                 assert_never(message)
 
-    def _is_stale(self, epoch: Epoch) -> bool:
-        """The fence for words about membership: older than what is known, or about the view that holds this peer."""
-        view = self._place.view
-        if epoch < self._epoch or (view is not None and epoch == view.epoch):
-            self.counters["old_epoch"] += 1
-            return True
-        return False
-
     def _on_welcome(self, welcome: Welcome) -> None:
-        if self._is_stale(welcome.epoch):
-            return
-        self._epoch = welcome.epoch
         leaves = self._farewell.word is not None
         self._lose_membership("stays until another peer holds the state" if leaves else "welcomed as a learner")
         self._place.phase = Phase.LEARNING
@@ -364,36 +286,20 @@ class MemberMachine:
                 self._farewell.stay(self._now + self.config.coordinator_timeout_s)
 
     def _on_new_view(self, message: NewView) -> None:
-        view, mine = message.view, self._place.view
-        if view.epoch < self._epoch or (
-            mine is not None and (view.epoch, view.outer_step) <= (mine.epoch, mine.outer_step)
-        ):
-            self.counters["old_epoch"] += 1
-            return
         if self.me in message.excused:
-            self._on_excused(message)
-            return
-        if not view.holds(self.me):
-            self._on_evicted(Evicted(epoch=view.epoch, reason="not in the new view"))
-            return
-        self._epoch = view.epoch
-        self._farewell.await_boundary()
-        self._place.enter(message)
-
-    def _on_excused(self, message: NewView) -> None:
-        self._epoch = message.view.epoch
-        self._place.excuse(message.view, message.contributed)
-        self._farewell.limit(self._now)
+            self._place.excuse(message.view, message.contributed)
+            self._farewell.limit(self._now)
+        else:
+            self._farewell.await_boundary()
+            self._place.enter(message)
 
     def _on_commit(self, certificate: Certificate) -> None:
-        if not self._believes(certificate):
-            return
         place, made = self._place, certificate.made
-        if certificate.key == place.attempt.staged_key and place.install_if_staged(made, certificate):
+        if certificate.key == place.round.staged_key and place.install_if_staged(made, certificate):
             if certificate.final:
                 self._bid_farewell()
             return
-        if place.attempt.key == certificate.key:
+        if place.round.key == certificate.key:
             place.overrule(made)
         if certificate.final:
             self._bid_farewell()  # also if it was made without this peer, in a view that it has not heard of
@@ -403,68 +309,28 @@ class MemberMachine:
 
     def _aim(self, target: Held, donors: Sequence[Member] | None = None) -> None:
         if self._place.aim(target, donors):
-            self._say_outstanding()
-
-    def _believes(self, certificate: Certificate) -> bool:
-        """Whether the commit continues the chain of the run as this peer knows it. If it does, it is kept."""
-        place, aside = self._place, self._place.attempt.laid_aside
-        known = [place.held, place.pursuit.target, place.view_state, None if aside is None else aside[1]]
-        if certificate.key.epoch < self._epoch and certificate.made not in known:
-            # A coordinator with an old journal may know commits of its own.
-            self.counters["old_epoch"] += 1
-            return False
-        before = self._chain.newest
-        if not self._chain.take(certificate):
-            return False
-        if certificate != before:
-            self._place.effects.append(KeepCertificate(certificate=certificate))
-        return True
-
-    def _on_evicted(self, evicted: Evicted) -> None:
-        if self._is_stale(evicted.epoch):
-            return
-        if self._place.phase is Phase.JOINING and evicted.epoch == self._epoch:
-            return  # it is being answered already; the timer repeats the Join
-        self._epoch = evicted.epoch
-        self._lose_membership(evicted.reason)
-        self._place.phase = Phase.JOINING
-        self._say_outstanding()
+            self._line.say_outstanding()
 
     def _on_rebuilt(self, rebuilt: Rebuilt) -> None:
         """All that was told since this certificate is void."""
-        certificate = rebuilt.certificate
-        if rebuilt.epoch == self._epoch and self._holds_what_nobody_proved(rebuilt.committed):
-            self._place.pursuit.give_up(after=OuterStep(-1), but=None)
-            self._say_outstanding()
-            return
-        if rebuilt.epoch <= self._epoch:
-            self.counters["old_epoch"] += 1
-            return
-        if certificate is not None and not self._chain.is_genuine(certificate):
-            return
-        place = self._place
+        place, chain, certificate = self._place, self._fence.chain, rebuilt.certificate
         # This commit may be staged here, and nowhere else.
         if certificate is not None and place.install_if_staged(certificate.made, certificate) and certificate.final:
             self._bid_farewell()
         place.drop_staged()
         if certificate is not None:
             place.pursuit.give_up(after=certificate.made.outer_step, but=rebuilt.committed)
-        elif self._chain.newest is not None:
+        elif chain.newest is not None:
             place.pursuit.give_up(after=OuterStep(-1), but=rebuilt.committed)
-        if certificate is not None and certificate != self._chain.newest:
+        if certificate is not None and certificate != chain.newest:
             place.effects.append(KeepCertificate(certificate=certificate))
-        self._chain.go_back_to(certificate)
-        self._epoch = rebuilt.epoch
+        chain.go_back_to(certificate)
         self._lose_membership(went_back(rebuilt))
-        place.phase = Phase.JOINING
-        self._say_outstanding()
+        self._join_again()
 
-    def _holds_what_nobody_proved(self, committed: Held | None) -> bool:
-        """Whether the state that we hold is newer than the rebuilt run's and we have no certificate of it either."""
-        held, newest = self._place.pursuit.held, self._chain.newest
-        if held is None or committed is None or held.outer_step <= committed.outer_step:
-            return False
-        return newest is None or newest.made != held
+    def _join_again(self) -> None:
+        self._place.phase = Phase.JOINING
+        self._line.say_outstanding()
 
     def _on_lease_grant(self, grant: LeaseGrant) -> None:
         ranges = self._place.leases.take(grant)
@@ -481,23 +347,23 @@ class MemberMachine:
         # The run's last step may have been made without it.
         if not self._farewell.is_final and self._place.take_payload(payload):
             # The others' grace for the late begins when the quorum has handed in.
-            self._say(self._place.heartbeat(self._epoch))
+            self._line.beat()
 
     def _on_catch_up(self, event: CaughtUp | CatchUpFailed) -> None:
         place = self._place
         place.catch_up_ended(event, self._now)
         if place.view is None:
             if place.phase in (Phase.LEARNING, Phase.EXCUSED):
-                self._say_outstanding()
+                self._line.say_outstanding()
             place.go_on()
 
     def _on_leases_wanted(self, num_samples: int) -> None:
         if not self._place.is_standing:
             self.counters["leases_wanted_by_learner"] += 1
             return
-        request = self._place.leases.want(num_samples, self._epoch)
+        request = self._place.leases.want(num_samples, self._fence.epoch)
         if request is not None:
-            self._say(request)
+            self._line.say(request)
 
     # -------------------------------------------------------------------------------- leaving
 
@@ -507,7 +373,7 @@ class MemberMachine:
 
     def _bid_farewell(self) -> None:
         if self._farewell.bid(self._now):
-            self._say_outstanding()
+            self._line.say_outstanding()
 
     def _finish(self, finish: Finish) -> None:
         self._place.end()

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from isthmus.collective.core.types import Epoch, Instant, Member, OuterStep, PeerRef, View
-from isthmus.elastic.core.attempt import Attempt
 from isthmus.elastic.core.certificate import Certificate
 from isthmus.elastic.core.events import (
     BecomeActive,
@@ -30,6 +29,7 @@ from isthmus.elastic.core.events import (
     RoundReady,
 )
 from isthmus.elastic.core.lease_desk import LeaseDesk
+from isthmus.elastic.core.local_round import LocalRound
 from isthmus.elastic.core.messages import Heartbeat, Held, NewView
 from isthmus.elastic.core.pursuit import Pursuit
 
@@ -72,7 +72,7 @@ class Place:
         self.is_standing = False
         """Whether what this peer has done since the last commit counts: as an active member, or excused."""
         self.pursuit = Pursuit(me.peer_id, held, catch_up_retry_s)
-        self.attempt = Attempt(me, sign)
+        self.round = LocalRound(me, sign)
         self.leases = LeaseDesk()
         self._counters = counters
         self._progress = 0
@@ -93,7 +93,7 @@ class Place:
     def heartbeat(self, epoch: Epoch) -> Heartbeat:
         """How far it is."""
         held = self.held
-        is_ready = self.attempt.payload is not None
+        is_ready = self.round.payload is not None
         # Who catches up is never blocked: the others must not wait for it without end.
         at_rest = self.phase in (Phase.ACTIVE, Phase.EXCUSED) and self.pursuit.is_at_rest
         return Heartbeat(
@@ -107,7 +107,7 @@ class Place:
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
-        view, attempt, held = self.view, self.attempt, self.held
+        view, own, held = self.view, self.round, self.held
         assert (view is not None) == (self.phase in (Phase.SYNCING, Phase.ACTIVE)), "the phase contradicts the view"
         if view is not None:
             assert view.holds(self.me), "in a view without being its member"
@@ -115,14 +115,14 @@ class Place:
             assert held == self.view_state, "active from another state"
             assert not self.pursuit.busy, "active while it catches up"
         assert self.is_standing or self.phase not in (Phase.ACTIVE, Phase.EXCUSED), "active, and for nothing"
-        if attempt.payload is not None:
+        if own.payload is not None:
             assert self.is_standing, "a payload outside of a membership"
             assert held is not None, "a payload from nowhere"
-            assert attempt.payload.outer_step == held.outer_step, "a payload of another step"
-        if attempt.key is not None:
+            assert own.payload.outer_step == held.outer_step, "a payload of another step"
+        if own.key is not None:
             assert view is not None, "an exchange without a view"
-            assert attempt.key.epoch == view.epoch, "an exchange of another view"
-        if attempt.laid_aside is not None:
+            assert own.key.epoch == view.epoch, "an exchange of another view"
+        if own.laid_aside is not None:
             assert view is None, "a member keeps what an older membership has staged"
             assert not self.pursuit.busy, "a state is fetched over what is staged"
 
@@ -134,7 +134,7 @@ class Place:
         self._weights = (view, said.weights) if said.weights else None
         self._learn_from(view, said.contributed)
         if mine is None or view.epoch > mine.epoch:
-            self.effects += [*self.attempt.abort(), *self.attempt.drop_aside()]
+            self.effects += [*self.round.abort(), *self.round.drop_aside()]
             self.effects.append(InstallView(view=view, survey_from=said.survey_from))
         self.view = view
         self._take_part()
@@ -142,7 +142,7 @@ class Place:
     def excuse(self, view: View, contributed: Held | None) -> None:
         """The round goes on without this peer. Said again, it tells of the newest state."""
         self._learn_from(view, contributed)
-        self.effects += self.attempt.abort()
+        self.effects += self.round.abort()
         self.view = None
         if not self.is_standing:
             self.phase = Phase.LEARNING  # a coordinator that restarted knows no better: there is nothing to keep
@@ -186,7 +186,7 @@ class Place:
 
     def _start(self, view: View) -> Sequence[MemberEffect]:
         weights = self._weights[1] if self._weights is not None and self._weights[0] == view else ()
-        return self.attempt.start(view, weights)
+        return self.round.start(view, weights)
 
     def aim(self, target: Held, donors: Sequence[Member] | None = None) -> bool:
         """As no member, to this committed state. It may have been laid aside here, and perhaps nowhere else.
@@ -197,7 +197,7 @@ class Place:
         held = self.held
         is_here = self.install_if_staged(target)
         if not is_here and held is not None and target != held and target.outer_step >= held.outer_step:
-            self.effects += self.attempt.drop_aside()
+            self.effects += self.round.drop_aside()
         self.effects += self.pursuit.aim(target, donors)
         return is_here
 
@@ -205,7 +205,7 @@ class Place:
         """If this very state is staged, it becomes the held one. Without a certificate it was learnt from a view."""
         final = certificate is not None and certificate.final
         position = certificate.position if certificate is not None else None
-        key = self.attempt.take_staged(made)
+        key = self.round.take_staged(made)
         if key is None:
             return False
         self.effects.append(InstallStaged(key=key, held=made, final=final, position=position))
@@ -235,10 +235,10 @@ class Place:
         """The trainer hands in. False if that is of no use to anybody."""
         if not self.is_standing or self.held is None:
             self._counters["payload_of_no_member"] += 1
-        elif payload.outer_step != self.held.outer_step or self.attempt.payload is not None:
+        elif payload.outer_step != self.held.outer_step or self.round.payload is not None:
             self._counters["payload_of_another_step"] += 1
         else:
-            self.attempt.payload = payload
+            self.round.payload = payload
             if self.view is not None and self.phase is Phase.ACTIVE:
                 self.effects += self._start(self.view)
             return True
@@ -272,9 +272,9 @@ class Place:
 
     def _carry_over(self) -> None:
         """The state moved on without the payload."""
-        payload, held = self.attempt.payload, self.held
+        payload, held = self.round.payload, self.held
         if payload is not None and held is not None and payload.outer_step != held.outer_step:
-            self.effects += self.attempt.forget()
+            self.effects += self.round.forget()
             self.effects.append(CarryOver(outer_step=payload.outer_step, held=held))
 
     # -------------------------------------------------------------------------------- membership ends
@@ -283,17 +283,17 @@ class Place:
         """It is no member any more, and not excused either. What it has staged is laid aside."""
         if self.view is not None or self.is_standing:
             if self.phase is Phase.ACTIVE:
-                self.attempt.lay_aside()
+                self.round.lay_aside()
             self._stop_training(reason)
             self.view = None
 
     def drop_staged(self) -> None:
         """What is staged is no part of the run, and neither is the payload."""
-        self.effects += [*self.attempt.forget(), *self.attempt.drop_aside()]
+        self.effects += [*self.round.forget(), *self.round.drop_aside()]
 
     def end(self) -> None:
         """Its part is over."""
-        self.effects += [*self.attempt.abort(), *self.attempt.drop_aside()]
+        self.effects += [*self.round.abort(), *self.round.drop_aside()]
         self.phase = Phase.FINISHED
 
     def _overruled_at(self, step: OuterStep) -> None:
@@ -301,7 +301,7 @@ class Place:
 
     def _stop_training(self, reason: str) -> None:
         self.is_standing = False
-        self.effects += self.attempt.forget()
+        self.effects += self.round.forget()
         self.leases.forget()
         self._waits = False  # or it would count as waiting when it is back (scenarios/hangs_with_an_old_word.toml)
         self.effects.append(BecomeLearner(reason=reason))

@@ -19,30 +19,19 @@ What a lost disk can cost beyond that: a commit that nobody who testifies has he
 a vote is no commit. If somebody who has heard of it comes later, it is told that this commit is no part of the run.
 """
 
+from collections import deque
 from dataclasses import dataclass
-from typing import assert_never
 
-from isthmus.collective.core.types import Epoch, Instant, PeerId, PeerRef
-from isthmus.elastic.core.admission import QUORUM_EXIT_CODE
+from isthmus.collective.core.types import Epoch, Instant, OuterStep, PeerId, PeerRef
 from isthmus.elastic.core.certificate import Certificate
-from isthmus.elastic.core.config import RebuildRule
-from isthmus.elastic.core.messages import (
-    Goodbye,
-    Heartbeat,
-    Held,
-    Join,
-    LeaseRequest,
-    Leave,
-    Met,
-    PeerMessage,
-    Rebuilding,
-    Refused,
-    RoundFailed,
-    Synced,
-    Vote,
-)
+from isthmus.elastic.core.config import CoordinatorConfig, RebuildRule
+from isthmus.elastic.core.events import Expose, Resign
+from isthmus.elastic.core.exit_codes import NO_STATE, REFUSED
+from isthmus.elastic.core.messages import Goodbye, Held, Join, Leave, PeerMessage, Rebuilding, Refused
+from isthmus.elastic.core.news import News
 from isthmus.elastic.core.records import RebuildRecord
-from isthmus.elastic.core.roster import REFUSED_EXIT_CODE, Roster
+from isthmus.elastic.core.rendezvous import Rendezvous
+from isthmus.elastic.core.turn import Turn
 
 EPOCHS_A_REBUILD = 1 << 20
 """How far a rebuilt run's epochs begin behind the newest one that anybody has heard of. The lost journal may have known
@@ -64,8 +53,10 @@ class _Answer:
 class Rebuild:
     """Collects Joins until they prove enough. Nobody has a session meanwhile."""
 
-    def __init__(self, roster: Roster, rule: RebuildRule) -> None:
-        self._roster = roster
+    def __init__(
+        self, config: CoordinatorConfig, turn: Turn, news: News, rendezvous: Rendezvous, rule: RebuildRule
+    ) -> None:
+        self._config, self._turn, self._news, self._rendezvous = config, turn, news, rendezvous
         self._rule = rule
         self._answers: dict[PeerId, _Answer] = {}
         self._highest_epoch = Epoch(0)
@@ -88,48 +79,41 @@ class Rebuild:
             self._note_epoch(message)
         known = self._answers.get(sender.peer_id)
         if known is not None and sender.incarnation < known.ref.incarnation:
-            self._roster.counters["older_incarnation"] += 1
+            self._turn.counters["older_incarnation"] += 1
             return
-        match message:
-            case Join():
-                if not self._take(sender, message):
-                    return
-            case Leave():
-                self._answers.pop(sender.peer_id, None)
-                self._look()
-                self._roster.send(sender, Goodbye(outer_step=self._roster.state.outer_step))
-                return
-            case Heartbeat() | Synced() | Vote() | RoundFailed() | LeaseRequest() | Met():
-                pass
-            case _:
-                assert_never(message)
+        if isinstance(message, Leave):
+            self._answers.pop(sender.peer_id, None)
+            self._look()
+            self._turn.send(sender, Goodbye(outer_step=OuterStep(0)))
+            return
+        if isinstance(message, Join) and not self._take(sender, message):
+            return
         named = self._named()
-        self._roster.send(sender, Rebuilding(testified=len(self._witnesses(named)), needed=len(named) // 2 + 1))
+        self._turn.send(sender, Rebuilding(testified=len(self._witnesses(named)), needed=len(named) // 2 + 1))
 
     def _note_epoch(self, join: Join) -> None:
-        if join.manifest_digest == self._roster.config.manifest_digest and join.epoch <= _MAX_EPOCH:
+        if join.manifest_digest == self._config.manifest_digest and join.epoch <= _MAX_EPOCH:
             self._highest_epoch = max(self._highest_epoch, join.epoch)
 
     def _take(self, sender: PeerRef, join: Join) -> bool:
         """Note an answer. False if it is none and the peer was told."""
-        roster = self._roster
         reason = None
-        if join.manifest_digest != roster.config.manifest_digest:
+        if join.manifest_digest != self._config.manifest_digest:
             reason = "your run manifest differs from the run's"
-        elif sender.peer_id not in self._answers and len(self._answers) >= roster.config.max_peers:
-            reason = f"the run is full: {roster.config.max_peers} peers"
+        elif sender.peer_id not in self._answers and len(self._answers) >= self._config.max_peers:
+            reason = f"the run is full: {self._config.max_peers} peers"
         elif join.epoch > _MAX_EPOCH:
             reason = f"you have seen epoch {join.epoch}, which no run reaches"
         if reason is not None:
-            roster.send(sender, Refused(code=REFUSED_EXIT_CODE, reason=reason))
+            self._turn.send(sender, Refused(code=REFUSED, reason=reason))
             return False
         certificate = join.certificate
         if certificate is not None and not self.is_genuine(certificate):
-            roster.counters["forged_certificate"] += 1
+            self._turn.counters["forged_certificate"] += 1
             certificate = None
         self._answers[sender.peer_id] = _Answer(ref=sender, held=join.held, certificate=certificate)
         if self._waiting_since is None:
-            self._waiting_since = roster.now
+            self._waiting_since = self._turn.now
         self._look()
         return True
 
@@ -142,13 +126,13 @@ class Rebuild:
 
     def is_genuine(self, certificate: Certificate) -> bool:
         """Whether it is one of this run, unchanged."""
-        return certificate.key.epoch <= _MAX_EPOCH and certificate.check(self._roster.config.sealer)
+        return certificate.key.epoch <= _MAX_EPOCH and certificate.check(self._config.sealer)
 
     # -------------------------------------------------------------------------------- decision
 
     def settled(self) -> bool:
         """Decide, if what has been said is enough. True when the journal has begun anew and everybody is told."""
-        now, config = self._roster.now, self._roster.config
+        now, config = self._turn.now, self._config
         named = self._named()
         witnesses = self._witnesses(named)
         is_majority = 2 * len(witnesses) > len(named)
@@ -170,8 +154,7 @@ class Rebuild:
 
     def deadlines(self) -> list[Instant]:
         """When to look again."""
-        config = self._roster.config
-        result = []
+        config, result = self._config, list[Instant]()
         if self._enough_since is not None:
             result.append(self._enough_since + config.rebuild_grace_s)
         if self._waiting_since is not None:
@@ -185,21 +168,20 @@ class Rebuild:
         return [item for item in self._answers.values() if item.certificate is not None and item.ref.peer_id in named]
 
     def _begin(self, witnesses: list[_Answer], *, insisted: bool) -> None:
-        roster, newest = self._roster, self._newest
+        newest = self._newest
         certified = [item.certificate.key.epoch for item in self._answers.values() if item.certificate is not None]
         record = RebuildRecord(
-            epoch=Epoch(max((self._highest_epoch, *certified)) + EPOCHS_A_REBUILD + roster.config.rebuild_salt),
+            epoch=Epoch(max((self._highest_epoch, *certified)) + EPOCHS_A_REBUILD + self._config.rebuild_salt),
             certificate=newest,
             testified=tuple(item.ref for item in witnesses),
             insisted=insisted,
         )
-        roster.persist(record)
+        self._turn.persist(record)
         holders = [item for item in self._answers.values() if newest is not None and item.held == newest.made]
         # A witness that does not hold the newest state yet may have it staged.
-        roster.awaited = {item.ref.peer_id for item in (*witnesses, *holders)}
-        roster.awaited_until = roster.now + roster.config.rebuild_grace_s
+        self._rendezvous.call([item.ref.peer_id for item in (*witnesses, *holders)], self._turn.now)
         for item in self._answers.values():
-            roster.tell_rebuilt(item.ref)
+            self._news.tell_rebuilt(item.ref)
 
     def _send_home(self, num_witnesses: int, num_named: int) -> None:
         """Too few for too long: say so."""
@@ -208,6 +190,56 @@ class Rebuild:
             brought = "nobody has brought a certificate of a commit"
         reason = f"the coordinator's journal is lost, and {brought}: start the others, or let its operator insist"
         for item in self._answers.values():
-            self._roster.send(item.ref, Refused(code=QUORUM_EXIT_CODE, reason=reason))
+            self._turn.send(item.ref, Refused(code=NO_STATE, reason=reason))
         self._answers.clear()
         self._newest = self._enough_since = self._waiting_since = None
+
+
+class Proofs:
+    """What the certificates that peers bring prove of this journal: that it was lost, or that it is an old copy.
+
+    Holds who was named as a liar.
+    """
+
+    def __init__(self, config: CoordinatorConfig, turn: Turn) -> None:
+        self._config, self._state, self._turn = config, turn.state, turn
+        self._exposed: deque[PeerRef] = deque(maxlen=config.max_peers)
+
+    def is_lost(self, join: Join) -> bool:
+        """A run that has a certificate has begun. So an empty journal is not a new run's: nobody may found it again."""
+        state, certificate = self._state, join.certificate
+        if state.committed is not None or state.rebuilt is not None or certificate is None:
+            return False
+        return join.manifest_digest == self._config.manifest_digest and certificate.check(self._config.sealer)
+
+    def resigns(self, sender: PeerRef, join: Join) -> bool:
+        """Whether the sender brings a commit that this journal does not hold, told by whoever has the real one.
+
+        Then this coordinator goes. The members refuse the words of an old journal: they would wait at its coordinator
+        for ever, and it for them.
+        """
+        state, certificate = self._state, join.certificate
+        if certificate is None or join.manifest_digest != self._config.manifest_digest:
+            return False
+        if state.rebuilt is not None and certificate.key.epoch < state.rebuilt.epoch:
+            return False  # of the lost journal, and given up
+        if state.certificate is not None and certificate.order <= state.certificate.order:
+            return False
+        step = certificate.made.outer_step
+        if not certificate.check(self._config.sealer):
+            self._expose(sender, f"brings a certificate of outer step {step} that nobody has made")
+            return False
+        reason = (
+            f"{sender.peer_id} proves outer step {step} of epoch {certificate.key.epoch}, this journal ends at "
+            f"{state.outer_step} of epoch {state.epoch}: it is an old copy"
+        )
+        self._turn.order(Resign(reason=reason))
+        return True
+
+    def _expose(self, ref: PeerRef, cause: str) -> None:
+        """Name a liar, each start of a peer once: it may say the same again every second."""
+        self._turn.counters["forged_certificate"] += 1
+        if ref not in self._exposed:
+            self._exposed.append(ref)
+            expose = Expose(ref=ref, outer_step=self._state.outer_step, cause=f"{ref.peer_id} {cause}")
+            self._turn.order(expose)

@@ -69,7 +69,7 @@ class ViewRecord(_Record, frozen=True, kw_only=True):
     struck: tuple[PeerRef, ...] = ()
 
 
-class Contribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CommittedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one member put into a committed round. `agreed` says that it voted for what was committed, and holds it.
 
     `signature` is that of its ballot, if it agreed.
@@ -93,7 +93,7 @@ class CommitRecord(_Record, frozen=True, kw_only=True):
     outer_step: OuterStep
     previous: Digest
     digest: Digest
-    contributions: tuple[Contribution, ...]
+    contributions: tuple[CommittedPart, ...]
     final: bool
     disputed: tuple[PeerRef, ...] = ()
 

@@ -17,42 +17,60 @@ The price of the second and third rule: whoever held the newest commit and comes
 from collections.abc import Sequence
 
 from isthmus.collective.core.types import Epoch, Instant, PeerId, PeerRef
-from isthmus.elastic.core.admission import QUORUM_EXIT_CODE
 from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.config import CoordinatorConfig
+from isthmus.elastic.core.exit_codes import NO_STATE
+from isthmus.elastic.core.holders import Holders
 from isthmus.elastic.core.messages import Refused
+from isthmus.elastic.core.news import News
+from isthmus.elastic.core.open_round import OpenRound
 from isthmus.elastic.core.past import Past
 from isthmus.elastic.core.records import RollbackRecord
+from isthmus.elastic.core.rendezvous import Rendezvous
 from isthmus.elastic.core.roster import Roster
 from isthmus.elastic.core.sessions import Session
+from isthmus.elastic.core.turn import Turn
+from isthmus.elastic.core.views import Views
 
 
 class Rollback:
     """Decides when the run goes back. Holds only since when nobody holds the state."""
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        turn: Turn,
+        roster: Roster,
+        news: News,
+        views: Views,
+        *,
+        holders: Holders,
+        open_round: OpenRound,
+        rendezvous: Rendezvous,
+    ) -> None:
+        self._config, self._state, self._turn, self._roster = config, turn.state, turn, roster
+        self._news, self._views, self._holders = news, views, holders
+        self._round, self._rendezvous = open_round, rendezvous
         self._orphaned_since: Instant | None = None
         self._complete_since: Instant | None = None  # all who could bring the state are here, and do not
 
     def settle(self) -> None:
         """Go back, or send everybody home, if it is time."""
-        roster, state = self._roster, self._roster.state
-        learners = [session for session in roster.sessions.values() if session.synced is not None]
+        state, now, learners = self._state, self._turn.now, self._learners()
         holders = [item.ref for item in learners if item.synced == state.committed]
         for ref in holders:
-            roster.bears(ref)
-        is_held = bool(state.view.members or holders)
-        if state.committed is None or is_held or not roster.sessions:
+            self._holders.note(ref)
+        if state.committed is None or state.view.members or holders or not self._roster.sessions:
             self._orphaned_since = self._complete_since = None
             return
         if self._orphaned_since is None:
-            self._orphaned_since = roster.now
+            self._orphaned_since = now
         if self._num_missing():
             self._complete_since = None
         elif self._complete_since is None:
-            self._complete_since = roster.now
+            self._complete_since = now
         at = self._newest_of(learners)
-        if roster.now < self._due_at(is_possible=at is not None):
+        if now < self._due_at(is_possible=at is not None):
             return
         self._orphaned_since = self._complete_since = None
         if at is not None:
@@ -64,8 +82,7 @@ class Rollback:
         """When to look again."""
         if self._orphaned_since is None:
             return []
-        learners = [session for session in self._roster.sessions.values() if session.synced is not None]
-        return [self._due_at(is_possible=self._newest_of(learners) is not None)]
+        return [self._due_at(is_possible=self._newest_of(self._learners()) is not None)]
 
     def forgive(self, now: Instant) -> None:
         """The coordinator itself did not run: nobody could bring the state meanwhile.
@@ -77,15 +94,18 @@ class Rollback:
         if self._complete_since is not None:
             self._complete_since = now
 
+    def _learners(self) -> list[Session]:
+        return [session for session in self._roster.sessions.values() if session.synced is not None]
+
     def _due_at(self, *, is_possible: bool) -> Instant:
         assert self._orphaned_since is not None, "somebody holds the state"
-        config = self._roster.config
+        config = self._config
         due_at = self._orphaned_since + config.orphan_timeout_s
         if not is_possible:
             return due_at
         if self._complete_since is not None:
             return min(due_at, self._complete_since + config.rebuild_grace_s)
-        certificate = self._roster.state.certificate
+        certificate = self._state.certificate
         num_named = 0 if certificate is None else len(certificate.contributors) + len(self._others(certificate))
         if 2 * self._num_missing() <= num_named:
             due_at = min(due_at, self._orphaned_since + config.recover_s)
@@ -93,7 +113,7 @@ class Rollback:
 
     def _num_missing(self) -> int:
         """Members of the newest commit that have not come back in a newer start: what they staged may live."""
-        certificate = self._roster.state.certificate
+        certificate = self._state.certificate
         if certificate is None:
             return 0
         named = [self._is_back(item.peer_id, item.incarnation) for item in certificate.contributors]
@@ -102,7 +122,7 @@ class Rollback:
     def _others(self, certificate: Certificate) -> list[PeerRef]:
         """Peers that were seen to hold the committed state, beside the members of its commit."""
         members = {item.peer_id for item in certificate.contributors}
-        return [ref for ref in self._roster.bearers() if ref.peer_id not in members]
+        return [ref for ref in self._holders.seen() if ref.peer_id not in members]
 
     def _is_here(self, ref: PeerRef) -> bool:
         """Whether this peer is back. Asked only where nobody who is back holds the state."""
@@ -115,37 +135,32 @@ class Rollback:
 
     def _newest_of(self, learners: Sequence[Session]) -> Past | None:
         """The newest commit of this journal that one of these holds."""
-        found = [self._roster.state.past(item.synced) for item in learners if item.synced and not item.disconnected]
+        found = [self._state.past(item.synced) for item in learners if item.synced and not item.disconnected]
         return max((at for at in found if at is not None), key=lambda at: at.held.outer_step, default=None)
 
     def _go_back(self, at: Past, learners: Sequence[Session]) -> None:
-        roster, state = self._roster, self._roster.state
+        state, now = self._state, self._turn.now
         holders = tuple(session.ref for session in learners if session.synced == at.held)
         # Under the seal: the journal is read back by rules that know no other certificate, and peers believe no other.
-        known = None if at.certificate is None else roster.sealed(at.certificate)
+        known = None if at.certificate is None else self._news.sealed(at.certificate)
         record = RollbackRecord(
             epoch=Epoch(state.epoch + 1), certificate=known, given_up=state.outer_step, holders=holders
         )
-        roster.persist(record)
+        self._turn.persist(record)
         for ref in holders:
-            roster.bears(ref)
-        roster.rounds.begin(roster.now)
-        roster.grace.interrupted(roster.now)
-        roster.counters["rolled_back"] += 1
-        # Whoever came first would go on alone.
-        roster.awaited = {ref.peer_id for ref in holders}
-        roster.awaited_until = roster.now + roster.config.rebuild_grace_s
-        for session in list(roster.sessions.values()):
-            roster.tell_rebuilt(session.ref)
-            roster.close(session)
+            self._holders.note(ref)
+        self._round.begin(now, is_cut_short=True)
+        self._turn.counters["rolled_back"] += 1
+        self._rendezvous.call([ref.peer_id for ref in holders], now)
+        for session in list(self._roster.sessions.values()):
+            self._news.tell_rebuilt(session.ref)
+            self._roster.close(session)
 
     def _send_home(self) -> None:
-        roster = self._roster
-        step = roster.state.outer_step
-        reason = f"nobody who holds outer step {step} came back: found the run anew from a checkpoint"
-        refused = Refused(code=QUORUM_EXIT_CODE, reason=reason)
-        if roster.state.excused:
-            roster.change_view(out=dict.fromkeys(roster.state.excused, refused), cause=reason)
-        for session in list(roster.sessions.values()):
-            roster.send(session.ref, refused)
-            roster.close(session)
+        reason = f"nobody who holds outer step {self._state.outer_step} came back: found the run anew from a checkpoint"
+        refused = Refused(code=NO_STATE, reason=reason)
+        if self._state.excused:
+            self._views.change(out=dict.fromkeys(self._state.excused, refused), cause=reason)
+        for session in list(self._roster.sessions.values()):
+            self._turn.send(session.ref, refused)
+            self._roster.close(session)

@@ -4,7 +4,7 @@
 Every vote says with which weight its sender counted each member's part, how large that part's numbers were where the
 sender added them up, and marks the sums that it was given. A member that tells others different weights, gives them
 different sums, or sends numbers far out of the others' range, is seen by those others. But a vote may lie too. So what
-one member says of another counts against both of them, as with broken links (rounds.py), and one voice alone proves
+one member says of another counts against both of them, as with broken links (failures.py), and one voice alone proves
 nothing:
 
 * Whoever is at odds with two others has lied. Two honest members are never at odds, so with one liar only it can be.

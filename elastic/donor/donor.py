@@ -5,24 +5,27 @@ Rules: the members never wait for a learner. A snapshot is pinned, not copied, a
 was committed; a learner that stops reading only fills its own connection's buffers and is cut off at its deadline.
 A pin is always released, however the connection ends. At most
 `max_connections` are answered at once; others are told so.
-Exchanges come first: while their bytes move here, or use up the cap on the upload, chunks of a snapshot wait. After
-`TURN_S` a piece goes all the same, so that a learner can tell a busy donor from a dead one. Commits wait for no
-exchange: whoever asks for one may be the very member that it waits for. A text may take hours, so those who read one
-leave half of the connections to learners; its bytes come from the disk, so a thread reads them. What the bytes mean is
-not known here.
+Exchanges come first: while their bytes move here, or use up the cap on the upload, chunks of a snapshot wait. Where
+exchanges never pause (streaming, small models), all learners together still get a tenth of the time: a piece waits
+nine times as long as the one before it took, and `TURN_S` at most, so that a learner can tell a busy donor from a
+dead one. Commits wait for no exchange: whoever asks for one may be the very member that it waits for. A text may take
+hours, so those who read one leave half of the connections to learners. What comes from the disk, texts and stored
+results, is read by a thread, in bounded pieces. What the bytes mean is not known here.
 """
 
 import asyncio
+import contextlib
+import logging
 import math
 from collections.abc import Callable
 
 from isthmus.collective.core.bucket import TokenBucket
 from isthmus.collective.core.types import Instant, OuterStep, PeerId
-from isthmus.collective.errors import RemoteProtocolError
+from isthmus.collective.errors import ConnectionLost, RemoteProtocolError
 from isthmus.collective.transport import Channel
 from isthmus.collective.transport.wire import FrameType
-from isthmus.elastic.donor.commit_log import CommitLog
-from isthmus.elastic.state.replica import Pinned, PrivateState, Replica, SharedText
+from isthmus.elastic.donor.commit_log import CommitLog, StoredResult
+from isthmus.elastic.state.replica import CommitEntry, Pinned, PrivateState, Replica, SharedText
 from isthmus.elastic.state.wire import (
     MAX_STOCK,
     PIECE_NBYTES,
@@ -43,12 +46,19 @@ from isthmus.elastic.state.wire import (
 )
 from isthmus.elastic.wire import decode, encode
 
+_log = logging.getLogger(__name__)
+
 TURN_S = 2.0
-"""What a piece may wait for exchanges. Far less than a learner's patience."""
+"""What a piece waits for exchanges at most. Far less than a learner's patience."""
+
+WAITS_PER_PIECE = 9
+"""A piece waits for exchanges so many times as long as the piece before it was under way."""
 
 _LOOK_S = 0.01
 _QUIET_S = 0.05
 """An exchange that has moved nothing for so long is over, or waits for somebody."""
+_READ_NBYTES = 4 * PIECE_NBYTES
+"""Of a stored result in memory at once."""
 
 
 class Donor:
@@ -110,17 +120,26 @@ class Donor:
             session.release()
             channel.close()
 
-    async def room_for(self, nbytes: int, *, is_urgent: bool = False) -> None:
-        """Wait until so many bytes may go; under a cap, one learner after the other."""
+    async def room_for(self, nbytes: int, *, is_urgent: bool = False, piece_s: float = math.inf) -> None:
+        """Wait until so many bytes may go; under a cap, one learner after the other.
+
+        Args:
+            nbytes: of this piece.
+            is_urgent: it waits for no exchange.
+            piece_s: how long the learner's last piece was under way.
+        """
         cap, clock = self._upload, asyncio.get_running_loop().time
         since = clock()
-        while not is_urgent and self._is_exchanging(clock()) and clock() - since < TURN_S:  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_S)
+        if cap is not None:
+            piece_s = max(piece_s, nbytes / cap.rate)
+        patience_s = min(TURN_S, WAITS_PER_PIECE * piece_s * max(1, self.num_connections))
+        while not is_urgent and self._is_exchanging(clock()) and clock() - since < patience_s:  # noqa: ASYNC110
+            await asyncio.sleep(min(_LOOK_S, patience_s))
         if cap is None:
             return
         async with self._turn:
             # Once its turn is up it needs no room any more, only that the piece before is paid for.
-            while delay_s := cap.delay_s(clock(), nbytes if clock() - since < TURN_S else 0):  # noqa: ASYNC110
+            while delay_s := cap.delay_s(clock(), nbytes if clock() - since < patience_s else 0):  # noqa: ASYNC110
                 await asyncio.sleep(min(delay_s, TURN_S))
             cap.take(clock(), nbytes)
 
@@ -180,6 +199,7 @@ class _Session:
         self.snapshot_nbytes = 0
         self.reads_text = False
         """Whether chunks are those of the text."""
+        self._piece_s = 0.0
         self._pinned: Pinned | None = None
         self._chunks: ChunkMap | None = None
 
@@ -262,20 +282,49 @@ class _Session:
             await self._send_pieces(index, await asyncio.to_thread(text.read, *place))
 
     async def _send_commit(self, outer_step: OuterStep) -> None:
-        entry = self._donor._commit_log.get(outer_step)
-        if entry is None:
-            span = self._donor._commit_log.span
-            await self._refuse(f"commits {span.start} to {span.stop - 1} are kept, not {outer_step}")
+        log = self._donor._commit_log
+        kept = log.get(outer_step)
+        if kept is None:
+            await self._refuse(f"commits {log.span.start} to {log.span.stop - 1} are kept, not {outer_step}")
+        elif isinstance(kept, CommitEntry):
+            await self._send(FrameType.STATE_HEADER, encode(CommitHeader.of(kept)))
+            for number, chunk in enumerate(kept.chunks):
+                await self._send_pieces(number, memoryview(chunk.data), is_urgent=True)
+        else:
+            await self._send_stored(kept)
+
+    async def _send_stored(self, stored: StoredResult) -> None:
+        try:
+            result = stored.open()
+        except OSError as error:
+            self._offer_no_more(stored, error)
+            await self._refuse(f"commit {stored.outer_step} cannot be read any more")
             return
-        await self._send(FrameType.STATE_HEADER, encode(CommitHeader.of(entry)))
-        for number, chunk in enumerate(entry.chunks):
-            await self._send_pieces(number, memoryview(chunk.data), is_urgent=True)
+        with contextlib.closing(result):
+            try:
+                header = await asyncio.to_thread(result.read_header)
+                await self._send(FrameType.STATE_HEADER, encode(header))
+                for number, (_, nbytes) in enumerate(header.chunks):
+                    for start in range(0, nbytes, _READ_NBYTES):
+                        data = await asyncio.to_thread(result.read, min(_READ_NBYTES, nbytes - start))
+                        await self._send_pieces(number, memoryview(data), is_urgent=True)
+            except OSError as error:  # the network's are none
+                self._offer_no_more(stored, error)
+                raise ConnectionLost("a stored result cannot be read") from error
+
+    def _offer_no_more(self, stored: StoredResult, error: OSError) -> None:
+        """Nor what is older: without this one it leads nowhere."""
+        _log.warning("result_unreadable outer_step=%d cause=%r", stored.outer_step, str(error))
+        self._donor._commit_log.forget_before(stored.outer_step + 1)
 
     async def _send_pieces(self, number: int, data: memoryview, *, is_urgent: bool = False) -> None:
+        clock = asyncio.get_running_loop().time
         for start in range(0, data.nbytes, PIECE_NBYTES):
             piece = data[start : start + PIECE_NBYTES]
-            await self._donor.room_for(piece.nbytes, is_urgent=is_urgent)
+            await self._donor.room_for(piece.nbytes, is_urgent=is_urgent, piece_s=self._piece_s)
+            began = clock()
             await self._send(FrameType.STATE_CHUNK, piece, chunk=number)
+            self._piece_s = clock() - began
             self._donor.bytes_served += piece.nbytes
             self.sent_nbytes += piece.nbytes
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from isthmus.elastic.core.messages import Held
 from isthmus.elastic.learner.transfer import Transfer
-from isthmus.elastic.observation import Deviated, Observe
+from isthmus.elastic.observation import Deviated, Observe, state_fields
 from isthmus.elastic.state.digest import Hasher, StateManifest, chunk_of
 from isthmus.elastic.state.parity import Difference, damaged_chunks, differing, first_difference, narrowed
 from isthmus.elastic.state.replica import Replica
@@ -138,10 +138,8 @@ class Inquiry:
         case, self._case = self._case, None
         if case is None:
             return
-        event = Deviated(
-            committed=case.committed,
-            voted=case.voted,
-            where=case.difference,
-            num_damaged=case.num_damaged or 0,
-        )
-        self._observe(event)
+        fields, where = state_fields(case.committed), case.difference
+        if where is not None:
+            fields |= {"tensor": where.tensor, "start_bytes": where.start_nbytes, "stop_bytes": where.stop_nbytes}
+            fields["differing_chunks"] = where.num_chunks
+        self._observe(Deviated(**fields, voted=case.voted.hex(), damaged_chunks=case.num_damaged or 0))

@@ -54,7 +54,7 @@ from isthmus.elastic.core.messages import PeerMessage
 from isthmus.elastic.core.records import Record, SnapshotRecord
 from isthmus.elastic.errors import JournalOutdated
 from isthmus.elastic.journal.store import Store, pack
-from isthmus.elastic.observation import Observe, PeerConnected, PeerDisconnected, PeerExposed, RecordWritten, ignore
+from isthmus.elastic.observation import Lied, Observe, PeerConnected, PeerDisconnected, RecordWritten, ignore
 from isthmus.elastic.shell.alarm import Alarm, HeldClock
 from isthmus.elastic.shell.control import ControlConnection
 
@@ -166,7 +166,7 @@ class CoordinatorShell:
         if older is not None:
             older.end("replaced by a newer connection of the same peer")
         self._connections[ref] = connection
-        self._observe(PeerConnected(ref=ref))
+        self._observe(PeerConnected(of=ref.peer_id, incarnation=ref.incarnation))
         cause: Exception = ConnectionLost("closed here")
         try:
             cause = await connection.run(partial(self._heard, ref))
@@ -174,7 +174,7 @@ class CoordinatorShell:
             # Of a connection that was replaced the machine never hears: its peer is there.
             if self._connections.get(ref) is connection:
                 del self._connections[ref]
-                self._observe(PeerDisconnected(ref=ref, cause=str(cause)))
+                self._observe(PeerDisconnected(of=ref.peer_id, incarnation=ref.incarnation, cause=str(cause)))
                 self._feed(PeerConnectionLost(sender=ref))
         if not isinstance(cause, ConnectionLost) or isinstance(cause, StreamBroken):
             raise cause
@@ -209,7 +209,7 @@ class CoordinatorShell:
         connections, self._connections = self._connections, {}
         for ref, connection in connections.items():
             connection.end(cause)
-            self._observe(PeerDisconnected(ref=ref, cause=cause))
+            self._observe(PeerDisconnected(of=ref.peer_id, incarnation=ref.incarnation, cause=cause))
 
     def welcome(self) -> None:
         """Take connections again."""
@@ -367,8 +367,8 @@ class CoordinatorShell:
                     asked.set_result(refusal)
             case Resign(reason=reason):
                 raise JournalOutdated(reason)
-            case Expose(ref=ref, outer_step=outer_step, cause=cause):
-                self._observe(PeerExposed(ref=ref, outer_step=outer_step, cause=cause))
+            case Expose(ref=ref, outer_step=step, cause=cause):
+                self._observe(Lied(of=ref.peer_id, incarnation=ref.incarnation, outer_step=step, cause=cause))
             case _:
                 assert_never(effect)
 

@@ -13,8 +13,8 @@ from isthmus.elastic.core.events import CatchUp, CatchUpFailed, CaughtUp
 from isthmus.elastic.core.messages import Held
 from isthmus.elastic.errors import NoDonor, StateMismatch
 from isthmus.elastic.learner.state_sync import StateSync
-from isthmus.elastic.observation import CatchUpEnded, CatchUpStarted, Observe
-from isthmus.elastic.shell.rounds import RoundRunner
+from isthmus.elastic.observation import CatchUpEnded, CatchUpStarted, Observe, state_fields
+from isthmus.elastic.shell.exchange import RoundRunner
 
 
 class Learner:
@@ -89,7 +89,7 @@ class Learner:
 
     async def _catch_up(self, effect: CatchUp) -> None:
         began, nbytes = self._clock(), self.received_nbytes
-        self._observe(CatchUpStarted(target=effect.target, num_donors=len(effect.donors)))
+        self._observe(CatchUpStarted(outer_step=effect.target.outer_step, donors=len(effect.donors)))
         self._sync.aim(effect.target, effect.donors)
         held, cause = None, ""
         try:
@@ -102,5 +102,5 @@ class Learner:
         if held is not None:
             await self._borrow(effect.donors)
         taken_s, nbytes = self._clock() - began, self.received_nbytes - nbytes
-        self._observe(CatchUpEnded(held=held, cause=cause, nbytes=nbytes, seconds=taken_s))
+        self._observe(CatchUpEnded(**state_fields(held), cause=cause, bytes=nbytes, seconds=taken_s))
         self._done(CaughtUp(held=held) if held is not None else CatchUpFailed(cause=cause))

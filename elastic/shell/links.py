@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from isthmus.collective.core.types import Member, PeerRef
 from isthmus.elastic.core.events import LinkMade
-from isthmus.elastic.shell.rounds import RoundRunner
+from isthmus.elastic.shell.exchange import RoundRunner
 
 
 class Links:

@@ -29,6 +29,7 @@ import msgspec
 from isthmus.collective.core.types import Instant, Member, View
 from isthmus.collective.errors import HandshakeRefused, PeerUnreachable
 from isthmus.collective.transport import Channel
+from isthmus.elastic import observation as told
 from isthmus.elastic.core.events import (
     AbortExchange,
     BecomeActive,
@@ -56,36 +57,22 @@ from isthmus.elastic.core.events import (
     TakeLeases,
     Tick,
 )
-from isthmus.elastic.core.farewell import UNREACHABLE_EXIT_CODE, LeavesAfter
+from isthmus.elastic.core.exit_codes import REFUSED, TRAINING, UNREACHABLE
+from isthmus.elastic.core.farewell import LeavesAfter
 from isthmus.elastic.core.member import MemberMachine, went_back
 from isthmus.elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding, Rebuilt, Trust
 from isthmus.elastic.errors import NotAMember, RoundMissed, RunFinished
 from isthmus.elastic.learner.donors import Dial as DialDonor
 from isthmus.elastic.learner.loan import borrow
 from isthmus.elastic.learner.state_sync import StateSync
-from isthmus.elastic.observation import (
-    BecameActive,
-    BecameExcused,
-    BecameLearner,
-    CertificateKept,
-    CoordinatorAsks,
-    CoordinatorConnected,
-    CoordinatorLost,
-    Finished,
-    Observe,
-    RoundCommitted,
-    TrustHeard,
-    WentBack,
-    WorkCarriedOver,
-    ignore,
-)
+from isthmus.elastic.observation import Observe, ignore
 from isthmus.elastic.shell.alarm import Alarm
 from isthmus.elastic.shell.control import ControlConnection
 from isthmus.elastic.shell.desk import Committed, Desk
 from isthmus.elastic.shell.dialler import Dial, Dialler, NobodyAnswers
+from isthmus.elastic.shell.exchange import RoundRunner, RunningExchange
 from isthmus.elastic.shell.learner import Learner
 from isthmus.elastic.shell.links import Links
-from isthmus.elastic.shell.rounds import RoundRunner, Rounds
 from isthmus.elastic.state.digest import Hasher
 from isthmus.elastic.state.replica import PrivateState, Replica
 from isthmus.elastic.state.wire import Pace
@@ -105,8 +92,6 @@ _STORY_LENGTH = 20
 _ALONE_S, _FROZEN_S = 60.0, 8.0
 """Silence after which the only coordinator is dialled anew, and one of several is left for another. Its signs of life
 come every 2 s; but who stays with the only one while it is frozen loses nothing."""
-
-REFUSED_EXIT_CODE, TRAINING_EXIT_CODE = 5, 8
 
 
 class Membership:
@@ -156,11 +141,11 @@ class Membership:
         self._silence_timeout_s = _FROZEN_S if len(coordinators) > 1 else _ALONE_S
         self._dialler = Dialler(coordinators, dial, clock=clock, rng=rng or random.Random())
         self._tasks = asyncio.TaskGroup()
-        self._rounds = Rounds(
+        self._exchange = RunningExchange(
             runner,
             self._tasks,
             done=self._feed,
-            spoiled=lambda reason: self._end(TRAINING_EXIT_CODE, reason),
+            spoiled=lambda reason: self._end(TRAINING, reason),
             observe=observe,
             clock=clock,
         )
@@ -171,7 +156,7 @@ class Membership:
             runner,
             self._tasks,
             done=self._feed,
-            spoiled=lambda reason: self._end(REFUSED_EXIT_CODE, reason),
+            spoiled=lambda reason: self._end(REFUSED, reason),
             observe=observe,
             clock=clock,
             borrow=self._borrow,
@@ -198,12 +183,12 @@ class Membership:
                 line = tasks.create_task(self._stay_connected())
                 alarm = tasks.create_task(self._keep_time())
                 finish = await self._carry_out()
-                self._rounds.stop()
+                self._exchange.stop()
                 self._learner.stop()
                 self._links.stop()
                 line.cancel()
                 alarm.cancel()
-            self._observe(Finished(code=finish.code, reason=finish.reason))
+            self._observe(told.Finished(code=finish.code, cause=finish.reason))
             return finish
         finally:
             self._desk.close(RunFinished(finish.code, finish.reason))
@@ -295,11 +280,11 @@ class Membership:
                         self._connection.send(message)
                     continue
                 case AbortExchange(key=key):
-                    self._rounds.void(key)
+                    self._exchange.void(key)
                 case BecomeLearner():
                     self._desk.demoted()
                 case KeepCertificate(certificate=certificate):
-                    self._observe(CertificateKept(certificate=certificate))
+                    self._observe(told.CertificateKept(certificate=certificate))
                     continue
                 case MakeLinks(peers=peers):
                     self._links.make(peers)
@@ -343,34 +328,34 @@ class Membership:
             except NobodyAnswers as error:
                 causes = "; ".join(error.causes.values())
                 cure = "check that the run is up and that its address and port can be reached from here"
-                self._end(UNREACHABLE_EXIT_CODE, f"nobody answered for {error.waited_s:.0f} s ({causes}); {cure}")
+                self._end(UNREACHABLE, f"nobody answered for {error.waited_s:.0f} s ({causes}); {cure}")
                 return
             timeout_s = None
             self._connection = ControlConnection(
                 channel, _COORDINATOR_MESSAGES, silence_timeout_s=self._silence_timeout_s
             )
-            self._observe(CoordinatorConnected(address))
+            self._observe(told.CoordinatorConnected(address=address))
             self._feed(Connected())
             cause = await self._connection.run(self._heard)
             self._connection = None
-            self._observe(CoordinatorLost(str(cause)))
+            self._observe(told.CoordinatorLost(cause=str(cause)))
             self._feed(Disconnected())
 
     def _heard(self, message: CoordinatorMessage) -> None:
         if isinstance(message, Commit):
             made = message.certificate.made
             self._learner.heard_of(made)
-            voted = self._rounds.take_vote(message.certificate.key)
+            voted = self._exchange.take_vote(message.certificate.key)
             if voted is not None and voted != made.digest:
                 self._learner.overruled(made, voted)
         elif isinstance(message, Rebuilding):
-            self._observe(CoordinatorAsks(testified=message.testified, needed=message.needed))
+            self._observe(told.CoordinatorAsks(testified=message.testified, needed=message.needed))
         elif isinstance(message, Rebuilt) and message.epoch > self._went_back_in:
             self._went_back_in = message.epoch  # it is told again until this peer's answer arrives
             step = 0 if message.certificate is None else message.certificate.made.outer_step
-            self._observe(WentBack(epoch=message.epoch, outer_step=step, cause=went_back(message)))
+            self._observe(told.WentBack(epoch=message.epoch, outer_step=step, cause=went_back(message)))
         elif isinstance(message, Trust):
-            self._observe(TrustHeard(message))
+            self._observe(told.TrustHeard(message))
         self._feed(CoordinatorSaid(message=message))
 
     async def _dial_donor(self, member: Member) -> Channel:
@@ -393,11 +378,11 @@ class Membership:
             effect = await self._work.get()
             match effect:
                 case InstallView():
-                    await self._rounds.install_view(effect)
+                    await self._exchange.install_view(effect)
                 case StartExchange():
-                    self._rounds.start(effect)
+                    self._exchange.start(effect)
                 case AbortExchange():
-                    await self._rounds.abort(effect)
+                    await self._exchange.abort(effect)
                 case InstallStaged():
                     await self._install_staged(effect)
                 case FoundState():
@@ -405,16 +390,16 @@ class Membership:
                 case CatchUp():
                     await self._learner.catch_up(effect)
                 case BecomeActive(view=view):
-                    self._observe(BecameActive(view))
+                    self._observe(told.BecameActive(**told.view_fields(view)))
                     self._desk.became_active(view)
                 case BecomeLearner(reason=reason):
-                    self._observe(BecameLearner(reason))
+                    self._observe(told.BecameLearner(cause=reason))
                     self._desk.became_learner(reason)
                 case BecomeExcused(view=view):
-                    self._observe(BecameExcused(view))
+                    self._observe(told.BecameExcused(**told.view_fields(view)))
                     self._desk.excused()
                 case CarryOver(outer_step=outer_step, held=held):
-                    self._observe(WorkCarriedOver(held))
+                    self._observe(told.WorkCarriedOver(outer_step=held.outer_step))
                     self._desk.carried_over(outer_step)
                 case TakeLeases(ranges=ranges):
                     self._desk.took_leases(ranges)
@@ -428,13 +413,13 @@ class Membership:
                     assert_never(effect)
 
     async def _install_staged(self, effect: InstallStaged) -> None:
-        await self._rounds.install_staged(effect.key, effect.held, final=effect.final)
-        view = self._rounds.view
+        await self._exchange.install_staged(effect.key, effect.held, final=effect.final)
+        view = self._exchange.view
+        taken_s = 0.0 if view is None else self._clock() - self._round_began
+        fields = told.round_fields(effect.key) | told.state_fields(effect.held)
+        self._observe(told.RoundCommitted(**fields, final=effect.final, seconds=taken_s))
         if view is None:  # an earlier start of this peer has exchanged it, and nobody here waits for it
-            self._observe(RoundCommitted(key=effect.key, held=effect.held, final=effect.final, seconds=0.0))
             return
-        taken_s = self._clock() - self._round_began
-        self._observe(RoundCommitted(key=effect.key, held=effect.held, final=effect.final, seconds=taken_s))
         self._desk.committed(
             Committed(key=effect.key, view=view, held=effect.held, final=effect.final, position=effect.position)
         )

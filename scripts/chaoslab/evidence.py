@@ -7,9 +7,6 @@ others are peers'. A site holds one process at a time, and one folder after the 
 Rules: data, and how it is read from files. What it means is verdict.py's business.
 """
 
-import contextlib
-import json
-import os
 import shutil
 import sqlite3
 import tempfile
@@ -17,12 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from isthmus.elastic.core.records import Record
 from isthmus.elastic.errors import JournalCorrupted
 from isthmus.elastic.journal import reader as journal_reader
-from isthmus.trainer.record.events import older_files
 
 Event = dict[str, Any]
 
@@ -146,41 +142,6 @@ class Evidence:
     def peer_logs(self) -> list[Log]:
         """Without the coordinator's."""
         return [log for log in self.logs if log.site != COORDINATOR]
-
-
-class Tail:
-    """Reads a log while it is being written, over its files one after the other."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read_nbytes: dict[int, int] = {}  # by inode: a file keeps it when it gets its number
-
-    def new(self) -> list[Event]:
-        """The whole lines that have come since; what a full disk has torn is left out."""
-        if not self._path.parent.is_dir():
-            return []
-        older = older_files(self._path)
-        events: list[Event] = []
-        for path in (*(older[number] for number in sorted(older)), self._path):
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-                events += self._new_in(file)
-        return events
-
-    def _new_in(self, file: BinaryIO) -> list[Event]:
-        inode = os.fstat(file.fileno()).st_ino
-        file.seek(self._read_nbytes.get(inode, 0))
-        content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        self._read_nbytes[inode] = self._read_nbytes.get(inode, 0) + len(whole)
-        return [event for line in whole.splitlines() if (event := _event(line)) is not None]
-
-
-def _event(line: bytes) -> Event | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) else None
 
 
 def glimpse(directory: Path) -> Glimpse:

@@ -15,16 +15,16 @@ MUTE = "mute"
 
 def keep_votes_while(file: Path) -> None:
     """From now on no peer of this process votes while the file is there."""
-    from isthmus.elastic.core.attempt import Attempt
+    from isthmus.elastic.core.local_round import LocalRound
     from isthmus.elastic.core.messages import RoundFailed, Vote
 
-    report = Attempt.report
+    report = LocalRound.report
 
-    def of_failures_only(self: Attempt) -> Vote | RoundFailed | None:
+    def of_failures_only(self: LocalRound) -> Vote | RoundFailed | None:
         said = report(self)
         return None if isinstance(said, Vote) and file.exists() else said
 
-    Attempt.report = of_failures_only  # type: ignore[method-assign]
+    LocalRound.report = of_failures_only  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from isthmus.trainer.errors import NobodyReachable
+from isthmus.trainer.record.event_log import FILE_NAME, EventReader
 from isthmus.trainer.run.control_socket import ControlClient
-from scripts.chaoslab.evidence import COORDINATOR, End, Log, Tail, Wait, now_s, wall_s
+from scripts.chaoslab.evidence import COORDINATOR, End, Log, Wait, now_s, wall_s
 from scripts.chaoslab.process import NOBODY_REACHABLE, Process, is_alive
 
 PULSE_S = 0.05
@@ -58,7 +59,7 @@ class Watch:
         self.able: list[tuple[float, bool]] = []
         self._min_peers = min_peers
         self._uncoordinated_at_s = now_s()
-        self._tails: dict[Path, Tail] = {}
+        self._readers: dict[Path, EventReader] = {}
         self._orphans: list[tuple[int, float, list[int]]] = []
 
     def follow(self, process: Process) -> None:
@@ -66,12 +67,12 @@ class Watch:
         folder = process.folder
         self.processes[process.site] = process
         self.logs.setdefault(folder, Log(process.site, f"{folder.parent.name}/{folder.name}"))
-        self._tails.setdefault(folder, Tail(folder / "events.jsonl"))
+        self._readers.setdefault(folder, EventReader(folder / FILE_NAME))
 
     def skip(self, folder: Path) -> None:
         """What is in this folder's log was copied: it happened elsewhere."""
-        self._tails[folder] = Tail(folder / "events.jsonl")
-        self._tails[folder].new()
+        self._readers[folder] = EventReader(folder / FILE_NAME)
+        list(self._readers[folder].new())
 
     def pulse(self) -> None:
         """Look at everything once."""
@@ -88,7 +89,7 @@ class Watch:
             self.able.append((now_s(), is_able))
 
     def _read_on(self, process: Process) -> None:
-        for event in self._tails[process.folder].new():
+        for event in self._readers[process.folder].new():
             self.logs[process.folder].events.append(event)
             match event["event"]:
                 case "started":

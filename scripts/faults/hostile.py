@@ -14,19 +14,17 @@ import struct
 import msgspec
 
 from isthmus.collective.core.types import Incarnation, PeerId
-from isthmus.collective.rounds.notices import AbortNotice, Mismatch, Opening
+from isthmus.collective.rounds.notices import AbortNotice, Mismatch
 from isthmus.collective.rounds.plan import Terms
 from isthmus.collective.transport.hello import MAX_CREDENTIAL_NBYTES, Hello, HelloReply, Purpose
 from isthmus.collective.transport.wire import HEADER_NBYTES, PROTOCOL_VERSION, Frame, FrameType, Header, pack
 
-_CHUNK_TYPES = (FrameType.CONTRIBUTION, FrameType.RESULT)
+_CHUNK_TYPES = (FrameType.PART, FrameType.RESULT)
 _FIELD_BITS = {
     "epoch": 32,
     "outer_step": 32,
     "fragment": 16,
     "rank": 16,
-    "slice": 16,
-    "flags": 16,
     "chunk": 32,
     "plan_hash": 32,
 }
@@ -67,13 +65,13 @@ class Hostile:
         header = heard.header
         if header.type is FrameType.OPEN:
             self._header = msgspec.structs.replace(header, rank=rank, weight=1.0)
-            self._terms = msgspec.msgpack.decode(heard.payload, type=Opening).terms
+            self._terms = msgspec.msgpack.decode(heard.payload, type=Terms)
             self._lengths, self._num_chunks = [], 1
         elif header.type in _CHUNK_TYPES:
             self._lengths = [*self._lengths[-3:], header.payload_nbytes]
             # Of a swap we hear the second half, of a butterfly first of all our slice, which is the first half.
             heard_chunks = header.chunk + 1
-            is_own_half = header.type is FrameType.CONTRIBUTION
+            is_own_half = header.type is FrameType.PART
             self._num_chunks = max(self._num_chunks, 2 * heard_chunks if is_own_half else heard_chunks)
 
     def frame(self, hostility: float) -> bytes:
@@ -99,10 +97,10 @@ class Hostile:
     def _honest_frame(self) -> bytes:
         """One that a member with rank 0 of 2 would send, in any order: results of its slice, parts of the other's."""
         half = self._num_chunks // 2
-        kinds = (FrameType.OPEN, FrameType.RESULT, FrameType.CONTRIBUTION)
+        kinds = (FrameType.OPEN, FrameType.RESULT, FrameType.PART)
         frame_type = self._rng.choice(kinds[:2] if self._terms.codec == "raw" else kinds)
-        payload = msgspec.msgpack.encode(Opening(self._terms)) if frame_type is FrameType.OPEN else self._chunk()
-        chunk = {FrameType.OPEN: 0, FrameType.RESULT: 0, FrameType.CONTRIBUTION: half}[frame_type]
+        payload = msgspec.msgpack.encode(self._terms) if frame_type is FrameType.OPEN else self._chunk()
+        chunk = {FrameType.OPEN: 0, FrameType.RESULT: 0, FrameType.PART: half}[frame_type]
         chunk += self._rng.randrange(half or 1) if frame_type in _CHUNK_TYPES else 0
         header = msgspec.structs.replace(self._header, type=frame_type, chunk=chunk, payload_nbytes=len(payload))
         return pack(header, payload) + payload
@@ -116,13 +114,13 @@ class Hostile:
 
     def _payload(self, frame_type: FrameType) -> bytes:
         match frame_type:
-            case FrameType.CONTRIBUTION | FrameType.RESULT:
+            case FrameType.PART | FrameType.RESULT:
                 chunk = self._chunk()
                 if self._rng.random() < 0.05:
                     return struct.pack("<f", self._rng.choice(_HOSTILE_FLOATS)) * (len(chunk) // 4)
                 return chunk
             case FrameType.OPEN:
-                return msgspec.msgpack.encode(self._opening())
+                return msgspec.msgpack.encode(self._other_terms())
             case FrameType.ABORT:
                 return msgspec.msgpack.encode(self._notice())
             case FrameType.HELLO:
@@ -135,14 +133,13 @@ class Hostile:
             case _:
                 return self._rng.randbytes(self._rng.randrange(64))
 
-    def _opening(self) -> Opening:
-        terms, way = self._terms, self._rng.random()
-        if way < 0.1:
+    def _other_terms(self) -> Terms:
+        terms = self._terms
+        if self._rng.random() < 0.3:
             field = self._rng.choice(terms.__struct_fields__)
             value = self._rng.choice((-1, 2**63 - 1, 0) if isinstance(getattr(terms, field), int) else ("", "x" * 900))
             terms = msgspec.structs.replace(terms, **{field: value})
-        held = self._rng.randbytes(self._rng.choice((1, 64, 3500))) if way > 0.7 else b""
-        return Opening(terms, held)
+        return terms
 
     def _notice(self) -> AbortNotice:
         suspects = self._rng.choice(((), (self._victim,), (PeerId("f" * 16),) * 200, (PeerId("\x00"),)))
@@ -207,6 +204,6 @@ class Hostile:
 
 
 _WEIGHTS = [
-    {FrameType.OPEN: 4, FrameType.ABORT: 1, FrameType.CONTRIBUTION: 8, FrameType.RESULT: 8}.get(frame_type, 0.4)
+    {FrameType.OPEN: 4, FrameType.ABORT: 1, FrameType.PART: 8, FrameType.RESULT: 8}.get(frame_type, 0.4)
     for frame_type in FrameType
 ]

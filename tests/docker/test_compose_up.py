@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from isthmus.trainer.record.event_log import FILE_NAME, read_events
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = f"isthmus-test-{os.getpid()}"
 IMAGE = f"{PROJECT}:0.1.0"
@@ -242,9 +244,8 @@ class Peer:
         """Of all its starts; copied, so that a dead one's can be read, too."""
         with tempfile.TemporaryDirectory() as folder:
             copied = docker("cp", f"{self.container}:/var/lib/isthmus/runs", folder, check=False)
-            logs = [] if copied.returncode else list(Path(folder).glob("runs/*/events.jsonl"))
-            lines = [line for log in logs for line in log.read_text().splitlines(keepends=True)]
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+            logs = [] if copied.returncode else list(Path(folder).glob(f"runs/*/{FILE_NAME}"))
+            return [event for log in logs for event in read_events(log)]
 
     def commits(self) -> dict[int, str]:
         return {one["outer_step"]: one["digest"] for one in self.events() if one["event"] == "commit"}

@@ -58,8 +58,9 @@ def digest_of(model: nn.Module) -> str:
 
 
 def tell(*words: object) -> None:
-    """One line."""
-    print(*words, flush=True)
+    """One line in one write: torchrun's processes are unbuffered, and share a file."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
 
 
 def main() -> None:

@@ -78,10 +78,6 @@ async def operate(communicator, number, one, epoch):
             out = None if one.get("in_place") else torch.empty_like(tensor)
             await communicator.all_reduce(key, tensor, op=one["op"], out=out, codec=one.get("codec", "raw"))
             return digest(tensor if out is None else out)
-        case "reduce_scatter":
-            out = tensor.new_empty(tensor.numel() // communicator.view.world_size)
-            await communicator.reduce_scatter(key, tensor, out=out, op=one["op"])
-            return digest(out)
         case "all_gather":
             sizes = one["sizes"]
             own = tensor[: sizes[communicator.view.rank_of(communicator.me.peer_id)]].clone()

@@ -86,11 +86,11 @@ def lie(kind: str) -> None:
     from isthmus.collective.rounds.chunks import ChunkSend
     from isthmus.collective.rounds.outbox import Outbox
     from isthmus.collective.transport.wire import FrameType, pack
-    from isthmus.elastic.core.member import MemberMachine
+    from isthmus.elastic.core.line import Line
     from isthmus.elastic.core.messages import Join
     from isthmus.elastic.shell.notary import PeerSigner
     from isthmus.trainer.cli.app import main
-    from isthmus.trainer.engine.round_runner import _SURVEY_FRAGMENT, RoundRunner
+    from isthmus.trainer.engine.outer_step_runner import _SURVEY_FRAGMENT, OuterStepRunner
     from scripts.chaoslab.mute import MUTE, keep_votes_while
 
     sign = PeerSigner.sign
@@ -135,22 +135,23 @@ def lie(kind: str) -> None:
     if kind == "mute":
         keep_votes_while(Path(sys.argv[sys.argv.index("--dir") + 1]) / MUTE)
     if kind == "digest":
-        exchange = RoundRunner.exchange
+        exchange = OuterStepRunner.exchange
 
-        async def deny(self: RoundRunner, *arguments: Any) -> Any:
+        async def deny(self: OuterStepRunner, *arguments: Any) -> Any:
             made: Any = await exchange(self, *arguments)
             return dataclasses.replace(made, digest=os.urandom(32))
 
-        RoundRunner.exchange = deny  # type: ignore[method-assign]
+        OuterStepRunner.exchange = deny  # type: ignore[method-assign]
     if kind == "unsigned":
         PeerSigner.sign = lambda self, words: sign(self, words + b"!")  # type: ignore[method-assign]
     if kind == "certificate":
-        join = MemberMachine._join
+        join = Line._join
 
-        def forge(self: MemberMachine) -> Join:
-            return msgspec.structs.replace(join(self), certificate=forged(self.me, self._place.attempt.sign))
+        def forge(self: Line) -> Join:
+            place = self._place
+            return msgspec.structs.replace(join(self), certificate=forged(place.me, place.round.sign))
 
-        MemberMachine._join = forge  # type: ignore[method-assign]
+        Line._join = forge  # type: ignore[method-assign]
     main()
 
 

@@ -42,8 +42,8 @@ from isthmus.elastic.core.records import (
     ViewRecord,
 )
 from isthmus.elastic.journal import reader as journal_reader
+from isthmus.trainer.record.event_log import FILE_NAME, EventReader
 from isthmus.trainer.workers.start import WORKER_NAME
-from scripts.chaoslab.evidence import Tail
 from tests.multiprocess.forked import MARK, Forked, forked
 
 Event = dict[str, Any]
@@ -124,7 +124,7 @@ class Process:
     is_judged: bool = False
     """Whether a test has looked at its end, so that nobody else has to."""
     _events: list[Event] = field(default_factory=list)
-    _tail: Tail | None = None
+    _reader: EventReader | None = None
 
     @property
     def name(self) -> str:
@@ -140,9 +140,9 @@ class Process:
 
     def events(self, name: str | None = None, /, **fields: object) -> list[Event]:
         """What it has written down so far, all starts in this folder together; a line may still be being written."""
-        if self._tail is None:
-            self._tail = Tail(self.directory / "events.jsonl")
-        self._events += self._tail.new()
+        if self._reader is None:
+            self._reader = EventReader(self.directory / FILE_NAME)
+        self._events += self._reader.new()
         return [
             event
             for event in self._events

@@ -62,10 +62,6 @@ def batch_of(peers):
         whole = reduced(op, numel, world_size, dtype)
         same = [digest(whole, dtype)] * world_size
         add(same, kind="all_reduce", op=op, dtype=dtype, numel=numel, in_place=len(orders) % 2 == 0)
-        if numel % world_size == 0:
-            own = np.split(whole, world_size)
-            each = [digest(slice_, dtype) for slice_ in own]
-            add(each, kind="reduce_scatter", op=op, dtype=dtype, numel=numel)
     for dtype in ["float32", "int8"]:
         for sizes in ([7] * world_size, [20_000 * rank for rank in range(world_size)]):
             whole = np.concatenate([part(max(sizes), rank, dtype)[:size] for rank, size in enumerate(sizes)])
@@ -89,7 +85,7 @@ def test_processes_that_post_everything_at_once_in_other_orders_get_exact_values
     with running(world_size) as peers:
         install(peers)
         orders, expected = batch_of(peers)
-        assert len(orders) > 140
+        assert len(orders) > 2 * 64
         for first in range(0, len(orders), 64):
             answers = run(peers, orders[first : first + 64])
             for rank, answer in enumerate(answers):
@@ -136,7 +132,7 @@ def test_a_process_that_posts_other_terms_is_named_on_all_at_once():
             assert all(answer["seconds"] < 2.0 for answer in answers)
 
 
-@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "broadcast"])
+@pytest.mark.parametrize("kind", ["all_gather", "broadcast"])
 def test_survivors_of_a_sigkill_in_any_operation_name_the_dead_and_go_on_in_the_next_view(kind):
     with running(3, slow=1) as peers:
         install(peers)
@@ -158,7 +154,6 @@ def test_survivors_of_a_sigkill_in_any_operation_name_the_dead_and_go_on_in_the_
         parts = [part(LARGE, number, "float32") for number in (0, 2)]
         expected = {
             "all_gather": [np.concatenate(parts)] * 2,
-            "reduce_scatter": np.split(sum(parts), 2),
             "broadcast": [parts[1]] * 2,
         }[kind]
         assert [answer["outcomes"][0] for answer in answers] == [digest(values, "float32") for values in expected]

@@ -182,7 +182,7 @@ ATTEMPTS: dict[str, Callable[[Foe], Awaitable[None]]] = {
     "what is private": _asks(PrivateRequest(), ChunkRequest(0)),
     "an exchange that it is not part of": lambda foe: foe.sends(
         Purpose.BULK,
-        [(kind, NOISE.randbytes(200)) for kind in (FrameType.OPEN, FrameType.CONTRIBUTION, FrameType.ABORT)],
+        [(kind, NOISE.randbytes(200)) for kind in (FrameType.OPEN, FrameType.PART, FrameType.ABORT)],
     ),
 }
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several real peers train one model: their anchors stay equal, whoever dies, freezes or comes late."""
 
+import json
 import os
 import re
 import signal
@@ -8,8 +9,13 @@ import statistics
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
+from isthmus.trainer.record.event_log import FILE_NAME, read_events
+from isthmus.trainer.record.events import event_of
+from isthmus.trainer.record.figures import BLANK, as_of, fold
 from tests.multiprocess.run_harness import (
     OPEN_END,
     Audit,
@@ -43,6 +49,34 @@ def test_three_peers_one_with_two_workers_hold_the_same_anchor_after_every_commi
     assert all(len(record.contributions) == 3 for record in audit.commits)
     tokens = [contribution.num_tokens for record in audit.commits[1:] for contribution in record.contributions]
     assert set(tokens) == {3 * 2 * 32}  # inner steps, batch, tokens of a sample
+
+
+def test_what_a_peer_wrote_down_gives_the_figures_that_its_status_shows_at_its_end(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        flags = ("--peers", "2", "--outer-steps", str(OPEN_END), "--checkpoint.every", "2", "--eval.every", "2")
+        founder = run.found(*flags)
+        run.wait_for_ticket()
+        other = run.join()
+        run.until_step(5, founder, other)
+        left = run.command("leave", "--dir", str(founder.directory))
+        assert "its process coordinates another peer" in left.out  # and so it answers still
+        status = json.loads(run.command("status", "--json", "--dir", str(founder.directory)).out)
+        run.leave_all()
+    figures = BLANK
+    for event in map(event_of, read_events(founder.directory / FILE_NAME)):
+        if event is not None and event.t_s <= status["uptime_s"]:
+            figures = fold(figures, event)
+    of_no_event = ("pid", "incarnation", "total_outer_steps", "inner_steps_per_round")
+    figures = as_of(replace(figures, **{name: status[name] for name in of_no_event}), status["uptime_s"])
+    replayed = json.loads(msgspec.json.encode(figures))
+    unfiled = {"phase", "inner_step", "num_inner_steps", "tokens", "tokens_per_s", "train_loss"}
+    of_the_moment = {"leaving", "coordination", "metrics_address"}
+    for name in status.keys() - unfiled - of_the_moment - {"members"}:
+        assert replayed[name] == status[name], name
+    of_links = {"host", "is_dialled", "round_trip_ms", "is_coordinator"}
+    members = [{name: value for name, value in member.items() if name not in of_links} for member in status["members"]]
+    assert members == [{name: member[name] for name in members[0]} for member in replayed["members"]]
+    assert (status["num_commits"] >= 5, status["checkpoint_outer_step"] >= 4, len(members)) == (True, True, 2)
 
 
 def test_survivors_of_a_sigkill_commit_again_within_two_seconds_and_inherit_its_samples(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ ON_ONE_NETWORK = """\
 ✓ addresses   10.9.0.3 (private)
 ✓ ticket      admits to RUN until DATE UTC
 ✓ coordinator answers at 10.9.0.1:PORT
-✓ version     isthmus 0.1.0 here, 0.1.0 there, protocol 5
+✓ version     isthmus 0.1.0 here, 0.1.0 there, protocol 6
 ✓ run         0.0067 M parameters, diloco, 2 members
 ✓ clock       # s # the coordinator's (give or take # s)
 ✓ round trip  # ms (the longest # ms)

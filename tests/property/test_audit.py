@@ -22,7 +22,7 @@ from isthmus.elastic.core.messages import IndexRange
 from isthmus.elastic.core.records import (
     BarRecord,
     CommitRecord,
-    Contribution,
+    CommittedPart,
     Genesis,
     LeaseRecord,
     RebuildRecord,
@@ -168,7 +168,7 @@ def gone_back(records: list[Record], draw: Draw) -> list[Record]:
         for item in members:
             write(LeaseRecord(ref=item.ref, serial=serial, ranges=state.leases.plan(draw(st.integers(1, 9)))))
             used = state.leases.owned_by(item.ref)[: draw(st.integers(0, 2))]
-            parts.append(Contribution(item.ref, 1.0, 8, used))
+            parts.append(CommittedPart(item.ref, 1.0, 8, used))
         write(
             CommitRecord(
                 key=RoundKey(state.epoch, state.outer_step, 0),
@@ -358,7 +358,7 @@ def mutants(draw: Draw) -> tuple[list[Record], list[Record]]:
 
 
 @given(case=mutants())
-@settings(max_examples=900, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_any_single_change_is_found_or_gives_a_history_that_could_have_been(
     case: tuple[list[Record], list[Record]],
 ) -> None:
@@ -406,7 +406,7 @@ def compacted(draw: Draw) -> tuple[list[Record], list[Record], list[Record]]:
 
 
 @given(case=compacted())
-@settings(max_examples=900, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_what_a_snapshot_stands_for_is_enough_to_judge_all_that_comes_after_it(
     case: tuple[list[Record], list[Record], list[Record]],
 ) -> None:
@@ -418,7 +418,7 @@ def test_what_a_snapshot_stands_for_is_enough_to_judge_all_that_comes_after_it(
 
 
 @given(case=mutants(), place=st.integers(0, 10**6), other=st.integers(0, 10**6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_snapshot_that_says_something_else_than_the_records_before_it_is_found(
     case: tuple[list[Record], list[Record]], place: int, other: int
 ) -> None:
@@ -448,7 +448,7 @@ def journal_bytes() -> bytes:
 
 
 @given(place=st.integers(0, len(journal_bytes()) - 1), bit=st.integers(0, 7))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_bit_that_flips_in_the_file_is_found_or_changes_nothing(place: int, bit: int) -> None:
     content = bytearray(journal_bytes())
     content[place] ^= 1 << bit

@@ -78,7 +78,7 @@ BOUNDS = {"int8": bound_int8, "e3m0": bound_e3m0, "twobit": bound_twobit}
 
 @pytest.mark.parametrize("name", BOUNDS)
 @given(values=tensors())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_element_of_a_block_is_within_the_documented_bound(name, values):
     codec = codec_named(name)
     wire = wire_of(codec, values)
@@ -94,7 +94,7 @@ def test_every_element_of_a_block_is_within_the_documented_bound(name, values):
 
 
 @given(values=tensors())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_bf16_is_within_half_a_step(values):
     codec = codec_named("bf16")
     out = decoded(codec, wire_of(codec, values), values.numel())
@@ -104,7 +104,7 @@ def test_bf16_is_within_half_a_step(values):
 
 @pytest.mark.parametrize("kept", [1, 7, 64, 4096])
 @given(values=tensors())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_topk_keeps_the_largest_and_its_error_is_the_norm_less_what_it_sends(kept, values):
     codec = codec_named(f"topk:{kept}")
     wire = wire_of(codec, values)
@@ -126,7 +126,7 @@ def test_topk_keeps_the_largest_and_its_error_is_the_norm_less_what_it_sends(kep
 
 @pytest.mark.parametrize("name", NAMES)
 @given(values=tensors(), odd=st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_decoding_gives_the_same_bits_by_every_path(name, values, odd):
     numel = values.numel()
     codec = codec_named(name)
@@ -145,7 +145,7 @@ def test_decoding_gives_the_same_bits_by_every_path(name, values, odd):
 
 @pytest.mark.parametrize("name", NAMES)
 @given(values=tensors(), tile=st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_tiles_change_no_bit(name, values, tile):
     numel = values.numel()
     whole = codec_named(name)
@@ -165,7 +165,7 @@ def test_tiles_change_no_bit(name, values, tile):
 
 @pytest.mark.parametrize("name", codec_names())
 @given(values=tensors(), chunks=st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_border_between_chunks_changes_no_bit(name, values, chunks):
     border = chunks * (4096 if name == "topk" else 256)
     codec = codec_named(name)
@@ -176,7 +176,7 @@ def test_a_border_between_chunks_changes_no_bit(name, values, chunks):
 
 @pytest.mark.parametrize("name", NAMES)
 @given(values=tensors())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_what_was_decoded_once_encodes_to_finite_values_again(name, values):
     """The root decodes parts, adds them and encodes the sum: whatever a codec gives it must take."""
     codec = codec_named(name)

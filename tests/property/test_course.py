@@ -225,7 +225,7 @@ def plans(draw: st.DrawFn) -> Planned:
     return Planned(draw(st.integers(0, 6)), tuple(steps))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(plans(), st.integers(1, 12), st.integers(0, 12), st.lists(st.integers(0, 59), max_size=120))
 def test_any_plan_and_any_order_beside_lead_every_step_from_emission_to_landing(
     method: Planned, last: int, begins_from: int, chances: list[int]

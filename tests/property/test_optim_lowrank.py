@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PowerSGD's factors: exact where they must be, linear, and with equal bits on unequal machines."""
-
-import hashlib
-import os
-import subprocess
-import sys
+"""PowerSGD's factors: exact where they must be, and linear. tests/unit/optim/test_bit_stability.py has their bits."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.collective.codec import codec_named, codec_names
 from isthmus.optim.lowrank import decompress, first_q, orthonormalise, project, project_back, warm_start
 
 SHAPES = st.tuples(st.integers(1, 60), st.integers(1, 60))
@@ -35,7 +29,7 @@ def round_of(matrices, q):
 
 
 @given(shape=SHAPES, true_rank=st.integers(0, 6), spare=st.integers(0, 4), seed=st.integers(0, 2**20))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_mean_of_low_rank_is_exact_in_one_round(shape, true_rank, spare, seed):
     rank = max(true_rank + spare, 1)
     matrices = [matrix_of_rank(*shape, true_rank, seed)] * 3
@@ -49,7 +43,7 @@ def test_a_mean_of_low_rank_is_exact_in_one_round(shape, true_rank, spare, seed)
 
 
 @given(shape=SHAPES, rank=st.integers(1, 8), seed=st.integers(0, 2**20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_projections_are_linear(shape, rank, seed):
     first, second = (matrix_of_rank(*shape, 5, seed + index) for index in range(2))
     q, p = first_q(shape[1], rank, seed), first_q(shape[0], rank, seed)
@@ -60,7 +54,7 @@ def test_projections_are_linear(shape, rank, seed):
 
 
 @given(shape=SHAPES, rank=st.integers(1, 12), true_rank=st.integers(0, 12), seed=st.integers(0, 2**20))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_columns_become_orthonormal_or_zero_and_span_the_same(shape, rank, true_rank, seed):
     p = matrix_of_rank(shape[0], rank, true_rank, seed)
     basis = orthonormalise(p.clone())
@@ -111,7 +105,7 @@ def test_the_first_factor_is_even_in_its_range_and_differs_by_seed():
 
 
 @given(shape=SHAPES, rank=st.integers(1, 40), seed=st.integers(0, 2**20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_order_in_which_a_library_adds_changes_no_bit(shape, rank, seed):
     generator = torch.Generator().manual_seed(seed)
     p, q = torch.randn(shape[0], rank, generator=generator), torch.randn(shape[1], rank, generator=generator)
@@ -121,56 +115,3 @@ def test_the_order_in_which_a_library_adds_changes_no_bit(shape, rank, seed):
     )
     assert torch.equal(one.view(torch.int32), other.view(torch.int32))
     torch.testing.assert_close(one.double(), p.double() @ q.double().t(), rtol=1e-5, atol=1e-4)
-
-
-def what_may_differ():
-    """A digest of a fused and a vectorised operation: if these agree, the settings have changed nothing here."""
-    values = first_q(3001, 3, 5)
-    fused = torch.add(values[:, 0], values[:, 1], alpha=0.1)
-    return hashlib.sha256(fused.numpy().tobytes() + values.sum().numpy().tobytes()).hexdigest()
-
-
-def everything_that_must_agree():
-    """A digest of what members compute for themselves from the same bytes."""
-    digest = hashlib.sha256()
-    q = first_q(3000, 9, 5)
-    p = orthonormalise(first_q(1001, 9, 6))
-    for tensor in (q, p, decompress(p, q, torch.empty(1001, 3000)), warm_start(torch.zeros(50, 3), 2)):
-        digest.update(tensor.numpy().tobytes())
-    values = first_q(70_001, 1, 9).view(-1)
-    values = values * values * values
-    for name in codec_names():
-        codec = codec_named(name)
-        wire = codec.encode(values, torch.empty(codec.wire_nbytes(len(values)), dtype=torch.uint8))
-        if not name.startswith("topk"):  # its levels are sums, which only the one who sends them computes
-            digest.update(wire.numpy().tobytes())
-        out = torch.empty(len(values))
-        # bytes that come from whole numbers alone, so that only decoding is compared
-        wire = first_q(len(wire), 1, 3).view(-1).mul(128).floor().add(128).to(torch.uint8)
-        if name.startswith("topk"):
-            continue
-        codec.decode(wire, out)
-        digest.update(torch.where(torch.isfinite(out), out, 0.0).numpy().tobytes())
-    return digest.hexdigest()
-
-
-@pytest.mark.timeout(120)
-def test_bits_do_not_depend_on_the_vector_units():
-    digests, canaries = set(), set()
-    for capability, instructions in (("default", "SSE4_2"), (None, None)):
-        environment = dict(os.environ, OMP_NUM_THREADS="1")
-        if capability and instructions:
-            environment |= {"ATEN_CPU_CAPABILITY": capability, "MKL_ENABLE_INSTRUCTIONS": instructions}
-        code = (
-            f"import runpy; names = runpy.run_path({__file__!r}); "
-            "print(names['everything_that_must_agree'](), names['what_may_differ']())"
-        )
-        result = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=50, check=True
-        )
-        digest, canary = result.stdout.split()
-        digests.add(digest)
-        canaries.add(canary)
-    if len(canaries) == 1:
-        pytest.skip("this processor has one kind of vector unit only")
-    assert len(digests) == 1

@@ -47,7 +47,7 @@ METHODS = {
 tests."""
 
 
-@settings(deadline=None, max_examples=250)  # machines are slow at times; pytest bounds the whole
+@settings(deadline=None, max_examples=80)  # machines are slow at times; pytest bounds the whole
 @given(
     method=st.sampled_from(sorted(METHODS)),
     num_workers=st.integers(1, 4),

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from isthmus.collective.core.cost import Volume, best_shares, predict
 from isthmus.collective.core.link_table import LinkTable
 from isthmus.collective.core.planner import choose
-from isthmus.collective.core.regions import guess_trunks, regions
 from isthmus.collective.core.ring_order import ring_order
-from isthmus.collective.core.slices import Route, butterfly, gather, ring, scatter, two_level
+from isthmus.collective.core.slices import Route, butterfly, gather, ring
 
 RATES = st.one_of(st.floats(1e3, 1e9), st.just(inf), st.just(0.0))
 """bytes/s: a modem to ten Gbit/s, unknown, out of reach."""
 LATENCIES = st.one_of(st.floats(0.0, 0.5), st.just(0.001), st.just(0.08))
-patient = settings(deadline=None)  # machines are slow at times; pytest bounds the whole
+patient = settings(deadline=None, max_examples=40)  # machines are slow at times; pytest bounds the whole
 
 
 @st.composite
@@ -52,9 +51,7 @@ def volumes(draw):
 def trees(draw, size):
     """Routes of every builder."""
     ranks = draw(st.permutations(range(size)))
-    cut = draw(st.integers(1, size))
-    regions_ = [part for part in (ranks[:cut], ranks[cut:]) if part]
-    return draw(st.sampled_from([butterfly(size), ring(ranks), two_level(regions_), gather(size), scatter(size)]))
+    return draw(st.sampled_from([butterfly(size), ring(ranks), gather(size)]))
 
 
 @st.composite
@@ -67,6 +64,16 @@ def plans(draw, **kwargs):
 
 def equal(routes):
     return (1 / len(routes),) * len(routes)
+
+
+def with_names(table, order):
+    """The table of the same members, numbered anew in this order."""
+    return LinkTable(
+        latency_s=tuple(tuple(table.latency_s[a][b] for b in order) for a in order),
+        rate=tuple(tuple(table.rate[a][b] for b in order) for a in order),
+        upload=tuple(table.upload[rank] for rank in order),
+        download=tuple(table.download[rank] for rank in order),
+    )
 
 
 def without_chunks(volume):
@@ -145,7 +152,7 @@ def test_the_names_of_members_do_not_change_what_a_plan_costs(plan, data):
         )
         for route in routes
     ]
-    seconds = predict(renamed, shares, volume, table.restricted_to(order))
+    seconds = predict(renamed, shares, volume, with_names(table, order))
     assert seconds == pytest.approx(predict(routes, shares, volume, table))
 
 
@@ -156,7 +163,7 @@ def test_the_names_of_members_do_not_change_how_fast_the_choice_is(table, volume
     order = data.draw(st.permutations(range(table.world_size)))
     table = without_latency(table)
     seconds = choose(table, volume, only="butterfly").predicted_s
-    assert choose(table.restricted_to(order), volume, only="butterfly").predicted_s == pytest.approx(seconds, rel=3e-3)
+    assert choose(with_names(table, order), volume, only="butterfly").predicted_s == pytest.approx(seconds, rel=3e-3)
 
 
 @patient
@@ -166,18 +173,10 @@ def test_no_choice_is_slower_than_a_butterfly_with_equal_shares(table, volume):
     if choice.predicted_s is None:
         assert table.says_nothing
         return
-    judged = replace(table, trunks=guess_trunks(table, regions(table)))
     routes = butterfly(table.world_size)
-    assert choice.predicted_s <= predict(routes, equal(routes), volume, judged)
-    assert choice.predicted_s == predict(choice.routes, choice.shares, volume, judged)
+    assert choice.predicted_s <= predict(routes, equal(routes), volume, table)
+    assert choice.predicted_s == predict(choice.routes, choice.shares, volume, table)
     assert all(seconds >= choice.predicted_s * 0.95 for _, seconds in choice.rejected)
-
-
-@patient
-@given(tables(max_size=9))
-def test_every_member_is_in_one_region(table):
-    found = regions(table)
-    assert sorted(rank for region in found for rank in region) == list(range(table.world_size))
 
 
 COSTS = st.one_of(st.floats(0.0, 100.0), st.integers(0, 3).map(float), st.just(inf))

@@ -17,7 +17,7 @@ from isthmus.elastic.core.work import Strikes, WorkBook
 from isthmus.elastic.journal.store import pack
 from tests.simulation.simulator import Simulator
 
-SEEDS = tuple(range(60))
+SEEDS = tuple(range(20))
 DECODER = msgspec.msgpack.Decoder(Record)
 
 
@@ -43,7 +43,7 @@ def test_recovery_from_a_snapshot_and_the_records_after_it_is_that_from_all_reco
     records = simulator.coordinator.journal
     config = simulator.coordinator_config
     whole = CoordinatorMachine.recover(config, records, 7.0)
-    for cut in range(0, len(records) + 1, max(1, len(records) // 40)):
+    for cut in range(0, len(records) + 1, max(1, len(records) // 20)):
         written = pack(RunState.replay(records[:cut]).snapshot())
         snapshot = DECODER.decode(written)
         assert pack(snapshot) == written

@@ -26,7 +26,7 @@ STREAMING = st.fixed_dictionaries(
 
 
 @given(script=HAPPENINGS, streaming=st.one_of(st.none(), STREAMING))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_no_work_is_lost_or_counted_twice(script: list[Happening], streaming: dict[str, object] | None) -> None:
     async def life() -> None:
         hasher = Hasher(num_threads=1)

@@ -33,8 +33,6 @@ def frames(draw):
         outer_step=draw(U32),
         fragment=draw(U16),
         rank=draw(U16),
-        slice=draw(U16),
-        flags=draw(U16),
         chunk=draw(U32),
         weight=draw(st.floats(0, 1e15)),
         plan_hash=draw(U32),
@@ -156,7 +154,7 @@ def test_a_header_out_of_bounds_is_refused_before_its_payload_has_a_place(positi
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0, 1e39])
 def test_a_weight_that_is_no_weight_is_refused(weight):
-    header = Header(type=FrameType.CONTRIBUTION, payload_nbytes=1, weight=weight)
+    header = Header(type=FrameType.PART, payload_nbytes=1, weight=weight)
     with pytest.raises(RemoteProtocolError, match="weight"):
         unpack(pack(header, b"x")[: HEADER_NBYTES - 8], on_bulk(1024))
 

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 from isthmus.collective.core.types import Epoch, Instant, OuterStep, RoundKey, View
-from isthmus.elastic.core.attempt import Attempt
 from isthmus.elastic.core.events import (
     ExchangeDone,
     MemberEffect,
     MemberEvent,
     StartExchange,
 )
+from isthmus.elastic.core.local_round import LocalRound
 from isthmus.elastic.core.member import MemberMachine
 from isthmus.elastic.core.messages import Heartbeat, Held, NewView, RoundFailed, Vote
 from isthmus.elastic.core.place import Phase, Place
@@ -25,7 +25,7 @@ class InstallsWithoutCommit(MemberMachine):
     def handle(self, event: MemberEvent, now: Instant) -> Sequence[MemberEffect]:
         effects = list(super().handle(event, now))
         place = self._place
-        key, staged = place.attempt.key, place.attempt.staged
+        key, staged = place.round.key, place.round.staged
         if isinstance(event, ExchangeDone) and key is not None and staged is not None:
             place.effects = effects
             place.install_if_staged(Held(OuterStep(key.outer_step + 1), staged))
@@ -35,9 +35,9 @@ class InstallsWithoutCommit(MemberMachine):
 class ForgetsItsPayload(MemberMachine):
     def _on_new_view(self, message: NewView) -> None:
         place, view = self._place, message.view
-        if place.view is not None and view.epoch > place.view.epoch and place.attempt.staged is None:
-            had_payload = place.attempt.payload is not None
-            place.effects += place.attempt.forget()
+        if place.view is not None and view.epoch > place.view.epoch and place.round.staged is None:
+            had_payload = place.round.payload is not None
+            place.effects += place.round.forget()
             super()._on_new_view(message)
             if had_payload and place.view is not None:
                 place._stop_training("starts over in the new view")
@@ -47,7 +47,7 @@ class ForgetsItsPayload(MemberMachine):
             super()._on_new_view(message)
 
 
-class CausesWithoutEnd(Attempt):
+class CausesWithoutEnd(LocalRound):
     """It repeats what it was told as often as it likes."""
 
     def report(self) -> Vote | RoundFailed | None:
@@ -58,7 +58,7 @@ class CausesWithoutEnd(Attempt):
 class SaysTooMuch(MemberMachine):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._place.attempt = CausesWithoutEnd(self.me, self._place.attempt.sign)
+        self._place.round = CausesWithoutEnd(self.me, self._place.round.sign)
 
 
 class CallsBytesSteps(Place):
@@ -74,7 +74,7 @@ class CountsBytesAsWork(MemberMachine):
 class ThrowsLateWorkAway(Place):
     def _carry_over(self) -> None:
         """As who was put out does."""
-        payload, held = self.attempt.payload, self.held
+        payload, held = self.round.payload, self.held
         if payload is not None and held is not None and payload.outer_step != held.outer_step:
             self._stop_training("late")
 
@@ -83,7 +83,7 @@ class ForgetsLateWork(MemberMachine):
     place_type = ThrowsLateWorkAway
 
 
-class WeighsAnew(Attempt):
+class WeighsAnew(LocalRound):
     """Another try, another weight."""
 
     def start(self, view: View, weights: tuple[float, ...] = ()) -> Sequence[MemberEffect]:
@@ -97,7 +97,7 @@ class WeighsAnew(Attempt):
 class ChangesItsWeight(MemberMachine):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._place.attempt = WeighsAnew(self.me, self._place.attempt.sign)
+        self._place.round = WeighsAnew(self.me, self._place.round.sign)
 
 
 class OpenGate(FrameGate):

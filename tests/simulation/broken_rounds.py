@@ -8,14 +8,16 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from isthmus.collective.core.types import Instant, PeerId, PeerRef, RoundKey, View
+from isthmus.elastic.core.attendance import Attendance
 from isthmus.elastic.core.closing import Closing
 from isthmus.elastic.core.config import CoordinatorConfig
 from isthmus.elastic.core.coordinator import CoordinatorMachine
-from isthmus.elastic.core.failures import Failures
+from isthmus.elastic.core.failures import Blame, Failures
 from isthmus.elastic.core.grace import Grace
-from isthmus.elastic.core.messages import LeaseRequest, RoundFailed, Vote
-from isthmus.elastic.core.records import Contribution
-from isthmus.elastic.core.rounds import Agreed, Rounds, Split
+from isthmus.elastic.core.messages import LeaseRequest, PeerMessage, RoundFailed, Vote
+from isthmus.elastic.core.open_round import Agreed, OpenRound, Split
+from isthmus.elastic.core.peer_fence import PeerFence
+from isthmus.elastic.core.records import CommittedPart
 from isthmus.elastic.core.run_state import RunState
 from isthmus.elastic.core.sessions import Session
 from tests.simulation.broken_runs import PatchedCoordinator
@@ -27,7 +29,7 @@ class WaitsForVotesForEver(Closing):
 
 
 class WaitsForTheVoteless(PatchedCoordinator):
-    closing_type = WaitsForVotesForEver
+    parts = (("_closing", WaitsForVotesForEver),)
 
 
 class MeasuresItsOwnPatience(Closing):
@@ -40,7 +42,7 @@ class MeasuresItsOwnPatience(Closing):
 
 
 class WaitsLongerAndLonger(PatchedCoordinator):
-    closing_type = MeasuresItsOwnPatience
+    parts = (("_closing", MeasuresItsOwnPatience),)
 
 
 class WaitsForAMajority(Closing):
@@ -49,19 +51,19 @@ class WaitsForAMajority(Closing):
 
 
 class WaitsForTheFirstVote(PatchedCoordinator):
-    closing_type = WaitsForAMajority
+    parts = (("_closing", WaitsForAMajority),)
 
 
-class BlamesWhoIsAccused(Rounds):
+class BlamesWhoIsAccused(Blame):
     """One accusation is enough against who made none."""
 
     def blamed(self, view: View, newcomers: Collection[PeerId]) -> tuple[PeerId, ...]:
-        accused = {peer: number for peer, number in self.accused(view).items() if number}
+        accused = {peer: number for peer, number in self._round.accused(view).items() if number}
         return tuple(sorted(accused, key=lambda peer: accused[peer])[-1:])
 
 
 class BelievesTheAccuser(PatchedCoordinator):
-    rounds_type = BlamesWhoIsAccused
+    parts = (("_closing._failures._blame", BlamesWhoIsAccused),)
 
 
 class LeavesAnyNumber(Failures):
@@ -70,9 +72,7 @@ class LeavesAnyNumber(Failures):
 
 
 class AccusesAllOut(PatchedCoordinator):
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-        self._closing._failures = LeavesAnyNumber(self._roster)
+    parts = (("_closing._failures", LeavesAnyNumber),)
 
 
 class LeavesNewcomersAlone(Closing):
@@ -81,16 +81,18 @@ class LeavesNewcomersAlone(Closing):
 
 
 class GoesOnWithNewcomers(PatchedCoordinator):
-    closing_type = LeavesNewcomersAlone
+    parts = (("_closing", LeavesNewcomersAlone),)
 
 
 class CountsVotesOfAnyEpoch(CoordinatorMachine):
-    def _on_round(self, session: Session, message: Vote | RoundFailed) -> None:
-        key = RoundKey(self.state.epoch, message.key.outer_step, message.key.fragment)
-        super()._on_round(session, msgspec.structs.replace(message, key=key))
+    def _on_said(self, sender: PeerRef, message: PeerMessage) -> None:
+        if isinstance(message, Vote | RoundFailed) and self.state.is_member(sender):
+            key = RoundKey(self.state.epoch, message.key.outer_step, message.key.fragment)
+            message = msgspec.structs.replace(message, key=key)
+        super()._on_said(sender, message)
 
 
-class TakesTheFirstDigest(Rounds):
+class TakesTheFirstDigest(OpenRound):
     def outcome(self, view: View) -> Agreed | Split | None:
         if super().outcome(view) is None:
             return None
@@ -99,7 +101,7 @@ class TakesTheFirstDigest(Rounds):
 
 
 class VotesWithoutDigest(PatchedCoordinator):
-    rounds_type = TakesTheFirstDigest
+    parts = (("_round", TakesTheFirstDigest),)
 
 
 class TrustsHeartbeats(PatchedCoordinator):
@@ -111,10 +113,8 @@ class WaitsForEver(Grace):
         return None
 
 
-class HasUnboundedGrace(CoordinatorMachine):
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-        self._roster.grace = WaitsForEver(config)
+class HasUnboundedGrace(PatchedCoordinator):
+    parts = (("_round.grace", WaitsForEver),)
 
 
 class ReturnsConsumedLeases(CoordinatorMachine):
@@ -175,50 +175,63 @@ class ForgetsToSayGoodbye(CoordinatorMachine):
 
 
 class WritesOtherWeights(Closing):
-    def _contributions(self, members: Sequence[Session], deviants: Collection[PeerId]) -> tuple[Contribution, ...]:
+    def _contributions(self, members: Sequence[Session], deviants: Collection[PeerId]) -> tuple[CommittedPart, ...]:
         made = super()._contributions(members, deviants)
         return tuple(msgspec.structs.replace(item, weight=made[0].weight) for item in made)
 
 
 class WritesTokens(Closing):
-    def _contributions(self, members: Sequence[Session], deviants: Collection[PeerId]) -> tuple[Contribution, ...]:
+    def _contributions(self, members: Sequence[Session], deviants: Collection[PeerId]) -> tuple[CommittedPart, ...]:
         made = super()._contributions(members, deviants)
         return tuple(msgspec.structs.replace(item, weight=float(item.num_tokens)) for item in made)
 
 
 class TakesTokensForWeights(PatchedCoordinator):
-    closing_type = WritesTokens
+    parts = (("_closing", WritesTokens),)
 
 
 class RecordsOtherWeights(PatchedCoordinator):
-    closing_type = WritesOtherWeights
+    parts = (("_closing", WritesOtherWeights),)
 
 
-class GrantsEveryRepeat(CoordinatorMachine):
-    def _on_lease_request(self, session: Session, request: LeaseRequest) -> None:
-        leases = self.state.leases
+class TakesEveryRequestForNew(PeerFence):
+    def _is_answered(self, sender: PeerRef, request: LeaseRequest) -> bool:
+        return False
+
+
+class GrantsAgain(Attendance):
+    def wants_data(self, session: Session, request: LeaseRequest) -> None:
+        leases = self._state.leases
         newest = leases.newest_serial
         leases.newest_serial = lambda ref: min(newest(ref), request.serial - 1)  # type: ignore[method-assign]
-        super()._on_lease_request(session, request)
+        super().wants_data(session, request)
         leases.newest_serial = newest  # type: ignore[method-assign]
 
 
-class TakesBackReports(Rounds):
+class GrantsEveryRepeat(PatchedCoordinator):
+    parts = (("_fence", TakesEveryRequestForNew), ("_attendance", GrantsAgain))
+
+
+class TakesBackReports(OpenRound):
     def vote(self, peer_id: PeerId, vote: Vote, now: Instant) -> bool:
         self.reports.pop(peer_id, None)
         return super().vote(peer_id, vote, now)
 
 
 class CountsVotesAfterFailures(PatchedCoordinator):
-    rounds_type = TakesBackReports
+    parts = (("_round", TakesBackReports),)
 
 
 class NeedsOnlyOne(CoordinatorMachine):
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
         super()._start(config, state)
-        self._roster.grace.quorum_of = lambda num_standing: config.min_peers  # type: ignore[method-assign]
+        self._round.grace.quorum_of = lambda num_standing: config.min_peers  # type: ignore[method-assign]
 
 
-class TakesUnsignedVotes(CoordinatorMachine):
+class LooksAtNoSignature(Attendance):
     def _is_signed(self, ref: PeerRef, vote: Vote) -> bool:
         return True
+
+
+class TakesUnsignedVotes(PatchedCoordinator):
+    parts = (("_attendance", LooksAtNoSignature),)

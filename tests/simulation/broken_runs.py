@@ -2,14 +2,14 @@
 """Coordinators that lack a rule of who takes part, or of what survives a restart (mutants.py)."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
 
 import msgspec
 
-from isthmus.collective.core.types import Epoch, Instant, PeerRef
+from isthmus.collective.core.types import Epoch, Instant, PeerId, PeerRef
 from isthmus.elastic.core.admission import Admission
 from isthmus.elastic.core.certificate import Certificate
-from isthmus.elastic.core.closing import Closing
 from isthmus.elastic.core.config import CoordinatorConfig, RebuildRule
 from isthmus.elastic.core.coordinator import CoordinatorMachine
 from isthmus.elastic.core.doorkeeper import Doorkeeper
@@ -22,23 +22,20 @@ from isthmus.elastic.core.events import (
 from isthmus.elastic.core.handover import Handover
 from isthmus.elastic.core.messages import Evicted, Join, PeerMessage
 from isthmus.elastic.core.past import Past
+from isthmus.elastic.core.peer_fence import PeerFence, Void
 from isthmus.elastic.core.rebuild import Rebuild
-from isthmus.elastic.core.reception import Reception
 from isthmus.elastic.core.records import Record
+from isthmus.elastic.core.rendezvous import Rendezvous
 from isthmus.elastic.core.rollback import Rollback
-from isthmus.elastic.core.rounds import Rounds
 from isthmus.elastic.core.run_state import RunState
 from isthmus.elastic.core.sessions import Session
 
 
 class PatchedCoordinator(CoordinatorMachine):
-    """The real one with another part, or another patience, or that believes something else after a restart."""
+    """The real one with other parts, or another patience, or that believes something else after a restart."""
 
-    rounds_type: type[Rounds] = Rounds
-    admission_type: type[Admission] = Admission
-    reception_type: type[Reception] = Reception
-    rollback_type: type[Rollback] = Rollback
-    closing_type: type[Closing] = Closing
+    parts: tuple[tuple[str, type], ...] = ()
+    """Attributes of parts, and of which class each is instead."""
     patience: float = 1.0
 
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
@@ -48,11 +45,10 @@ class PatchedCoordinator(CoordinatorMachine):
             stall_initial_s=config.stall_initial_s * self.patience,
         )
         super()._start(stall, state)
-        self._rounds = self._roster.rounds = self.rounds_type()
-        self._admission = self.admission_type(self._roster, self._meetings)
-        self._closing = self.closing_type(self._roster, self._admission)
-        self._reception = self.reception_type(self._roster)
-        self._rollback = self.rollback_type(self._roster)
+        for name, kind in self.parts:
+            part = attrgetter(name)(self)
+            assert issubclass(kind, type(part)), "a broken part is the real one without a rule"
+            part.__class__ = kind
 
     @classmethod
     def recover(
@@ -75,7 +71,7 @@ class PatchedCoordinator(CoordinatorMachine):
 class TellsNoOlderStart(CoordinatorMachine):
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
         super()._start(config, state)
-        self._roster.tell_replaced = lambda to: None  # type: ignore[method-assign]
+        self._news.tell_replaced = lambda to: None  # type: ignore[method-assign]
 
 
 class HearsOlderStarts(CoordinatorMachine):
@@ -87,13 +83,15 @@ class HearsOlderStarts(CoordinatorMachine):
         super()._on_said(session.ref if session is not None and is_older else sender, message)
 
 
-class TakesEverybodyForAware(Reception):
-    def join(self, sender: PeerRef, message: Join) -> None:
-        super().join(sender, msgspec.structs.replace(message, epoch=self._roster.state.epoch))
+class TakesEverybodyForAware(PeerFence):
+    def _why_void_of_stranger(self, sender: PeerRef, message: PeerMessage) -> Void | None:
+        if isinstance(message, Join):
+            message = msgspec.structs.replace(message, epoch=self._state.epoch)
+        return super()._why_void_of_stranger(sender, message)
 
 
 class WelcomesTheUnaware(PatchedCoordinator):
-    reception_type = TakesEverybodyForAware
+    parts = (("_fence", TakesEverybodyForAware),)
 
 
 class TurnsNobodyAway(Doorkeeper):
@@ -109,33 +107,31 @@ class TurnsNobodyAway(Doorkeeper):
         return refusal
 
 
-class LetsBackWhoWasPutOut(CoordinatorMachine):
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-        self._doorkeeper = TurnsNobodyAway(self._roster)
+class LetsBackWhoWasPutOut(PatchedCoordinator):
+    parts = (("_doorkeeper", TurnsNobodyAway),)
 
 
 class AdmitsWhoeverWaits(Admission):
     def at_boundary(self, deviants: Sequence[PeerRef]) -> None:
         for session in self._roster.learners():
-            session.synced = self._roster.state.committed
+            session.synced = self._state.committed
         super().at_boundary(deviants)
 
 
 class CountsLearnersEarly(PatchedCoordinator):
-    admission_type = AdmitsWhoeverWaits
+    parts = (("_admission", AdmitsWhoeverWaits),)
 
 
 class AdmitsOnlyTheNewest(Admission):
     def at_boundary(self, deviants: Sequence[PeerRef]) -> None:
         for session in self._roster.learners():
-            if session.synced != self._roster.state.committed:
+            if session.synced != self._state.committed:
                 session.synced = None
         super().at_boundary(deviants)
 
 
 class LetsLearnersChase(PatchedCoordinator):
-    admission_type = AdmitsOnlyTheNewest
+    parts = (("_admission", AdmitsOnlyTheNewest),)
 
 
 class AnswersNoStranger(CoordinatorMachine):
@@ -155,21 +151,21 @@ class ChecksNoCertificate(CoordinatorMachine):
 
 class GoesBackTooFar(Rollback):
     def _newest_of(self, learners: Sequence[Session]) -> Past | None:
-        found = [self._roster.state.past(item.synced) for item in learners if item.synced]
+        found = [self._state.past(item.synced) for item in learners if item.synced]
         return min((at for at in found if at is not None), key=lambda at: at.held.outer_step, default=None)
 
 
 class RollsBackTooFar(PatchedCoordinator):
-    rollback_type = GoesBackTooFar
+    parts = (("_rollback", GoesBackTooFar),)
 
 
 class GoesBackAtOnce(Rollback):
     def _due_at(self, *, is_possible: bool) -> Instant:
-        return self._roster.now if is_possible else super()._due_at(is_possible=False)
+        return self._turn.now if is_possible else super()._due_at(is_possible=False)
 
 
 class RollsBackAtOnce(PatchedCoordinator):
-    rollback_type = GoesBackAtOnce
+    parts = (("_rollback", GoesBackAtOnce),)
 
 
 class TakesTheFirst(Rebuild):
@@ -183,19 +179,19 @@ class RebuildsFromTheFirst(CoordinatorMachine):
 
 class FoundsOnce(Admission):
     def found(self) -> None:
-        founder = self._roster.founder
+        founder = self._news.founder
         if founder is None or founder.peer_id not in self._roster.sessions:
             super().found()
 
 
 class KeepsItsFounder(PatchedCoordinator):
-    admission_type = FoundsOnce
+    parts = (("_admission", FoundsOnce),)
 
 
 class RemindsNobody(CoordinatorMachine):
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
         super()._start(config, state)
-        self._roster.remind = lambda to: None  # type: ignore[method-assign]
+        self._news.remind = lambda to: None  # type: ignore[method-assign]
 
 
 class TakesAllForHolders(PatchedCoordinator):
@@ -233,22 +229,21 @@ class BlamesAroundHubs(PatchedCoordinator):
 class PausesNobody(PatchedCoordinator):
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
         super()._start(config, state)
-        self._roster.pauses.is_over = lambda ref, outer_step, now: True  # type: ignore[method-assign]
+        self._pauses.is_over = lambda ref, outer_step, now: True  # type: ignore[method-assign]
 
 
-class AwaitsNobody(Admission):
-    def between_commits(self) -> None:
-        self._roster.awaited.clear()
-        super().between_commits()
+class AwaitsNobody(Rendezvous):
+    def call(self, peers: Collection[PeerId], now: Instant) -> None:
+        pass
 
 
 class BeginsAgainAlone(PatchedCoordinator):
-    admission_type = AwaitsNobody
+    parts = (("_rendezvous", AwaitsNobody),)
 
 
 class ForgetsItsMembers(Rollback):
     def settle(self) -> None:
-        state = self._roster.state
+        state = self._state
         view, state.view = state.view, msgspec.structs.replace(state.view, members=())
         super().settle()
         if state.view.epoch == view.epoch:
@@ -256,7 +251,7 @@ class ForgetsItsMembers(Rollback):
 
 
 class RollsBackWithMembers(PatchedCoordinator):
-    rollback_type = ForgetsItsMembers
+    parts = (("_rollback", ForgetsItsMembers),)
 
 
 class LetsEverybodyGo(Handover):
@@ -264,7 +259,5 @@ class LetsEverybodyGo(Handover):
         return False
 
 
-class LeavesWithTheState(CoordinatorMachine):
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-        self._roster.handover = LetsEverybodyGo(self._roster)
+class LeavesWithTheState(PatchedCoordinator):
+    parts = (("_handover", LetsEverybodyGo),)

@@ -409,7 +409,7 @@ class Checkers:
             node for node in self._sim.core() if node.machine is not None and node.machine.phase is not Phase.ACTIVE
         ]
         step, now = history.newest.outer_step, self._sim.world.now
-        return not all(machine._roster.pauses.is_over(node.ref, step, now) for node in idle)
+        return not all(machine._pauses.is_over(node.ref, step, now) for node in idle)
 
     def _out_of_reach(self) -> list["PeerNode"]:
         """The members, if nobody can dial any of them: whoever fetches dials, so the others cannot come in again."""

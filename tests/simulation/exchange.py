@@ -14,26 +14,25 @@ from typing import TYPE_CHECKING
 
 from isthmus.collective.core.apart import Pair, hubs
 from isthmus.collective.core.fence import Fence, Standing
-from isthmus.collective.core.round import RoundMachine
+from isthmus.collective.core.round_machine import RoundMachine
 from isthmus.collective.core.round_words import (
     Accumulate,
     ChunkRefused,
-    ContributionArrived,
     FinishChunk,
     Finished,
     HandOnOpening,
     InstallResult,
-    KeepResult,
     LinkRenewed,
+    PartArrived,
     PeerOpened,
     ResultArrived,
     RoundEffect,
     RoundEvent,
-    SendContribution,
     SendOpen,
+    SendPart,
     SendResult,
 )
-from isthmus.collective.core.slices import Route, SlicePlan, butterfly, ring, two_level
+from isthmus.collective.core.slices import NOBODY, Route, SlicePlan, butterfly, ring
 from isthmus.collective.core.types import PeerId, PeerRef, RoundKey, View
 from tests.simulation.symbols import ChunkValue, Payload, Result, Share
 from tests.simulation.world import Violation
@@ -50,7 +49,7 @@ MAX_HELD_BACK = 512
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What travels between two peers: an opening, a contribution, a result, or "I gave up"."""
+    """What travels between two peers: an opening, a part, a result, or "I gave up"."""
 
     sender: PeerRef
     key: RoundKey
@@ -118,14 +117,14 @@ class Exchange:
         event: RoundEvent
         if frame.kind == "open":
             event = PeerOpened(rank)
-        elif frame.kind == "contribution":
-            event = ContributionArrived(rank, frame.chunk)
+        elif frame.kind == "part":
+            event = PartArrived(rank, frame.chunk)
         else:
             event = ResultArrived(rank, frame.chunk)
         self._incoming = frame.value
         if self.weights[rank] is None:
             self.weights[rank] = frame.weight
-        if frame.kind == "contribution" and not self.machine.adds_for(rank, frame.chunk):
+        if frame.kind == "part" and not self.machine.adds_for(rank, frame.chunk):
             ((share_name, _),) = frame.value
             self._incoming = ((share_name, self.weights[rank] or 0.0),)
             self.sizes[rank], self.sizes[self.rank] = frame.size, self._size
@@ -184,8 +183,8 @@ class Exchange:
                     self._send(members[to].ref, "open")
                 case HandOnOpening(to, of):
                     self._send(members[to].ref, "open", of=of)
-                case SendContribution(to, chunk):
-                    self._send(members[to].ref, "contribution", chunk, tuple(self._sums[chunk]))
+                case SendPart(to, chunk):
+                    self._send(members[to].ref, "part", chunk, tuple(self._sums[chunk]))
                 case SendResult(to, chunk):
                     self._send(members[to].ref, "result", chunk, self._chunks[chunk])
                 case Accumulate(chunk, _):
@@ -194,8 +193,6 @@ class Exchange:
                     self._chunks[chunk] = tuple(sorted(self._sums[chunk]))
                 case InstallResult(chunk):
                     self._chunks[chunk] = self._incoming
-                case KeepResult(chunk):
-                    raise Violation("I2", f"chunk {chunk} is kept, and nothing was held")
                 case Finished():
                     self.result = tuple(self._chunks[chunk] for chunk in sorted(self._chunks))
                     self.node.exchange_done(self.key, self.result)
@@ -261,7 +258,7 @@ class Exchange:
 
 @cache
 def slices_of(plan: str, chunks_per_peer: int, world_size: int, apart: tuple[Pair, ...] = ()) -> SlicePlan:
-    """The trees of a plan: the ring goes round by rank, the first half of the ranks is a region."""
+    """The trees of a plan: the ring goes round by rank."""
     routes: tuple[Route, ...] = butterfly(world_size, hubs(world_size, frozenset(apart)))
     # The second root owns nothing: slices may be empty.
     sizes = [0 if at == 1 and chunks_per_peer == 2 else chunks_per_peer for at in range(len(routes))]
@@ -270,9 +267,19 @@ def slices_of(plan: str, chunks_per_peer: int, world_size: int, apart: tuple[Pai
         pass  # only hubs are roots
     elif plan == "ring":
         routes = ring(range(world_size))
-    elif plan == "two_level" and world_size > 1:
-        routes = two_level([range(world_size // 2), range(world_size // 2, world_size)])
+    elif plan == "two_hops" and world_size > 1:
+        routes = tuple(_two_hops(root, world_size) for root in range(world_size))
     return SlicePlan(bounds=bounds, routes=routes)
+
+
+def _two_hops(root: int, world_size: int) -> Route:
+    """Of the half of the ranks that the root is not in, one member adds up and hands on."""
+    half = world_size // 2
+    near, far = (range(half), range(half, world_size)) if root < half else (range(half, world_size), range(half))
+    between = far[near.index(root) % len(far)]
+    parents = {rank: between if rank in far and rank != between else root for rank in range(world_size)}
+    tree = tuple(NOBODY if rank == root else parent for rank, parent in parents.items())
+    return Route(root=root, up=tree, down=tree)
 
 
 class FrameGate:

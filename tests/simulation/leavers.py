@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from isthmus.collective.core.types import PeerRef
 from isthmus.elastic.core.events import Finish
-from isthmus.elastic.core.farewell import LEFT_EXIT_CODE
+from isthmus.elastic.core.exit_codes import LEFT
 from isthmus.elastic.core.messages import (
     CoordinatorMessage,
     Evicted,
@@ -85,7 +85,7 @@ class Leavers:
         ):
             return
         for ref, effect in exits:
-            went_in_order = effect.code == LEFT_EXIT_CODE and ref in self._judged
+            went_in_order = effect.code == LEFT and ref in self._judged
             went_in_order = went_in_order and "nobody else holds" not in effect.reason
             if went_in_order and newest.digest in self._had[ref]:
                 demand(

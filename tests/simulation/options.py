@@ -5,7 +5,8 @@ import random
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-PLANS = ("butterfly", "ring", "two_level")
+PLANS = ("butterfly", "ring", "two_hops")
+"""The last is no plan of an all-reduce: trees with members between, as a gather has where links lack."""
 PATIENT_S = 5.0
 """A stall timeout that is longer than this is a long one."""
 LIES = ("weight", "size", "two_weights", "one_weight", "framing", "digest", "two_results")

@@ -38,7 +38,7 @@ from isthmus.elastic.core.events import (
     TakeLeases,
     Tick,
 )
-from isthmus.elastic.core.farewell import LEFT_EXIT_CODE
+from isthmus.elastic.core.exit_codes import LEFT
 from isthmus.elastic.core.member import MemberMachine
 from isthmus.elastic.core.messages import CoordinatorMessage, Evicted, Held, RoundFailed, Vote
 from tests.simulation.disk import Disk
@@ -297,7 +297,7 @@ class PeerNode(Process):
         self.exit = effect
         self.sim.world.say(self.peer_id, "finishes with", effect.code, effect.reason)
         # Who leaves in order has its state on the disk when it is gone, however seldom that is written before.
-        if self.state is not None and (self.sim.options.checkpoint_every or effect.code == LEFT_EXIT_CODE):
+        if self.state is not None and (self.sim.options.checkpoint_every or effect.code == LEFT):
             self.disk.write(self.state, flush=True)
         self.sim.checkers.finished(self, effect)
         self.sim.control.hang_up(self)

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds of the swarm: the real protocol breaks no invariant, every mutant does, and a seed is one history."""
+"""Seeds of the swarm: those that once broke an invariant do not, every mutant does, and a seed is one history.
+
+test_audit.py runs the real protocol's first seeds.
+"""
 
 import os
 import select
 import subprocess
 import sys
-from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from tests.simulation import blocks
-from tests.simulation.blocks import Kind, Tally, run_seeds
-from tests.simulation.marks import DEFENCES, KNOWN
+from tests.simulation.blocks import Kind, run_seeds
+from tests.simulation.marks import KNOWN
 from tests.simulation.minimise import minimise
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.options import Options
@@ -20,19 +23,8 @@ from tests.simulation.scenario import FOLDER, Scenario, changed
 from tests.simulation.simulator import Simulator
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-NUM_SEEDS = 800
 
 pytestmark = pytest.mark.timeout(300)  # hundreds of seeds take their time on a busy machine
-
-
-@pytest.fixture(scope="module")
-def tally() -> Tally:
-    return run_seeds(Kind(), 0, NUM_SEEDS)
-
-
-def test_no_seed_breaks_an_invariant(tally: Tally) -> None:
-    assert tally.violation is None, f"{tally.violation}; replay: scripts/simulate --first {tally.violation[0]} --trace"
-    assert tally.num_seeds == NUM_SEEDS
 
 
 ONCE_BROKEN = (
@@ -69,16 +61,24 @@ def test_who_is_excused_carries_its_work_over_also_if_the_others_come_to_what_it
     assert Simulator(seed).run().violation is None
 
 
-def test_every_rule_is_exercised_by_seeds_and_scenarios(tally: Tally) -> None:
-    hits: Counter[str] = Counter(tally.counters)
-    for path in FOLDER.glob("*.toml"):
-        hits.update(Scenario.load(path).run()[0].counters)
-    assert sorted(KNOWN - set(hits)) == [], "rules that nothing tests"
-    assert sorted(DEFENCES & set(hits)) == [], "honest peers ran into a defence against others"
+RICH = (266, 271, 287, 321, 341, 360, 454, 499, 551, 715, 775, 795)
+"""Seeds that exercise every rule. Where a change has moved their histories, the first 800 are looked through."""
 
 
-def test_report_does_not_depend_on_the_number_of_processes() -> None:
-    alone, together = (run_seeds(Kind(), 900, 50, num_jobs=num_jobs) for num_jobs in (1, 2))
+def test_every_rule_is_exercised_by_seeds_and_scenarios() -> None:
+    scenarios = (Scenario.load(path).run()[0] for path in FOLDER.glob("*.toml"))
+    seeds = (Simulator(seed).run() for seed in (*RICH, *range(800)))
+    hits: set[str] = set()
+    for outcome in chain(scenarios, seeds):
+        hits.update(outcome.counters)
+        if hits >= KNOWN:
+            break
+    assert sorted(KNOWN - hits) == [], "rules that nothing tests"
+
+
+def test_report_does_not_depend_on_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "SEEDS_A_BLOCK", 3)
+    alone, together = (run_seeds(Kind(), 900, 10, num_jobs=num_jobs) for num_jobs in (1, 2))
     alone.cpu_s = together.cpu_s = 0.0
     assert alone == together
 
@@ -86,15 +86,40 @@ def test_report_does_not_depend_on_the_number_of_processes() -> None:
 def test_first_violation_wins_however_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "SEEDS_A_BLOCK", 3)
     kind = Kind(mutant="vote_without_digest")
-    alone, together = (run_seeds(kind, 0, 60, num_jobs=num_jobs) for num_jobs in (1, 2))
+    alone, together = (run_seeds(kind, 0, 12, num_jobs=num_jobs) for num_jobs in (1, 2))
     assert alone.violation is not None
     assert alone.num_seeds > blocks.SEEDS_A_BLOCK
     assert (alone.violation, alone.num_seeds) == (together.violation, together.num_seeds)
 
 
+# fmt: off
+CAUGHT_BY = {
+    "accused_out": 2, "accuser_believed": 162, "all_hold_after_restart": 4, "any_size": 20, "begins_alone": 28,
+    "begins_landed": 1, "blames_around_hubs": 224, "bytes_are_work": 12, "certificate_not_checked": 28,
+    "consumed_again": 1, "deviants_for_ever": 26, "emits_from_live": 1, "epoch_forgotten": 1, "excused_forgotten": 72,
+    "few_votes_never_enough": 66, "first_certificate_taken": 110, "follows_twice": 6, "founder_kept": 71,
+    "goes_back_with_members": 34, "grace_unbounded": 14, "hands_in_ahead": 1, "hands_in_twice": 1,
+    "heartbeat_is_life": 66, "hurries_past_due": 10, "lands_first": 1, "lands_out_of_order": 1, "late_work_lost": 4,
+    "lease_returned_twice": 1, "missed_counts": 4, "missed_in_time": 14, "missed_remembered": 4, "never_rests": 89,
+    "newcomers_alone": 11, "no_epoch_fence": 4, "no_links": 1, "no_pauses": 38, "older_start_heard": 61,
+    "older_start_not_told": 171, "one_goes_on": 12, "one_voice_is_enough": 24, "other_weight_recorded": 1,
+    "owed_too_late": 14, "owed_work_lost": 4, "put_out_let_back": 43, "rolled_back_at_once": 9,
+    "rolled_back_too_far": 28, "snapshot_without_departed": 107, "snapshot_without_excused": 72,
+    "snapshot_without_leases": 1, "snapshot_without_past": 128, "state_taken_away": 3, "store_without_fence": 7,
+    "struck_stay": 26, "sums_not_compared": 219, "time_goes_on": 39, "tokens_for_weights": 1, "unaware_welcomed": 3,
+    "vote_after_failure": 48, "vote_of_any_epoch": 1, "vote_unsigned": 46, "vote_without_digest": 4,
+    "voteless_awaited": 66, "weight_beyond_leases": 33, "weightless_work_lost": 20, "weights_not_compared": 22,
+}
+# fmt: on
+"""The lowest seed that catches a mutant, as `scripts/simulate --seeds 300 --mutant NAME` says; 0 where there is none
+here. Only where to begin: after a change of the protocol another one may."""
+
+
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_every_mutant_is_caught_within_300_seeds(name: str) -> None:
-    found = run_seeds(Kind(mutant=name), 0, 300, num_jobs=1).violation
+    kind = Kind(mutant=name)
+    violations = (kind.run(seed).violation for seed in (CAUGHT_BY.get(name, 0), *range(300)))
+    found = next(filter(None, violations), None)
     assert found is not None, f"nothing notices that {MUTANTS[name].what}"
 
 

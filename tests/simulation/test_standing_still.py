@@ -6,12 +6,10 @@ from collections.abc import Callable
 import pytest
 
 from isthmus.collective.core.types import Instant, OuterStep, PeerRef
-from isthmus.elastic.core.config import CoordinatorConfig
-from isthmus.elastic.core.coordinator import CoordinatorMachine
 from isthmus.elastic.core.pauses import Pauses
-from isthmus.elastic.core.run_state import RunState
 from tests.simulation.broken_members import CountsBytesAsWork
 from tests.simulation.broken_rounds import WaitsLongerAndLonger
+from tests.simulation.broken_runs import PatchedCoordinator
 from tests.simulation.parts import Parts
 from tests.simulation.peer import PeerNode
 from tests.simulation.stage import Stage
@@ -26,10 +24,8 @@ class NoPauses(Pauses):
         return True
 
 
-class ComesBackAtOnce(CoordinatorMachine):
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-        self._roster.pauses = NoPauses(config.max_peers)
+class ComesBackAtOnce(PatchedCoordinator):
+    parts = (("_pauses", NoPauses),)
 
 
 def _commits(num_peers: int, strike: Callable[[PeerNode], None], parts: Parts | None = None) -> int:
@@ -83,10 +79,8 @@ class ShortPauses(Pauses):
         return super().missed(ref, outer_step, now)
 
 
-class WithoutLongPauses(CoordinatorMachine):
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-        self._roster.pauses = ShortPauses(config.max_peers)
+class WithoutLongPauses(PatchedCoordinator):
+    parts = (("_pauses", ShortPauses),)
 
 
 def _never_vote(node: PeerNode) -> None:

@@ -32,7 +32,7 @@ from isthmus.trainer.audit.logs import Deviant, Log, MissingLogs, audit_logs, de
 from isthmus.trainer.checkpoint.certificates import FILE_NAME as CERTIFICATES_NAME
 from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME
 from isthmus.trainer.errors import ConfigError, EnvironmentFault
-from isthmus.trainer.record.events import FILE_NAME, has_events
+from isthmus.trainer.record.event_log import FILE_NAME, has_events
 from isthmus.trainer.run.founding import JOURNAL_NAME, find_authorities
 
 
@@ -94,7 +94,7 @@ def audit_runs(given: Sequence[Path]) -> list[RunAudit]:
     """
     folders = [folder for path in given for folder in _peers_folders(path)]
     try:
-        logs = read_logs(path for folder in folders if has_events(path := folder / FILE_NAME))
+        logs = read_logs(folder / FILE_NAME for folder in folders)
         missing = missing_logs(folders)
         saved = read_checkpoints(folders)
         kept = read_kept(folders)

@@ -7,7 +7,6 @@ caught up to and the weight of its work; and the log of the coordinator's own pr
 of this run count: a log outlives its runs.
 """
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,104 +14,18 @@ from pathlib import Path
 import msgspec
 
 from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
+from isthmus.elastic import observation as told
 from isthmus.elastic.audit import Finding, RecordIndex, Verdict, judge
 from isthmus.elastic.audit.findings import short
-from isthmus.trainer.record.events import FILE_NAME, missing_files, read_events
-from isthmus.trainer.record.record_lines import line_of
-
-
-class _Line(msgspec.Struct, frozen=True, tag_field="event"):
-    """An event of this schema (trainer/record/events.py), with the fields that matter here."""
-
-    peer: str
-
-
-class _LogOpened(_Line, frozen=True, tag="log_opened"):
-    pass
-
-
-class _Started(_Line, frozen=True, tag="started"):
-    run_id: str
-    samples_per_data_epoch: int | None = None
-
-
-class _LogContinued(_Line, frozen=True, tag="log_continued"):
-    run_id: str
-    samples_per_data_epoch: int | None = None
-
-
-class _RoundStarted(_Line, frozen=True, tag="round_started"):
-    epoch: int
-    outer_step: int
-    fragment: int
-    weight: float | None
-
-
-class _Vote(_Line, frozen=True, tag="vote"):
-    epoch: int
-    outer_step: int
-    fragment: int
-    digest: str
-
-
-class _Commit(_Line, frozen=True, tag="commit"):
-    epoch: int
-    outer_step: int
-    fragment: int
-    digest: str
-    final: bool
-
-
-class _CommitDecided(_Commit, frozen=True, tag="commit_decided"):
-    pass
-
-
-class _View(_Line, frozen=True, tag="view"):
-    epoch: int
-    members: tuple[str, ...]
-
-
-class _ViewDecided(_View, frozen=True, tag="view_decided"):
-    pass
-
-
-class _Genesis(_Line, frozen=True, tag="genesis"):
-    outer_step: int
-    digest: str
-
-
-class _RolledBack(_Line, frozen=True, tag="rolled_back"):
-    epoch: int
-    outer_step: int | None
-    digest: str | None
-    given_up: int
-    holders: list[str]
-
-
-class _WentBack(_Line, frozen=True, tag="went_back"):
-    epoch: int
-
-
-class _CatchUp(_Line, frozen=True, tag="catch_up"):
-    outer_step: int | None
-    digest: str | None
-
-
-class _Lease(_Line, frozen=True, tag="lease"):
-    of: str
-    serial: int
-    samples: int
-
-
-class _LeaseReturned(_Line, frozen=True, tag="lease_returned"):
-    of: str
-    epoch: int
-    samples: int
-
+from isthmus.trainer.record import events
+from isthmus.trainer.record.event_log import FILE_NAME, missing_files, read_events
+from isthmus.trainer.record.events import event_of
+from isthmus.trainer.record.translation import recorded
 
 _Known = (
-    _LogOpened | _LogContinued | _Started | _RoundStarted | _Vote | _Commit | _CommitDecided
-    | _View | _ViewDecided | _Genesis | _RolledBack | _WentBack | _CatchUp | _Lease | _LeaseReturned
+    told.RoundStarted | told.RoundStaged | told.RoundCommitted | told.ViewInstalled | told.WentBack | told.CatchUpEnded
+    | events.CommitDecided | events.ViewDecided | events.Genesis | events.RolledBack | events.Lease
+    | events.LeaseReturned
 )  # fmt: skip
 
 
@@ -159,23 +72,23 @@ def read_logs(paths: Iterable[Path]) -> dict[str, Log]:
     return logs
 
 
-def _starts(path: Path) -> Iterator[tuple[_Started, list[_Known]]]:
-    started: _Started | None = None
+def _starts(path: Path) -> Iterator[tuple[events.Started | events.LogContinued, list[_Known]]]:
+    started: events.Started | events.LogContinued | None = None
     lines: list[_Known] = []
-    for event in read_events(path):
-        with contextlib.suppress(msgspec.ValidationError):  # of no interest here, or of another version
-            match line := msgspec.convert(event, _Known):
-                case _LogOpened():
-                    if started is not None:
-                        yield started, lines
-                    started, lines = None, []
-                case _LogContinued():
-                    if started is None:  # of what came before it nothing is left
-                        started = _Started(line.peer, line.run_id, line.samples_per_data_epoch)
-                case _Started():
-                    started = line
-                case _:
-                    lines.append(line)
+    for event in map(event_of, read_events(path)):
+        match event:
+            case events.LogOpened():
+                if started is not None:
+                    yield started, lines
+                started, lines = None, []
+            case events.LogContinued(run_id=run_id) if run_id and started is None:
+                started = event  # of what came before it nothing is left
+            case events.Started():
+                started = event
+            case _ if isinstance(event, _Known):
+                lines.append(event)
+            case _:
+                pass  # of no interest here, or of another version
     if started is not None:
         yield started, lines
 
@@ -206,11 +119,11 @@ def _since_rebuilt(log: Log, index: RecordIndex) -> list[_Known]:
 
 def deviants(log: Log, index: RecordIndex) -> tuple[Deviant, ...]:
     """Who voted for another state than the committed one, by outer step. No fault of the run: votes are for that."""
-    votes = (line for line in log.lines if isinstance(line, _Vote))
+    votes = (line for line in log.lines if isinstance(line, told.RoundStaged))
     return tuple(sorted({deviant for vote in votes if (deviant := _deviant(vote, index)) is not None}))
 
 
-def _deviant(vote: _Vote, index: RecordIndex) -> Deviant | None:
+def _deviant(vote: told.RoundStaged, index: RecordIndex) -> Deviant | None:
     found = index.commits.get(_key(vote))
     if found is None or found[1].digest.hex() == vote.digest:
         return None
@@ -221,7 +134,7 @@ def _outvoted(log: Log, index: RecordIndex) -> Iterator[Finding]:
     """A state that a half of its members did not vote for was not to be committed."""
     against: dict[RoundKey, set[str]] = {}
     for line in log.lines:
-        if isinstance(line, _Vote) and _deviant(line, index) is not None:
+        if isinstance(line, told.RoundStaged) and _deviant(line, index) is not None:
             against.setdefault(_key(line), set()).add(line.peer)
     for key, peers in against.items():
         slot, record = index.commits[key]
@@ -231,28 +144,28 @@ def _outvoted(log: Log, index: RecordIndex) -> Iterator[Finding]:
             yield Finding(invariant="I1", slot=slot, sentence=f"{said} voted for another state")
 
 
-def _key(line: _RoundStarted | _Vote | _Commit) -> RoundKey:
+def _key(line: told.RoundStarted | told.RoundStaged | told.RoundCommitted | events.CommitDecided) -> RoundKey:
     """The round of a line. A commit names the step that it made, the others the one they start from."""
-    step = line.outer_step - isinstance(line, _Commit)
+    step = line.outer_step - isinstance(line, told.RoundCommitted | events.CommitDecided)
     return RoundKey(Epoch(line.epoch), OuterStep(step), line.fragment)
 
 
 def _compare(line: _Known, index: RecordIndex) -> Iterator[Finding]:
     match line:
-        case _Commit():
+        case told.RoundCommitted() | events.CommitDecided():
             yield from _compare_commit(line, index)
-        case _View():
+        case told.ViewInstalled() | events.ViewDecided():
             yield from _compare_view(line, index)
-        case _Genesis(outer_step=step, digest=digest):
+        case events.Genesis(outer_step=step, digest=digest):
             yield from _compare_state(f"{line.peer} wrote down that the run began with", step, digest, index)
-        case _RolledBack():
+        case events.RolledBack():
             yield from _compare_rollback(line, index)
-        case _WentBack(epoch=epoch) if index.is_whole and epoch not in {*index.rollbacks, index.rebuilt_epoch}:
+        case told.WentBack(epoch=epoch) if index.is_whole and epoch not in {*index.rollbacks, index.rebuilt_epoch}:
             said = f"{line.peer} was told that the run went back in epoch {epoch}, the journal does not hold it"
             yield Finding(invariant="I3", slot=None, sentence=said)
-        case _CatchUp(outer_step=step, digest=digest) if step is not None and digest is not None:
+        case told.CatchUpEnded(outer_step=step, digest=digest) if step is not None and digest is not None:
             yield from _compare_state(f"{line.peer} caught up to", step, digest, index)
-        case _RoundStarted(weight=weight):
+        case told.RoundStarted(weight=weight):
             slot, record = index.commits.get(_key(line), (None, None))
             for item in record.contributions if record is not None else ():
                 if item.ref.peer_id == line.peer and item.weight != weight:
@@ -260,17 +173,17 @@ def _compare(line: _Known, index: RecordIndex) -> Iterator[Finding]:
                     yield Finding(
                         invariant="I2", slot=slot, sentence=f"{said}, the journal counts it with {item.weight}"
                     )
-        case _Lease() if index.is_whole and (line.of, line.serial, line.samples) not in index.grants:
+        case events.Lease() if index.is_whole and (line.of, line.serial, line.samples) not in index.grants:
             said = f"{line.peer} wrote down that {line.of} was given {line.samples} samples (request {line.serial})"
             yield Finding(invariant="I7", slot=None, sentence=f"{said}, the journal does not hold it")
-        case _LeaseReturned() if index.is_whole and (line.of, line.epoch, line.samples) not in index.returns:
+        case events.LeaseReturned() if index.is_whole and (line.of, line.epoch, line.samples) not in index.returns:
             said = f"{line.peer} wrote down that {line.of} returned {line.samples} samples in epoch {line.epoch}"
             yield Finding(invariant="I7", slot=None, sentence=f"{said}, the journal does not hold it")
         case _:
             pass
 
 
-def _compare_commit(line: _Commit, index: RecordIndex) -> Iterator[Finding]:
+def _compare_commit(line: told.RoundCommitted | events.CommitDecided, index: RecordIndex) -> Iterator[Finding]:
     step = line.outer_step
     said = f"{line.peer} saw step {step} committed as {line.digest[:12]}"
     found = index.commits.get(_key(line)) or index.rounds.get(step)
@@ -290,7 +203,7 @@ def _compare_commit(line: _Commit, index: RecordIndex) -> Iterator[Finding]:
         yield Finding(invariant="I3", slot=slot, sentence=f"{said}, the journal says otherwise")
 
 
-def _compare_view(line: _View, index: RecordIndex) -> Iterator[Finding]:
+def _compare_view(line: told.ViewInstalled | events.ViewDecided, index: RecordIndex) -> Iterator[Finding]:
     said = f"{line.peer} was told of view {line.epoch} of {', '.join(line.members) or 'nobody'}"
     found = index.views.get(line.epoch)
     if found is None:
@@ -302,15 +215,14 @@ def _compare_view(line: _View, index: RecordIndex) -> Iterator[Finding]:
         yield Finding(invariant="I8", slot=slot, sentence=f"{said}, the journal has other members")
 
 
-def _compare_rollback(line: _RolledBack, index: RecordIndex) -> Iterator[Finding]:
+def _compare_rollback(line: events.RolledBack, index: RecordIndex) -> Iterator[Finding]:
     said = f"{line.peer} wrote down that the run went back from step {line.given_up} in epoch {line.epoch}"
     if (found := index.rollbacks.get(line.epoch)) is None:
         if index.is_whole:
             yield Finding(invariant="I3", slot=None, sentence=f"{said}, the journal does not hold it")
         return
     slot, record = found
-    told, (_, fields) = msgspec.to_builtins(line), line_of(record)
-    if any(told[name] != value for name, value in fields.items()):
+    if msgspec.structs.replace(recorded(record), t_s=line.t_s, wall=line.wall, peer=line.peer) != line:
         yield Finding(invariant="I3", slot=slot, sentence=f"{said}, the journal tells it otherwise")
 
 

@@ -7,6 +7,7 @@ import msgspec
 
 from isthmus.elastic.audit import Finding, SampleCount, Verdict
 from isthmus.trainer.audit.audit import RunAudit
+from isthmus.trainer.record.status import count
 
 SCHEMA = "isthmus.audit/1"
 
@@ -43,7 +44,7 @@ def render_audit(audit: RunAudit) -> str:
     if has_certificates and not audit.knows_authorities:
         facts.append(("seals", "not checked: none of these folders knows the run's authorities"))
     facts.extend(
-        ("logs", f"{_count(item.number, 'older file')} of {item.folder} gone: what was in them is not checked")
+        ("logs", f"{count(item.number, 'older file')} of {item.folder} gone: what was in them is not checked")
         for item in audit.missing_logs
     )
     lines = [*facts, ("", ""), *_verdicts(audit.verdicts)]
@@ -53,16 +54,16 @@ def render_audit(audit: RunAudit) -> str:
 def _run(audit: RunAudit) -> Iterator[tuple[str, str]]:
     account = audit.proved.account
     yield "run", audit.run_id or "unknown"
-    more = f" with {_count(len(audit.archives), 'archive')}" if audit.archives else ""
-    yield "journal", f"{audit.journal}{more}, {_count(account.num_records, 'record')}"
+    more = f" with {count(len(audit.archives), 'archive')}" if audit.archives else ""
+    yield "journal", f"{audit.journal}{more}, {count(account.num_records, 'record')}"
     if first := audit.first_record:
-        yield "", f"{_count(first, 'older record')} are in archives that are not here: what they say is not checked,"
+        yield "", f"{count(first, 'older record')} are in archives that are not here: what they say is not checked,"
         yield "", f"and what the snapshot in record {first} says of them is believed; all after it is checked"
     end = "complete" if account.is_complete else "not complete"
     lost = "; the journal of what was before is lost" if account.is_rebuilt else ""
     yield "outer steps", f"{account.first_step:,} to {account.outer_step:,}, {end}{lost}"
     for item in account.given_up[-_MAX_SHOWN:]:
-        lost = f"{_count(item.num_samples, 'sample')} and {_count(item.num_tokens, 'token')} given up"
+        lost = f"{count(item.num_samples, 'sample')} and {count(item.num_tokens, 'token')} given up"
         yield "went back", f"from step {item.from_step:,} to step {item.to_step:,} at epoch {item.epoch}: {lost}"
     members = f", {account.fewest_members} to {account.most_members} members a commit" if account.num_commits else ""
     yield "views", f"{account.num_views:,}, the last is epoch {account.epoch}{members}"
@@ -72,7 +73,7 @@ def _peers(audit: RunAudit) -> Iterator[tuple[str, str]]:
     account = audit.proved.account
     shares = account.shares
     starts = sum(share.num_starts for share in shares)
-    yield "peers", f"{len(shares):,} in {_count(starts, 'start')}, {account.num_tokens:,} tokens"
+    yield "peers", f"{len(shares):,} in {count(starts, 'start')}, {account.num_tokens:,} tokens"
     for share in shares:
         part = share.num_tokens / account.num_tokens if account.num_tokens else 0.0
         yield (
@@ -80,7 +81,7 @@ def _peers(audit: RunAudit) -> Iterator[tuple[str, str]]:
             f"{share.peer_id}  {share.num_tokens:>13,} tokens {part:>6.1%} {share.num_commits:>8,} commits "
             f"{share.num_samples:>11,} samples",
         )
-    yield "departures", _count(len(account.departures), "member")
+    yield "departures", count(len(account.departures), "member")
     for departure in account.departures[-_MAX_SHOWN:]:
         yield "", f"{departure.peer_id}  at step {departure.outer_step:,}: {departure.cause}"
     said = ", ".join(f"{item.peer_id} at step {item.outer_step}" for item in audit.deviants[:_MAX_SHOWN])
@@ -105,8 +106,8 @@ def _samples(samples: SampleCount) -> Iterator[tuple[str, str]]:
 
 def _verdicts(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, str]]:
     for verdict in verdicts:
-        looked = _count(verdict.num_looked_at, verdict.unit.removesuffix("s"))
-        what = "holds" if verdict.holds else f"FAILS, {_count(verdict.num_findings, 'finding')}"
+        looked = count(verdict.num_looked_at, verdict.unit.removesuffix("s"))
+        what = "holds" if verdict.holds else f"FAILS, {count(verdict.num_findings, 'finding')}"
         if verdict.holds and not verdict.num_looked_at:
             what = "nothing to check"
         yield verdict.check, f"{what:<20}{looked + ',':<24}{' '.join(verdict.invariants)}"
@@ -118,7 +119,3 @@ def sentence_of(finding: Finding) -> str:
     """A finding in one line."""
     where = "" if finding.slot is None else f", record {finding.slot}"
     return f"{finding.sentence} ({finding.invariant}{where})"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

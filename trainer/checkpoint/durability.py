@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this peer's disk holds of the run: a checkpoint now and then, and the results of all commits since.
+"""What this peer's disk holds of the run: a checkpoint now and then, and the results of the newest commits.
 
     commit ─► its result goes to the disk, beside the training ─► written before this peer votes for the next one
     every `checkpoint.every` commits, and where the results do not continue from what is on the disk ─► a checkpoint
+
+The results serve this peer when it starts again, and learners that are some commits behind. So they stay since the
+newest checkpoint, and as long as all of them together are no larger than the state.
 
 So after a power cut a peer goes on from the newest commit, or from the one before it. With `members.durable` a result
 is on the disk before this peer votes for it, and the state that it continues from; no commit is lost while one of its
@@ -10,7 +13,8 @@ voters' disks lives.
 
 Rules: a disk that refuses is told and never ends a run; results are replayed only onto the very state that they were
 made for, and must reach the committed digest; the results since a checkpoint are never more than `_MAX_STATES` copies
-of the state. With `checkpoint.every = 0` only the last state is kept. Must not know connections.
+of the state. With `checkpoint.every = 0` the results are for learners alone, no vote waits for them, and of the states
+only the last one is kept. Must not know connections.
 """
 
 import asyncio
@@ -68,7 +72,7 @@ class Durability:
         run_dir: the peer's folder.
         origin: the run.
         state: what is kept.
-        commit_log: gets every result as well, for learners.
+        commit_log: says what learners can have of the results.
         every: `checkpoint.every`.
         keep: `checkpoint.keep`.
         before_votes: `members.durable`.
@@ -100,7 +104,7 @@ class Durability:
         self._checkpoints = Checkpointer(
             CheckpointStore(run_dir / FOLDER_NAME, keep=keep), on_saved=self._saved, on_failed=self._failed
         )
-        self._files = ResultFiles(run_dir / RESULTS_NAME, origin.run_id)
+        self._files = ResultFiles(run_dir / RESULTS_NAME, origin.run_id, is_for_later=every > 0)
         self._queue: deque[tuple[bytes, CommitEntry]] = deque()
         self._is_due, self._is_idle = asyncio.Event(), asyncio.Event()
         self._is_idle.set()
@@ -153,15 +157,14 @@ class Durability:
     async def _replay(self, held: Held) -> Held:
         """Apply the results that continue from this state; returns what is held then."""
         first = held.outer_step
-        while True:
-            entry = await in_thread(self._files.load, held.outer_step + 1, held.digest)
-            if entry is None:
-                break
+        while (found := await in_thread(self._files.load, held.outer_step + 1, held.digest)) is not None:
+            stored, entry = found
             try:
                 held = await self._state.replay(entry)
             except (StateDiverged, CollectiveError) as error:
                 log.warning("result_unusable outer_step=%d cause=%r", entry.outer_step, str(error))
                 break
+            self._commit_log.append(stored)
             self._results_nbytes += entry.nbytes
         if held.outer_step > first:
             log.info("results_replayed from_step=%d to_step=%d", first, held.outer_step)
@@ -177,14 +180,16 @@ class Durability:
 
     def committed(self, previous: bytes, entry: CommitEntry) -> None:
         """This commit was installed, or replayed, onto the state with digest `previous`."""
-        self._commit_log.append(entry)
-        if self._is_recovering or not self._every:
+        if self._is_recovering:
             return
-        if self._end != Held(OuterStep(entry.outer_step - 1), previous) or len(self._queue) >= _MAX_QUEUED:
+        self._commit_log.append(entry)
+        follows = self._end == Held(OuterStep(entry.outer_step - 1), previous)
+        is_refused = self._has_failed and self._every > 0 and not follows  # until a checkpoint shows that there is room
+        if is_refused or len(self._queue) >= _MAX_QUEUED:
             self._end = None  # a checkpoint is due: see `reported`
             return
-        self._end = Held(entry.outer_step, entry.digest)
-        self._results_nbytes += entry.nbytes
+        self._end = Held(entry.outer_step, entry.digest) if follows else None
+        self._results_nbytes += entry.nbytes if follows else 0
         self._queue.append((previous, entry))
         self._is_idle.clear()
         self._is_due.set()
@@ -225,12 +230,14 @@ class Durability:
         With `members.durable` it is there as well, behind the state that it continues from: what a newcomer voted for
         could not be replayed after a power cut, since the state that it had fetched was nowhere.
         """
+        if not self._every:
+            return
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 await self._is_idle.wait()
         except TimeoutError:
             self._refused(f"the disk has not taken a result for {_PATIENCE_S:.0f} s")
-        if not self._before_votes or not self._every:
+        if not self._before_votes:
             return
         if not self._has_checkpoint or self._end != self._state.held():
             await self._save_before_vote()
@@ -268,15 +275,23 @@ class Durability:
             self._is_due.clear()
             try:
                 while self._queue:
-                    await in_thread(self._files.save, *self._queue[0])
+                    self._commit_log.stored(await in_thread(self._files.save, *self._queue[0]))
                     self._queue.popleft()
                     self._has_failed = False
-                await in_thread(self._files.forget_before, self._unneeded_before)
+                await self._forget()
             except OSError as error:
                 self._queue.clear()
                 self._refused(str(error))
             if not self._queue:
                 self._is_idle.set()
+
+    async def _forget(self) -> None:
+        """Remove the results that this peer does not need, and learners no more: the whole state is fewer bytes."""
+        first = self._commit_log.first_within(self._state.live.manifest.nbytes)
+        if self._every:
+            first = min(first, self._unneeded_before)
+        self._commit_log.forget_before(first)
+        await in_thread(self._files.forget_before, first)
 
     def _refused(self, cause: str) -> None:
         self._end = None

@@ -12,21 +12,24 @@
     check     32    SHA-256 of everything before it
 
 Rules: a file is there whole or not at all (written beside its place, flushed, renamed); what was damaged, or is of
-another run, is left out with a warning; nothing is allocated that the file does not hold. Every call blocks for as long
-as the disk takes. Must not know when a result is worth keeping.
+another run, is left out with a warning; nothing is allocated that the file does not hold. A file that a learner reads
+stays open, so that it may be removed. Every call blocks for as long as the disk takes. Must not know when a result is
+worth keeping.
 """
 
+import errno
 import hashlib
 import logging
 import os
 import re
 import secrets
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from isthmus.collective.core.types import RoundKey
+from isthmus.collective.core.types import OuterStep, RoundKey
 from isthmus.elastic.core.values import Digest
 from isthmus.elastic.state.replica import CommitEntry, ResultChunk
 from isthmus.elastic.state.wire import CommitHeader
@@ -54,17 +57,83 @@ class SavedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     key: RoundKey | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultFile:
+    """Where a whole result lies: `StoredResult` of elastic/donor/commit_log.py. `check` is the file's."""
+
+    path: Path
+    outer_step: OuterStep
+    digest: bytes
+    nbytes: int
+    check: bytes
+
+    def open(self) -> "OpenResultFile":
+        """Begin to read it.
+
+        Raises:
+            OSError: it is gone.
+        """
+        return OpenResultFile(self)
+
+
+class OpenResultFile:
+    """`OpenResult` of elastic/donor/commit_log.py: a result in pieces, which is compared with what was written."""
+
+    def __init__(self, file: ResultFile) -> None:
+        self._about = file
+        self._rest_nbytes = file.nbytes
+        self._digest = hashlib.sha256()
+        self._file = os.fdopen(os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+
+    def read_header(self) -> CommitHeader:
+        """See OpenResult."""
+        (length,) = _LENGTH.unpack(self._next(_LENGTH.size))
+        if length > _MAX_HEADER_NBYTES:
+            raise self._damage()
+        try:
+            header = msgspec.msgpack.decode(self._next(length), type=SavedResult).commit
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise self._damage() from error
+        if header.nbytes != self._rest_nbytes:
+            raise self._damage()
+        return header
+
+    def read(self, nbytes: int) -> bytes:
+        """See OpenResult."""
+        data = self._next(nbytes)
+        self._rest_nbytes -= nbytes
+        if not self._rest_nbytes and self._digest.digest() != self._about.check:
+            raise self._damage()
+        return data
+
+    def close(self) -> None:
+        """See OpenResult."""
+        self._file.close()
+
+    def _next(self, nbytes: int) -> bytes:
+        data = self._file.read(nbytes)
+        if len(data) != nbytes:
+            raise self._damage()
+        self._digest.update(data)
+        return data
+
+    def _damage(self) -> OSError:
+        return OSError(errno.EIO, "it was changed since it was written", str(self._about.path))
+
+
 class ResultFiles:
     """The results of one run in a peer's folder. One writer.
 
     Args:
         folder: made with the first result.
         run_id: of the run; what is of another one is not read.
+        is_for_later: whether what is written shall survive a power cut.
     """
 
-    def __init__(self, folder: Path, run_id: str) -> None:
+    def __init__(self, folder: Path, run_id: str, *, is_for_later: bool = True) -> None:
         self._folder = folder
         self._run_id = run_id
+        self._is_for_later = is_for_later
 
     def steps(self) -> tuple[int, ...]:
         """Outer steps whose results are there, oldest first, whole or not."""
@@ -73,7 +142,7 @@ class ResultFiles:
         matches = (_NAME.fullmatch(entry.name) for entry in self._folder.iterdir())
         return tuple(sorted(int(match[1]) for match in matches if match is not None))
 
-    def save(self, previous: bytes, entry: CommitEntry) -> None:
+    def save(self, previous: bytes, entry: CommitEntry) -> ResultFile:
         """Keep a committed result. Those of this step and later ones are of what the run gave up, and go.
 
         Raises:
@@ -82,7 +151,7 @@ class ResultFiles:
         for step in self.steps():
             if step > entry.outer_step:
                 self._path_of(step).unlink(missing_ok=True)
-        self._write(self._path_of(entry.outer_step), previous, entry, None)
+        return self._write(self._path_of(entry.outer_step), previous, entry, None)
 
     def save_voted(self, key: RoundKey, previous: bytes, entry: CommitEntry) -> None:
         """Keep a result before this peer votes for it; it replaces the one that was voted for before.
@@ -92,17 +161,24 @@ class ResultFiles:
         """
         self._write(self._folder / VOTED_NAME, previous, entry, key)
 
-    def load(self, outer_step: int, previous: bytes) -> CommitEntry | None:
+    def load(self, outer_step: int, previous: bytes) -> tuple[ResultFile, CommitEntry] | None:
         """The result that makes this step out of the state with digest `previous`; None if there is no whole one."""
-        found = self._read(self._path_of(outer_step))
-        return None if found is None or found[0].previous != previous else found[1]
+        path = self._path_of(outer_step)
+        found = self._read(path)
+        if found is None or found[0].previous != previous:
+            return None
+        _, entry, check = found
+        return _placed(path, entry, check), entry
 
     def load_voted(self, outer_step: int, previous: bytes) -> tuple[RoundKey, CommitEntry] | None:
         """What was voted for last, if it makes this step out of the state with digest `previous`."""
         found = self._read(self._folder / VOTED_NAME)
-        if found is None or found[0].previous != previous or found[1].outer_step != outer_step:
+        if found is None:
             return None
-        return None if found[0].key is None else (found[0].key, found[1])
+        saved, entry, _ = found
+        if saved.previous != previous or entry.outer_step != outer_step or saved.key is None:
+            return None
+        return saved.key, entry
 
     def forget_before(self, outer_step: int) -> None:
         """Remove the results of all earlier steps.
@@ -117,7 +193,7 @@ class ResultFiles:
     def _path_of(self, outer_step: int) -> Path:
         return self._folder / f"step-{outer_step:08d}.result"
 
-    def _write(self, path: Path, previous: bytes, entry: CommitEntry, key: RoundKey | None) -> None:
+    def _write(self, path: Path, previous: bytes, entry: CommitEntry, key: RoundKey | None) -> ResultFile:
         header = msgspec.msgpack.encode(
             SavedResult(run_id=self._run_id, previous=previous, commit=CommitHeader.of(entry), key=key)
         )
@@ -131,13 +207,16 @@ class ResultFiles:
                     file.write(piece)
                 file.write(digest.digest())
                 file.flush()
-                os.fsync(file.fileno())
+                if self._is_for_later:
+                    os.fsync(file.fileno())
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-        sync_folder(self._folder)
+        if self._is_for_later:
+            sync_folder(self._folder)
+        return _placed(path, entry, digest.digest())
 
-    def _read(self, path: Path) -> tuple[SavedResult, CommitEntry] | None:
+    def _read(self, path: Path) -> tuple[SavedResult, CommitEntry, bytes] | None:
         try:
             with open_regular(path) as file:
                 content = memoryview(file.read())
@@ -149,7 +228,11 @@ class ResultFiles:
         except (msgspec.MsgspecError, struct.error, ValueError, RecursionError) as error:
             log.warning("result_damaged path=%s reason=%r; it is left out", path, str(error))
             return None
-        return (saved, entry) if saved.run_id == self._run_id else None
+        return (saved, entry, bytes(content[-_CHECK_NBYTES:])) if saved.run_id == self._run_id else None
+
+
+def _placed(path: Path, entry: CommitEntry, check: bytes) -> ResultFile:
+    return ResultFile(path=path, outer_step=entry.outer_step, digest=entry.digest, nbytes=entry.nbytes, check=check)
 
 
 def _decode(content: memoryview) -> tuple[SavedResult, CommitEntry]:

@@ -10,13 +10,10 @@ Errors: `NothingRuns` (the daemon was killed before it had left), `NobodyReachab
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-
-import msgspec
 
 from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.errors import NobodyReachable, NothingRuns
-from isthmus.trainer.record.events import FILE_NAME
+from isthmus.trainer.record.event_log import FILE_NAME, EventReader
 from isthmus.trainer.record.status import LeavingStatus, Status
 from isthmus.trainer.run.control_socket import PEER_FILE_NAME, ControlClient
 
@@ -76,7 +73,8 @@ def follow(client: ControlClient, say: Callable[[str], None]) -> str | None:
             f"the isthmus in {folder} has ended without a word before it had left (process {client.peer.pid})",
             cure="start it again, or look at its log",
         )
-    return _last_words(folder)
+    newest = EventReader(folder / FILE_NAME, tail_nbytes=_TAIL_NBYTES).new()
+    return next((str(line["cause"]) for line in reversed(list(newest)) if line["event"] == "leave"), None)
 
 
 def describe(status: Status) -> str:
@@ -101,21 +99,3 @@ def say_on_stderr(line: str) -> None:
 def _of(sent: int, total: int) -> str:
     share = f", {min(100, 100 * sent // total)} %" if total else ""
     return f"{rounded_nbytes(sent)} of {rounded_nbytes(total)}{share}"
-
-
-def _last_words(folder: Path) -> str | None:
-    """The reason of the newest `leave` in the event log."""
-    try:
-        with (folder / FILE_NAME).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL_NBYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            event = msgspec.json.decode(line, type=dict[str, object])
-        except (msgspec.MsgspecError, UnicodeError):
-            continue
-        if event.get("event") == "leave":
-            return str(event.get("cause"))
-    return None

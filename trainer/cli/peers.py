@@ -232,7 +232,7 @@ def coordinator(
         | _net_flags(tls, streams, insecure=insecure),
     )
     _require_secure(resolved, insecure=insecure)
-    from isthmus.trainer.run.daemon import run_coordinator
+    from isthmus.trainer.run.daemon import run_daemon
 
     rebuild_rule = _rebuild_rule(rebuild=rebuild, with_few=rebuild_with_few, resume=resume)
     ticket = None if standby is None else _standby_ticket(standby, resolved)
@@ -245,7 +245,7 @@ def coordinator(
             role = StandingBy(ticket=ticket, announce_ticket=announce)
             folder = f"{ticket.run_id}-standby"
         options = CoordinatorOptions(resolved=resolved, run_dir=_run_dir(resolved, folder), role=role)
-        return asyncio.run(run_coordinator(options))
+        return asyncio.run(run_daemon(options))
 
 
 def leave(
@@ -254,12 +254,10 @@ def leave(
 ) -> int:
     """Let this machine's peer hand in its work and leave the run. Ctrl-C ends this command, not the leaving."""
     from isthmus.trainer.cli.leaving import follow, say_on_stderr
+    from isthmus.trainer.run.control_messages import LeaveRequest, StopRequest
 
     client = client_of(directory)
-    if now:
-        client.stop()
-    else:
-        client.leave()
+    client.order(StopRequest() if now else LeaveRequest())
     try:
         sentence = follow(client, say_on_stderr)
     except KeyboardInterrupt:

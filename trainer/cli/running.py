@@ -71,7 +71,7 @@ def train(options: "PeerOptions", console: Console) -> int:
         IsthmusError: what the operator must act on.
     """
     from isthmus.trainer.record.summary import live_line
-    from isthmus.trainer.run.daemon import run_peer
+    from isthmus.trainer.run.daemon import run_daemon
 
     figures: list[Callable[[], Status]] = []
 
@@ -82,7 +82,7 @@ def train(options: "PeerOptions", console: Console) -> int:
 
     code = int(ExitCode.UNEXPECTED)
     try:
-        code = asyncio.run(run_peer(dataclasses.replace(options, watch=watch)))
+        code = asyncio.run(run_daemon(dataclasses.replace(options, watch=watch)))
         return code
     except Exception as error:
         known = operator_error(error)

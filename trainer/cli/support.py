@@ -244,7 +244,7 @@ def client_of(given: Path | None, *, of_coordinator: bool = False) -> "ControlCl
         ConfigError: there are several.
     """
     from isthmus.trainer.files import RUN_NAME
-    from isthmus.trainer.record.events import FILE_NAME
+    from isthmus.trainer.record.event_log import FILE_NAME
     from isthmus.trainer.record.last_known import last_known, nothing_runs
     from isthmus.trainer.run.control_socket import PEER_FILE_NAME, ControlClient, is_running
 

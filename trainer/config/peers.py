@@ -155,8 +155,6 @@ class NodeSection(Section):
     """What exchanges and state for joiners may send together; none: no bound."""
     max_download_bytes_per_s: Maybe[Rate] = None
     """What exchanges may receive; none: no bound."""
-    commit_log_nbytes: Maybe[Annotated[Nbytes, Field(ge=0)]] = None
-    """Memory for the newest results, for peers that come back; none: one copy of the shared state. More never pays."""
     events_nbytes: Annotated[Nbytes, Field(ge=2**16, le=2**40)] = 64 * 2**20
     """Size from which on events.jsonl goes on in a new file."""
     events_keep: Annotated[int, Field(ge=0, le=10_000)] = 16

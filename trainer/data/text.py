@@ -61,20 +61,6 @@ class FoundText:
     fetched_nbytes: int = 0
     seconds: float = 0.0
 
-    def __str__(self) -> str:
-        """One line for people."""
-        return f"{rounded_nbytes(self.corpus.nbytes)}, {self.corpus.description}, from {self._origin()}"
-
-    def _origin(self) -> str:
-        if self.source == "machine":
-            return "this machine"
-        if not self.peers:
-            return "the copy of an earlier start"
-        names = ", ".join(peer_id[:_NAME_LENGTH] for peer_id in self.peers)
-        before = self.corpus.nbytes - self.fetched_nbytes
-        kept = f" ({rounded_nbytes(before)} of it were here)" if before else ""
-        return f"peers {names} in {self.seconds:.1f} s{kept}"
-
 
 class GivenText:
     """A text as this peer gives it to others: `elastic.state.replica.SharedText`."""

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -60,10 +60,11 @@ class _Copy:
             self.when_idle()
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Moments:
     """`elastic.state.replica.PrivateState` over the workers.
 
-    Args:
+    Attributes:
         mailbox: [numel] fp32, shared with the workers.
         hasher: for what is lent.
         are_shared: whether the run's newcomers begin with a donor's moments; if not, nobody gets any.
@@ -75,37 +76,26 @@ class Moments:
             peer's workers have gone on from there and wait for others.
     """
 
-    def __init__(
-        self,
-        *,
-        mailbox: Tensor,
-        hasher: Hasher,
-        are_shared: bool,
-        least_steps: int,
-        has_trained: Callable[[], bool],
-        is_first_round: Callable[[], bool] = lambda: False,
-        first_parameters: Callable[[], Awaitable[Tensor]] | None = None,
-    ) -> None:
-        self._mailbox = mailbox
-        self._hasher = hasher
-        self._are_shared = are_shared
-        self._first_parameters = first_parameters
-        self._least_steps = least_steps
-        self._has_trained = has_trained
-        self._is_first_round = is_first_round
-        self._asked: asyncio.Future[dict[str, Tensor] | None] | None = None
-        self._lending = asyncio.Lock()
-        self._copy: _Copy | None = None
-        self._destinations: dict[str, Tensor] | None = None
-        self._borrowed: dict[str, Tensor] | None = None
+    mailbox: Tensor
+    hasher: Hasher
+    are_shared: bool
+    least_steps: int
+    has_trained: Callable[[], bool]
+    is_first_round: Callable[[], bool] = lambda: False
+    first_parameters: Callable[[], Awaitable[Tensor]] | None = None
+    _asked: asyncio.Future[dict[str, Tensor] | None] | None = field(default=None, init=False)
+    _lending: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _copy: _Copy | None = field(default=None, init=False)
+    _destinations: dict[str, Tensor] | None = field(default=None, init=False)
+    _borrowed: dict[str, Tensor] | None = field(default=None, init=False)
 
     # -------------------------------------------------------------------------------- to and from other peers
 
     @property
     def is_wanted(self) -> bool:
         """Whether this peer would begin with another's."""
-        is_of_use = self._are_shared or self._first_parameters is not None
-        return is_of_use and self._borrowed is None and not self._has_trained()
+        is_of_use = self.are_shared or self.first_parameters is not None
+        return is_of_use and self._borrowed is None and not self.has_trained()
 
     async def lend(self) -> _Copy | None:
         """A copy of what they have after the next inner step, or the one that is being read; None if there is none."""
@@ -117,18 +107,18 @@ class Moments:
             return self._copy
 
     async def _make_copy(self) -> _Copy | None:
-        if self._has_trained() and not self._is_first_round():
+        if self.has_trained() and not self.is_first_round():
             tensors = await self._asked_of_workers()
         else:
             tensors = await self._first_ones()
         if not tensors:
             return None
-        parts = await self._hasher.describe_async([(name, byte_view(tensor)) for name, tensor in tensors.items()])
-        manifest = describe_state(0, parts, chunk_nbytes=self._hasher.chunk_nbytes)
+        parts = await self.hasher.describe_async([(name, byte_view(tensor)) for name, tensor in tensors.items()])
+        manifest = describe_state(0, parts, chunk_nbytes=self.hasher.chunk_nbytes)
         return _Copy(tensors=tensors, manifest=manifest, when_idle=self._forget)
 
     async def _asked_of_workers(self) -> dict[str, Tensor] | None:
-        if not self._are_shared and self._first_parameters is None:
+        if not self.are_shared and self.first_parameters is None:
             return None
         self._asked = asyncio.get_running_loop().create_future()
         try:
@@ -140,18 +130,18 @@ class Moments:
 
     async def _first_ones(self) -> dict[str, Tensor]:
         """The run is where it began: parameters as the run begins with them, and no moments."""
-        if self._first_parameters is None:
+        if self.first_parameters is None:
             return {}
-        return {PARAM: await self._first_parameters()}
+        return {PARAM: await self.first_parameters()}
 
     def _forget(self) -> None:
         self._copy = None
 
     def begin_borrowing(self, manifest: StateManifest) -> tuple[memoryview, ...]:
         """See PrivateState."""
-        numel = self._mailbox.numel()
-        sizes = dict.fromkeys(MOMENTS, numel) | {_STEPS: 1} if self._are_shared else {}
-        ours = {PARAM: numel} if self._first_parameters is not None else {}
+        numel = self.mailbox.numel()
+        sizes = dict.fromkeys(MOMENTS, numel) | {_STEPS: 1} if self.are_shared else {}
+        ours = {PARAM: numel} if self.first_parameters is not None else {}
         given = sorted((part.name, part.nbytes) for part in manifest.tensors)
         if not given or all(given != _nbytes_of(choice) for choice in (sizes | ours, ours)):
             raise StateMismatch("what its workers lend has other names or sizes")
@@ -180,14 +170,14 @@ class Moments:
             return
         tensors: dict[str, Tensor] = {}
         own_steps = 0
-        for name in MOMENTS if self._are_shared else ():
+        for name in MOMENTS if self.are_shared else ():
             own_steps = await pool.store(kind=name)
-            tensors[name] = await in_thread(self._mailbox.clone)
+            tensors[name] = await in_thread(self.mailbox.clone)
         if tensors:
-            tensors = tensors | {_STEPS: torch.tensor([float(own_steps)])} if own_steps >= self._least_steps else {}
-        if self._first_parameters is not None:
+            tensors = tensors | {_STEPS: torch.tensor([float(own_steps)])} if own_steps >= self.least_steps else {}
+        if self.first_parameters is not None:
             await pool.store()
-            tensors[PARAM] = await in_thread(self._mailbox.clone)
+            tensors[PARAM] = await in_thread(self.mailbox.clone)
         if not asked.done():
             asked.set_result(tensors)
 
@@ -198,7 +188,7 @@ class Moments:
             return
         own_steps = int(borrowed[_STEPS].item())
         for name in MOMENTS:
-            await in_thread(self._mailbox.copy_, borrowed[name])
+            await in_thread(self.mailbox.copy_, borrowed[name])
             await pool.load(kind=name, own_steps=own_steps)
         log.info("moments_borrowed own_steps=%d", own_steps)
 

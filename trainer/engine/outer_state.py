@@ -26,7 +26,6 @@ from isthmus.collective.core.types import OuterStep
 from isthmus.elastic.core.messages import Held
 from isthmus.elastic.errors import StateDiverged, StateMismatch
 from isthmus.elastic.state.digest import Hasher, StateManifest, TensorManifest, describe_state, digest_of
-from isthmus.elastic.state.parity import Difference
 from isthmus.elastic.state.replica import CommitEntry, RoundRecord
 from isthmus.optim.fragments import Fragment
 from isthmus.optim.outer import ANCHOR, PARAM, Op, Outer, Result, Round, Tensors, is_elementwise
@@ -119,12 +118,12 @@ class OuterState:
         """What is held, or None before the first state."""
         return None if self._live is None else self._live.held
 
-    def parameters_in(self, where: Difference) -> tuple[str, ...]:
+    def parameters_in(self, name: str, start_nbytes: int, stop_nbytes: int) -> tuple[str, ...]:
         """The model's parameters that a range of a shared tensor belongs to; none if it is not laid out as they are."""
-        tensor = self.live.tensors[where.tensor]
+        tensor = self.live.tensors[name]
         for fragment, state in zip(self.fragments, self.live.states, strict=True):
             if tensor.numel() == fragment.numel and any(tensor is own for own in state.values()):
-                start, stop = where.start_nbytes // _NUMEL_NBYTES, -(-where.stop_nbytes // _NUMEL_NBYTES)
+                start, stop = start_nbytes // _NUMEL_NBYTES, -(-stop_nbytes // _NUMEL_NBYTES)
                 return fragment.names_in(start, stop)
         return ()
 

@@ -52,7 +52,7 @@ class Payload:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Exchanged:
+class RoundResults:
     """What the rounds of one outer step returned."""
 
     results: list[tuple[Result | None, RoundRecord]] = field(default_factory=list)
@@ -137,7 +137,7 @@ class RoundExchange:
         weight: float,
         told: tuple[float, ...],
         mean_buffer: Callable[[Round], Tensor],
-    ) -> Exchanged:
+    ) -> RoundResults:
         """Exchange what is given with the members of the view.
 
         Args:
@@ -151,7 +151,7 @@ class RoundExchange:
         Raises:
             CollectiveError: it cannot finish in this view; the payloads are unchanged.
         """
-        exchanged = Exchanged()
+        exchanged = RoundResults()
         words: list[_Word] | None = None
         if any(payload.round_.is_told for payload in payloads):
             words = await self._tell(key, payloads, weight)
@@ -199,7 +199,7 @@ class RoundExchange:
     # -------------------------------------------------------------------------------- one round
 
     async def _exchange(
-        self, attempt: _Attempt, exchanged: Exchanged, mean_buffer: Callable[[Round], Tensor]
+        self, attempt: _Attempt, exchanged: RoundResults, mean_buffer: Callable[[Round], Tensor]
     ) -> Callable[[], list[bytes]]:
         """Run one round; returns what makes a mark by rank, or none where there are none."""
         round_ = attempt.payload.round_
@@ -215,7 +215,7 @@ class RoundExchange:
             case Op.PAIR:
                 return await self._pair(attempt, exchanged)
 
-    async def _mean(self, attempt: _Attempt, exchanged: Exchanged, out: Tensor) -> Callable[[], list[bytes]]:
+    async def _mean(self, attempt: _Attempt, exchanged: RoundResults, out: Tensor) -> Callable[[], list[bytes]]:
         chunks: list[ResultChunk] = []
         codec = self.codec_of(attempt.payload.round_)
         stats = await self._communicator.all_reduce(
@@ -241,7 +241,7 @@ class RoundExchange:
             del self._coded[old]
         self._coded[round_] = stats.coded
 
-    async def _gather(self, attempt: _Attempt, exchanged: Exchanged) -> Callable[[], list[bytes]]:
+    async def _gather(self, attempt: _Attempt, exchanged: RoundResults) -> Callable[[], list[bytes]]:
         payload, name = attempt.payload.emitted.payload, self.codec_of(attempt.payload.round_)
         codec = self._codec(name)
         nbytes = codec.wire_nbytes(payload.numel())
@@ -268,7 +268,7 @@ class RoundExchange:
         data = {rank: chunk.data for rank, chunk in zip(givers, chunks, strict=True)}
         return lambda: [digest_of(data.get(rank, b"")) for rank in range(attempt.view.world_size)]
 
-    async def _pair(self, attempt: _Attempt, exchanged: Exchanged) -> Callable[[], list[bytes]]:
+    async def _pair(self, attempt: _Attempt, exchanged: RoundResults) -> Callable[[], list[bytes]]:
         view, payload, round_ = attempt.view, attempt.payload.emitted.payload, attempt.payload.round_
         members = [str(member.peer_id) for member in view.members]
         givers = [peer for peer, weight in zip(members, attempt.by_rank, strict=True) if weight > 0.0]

@@ -11,46 +11,29 @@ this peer is there. It must not know text, batches or what a view is.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
 from isthmus.elastic.core.leases import count, merged, without
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.elastic.errors import NotAMember, RunFinished
+from isthmus.elastic.shell.member import Membership
 
 
 class LeasesLost(Exception):
     """The membership ended while somebody waited for samples."""
 
 
-class Lessor(Protocol):
-    """Who grants leases: `elastic.shell.member.Membership`, as far as it matters here."""
-
-    @property
-    def active_view(self) -> object | None:
-        """None while this peer is no member."""
-        ...
-
-    async def activated(self) -> object:
-        """Wait until it is one. Raises RunFinished."""
-        ...
-
-    async def take_leases(self, num_samples: int, /) -> Sequence[IndexRange]:
-        """About so many indices. Raises NotAMember if the membership ends meanwhile, or RunFinished."""
-        ...
-
-
 class SampleFeed:
     """A small stock of leased indices with a refill task.
 
     Args:
-        lessor: grants indices.
+        membership: grants indices.
         stock: refill up to this many indices whenever fewer than half of them are left, so that training goes on
             for a while when the coordinator is away.
     """
 
-    def __init__(self, lessor: Lessor, *, stock: int) -> None:
-        self._lessor = lessor
+    def __init__(self, membership: Membership, *, stock: int) -> None:
+        self._membership = membership
         self._stock = stock
         self._ranges: deque[IndexRange] = deque()
         self._available = 0
@@ -127,12 +110,12 @@ class SampleFeed:
         self.reset()  # whoever still waits for samples waits in vain
 
     async def _refill(self) -> None:
-        while self._lessor.active_view is None:
-            await self._lessor.activated()
+        while self._membership.active_view is None:
+            await self._membership.activated()
         # Noted only as a member: a reset while this waited says nothing about leases that were not asked for yet.
         generation = self._generation
         try:
-            ranges = await self._lessor.take_leases(self._stock - self._available)
+            ranges = await self._membership.take_leases(self._stock - self._available)
         except NotAMember:
             return
         if generation == self._generation:

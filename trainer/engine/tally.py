@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class Trained:
     """Inner steps, and what came of them. `loss` is the sum of the losses that were told, of `num_losses` steps;
     `train_s` are the seconds they took."""
 
@@ -23,14 +23,14 @@ class Done:
     num_losses: int = 0
     train_s: float = 0.0
 
-    def __sub__(self, other: "Done") -> "Done":
+    def __sub__(self, other: "Trained") -> "Trained":
         return self._plus(other, -1)
 
-    def __add__(self, other: "Done") -> "Done":
+    def __add__(self, other: "Trained") -> "Trained":
         return self._plus(other, 1)
 
-    def _plus(self, other: "Done", sign: int) -> "Done":
-        return Done(
+    def _plus(self, other: "Trained", sign: int) -> "Trained":
+        return Trained(
             inner_steps=self.inner_steps + sign * other.inner_steps,
             num_tokens=self.num_tokens + sign * other.num_tokens,
             loss=self.loss + sign * other.loss,
@@ -50,9 +50,9 @@ class Emission:
 
     places: tuple[int, ...]
     """Of its fragments, by round."""
-    until: Done
+    until: Trained
     """All that had been done by then."""
-    shares: list[Done]
+    shares: list[Trained]
     """By round: what was done since a payload of the fragment was emitted that counted, or may yet. It grows by what
     an earlier payload held, if that is missed."""
 
@@ -61,18 +61,18 @@ class Tally:
     """Counts since this peer became a member."""
 
     def __init__(self) -> None:
-        self._done = Done()
-        self._settled = Done()
-        self._emitted: dict[int, Done] = {}  # by place: all that had been done at its newest payload
-        self._owed: dict[int, Done] = {}  # by place: of payloads that were missed
+        self._done = Trained()
+        self._settled = Trained()
+        self._emitted: dict[int, Trained] = {}  # by place: all that had been done at its newest payload
+        self._owed: dict[int, Trained] = {}  # by place: of payloads that were missed
 
     def stepped(self, loss: float | None, num_tokens: int) -> None:
         """An inner step is done."""
-        self._done += Done(inner_steps=1, num_tokens=num_tokens, loss=loss or 0.0, num_losses=int(loss is not None))
+        self._done += Trained(inner_steps=1, num_tokens=num_tokens, loss=loss or 0.0, num_losses=int(loss is not None))
 
     def took(self, seconds: float) -> None:
         """So long was trained, or got ready for it."""
-        self._done += Done(train_s=seconds)
+        self._done += Trained(train_s=seconds)
 
     @property
     def inner_steps(self) -> int:
@@ -80,17 +80,17 @@ class Tally:
         return self._done.inner_steps
 
     @property
-    def unsettled(self) -> Done:
+    def unsettled(self) -> Trained:
         """What no commit holds."""
         return self._done - self._settled
 
     def emit(self, places: Sequence[int]) -> Emission:
         """An outer step of these fragments is emitted now."""
-        shares = [self._done - self._emitted.get(at, Done()) + self._owed.pop(at, Done()) for at in places]
+        shares = [self._done - self._emitted.get(at, Trained()) + self._owed.pop(at, Trained()) for at in places]
         self._emitted |= dict.fromkeys(places, self._done)
         return Emission(places=tuple(places), until=self._done, shares=shares)
 
-    def work_in(self, emission: Emission) -> Done:
+    def work_in(self, emission: Emission) -> Trained:
         """What no commit held when it was emitted, nor holds now."""
         return emission.until - self._settled
 
@@ -106,6 +106,6 @@ class Tally:
         for place, share in zip(emission.places, emission.shares, strict=True):
             later = next((item for item in out if place in item.places), None)
             if later is None:
-                self._owed[place] = self._owed.get(place, Done()) + share
+                self._owed[place] = self._owed.get(place, Trained()) + share
             else:
                 later.shares[later.places.index(place)] += share

@@ -1,239 +1,309 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened, one JSON object a line, for people, plots and audits.
+"""Everything that happens in one process, a struct for each kind. All that is shown is made of these.
 
-Schema `isthmus.events/1`, first line of every start: `{"event": "log_opened", "schema": "isthmus.events/1", …}`. Every
-line has
+Here are the kinds that the trainer tells, and the records of a coordinator's journal; what elastic tells is in
+`elastic/observation.py`. `chronicle.py` hands each event to the file, to the log and to the figures (`figures.py`).
 
-    t_s      float, seconds since this log was opened, monotonic; use it for durations
-    wall     ISO 8601 time of this machine's clock in UTC; only to find things
-    peer     peer id
-    event    what happened, snake_case
-    …        fields of the event; units last in their names; a number that is not finite is null
+What is not `Unfiled` is one line of events.jsonl, schema `isthmus.events/1`: `t_s`, `wall` and `peer` of `Event`, then
+`event`, the kind's tag, which is its name in snake_case if it has no other (of a `Fault` it is "fault", and the tag is
+`kind`), and its own fields. What these mean, wherever they are:
 
-Fields that more than one event has: `epoch`, `outer_step`, `inner_step`, `members`, `loss`, `tokens`, `bytes`,
-`seconds`, `cause`. Fields are added without a new schema; none changes its meaning within one.
+    epoch, fragment    of the view, of the round
+    outer_step         the one that a round starts from, that a commit has made, or that is held
+    inner_step         of this peer, over all its outer steps
+    of, incarnation    another peer's id, and which start of it
+    members, apart     peer ids by rank; which two of these have no link ("id id")
+    digest             of the shared state, hex, in full: an audit needs nothing else
+    loss               mean, nats a token
+    tokens, samples    how many
+    …bytes, …seconds, …_s
+    cause              a sentence
 
-A log that has grown to its size goes on in a new file: `events.jsonl` becomes `events-0001.jsonl`, the next time
-`events-0002.jsonl`, and of these only so many are kept. A new file begins with a line `log_continued`, which says again
-what the start is a part of (`name_start`) and which file comes before it.
-
-Rules: a line is written at once, whole or (disk full) recognisably not; a full disk never reaches the training: lines
-are counted as lost and one warning is logged. Readers beside it see every line in one file. Must not know what the
-events mean.
+A number that is not finite is null in the file. Fields are added without a new schema, with a default; none changes
+its meaning within one.
 """
 
-import contextlib
-import logging
-import os
-import re
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from isthmus.trainer.errors import EnvironmentFault
-from isthmus.trainer.files import PRIVATE_MODE
-
-log = logging.getLogger(__name__)
+from isthmus.elastic.observation import Event, Fault, OfRound, OfView
 
 SCHEMA = "isthmus.events/1"
-FILE_NAME = "events.jsonl"
-
-Field = None | bool | int | float | str | Sequence["Field"]
-"""What an event may say about itself."""
-
-_RESERVED = frozenset({"t_s", "wall", "peer", "event"})
 
 
-class EventLog:
-    """Appends to one file after the other; of one thread.
-
-    Args:
-        path: created if missing; its folder exists.
-        peer_id: goes into every line.
-        max_nbytes: size from which on it goes on in a new file; None: never.
-        keep: how many older files stay; 0: all.
-
-    Raises:
-        EnvironmentFault: the file cannot be opened.
-    """
-
-    def __init__(self, path: Path, peer_id: str, *, max_nbytes: int | None = None, keep: int = 0) -> None:
-        self._peer_id = peer_id
-        self._path = path
-        self._max_nbytes = max_nbytes
-        self._keep = keep
-        self._about_start: dict[str, Field] = {}
-        self._nbytes = 0
-        self._opened_at = time.monotonic()
-        self._line_is_torn = False
-        self.num_lost = 0
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, PRIVATE_MODE)
-            os.fchmod(self._fd, PRIVATE_MODE)  # an older version made it readable for everybody
-            size = self._nbytes = os.fstat(self._fd).st_size
-            # A line that a crash cut short must not swallow our first one.
-            self._line_is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
-        except OSError as error:
-            raise EnvironmentFault(
-                f"{path} cannot be written: {error.strerror}", cure="give another folder with --dir"
-            ) from error
-        self.emit("log_opened", schema=SCHEMA)
-
-    def __enter__(self) -> "EventLog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def emit(self, event: str, **fields: Field) -> None:
-        """Write one event.
-
-        Never raises for the disk's sake; what could not be written is counted in `num_lost`.
-
-        Raises:
-            ValueError: a field has the name of one that every line has, or the log is closed. Our bug.
-        """
-        if not _RESERVED.isdisjoint(fields):
-            raise ValueError(f"event {event} has a field of a reserved name: {sorted(_RESERVED & fields.keys())}")
-        if self._fd < 0:
-            raise ValueError(f"event {event} after the log was closed")
-        line = self._line(event, fields)
-        self._write(b"\n" + line if self._line_is_torn else line)
-        if self._max_nbytes is not None and self._nbytes >= self._max_nbytes and not self._line_is_torn:
-            self._go_on_in_another_file()
-
-    def name_start(self, **fields: Field) -> None:
-        """What every further file says in its first line, since it may outlive those before it."""
-        self._about_start = fields
-
-    def close(self) -> None:
-        """Close the file; may be called twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _line(self, event: str, fields: Mapping[str, Field]) -> bytes:
-        stamp = {
-            "t_s": round(time.monotonic() - self._opened_at, 6),
-            "wall": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "peer": self._peer_id,
-            "event": event,
-        }
-        return msgspec.json.encode({**stamp, **fields}) + b"\n"
-
-    def _go_on_in_another_file(self) -> None:
-        """Where that fails, this file grows on, and it is tried again when it has doubled."""
-        number = max(older_files(self._path), default=0) + 1
-        coming = self._path.with_name(f"{self._path.name}.next")
-        older = numbered(self._path, number)
-        fd = -1
-        try:
-            fd = os.open(coming, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, PRIVATE_MODE)
-            head = self._line("log_continued", {"schema": SCHEMA, "before": older.name} | self._about_start)
-            if os.write(fd, head) < len(head):
-                raise OSError(0, "no space left for a whole line")
-            os.rename(self._path, older)
-            os.rename(coming, self._path)
-        except OSError as error:
-            if fd >= 0:
-                os.close(fd)
-            self._max_nbytes = 2 * self._nbytes
-            log.warning("events_not_rotated path=%s cause=%r", self._path, error.strerror or str(error))
-            return
-        os.close(self._fd)
-        self._fd, self._nbytes = fd, len(head)
-        self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        if not self._keep:
-            return
-        older = older_files(self._path)
-        for number in sorted(older)[: -self._keep]:
-            with contextlib.suppress(OSError):  # the next one will try again
-                older[number].unlink()
-
-    def _write(self, line: bytes) -> None:
-        try:
-            written = os.write(self._fd, line)
-        except OSError as error:
-            self._count_lost(error.strerror or str(error))
-            return
-        self._nbytes += written
-        # A short write is how a disk begins to be full.
-        self._line_is_torn = written < len(line)
-        if self._line_is_torn:
-            self._count_lost("no space left for a whole line")
-
-    def _count_lost(self, cause: str) -> None:
-        self.num_lost += 1
-        if self.num_lost == 1:
-            log.warning(
-                "events_lost path=%s cause=%r; training goes on, free some space to have events again",
-                self._path,
-                cause,
-            )
+class Unfiled(Event, frozen=True):
+    """What the file leaves out, mostly because there is too much of it."""
 
 
-def numbered(path: Path, number: int) -> Path:
-    """Where an older part of this log is."""
-    return path.with_name(f"{path.stem}-{number:04d}{path.suffix}")
+# ------------------------------------------------------------------------------------ this start
 
 
-def older_files(path: Path) -> dict[int, Path]:
-    """The older parts of this log that are there, by number. Raises OSError."""
-    name = re.compile(rf"{re.escape(path.stem)}-(\d{{4,}}){re.escape(path.suffix)}")
-    found = ((name.fullmatch(entry), path.with_name(entry)) for entry in os.listdir(path.parent))
-    return {int(match[1]): older for match, older in found if match is not None}
+class LogOpened(Event, frozen=True):
+    """First line of every start."""
+
+    schema: str = SCHEMA
 
 
-def has_events(path: Path) -> bool:
-    """Whether any part of this log is there."""
-    return path.exists() or bool(path.parent.is_dir() and older_files(path))
+class LogContinued(Event, frozen=True):
+    """First line of every further file of a start: the file before it, which may be gone, and what `started` said."""
+
+    before: str
+    run_id: str = ""
+    samples_per_data_epoch: int | None = None
+    schema: str = SCHEMA
 
 
-def missing_files(path: Path) -> int:
-    """How many older parts of this log were there once and are gone. Raises OSError."""
-    older = older_files(path)
-    return max(older, default=0) - len(older)
+class Started(Event, frozen=True):
+    """This process listens and knows what it is part of. `num_parameters` is 0 for a coordinator without a peer."""
+
+    run_id: str
+    address: str
+    num_parameters: int
+    tokens_per_inner_step: int
+    samples_per_data_epoch: int | None
 
 
-def read_events(path: Path) -> Iterator[dict[str, Field]]:
-    """The events of a log with its older parts, oldest first; a torn line is skipped, the last may still be written.
+class Text(Event, frozen=True):
+    """What this peer trains on. `source`: "machine", "copy" of an earlier start, or "peers"; these gave it."""
 
-    Raises:
-        OSError: a file cannot be read.
-    """
-    with contextlib.ExitStack() as stack:
-        # It is opened first: what its writer calls it meanwhile, and begins after it, is of another moment.
-        newest = None
-        try:
-            newest = stack.enter_context(path.open("rb"))
-        except FileNotFoundError:  # it is between two names, or a crash was
-            if not older_files(path):
-                raise
-        inode = -1 if newest is None else os.fstat(newest.fileno()).st_ino
-        older = older_files(path)
-        for number in sorted(older):
-            try:
-                part = older[number].open("rb")
-            except FileNotFoundError:
-                continue  # dropped meanwhile
-            with part:
-                if os.fstat(part.fileno()).st_ino == inode:
-                    break
-                yield from _events_in(part)
-        if newest is not None:
-            yield from _events_in(newest)
+    digest: str
+    bytes: int
+    description: str
+    source: str
+    peers: tuple[str, ...]
+    fetched_bytes: int
+    seconds: float
 
 
-def _events_in(file: Iterable[bytes]) -> Iterator[dict[str, Field]]:
-    for line in file:
-        try:
-            event = msgspec.json.decode(line)
-        except (msgspec.MsgspecError, UnicodeError):
-            continue
-        if isinstance(event, dict):
-            yield event
+class CoordinatorEnded(Event, frozen=True):
+    """A coordinator without a peer ends. `complete`: so is the run."""
+
+    complete: bool
+
+
+class LeaveAsked(Unfiled, frozen=True):
+    """The operator wants this process to leave in order."""
+
+
+class Counted(Unfiled, frozen=True):
+    """Once a second, totals of this start: connections that were not let in, by reason; bytes for learners."""
+
+    refused: dict[str, int]
+    state_served_bytes: int
+
+
+# ------------------------------------------------------------------------------------ training
+
+
+class InnerStep(Unfiled, frozen=True):
+    """One inner step is done."""
+
+    inner_step: int
+    loss: float | None
+    tokens: int
+
+
+class HandedIn(Unfiled, frozen=True):
+    """The payload of a round is made, and the workers stand still for the others."""
+
+
+class Round(OfRound, frozen=True):
+    """The mean of a round is here. `predicted_s` is what the cost model expected, where links are measured."""
+
+    members: tuple[str, ...]
+    bytes_sent: int
+    bytes_received: int
+    seconds: float
+    plan: str
+    predicted_s: float | None
+
+
+class Trained(Event, frozen=True):
+    """A commit holds work of this peer: what it was, and for how long the workers stood still for it (`wait_s`)."""
+
+    epoch: int
+    outer_step: int
+    inner_step: int
+    loss: float | None
+    tokens: int
+    train_s: float
+    wait_s: float
+    world_size: int
+
+
+class Evaluate(Event, frozen=True):
+    """The anchor was judged on held-out text, by one member."""
+
+    outer_step: int
+    loss: float | None
+
+
+class Checkpoint(Event, frozen=True):
+    """A checkpoint is on the disk; `seconds` to write it."""
+
+    outer_step: int
+    seconds: float
+
+
+class CheckpointFailed(Fault, frozen=True):
+    """A checkpoint could not be written."""
+
+    cause: str
+
+
+class ValuesNotFinite(Fault, frozen=True):
+    """The workers begin anew at the anchor. `fragment` is a name here."""
+
+    outer_step: int
+    fragment: str
+
+
+class WorkerDied(Fault, frozen=True):
+    """A worker ended, -n by signal n; all are replaced, and what they did since the last commit is done again."""
+
+    local_rank: int
+    exit_code: int
+    memory_bytes: int
+    cause: str
+
+
+class WorkerHung(Fault, frozen=True):
+    """Workers (`local_ranks`) did not answer `request` within `seconds`; all are killed and replaced."""
+
+    request: str
+    local_ranks: tuple[int, ...]
+    seconds: float
+    cause: str
+
+
+# ------------------------------------------------------------------------------------ certificates and records
+
+
+class Certificate(OfRound, frozen=True):
+    """The newest commit that this peer can prove. `link` is what the next certificate names as its parent."""
+
+    digest: str
+    link: str
+
+
+class Trust(Event, frozen=True):
+    """The coordinator says whose certificates count, and who is put out."""
+
+    authorities: int
+    barred: tuple[str, ...]
+
+
+class Genesis(Event, frozen=True):
+    """Record: the run begins with this state and sample."""
+
+    outer_step: int
+    digest: str
+    next_index: int
+
+
+class Rebuilt(Event, frozen=True):
+    """Record: a lost journal was begun anew with what these peers proved, or because the operator `insisted`."""
+
+    epoch: int
+    outer_step: int | None
+    digest: str | None
+    testified: tuple[str, ...]
+    insisted: bool
+
+
+class RolledBack(Event, frozen=True):
+    """Record: the run goes back from step `given_up`, which nobody has, to what `holders` have; null: its beginning."""
+
+    epoch: int
+    outer_step: int | None
+    digest: str | None
+    given_up: int
+    holders: tuple[str, ...]
+
+
+class ViewDecided(OfView, frozen=True):
+    """Record: the next view, and whom its round does not wait for."""
+
+    cause: str
+    excused: tuple[str, ...]
+
+
+class CommitDecided(OfRound, frozen=True):
+    """Record: an outer step, and whose work it holds."""
+
+    digest: str
+    members: tuple[str, ...]
+    tokens: int
+    final: bool
+
+
+class Lease(Event, frozen=True):
+    """Record: samples were given to a peer, for its request `serial`."""
+
+    of: str
+    serial: int
+    samples: int
+
+
+class LeaseReturned(Event, frozen=True):
+    """Record: a peer's samples are free again."""
+
+    of: str
+    epoch: int
+    samples: int
+
+
+class PutOut(Event, frozen=True):
+    """Record: a peer was evicted or banned."""
+
+    of: str
+    banned: bool
+
+
+class TicketRevoked(Event, frozen=True):
+    """Record: a ticket (hex), perhaps `and_earlier` ones, admits nobody any more."""
+
+    ticket: str
+    and_earlier: bool
+
+
+class Admitted(Event, frozen=True):
+    """Record: a peer came in by this ticket (hex)."""
+
+    of: str
+    ticket: str
+
+
+class Snapshot(OfView, frozen=True):
+    """Record: what the journal knows, with so many commits and leased samples, so that older records may go."""
+
+    commits: int
+    samples: int
+
+
+# ------------------------------------------------------------------------------------ lines
+
+
+def line_of(event: Event) -> dict[str, object]:
+    """The line of events.jsonl that tells of it."""
+    head = {"t_s": event.t_s, "wall": event.wall, "peer": event.peer, "event": "fault"}
+    return {**head, **msgspec.to_builtins(event)}
+
+
+def event_of(line: Mapping[str, object]) -> Event | None:
+    """The event that a line tells of; None if this version knows no such one."""
+    kind = _KINDS.get(str(line.get("kind" if line.get("event") == "fault" else "event")))
+    try:
+        return None if kind is None else msgspec.convert(line, kind)
+    except msgspec.ValidationError:
+        return None
+
+
+def _kinds(base: type[Event]) -> Iterator[type[Event]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _kinds(kind)
+
+
+_KINDS = {str(kind.__struct_config__.tag): kind for kind in _kinds(Event)}

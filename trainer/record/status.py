@@ -14,9 +14,7 @@ from isthmus.trainer.config.quantities import rounded_nbytes
 
 SCHEMA: Final = "isthmus.status/1"
 
-Phase = Literal[
-    "starting", "joining", "learning", "training", "exchanging", "waiting", "leaving", "coordinating", "done"
-]
+Phase = Literal["starting", "learning", "training", "exchanging", "leaving", "coordinating"]
 
 
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,14 +139,14 @@ def render_status(status: Status) -> str:
         lines = [
             f"run {status.run_id}, coordinator {status.peer_id}",
             f"outer step {status.outer_step} of {status.total_outer_steps}, "
-            f"view {status.epoch} of {_count(len(status.members), 'peer')}",
+            f"view {status.epoch} of {count(len(status.members), 'peer')}",
         ]
     else:
         lines = _training(status)
     if (coordination := status.coordination) is not None:
         lines.append(
             f"round {coordination.outer_step + 1}: {len(coordination.voted)} of "
-            f"{_count(coordination.num_members, 'vote')}, {_count(coordination.num_learners, 'learner')}, "
+            f"{count(coordination.num_members, 'vote')}, {count(coordination.num_learners, 'learner')}, "
             f"{coordination.num_late} late"
         )
     if status.metrics_address is not None:
@@ -166,16 +164,16 @@ def _training(status: Status) -> list[str]:
             if status.inner_steps_per_round
             else ""
         )
-        + f", view {status.epoch} of {_count(len(status.members), 'peer')}",
-        f"train loss {_number(status.train_loss, '.4f')}, validation loss {_number(status.validation_loss, '.4f')}",
-        f"{status.tokens:,} tokens, {_number(status.tokens_per_s, ',.0f')} a second, "
-        f"goodput {_number(status.goodput, '.1%')}",
+        + f", view {status.epoch} of {count(len(status.members), 'peer')}",
+        f"train loss {figure(status.train_loss, '.4f')}, validation loss {figure(status.validation_loss, '.4f')}",
+        f"{status.tokens:,} tokens, {figure(status.tokens_per_s, ',.0f')} a second, "
+        f"goodput {figure(status.goodput, '.1%')}",
         f"sent {rounded_nbytes(status.sent_bytes)}, received {rounded_nbytes(status.received_bytes)}",
     ]
     if (last := status.last_round) is not None:
         lines.append(
             f"last round {last.seconds:.2f} s ({last.exchange_seconds:.2f} s exchange, {rounded_nbytes(last.bytes)}) "
-            f"with {_count(last.num_members, 'peer')}"
+            f"with {count(last.num_members, 'peer')}"
         )
     if status.checkpoint_outer_step is not None:
         lines.append(f"checkpoint at outer step {status.checkpoint_outer_step}")
@@ -202,9 +200,11 @@ def _path_to(member: MemberStatus) -> str:
     return path if member.round_trip_ms is None else f"{path}, {member.round_trip_ms:.1f} ms"
 
 
-def _number(value: float | None, spec: str) -> str:
+def figure(value: float | None, spec: str) -> str:
+    """In the form of a format specification."""
     return "unknown" if value is None else format(value, spec)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def count(number: int, noun: str) -> str:
+    """`1 peer`, `2,000 peers`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.errors import ExitCode
-from isthmus.trainer.record.status import Status
+from isthmus.trainer.record.status import Status, count, figure
 
 _ENDS = {ExitCode.DONE: "is complete", ExitCode.LEFT: "was left"}
 
@@ -25,7 +25,7 @@ def live_line(status: Status) -> str:
         parts.append(f"loss {status.train_loss:.3f}")
     if status.tokens_per_s:
         parts.append(f"{_short(status.tokens_per_s)} tok/s")
-    parts.append(f"{len(status.members)} peer{'' if len(status.members) == 1 else 's'}")
+    parts.append(count(len(status.members), "peer"))
     if status.seconds_left is not None:
         parts.append(f"{format_duration(status.seconds_left)} left")
     return ", ".join(parts)
@@ -44,15 +44,14 @@ def summary(status: Status, code: int, checkpoint: Path | None, next_command: st
     last = status.train_loss if status.last_round is None else status.last_round.loss
     held_out = "" if status.validation_loss is None else f", held out {status.validation_loss:.4f}"
     rate = "" if status.tokens_per_s is None else f", {status.tokens_per_s:,.0f} a second"
-    others = f"{status.peers_seen} other peer{'' if status.peers_seen == 1 else 's'}"
     where = "none" if checkpoint is None else f"{shown(checkpoint)}"
     lines = [
         f"run {status.run_id} {end}",
         f"  steps       {status.outer_step} of {status.total_outer_steps}, {status.num_commits:,} commits and "
         f"{status.num_inner_steps:,} inner steps here",
-        f"  loss        {_loss(status.first_loss)} -> {_loss(last)}{held_out}",
+        f"  loss        {figure(status.first_loss, '.4f')} -> {figure(last, '.4f')}{held_out}",
         f"  tokens      {status.tokens:,} in {format_duration(status.uptime_s)}{rate}",
-        f"  peers       {others}, {rounded_nbytes(status.sent_bytes)} sent, "
+        f"  peers       {count(status.peers_seen, 'other peer')}, {rounded_nbytes(status.sent_bytes)} sent, "
         f"{rounded_nbytes(status.received_bytes)} received",
         f"  checkpoint  {where}",
     ]
@@ -77,7 +76,3 @@ def _short(value: float) -> str:
         if value >= factor:
             return f"{value / factor:.3g}{unit}"
     return f"{value:.0f}"
-
-
-def _loss(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4f}"

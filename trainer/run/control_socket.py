@@ -15,15 +15,14 @@ import shutil
 import tempfile
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, assert_never
+from typing import TYPE_CHECKING, Protocol, TypeVar, assert_never
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from isthmus.collective.core.types import PeerId
 from isthmus.trainer.contact.ticket import Ticket, decode_ticket, encode_ticket
-from isthmus.trainer.errors import EnvironmentFault, IsthmusError, NobodyReachable, NothingRuns, NotOurs, Refused
+from isthmus.trainer.errors import EnvironmentFault, NobodyReachable, NothingRuns, NotOurs, Refused
 from isthmus.trainer.files import write_atomically
 from isthmus.trainer.record.status import PeerStatus, Status
 from isthmus.trainer.run.control_messages import (
@@ -44,10 +43,15 @@ from isthmus.trainer.run.control_messages import (
     TicketRequest,
 )
 
+if TYPE_CHECKING:
+    from isthmus.trainer.contact.office import Office
+
 log = logging.getLogger(__name__)
 
 PEER_FILE_NAME = "peer.json"
 DEFAULT_TIMEOUT_S = 5.0
+
+ReplyT = TypeVar("ReplyT", bound=Reply)
 
 _MAX_MESSAGE_NBYTES = 1 << 20
 _MAX_QUEUED = 64
@@ -78,33 +82,8 @@ class Controlled(Protocol):
         """Begin to stop without handing in anything."""
 
     @property
-    def office(self) -> "Consulted | None":
+    def office(self) -> "Office | None":
         """Where an operator asks about the run; None where its coordinator does not live."""
-
-
-class Consulted(Protocol):
-    """What the process where a run's coordinator lives can be asked besides. `str | None` says why something is not
-    done; that takes seconds at most.
-    """
-
-    @property
-    def program(self) -> tuple[str, ...] | None:
-        """How a loop of one's own is started, if the run is one of loops."""
-
-    def peers(self) -> tuple[PeerStatus, ...]:
-        """Who is in the run."""
-
-    def ticket(self) -> Ticket:
-        """The one that others join with."""
-
-    def new_ticket(self, *, is_once: bool, lifetime_s: float | None) -> Ticket:
-        """A new one."""
-
-    async def put_out(self, peer_id: PeerId, *, for_ever: bool) -> str | None:
-        """Evict a peer, or ban it."""
-
-    async def revoke(self, ticket_id: bytes | None, expires_at_s: int | None) -> str | None:
-        """Let a ticket, or all that were made so far, admit nobody any more."""
 
 
 class ControlServer:
@@ -242,33 +221,11 @@ class ControlClient:
         Raises:
             NobodyReachable: it does not answer in time, or not in our language.
         """
-        reply = self._ask(StatusRequest())
-        if not isinstance(reply, StatusReply):
-            raise self._strange(reply)
-        return reply.status
-
-    def leave(self) -> None:
-        """Ask it to leave the run; returns when it has heard, see `has_ended`.
-
-        Raises:
-            NobodyReachable: as in `status`.
-        """
-        self._order(LeaveRequest())
-
-    def stop(self) -> None:
-        """Ask it to stop at once.
-
-        Raises:
-            NobodyReachable: as in `status`.
-        """
-        self._order(StopRequest())
+        return self._ask(StatusRequest(), StatusReply).status
 
     def peers(self) -> tuple[PeerStatus, ...]:
         """Who is in the run, as far as the daemon knows. Raises as `status`."""
-        reply = self._ask(PeersRequest())
-        if not isinstance(reply, PeersReply):
-            raise self._strange(reply)
-        return reply.peers
+        return self._ask(PeersRequest(), PeersReply).peers
 
     def ticket(self, request: TicketRequest) -> tuple[Ticket, tuple[str, ...] | None]:
         """The run's, or a new one; and for whom, see `invitation`.
@@ -277,25 +234,23 @@ class ControlClient:
             Refused: the coordinator does not live there.
             NobodyReachable: as in `status`.
         """
-        reply = self._ask(request)
-        if not isinstance(reply, TicketReply):
-            raise self._strange(reply)
+        reply = self._ask(request, TicketReply)
         return decode_ticket(reply.ticket), reply.program
 
-    def order(self, request: PutOutRequest | RevokeRequest) -> None:
-        """Returns when it is done for good. Raises as `ticket`; also Refused where it cannot be done."""
-        self._order(request)
+    def order(self, request: LeaveRequest | StopRequest | PutOutRequest | RevokeRequest) -> None:
+        """Returns when it is done for good, or of a way out when it has begun: see `has_ended`.
+
+        Raises:
+            Refused: it cannot be done.
+            NobodyReachable: as in `status`.
+        """
+        self._ask(request, Accepted)
 
     def has_ended(self) -> bool:
         """Whether the daemon is gone: it removes its file last, unless it was killed."""
         return not (self.run_dir / PEER_FILE_NAME).exists() or not _is_alive(self.peer.pid)
 
-    def _order(self, request: LeaveRequest | StopRequest | PutOutRequest | RevokeRequest) -> None:
-        reply = self._ask(request)
-        if not isinstance(reply, Accepted):
-            raise self._strange(reply)
-
-    def _ask(self, request: Request) -> Reply:
+    def _ask(self, request: Request, kind: type[ReplyT]) -> ReplyT:
         timeout_ms = int(self._timeout_s * 1000)
         with zmq.Context() as context, context.socket(zmq.REQ) as socket:
             socket.setsockopt(zmq.LINGER, 0)
@@ -306,7 +261,6 @@ class ControlClient:
                 socket.connect(f"ipc://{self.peer.socket}")
                 socket.send(msgspec.msgpack.encode(request))
                 reply: Reply = msgspec.msgpack.decode(socket.recv(), type=Reply)
-                return reply
             except zmq.Again as error:
                 raise NobodyReachable(
                     f"the daemon in {self.run_dir} (process {self.peer.pid}) did not answer in {self._timeout_s:g} s",
@@ -318,12 +272,12 @@ class ControlClient:
                 raise NobodyReachable(
                     f"the daemon in {self.run_dir} answers in another language", cure="use its version of isthmus"
                 ) from error
-
-    def _strange(self, reply: Reply) -> IsthmusError:
+        if isinstance(reply, kind):
+            return reply
         if isinstance(reply, NotDone):
-            return Refused(reply.reason)
+            raise Refused(reply.reason)
         reason = reply.reason if isinstance(reply, NotUnderstood) else type(reply).__name__
-        return NobodyReachable(f"the daemon in {self.run_dir} did not understand: {reason}")
+        raise NobodyReachable(f"the daemon in {self.run_dir} did not understand: {reason}")
 
 
 def _members_of(status: Status) -> tuple[PeerStatus, ...]:

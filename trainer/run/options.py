@@ -61,7 +61,7 @@ class StandingBy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerOptions:
-    """For `trainer.run.daemon.run_peer`.
+    """For `trainer.run.daemon.run_daemon`: a peer.
 
     Attributes:
         resolved: the configuration; of a joiner, call `resolved.adopt(manifest)` when the manifest is there.
@@ -80,7 +80,7 @@ class PeerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorOptions:
-    """For `trainer.run.daemon.run_coordinator`: a coordinator without a peer. Fields as in `PeerOptions`."""
+    """For `trainer.run.daemon.run_daemon`: a coordinator without a peer. Fields as in `PeerOptions`."""
 
     resolved: ResolvedConfig
     run_dir: Path

@@ -14,13 +14,15 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 from cryptography import x509
 
-from isthmus.collective.core.types import PeerRef
+from isthmus.collective.core.types import PeerId, PeerRef
 from isthmus.collective.transport import Channel, Hello, Mode, Purpose, Security, TicketSecurity, connect
 from isthmus.collective.transport.certificates import certificate_from_bytes, is_signed_by, key_in
+from isthmus.trainer.checkpoint.checkpoint import Checkpoint
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.training import LoopModelSection
 from isthmus.trainer.config.wiring import fragments_of
@@ -42,6 +44,7 @@ from isthmus.trainer.run.founding import (
 )
 from isthmus.trainer.run.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
 from isthmus.trainer.threads import in_thread
+from isthmus.trainer.workers.loop import Loop
 
 _RETRY_PAUSE_S = 1.0
 _DIAL_TIMEOUT_S = 5.0
@@ -54,7 +57,8 @@ _STANDBY_TOKEN_S = 86_400
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """What is known before the listener is opened. `founded` only where a coordinator lives; `text` neither for a
-    standby, which needs none, nor where the run's peers train by loops of their own."""
+    standby, which needs none, nor where the run's peers train by loops of their own. `coordinators` are none where one
+    lives, until it has an address."""
 
     options: PeerOptions | CoordinatorOptions
     folder: PeerFolder
@@ -63,10 +67,25 @@ class Start:
     terms: RunTerms
     text: FoundText | None
     security: Security
-    coordinators: tuple[str, ...]
-    founded: Founded | None
-    seen_from: str | None
+    coordinators: tuple[str, ...] = ()
+    founded: Founded | None = None
+    seen_from: str | None = None
     """The host that the coordinator saw us come from."""
+
+    @property
+    def loop(self) -> Loop | None:
+        """Who trains here, if it is a loop of somebody's own."""
+        return self.options.loop if isinstance(self.options, PeerOptions) else None
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The state that a founder goes on from."""
+        return None if self.founded is None else self.founded.checkpoint
+
+    async def dial(self, address: str, purpose: Purpose, *, timeout_s: float, expect: PeerId | None = None) -> Channel:
+        """Open a connection as this process, to this peer or to whoever is there."""
+        hello = hello_maker(self.me, self.terms.run_id)(purpose, 0, 1)
+        return await connect(address, hello, timeout_s=timeout_s, security=self.security, expect=expect)
 
 
 async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder) -> Start:
@@ -76,6 +95,7 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
         IsthmusError: what the operator must act on.
     """
     me = folder.start_identity()
+    start = partial(Start, options=options, folder=folder, me=me.ref)
     match options.role:
         case Founding(resume_dir=resume_dir, rebuild=rebuild):
             resolved = options.resolved if rebuild is None else options.resolved.adopt(take_over(folder))
@@ -89,7 +109,7 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
             data_digest = NO_TEXT_DIGEST if text is None else text.corpus.digest
             founded = found_or_go_on(folder, config, data_digest, resume_dir)
             security = _coordinators_security(me, founded, config, folder.load_certificate())
-            return _start(options, folder, me.ref, config, founded.terms, text, security, founded=founded)
+            return start(config=config, terms=founded.terms, text=text, security=security, founded=founded)
         case Joining(ticket=ticket):
             admission, coordinators = await _join(options, folder, me, ticket)
             terms = admission.terms
@@ -103,16 +123,9 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
             remember_membership(folder, terms, coordinators)
             if here is None and not config.is_loops:
                 here = await _fetch_text(options, folder, me, admission, coordinators, config, security)
-            return _start(
-                options,
-                folder,
-                me.ref,
-                config,
-                terms,
-                here,
-                security,
-                coordinators=coordinators,
-                seen_from=admission.seen_from or None,
+            came_from = admission.seen_from or None
+            return start(
+                config=config, terms=terms, text=here, security=security, coordinators=coordinators, seen_from=came_from
             )
         case StandingBy(ticket=ticket):
             # Whoever has the secret may ask at any time.
@@ -130,7 +143,7 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
             config = options.resolved.adopt(terms.manifest).config
             founded = stand_by(folder, terms, ticket.secret)
             security = _coordinators_security(me, founded, config, None)
-            return _start(options, folder, me.ref, config, terms, None, security, founded=founded)
+            return start(config=config, terms=terms, text=None, security=security, founded=founded)
         case _:
             assert_never(options.role)
 
@@ -164,33 +177,6 @@ def _require_loop(options: PeerOptions | CoordinatorOptions, config: Config) -> 
             f"the loop's optimizer keeps {here} for each parameter, in the run it is {there}",
             cure="use the same kind of optimizer on all peers",
         )
-
-
-def _start(
-    options: PeerOptions | CoordinatorOptions,
-    folder: PeerFolder,
-    me: PeerRef,
-    config: Config,
-    terms: RunTerms,
-    text: FoundText | None,
-    security: Security,
-    *,
-    founded: Founded | None = None,
-    coordinators: tuple[str, ...] = (),
-    seen_from: str | None = None,
-) -> Start:
-    return Start(
-        options=options,
-        folder=folder,
-        me=me,
-        config=config,
-        terms=terms,
-        text=text,
-        security=security,
-        coordinators=coordinators,
-        founded=founded,
-        seen_from=seen_from,
-    )
 
 
 async def _join(

@@ -52,7 +52,7 @@ class Bundle:
         self.round_trip_s = 0.0
         self.notices: deque[Outgoing] = deque()
         self.results: deque[Outgoing] = deque()
-        self.contributions: deque[Outgoing] = deque()
+        self.parts: deque[Outgoing] = deque()
         self.links: dict[int, Link] = {}
         self._owes_repeat = False
         self._has_looked = self._is_repairing = False
@@ -71,11 +71,11 @@ class Bundle:
         if self.peer.is_paused:
             return
         window, network, rng = self.peer.options.window, self.peer.network, self.peer.world.rng
-        while self.notices or self.results or self.contributions:
+        while self.notices or self.results or self.parts:
             free = [link for link in self.links.values() if link.end_at(self.peer.peer_id).num_unread < window]
             if not free:
                 return
-            outgoing = (self.notices or self.results or self.contributions).popleft()
+            outgoing = (self.notices or self.results or self.parts).popleft()
             frame = outgoing.pieces()
             if frame is not None:
                 link = free[0] if len(free) == 1 else rng.choice(free)
@@ -84,7 +84,7 @@ class Bundle:
 
     def give_sign(self) -> None:
         """Say that we are there, unless something waits to be sent anyway."""
-        if not (self.notices or self.results or self.contributions):
+        if not (self.notices or self.results or self.parts):
             self.notices.append(Notice(Frame(SIGN, self.peer_ref)))
             self.pump()
 
@@ -95,7 +95,7 @@ class Bundle:
 
     def forget_queued(self, owner: object) -> None:
         """Take back what no link has begun to send."""
-        for queue in (self.results, self.contributions):
+        for queue in (self.results, self.parts):
             kept = [outgoing for outgoing in queue if outgoing.owner is not owner]
             queue.clear()
             queue.extend(kept)

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 from isthmus.collective.core.fence import Fence, Standing
 from isthmus.collective.core.progress import ProgressWatch
-from isthmus.collective.core.round import RoundMachine
+from isthmus.collective.core.round_machine import RoundMachine
 from isthmus.collective.core.round_words import (
     Accumulate,
-    ContributionArrived,
     HandOnOpening,
     LinkRenewed,
+    PartArrived,
     RoundEffect,
     RoundEvent,
-    SendContribution,
     SendOpen,
+    SendPart,
     SendResult,
 )
 from isthmus.collective.core.types import Epoch, Instant, PeerRef, RoundKey
@@ -31,11 +31,10 @@ from tests.simulation.rounds.parts import RoundParts
 
 class CountsDuplicates(RoundMachine):
     def handle(self, event: RoundEvent) -> Sequence[RoundEffect]:
-        before = self.duplicates
-        effects = list(super().handle(event))
-        if self.duplicates > before and isinstance(event, ContributionArrived) and not self._is_done[event.chunk]:
-            effects.insert(0, Accumulate(event.chunk, event.rank))
-        return effects
+        if isinstance(event, PartArrived) and not self._missing[event.chunk] >> event.rank & 1:
+            effects = list(super().handle(event))
+            return effects if self._is_done[event.chunk] else [Accumulate(event.chunk, event.rank), *effects]
+        return super().handle(event)
 
 
 class ForwardsPartialSums(RoundMachine):
@@ -43,31 +42,24 @@ class ForwardsPartialSums(RoundMachine):
 
     def handle(self, event: RoundEvent) -> Sequence[RoundEffect]:
         effects = list(super().handle(event))
-        chunk = event.chunk if isinstance(event, ContributionArrived) else -1
-        if chunk >= 0 and not self.is_root(chunk) and self._missing[chunk] and not self._is_handed_up[chunk]:
+        chunk = event.chunk if isinstance(event, PartArrived) else -1
+        if (
+            chunk >= 0
+            and self._route_of[chunk].root != self.rank
+            and self._missing[chunk]
+            and not self._is_handed_up[chunk]
+        ):
             self._is_handed_up[chunk] = 1
-            self._send(SendContribution(self._route_of[chunk].up[self.rank], chunk), effects)
+            self._send(SendPart(self._route_of[chunk].up[self.rank], chunk), effects)
         return effects
 
 
 class FinishesBeforeAllHaveOpened(RoundMachine):
     def _go_on(self, chunk: int, effects: list[RoundEffect]) -> None:
         unopened, self.num_unopened = self.num_unopened, 0
-        super()._go_on(chunk, effects)
+        if not self._is_done[chunk]:
+            super()._go_on(chunk, effects)
         self.num_unopened = unopened
-
-
-class TrustsWhatItHolds(RoundMachine):
-    """Takes its old result for valid, whatever the root holds."""
-
-    def start(self) -> Sequence[RoundEffect]:
-        effects = list(super().start())
-        for chunk in range(self.slices.num_chunks):
-            route = self._route_of[chunk]
-            if self.held >> chunk & 1 and route.root != self.rank and not self._is_done[chunk]:
-                self._is_done[chunk] = self._is_handed_up[chunk] = 1
-                self._missing_results[route.down[self.rank]] -= 1
-        return effects
 
 
 class ForgetsToSendAgain(RoundMachine):
@@ -86,17 +78,8 @@ class OpensOnlyOnce(RoundMachine):
 
 
 class KnowsNoCredit(RoundMachine):
-    def _send(self, order: SendContribution | SendResult, effects: list[RoundEffect]) -> None:
+    def _send(self, order: SendPart | SendResult, effects: list[RoundEffect]) -> None:
         effects.append(order)
-
-
-class EndsWhenItHasEverything(RoundMachine):
-    """Finishes although somebody may lack an old result that only it holds."""
-
-    def _finish_if_complete(self, effects: list[RoundEffect]) -> None:
-        untold, self._untold = self._untold, 0
-        super()._finish_if_complete(effects)
-        self._untold = untold
 
 
 class HandsOnOnlyOnce(RoundMachine):
@@ -112,7 +95,7 @@ class EndsBeforeItHandsOn(RoundMachine):
 
     @property
     def _must_hear(self) -> int:
-        return self._untold if self.held else 0
+        return 0
 
 
 # ------------------------------------------------------------------------ shells
@@ -129,17 +112,6 @@ def round_of_any_epoch(rounds: Mapping[RoundKey, Operation], key: RoundKey) -> O
         round_ for name, round_ in rounds.items() if name.outer_step == key.outer_step and name.fragment == key.fragment
     )
     return next(same, None)
-
-
-class SumsGoOn(Operation):
-    """Adds to what the last attempt has left of a sum."""
-
-    def start(self) -> None:
-        done = self.machine.held
-        self.summed = {
-            chunk for chunk, value in self.memory.items() if isinstance(value, tuple) and not done >> chunk & 1
-        }
-        super().start()
 
 
 class ForgivesNothing(ProgressWatch):
@@ -179,11 +151,14 @@ def _mutant(what: str, focus: Mapping[str, object] | None = None, **parts: objec
 
 
 _TWO = {"num_operations": 2, "plans": ("butterfly", "butterfly"), "num_streams": 3}
-RETRIES = _TWO | {"keeps_results": True, "forgetful": 0.5, "view_rate": 2.0, "break_rate": 1.5, "jitter_s": 0.05}
 FAR = {"latency_s": (0.05, 0.15), "window": 1, "compute_s": (0.0, 2.5), "frame_s": 0.01, "num_peers": 4}
 LOSSES = _TWO | {"break_rate": 2.0, "corrupt": 0.01, "latency_s": (0.05, 0.15)}
 SERVER_CUTS = {"cut_rate": 2.0, "view_rate": 2.0, "eager_chunks": 2, "max_rounds_ahead": 1, "latency_s": (0.01, 0.05)}
 HIDDEN = LOSSES | {"num_peers": 4, "num_hidden": 3}
+PAUSES = {
+    **{"pause_rate": 1.0, "num_peers": 5, "frame_s": 0.05, "window": 1, "num_hidden": 0},
+    **dict.fromkeys(("crash_rate", "crash_per_effect", "break_rate", "cut_rate", "view_rate"), 0.0),
+}
 CANCELS = _TWO | {"cancel_rate": 1.0, "compute_s": (0.0, 1.0), "max_rounds_ahead": 1, "eager_chunks": 2}
 
 ROUND_MUTANTS = {
@@ -196,18 +171,13 @@ ROUND_MUTANTS = {
     "forwards_partial_sums": _mutant("a node hands its sum up before all parts are in", machine=ForwardsPartialSums),
     "ignores_corruption": _mutant("what arrives is not checked", checks_sums=False),
     "finishes_unopened": _mutant("a root finishes before all have opened", machine=FinishesBeforeAllHaveOpened),
-    "trusts_what_it_holds": _mutant(
-        "an old result counts although its root sums again", RETRIES, machine=TrustsWhatItHolds
-    ),
     "sends_nothing_again": _mutant("what was lost with a connection stays lost", LOSSES, machine=ForgetsToSendAgain),
     "opens_only_once": _mutant("an opening that was lost stays lost", machine=OpensOnlyOnce),
     "no_sign_of_life": _mutant("a waiting member says nothing", sign=say_nothing),
     "no_credit": _mutant("chunks are sent to members that have not opened", machine=KnowsNoCredit),
-    "ends_with_old_results": _mutant(
-        "a round ends although somebody may lack an old result", RETRIES, machine=EndsWhenItHasEverything
+    "forgives_nothing": _mutant(
+        "time in which a peer was stopped counts against others", PAUSES, watch=ForgivesNothing
     ),
-    "sums_go_on": _mutant("a retry adds to the sum that the last attempt has left", RETRIES, operation=SumsGoOn),
-    "forgives_nothing": _mutant("time in which a peer was stopped counts against others", watch=ForgivesNothing),
     "counts_idle_time": _mutant(
         "a member that had nothing to send for long is blamed as soon as it has", FAR, watch=CountsIdleTime
     ),

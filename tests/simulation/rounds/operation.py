@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One operation at one peer: the real machine, and chunks that are made of parts. Stands in for
-collective/rounds/round.py and supervision.py.
+collective/rounds/running_round.py and supervision.py.
 
 A chunk has one place in memory, as in life: a part, a sum and a result overwrite each other there, and a chunk is
 encoded when a stream takes it, not when it is ordered.
@@ -14,24 +14,23 @@ from isthmus.collective.core.progress import StallLimits
 from isthmus.collective.core.round_words import (
     Accumulate,
     ChunkRefused,
-    ContributionArrived,
     FinishChunk,
     Finished,
     HandOnOpening,
     InstallResult,
-    KeepResult,
     LinkRenewed,
+    PartArrived,
     PeerOpened,
     ResultArrived,
     RoundEffect,
-    SendContribution,
     SendOpen,
+    SendPart,
     SendResult,
 )
 from isthmus.collective.core.slices import SlicePlan
 from isthmus.collective.core.types import RoundKey, View
-from tests.simulation.rounds.attempt import Attempt, ChunkSend
 from tests.simulation.rounds.bundle import Bundle, Notice
+from tests.simulation.rounds.chunks import ChunkSend
 from tests.simulation.rounds.options import FIRST_CONTACT_S, REDIAL_S, ROUND_S, SIGN_EVERY_S, SILENCE_S
 from tests.simulation.rounds.values import ABORT, OPEN, PART, RESULT, Frame, Part, Result, Value, weight_of
 from tests.simulation.world import Violation
@@ -46,18 +45,14 @@ MAX_FAULTS = 3
 class Operation:
     """See the module."""
 
-    def __init__(
-        self, peer: "Peer", view: View, key: RoundKey, plan: SlicePlan, eager_chunks: int, before: Attempt | None
-    ) -> None:
+    def __init__(self, peer: "Peer", view: View, key: RoundKey, plan: SlicePlan, eager_chunks: int) -> None:
         rank = view.rank_of(peer.peer_id)
         assert rank is not None
-        # Where a tree has nodes between, their memory may hold a sum by the time they hear what the root holds.
-        held = before.done & peer.parts.holdable(plan) if before is not None else 0
         self.peer, self.view, self.key, self.plan, self.rank = peer, view, key, plan, rank
         self.eager_chunks = eager_chunks
-        self.memory: dict[int, Value] = dict(before.memory) if before is not None else {}
+        self.memory: dict[int, Value] = {}
         self.machine = peer.parts.machine(
-            key=key, rank=rank, slices=plan, eager_chunks=eager_chunks, held=held, apart=frozenset(view.apart)
+            key=key, rank=rank, slices=plan, eager_chunks=eager_chunks, apart=frozenset(view.apart)
         )
         unlinked = view.apart_from(rank)
         self.bundles: list[Bundle | None] = [
@@ -80,7 +75,6 @@ class Operation:
             other: peer.parts.watch(LIMITS, now) for other, bundle in enumerate(self.bundles) if bundle is not None
         }
         self._broken_since: dict[int, float] = {}
-        self._untold = set(range(view.world_size)) - {rank}
 
     def start(self) -> None:
         self._run(self.machine.start())
@@ -99,13 +93,12 @@ class Operation:
         self._arrived = frame.value
         try:
             if frame.kind == OPEN:
-                self._untold.discard(rank)
                 bundle = self.bundles[rank]
                 if bundle is not None:
                     bundle.is_met = True
-                effects = self.machine.handle(PeerOpened(rank, frame.held))
+                effects = self.machine.handle(PeerOpened(rank))
             elif frame.kind == PART:
-                effects = self.machine.handle(ContributionArrived(rank, frame.chunk))
+                effects = self.machine.handle(PartArrived(rank, frame.chunk))
             else:
                 effects = self.machine.handle(ResultArrived(rank, frame.chunk))
         except ChunkRefused as error:
@@ -122,7 +115,7 @@ class Operation:
     def on_ended(self, rank: int) -> None:
         """It has ended there, and a connection broke: what is still missing of that member was lost with it."""
         told = [other for other in range(self.view.world_size) if self.machine.hears_of(other, via=rank)]
-        if not self.is_done and any(map(self._awaits, [rank, *told])):
+        if not self.is_done and any(map(self.machine.needs, [rank, *told])):
             self.give_up(f"{self.view.members[rank].peer_id[-2:]} has ended it, and something was lost", ())
 
     def on_broken(self, rank: int, *, is_their_fault: bool) -> None:
@@ -149,12 +142,7 @@ class Operation:
 
     def concerns(self, rank: int) -> bool:
         """Whether it cannot end without this member."""
-        return rank != self.rank and (self._awaits(rank) or bool(self._unsent[rank]))
-
-    def _awaits(self, rank: int) -> bool:
-        # A round that holds old results does not finish before it knows what everybody else holds.
-        is_untold = self.machine.held != 0 and rank in self._untold
-        return self.machine.needs(rank) or is_untold
+        return rank != self.rank and (self.machine.needs(rank) or bool(self._unsent[rank]))
 
     def owes_now(self, rank: int) -> bool:
         return bool(self._unsent[rank]) or self.machine.owes_own_parts(rank)
@@ -226,10 +214,6 @@ class Operation:
             self._end()
             self.peer.operation_failed(self, suspects)
 
-    def attempt(self) -> Attempt:
-        """For the next one."""
-        return Attempt(self.view, self.plan, self.machine.done_mask(), self.memory)
-
     @property
     def name(self) -> str:
         return f"{self.peer.name} {self.key.epoch}/{self.key.outer_step}/{self.key.fragment}"
@@ -248,7 +232,7 @@ class Operation:
                 return
             self.peer.maybe_crash()
             match effect:
-                case SendContribution(to=to, chunk=chunk):
+                case SendPart(to=to, chunk=chunk):
                     self._queue(PART, to, chunk)
                     touched.add(to)
                 case SendResult(to=to, chunk=chunk):
@@ -261,10 +245,8 @@ class Operation:
                 case InstallResult(chunk=chunk):
                     self.peer.checker.installed(self, chunk, self._arrived)
                     self.memory[chunk] = self._arrived
-                case KeepResult(chunk=chunk):
-                    self.peer.checker.installed(self, chunk, self.memory.get(chunk, ()))
                 case SendOpen(to=to):
-                    self._bundle(to).notices.append(Notice(self._frame(OPEN, held=self.machine.held)))
+                    self._bundle(to).notices.append(Notice(self._frame(OPEN)))
                     touched.add(to)
                 case HandOnOpening(to=to, of=of):
                     word = self._frame(OPEN)
@@ -306,7 +288,7 @@ class Operation:
         send = ChunkSend(self, kind, to, chunk)
         self._unsent[to].add(send)
         bundle = self._bundle(to)
-        (bundle.results if kind == RESULT else bundle.contributions).append(send)
+        (bundle.results if kind == RESULT else bundle.parts).append(send)
 
     def _notify(self, to: int, frame: Frame) -> None:
         bundle = self._bundle(to)

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, replace
 
 from isthmus.collective.core.apart import NO_PAIR, Apart, hubs
-from isthmus.collective.core.slices import Route, SlicePlan, butterfly, ring, star, two_level
+from isthmus.collective.core.slices import Route, SlicePlan, butterfly, ring, star
 
 LOOK_S = 0.25
 BROKEN_LOOK_S = 0.1
@@ -21,7 +21,7 @@ ROUND_S = 12.0
 DIAL_TIMEOUT_S = 1.0
 KEEPALIVE_S = (1.5, 3.0)
 """A cut, or a host that vanished, breaks a connection after so long, on either side by itself."""
-PLANS = ("butterfly", "ring", "two_level")
+PLANS = ("butterfly", "ring")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +40,8 @@ class RoundOptions:
     num_streams: int = 1
     window: int = 4
     """Frames that the kernels take of one stream before somebody reads them."""
-    keeps_results: bool = True
-    """A retry among the same members tells which results of the last attempt it holds."""
-    forgetful: float = 0.0
-    """Chance that a member has forgotten them."""
-    replans: bool = False
-    """Every view has other plans."""
+    shuffles: bool = False
+    """Every view has its members in another order."""
     num_hidden: int = 0
     """So many peers have no link with each other, as if behind NATs: always fewer than there are peers."""
     # - Speed
@@ -92,9 +88,7 @@ class RoundOptions:
             max_rounds_ahead=rng.choice((1, 2, 4)),
             num_streams=rng.choice((1, 1, 2, 3)),
             window=rng.choice((1, 2, 8)),
-            keeps_results=rng.random() < 0.6,
-            forgetful=often(0.5),
-            replans=rng.random() < 0.2,
+            shuffles=rng.random() < 0.2,
             latency_s=rng.choice(((0.001, 0.005), (0.01, 0.05), (0.05, 0.15))),
             jitter_s=rng.choice((0.0, 0.002, 0.05)),
             frame_s=rng.choice((0.0, 0.002, 0.01)),
@@ -127,11 +121,8 @@ class RoundOptions:
         elif apart:  # every member is a root, and what goes to or from one without a link is handed on
             stars = [star(root, world_size, apart) for root in range(world_size)]
             routes = tuple(Route(root=root, up=tree, down=tree) for root, tree in enumerate(stars))
-        elif name == "ring":
-            routes = ring(order)
         else:
-            at = rng.randint(1, world_size)
-            routes = two_level([part for part in (order[:at], order[at:]) if part])
+            routes = ring(order)
         bounds = [0]
         for _ in routes:
             bounds.append(bounds[-1] + rng.randint(0 if len(bounds) > 1 else 1, self.max_chunks_per_slice))

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from isthmus.collective.core.fence import Fence, Standing
 from isthmus.collective.core.progress import ProgressWatch
-from isthmus.collective.core.round import RoundMachine
-from isthmus.collective.core.slices import NOBODY, SlicePlan
+from isthmus.collective.core.round_machine import RoundMachine
 from isthmus.collective.core.types import Epoch, PeerRef, RoundKey
 from tests.simulation.rounds.bundle import Bundle
 from tests.simulation.rounds.operation import Operation
@@ -28,15 +27,6 @@ def sign(bundle: Bundle) -> None:
     bundle.give_sign()
 
 
-def holdable(plan: SlicePlan) -> int:
-    """Bit c set: a retry may keep chunk c. Only where all are children of the root."""
-    mask = 0
-    for slice_, route in enumerate(plan.routes):
-        if all(parent in (NOBODY, route.root) for parent in (*route.up, *route.down)):
-            mask |= sum(1 << chunk for chunk in plan.chunks_of(slice_))
-    return mask
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundParts:
     """The machine, the shell around it, and its rules."""
@@ -47,7 +37,6 @@ class RoundParts:
     find_round: Callable[[Mapping[RoundKey, Operation], RoundKey], Operation | None] = find_round
     watch: type[ProgressWatch] = ProgressWatch
     sign: Callable[[Bundle], None] = sign
-    holdable: Callable[[SlicePlan], int] = holdable
     checks_sums: bool = True
     tells_ended: bool = True
     hands_aborts_on: bool = True

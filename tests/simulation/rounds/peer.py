@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from isthmus.collective.core.fence import Fence, Standing
 from isthmus.collective.core.types import Incarnation, PeerId, PeerRef, RoundKey, View
-from tests.simulation.rounds.attempt import Attempt
 from tests.simulation.rounds.bundle import Bundle, Notice
 from tests.simulation.rounds.operation import Operation
 from tests.simulation.rounds.options import BROKEN_LOOK_S, INSTALL_GRACE_S, LOOK_S, SIGN_EVERY_S
@@ -77,7 +76,6 @@ class Peer:
         self._ended: set[RoundKey] = set()
         self._num_spent = 0  # rounds of this view that have failed with credit that was not given back
         self._stashes = Stashes(drops_older_epochs=self.parts.drops_older_epochs)
-        self._attempts: dict[int, Attempt] = {}
         self._results: set[int] = set()
         self._look_due: float | None = None
         self._asked_at = self._signed_at = self._installed_at = 0.0
@@ -168,14 +166,11 @@ class Peer:
             bundle = self.bundles.setdefault(ref, Bundle(self, ref))
             if bundle.is_dialler:
                 bundle.repair()
-        if step != self.step:
-            self._attempts = {}
         self._begin(step)
 
     def on_commit(self, epoch: int, step: int) -> None:
         """All members have the results of this step."""
         if epoch == self.fence.epoch and step == self.step:
-            self._attempts = {}
             self._begin(step + 1)
 
     def _ask_to_join(self, epoch: int) -> None:
@@ -199,10 +194,7 @@ class Peer:
         plan = self.sim.plan_of(self.view, key.fragment)
         num_ahead = sum(other.spends_credit for other in self.rounds.values()) + self._num_spent
         eager_chunks = self.options.eager_chunks if num_ahead < self.options.max_rounds_ahead else 0
-        before = self._attempts.pop(key.fragment, None)
-        if before is not None and not self._is_same_attempt(before, plan):
-            before = None
-        operation = self.rounds[key] = self.parts.operation(self, self.view, key, plan, eager_chunks, before)
+        operation = self.rounds[key] = self.parts.operation(self, self.view, key, plan, eager_chunks)
         self.checker.posted(operation)
         operation.start()
         for member in self.view.members:
@@ -210,11 +202,6 @@ class Peer:
                 if not operation.is_done:
                     self._deliver(operation, frame)
         self._arm_look(LOOK_S)
-
-    def _is_same_attempt(self, before: Attempt, plan: object) -> bool:
-        assert self.view is not None
-        is_same = before.view.members == self.view.members and before.plan == plan
-        return is_same and self.options.keeps_results and not self.network.chance(self.options.forgetful)
 
     def cancel_something(self) -> None:
         """The caller gives an operation up, and reports that it has nothing."""
@@ -224,14 +211,12 @@ class Peer:
     def operation_done(self, operation: Operation) -> None:
         self._close(operation)
         self.checker.ended(operation)
-        self._attempts[operation.key.fragment] = operation.attempt()
         self._results.add(operation.key.fragment)
         if len(self._results) == self.options.num_operations:
             self.sim.server.hear(self, "done", operation.key.epoch, operation.key.outer_step)
 
     def operation_failed(self, operation: Operation, suspects: tuple[str, ...]) -> None:
         self._close(operation)
-        self._attempts[operation.key.fragment] = operation.attempt()
         if operation.error != "a newer view was installed":
             self.sim.server.hear(self, "failed", operation.key.epoch, suspects)
 

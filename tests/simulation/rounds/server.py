@@ -115,7 +115,7 @@ class ViewServer:
             self._change_soon()
             return
         refs.sort()
-        if self.sim.options.replans:
+        if self.sim.options.shuffles:
             rng.shuffle(refs)
         refs = self._with_a_hub(refs)
         epoch = Epoch(self.view.epoch + 1 if self.views else 0)

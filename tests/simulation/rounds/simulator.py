@@ -8,6 +8,7 @@ must go on: `NUM_LIVE_COMMITS` further steps by a view of all peers within `LIVE
 import random
 from collections.abc import Callable, Mapping
 
+from isthmus.collective.core.apart import Pair
 from isthmus.collective.core.slices import SlicePlan
 from isthmus.collective.core.types import PeerId, View
 from tests.simulation.rounds.checker import LIVENESS_S, NUM_LIVE_COMMITS, RoundChecker
@@ -49,7 +50,7 @@ class RoundSimulator:
         names = [PeerId(f"{index + 1:016x}") for index in range(self.options.num_peers)]
         self.peers = {peer_id: Peer(self, peer_id) for peer_id in names}
         self.network.peers.update({str(peer_id): peer for peer_id, peer in self.peers.items()})
-        self._plans: dict[tuple[object, ...], SlicePlan] = {}
+        self._plans: dict[tuple[int, int, tuple[Pair, ...]], SlicePlan] = {}
         self.world.say("options:", self.options)
 
     def run(self) -> Outcome:
@@ -113,8 +114,7 @@ class RoundSimulator:
 
     def plan_of(self, view: View, fragment: int) -> SlicePlan:
         """The same at everybody: it follows from the view."""
-        name: tuple[object, ...] = (view.epoch if self.options.replans else -1, view.world_size, fragment)
-        name = (*name, view.apart) if view.apart else name
+        name = (view.world_size, fragment, view.apart)
         if name not in self._plans:
             rng = random.Random(f"{self.world.seed} {name}")
             self._plans[name] = self.options.draw_plan(

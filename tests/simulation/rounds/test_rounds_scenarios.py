@@ -5,10 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from isthmus.collective.core.round import RoundMachine
-from isthmus.collective.core.round_words import PeerOpened, ResultArrived, RoundEffect, SendContribution
-from isthmus.collective.core.slices import SlicePlan, butterfly, ring
-from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
+from isthmus.collective.core.slices import SlicePlan, butterfly
 from tests.simulation.rounds.checker import CUT_IS_FOUND_S, MARGIN_S
 from tests.simulation.rounds.network import End, Link, Network
 from tests.simulation.rounds.operation import Operation
@@ -150,15 +147,6 @@ def test_member_that_sends_corrupt_chunks_again_and_again_is_given_up() -> None:
     assert stage.sim.checker.counters["corrupt frames found"] >= 3
 
 
-def test_retry_among_the_same_members_keeps_what_was_reduced() -> None:
-    stage = Stage(4)
-    operations = stage.until_opened()
-    stage.until(lambda: sum(item.machine.done_mask().bit_count() for item in operations) >= 6, 2.0)
-    stage.sim.server.change_for_no_reason()
-    stage.until_committed()
-    assert stage.sim.checker.counters["chunks held from before"] >= 6
-
-
 # ------------------------------------------------------------------------ found by seeds
 
 
@@ -211,33 +199,3 @@ def test_dial_that_was_given_up_before_it_was_taken_was_no_contact() -> None:
     dialler.pause(1.5)
     stage.until_committed(1, within_s=3.0)
     assert stage.sim.checker.counters["suspicions"] == 0
-
-
-def test_member_of_which_only_the_opening_is_missing_is_waited_for_by_name() -> None:
-    """A retry does not finish without every opening, so it has to say that it needs them."""
-    machine = RoundMachine(
-        key=RoundKey(Epoch(1), OuterStep(0), 0),
-        rank=0,
-        slices=SlicePlan(bounds=(0, 1, 2), routes=butterfly(2)),
-        eager_chunks=1,
-        held=0b11,
-    )
-    machine.start()
-    machine.handle(ResultArrived(1, 1))  # it has opened, it has made its chunk anew; its opening was lost
-    assert machine.finished or machine.waiting_for() == (1,)
-    machine.handle(PeerOpened(1))
-    assert machine.finished
-
-
-def test_old_results_do_not_count_where_members_add_up_on_the_way() -> None:
-    """The root of a ring held a result, and the nodes between waited for parts that nobody sent any more."""
-    slices = SlicePlan(bounds=(0, 1, 1, 1), routes=ring((0, 1, 2)))  # parts go 1, 2, 0
-    key = RoundKey(Epoch(1), OuterStep(0), 0)
-    machines = [RoundMachine(key=key, rank=rank, slices=slices, eager_chunks=0, held=0b1) for rank in range(3)]
-    assert [machine.held for machine in machines] == [0] * 3
-    sent: list[RoundEffect] = []
-    for machine in machines:
-        machine.start()
-        for other in set(range(3)) - {machine.rank}:
-            sent += machine.handle(PeerOpened(other, 0b1))
-    assert sent == [SendContribution(2, 0)]  # the leaf's part travels again

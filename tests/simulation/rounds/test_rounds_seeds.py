@@ -12,7 +12,7 @@ from tests.simulation.rounds.options import PLANS, RoundOptions
 from tests.simulation.rounds.simulator import RoundSimulator
 
 ROOT = Path(__file__).resolve().parents[3]
-NUM_BLOCKS, SEEDS_A_BLOCK = 6, 40
+NUM_BLOCKS, SEEDS_A_BLOCK = 4, 40
 SEEDS_A_MUTANT = 150
 
 
@@ -23,12 +23,23 @@ def test_no_seed_of_the_collective_layer_breaks_an_invariant(block: int) -> None
         assert violation is None, f"{violation}; replay: scripts/simulate --rounds --first {seed} --trace"
 
 
+# fmt: off
+CAUGHT_BY = {
+    "counts_idle_time": 27, "ends_before_it_hands_on": 1, "ends_with_old_results": 22, "finishes_unopened": 3,
+    "forgives_nothing": 64, "forwards_partial_sums": 5, "hands_on_only_once": 3, "keeps_aborts": 17, "no_credit": 3,
+    "no_fence": 4, "no_sign_of_life": 17, "opens_only_once": 12, "returns_spent_credit": 20, "sends_nothing_again": 7,
+    "silent_about_ended": 10,
+}
+# fmt: on
+"""As in tests/simulation/test_seeds.py: where to begin to look."""
+
+
 @pytest.mark.parametrize("name", sorted(ROUND_MUTANTS))
 def test_every_mutant_of_the_collective_layer_is_caught_within_150_seeds(name: str) -> None:
     mutant = ROUND_MUTANTS[name]
     outcomes = (
         RoundSimulator(seed, parts=mutant.parts, focus=mutant.focus, check_machines=False).run()
-        for seed in range(SEEDS_A_MUTANT)
+        for seed in (CAUGHT_BY.get(name, 0), *range(SEEDS_A_MUTANT))
     )
     caught = next((outcome for outcome in outcomes if outcome.violation is not None), None)
     assert caught is not None, f"nothing notices that {mutant.what}"
@@ -49,7 +60,7 @@ def test_seeds_meet_every_plan_and_every_fault() -> None:
     assert {plan for options in drawn for plan in options.plans} == set(PLANS)
     assert {options.num_operations for options in drawn} == {1, 2, 3, 4}
     counters = [sim.run().counters for sim in sims[:30]]
-    for what in ("corrupt frames found", "suspicions", "held back", "chunks held from before", "finished"):
+    for what in ("corrupt frames found", "suspicions", "held back", "finished"):
         assert sum(item.get(what, 0) for item in counters) > 0, f"no seed has met: {what}"
 
 

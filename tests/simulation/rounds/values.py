@@ -52,7 +52,6 @@ class Frame:
     chunk: int = -1
     value: Value = ()
     weight: float = 0.0
-    held: int = 0
     suspects: tuple[str, ...] = ()
     ended: tuple[RoundKey, ...] = ()
     is_corrupt: bool = False

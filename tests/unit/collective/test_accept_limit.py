@@ -75,9 +75,9 @@ def test_a_household_of_ipv6_counts_as_one_address_and_so_does_a_mapped_one():
 def test_this_machine_may_knock_more_often_unless_told_otherwise():
     for host in ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"):
         limiter = AcceptLimiter()
-        assert attempts(limiter, host, 5000) == 2048
-        assert attempts(limiter, host, 5000, now=1.0) == 200
-    assert attempts(AcceptLimiter(AcceptLimits(favours_loopback=False)), "127.0.0.1", 5000) == 64
+        assert attempts(limiter, host, 2100) == 2048
+        assert attempts(limiter, host, 250, now=1.0) == 200
+    assert attempts(AcceptLimiter(AcceptLimits(favours_loopback=False)), "127.0.0.1", 250) == 64
 
 
 def hold(limiter, hosts, num_places=128):

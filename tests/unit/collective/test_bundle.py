@@ -16,7 +16,7 @@ from isthmus.collective.transport.wire import FrameType, Header, pack
 PEER = PeerRef(PeerId("0" * 16), Incarnation(1))
 SO_MAX_PACING_RATE = 47
 NO_PACE = 2**64 - 1
-NAMES = {b"n": "notice", b"c": "contribution", b"r": "result"}
+NAMES = {b"n": "notice", b"c": "part", b"r": "result"}
 
 
 class Listening:
@@ -85,7 +85,7 @@ async def test_a_paced_path_uses_as_few_streams_as_carry_it_and_shares_the_pace_
         assert [pace_of(sock) for sock in ours] == [20_000_000] * 8
         taken = [bundle.next_out(link) for link in bundle._links.values()]
         assert taken == [None] * 8
-        bundle.contributions.extend(small(b"c") for _ in range(8))
+        bundle.parts.extend(small(b"c") for _ in range(8))
         taken = [bundle.next_out(link) is not None for link in bundle._links.values()]
         assert taken == [True] * 5 + [False] * 3
 
@@ -134,9 +134,9 @@ async def test_a_stream_whose_window_has_collapsed_stands_back_while_others_do_n
         bundle.pace(12e6)  # 1.8 MB on their way: two streams
 
         def takers():
-            bundle.contributions.extend(small(b"c") for _ in range(4))
+            bundle.parts.extend(small(b"c") for _ in range(4))
             taken = [stream for stream, link in bundle._links.items() if bundle.next_out(link) is not None]
-            bundle.contributions.clear()
+            bundle.parts.clear()
             return taken
 
         assert takers() == [0, 1]
@@ -204,7 +204,7 @@ async def test_near_paths_and_those_without_bbr_are_never_paced(round_trip_s, co
         bundle.pace(1e6)
         bundle.raise_pace()
         assert [pace_of(sock) for sock in ours] == [NO_PACE] * 2
-        bundle.contributions.extend(small(b"c") for _ in range(2))
+        bundle.parts.extend(small(b"c") for _ in range(2))
         assert all(bundle.next_out(link) is not None for link in bundle._links.values())
 
 
@@ -253,7 +253,7 @@ class SetClock:
 
 async def test_a_chunk_takes_at_least_what_the_present_one_has_taken_until_its_latest_byte(until):
     payload = bytes(40_000)
-    frame = pack(Header(type=FrameType.CONTRIBUTION, payload_nbytes=len(payload)), payload) + payload
+    frame = pack(Header(type=FrameType.PART, payload_nbytes=len(payload)), payload) + payload
     async with bundle_of(2, round_trip_s=0.05) as (bundle, _, theirs):
         link = bundle._links[0]
         clock = link._loop = SetClock(link._loop)
@@ -284,7 +284,7 @@ async def test_while_a_used_stream_is_missing_the_spare_ones_send(until):
     async with bundle_of(3, round_trip_s=0.05) as (bundle, _, theirs):
         bundle.pace(1e6)
         spare = bundle._links[2]
-        bundle.contributions.append(small(b"c"))
+        bundle.parts.append(small(b"c"))
         assert bundle.next_out(spare) is None
         theirs[0].close()
         await until(lambda: not bundle.is_whole)
@@ -293,11 +293,11 @@ async def test_while_a_used_stream_is_missing_the_spare_ones_send(until):
 
 @pytest.mark.parametrize(
     ("round_trip_s", "order"),
-    [(0.0001, ["notice", "result", "contribution"]), (0.05, ["notice", "contribution", "result"])],
+    [(0.0001, ["notice", "result", "part"]), (0.05, ["notice", "part", "result"])],
 )
-async def test_near_results_go_first_and_far_contributions_do(round_trip_s, order):
+async def test_near_results_go_first_and_far_parts_do(round_trip_s, order):
     async with bundle_of(1, round_trip_s=round_trip_s) as (bundle, _, _):
-        bundle.contributions.append(small(b"c"))
+        bundle.parts.append(small(b"c"))
         bundle.results.append(small(b"r"))
         bundle.notices.append(small(b"n"))
         link = bundle._links[0]

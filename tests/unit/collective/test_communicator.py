@@ -19,8 +19,8 @@ from isthmus.collective import (
     decode_result,
 )
 from isthmus.collective.codec import codec_named
-from isthmus.collective.rounds.notices import Opening
 from isthmus.collective.rounds.outbox import Outbox
+from isthmus.collective.rounds.plan import Terms
 from isthmus.collective.transport.hello import introduce
 from isthmus.collective.transport.sockets import SocketOptions, dial
 from isthmus.collective.transport.wire import Frame, FrameType, Header, pack
@@ -321,7 +321,7 @@ async def test_a_link_that_breaks_in_mid_round_is_made_anew_and_the_round_goes_o
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 async def test_corrupt_chunks_are_found_and_sent_again(sites_running, monkeypatch, codec):
-    whole, to_corrupt = Outbox.pieces_of, {(FrameType.CONTRIBUTION, 0), (FrameType.RESULT, 1)}
+    whole, to_corrupt = Outbox.pieces_of, {(FrameType.PART, 0), (FrameType.RESULT, 1)}
 
     def corrupt_once(self, frame_type, chunk, scratch):
         header, payload = whole(self, frame_type, chunk, scratch)
@@ -421,12 +421,12 @@ BAD_FRAMES = {
     "random bytes": (bytes(range(255, -1, -1)), "wrong magic"),
     "control on bulk": (frame(FrameType.CONTROL, b"{}"), "frame type not allowed here"),
     "four GiB": (
-        pack(Header(type=FrameType.CONTRIBUTION, payload_nbytes=2**32 - 1)),
+        pack(Header(type=FrameType.PART, payload_nbytes=2**32 - 1)),
         "payload too long",
     ),
     "a sign with a payload": (frame(FrameType.SIGN, b"1"), "payload too long"),
     "flipped byte": (frame(FrameType.OPEN, b"abcd", epoch=1)[:-1] + b"X", "checksum does not fit"),
-    "contributions far ahead": (early(FrameType.CONTRIBUTION, 600), "too far ahead"),
+    "parts far ahead": (early(FrameType.PART, 600), "too far ahead"),
     "results far ahead": (early(FrameType.RESULT, 600), "too far ahead"),
     "much memory ahead": (early(FrameType.RESULT, 20, bytes(1 << 20)), "too far ahead"),
 }
@@ -447,15 +447,15 @@ async def test_a_peer_that_sends_nonsense_loses_its_link_and_nobody_else_does(si
 SLICE_NBYTES = [3072, 2048, 2880]
 """Of 2000 fp32 among 3 members: 3, 2 and the rest of 8 blocks."""
 BAD_CHUNKS = [
-    (FrameType.CONTRIBUTION, b"1234", {"chunk": 10**6}, "no such chunk"),
-    (FrameType.CONTRIBUTION, b"1234", {"chunk": 2}, "chunk has another length than planned"),
+    (FrameType.PART, b"1234", {"chunk": 10**6}, "no such chunk"),
+    (FrameType.PART, b"1234", {"chunk": 2}, "chunk has another length than planned"),
     (FrameType.RESULT, b"1234", {"chunk": 0}, "chunk has another length than planned"),
-    (FrameType.CONTRIBUTION, bytes(SLICE_NBYTES[1]), {"chunk": 1}, "contribution that is not for us to add"),
+    (FrameType.PART, bytes(SLICE_NBYTES[1]), {"chunk": 1}, "part that is not for us to add"),
     (FrameType.RESULT, bytes(SLICE_NBYTES[1]), {"chunk": 1}, "result of a chunk that its sender does not give us"),
-    (FrameType.OPEN, b"1234", {}, "malformed Opening"),
+    (FrameType.OPEN, b"1234", {}, "malformed Terms"),
     (FrameType.ABORT, b"1234", {}, "malformed AbortNotice"),
-    (FrameType.CONTRIBUTION, b"1234", {"rank": 1}, "rank is not the sender's"),
-    (FrameType.CONTRIBUTION, b"1234", {"rank": 99}, "rank is not the sender's"),
+    (FrameType.PART, b"1234", {"rank": 1}, "rank is not the sender's"),
+    (FrameType.PART, b"1234", {"rank": 99}, "rank is not the sender's"),
 ]
 
 
@@ -477,11 +477,11 @@ async def test_chunks_that_the_plan_does_not_know_break_the_link(
 async def test_a_chunk_that_is_not_finite_names_its_sender(sites_running, bulk_hello, outcome, codec):
     numel = 512 if codec == "raw" else 256  # between two, raw parts are swapped whole and coded ones halved
     poison = b"\xff" * codec_named(codec).wire_nbytes(numel)
-    kind = (FrameType.RESULT, 0) if codec == "raw" else (FrameType.CONTRIBUTION, 1)
+    kind = (FrameType.RESULT, 0) if codec == "raw" else (FrameType.PART, 1)
     async with sites_running(2) as sites, impostor(sites[1], bulk_hello) as sock:
         running = asyncio.ensure_future(outcome(sites[1].mean(torch.ones(512), codec=codec)))
         fields, opening = await read_opening(sock)
-        msgspec.msgpack.decode(opening, type=Opening)
+        msgspec.msgpack.decode(opening, type=Terms)
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(sock, frame(FrameType.OPEN, opening, **fields))
         await loop.sock_sendall(sock, frame(kind[0], poison, chunk=kind[1], **fields))
@@ -530,7 +530,7 @@ async def test_a_member_that_waits_for_a_third_one_is_judged_by_its_signs_of_lif
         fields, opening = await read_opening(sock)
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(sock, frame(FrameType.OPEN, opening, **fields))
-        await loop.sock_sendall(sock, frame(FrameType.CONTRIBUTION, bytes(SLICE_NBYTES[2]), chunk=2, **fields))
+        await loop.sock_sendall(sock, frame(FrameType.PART, bytes(SLICE_NBYTES[2]), chunk=2, **fields))
         if signs:
             await keep_signing(sock, running)
         ended = await running

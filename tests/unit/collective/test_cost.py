@@ -8,8 +8,8 @@ from math import inf
 import pytest
 
 from isthmus.collective.core.cost import Volume, best_shares, paces, predict
-from isthmus.collective.core.link_table import LinkTable, Trunk
-from isthmus.collective.core.slices import broadcast, butterfly, gather, ring, scatter, two_level
+from isthmus.collective.core.link_table import LinkTable
+from isthmus.collective.core.slices import NOBODY, Route, broadcast, butterfly, gather, ring, star
 
 MBIT = 1e6 / 8
 MIB = 2.0**20
@@ -17,7 +17,7 @@ RAW = Volume(nbytes_up_raw=64 * MIB, nbytes_up=64 * MIB, nbytes_down=64 * MIB, c
 INT8 = Volume(nbytes_up_raw=64 * MIB, nbytes_up=16 * MIB, nbytes_down=16 * MIB, chunk_nbytes=MIB)
 
 
-def make_table(size, *, latency_s=0.0, rate=inf, upload=None, download=None, trunks=()):
+def make_table(size, *, latency_s=0.0, rate=inf, upload=None, download=None):
     """The same for every pair, or what a function of the pair says."""
 
     def matrix(value):
@@ -31,8 +31,13 @@ def make_table(size, *, latency_s=0.0, rate=inf, upload=None, download=None, tru
         rate=matrix(rate),
         upload=tuple(upload or [inf] * size),
         download=tuple(download or [inf] * size),
-        trunks=trunks,
     )
+
+
+def two_hops(size):
+    """Everybody is a root; the last two have no link, so what goes from one to the other passes the first."""
+    trees = [star(root, size, frozenset({(size - 2, size - 1)}) if size > 2 else frozenset()) for root in range(size)]
+    return tuple(Route(root=root, up=tree, down=tree) for root, tree in enumerate(trees))
 
 
 def equal(routes):
@@ -64,28 +69,10 @@ def test_a_ring_that_encodes_for_the_root_only_sends_raw_before_it():
     assert predict_equal(ring(range(4)), volume, table) == pytest.approx((2 * 64 + 16 + 3 * 16) / 4)
 
 
-def test_two_levels_send_each_piece_between_regions_once_in_each_direction():
-    size = 6
-
-    def rate(a, b):
-        return inf if a // 3 == b // 3 else MIB
-
-    routes = two_level([[0, 1, 2], [3, 4, 5]])
-    volume = Volume(nbytes_up_raw=60 * MIB, nbytes_up=60 * MIB, nbytes_down=60 * MIB, chunk_nbytes=0.0)
-    # Delegates stand opposite to roots: a pair carries one sum up and one result down, 10 MiB each.
-    assert predict_equal(routes, volume, make_table(size, rate=rate)) == pytest.approx(20.0)
-    # A line that all pairs share carries three of each, against nine of each in a butterfly.
-    line = Trunk(senders=(0, 1, 2), receivers=(3, 4, 5), rate=MIB)
-    shared = make_table(size, trunks=(line,))
-    assert predict_equal(routes, volume, shared) == pytest.approx(60.0)
-    assert predict_equal(butterfly(size), volume, shared) == pytest.approx(180.0)
-
-
-def test_what_only_gives_or_only_takes_costs_one_trip():
+def test_what_only_gives_costs_one_trip():
     table = make_table(4, latency_s=0.1, upload=[MIB] * 4)
     small = Volume(nbytes_up_raw=4 * MIB, nbytes_up=4 * MIB, nbytes_down=4 * MIB, chunk_nbytes=MIB)
     assert predict_equal(gather(4), small, table) == pytest.approx(3.0 + 0.1)
-    assert predict_equal(scatter(4), small, table) == pytest.approx(3.0 + 0.1)
     assert predict(broadcast(2, 4), [1.0], small, table) == pytest.approx(12.0 + 0.1)
 
 
@@ -111,7 +98,7 @@ def test_one_member_alone_needs_no_time():
     assert predict_equal(butterfly(1), RAW, make_table(1, upload=[1.0])) == 0
 
 
-CHAIN = two_level([[0], [1, 2]])[0]  # 2 -> 1 -> 0 and back
+CHAIN = Route(root=0, up=(NOBODY, 0, 1), down=(NOBODY, 0, 1))  # 2 -> 1 -> 0 and back
 CHAIN_S = {(2, 1): 1.0, (1, 0): 3.0, (0, 1): 2.0, (1, 2): 2.0}  # seconds for a MiB
 
 
@@ -122,7 +109,6 @@ def chain_table():
 def test_one_slice_alone_has_to_fill_its_pipeline():
     """Ten chunks: the slowest hop works for all ten, the others for one."""
     volume = Volume(nbytes_up_raw=10 * MIB, nbytes_up=10 * MIB, nbytes_down=10 * MIB, chunk_nbytes=MIB)
-    assert CHAIN.up == (-1, 0, 1)
     assert predict([CHAIN], [1.0], volume, chain_table()) == pytest.approx(10 * 3 + (1 + 2 + 2) + 0.4)
 
 
@@ -178,7 +164,7 @@ def test_a_somewhat_slower_uplink_owns_somewhat_less():
     assert shares == pytest.approx((1 / 6, 1 / 6, 1 / 3, 1 / 3), abs=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8, 33])
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 17])
 def test_equal_links_and_unknown_links_have_equal_shares(size):
     for table in (
         LinkTable.unknown(size),
@@ -232,7 +218,7 @@ def test_links_of_any_size_have_shares():
             download=tuple(some() for _ in range(size)),
         )
         volume = Volume(nbytes_up_raw=1e9, nbytes_up=1e9, nbytes_down=1e8, chunk_nbytes=0)
-        for routes in (butterfly(size), ring(range(size)), two_level([range(size // 2), range(size // 2, size)])):
+        for routes in (butterfly(size), ring(range(size)), two_hops(size)):
             shares = best_shares(routes, volume, table)
             assert sum(shares) == pytest.approx(1)
             assert min(shares) >= 0
@@ -265,9 +251,6 @@ def seconds_by_counting(routes, shares, volume, table):
     for rank in range(table.world_size):
         times.append(sum(nbytes for (a, _), nbytes in edges.items() if a == rank) / table.upload[rank])
         times.append(sum(nbytes for (_, b), nbytes in edges.items() if b == rank) / table.download[rank])
-    for trunk in table.trunks:
-        through = sum(n for (a, b), n in edges.items() if a in trunk.senders and b in trunk.receivers)
-        times.append(through / trunk.rate)
     return max(times)
 
 
@@ -281,25 +264,23 @@ def random_table(source, size):
     def some():
         return inf if source.random() < 0.2 else MIB * 10 ** source.uniform(-1.5, 1.5)
 
-    trunks = (Trunk(senders=(0, 1), receivers=(2,), rate=MIB),) if source.random() < 0.3 else ()
     return make_table(
         size,
         rate=lambda a, b: some(),
         upload=[min(some(), 100 * MIB) for _ in range(size)],  # known, so that no share is capped
         download=[some() for _ in range(size)],
-        trunks=trunks,
     )
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(
     "routes",
-    [butterfly(3), butterfly(4), ring([0, 2, 1]), ring([0, 3, 1, 2]), two_level([[0, 2], [1, 3]]), gather(4)[:0]],
-    ids=["butterfly3", "butterfly4", "ring3", "ring4", "two_level", "mixed"],
+    [butterfly(3), butterfly(4), ring([0, 2, 1]), ring([0, 3, 1, 2]), two_hops(4), gather(4)[:0]],
+    ids=["butterfly3", "butterfly4", "ring3", "ring4", "two_hops", "mixed"],
 )
 def test_no_shares_tried_by_brute_force_are_better(routes, seed):
     source = random.Random(seed)
-    routes = routes or (butterfly(4)[0], ring(range(4))[1], two_level([[0, 1], [2, 3]])[2])
+    routes = routes or (butterfly(4)[0], ring(range(4))[1], two_hops(4)[1])
     size = len(routes[0].up)
     table = random_table(source, size)
     volume = Volume(nbytes_up_raw=64.0, nbytes_up=source.choice([8.0, 16.0, 64.0]), nbytes_down=16.0, chunk_nbytes=0.0)
@@ -323,31 +304,14 @@ def test_a_table_is_square_and_holds_numbers():
             make_table(2, latency_s=wrong)
         with pytest.raises(ValueError, match="download"):
             make_table(2, download=[1.0, wrong])
-    with pytest.raises(ValueError, match="not there"):
-        make_table(2, trunks=(Trunk(senders=(0,), receivers=(2,), rate=1.0),))
-
-
-def test_a_restricted_table_keeps_what_is_known_of_those_who_stay():
-    line = Trunk(senders=(0, 1), receivers=(2, 3), rate=7.0)
-    table = make_table(4, latency_s=lambda a, b: a + b / 10, upload=[1.0, 2.0, 3.0, 4.0], trunks=(line,))
-    some = table.restricted_to([3, 2, 1])
-    assert some.latency_s[0][2] == 3.1
-    assert some.latency_s[2][0] == 1.3
-    assert some.upload == (4.0, 3.0, 2.0)
-    assert some.trunks == (Trunk(senders=(2,), receivers=(1, 0), rate=7.0),)
-    assert table.restricted_to([2, 3]).trunks == ()
-    with pytest.raises(ValueError, match="twice"):
-        table.restricted_to([1, 1])
 
 
 def test_two_digits_of_a_measurement_count():
-    line = Trunk(senders=(0,), receivers=(1,), rate=123.0)
-    noisy = make_table(2, latency_s=0.07512, rate=25_049_000.0, upload=[9.96e6, inf], trunks=(line,))
+    noisy = make_table(2, latency_s=0.07512, rate=25_049_000.0, upload=[9.96e6, inf])
     clean = noisy.quantised()
     assert clean.latency_s[0][1] == 0.075
     assert clean.rate[1][0] == 2.5e7
     assert clean.upload == (1e7, inf)
-    assert clean.trunks[0].rate == 120.0
     assert clean.quantised() == clean
 
 

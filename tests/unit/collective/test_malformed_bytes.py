@@ -136,7 +136,7 @@ def early(frame_type, count, payload=b"1234"):
 BULK = {
     "a sign with a payload": (frame(FrameType.SIGN, b"1"), "payload too long"),
     "long padding": (header(FrameType.PADDING, (32 << 10) + 1), "payload too long"),
-    "contributions far ahead": (early(FrameType.CONTRIBUTION, 600), "too far ahead"),
+    "parts far ahead": (early(FrameType.PART, 600), "too far ahead"),
     "results far ahead": (early(FrameType.RESULT, 600), "too far ahead"),
     "much memory ahead": (early(FrameType.RESULT, 20, bytes(1 << 20)), "too far ahead"),
     "openings without end": (early(FrameType.OPEN, 600), "too far ahead"),

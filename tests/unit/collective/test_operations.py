@@ -88,14 +88,15 @@ def test_the_list_of_dtypes_is_whole():
         (2, (0, 1, 5, 257, 70_001)),
         (3, (0, 1, 2, 1000, 70_001)),
         (4, (3, 20_011)),
-        (8, (5, 5003)),
+        (8, (5003,)),
         (16, (1009,)),
     ],
 )
 async def test_every_dtype_and_op_is_exact_with_all_in_flight_in_other_orders_in_place_and_not(
     sites_running, world_size, numels
 ):
-    cases = list(enumerate(itertools.product(COMBINATIONS, numels)))
+    combinations = COMBINATIONS if world_size < 16 else COMBINATIONS[::5]  # then every op and most dtypes
+    cases = list(enumerate(itertools.product(combinations, numels)))
     async with sites_running(world_size, chunk_nbytes=64 << 10) as sites:
 
         async def run(site, rank, fragment, dtype, op, numel):
@@ -309,7 +310,7 @@ async def test_the_output_may_have_another_shape_and_be_an_array(sites_running):
     assert all(np.array_equal(out, [[0, 2, 4], [6, 8, 10]]) for out in outs)
 
 
-# ------------------------------------------------------------------------------------ gather, scatter, broadcast
+# ------------------------------------------------------------------------------------ gather, broadcast
 
 
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
@@ -351,47 +352,6 @@ async def test_sizes_that_only_their_owners_know_are_gathered_first(sites_runnin
 
         results = await together(run(rank, site) for rank, site in enumerate(sites))
     assert results == [[[], [1.0] * 10, [2.0] * 20]] * 3
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize(("dtype", "op"), COMBINATIONS)
-async def test_reduce_scatter_leaves_everybody_its_slice(sites_running, world_size, dtype, op):
-    async with sites_running(world_size, chunk_nbytes=64 << 10) as sites:
-        for step, numel in enumerate([0, 1, 30_001]):
-            ours = [numbers(numel * world_size, rank) for rank in range(world_size)]
-            parts = [tensor_of(values, dtype) for values in ours]
-            outs = [torch.full((numel,), 77, dtype=dtype) for _ in sites]
-            await together(
-                site.communicator.reduce_scatter(key(step), part, out=out, op=op)
-                for site, part, out in zip(sites, parts, outs, strict=True)
-            )
-            whole = expected(op, ours, dtype)
-            for rank, out in enumerate(outs):
-                assert same(out, whole[rank * numel : (rank + 1) * numel])
-                assert same(parts[rank], tensor_of(ours[rank], dtype))
-
-
-async def test_reduce_scatter_weighs_parts_too(sites_running):
-    async with sites_running(3) as sites:
-        outs = [torch.empty(1) for _ in sites]
-        await together(
-            site.communicator.reduce_scatter(key(), torch.tensor([1.0, 2.0, 4.0]), out=outs[n], op=op, weight=n + 1.0)
-            for op in ["mean"]
-            for n, site in enumerate(sites)
-        )
-    assert [out.item() for out in outs] == [1.0, 2.0, 4.0]
-
-
-async def test_a_part_that_is_not_finite_is_named_where_reduce_scatter_adds_it_up(sites_running, outcomes):
-    bad = torch.ones(3)
-    bad[1] = math.nan
-    async with sites_running(3) as sites:
-        _, error, _ = await outcomes(
-            site.communicator.reduce_scatter(key(), bad if n == 0 else torch.ones(3), out=torch.empty(1))
-            for n, site in enumerate(sites)
-        )
-    assert isinstance(error, OperationAborted)
-    assert error.suspects == (sites[0].peer_id,)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -457,9 +417,8 @@ async def test_64_operations_of_all_kinds_are_in_flight_and_each_ends_with_its_o
                     await communicator.broadcast(name, own, root=sites[number % 3].peer_id)
                     return torch.equal(own, torch.full_like(own, float(number % 3 + number)))
                 case _:
-                    out = torch.empty(1000 + number)
-                    await communicator.reduce_scatter(name, own.repeat(3), out=out)
-                    return torch.equal(out, torch.full_like(out, total))
+                    await communicator.all_reduce(name, own, op="max")
+                    return torch.equal(own, torch.full_like(own, number + 2.0))
 
         async def run_all(rank):
             return await together(run(rank, number) for number in random.Random(rank).sample(range(64), 64))
@@ -548,12 +507,12 @@ def post(site, sites, kind, step=0):
             return communicator.all_reduce(name, ones, op="sum", codec="int8")
         case "op":
             return communicator.all_reduce(name, ones, op="max")
+        case "ring":
+            return communicator.all_reduce(name, ones, op="sum", plan="ring")
         case "barrier":
             return communicator.barrier(name)
         case "gather":
             return communicator.all_gather(name, ones)
-        case "scatter":
-            return communicator.reduce_scatter(name, ones, out=torch.empty(1200 // len(sites)))
         case "broadcast":
             return communicator.broadcast(name, ones, root=sites[0].peer_id)
         case "other root":
@@ -576,7 +535,7 @@ def post(site, sites, kind, step=0):
         ("all_reduce", "barrier", "op"),
         ("all_reduce", "gather", "op"),
         ("all_reduce", "broadcast", "op"),
-        ("all_reduce", "scatter", "plan"),
+        ("all_reduce", "ring", "plan"),
         ("gather", "sizes", "numel"),
         ("broadcast", "other root", "slices"),
     ],
@@ -676,7 +635,7 @@ async def test_partners_that_swap_unequal_lengths_are_told_so(sites_running, out
 # ------------------------------------------------------------------------------------ views and aborts
 
 
-KINDS = ["all_reduce", "gather", "scatter", "broadcast", "barrier"]
+KINDS = ["all_reduce", "ring", "gather", "broadcast", "barrier"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -693,7 +652,7 @@ async def test_a_view_cannot_change_under_a_round_without_ending_it(sites_runnin
         await together(site.communicator.barrier(key(epoch=2)) for site in sites)
 
 
-@pytest.mark.parametrize("numel", [1000, 3_000_000])
+@pytest.mark.parametrize("numel", [1000, 1_000_000])
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 @pytest.mark.parametrize("world_size", [2, 3])
 async def test_an_input_in_place_is_as_before_after_an_abort_in_mid_round(
@@ -730,12 +689,12 @@ async def test_a_cancelled_caller_finds_its_tensor_whole_the_old_or_the_new(site
             await asyncio.sleep(0)
         running.cancel()
         await asyncio.wait([running])
-    assert tensor.unique().tolist() in ([1.0], [2.0])
+    assert [number.item() for number in tensor.aminmax()] in ([1.0, 1.0], [2.0, 2.0])
 
 
 async def test_memory_is_the_callers_again_when_the_operation_ends(sites_running):
     """What is done with it then does not reach the others, though they may still be receiving."""
-    numel = 3_000_000
+    numel = 1_000_000
     async with sites_running(3, chunk_nbytes=64 << 10) as sites:
         tensors = [torch.full((numel,), float(rank)) for rank in range(3)]
 
@@ -743,10 +702,10 @@ async def test_memory_is_the_callers_again_when_the_operation_ends(sites_running
             out = torch.empty(3 * numel)
             await sites[rank].communicator.all_gather(key(), tensors[rank], out=out)
             tensors[rank].fill_(77.0)
-            return [part.unique().tolist() for part in out.split(numel)]
+            return [[number.item() for number in part.aminmax()] for part in out.split(numel)]
 
         results = await together(run(rank) for rank in range(3))
-    assert results == [[[0.0], [1.0], [2.0]]] * 3
+    assert results == [[[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]] * 3
 
 
 # ------------------------------------------------------------------------------------ arguments
@@ -780,13 +739,6 @@ async def test_what_the_other_operations_cannot_do_is_a_value_error_that_names_t
     ones = torch.ones(12)
     async with sites_running(2) as sites:
         one = sites[0].communicator
-        assert "pad the tensor" in await refused(one.reduce_scatter(key(), ones[:7], out=torch.empty(3)))
-        assert "needs 6" in await refused(one.reduce_scatter(key(), ones, out=torch.empty(5)))
-        assert "separate memory" in await refused(one.reduce_scatter(key(), ones, out=ones[:6]))
-        assert "the mean of integers is not an integer" in await refused(
-            one.reduce_scatter(key(), ones.int(), out=torch.empty(6).int(), op="mean")
-        )
-        assert "mean, sum, min, max" in await refused(one.reduce_scatter(key(), ones, out=torch.empty(6), op="avg"))
         assert "separate memory" in await refused(one.all_gather(key(), ones[:6], out=ones))
         assert "needs 24" in await refused(one.all_gather(key(), ones, out=torch.empty(23)))
         for sizes in ([12], [11, 12], [12, -1], [12, 12, 12]):

@@ -2,19 +2,17 @@
 """Which plan is chosen where, and how long it is said to take."""
 
 import random
-from dataclasses import replace
 from itertools import permutations
 from math import inf
 
 import pytest
 
 from isthmus.collective.core.cost import Volume, best_shares, predict
-from isthmus.collective.core.link_table import LinkTable, Trunk
+from isthmus.collective.core.link_table import LinkTable
 from isthmus.collective.core.planner import choose
-from isthmus.collective.core.slices import butterfly, ring, two_level
+from isthmus.collective.core.slices import butterfly, ring
 
 MBIT = 1e6 / 8
-GBIT = 1e9 / 8
 MIB = 2.0**20
 RAW = Volume(nbytes_up_raw=64 * MIB, nbytes_up=64 * MIB, nbytes_down=64 * MIB, chunk_nbytes=MIB)
 INT8 = Volume(nbytes_up_raw=64 * MIB, nbytes_up=16 * MIB, nbytes_down=16 * MIB, chunk_nbytes=MIB)
@@ -28,16 +26,6 @@ def make_table(size, latency_s, *, rate=lambda a, b: inf, upload=inf, slow=None)
         rate=tuple(tuple(0.0 if a == b else rate(a, b) for b in everybody) for a in everybody),
         upload=limits,
         download=(upload,) * size,
-    )
-
-
-def two_sites(between, within=10 * GBIT):
-    """4 + 4 machines, 10 Gbit/s each, and less between the sites."""
-    return make_table(
-        8,
-        lambda a, b: 0.0005 if a // 4 == b // 4 else 0.02,
-        rate=lambda a, b: within if a // 4 == b // 4 else between,
-        upload=within,
     )
 
 
@@ -62,28 +50,13 @@ def test_a_slow_uplink_only_sends_its_own_part():
     assert choice.predicted_s == pytest.approx(64 * MIB / (30 * MBIT) + 0.02)
 
 
-def test_two_sites_with_one_thin_line_between_use_two_levels():
-    choice = choose(two_sites(GBIT), RAW)
-    assert choice.name == "two_level"
-    assert choice.routes == two_level([range(4), range(4, 8)])
-    rejected = dict(choice.rejected)
-    # Over the line: each of eight slices once up or down, against four times.
-    assert choice.predicted_s == pytest.approx(64 * MIB / GBIT, rel=0.2)
-    assert rejected["butterfly"] == pytest.approx(4 * 64 * MIB / GBIT, rel=0.2)
-    assert rejected["ring"] > choice.predicted_s
-
-
-def test_two_sites_with_a_wide_line_between_use_a_butterfly():
-    assert choose(two_sites(10 * GBIT), RAW).name == "butterfly"
-
-
-def test_homes_on_two_continents_are_no_reason_for_two_levels():
-    """Nothing but the uplinks limits them, and inside a region parts travel as fp32."""
+def test_homes_on_two_continents_use_a_butterfly():
+    """Nothing but the uplinks limits them, and before the root parts travel as fp32."""
     rate = 200 * MBIT
     table = make_table(8, lambda a, b: 0.01 if a // 4 == b // 4 else 0.06, rate=lambda a, b: rate, upload=rate)
     choice = choose(table, INT8)
     assert choice.name == "butterfly"
-    assert dict(choice.rejected).keys() == {"ring", "two_level"}
+    assert dict(choice.rejected).keys() == {"ring"}
 
 
 def test_where_most_pairs_cannot_speak_a_ring_goes_round_by_those_that_can():
@@ -99,13 +72,17 @@ def test_where_most_pairs_cannot_speak_a_ring_goes_round_by_those_that_can():
             assert {frozenset((rank, route.up[rank])), frozenset((rank, route.down[rank]))} <= neighbours
 
 
-def test_a_ring_goes_by_the_fast_pairs_rather_than_the_near_ones():
-    """Six members: 100 Mbit/s to the members one step away, 10 ms further, and 5 Mbit/s to all others."""
-    table = make_table(
+def six(across):
+    """100 Mbit/s to the members one step away, 10 ms further, and so many Mbit/s to all others."""
+    return make_table(
         6,
         lambda a, b: 0.02 if abs(a - b) in (1, 5) else 0.01,
-        rate=lambda a, b: (100 if abs(a - b) in (1, 5) else 5) * MBIT,
+        rate=lambda a, b: (100 if abs(a - b) in (1, 5) else across) * MBIT,
     )
+
+
+def test_a_ring_goes_by_the_fast_pairs_rather_than_the_near_ones():
+    table = six(5)
     choice = choose(table, RAW, only="ring")
     assert all(
         abs(rank - route.up[rank]) in (1, 5) for route in choice.routes for rank in range(6) if rank != route.root
@@ -113,20 +90,16 @@ def test_a_ring_goes_by_the_fast_pairs_rather_than_the_near_ones():
     assert choose(table, RAW).name == "ring"
 
 
-def test_a_plan_that_is_hardly_faster_does_not_replace_the_butterfly():
-    """A line that both sites are known to share thins out; two levels come when they save five per cent, not two."""
-    sites = ((0, 1, 2, 3), (4, 5, 6, 7))
+def test_a_ring_that_is_hardly_faster_does_not_replace_the_butterfly():
+    """It comes when it saves five per cent, not two."""
     chosen = {}
-    for rate in range(200, 300):
-        lines = tuple(
-            Trunk(senders=here, receivers=there, rate=rate / 10 * GBIT) for here, there in permutations(sites)
-        )
-        choice = choose(replace(two_sites(10 * GBIT), trunks=lines), RAW)
+    for tenths in range(150, 250, 2):
+        choice = choose(six(tenths / 10), RAW)
         predicted = {choice.name: choice.predicted_s, **dict(choice.rejected)}
-        chosen[predicted["two_level"] / predicted["butterfly"]] = choice.name
+        chosen[predicted["ring"] / predicted["butterfly"]] = choice.name
     assert any(0.95 < ratio < 0.97 for ratio in chosen)
     assert any(0.93 < ratio < 0.95 for ratio in chosen)
-    assert all((name == "two_level") == (ratio < 0.95) for ratio, name in chosen.items())
+    assert all((name == "ring") == (ratio < 0.95) for ratio, name in chosen.items())
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -155,21 +128,14 @@ def test_a_ring_can_be_asked_for_before_anything_is_known():
     assert choice.routes[0].up == (-1, 2, 3, 0)
 
 
-@pytest.mark.parametrize("name", ["butterfly", "ring", "two_level"])
+@pytest.mark.parametrize("name", ["butterfly", "ring"])
 def test_the_plan_asked_for_is_the_plan(name):
-    table = two_sites(GBIT)
+    table = six(5)
     choice = choose(table, RAW, only=name)
     assert choice.name == name
     assert choice.rejected == ()
     free = choose(table, RAW)
     assert choice.predicted_s == {free.name: free.predicted_s, **dict(free.rejected)}[name]
-
-
-def test_two_levels_without_regions_are_a_butterfly():
-    table = make_table(4, lambda a, b: 0.05, upload=MBIT)
-    choice = choose(table, RAW, only="two_level")
-    assert choice.routes == butterfly(4)
-    assert choice.predicted_s == choose(table, RAW).predicted_s
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -12,16 +12,13 @@ from isthmus.collective.core.slices import (
     depth_of,
     gather,
     ring,
-    scatter,
     star,
-    two_level,
 )
 
 SIZES = [1, 2, 3, 4, 8, 16]
 REDUCING = {
     "butterfly": butterfly,
     "ring": lambda world_size: ring([*range(1, world_size), 0]),
-    "two_level": lambda world_size: two_level([range(0, world_size, 2), range(1, world_size, 2)][: min(2, world_size)]),
 }
 
 
@@ -58,34 +55,12 @@ def test_in_a_ring_everybody_sends_to_its_successor_only(order):
         assert max(depth_of(rank, route.up, route.root) for rank in order) == len(order) - 1
 
 
-def test_two_levels_cross_regions_once_in_each_direction_and_share_the_work():
-    regions = [[0, 1, 2], [3, 4], [5]]
-    home = {rank: number for number, region in enumerate(regions) for rank in region}
-    routes = two_level(regions)
-    for route in routes:
-        crossing = [rank for rank, parent in enumerate(route.up) if parent != NOBODY and home[rank] != home[parent]]
-        assert len(crossing) == len(regions) - 1
-        assert all(route.up[rank] == route.root for rank in crossing)
-        assert max(depth_of(rank, route.up, route.root) for rank in range(6)) <= 2
-    heads_of_second = [rank for route in routes[:3] for rank in (3, 4) if route.up[rank] == route.root]
-    assert set(heads_of_second) == {3, 4}
-
-
-@pytest.mark.parametrize("regions", [[[0, 1], [1]], [[0], [2]], [[0, 1], [0]]])
-def test_regions_that_do_not_hold_every_rank_once_are_refused(regions):
-    with pytest.raises((ValueError, IndexError)):
-        two_level(regions)
-
-
 @pytest.mark.parametrize("world_size", SIZES)
-def test_gather_and_broadcast_only_go_down_and_scatter_only_up(world_size):
+def test_gather_and_broadcast_only_go_down(world_size):
     for route in (*gather(world_size), *broadcast(world_size - 1, world_size)):
         assert set(route.up) == {NOBODY}
         assert not route.is_reduced
         assert whole(route.down, route.root)
-    for route in scatter(world_size):
-        assert set(route.down) == {NOBODY}
-        assert whole(route.up, route.root)
     assert [route.root for route in broadcast(world_size - 1, world_size)] == [world_size - 1]
 
 

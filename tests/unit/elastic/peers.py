@@ -27,15 +27,15 @@ from isthmus.elastic.donor.donor import Donor
 from isthmus.elastic.errors import JournalUnwritable, NotAMember, RunFinished
 from isthmus.elastic.journal.journal import Journal
 from isthmus.elastic.shell.coordinator import CoordinatorShell
+from isthmus.elastic.shell.exchange import Exchanged
 from isthmus.elastic.shell.member import Membership
-from isthmus.elastic.shell.rounds import Exchanged
 from isthmus.elastic.state.digest import Hasher
 from isthmus.elastic.state.wire import Pace
 from tests.keys import Keys
 from tests.unit.elastic.harness import RUN_ID, NumberReplica, entry_of, hello, listening, peer_id
 
 if TYPE_CHECKING:
-    from isthmus.elastic.observation import ElasticEvent
+    from isthmus.elastic.observation import Observation
 
 MANIFEST_DIGEST = b"m" * 32
 KEYS = Keys()
@@ -82,7 +82,7 @@ class Rendezvous:
 
 
 class NumberRunner:
-    """isthmus.elastic.shell.rounds.RoundRunner over a NumberReplica."""
+    """isthmus.elastic.shell.exchange.RoundRunner over a NumberReplica."""
 
     def __init__(self, me: PeerRef, replica: NumberReplica, log: CommitLog, rendezvous: Rendezvous) -> None:
         self.me = me
@@ -144,7 +144,7 @@ class Peer:
         self.replica = NumberReplica(hasher, NUMEL)
         self.log = CommitLog(1 << 20)
         self.runner = NumberRunner(self.me, self.replica, self.log, rendezvous)
-        self.observed: list[ElasticEvent] = []
+        self.observed: list[Observation] = []
         self.membership: Membership | None = None
         self.commits: list[Held] = []
         self.consumed: list[IndexRange] = []
@@ -239,7 +239,7 @@ class CoordinatorHost:
         self.config = CoordinatorConfig(
             manifest_digest=MANIFEST_DIGEST, sealer=KEYS.of_the_run, outer_steps=outer_steps, **(defaults | config)
         )
-        self.observed: list[ElasticEvent] = []
+        self.observed: list[Observation] = []
         self.shell: CoordinatorShell
         self.journal: Journal
         self._stack: contextlib.AsyncExitStack

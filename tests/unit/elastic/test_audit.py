@@ -15,7 +15,7 @@ from isthmus.elastic.core.messages import Bar, IndexRange
 from isthmus.elastic.core.records import (
     BarRecord,
     CommitRecord,
-    Contribution,
+    CommittedPart,
     Genesis,
     LeaseRecord,
     RebuildRecord,
@@ -35,15 +35,15 @@ def ranges(*pairs: tuple[int, int]) -> tuple[IndexRange, ...]:
     return tuple(IndexRange(*pair) for pair in pairs)
 
 
-def part(who, *used: tuple[int, int], weight: float = 8.0) -> Contribution:
-    return Contribution(who, weight, 8, ranges(*used))
+def part(who, *used: tuple[int, int], weight: float = 8.0) -> CommittedPart:
+    return CommittedPart(who, weight, 8, ranges(*used))
 
 
 def view(epoch: int, step: int, *numbers: int, cause: str = "") -> ViewRecord:
     return ViewRecord(view=View(epoch, step, held(step).digest, tuple(map(member, numbers))), cause=cause)
 
 
-def commit(step: int, epoch: int, *parts: Contribution, final: bool = False) -> CommitRecord:
+def commit(step: int, epoch: int, *parts: CommittedPart, final: bool = False) -> CommitRecord:
     return signed(
         CommitRecord(
             key=key(epoch, step - 1),

@@ -5,6 +5,11 @@ from isthmus.elastic.donor.commit_log import MIN_ENTRIES, CommitLog
 from isthmus.elastic.state.replica import CommitEntry, ResultChunk, RoundRecord
 
 
+class _Stored:
+    def __init__(self, entry):
+        self.outer_step, self.digest, self.nbytes = entry.outer_step, entry.digest, entry.nbytes
+
+
 def _entry(outer_step, nbytes=100, digest=None):
     return CommitEntry(
         outer_step=outer_step,
@@ -24,7 +29,7 @@ def test_newest_commits_are_kept_within_the_bound():
     for step in range(1, 11):
         log.append(_entry(step))
     assert log.span == range(8, 11)
-    assert log.nbytes == 300
+    assert log.memory_nbytes == 300
     assert log.get(7) is None
     assert log.get(9) == _entry(9)
     assert log.get(11) is None
@@ -45,7 +50,7 @@ def test_gap_empties_the_log_because_a_learner_needs_an_unbroken_chain():
     log.append(_entry(5))
     assert log.span == range(5, 6)
     assert log.get(2) is None
-    assert log.nbytes == 100
+    assert log.memory_nbytes == 100
 
 
 def test_same_commit_twice_is_kept_once():
@@ -53,7 +58,7 @@ def test_same_commit_twice_is_kept_once():
     log.append(_entry(1))
     log.append(_entry(1))
     assert log.span == range(1, 2)
-    assert log.nbytes == 100
+    assert log.memory_nbytes == 100
 
 
 def test_same_step_with_another_digest_starts_the_log_again():
@@ -64,6 +69,56 @@ def test_same_step_with_another_digest_starts_the_log_again():
     log.append(other)
     assert log.span == range(2, 3)
     assert log.get(2) == other
+
+
+def test_what_the_disk_holds_costs_no_memory_and_stays_whatever_the_bound():
+    log = CommitLog(0)
+    for step in range(1, 6):
+        log.append(_entry(step))
+        log.stored(_Stored(_entry(step)))
+    assert log.span == range(1, 6)
+    assert log.memory_nbytes == 0
+    assert log.sizes_from(3) == (100, 100, 100)
+    assert log.get(2).digest == _entry(2).digest
+
+
+def test_of_what_the_disk_has_refused_only_the_newest_two_stay_and_the_older_lead_nowhere():
+    log = CommitLog(0)
+    for step in range(1, 4):
+        log.append(_Stored(_entry(step)))
+    for step in range(4, 6):
+        log.append(_entry(step))
+    assert log.span == range(1, 6)
+    log.append(_entry(6))
+    assert log.span == range(5, 7)
+
+
+def test_a_stored_result_of_another_history_takes_no_place():
+    log = CommitLog(100)
+    log.append(_entry(1))
+    log.stored(_Stored(_entry(1, digest=b"o" * 32)))
+    log.stored(_Stored(_entry(2)))
+    assert log.get(1) == _entry(1)
+    assert log.span == range(1, 2)
+
+
+def test_what_is_about_to_be_removed_is_offered_no_more():
+    log = CommitLog(0)
+    for step in range(1, 6):
+        log.append(_Stored(_entry(step)))
+    log.forget_before(4)
+    assert log.span == range(4, 6)
+    assert log.get(3) is None
+    log.forget_before(9)
+    assert log.span == range(0)
+
+
+@pytest.mark.parametrize(("max_nbytes", "first"), [(0, 6), (99, 6), (100, 5), (350, 3), (10_000, 1)])
+def test_results_that_are_together_within_a_bound_begin_at_this_step(max_nbytes, first):
+    log = CommitLog(10_000)
+    for step in range(1, 6):
+        log.append(_entry(step))
+    assert log.first_within(max_nbytes) == first
 
 
 def test_empty_log_has_no_span():

@@ -15,7 +15,7 @@ from isthmus.elastic.donor.donor import TURN_S, Donor
 from isthmus.elastic.errors import NoDonor
 from isthmus.elastic.learner.state_sync import StateSync
 from isthmus.elastic.state.parity import contents_of, differing, first_difference, missing_nbytes, narrowed, salvage
-from isthmus.elastic.state.wire import Stock
+from isthmus.elastic.state.wire import CommitHeader, Stock
 from tests.unit.elastic.harness import (
     CHUNK_NBYTES,
     NUM_CHUNKS,
@@ -142,6 +142,92 @@ async def test_a_commit_that_does_not_lead_to_the_committed_digest_costs_only_th
         assert await learner.catch_up(donor.held, member) == donor.held
     assert donor.replica.num_chunks_read == 1
     assert (replica.tensors["anchor"] == donor.replica.tensors["anchor"]).all()
+
+
+# -------------------------------------------------------------------------------- results on the donor's disk
+
+
+class Shelf:
+    """A disk of results: `StoredResult` and `OpenResult` in one."""
+
+    def __init__(self, entry, *, lost_after=None):
+        self.outer_step, self.digest, self.nbytes = entry.outer_step, entry.digest, entry.nbytes
+        self.is_gone, self.is_closed, self.reads = False, False, []
+        self._entry, self._lost_after = entry, lost_after
+        self._data = b"".join(chunk.data for chunk in entry.chunks)
+
+    def open(self):
+        if self.is_gone:
+            raise FileNotFoundError(self.outer_step)
+        return self
+
+    def read_header(self):
+        return CommitHeader.of(self._entry)
+
+    def read(self, nbytes):
+        start = sum(self.reads)
+        self.reads.append(nbytes)
+        if self._lost_after is not None and start + nbytes > self._lost_after:
+            raise OSError("damaged")
+        return self._data[start : start + nbytes]
+
+    def close(self):
+        self.is_closed = True
+
+
+def on_disk(donor, **options):
+    """All that this donor keeps of its commits lies there."""
+    shelves = {step: Shelf(donor.log.get(step), **options) for step in donor.log.span}
+    for shelf in shelves.values():
+        donor.log.stored(shelf)
+    assert donor.log.memory_nbytes == 0
+    return shelves
+
+
+async def test_commits_are_replayed_from_the_donors_disk(hasher):
+    donor = DonorPeer.at_step(1, hasher, 4)
+    shelves = on_disk(donor)
+    learner = Learner(behind(hasher, at_step=2), hasher)
+    async with donor.serving() as member:
+        assert await learner.catch_up(donor.held, member) == donor.held
+    assert (learner.replica.tensors["anchor"] == donor.replica.tensors["anchor"]).all()
+    assert learner.replica.replayed == [3, 4]
+    assert shelves[3].is_closed
+    assert donor.donor.bytes_served == 2 * COMMIT_NBYTES
+
+
+async def test_a_large_result_is_in_the_donors_memory_piece_by_piece(hasher):
+    donor, before = (
+        DonorPeer.at_step(number, hasher, number, numel=2_000_000, log_nbytes=1 << 30) for number in (2, 1)
+    )
+    shelves = on_disk(donor)
+    learner = Learner(before.replica, hasher)
+    async with donor.serving() as member:
+        assert await learner.catch_up(donor.held, member) == donor.held
+    assert max(shelves[2].reads) == 1 << 20
+    assert sum(shelves[2].reads) == shelves[2].nbytes
+
+
+async def test_a_result_that_is_damaged_on_the_disk_comes_from_another_donor_and_is_offered_no_more(hasher, caplog):
+    damaged, whole = DonorPeer.at_step(1, hasher, 5), DonorPeer.at_step(2, hasher, 5)
+    shelves = on_disk(damaged, lost_after=0)
+    learner = Learner(behind(hasher, at_step=4), hasher)
+    async with damaged.serving() as first, whole.serving() as second:
+        assert await learner.catch_up(damaged.held, first, second) == whole.held
+    assert shelves[5].is_closed
+    assert damaged.log.span == range(0)
+    assert "result_unreadable outer_step=5" in caplog.text
+
+
+async def test_a_result_that_is_gone_from_the_disk_is_refused_and_the_state_fetched(hasher):
+    donor = DonorPeer.at_step(1, hasher, 5)
+    on_disk(donor)[5].is_gone = True
+    learner = Learner(behind(hasher, at_step=4), hasher)
+    async with donor.serving() as member:
+        assert await learner.catch_up(donor.held, member) == donor.held
+    assert donor.num_connections == 2
+    assert donor.replica.num_chunks_read > 0
+    assert donor.log.span == range(0)
 
 
 # -------------------------------------------------------------------------------- broken transfers
@@ -346,6 +432,26 @@ async def test_state_waits_for_an_exchange_but_not_for_ever(hasher, monkeypatch)
     clock.now += 1.0
     await donor.room_for(1000)
     assert clock.now == pytest.approx(before + 1.0 + TURN_S, abs=0.03)
+
+
+async def test_where_exchanges_never_pause_state_goes_a_tenth_of_the_time(hasher, monkeypatch):
+    clock = Clock(monkeypatch)
+    donor = Donor(NumberReplica(hasher), CommitLog(0), exchanged=lambda: int(1e6 * clock.now))
+    for _ in range(10):
+        await donor.room_for(1000, piece_s=0.02)
+        clock.now += 0.02
+    assert clock.now - 100.0 == pytest.approx(10 * 10 * 0.02, rel=0.1)
+    capped = Donor(
+        NumberReplica(hasher),
+        CommitLog(0),
+        upload=TokenBucket(rate=1e6, burst=20_000),
+        exchanged=lambda: int(1e6 * clock.now),
+    )
+    before = clock.now
+    for _ in range(10):
+        clock.now += 0.02
+        await capped.room_for(20_000, piece_s=0.0)  # a fiftieth of a second of what the node may send
+    assert clock.now - before == pytest.approx(10 * 10 * 0.02, rel=0.1)
 
 
 async def test_a_commit_waits_for_no_exchange(hasher, monkeypatch):

@@ -7,11 +7,9 @@ import logging
 import numpy as np
 import pytest
 
-from isthmus.elastic.core.messages import Held
 from isthmus.elastic.core.records import CommitRecord
 from isthmus.elastic.learner.state_sync import StateSync
-from isthmus.elastic.observation import Deviated
-from isthmus.elastic.state.parity import Difference
+from isthmus.elastic.observation import Deviated, state_fields
 from tests.unit.elastic.harness import (
     CHUNK_NBYTES,
     QUICK,
@@ -59,6 +57,11 @@ def _same_bits(deviant, donor):
     return all((deviant.replica.tensors[name] == donor.replica.tensors[name]).all() for name in ("anchor", "momentum"))
 
 
+def place(event):
+    """Where the two states differ first, and in how many chunks they do."""
+    return event.tensor, event.start_bytes, event.stop_bytes, event.differing_chunks
+
+
 async def test_one_wrong_number_is_named_and_only_its_chunks_travel(hasher):
     donor, deviant = DonorPeer.at_step(1, hasher, 5), Deviant(hasher)
     wrong = totals(5)
@@ -74,10 +77,13 @@ async def test_one_wrong_number_is_named_and_only_its_chunks_travel(hasher):
     ours = (donor.replica.tensors["anchor"] + np.where(np.arange(1000) == 950, 3, 0)).tobytes()
     places = [place for place, (a, b) in enumerate(zip(right, ours, strict=True)) if a != b]
     assert event == Deviated(
-        committed=donor.held,
-        voted=deviant.voted,
-        where=Difference(tensor="anchor", start_nbytes=places[0], stop_nbytes=places[-1] + 1, num_chunks=2),
-        num_damaged=0,
+        **state_fields(donor.held),
+        voted=deviant.voted.hex(),
+        damaged_chunks=0,
+        tensor="anchor",
+        start_bytes=places[0],
+        stop_bytes=places[-1] + 1,
+        differing_chunks=2,
     )
 
 
@@ -91,8 +97,8 @@ async def test_a_flipped_bit_in_held_memory_is_told_from_a_wrong_computation(has
     assert _same_bits(deviant, donor)
     assert donor.replica.num_chunks_read == 1  # the momentum does not depend on the anchor
     (event,) = deviant.events
-    assert event.num_damaged == 1
-    assert event.where == Difference(tensor="anchor", start_nbytes=5605, stop_nbytes=5606, num_chunks=1)
+    assert event.damaged_chunks == 1
+    assert place(event) == ("anchor", 5605, 5606, 1)
     assert "test this machine's memory" in caplog.text
 
 
@@ -104,7 +110,7 @@ async def test_a_result_that_is_wrong_everywhere_is_replayed_and_named_by_its_fi
     assert deviant.replica.replayed == [5]
     assert donor.replica.num_chunks_read == 0
     (event,) = deviant.events
-    assert event.where == Difference(tensor="anchor", start_nbytes=0, stop_nbytes=CHUNK_NBYTES, num_chunks=16)
+    assert place(event) == ("anchor", 0, CHUNK_NBYTES, 16)
 
 
 async def test_donors_that_have_gone_on_still_show_what_was_wrong(hasher):
@@ -120,8 +126,8 @@ async def test_donors_that_have_gone_on_still_show_what_was_wrong(hasher):
         assert await deviant.catch_up(donor.held, member, committed=committed) == donor.held
     assert deviant.replica.replayed == [5, 6, 7]
     (event,) = deviant.events
-    assert event.where == Difference(tensor="anchor", start_nbytes=2048, stop_nbytes=3072, num_chunks=2)
-    assert event.committed == committed
+    assert place(event) == ("anchor", 2048, 3072, 2)
+    assert (event.outer_step, event.digest) == (committed.outer_step, committed.digest.hex())
 
 
 async def test_what_nobody_can_describe_any_more_is_told_as_such(hasher):
@@ -132,7 +138,7 @@ async def test_what_nobody_can_describe_any_more_is_told_as_such(hasher):
         donor.advance()
     async with donor.serving() as member:
         assert await deviant.catch_up(donor.held, member, committed=committed) == donor.held
-    assert [event.where for event in deviant.events] == [None]
+    assert [event.tensor for event in deviant.events] == [None]
     assert _same_bits(deviant, donor)
 
 
@@ -158,7 +164,7 @@ async def test_repair_that_finds_no_donor_keeps_its_case_for_the_next_try(hasher
         deviant.sync.aim(donor.held, [member])
         assert await deviant.sync.run() == donor.held
     (event,) = deviant.events
-    assert event.where.start_nbytes == 7992
+    assert event.start_bytes == 7992
     assert donor.replica.num_chunks_read == 2
 
 
@@ -195,11 +201,11 @@ async def test_flipped_bit_in_a_members_memory_is_named_repaired_and_the_member_
     (event,) = [event for event in peers[1].observed if isinstance(event, Deviated)]
     records = records_of(path)
     digests = {record.outer_step: record.digest for record in records if isinstance(record, CommitRecord)}
-    assert event.committed == Held(step + 1, digests[step + 1])
-    assert event.voted != digests[step + 1]
-    assert event.num_damaged == 1
-    assert (event.where.tensor, event.where.num_chunks) == ("anchor", 1)
-    assert event.where.start_nbytes <= 1200 < event.where.stop_nbytes <= 1208
+    assert (event.outer_step, event.digest) == (step + 1, digests[step + 1].hex())
+    assert event.voted != event.digest
+    assert event.damaged_chunks == 1
+    assert (event.tensor, event.differing_chunks) == ("anchor", 1)
+    assert event.start_bytes <= 1200 < event.stop_bytes <= 1208
     assert read == 1
     assert not any(isinstance(event, Deviated) for peer in (peers[0], peers[2]) for event in peer.observed)
     assert audit(records, peers) > step + 1
@@ -213,9 +219,9 @@ async def test_member_that_computed_a_wrong_sum_is_named_and_comes_back(tmp_path
     async with asyncio.timeout(40):
         step, peers, read = await _deviate(path, hasher, miscount)
     (event,) = [event for event in peers[1].observed if isinstance(event, Deviated)]
-    assert event.num_damaged == 0
-    assert event.where.tensor == "anchor"
+    assert event.damaged_chunks == 0
+    assert event.tensor == "anchor"
     # The commit has 400 bytes, the two chunks 2,048: it is replayed, and the chunk is all that is known.
     assert read == 0
-    assert event.where == Difference(tensor="anchor", start_nbytes=0, stop_nbytes=CHUNK_NBYTES, num_chunks=2)
+    assert place(event) == ("anchor", 0, CHUNK_NBYTES, 2)
     assert audit(records_of(path), peers) > step + 1

@@ -7,7 +7,7 @@ import pytest
 
 from isthmus.collective.core.types import Epoch, Incarnation, PeerId
 from isthmus.elastic.core.doorkeeper import BANNED, EVICTED
-from isthmus.elastic.core.doors import FOR_EVER, MAX_BARS, MAX_TICKETS
+from isthmus.elastic.core.doors import FOR_EVER, MAX_BARS
 from isthmus.elastic.core.events import (
     Answered,
     Disconnect,
@@ -22,6 +22,8 @@ from isthmus.elastic.core.messages import Bar, Heartbeat, Join, NewView, Refused
 from isthmus.elastic.core.records import BarRecord, TicketRecord, ViewRecord
 from tests.unit.elastic.machines import MANIFEST, CoordinatorDriver, MemberDriver, held, ref, view
 
+MAX_TICKETS = 40
+"""For these tests; every ticket is a record."""
 NUMBER = 1_000
 NOW_S = 1_000_000
 TICKET, ANOTHER = b"ticket 1", b"ticket 2"
@@ -237,7 +239,10 @@ def test_a_revoked_ticket_is_nobodys_not_even_of_who_has_used_it(restart: bool) 
 
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("full", [False, True])
-def test_with_a_ticket_go_all_that_were_made_before_it(restart: bool, full: bool) -> None:
+def test_with_a_ticket_go_all_that_were_made_before_it(
+    restart: bool, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isthmus.elastic.core.doorkeeper.MAX_TICKETS", MAX_TICKETS)
     driver = CoordinatorDriver()
     assert use(driver, 1, b"ticket 0") is None
     for number in range(MAX_TICKETS if full else 1):
@@ -282,7 +287,8 @@ def test_by_which_ticket_a_peer_came_is_known_of_the_newest_ones(monkeypatch: py
     assert list(driver.machine.state.doors.admitted) == [ref(number).peer_id for number in (2, 3, 4)]
 
 
-def test_what_has_expired_is_forgotten_and_there_is_a_bound() -> None:
+def test_what_has_expired_is_forgotten_and_there_is_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isthmus.elastic.core.doorkeeper.MAX_TICKETS", MAX_TICKETS)
     driver = CoordinatorDriver()
     for number in range(MAX_TICKETS):
         assert revoke(driver, number.to_bytes(8, "big")) is None

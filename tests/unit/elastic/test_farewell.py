@@ -4,7 +4,8 @@
 import pytest
 
 from isthmus.elastic.core.events import LeaveRequested
-from isthmus.elastic.core.farewell import DONE_EXIT_CODE, LEFT_EXIT_CODE, Farewell
+from isthmus.elastic.core.exit_codes import DONE, LEFT
+from isthmus.elastic.core.farewell import Farewell
 from isthmus.elastic.core.messages import Leave
 
 TIMEOUT_S = 3.0
@@ -59,10 +60,10 @@ def test_the_last_commit_ends_the_run_for_this_peer_once_and_without_a_reason(ar
     assert around.farewell.bid(10.0)
     assert not around.farewell.bid(11.0)
     assert around.farewell.is_overdue(13.0)
-    assert around.farewell.end("left at outer step 4").code == DONE_EXIT_CODE
+    assert around.farewell.end("left at outer step 4").code == DONE
 
 
 def test_who_leaves_before_the_end_says_why(around: Surroundings) -> None:
     around.farewell.request(LeaveRequested(now=False), 10.0)
     finish = around.farewell.end("left at outer step 4")
-    assert (finish.code, finish.reason) == (LEFT_EXIT_CODE, "left at outer step 4")
+    assert (finish.code, finish.reason) == (LEFT, "left at outer step 4")

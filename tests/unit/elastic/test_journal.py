@@ -15,7 +15,7 @@ from isthmus.elastic.core.messages import Bar, IndexRange
 from isthmus.elastic.core.records import (
     BarRecord,
     CommitRecord,
-    Contribution,
+    CommittedPart,
     Genesis,
     LeaseRecord,
     RebuildRecord,
@@ -41,7 +41,7 @@ RECORDS = [
         outer_step=1,
         previous=b"0" * 32,
         digest=b"1" * 32,
-        contributions=(Contribution(PeerRef(PEER, 1), 1.0, 640, (IndexRange(0, 32),)),),
+        contributions=(CommittedPart(PeerRef(PEER, 1), 1.0, 640, (IndexRange(0, 32),)),),
         final=False,
     ),
     ReleaseRecord(ref=PeerRef(PEER, 1), epoch=2, ranges=(IndexRange(32, 64),)),

@@ -3,13 +3,11 @@
 
 import os
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -28,38 +26,52 @@ ROOT = Path(__file__).parents[3]
 RUN = "demo-0123abcd"
 
 CUT_SHORT = """
-import os, signal, sqlite3, sys
+import itertools, os, shutil, signal, sqlite3, sys
 from pathlib import Path
 from isthmus.elastic.journal import journal
 from isthmus.elastic.journal import archive as journal_archive
 from tests.unit.elastic.test_journal_archive import bars, snapshot_of, RUN
 from tests.unit.elastic.test_audit import history
 
-path, step, before = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "before"
-steps = 0
+def write(path, step, before):
+    steps = 0
 
-def dying(function):
-    def call(*args, **kwargs):
-        global steps
-        steps += 1
-        if steps == step and before:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = function(*args, **kwargs)
-        if steps == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-    return call
+    def dying(function):
+        def call(*args, **kwargs):
+            nonlocal steps
+            steps += 1
+            if steps == step and before:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = function(*args, **kwargs)
+            if steps == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+        return call
 
-class Dying(sqlite3.Connection):
-    execute, executemany = dying(sqlite3.Connection.execute), dying(sqlite3.Connection.executemany)
+    class Dying(sqlite3.Connection):
+        execute, executemany = dying(sqlite3.Connection.execute), dying(sqlite3.Connection.executemany)
 
-opened = journal.Journal(path, run_id=RUN)
-opened._database.close()
-opened._database = sqlite3.connect(path, isolation_level=None, factory=Dying)
-for owner, name in ((os, "open"), (os, "fsync"), (Path, "chmod"), (Path, "rename"), (Path, "unlink")):
-    setattr(owner, name, dying(getattr(owner, name)))
-opened.append(snapshot_of(history()))
-opened.append(bars(1)[0])
+    opened = journal.Journal(path, run_id=RUN)
+    opened._database.close()
+    opened._database = sqlite3.connect(path, isolation_level=None, factory=Dying)
+    for owner, name in ((os, "open"), (os, "fsync"), (Path, "chmod"), (Path, "rename"), (Path, "unlink")):
+        setattr(owner, name, dying(getattr(owner, name)))
+    opened.append(snapshot_of(history()))
+    opened.append(bars(1)[0])
+
+folder, copies, before = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "before"
+for step in itertools.count(1):
+    copy = copies / str(step)
+    shutil.copytree(folder, copy)
+    child = os.fork()  # to begin a process for each step takes much longer
+    if child == 0:
+        write(copy / "journal.sqlite", step, before)
+        os._exit(0)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if ended == 0:
+        break
+    assert ended == -signal.SIGKILL
+print(step)
 """
 
 
@@ -249,14 +261,13 @@ def test_whatever_step_the_process_is_killed_at_one_whole_journal_is_left(path: 
     records = history()
     write(path, list(records))
     snapshot = snapshot_of(list(records))
+    copies = path.parent.parent / "copies"
+    command = [sys.executable, "-c", CUT_SHORT, str(path.parent), str(copies), moment]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    num_steps = int(done.stdout) - 1
     seen = set()
-    for step in count(1):
-        copy = path.parent.parent / f"{moment}-{step}" / path.name
-        shutil.copytree(path.parent, copy.parent)
-        ended = subprocess.run([sys.executable, "-c", CUT_SHORT, str(copy), str(step), moment], cwd=ROOT, timeout=30)
-        if ended.returncode == 0:
-            break
-        assert ended.returncode == -signal.SIGKILL
+    for step in range(1, num_steps + 1):
+        copy = copies / str(step) / path.name
         left = read_journal(copy)
         assert (left.broken, left.base.slot) == (None, 0)
         assert list(left.records) in (list(records), [*records, snapshot], [*records, snapshot, *bars(1)])
@@ -267,7 +278,7 @@ def test_whatever_step_the_process_is_killed_at_one_whole_journal_is_left(path: 
         assert list(read_journal(copy).records)[: len(records)] == list(records)
         assert read_journal(copy).base.slot == 0
         assert read_file(copy).base.slot >= len(records)
-    assert step > 10
+    assert num_steps >= 10
     assert {(len(records) + 1, 0), (1, 1)} <= seen, "half and done"
     assert (moment == "before") == ((len(records), 0) in seen)
 

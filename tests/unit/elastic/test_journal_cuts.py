@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from isthmus.collective.core.types import Member, PeerRef, RoundKey, View
 from isthmus.elastic.core.messages import IndexRange
-from isthmus.elastic.core.records import CommitRecord, Contribution, Genesis, Record, ViewRecord
+from isthmus.elastic.core.records import CommitRecord, CommittedPart, Genesis, Record, ViewRecord
 from isthmus.elastic.errors import JournalCorrupted, JournalOfAnotherRun, JournalUnwritable
 from isthmus.elastic.journal.journal import Journal
 
@@ -30,7 +30,7 @@ def _commit(step: int) -> CommitRecord:
         outer_step=step + 1,
         previous=bytes([step]) * 32,
         digest=bytes([step + 1]) * 32,
-        contributions=(Contribution(PeerRef(PEER, 1), 1.0, 640, (IndexRange(32 * step, 32 * step + 32),)),),
+        contributions=(CommittedPart(PeerRef(PEER, 1), 1.0, 640, (IndexRange(32 * step, 32 * step + 32),)),),
         final=False,
     )
 

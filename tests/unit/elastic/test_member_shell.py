@@ -60,7 +60,7 @@ async def test_peer_that_joins_a_running_run_catches_up_and_takes_part(path, has
     assert audit(_records(path), peers) == newest > 6
     last = [record for record in _records(path) if isinstance(record, CommitRecord)][-1]
     assert len(last.contributions) == 3
-    assert any(isinstance(event, CatchUpEnded) and event.held is not None for event in late.observed)
+    assert any(isinstance(event, CatchUpEnded) and event.outer_step is not None for event in late.observed)
 
 
 async def test_members_commit_while_a_learner_is_on_its_way(path, hasher):

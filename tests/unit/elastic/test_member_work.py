@@ -20,12 +20,12 @@ from isthmus.elastic.core.events import (
 )
 from isthmus.elastic.core.messages import Held, IndexRange
 from isthmus.elastic.errors import NotAMember, RunFinished
-from isthmus.elastic.observation import RoundAborted, ViewInstalled, ignore
+from isthmus.elastic.observation import RoundAborted, ViewInstalled, ignore, round_fields
 from isthmus.elastic.shell.alarm import Alarm
 from isthmus.elastic.shell.desk import Committed, Desk
 from isthmus.elastic.shell.dialler import LATER_CODE, Dialler, NobodyAnswers
+from isthmus.elastic.shell.exchange import Exchanged, RunningExchange
 from isthmus.elastic.shell.learner import Learner
-from isthmus.elastic.shell.rounds import Exchanged, Rounds
 from tests.unit.elastic.harness import peer_id
 
 VIEW = View(4, 7, b"d" * 32, (Member(peer_id(1), 1, "127.0.0.1:1"),))
@@ -73,7 +73,7 @@ class Watched:
     def __init__(self, tasks):
         self.events, self.observed, self.spoiled = [], [], []
         self.runner = Runner()
-        self.rounds = Rounds(
+        self.rounds = RunningExchange(
             self.runner,
             tasks,
             done=self.events.append,
@@ -123,7 +123,7 @@ async def test_aborted_exchange_stays_silent_and_its_staging_is_forgotten_after_
         await watched.rounds.abort(AbortExchange(key=KEY))
     assert watched.events == []
     assert watched.runner.calls == ["exchange", "stopped", "discard"]
-    assert watched.observed[-1] == RoundAborted(KEY)
+    assert watched.observed[-1] == RoundAborted(**round_fields(KEY))
 
 
 async def test_exchange_that_ends_while_its_abort_is_queued_stays_silent():
@@ -154,7 +154,7 @@ async def test_view_with_missing_links_is_installed_and_the_fault_told():
         await watched.rounds.install_view(InstallView(view=VIEW))
     (event,) = watched.observed
     assert isinstance(event, ViewInstalled)
-    assert "refused" in event.fault
+    assert "refused" in event.cause
 
 
 class Sync:

@@ -78,6 +78,11 @@ class Memory:
         self.chunks.append(bytes(data))
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isthmus.elastic.learner.text_fetch._FIRST_PAUSE_S", 0.02)
+
+
 @pytest.fixture
 def text(hasher: Hasher) -> Text:
     return Text(hasher)
@@ -323,9 +328,9 @@ async def test_text_waits_for_exchanges_as_a_snapshot_does(hasher: Hasher, text:
     donor = donor_of(text, hasher, 1)
     room_for, asked = donor.donor.room_for, []
 
-    async def counted(nbytes: int, *, is_urgent: bool = False) -> None:
+    async def counted(nbytes: int, *, is_urgent: bool, piece_s: float) -> None:
         asked.append((nbytes, is_urgent))
-        await room_for(nbytes, is_urgent=is_urgent)
+        await room_for(nbytes, is_urgent=is_urgent, piece_s=piece_s)
 
     donor.donor.room_for = counted
     async with serving(donor) as addresses:

@@ -39,7 +39,7 @@ def opposed_step(worker, _inner_step, value):
 def where_it_settles(outer, codec):
     """The mean of the last anchors."""
     settings = {"table": WIDE, "initial": torch.zeros(WIDE.numel), "inner_step": opposed_step}
-    trajectory = run(outer, 600, wire=CodecWire(codec), **settings)
+    trajectory = run(outer, 300, wire=CodecWire(codec), **settings)
     assert_parity(trajectory)
     return torch.stack(anchors(trajectory)[-20:]).mean(0)
 

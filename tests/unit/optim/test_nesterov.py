@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outer step: its bits, its memory, its arithmetic.
+"""The outer step: its memory, its arithmetic. test_bit_stability.py has its bits.
 
 m ← μ·m + Δ;  θ ← θ - η·(Δ + μ·m): the outer optimizer of DiLoCo (arXiv:2311.08105).
 """
 
-import hashlib
-import os
-import subprocess
-import sys
-
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,73 +12,6 @@ from isthmus.optim import nesterov
 from isthmus.optim.nesterov import nesterov_step
 
 LR, MU = 0.7, 0.9
-NUMEL = 2 * nesterov.TILE_NUMEL + 12345
-
-# Runs in a process of its own, where ATEN_CPU_CAPABILITY can still choose the kernels. Inputs come from integers:
-# torch.randn differs between CPUs.
-DIGEST_SCRIPT = f"""
-import hashlib, sys, torch
-from isthmus.optim.nesterov import nesterov_step
-
-torch.set_num_threads(int(sys.argv[1]))
-index = torch.arange({NUMEL}, dtype=torch.int64)
-
-def mixed(seed):
-    return ((index * 2654435761 + seed * 40503) % 16777216).float() / 16777216.0 - 0.5
-
-anchor, momentum = mixed(1), torch.zeros({NUMEL})
-for step in range(3):
-    delta = mixed(step + 2)
-    delta[::7] *= 1e-38
-    nesterov_step(anchor=anchor, momentum=momentum, delta=delta, lr={LR}, mu={MU},
-                  anchor_out=anchor, momentum_out=momentum)
-print(torch.backends.cpu.get_cpu_capability(), file=sys.stderr)
-print(hashlib.sha256(anchor.numpy().tobytes() + momentum.numpy().tobytes()).hexdigest())
-"""
-
-
-def _mixed(seed: int) -> np.ndarray:
-    index = np.arange(NUMEL, dtype=np.int64)
-    return ((index * 2654435761 + seed * 40503) % 16777216).astype(np.float32) / np.float32(16777216) - np.float32(0.5)
-
-
-def _numpy_digest(*, fused: bool) -> str:
-    """The same three steps in numpy; `fused` rounds product and sum together, as an FMA does."""
-
-    def multiply_add(x: np.ndarray, factor: float, y: np.ndarray) -> np.ndarray:
-        if fused:  # the product of two floats is exact in double
-            return (x.astype(np.float64) * np.float64(np.float32(factor)) + y).astype(np.float32)
-        return x * np.float32(factor) + y
-
-    anchor, momentum = _mixed(1), np.zeros(NUMEL, dtype=np.float32)
-    for step in range(3):
-        delta = _mixed(step + 2)
-        delta[::7] *= np.float32(1e-38)
-        momentum = multiply_add(momentum, MU, delta)
-        anchor = anchor - multiply_add(momentum, MU, delta) * np.float32(LR)
-    return hashlib.sha256(anchor.tobytes() + momentum.tobytes()).hexdigest()
-
-
-@pytest.mark.parametrize(("capability", "num_threads"), [("default", 1), ("avx2", 2), ("avx512", 1), ("avx512", 2)])
-def test_bits_are_those_of_separately_rounded_operations_on_every_cpu(capability, num_threads):
-    levels = ("default", "avx2", "avx512")
-    native = torch.backends.cpu.get_cpu_capability().lower()
-    if capability != "default" and (native not in levels or levels.index(capability) > levels.index(native)):
-        pytest.skip(f"this CPU offers {native}; torch would run instructions that it does not have")
-    run = subprocess.run(
-        [sys.executable, "-c", DIGEST_SCRIPT, str(num_threads)],
-        env={**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=50,
-    )
-    assert run.stderr.split()[-1] == capability.upper()  # the variable did choose the kernels
-    assert run.stdout.strip() == _numpy_digest(fused=False)
-
-
-def test_the_digest_inputs_can_tell_fused_arithmetic():
-    assert _numpy_digest(fused=True) != _numpy_digest(fused=False)
 
 
 def _tensors(numel: int = 1000, seed: int = 0) -> list[torch.Tensor]:

@@ -5,11 +5,8 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 import re
 import statistics
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
@@ -27,6 +24,7 @@ KEY = TABLE.whole().key
 GUARDS = ("norm", "trimmed", "centred")
 FACTOR = -5.0
 LIAR = "birch"
+NUM_STEPS = 36
 FACTS = RunFacts(num_peers=4, outer_steps=8, peak_lr=1e-3, schedule="cosine", warmup_steps=2)
 METHODS = {
     "diloco": {"inner_steps": 4},
@@ -67,7 +65,7 @@ def strays(name, guard, about):
     """
     honest = {}
     outer = Lying(outer=build_outer(name, lr=1.0, momentum=0.0, **METHODS[name]), about=about, honest=honest)
-    trajectory = run(Robust(outer=outer, guard=guard) if guard else outer, 60)
+    trajectory = run(Robust(outer=outer, guard=guard) if guard else outer, NUM_STEPS)
     assert_parity(trajectory)
     found = []
     for committed in trajectory.committed:
@@ -89,15 +87,19 @@ def test_honest_members_lose_little(name, guard):
     assert max(strays(name, guard, None)) < 0.5
 
 
+@functools.cache
+def driven_by_a_liar(name, guard):
+    """How far the anchor is in the end from where it is without a liar and without a guard."""
+    num_steps = 60  # what is momentum has to come up to speed
+    calm = anchors(run(build_outer(name, **METHODS[name]), num_steps))[-1]
+    outer = Lying(outer=build_outer(name, **METHODS[name]), about="payload", honest={})
+    end = anchors(run(Robust(outer=outer, guard=guard) if guard else outer, num_steps))[-1]
+    return (end - calm).norm().item()
+
+
 @pytest.mark.parametrize(("name", "guard"), FITTING)
 def test_with_the_defaults_a_liar_does_not_drive_the_run_away(name, guard):
-    calm = anchors(run(build_outer(name, **METHODS[name]), 60))[-1]
-
-    def distance(guard):
-        outer = Lying(outer=build_outer(name, **METHODS[name]), about="payload", honest={})
-        return (anchors(run(Robust(outer=outer, guard=guard) if guard else outer, 60))[-1] - calm).norm().item()
-
-    assert distance(None) > 3.0 * distance(guard)
+    assert driven_by_a_liar(name, None) > 3.0 * driven_by_a_liar(name, guard)
 
 
 @pytest.mark.parametrize("about", [None, "payload"])
@@ -265,48 +267,3 @@ def test_what_a_guard_cannot_judge_is_refused_with_a_cure():
         **dict.fromkeys(("sparseloco", "async"), (None, "norm", "norm")),
         "powersgd": (None, None, "trimmed"),
     }
-
-
-# ------------------------------------------------------------------------------------------- equal bits
-
-SCRIPT = """
-import hashlib, sys, torch
-from isthmus.optim import Result
-from isthmus.optim.robust import clip_around, guarded_mean
-
-torch.set_num_threads(int(sys.argv[1]))
-index = torch.arange(300_001, dtype=torch.int64)
-rows = torch.stack([((index * 2654435761 + row * 40503) % 16777216).float() / 16777216.0 - 0.5 for row in range(9)])
-rows[4] *= -100.0
-rows[:, ::7] = 0.0
-weights = tuple(1.0 + row / 7.0 for row in range(9))
-result = Result(value=rows, members=tuple("abcdefghi"), weight_sum=sum(weights), weights=weights)
-digest = hashlib.sha256()
-for guard in ("norm", "trimmed"):
-    digest.update(guarded_mean(guard, result, out=torch.empty(300_001)).numpy().tobytes())
-digest.update(clip_around(rows[0] * 0.1, result, out=torch.empty(300_001)).numpy().tobytes())
-print(torch.backends.cpu.get_cpu_capability(), digest.hexdigest())
-"""
-
-
-def digest_under(capability, num_threads):
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(num_threads)],
-        env={**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=50,
-    )
-    used, digest = run.stdout.split()
-    assert used == capability.upper()
-    return digest
-
-
-@pytest.mark.parametrize(("capability", "num_threads"), [("avx2", 1), ("avx512", 1), ("default", 2)])
-def test_aggregates_have_the_same_bits_on_every_cpu(capability, num_threads):
-    known = ["default", "avx2", "avx512"]
-    native = torch.backends.cpu.get_cpu_capability().lower()
-    if capability != "default" and (native not in known or known.index(capability) > known.index(native)):
-        pytest.skip(f"this CPU offers {native}; torch would run instructions that it does not have")
-    assert digest_under(capability, num_threads) == digest_under("default", 1)

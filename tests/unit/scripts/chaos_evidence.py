@@ -11,7 +11,7 @@ from isthmus.collective.core.types import Epoch, Incarnation, Member, OuterStep,
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.elastic.core.records import (
     CommitRecord,
-    Contribution,
+    CommittedPart,
     Genesis,
     LeaseRecord,
     Record,
@@ -75,7 +75,7 @@ def _records() -> list[Record]:
             ranges = (IndexRange(index, index + BATCH),)
             index += BATCH
             records.append(LeaseRecord(ref=ref(site), serial=step, ranges=ranges))
-            contributions.append(Contribution(ref(site), 1.0, BATCH, ranges))
+            contributions.append(CommittedPart(ref(site), 1.0, BATCH, ranges))
         records.append(
             CommitRecord(
                 key=RoundKey(Epoch(1), OuterStep(step - 1), 0),

@@ -9,7 +9,7 @@ from isthmus.elastic.core.certificate import Certificate, Contributor
 from isthmus.elastic.core.messages import DataPosition, IndexRange
 from isthmus.elastic.core.records import (
     CommitRecord,
-    Contribution,
+    CommittedPart,
     LeaseRecord,
     RebuildRecord,
     Record,
@@ -276,7 +276,7 @@ def _gone_back(to: int = NUM_STEPS - 1) -> Evidence:
             outer_step=OuterStep(to + 1),
             previous=digest(to),
             digest=bytes.fromhex(digests["digest"]),
-            contributions=(Contribution(ref(2), 1.0, BATCH, ranges), Contribution(ref(3), 1.0, BATCH, ())),
+            contributions=(CommittedPart(ref(2), 1.0, BATCH, ranges), CommittedPart(ref(3), 1.0, BATCH, ())),
             final=False,
         ),
     ]

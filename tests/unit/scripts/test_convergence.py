@@ -40,6 +40,8 @@ BUDGET = Budget(
     curve_points=2,
     curve_samples=4,
 )
+SHORT = dataclasses.replace(BUDGET, num_steps=16, warmup_steps=1, start_steps=3)
+"""Where it does not matter what comes of a run; long enough for a round of each."""
 TABLE = {case.name: case for case in CASES}
 
 
@@ -411,7 +413,7 @@ def test_a_data_parallel_step_of_sgd_is_diloco_that_averages_every_step(text):
 
 
 def test_who_is_slow_or_away_does_not_lessen_the_tokens(text):
-    budget = dataclasses.replace(BUDGET, num_steps=120)
+    budget = dataclasses.replace(BUDGET, num_steps=120, num_layers=1, start_steps=0)
     calm, async_, churn = (train(name, text, budget=budget) for name in ("diloco", "async", "diloco churn"))
     for run in (async_, churn):
         assert run["steps"] > calm["steps"]
@@ -531,7 +533,7 @@ class Here:
 def test_the_bench_tunes_repeats_and_enlarges(text, monkeypatch, capsys):
     monkeypatch.setattr(bench_convergence, "_text", text)
     cases = bench_convergence.chosen_cases(["diloco int8", "data_parallel"])
-    bench = bench_convergence.Bench(pool=Here(), budget=BUDGET, seeds=range(2))
+    bench = bench_convergence.Bench(pool=Here(), budget=SHORT, seeds=range(2))
     bench.tune(cases, 2)
     bench.repeat(cases)
     bench.enlarge(cases)
@@ -552,7 +554,7 @@ def test_the_bench_tunes_repeats_and_enlarges(text, monkeypatch, capsys):
 def test_the_headline_has_all_seeds_and_the_others_two(text, monkeypatch):
     monkeypatch.setattr(bench_convergence, "_text", text)
     cases = bench_convergence.chosen_cases(["diloco", "diloco H=60"])
-    bench = bench_convergence.Bench(pool=Here(), budget=BUDGET, seeds=range(3))
+    bench = bench_convergence.Bench(pool=Here(), budget=SHORT, seeds=range(3))
     bench.tune(cases, 1)
     bench.repeat(cases)
     seeds = sorted((run["case"], run["seed"]) for run in bench.runs if run["phase"] == "final")
@@ -577,8 +579,7 @@ def cell(method, **shape):
     return Cell(method=method, **{**given, **shape})
 
 
-def test_a_method_with_the_settings_of_averaging_ends_where_averaging_does():
-    text = load_text(length=BUDGET.length)
+def test_a_method_with_the_settings_of_averaging_ends_where_averaging_does(text):
     averaging = cell(defaults.AVERAGING)
     expected = run_cell(averaging, defaults.settings_of(averaging), text, BUDGET)
     same = {"type": "streaming", "lr": 1.0, "momentum": 0.0, "delay": 0, "num_fragments": 1}
@@ -601,8 +602,7 @@ def test_a_run_has_the_length_that_its_rounds_need_and_the_method_knows_it():
     assert 40 < num_steps <= 80
 
 
-def test_what_cannot_run_is_a_cell_without_a_loss():
-    text = load_text(length=BUDGET.length)
+def test_what_cannot_run_is_a_cell_without_a_loss(text):
     found = run_cell(cell("diloco"), {"type": "diloco", "lr": 1e30}, text, BUDGET)
     assert found["loss"] is None
     assert "diverged" in found

@@ -7,7 +7,7 @@ shared state. Workers are rows of tests/unit/optim/adam_lab.py, the ones that `o
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,7 +24,7 @@ from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.engine.moments import Moments
 from isthmus.trainer.engine.sample_feed import SampleFeed
 from isthmus.trainer.engine.state_version import has_anchor
-from isthmus.trainer.engine.training_loop import RoundReport, TrainingLoop
+from isthmus.trainer.engine.training_loop import LoopTerms, RoundReport, TrainingLoop
 from isthmus.trainer.engine.worker_values import WorkerValues
 from isthmus.trainer.threads import in_thread
 from tests.unit.optim.adam_lab import AdamRows, Rows
@@ -97,7 +97,7 @@ class Coordinator:
 
 
 class Peer:
-    """One peer; it is its own membership and lessor."""
+    """One peer; it is its own membership, lessor and overseer."""
 
     def __init__(
         self,
@@ -107,9 +107,9 @@ class Peer:
         coordinator: Coordinator,
         hasher: Hasher,
         *,
-        others_wait: Callable[[], bool] = lambda: False,
+        is_awaited: bool = False,
     ) -> None:
-        self.site, self.coordinator = site, coordinator
+        self.site, self.coordinator, self.is_awaited = site, coordinator, is_awaited
         self.parameters = rows.tensors[PARAM][row]
         self.mailbox = torch.zeros(TABLE.numel)
         self.view: View
@@ -140,25 +140,29 @@ class Peer:
             plan=plan,
             values=self.values,
             feed=self.feed,
-            batch_size=BATCH,
-            outer_steps=coordinator.outer_steps,
-            others_wait=others_wait,
-            patience=1e9,
-            on_round=self._on_round,
-            on_landed=self._on_landed,
-            on_inner_step=lambda *_: None,
-            on_blocked=lambda _: None,
-            replace_workers=self._nobody_dies,
+            terms=LoopTerms(batch_size=BATCH, outer_steps=coordinator.outer_steps, patience=1e9),
+            overseer=self,
         )
 
-    def _on_round(self, report: RoundReport) -> None:
+    # trainer.engine.training_loop.Overseer
+
+    def others_wait(self) -> bool:
+        return self.is_awaited
+
+    def stepped(self, inner_step: int, loss: float | None, num_tokens: int) -> None:
+        pass
+
+    def blocked(self, is_blocked: bool) -> None:
+        pass
+
+    def committed(self, report: RoundReport) -> None:
         self.reports.append(report)
         self.anchors.append({name: tensor.clone() for name, tensor in self.site.state.live.tensors.items()})
 
-    async def _on_landed(self, _report: RoundReport) -> None:
+    async def landed(self, report: RoundReport) -> None:
         pass
 
-    async def _nobody_dies(self, crash: Exception) -> None:
+    async def replace_workers(self, crash: Exception) -> None:
         raise crash
 
     # elastic.shell.member.Membership

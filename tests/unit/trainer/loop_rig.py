@@ -35,7 +35,7 @@ from isthmus.trainer.engine.moments import Moments
 from isthmus.trainer.engine.outer_state import OuterState, RoundOutcome
 from isthmus.trainer.engine.round_exchange import Payload
 from isthmus.trainer.engine.sample_feed import SampleFeed
-from isthmus.trainer.engine.training_loop import RoundReport, TrainingLoop
+from isthmus.trainer.engine.training_loop import LoopTerms, RoundReport, TrainingLoop
 from isthmus.trainer.engine.worker_values import WorkerValues
 from isthmus.trainer.errors import WorkerCrashed
 from isthmus.trainer.workers.link import WorkerStalled
@@ -68,7 +68,7 @@ class StepDone:
 
 @dataclass
 class Runner:
-    """What the loop reads of trainer.engine.round_runner."""
+    """What the loop reads of trainer.engine.outer_step_runner."""
 
     payloads: Sequence[Payload] = ()
     outcomes: tuple[RoundOutcome, ...] = ()
@@ -107,7 +107,7 @@ class Pool:
         if self.hangs_at == 0:
             raise self.crash
 
-    async def renew(self, _hang: WorkerCrashed) -> None:
+    async def renew(self) -> None:
         self.hangs_at = -1
         self.num_hangs += 1
         self.local.fill_(torch.nan)
@@ -145,6 +145,37 @@ class Pool:
         await self.rig.wait()
 
 
+@dataclass
+class Overseer:
+    """Notes what it is told."""
+
+    rig: "Rig"
+    reports: list[RoundReport] = field(default_factory=list)
+    standstills: list[bool] = field(default_factory=list)
+    is_awaited: bool = False
+    stands_still: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def others_wait(self) -> bool:
+        return self.is_awaited
+
+    def stepped(self, inner_step: int, loss: float | None, num_tokens: int) -> None:
+        pass
+
+    def blocked(self, is_blocked: bool) -> None:
+        self.standstills.append(is_blocked)
+        if is_blocked:
+            self.stands_still.set()
+
+    def committed(self, report: RoundReport) -> None:
+        self.reports.append(report)
+
+    async def landed(self, report: RoundReport) -> None:
+        await self.rig.wait()
+
+    async def replace_workers(self, crash: WorkerCrashed) -> None:
+        await self.rig.pool.renew()
+
+
 class Rig:
     """Membership, coordinator and everything around one training loop."""
 
@@ -167,48 +198,37 @@ class Rig:
         self.mailbox = torch.zeros(NUMEL)
         self.pool = Pool(self)
         self.runner = Runner()
+        self.overseer = Overseer(self)
         self.ledger = LeaseLedger()
         self.commits: list[Commit] = []
-        self.reports: list[RoundReport] = []
-        self.blocked: list[bool] = []
         self.active_view: View | None = None
         self.is_over = False
-        self.others_wait = False
         self._epoch = 0
         self._stint = 0
         self._is_demoted = False
         self._changing = asyncio.Lock()
         self.feed = SampleFeed(self, stock=2 * INNER_STEPS * BATCH)
+        moments = Moments(
+            mailbox=self.mailbox, hasher=hasher, are_shared=False, least_steps=0, has_trained=lambda: False
+        )
+        self.values = WorkerValues(
+            pool=self.pool,
+            mailbox=self.mailbox,
+            outer=self.outer,
+            plan=self.plan,
+            state=self.state,
+            read_delivered=lambda _round, payload, out: out.copy_(payload),
+            moments=moments,
+        )
         self.loop = TrainingLoop(
             membership=self,
             runner=self.runner,
             state=self.state,
             plan=self.plan,
-            values=WorkerValues(
-                pool=self.pool,
-                mailbox=self.mailbox,
-                outer=self.outer,
-                plan=self.plan,
-                state=self.state,
-                read_delivered=lambda _round, payload, out: out.copy_(payload),
-                moments=Moments(
-                    mailbox=self.mailbox,
-                    hasher=hasher,
-                    are_shared=False,
-                    least_steps=0,
-                    has_trained=lambda: False,
-                ),
-            ),
+            values=self.values,
             feed=self.feed,
-            batch_size=BATCH,
-            outer_steps=outer_steps,
-            others_wait=lambda: self.others_wait,
-            patience=patience,
-            on_round=self.reports.append,
-            on_landed=self._on_landed,
-            on_inner_step=lambda *_: None,
-            on_blocked=self.blocked.append,
-            replace_workers=self.pool.renew,
+            terms=LoopTerms(batch_size=BATCH, outer_steps=outer_steps, patience=patience),
+            overseer=self.overseer,
         )
 
     def _outer(self, settings: Mapping[str, object], streaming: Mapping[str, object] | None) -> DiLoCo:
@@ -300,9 +320,6 @@ class Rig:
         key = RoundKey(Epoch(self._epoch), OuterStep(step), round_.fragment.index)
         position = DataPosition(self.ledger.next_index)
         return Committed(key=key, view=view, held=held, final=final, position=position)
-
-    async def _on_landed(self, _report: RoundReport) -> None:
-        await self.wait()
 
     # -------------------------------------------------------------------------------- elastic.shell.member.Membership
 

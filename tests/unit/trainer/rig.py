@@ -21,9 +21,9 @@ from isthmus.optim.fragments import Fragment, FragmentTable
 from isthmus.optim.outer import Emitted
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.engine.outer_state import OuterState
-from isthmus.trainer.engine.round_exchange import Payload
+from isthmus.trainer.engine.outer_step_runner import OuterStepRunner
+from isthmus.trainer.engine.round_exchange import Payload, RoundExchange
 from isthmus.trainer.engine.round_records import result_of
-from isthmus.trainer.engine.round_runner import MemoryKeeper, RoundRunner
 from isthmus.trainer.engine.state_version import Version
 from isthmus.trainer.threads import in_thread
 
@@ -81,6 +81,19 @@ def has_the_bits_of_its_manifest(version: Version) -> bool:
     )
 
 
+class Log(CommitLog):
+    """Keeps results for learners, and nothing on a disk."""
+
+    def founded(self, held: Held) -> None:
+        pass
+
+    async def before_vote(self, key: RoundKey, entry: CommitEntry) -> None:
+        pass
+
+    def committed(self, previous: bytes, entry: CommitEntry) -> None:
+        self.append(entry)
+
+
 class Site:
     """One peer's half of rounds: listener, communicator, state, mailbox."""
 
@@ -98,7 +111,7 @@ class Site:
         self.me = PeerRef(PeerId(f"{number:016x}"), Incarnation(1))
         self.mailbox = numbers(number, numel)
         self.state = outer_state(hasher, self.outer, numel, table)
-        self.log = CommitLog(1 << 20)
+        self.log = Log(1 << 20)
         self.exchanged: list[RoundKey] = []
         self.communicator = Communicator(
             me=self.me, hello=self._hello, chunk_nbytes=2048, options=BulkOptions(install_grace_s=5.0)
@@ -109,11 +122,11 @@ class Site:
             routes={},
             bulk=self.communicator.adopt,
         )
-        self.runner = RoundRunner(
+        self.runner = OuterStepRunner(
             communicator=self.communicator,
             state=self.state,
-            keeper=MemoryKeeper(self.log),
-            codec=codec,
+            keeper=self.log,
+            exchanges=RoundExchange(self.communicator, codec=codec),
             initial_parameters=lambda: in_thread(numbers, 99, numel),
             on_exchanged=lambda key, _: self.exchanged.append(key),
         )

@@ -12,10 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from isthmus.collective.core.types import PeerRef
 from isthmus.elastic.audit import Finding
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.elastic.core.records import CommitRecord, Record, ViewRecord
 from isthmus.elastic.journal.journal import Journal
+from isthmus.elastic.observation import (
+    CatchUpEnded,
+    Event,
+    RoundBroke,
+    RoundCommitted,
+    RoundStaged,
+    RoundStarted,
+    ViewInstalled,
+)
 from isthmus.elastic.state.digest import CHUNK_NBYTES, Hasher, StateManifest, describe_state
 from isthmus.trainer.audit.audit import RunAudit, audit_runs
 from isthmus.trainer.audit.checkpoints import read_checkpoints
@@ -31,14 +41,14 @@ from isthmus.trainer.checkpoint.checkpoint import (
 from isthmus.trainer.checkpoint.proof import prove_checkpoint
 from isthmus.trainer.cli.app import run
 from isthmus.trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault, ExitCode
-from isthmus.trainer.record.events import FILE_NAME, EventLog, Field
+from isthmus.trainer.record import events
+from isthmus.trainer.record.event_log import FILE_NAME, EventLog
 from isthmus.trainer.run.founding import JOURNAL_NAME
 from tests.unit.elastic.machines import held, key
 from tests.unit.elastic.test_audit import A, B, C, history
 
 RUN_ID = "demo-0123abcd"
 TENSORS = {"momentum": torch.arange(5.0), "anchor": torch.linspace(0, 1, 50)}
-Line = tuple[str, dict[str, Field]]
 
 
 def manifest_of(step: int, tensors: dict[str, Tensor]) -> StateManifest:
@@ -79,13 +89,19 @@ def write_journal(folder: Path, records: Sequence[Record], run_id: str = RUN_ID)
     return folder
 
 
-def write_log(folder: Path, peer_id: str, lines: Sequence[Line], run_id: str | None = RUN_ID) -> Path:
+def started(run_id: str) -> events.Started:
+    return events.Started(
+        run_id=run_id, address="", num_parameters=1, tokens_per_inner_step=1, samples_per_data_epoch=12
+    )
+
+
+def write_log(folder: Path, peer_id: str, lines: Sequence[Event], run_id: str | None = RUN_ID) -> Path:
     folder.mkdir(exist_ok=True)
     with EventLog(folder / FILE_NAME, peer_id) as log:
         if run_id is not None:
-            log.emit("started", run_id=run_id, samples_per_data_epoch=12)
-        for event, fields in lines:
-            log.emit(event, **fields)
+            log.write(started(run_id))
+        for event in lines:
+            log.write(event)
     return folder
 
 
@@ -138,31 +154,57 @@ def findings(audited: RunAudit, check: str) -> tuple[Finding, ...]:
     return verdict.findings
 
 
-def commit_line(step: int, epoch: int, digest: bytes, **fields: Field) -> Line:
-    return "commit", {
-        "outer_step": step,
-        "epoch": epoch,
-        "fragment": 0,
-        "digest": digest.hex(),
-        "final": False,
-    } | fields
+def commit_line(step: int, epoch: int, digest: bytes, *, fragment: int = 0, final: bool = False) -> RoundCommitted:
+    return RoundCommitted(
+        epoch=epoch, outer_step=step, fragment=fragment, digest=digest.hex(), final=final, seconds=1.0
+    )
 
 
-ROUND: dict[str, Field] = {"outer_step": 0, "epoch": 1, "fragment": 0}
-TRUE_LINES: list[Line] = [
-    ("genesis", {"outer_step": 0, "digest": held(0).digest.hex(), "next_index": 0}),
-    ("view_decided", {"epoch": 1, "outer_step": 0, "members": [A.peer_id, B.peer_id]}),
-    ("view", {"epoch": 1, "outer_step": 0, "members": [A.peer_id, B.peer_id], "cause": None}),
-    ("lease", {"of": A.peer_id, "serial": 1, "samples": 10}),
-    ("round_started", ROUND | {"weight": 8.0}),
-    ("vote", ROUND | {"digest": held(1).digest.hex(), "seconds": 0.1}),
-    ("fault", {"kind": "round_broke", "cause": "of no interest here"}),
+def decision(step: int, epoch: int, digest: bytes) -> events.CommitDecided:
+    return events.CommitDecided(
+        epoch=epoch, outer_step=step, fragment=0, digest=digest.hex(), members=(), tokens=0, final=False
+    )
+
+
+def view(epoch: int, *members: PeerRef) -> ViewInstalled:
+    return ViewInstalled(epoch=epoch, outer_step=0, members=tuple(member.peer_id for member in members), apart=())
+
+
+def view_decided(epoch: int, *members: PeerRef) -> events.ViewDecided:
+    names = tuple(member.peer_id for member in members)
+    return events.ViewDecided(epoch=epoch, outer_step=0, members=names, apart=(), cause="", excused=())
+
+
+def genesis(digest: bytes) -> events.Genesis:
+    return events.Genesis(outer_step=0, digest=digest.hex(), next_index=0)
+
+
+def vote(digest: bytes) -> RoundStaged:
+    return RoundStaged(epoch=1, outer_step=0, fragment=0, digest=digest.hex(), seconds=0.1)
+
+
+def caught_up(step: int, digest: bytes) -> CatchUpEnded:
+    return CatchUpEnded(outer_step=step, digest=digest.hex(), cause="", bytes=1, seconds=0.1)
+
+
+def weighed(weight: float) -> RoundStarted:
+    return RoundStarted(epoch=1, outer_step=0, fragment=0, weight=weight)
+
+
+TRUE_LINES: list[Event] = [
+    genesis(held(0).digest),
+    view_decided(1, A, B),
+    view(1, A, B),
+    events.Lease(of=A.peer_id, serial=1, samples=10),
+    weighed(8.0),
+    vote(held(1).digest),
+    RoundBroke(epoch=1, outer_step=0, fragment=0, suspects=(), cause="of no interest here"),
     commit_line(1, 1, held(1).digest),
-    ("commit_decided", commit_line(1, 1, held(1).digest)[1]),
-    ("lease_returned", {"of": B.peer_id, "epoch": 2, "samples": 6}),
+    decision(1, 1, held(1).digest),
+    events.LeaseReturned(of=B.peer_id, epoch=2, samples=6),
     commit_line(2, 2, digest_of(2)),
-    ("catch_up", {"outer_step": 2, "digest": digest_of(2).hex(), "cause": ""}),
-    ("catch_up", {"outer_step": None, "digest": None, "cause": "no donor"}),
+    caught_up(2, digest_of(2)),
+    CatchUpEnded(outer_step=None, digest=None, cause="no donor", bytes=0, seconds=0.1),
     commit_line(3, 3, held(3).digest, final=True),
 ]
 
@@ -188,10 +230,9 @@ def test_logs_and_checkpoints_that_say_what_the_journal_says_are_counted_and_not
 def test_logs_in_several_files_are_audited_as_one_and_what_is_gone_is_told(founder: Path) -> None:
     def write(keep: int) -> None:
         with EventLog(founder / FILE_NAME, A.peer_id, max_nbytes=300, keep=keep) as log:
-            log.emit("started", run_id=RUN_ID, samples_per_data_epoch=12)
-            log.name_start(run_id=RUN_ID, samples_per_data_epoch=12)
-            for event, fields in TRUE_LINES:
-                log.emit(event, **fields)
+            log.write(started(RUN_ID))
+            for event in TRUE_LINES:
+                log.write(event)
 
     write(keep=0)
     audited = audit_run([founder])
@@ -209,34 +250,24 @@ def test_logs_in_several_files_are_audited_as_one_and_what_is_gone_is_told(found
     assert data.num_samples == 12
 
 
-WRONG_LINES: dict[str, tuple[Line, str, int | None, str]] = {
+WRONG_LINES: dict[str, tuple[Event, str, int | None, str]] = {
     "commit lost": (commit_line(4, 3, held(4).digest), "I3", None, "saw step 4 committed as 0004"),
     "commit changed": (commit_line(1, 1, held(5).digest), "I1", 4, "saw step 1 committed as 0005"),
     "commit of another epoch": (commit_line(1, 2, held(1).digest), "I3", 4, "in epoch 2 (fragment 0)"),
     "commit of another fragment": (commit_line(1, 1, held(1).digest, fragment=3), "I3", 4, "(fragment 3)"),
     "last commit": (commit_line(1, 1, held(1).digest, final=True), "I3", 4, "as the last one"),
     "not the last commit": (commit_line(3, 3, held(3).digest), "I3", 11, "as one of many"),
-    "decision lost": (("commit_decided", commit_line(4, 3, held(4).digest)[1]), "I3", None, "does not hold it"),
-    "view lost": (("view", {"epoch": 4, "members": []}), "I8", None, "was told of view 4 of nobody"),
-    "view changed": (("view_decided", {"epoch": 2, "members": [A.peer_id, B.peer_id]}), "I8", 5, "has other members"),
-    "beginning changed": (("genesis", {"outer_step": 0, "digest": held(5).digest.hex()}), "I5", 0, "run began with"),
-    "caught up to another state": (
-        ("catch_up", {"outer_step": 1, "digest": held(5).digest.hex()}),
-        "I5",
-        4,
-        "caught up to step 1 as 0005",
-    ),
-    "caught up to a step that was not": (
-        ("catch_up", {"outer_step": 9, "digest": held(9).digest.hex()}),
-        "I5",
-        None,
-        "the journal does not hold it",
-    ),
-    "another weight": (("round_started", ROUND | {"weight": 4.0}), "I2", 4, "weight 4.0 in step 1"),
-    "no weight": (("round_started", ROUND | {"weight": float("nan")}), "I2", 4, "counts it with 8.0"),
-    "lease lost": (("lease", {"of": B.peer_id, "serial": 1, "samples": 9}), "I7", None, "was given 9 samples"),
-    "return lost": (("lease_returned", {"of": B.peer_id, "epoch": 3, "samples": 6}), "I7", None, "returned 6 samples"),
-    "outvoted": (("vote", ROUND | {"digest": held(5).digest.hex()}), "I1", 4, "though 1 of its 2 members voted"),
+    "decision lost": (decision(4, 3, held(4).digest), "I3", None, "does not hold it"),
+    "view lost": (view(4), "I8", None, "was told of view 4 of nobody"),
+    "view changed": (view_decided(2, A, B), "I8", 5, "has other members"),
+    "beginning changed": (genesis(held(5).digest), "I5", 0, "run began with"),
+    "caught up to another state": (caught_up(1, held(5).digest), "I5", 4, "caught up to step 1 as 0005"),
+    "caught up to a step that was not": (caught_up(9, held(9).digest), "I5", None, "the journal does not hold it"),
+    "another weight": (weighed(4.0), "I2", 4, "weight 4.0 in step 1"),
+    "no weight": (weighed(float("nan")), "I2", 4, "counts it with 8.0"),
+    "lease lost": (events.Lease(of=B.peer_id, serial=1, samples=9), "I7", None, "was given 9 samples"),
+    "return lost": (events.LeaseReturned(of=B.peer_id, epoch=3, samples=6), "I7", None, "returned 6 samples"),
+    "outvoted": (vote(held(5).digest), "I1", 4, "though 1 of its 2 members voted"),
 }
 
 
@@ -258,7 +289,7 @@ def test_who_was_outvoted_is_named_and_no_fault_of_the_run(founder: Path, tmp_pa
         records[4], contributions=(*parts, msgspec.structs.replace(parts[0], ref=C, consumed=()))
     )
     folder = write_journal(tmp_path / "three", records)
-    write_log(folder, C.peer_id, [("vote", ROUND | {"digest": held(5).digest.hex()})])
+    write_log(folder, C.peer_id, [vote(held(5).digest)])
     audited = audit_run([folder])
     assert audited.holds, audited.findings
     assert [(item.peer_id, item.outer_step) for item in audited.deviants] == [(C.peer_id, 1)]

@@ -11,15 +11,17 @@ import pytest
 from isthmus.elastic.core.certificate import Certificate
 from isthmus.elastic.core.messages import DataPosition, IndexRange
 from isthmus.elastic.core.records import CommitRecord, Record, RollbackRecord
+from isthmus.elastic.observation import Event, RoundStaged, WentBack
 from isthmus.trainer.cli.app import run
 from isthmus.trainer.errors import ExitCode
+from isthmus.trainer.record.events import RolledBack
 from tests.keys import Keys, certified
 from tests.unit.elastic.machines import KEYS, OTHERS, held
 from tests.unit.elastic.test_audit import A
 from tests.unit.elastic.test_audit_rollbacks import OTHER, STEP_1, before, went_back
 from tests.unit.trainer.test_audit import (
-    Line,
     audit_run,
+    caught_up,
     commit_line,
     digest_of,
     findings,
@@ -44,24 +46,18 @@ def sealed(records: Sequence[Record], keys: Keys = KEYS) -> list[Record]:
     ]
 
 
-ROLLED_BACK = {
-    "epoch": 2,
-    "outer_step": 1,
-    "digest": held(1).digest.hex(),
-    "given_up": 3,
-    "holders": [A.peer_id],
-}
-TRUE_LINES: list[Line] = [
+ROLLED_BACK = RolledBack(epoch=2, outer_step=1, digest=held(1).digest.hex(), given_up=3, holders=(A.peer_id,))
+TRUE_LINES: list[Event] = [
     commit_line(1, 1, held(1).digest),
     commit_line(2, 1, held(2).digest),
     commit_line(3, 1, held(3).digest),
-    ("catch_up", {"outer_step": 2, "digest": held(2).digest.hex(), "cause": ""}),
-    ("catch_up", {"outer_step": 3, "digest": held(3).digest.hex(), "cause": ""}),
-    ("rolled_back", ROLLED_BACK),
-    ("went_back", {"epoch": 2, "outer_step": 1, "cause": "the power went"}),
-    ("catch_up", {"outer_step": 1, "digest": held(1).digest.hex(), "cause": ""}),
+    caught_up(2, held(2).digest),
+    caught_up(3, held(3).digest),
+    ROLLED_BACK,
+    WentBack(epoch=2, outer_step=1, cause="the power went"),
+    caught_up(1, held(1).digest),
     commit_line(2, 3, OTHER),
-    ("catch_up", {"outer_step": 2, "digest": OTHER.hex(), "cause": ""}),
+    caught_up(2, OTHER),
 ]
 
 
@@ -79,27 +75,27 @@ def test_peers_may_have_seen_what_the_run_gave_up(founder: Path) -> None:
     assert audited.holds, audited.findings
 
 
-WRONG_LINES: dict[str, tuple[Line, str, int | None, str]] = {
+WRONG_LINES: dict[str, tuple[Event, str, int | None, str]] = {
     "given up as another state": (commit_line(3, 1, OTHER), "I1", 7, "saw step 3 committed as 0909"),
     "given up in another epoch": (commit_line(3, 3, held(3).digest), "I3", 7, "in epoch 3 (fragment 0)"),
     "made again as it was": (commit_line(2, 3, held(2).digest), "I1", 11, "saw step 2 committed as 0002"),
     "never committed": (commit_line(4, 1, held(4).digest), "I3", None, "saw step 4 committed as 0004"),
     "caught up to neither state": (
-        ("catch_up", {"outer_step": 2, "digest": held(5).digest.hex(), "cause": ""}),
+        caught_up(2, held(5).digest),
         "I5",
         11,
         "caught up to step 2 as 0005",
     ),
-    "another rollback": (("rolled_back", ROLLED_BACK | {"epoch": 5}), "I3", None, "in epoch 5, the journal does not"),
-    "from another step": (("rolled_back", ROLLED_BACK | {"given_up": 4}), "I3", 8, "from step 4 in epoch 2, the jour"),
-    "to another step": (("rolled_back", ROLLED_BACK | {"outer_step": None}), "I3", 8, "the journal tells it otherwise"),
+    "another rollback": (replace(ROLLED_BACK, epoch=5), "I3", None, "in epoch 5, the journal does not"),
+    "from another step": (replace(ROLLED_BACK, given_up=4), "I3", 8, "from step 4 in epoch 2, the jour"),
+    "to another step": (replace(ROLLED_BACK, outer_step=None), "I3", 8, "the journal tells it otherwise"),
     "told of another rollback": (
-        ("went_back", {"epoch": 3, "outer_step": 1, "cause": "the power went"}),
+        WentBack(epoch=3, outer_step=1, cause="the power went"),
         "I3",
         None,
         "was told that the run went back in epoch 3, the journal does not hold it",
     ),
-    "held by others": (("rolled_back", ROLLED_BACK | {"holders": []}), "I3", 8, "the journal tells it otherwise"),
+    "held by others": (replace(ROLLED_BACK, holders=()), "I3", 8, "the journal tells it otherwise"),
 }
 
 
@@ -113,8 +109,8 @@ def test_what_a_peer_saw_and_the_journal_never_held_is_found(founder: Path, name
 
 
 def test_who_voted_for_another_state_is_judged_in_the_round_of_its_vote(founder: Path) -> None:
-    vote = {"outer_step": 1, "fragment": 0, "digest": OTHER.hex(), "seconds": 0.1}
-    write_log(founder, A.peer_id, [("vote", vote | {"epoch": 3}), ("vote", vote | {"epoch": 1})])
+    vote = RoundStaged(epoch=3, outer_step=1, fragment=0, digest=OTHER.hex(), seconds=0.1)
+    write_log(founder, A.peer_id, [vote, replace(vote, epoch=1)])
     audited = audit_run([founder])
     (finding,) = findings(audited, "logs")
     assert (finding.invariant, finding.slot) == ("I1", 6)  # A was one of two then

@@ -144,29 +144,35 @@ def test_leftovers_of_a_crash_are_ignored_and_cleared(tmp_path: Path) -> None:
     assert not leftover.exists()
 
 
-@pytest.mark.parametrize("stop_at", ["write", "fsync", "rename"])
-def test_killed_in_the_middle_of_saving_leaves_the_earlier_checkpoint(tmp_path: Path, stop_at: str) -> None:
-    a_store(tmp_path, 1)
-    script = f"""
+def test_killed_in_the_middle_of_saving_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
+    moments = ("write", "fsync", "rename")
+    for moment in moments:
+        a_store(tmp_path / moment, 1)
+    script = """
 import os, signal, sys, torch
 from pathlib import Path
 from isthmus.trainer.checkpoint import checkpoint
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
-if {stop_at!r} == "write": checkpoint._write_state = lambda path, *_: (path.write_bytes(b"half"), die())
-if {stop_at!r} == "fsync": os.fsync = die
-if {stop_at!r} == "rename": checkpoint.CheckpointStore._put_in_place = die
-store = checkpoint.CheckpointStore(Path(sys.argv[1]) / "checkpoints", keep=1)
-store.save(checkpoint.CheckpointMeta(run_id="r", outer_step=2, digest=bytes(32), run_manifest=b"", next_index=0),
-           {{"anchor": torch.zeros(9)}})
+def save(moment):
+    if moment == "write": checkpoint._write_state = lambda path, *_: (path.write_bytes(b"half"), die())
+    if moment == "fsync": os.fsync = die
+    if moment == "rename": checkpoint.CheckpointStore._put_in_place = die
+    store = checkpoint.CheckpointStore(Path(sys.argv[1]) / moment / "checkpoints", keep=1)
+    store.save(checkpoint.CheckpointMeta(run_id="r", outer_step=2, digest=bytes(32), run_manifest=b"", next_index=0),
+               {"anchor": torch.zeros(9)})
+for moment in sys.argv[2:]:
+    child = os.fork()  # to begin a process for each takes seconds
+    if child == 0:
+        save(moment)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, moment
 """
-    died = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], cwd=REPOSITORY, capture_output=True, timeout=50, check=False
-    )
-    assert died.returncode == -signal.SIGKILL
-    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
-    assert_is(store.load_newest(), 1)
-    store.save(meta(2), state(2))
-    assert_is(store.load_newest(), 2)
+    subprocess.run([sys.executable, "-c", script, str(tmp_path), *moments], cwd=REPOSITORY, timeout=100, check=True)
+    for moment in moments:
+        store = CheckpointStore(tmp_path / moment / "checkpoints", keep=1)
+        assert_is(store.load_newest(), 1)
+        store.save(meta(2), state(2))
+        assert_is(store.load_newest(), 2)
 
 
 def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens is a line of JSON, a figure, or both, and an audit needs nothing but the lines."""
 
+import dataclasses
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from isthmus.collective import RoundStats
+from isthmus.collective import LinkReport, RoundStats
 from isthmus.collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
 from isthmus.elastic.core.certificate import Certificate, Contributor
 from isthmus.elastic.core.messages import (
@@ -20,7 +24,7 @@ from isthmus.elastic.core.messages import (
 from isthmus.elastic.core.records import (
     BarRecord,
     CommitRecord,
-    Contribution,
+    CommittedPart,
     Genesis,
     LeaseRecord,
     RebuildRecord,
@@ -42,11 +46,12 @@ from isthmus.elastic.observation import (
     CoordinatorConnected,
     CoordinatorLost,
     Deviated,
-    ElasticEvent,
+    Event,
     Finished,
+    Lied,
+    Observation,
     PeerConnected,
     PeerDisconnected,
-    PeerExposed,
     RecordWritten,
     RoundAborted,
     RoundBroke,
@@ -57,15 +62,23 @@ from isthmus.elastic.observation import (
     ViewInstalled,
     WentBack,
     WorkCarriedOver,
+    round_fields,
+    state_fields,
+    view_fields,
 )
-from isthmus.elastic.state.parity import Difference
-from isthmus.trainer.config.settings import Config
+from isthmus.trainer.data.corpus import Corpus
+from isthmus.trainer.data.text import FoundText
 from isthmus.trainer.engine.training_loop import RoundReport
-from isthmus.trainer.errors import CheckpointFailed
+from isthmus.trainer.errors import WorkerCrashed, WorkerDiverged
+from isthmus.trainer.record import events
 from isthmus.trainer.record.chronicle import Chronicle
-from isthmus.trainer.record.events import FILE_NAME, EventLog
+from isthmus.trainer.record.event_log import FILE_NAME, EventLog, read_events
+from isthmus.trainer.record.events import event_of
+from isthmus.trainer.record.figures import BLANK, Figures, as_of, fold
 from isthmus.trainer.record.metrics import Metrics
-from isthmus.trainer.record.scoreboard import Scoreboard
+from isthmus.trainer.record.translation import crashed, exchanged, text_found, trained
+from isthmus.trainer.workers.link import WorkerStalled
+from isthmus.trainer.workers.process import WorkerDied
 
 A = PeerRef(PeerId("a" * 16), Incarnation(1))
 B = PeerRef(PeerId("b" * 16), Incarnation(2))
@@ -103,32 +116,55 @@ CERTIFICATE = Certificate(
     seal=bytes(32),
 )
 BAR = Bar(B.peer_id, B.incarnation, 1)
-STORY: tuple[ElasticEvent, ...] = (
-    CoordinatorConnected(ADDRESS),
-    PeerConnected(ref=B),
-    PeerExposed(ref=B, outer_step=3, cause="b brings a certificate that nobody has made"),
-    ViewInstalled(VIEW),
-    ViewInstalled(VIEW, "peer b cannot be reached"),
-    BecameActive(VIEW),
+SEEN = ViewInstalled(
+    **view_fields(VIEW),
+    incarnations=(A.incarnation, B.incarnation),
+    addresses=tuple(member.address for member in VIEW.members),
+)
+ROUND = round_fields(KEY)
+STARTED = events.Started(
+    run_id="demo-01234567", address=ADDRESS, num_parameters=10, tokens_per_inner_step=20, samples_per_data_epoch=500
+)
+STORY: tuple[Observation, ...] = (
+    CoordinatorConnected(address=ADDRESS),
+    PeerConnected(of=B.peer_id, incarnation=2),
+    Lied(of=B.peer_id, incarnation=2, outer_step=3, cause="b brings a certificate that nobody has made"),
+    SEEN,
+    BecameActive(**view_fields(VIEW)),
     CertificateKept(certificate=CERTIFICATE),
     CoordinatorAsks(testified=1, needed=2),
     WentBack(epoch=7, outer_step=2, cause="nobody holds outer step 3 any more"),
     TrustHeard(Trust(authorities=(b"",), barred=(BAR,))),
-    RoundStarted(key=KEY, weight=6.0),
-    RoundBroke(key=KEY, suspects=(B.peer_id,), cause="silent"),
-    RoundAborted(KEY),
-    RoundStaged(key=KEY, digest=DIGEST, seconds=0.5),
-    RoundCommitted(key=KEY, held=HELD, final=True, seconds=1.5),
-    BecameExcused(VIEW),
-    WorkCarriedOver(HELD),
-    BecameLearner("put out"),
-    CatchUpStarted(target=HELD, num_donors=1),
-    CatchUpEnded(held=None, cause="no donor", nbytes=0, seconds=0.1),
-    CatchUpEnded(held=HELD, cause="", nbytes=4096, seconds=0.1),
-    Deviated(committed=HELD, voted=bytes(32), where=None, num_damaged=0),
-    PeerDisconnected(ref=B, cause="ECONNRESET"),
-    CoordinatorLost("closed"),
-    Finished(code=0, reason="the run is complete"),
+    RoundStarted(**ROUND, weight=6.0),
+    RoundBroke(**ROUND, suspects=(B.peer_id,), cause="silent"),
+    RoundAborted(**ROUND),
+    RoundStaged(**ROUND, digest=DIGEST.hex(), seconds=0.5),
+    RoundCommitted(**ROUND | state_fields(HELD), final=True, seconds=1.5),
+    BecameExcused(**view_fields(VIEW)),
+    WorkCarriedOver(outer_step=3),
+    BecameLearner(cause="put out"),
+    CatchUpStarted(outer_step=3, donors=1),
+    CatchUpEnded(outer_step=None, digest=None, cause="no donor", bytes=0, seconds=0.1),
+    CatchUpEnded(**state_fields(HELD), cause="", bytes=4096, seconds=0.1),
+    Deviated(**state_fields(HELD), voted="00", damaged_chunks=0),
+    PeerDisconnected(of=B.peer_id, incarnation=2, cause="ECONNRESET"),
+    CoordinatorLost(cause="closed"),
+    Finished(code=0, cause="the run is complete"),
+)
+CRASHES = (
+    WorkerDied(1, -9, "", Path("worker-1.log"), memory_nbytes=5),
+    WorkerStalled("step", [0], 30.0, "worker 0 hangs"),
+    WorkerDiverged(3, "whole"),
+)
+OWN: tuple[Event, ...] = (
+    STARTED,
+    exchanged(KEY, STATS),
+    trained(REPORT),
+    events.Evaluate(outer_step=3, loss=2.25),
+    events.Checkpoint(outer_step=3, seconds=0.125),
+    events.CheckpointFailed(cause="No space left on device"),
+    *map(crashed, CRASHES),
+    events.CoordinatorEnded(complete=True),
 )
 RECORDS: tuple[Record, ...] = (
     Genesis(outer_step=OuterStep(0), digest=DIGEST, next_index=0),
@@ -140,8 +176,8 @@ RECORDS: tuple[Record, ...] = (
         previous=bytes(32),
         digest=DIGEST,
         contributions=(
-            Contribution(ref=A, weight=6.0, num_tokens=6, consumed=(IndexRange(0, 2),)),
-            Contribution(ref=B, weight=2.0, num_tokens=2, consumed=()),
+            CommittedPart(ref=A, weight=6.0, num_tokens=6, consumed=(IndexRange(0, 2),)),
+            CommittedPart(ref=B, weight=2.0, num_tokens=2, consumed=()),
         ),
         final=False,
     ),
@@ -155,22 +191,18 @@ RECORDS: tuple[Record, ...] = (
 
 
 class Desk:
-    """A chronicle with its log and its figures."""
+    """A chronicle with its file, its figures and its metrics."""
 
     def __init__(self, folder: Path) -> None:
         self.now_s = 100.0
-        self.metrics = Metrics(run_id="demo-01234567", peer_id=A.peer_id)
-        self.board = Scoreboard(
-            me=A,
-            run_id="demo-01234567",
-            config=Config(),
-            metrics=self.metrics,
-            clock=lambda: self.now_s,
-            coordinator=None,
-        )
         self.path = folder / FILE_NAME
-        self.log = EventLog(self.path, A.peer_id)
-        self.chronicle = Chronicle(self.log, self.board)
+        self.log = EventLog(self.path, A.peer_id, clock=lambda: self.now_s)
+        self.chronicle = Chronicle(self.log, replace(BLANK, peer_id=A.peer_id, inner_steps_per_round=5))
+        self.metrics = Metrics(lambda: self.chronicle.figures)
+
+    def tell(self, *facts: Observation) -> None:
+        for fact in facts:
+            self.chronicle.observe(fact)
 
     def lines(self) -> list[dict[str, object]]:
         """Everything but the first line, which every log has."""
@@ -188,36 +220,18 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 
 def test_every_observation_is_one_line_in_the_order_of_the_story(desk: Desk) -> None:
-    for event in STORY:
-        desk.chronicle.observe(event)
-    lines = desk.lines()
-    assert [line["event"] for line in lines] == [
-        "coordinator_connected", "peer_connected", "lied", "view", "view", "join", "certificate", "fault", "went_back",
+    desk.tell(*STORY)
+    assert [line["event"] for line in desk.lines()] == [
+        "coordinator_connected", "peer_connected", "lied", "view", "join", "certificate", "fault", "went_back",
         "trust", "round_started", "fault", "round_aborted", "vote", "commit", "excused", "carried_over", "learner",
         "catch_up_started", "catch_up", "catch_up", "deviated", "fault", "fault", "leave",
     ]  # fmt: skip
-    assert {type(event) for event in STORY} == set(ElasticEvent.__args__) - {RecordWritten}
-
-
-def test_a_deviation_names_the_first_tensor_that_differs(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    where = Difference(tensor="anchor", start_nbytes=4096, stop_nbytes=4099, num_chunks=2)
-    event = Deviated(committed=HELD, voted=bytes(32), where=where, num_damaged=1)
-    desk.chronicle.deviated(event, ("layers.0.wq", "layers.0.wk"))
-    (line,) = desk.lines()
-    assert {name: line[name] for name in ("event", "tensor", "parameters", "differing_chunks", "damaged_chunks")} == {
-        "event": "deviated",
-        "tensor": "anchor",
-        "parameters": ["layers.0.wq", "layers.0.wk"],
-        "differing_chunks": 2,
-        "damaged_chunks": 1,
-    }
-    assert (line["outer_step"], line["start_bytes"], line["stop_bytes"]) == (HELD.outer_step, 4096, 4099)
-    assert "memory changed that nobody wrote to" in caplog.text
+    faults = ["journal_lost", "round_broke", "peer_disconnected", "coordinator_lost"]
+    assert [line["kind"] for line in desk.lines() if line["event"] == "fault"] == faults
 
 
 def test_every_record_of_the_journal_is_one_line(desk: Desk) -> None:
-    for slot, record in enumerate(RECORDS):
-        desk.chronicle.observe(RecordWritten(slot=slot, record=record))
+    desk.tell(*(RecordWritten(slot=slot, record=record) for slot, record in enumerate(RECORDS)))
     lines = desk.lines()
     assert [line["event"] for line in lines] == [
         "genesis", "view_decided", "lease", "commit_decided", "lease_returned", "rebuilt",
@@ -231,13 +245,62 @@ def test_every_record_of_the_journal_is_one_line(desk: Desk) -> None:
     assert went_back | {"holders": [A.peer_id, B.peer_id]} == {name: lines[6][name] for name in (*went_back, "holders")}
 
 
+def test_every_line_is_read_as_the_event_that_it_tells_of(desk: Desk) -> None:
+    written = [desk.log.write(event) for event in (*(fact for fact in STORY if isinstance(fact, Event)), *OWN)]
+    assert [event_of(line) for line in read_events(desk.path)][1:] == written
+    assert event_of({"event": "of another version"}) is None
+    assert event_of({"event": "fault", "kind": ["worker_died"]}) is None
+    assert event_of({"event": "commit", "outer_step": "many"}) is None
+
+
+def test_what_a_line_says_of_itself_has_no_name_that_every_line_has() -> None:
+    def kinds(base: type[Event]) -> Iterator[type[Event]]:
+        for kind in base.__subclasses__():
+            yield from (kind, *kinds(kind))
+
+    for kind in kinds(Event):
+        own = [name for name in kind.__struct_fields__ if name not in Event.__struct_fields__]
+        assert not {"event", "kind"} & set(own)
+
+
+def test_replaying_the_file_gives_the_figures_that_were_shown_but_for_what_it_leaves_out(desk: Desk) -> None:
+    """The named ones: of inner steps, of what is counted once a second, and what the operator asks for."""
+    unfiled = {"phase", "inner_step", "num_inner_steps", "tokens", "train_loss", "is_leaving"}
+    unfiled |= {"refused", "state_served_bytes", "events_lost"}
+    rates = {"uptime_s", "goodput", "tokens_per_s", "seconds_left"}
+    of_no_event = {"inner_steps_per_round"}
+    desk.tell(STORY[0], SEEN, BecameActive(**view_fields(VIEW)))
+    for step in range(3, 9):
+        desk.now_s += 7.0
+        desk.tell(*(events.InnerStep(inner_step=2 * step + half, loss=3.0, tokens=10) for half in range(2)))
+        desk.tell(events.HandedIn(), exchanged(KEY, STATS), trained(dataclasses.replace(REPORT, outer_step=step)))
+    desk.tell(events.Counted(refused={"forged": 2}, state_served_bytes=9), events.LeaveAsked())
+    desk.tell(*STORY, *OWN)
+    replayed = BLANK
+    for event in map(event_of, read_events(desk.path)):
+        assert event is not None
+        replayed = fold(replayed, event)
+    shown, left_out = desk.chronicle.figures, {tag_of(kind) for kind in events.Unfiled.__subclasses__()}
+    for name in set(Figures.__struct_fields__) - unfiled - rates - of_no_event - {"counts"}:
+        assert getattr(replayed, name) == getattr(shown, name), name
+    assert replayed.counts == {tag: number for tag, number in shown.counts.items() if tag not in left_out}
+    assert replayed.num_commits == 7
+    at_the_same_time = as_of(replayed, shown.uptime_s)
+    assert at_the_same_time.goodput == shown.goodput
+    assert shown.phase != BLANK.phase
+
+
+def tag_of(kind: type[Event]) -> object:
+    return kind.__struct_config__.tag
+
+
 def test_a_run_that_went_back_is_warned_of(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     (record,) = (record for record in RECORDS if isinstance(record, RollbackRecord))
-    desk.chronicle.observe(RecordWritten(slot=0, record=record))
+    desk.tell(RecordWritten(slot=0, record=record))
     assert "rolled_back epoch=11 from=5 to=3" in caplog.text
     caplog.clear()
     to_beginning = RollbackRecord(epoch=Epoch(12), certificate=None, given_up=OuterStep(5), holders=(A,))
-    desk.chronicle.observe(RecordWritten(slot=1, record=to_beginning))
+    desk.tell(RecordWritten(slot=1, record=to_beginning))
     assert "from=5 to=the beginning" in caplog.text
     assert [line["outer_step"] for line in desk.lines()] == [3, None]
 
@@ -251,11 +314,11 @@ def test_a_member_that_lied_or_was_overruled_is_named_in_the_events_the_log_and_
         outer_step=OuterStep(3),
         previous=bytes(32),
         digest=DIGEST,
-        contributions=(Contribution(A, 6.0, 60, ()), Contribution(B, 2.0, 20, (), agreed=False)),
+        contributions=(CommittedPart(A, 6.0, 60, ()), CommittedPart(B, 2.0, 20, (), agreed=False)),
         final=False,
     )
     for record in (struck, overruled):
-        desk.chronicle.observe(RecordWritten(slot=1, record=record))
+        desk.tell(RecordWritten(slot=1, record=record))
     lies = [event for event in desk.lines() if event["event"] == "lied"]
     assert [event["of"] for event in lies] == [B.peer_id] * 2
     assert "claims weight 9" in str(lies[0]["cause"])
@@ -264,98 +327,149 @@ def test_a_member_that_lied_or_was_overruled_is_named_in_the_events_the_log_and_
 
 
 def test_digests_are_there_in_full(desk: Desk) -> None:
-    for event in (*STORY, *(RecordWritten(slot=0, record=record) for record in RECORDS)):
-        desk.chronicle.observe(event)
+    desk.tell(*STORY, *(RecordWritten(slot=0, record=record) for record in RECORDS))
     digests = [line["digest"] for line in desk.lines() if line.get("digest") is not None]
     assert digests == [DIGEST.hex()] * 9
 
 
+def test_a_deviation_names_the_first_tensor_that_differs(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    place = {"tensor": "anchor", "start_bytes": 4096, "stop_bytes": 4099, "differing_chunks": 2}
+    names = ("layers.0.wq", "layers.0.wk")
+    desk.tell(Deviated(**state_fields(HELD), voted="00", damaged_chunks=1, parameters=names, **place))
+    (line,) = desk.lines()
+    told = place | {"parameters": list(names), "damaged_chunks": 1, "outer_step": HELD.outer_step}
+    assert told == {name: line[name] for name in told}
+    assert "tensor=anchor parameters=layers.0.wq,layers.0.wk bytes=4096-4099 chunks=2" in caplog.text
+    assert "memory changed that nobody wrote to" in caplog.text
+
+
 def test_a_commit_names_the_step_that_was_made_and_a_vote_the_one_it_starts_from(desk: Desk) -> None:
-    desk.chronicle.observe(RoundStaged(key=KEY, digest=DIGEST, seconds=0.5))
-    desk.chronicle.observe(RoundCommitted(key=KEY, held=HELD, final=True, seconds=1.5))
-    desk.chronicle.observe(RecordWritten(slot=0, record=RECORDS[3]))
+    desk.tell(RoundStaged(**ROUND, digest=DIGEST.hex(), seconds=0.5))
+    desk.tell(RoundCommitted(**ROUND | state_fields(HELD), final=True, seconds=1.5))
+    desk.tell(RecordWritten(slot=0, record=RECORDS[3]))
     assert [line["outer_step"] for line in desk.lines()] == [2, 3, 3]
 
 
 def test_what_this_peer_does_is_told_with_its_figures(desk: Desk) -> None:
-    desk.chronicle.started(
-        run_id="demo-01234567",
-        address=ADDRESS,
-        num_parameters=10,
-        tokens_per_inner_step=20,
-        samples_per_data_epoch=500,
-    )
-    desk.chronicle.exchanged(KEY, STATS)
-    desk.chronicle.trained(REPORT)
-    desk.chronicle.evaluated(3, 2.25)
-    desk.chronicle.checkpoint_saved(3, 0.125)
-    desk.chronicle.checkpoint_failed(CheckpointFailed(Path("step-3"), OSError(28, "No space left on device")))
-    lines = {line["event"]: line for line in desk.lines()}
-    assert list(lines) == ["started", "round", "trained", "evaluate", "checkpoint", "fault"]
+    desk.tell(*OWN)
+    lines = {line["event"]: line for line in desk.lines() if line["event"] != "fault"}
+    assert list(lines) == ["started", "round", "trained", "evaluate", "checkpoint", "coordinator_ended"]
     assert (lines["round"]["bytes_sent"], lines["round"]["bytes_received"]) == (100, 200)
     assert (lines["trained"]["loss"], lines["trained"]["tokens"], lines["trained"]["wait_s"]) == (2.5, 60, 1.0)
-    assert "No space left" in str(lines["fault"]["cause"])
-    assert desk.sample("checkpoint_failures_total") == 1.0
-    assert desk.sample("checkpoints_total") == 1.0
-    assert desk.sample("validation_loss") == 2.25
+    faults = {line["kind"]: line for line in desk.lines() if line["event"] == "fault"}
+    assert list(faults) == ["checkpoint_failed", "worker_died", "worker_hung", "values_not_finite"]
+    assert "No space left" in str(faults["checkpoint_failed"]["cause"])
+    for name in ("checkpoint_failures_total", "checkpoints_total", "worker_deaths_total", "worker_hangs_total"):
+        assert desk.sample(name) == 1.0
+    assert (desk.sample("validation_loss"), desk.sample("train_loss")) == (2.25, 2.5)
+    assert desk.sample("round_seconds_sum") == REPORT.wait_s
+
+
+def test_what_is_not_a_crash_that_is_known_is_raised_again() -> None:
+    with pytest.raises(WorkerCrashed, match="unheard of"):
+        crashed(WorkerCrashed("unheard of"))
 
 
 def test_inner_steps_are_figures_and_no_lines(desk: Desk) -> None:
     for step in range(5):
-        desk.chronicle.inner_step(step + 1, 3.0, 10)
+        desk.tell(events.InnerStep(inner_step=step + 1, loss=3.0, tokens=10))
     assert desk.lines() == []
     assert desk.sample("inner_steps_total") == 5.0
     assert desk.sample("tokens_total") == 50.0
 
 
 def test_the_status_follows_the_story(desk: Desk) -> None:
-    board, chronicle = desk.board, desk.chronicle
-    assert board.status(1).phase == "starting"
-    chronicle.observe(CatchUpEnded(held=HELD, cause="", nbytes=1, seconds=0.1))
-    chronicle.observe(ViewInstalled(VIEW))
-    chronicle.observe(BecameActive(VIEW))
-    assert (board.status(1).phase, board.status(1).outer_step) == ("training", 3)
-    chronicle.inner_step(10, 3.0, 10)
-    chronicle.handed_in()
-    assert (board.status(1).phase, board.status(1).inner_step) == ("exchanging", 1)
-    chronicle.exchanged(KEY, STATS)
+    status = desk.chronicle.status
+    assert status().phase == "starting"
+    desk.tell(CatchUpEnded(**state_fields(HELD), cause="", bytes=1, seconds=0.1), SEEN)
+    assert (desk.sample("outer_step"), desk.sample("world_size")) == (3.0, 2.0)
+    desk.tell(BecameActive(**view_fields(VIEW)))
+    assert (status().phase, status().outer_step) == ("training", 3)
+    desk.tell(events.InnerStep(inner_step=10, loss=3.0, tokens=10), events.HandedIn())
+    assert (status().phase, status().inner_step, status().train_loss) == ("exchanging", 1, 3.0)
+    desk.tell(exchanged(KEY, STATS))
     desk.now_s += 10.0
-    chronicle.trained(REPORT)
-    status = board.status(1)
-    assert (status.phase, status.outer_step, status.inner_step, status.train_loss) == ("training", 3, 0, 2.5)
-    assert (status.sent_bytes, status.received_bytes, status.goodput) == (100, 200, pytest.approx(0.3))
-    assert status.last_round is not None
-    assert (status.last_round.bytes, status.last_round.num_members) == (300, 2)
-    chronicle.observe(BecameLearner("put out"))
-    assert (board.status(1).phase, desk.sample("evictions_total")) == ("learning", 1.0)
+    desk.tell(trained(REPORT))
+    now = status()
+    assert (now.phase, now.outer_step, now.inner_step, now.train_loss) == ("training", 3, 0, 2.5)
+    assert (now.sent_bytes, now.received_bytes, now.goodput) == (100, 200, pytest.approx(0.3))
+    assert now.last_round is not None
+    assert (now.last_round.bytes, now.last_round.num_members, now.last_round.seconds) == (300, 2, 4.0)
+    desk.tell(BecameLearner(cause="put out"))
+    assert (status().phase, desk.sample("evictions_total")) == ("learning", 1.0)
+
+
+def test_the_end_is_told_ahead_at_the_pace_of_the_newest_commits(desk: Desk) -> None:
+    desk.chronicle = Chronicle(desk.log, replace(BLANK, total_outer_steps=10))
+    for step in range(1, 4):
+        assert desk.chronicle.status().seconds_left is None or step == 3
+        desk.now_s += 5.0
+        desk.tell(trained(dataclasses.replace(REPORT, outer_step=step)))
+    desk.now_s += 1.0
+    assert desk.chronicle.status().seconds_left == pytest.approx(7 * 5.0 - 1.0)
 
 
 def test_a_peer_that_was_no_member_yet_is_not_counted_as_evicted(desk: Desk) -> None:
-    desk.chronicle.observe(BecameLearner("welcomed as a learner"))
+    desk.tell(BecameLearner(cause="welcomed as a learner"))
     assert desk.sample("evictions_total") == 0.0
 
 
 def test_a_peer_that_leaves_says_so_until_it_is_gone(desk: Desk) -> None:
-    desk.chronicle.observe(BecameActive(VIEW))
-    desk.board.is_leaving = True
-    desk.chronicle.inner_step(1, 3.0, 10)
-    assert desk.board.status(1).phase == "leaving"
+    desk.tell(BecameActive(**view_fields(VIEW)), events.LeaveAsked())
+    desk.tell(events.InnerStep(inner_step=1, loss=3.0, tokens=10))
+    assert desk.chronicle.status().phase == "leaving"
 
 
-def test_the_status_marks_this_peer_and_the_coordinator(desk: Desk) -> None:
-    desk.chronicle.observe(ViewInstalled(VIEW))
-    desk.board.coordinator = ADDRESS
-    status = desk.board.status(1)
+def test_the_status_marks_this_peer_the_coordinator_and_the_paths_between(desk: Desk) -> None:
+    fields = view_fields(VIEW) | {"apart": (f"{A.peer_id} {B.peer_id}",)}
+    desk.tell(replace(SEEN, **fields), CoordinatorConnected(address=ADDRESS))
+    link = LinkReport(
+        peer_id=B.peer_id,
+        host="192.0.2.1",
+        is_dialled=True,
+        round_trip_s=0.02,
+        num_streams=1,
+        bytes_per_s=None,
+        bytes_sent=0,
+        bytes_received=0,
+        bytes_sent_again=0,
+    )
+    status = desk.chronicle.status([link])
     assert status.coordinator == ADDRESS
-    assert [(member.is_me, member.is_coordinator) for member in status.members] == [(True, True), (False, False)]
+    mine, other = status.members
+    assert (mine.is_me, mine.is_coordinator, mine.is_apart, mine.host) == (True, True, False, None)
+    assert (other.is_me, other.is_coordinator, other.is_apart) == (False, False, True)
+    assert (other.host, other.is_dialled, other.round_trip_ms) == ("192.0.2.1", True, pytest.approx(20.0))
+    assert status.peers_seen == 1
 
 
-def test_totals_become_counters_that_only_grow_by_what_is_new(desk: Desk) -> None:
-    desk.chronicle.counted(refused={"no hello in time": 2}, served_nbytes=1000)
-    desk.chronicle.counted(refused={"no hello in time": 2, "refused": 1}, served_nbytes=1500)
+def test_totals_are_shown_as_they_are(desk: Desk) -> None:
+    desk.tell(events.Counted(refused={"no hello in time": 2}, state_served_bytes=1000))
+    desk.tell(events.Counted(refused={"no hello in time": 2, "refused": 1}, state_served_bytes=1500))
     assert desk.sample("state_served_bytes_total") == 1500.0
     assert desk.sample("events_lost_total") == 0.0
-    reasons = {"no hello in time": 2.0, "refused": 1.0}
-    for reason, expected in reasons.items():
+    for reason, expected in {"no hello in time": 2.0, "refused": 1.0}.items():
         value = desk.metrics.registry.get_sample_value("isthmus_refused_connections_total", {"reason": reason})
         assert value == expected
+
+
+def test_the_line_that_people_read_of_the_text_says_what_it_is_and_where_from(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = np.zeros(3_150_000, dtype=np.uint8)
+    corpus = Corpus.of(tokens, tokens, "Python 3.11.7's standard library")
+    peers = (PeerId("a1b2000000000000"), PeerId("c3d4000000000000"))
+    caplog.set_level(logging.INFO)
+    desk.tell(
+        text_found(FoundText(corpus=corpus, source="machine")),
+        text_found(FoundText(corpus=corpus, source="copy")),
+        text_found(FoundText(corpus=corpus, source="peers", peers=peers, fetched_nbytes=corpus.nbytes, seconds=0.41)),
+        text_found(FoundText(corpus=corpus, source="peers", peers=peers[:1], fetched_nbytes=2_300_000, seconds=9.0)),
+    )
+    about = "text: 6.3 MB, Python 3.11.7's standard library, from"
+    assert caplog.messages == [
+        f"{about} this machine",
+        f"{about} the copy of an earlier start",
+        f"{about} peers a1b2, c3d4 in 0.4 s",
+        f"{about} peers a1b2 in 9.0 s (4.0 MB of it were here)",
+    ]

@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: exit codes, one sentence on stderr for every mistake, results on stdout."""
 
+import asyncio
 import dataclasses
 import json
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 import pytest
 import torch
 
 from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, STATE_NAME, CheckpointMeta, CheckpointStore
+from isthmus.trainer.cli.app import run
 from isthmus.trainer.cli.support import is_loopback, take_apart
 from isthmus.trainer.config.manifest import manifest_of
 from isthmus.trainer.config.settings import Config
@@ -22,6 +28,8 @@ from isthmus.trainer.config.training import DecoderSection
 from isthmus.trainer.contact.ticket import decode_ticket, encode_ticket, make_ticket
 from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, Refused, operator_error
 from isthmus.trainer.model.decoder import initial_parameters, num_parameters
+from isthmus.trainer.run.control_socket import ControlClient
+from isthmus.trainer.run.options import Founding
 
 REPOSITORY = Path(__file__).parents[3]
 ON_THIS_MACHINE = make_ticket(
@@ -43,7 +51,7 @@ LAUNCH = "from isthmus.trainer.cli.app import main; main()"
 DESLOC_WITH_SGD = ("--outer.type", "desloc", "--inner.type", "sgd")
 
 
-def isthmus(
+def in_a_process(
     *arguments: str, cwd: Path, launch: str = LAUNCH, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -56,6 +64,38 @@ def isthmus(
         timeout=55,
         check=False,
     )
+
+
+class Isthmus(Protocol):
+    def __call__(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture
+def isthmus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Isthmus]:
+    """Runs a command line in `tmp_path`, in this process: another one takes seconds to begin.
+
+    Nothing can be split off from a process that has threads.
+    """
+    monkeypatch.setattr("isthmus.trainer.cli.peers.load_for_training", lambda loop: None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["isthmus"])
+    for name in [name for name in os.environ if name.startswith("ISTHMUS")]:
+        monkeypatch.delenv(name)
+
+    def run_line(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        capfd.readouterr()
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            code = run(list(arguments))
+        return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
+
+    root, ours = logging.getLogger(), logging.getLogger("isthmus")
+    handlers, levels = list(root.handlers), (root.level, ours.level)
+    yield run_line
+    root.handlers[:] = handlers
+    for logger, level in zip((root, ours), levels, strict=True):
+        logger.setLevel(level)
 
 
 def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *parts: str) -> None:
@@ -145,12 +185,16 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *part
         (["config"], ["missing command"]),
     ],
 )
-def test_mistake_is_one_sentence_and_exit_code_2(tmp_path: Path, arguments: list[str], parts: list[str]) -> None:
-    assert_one_sentence(isthmus(*arguments, cwd=tmp_path), ExitCode.USAGE, *parts)
+def test_mistake_is_one_sentence_and_exit_code_2(isthmus: Isthmus, arguments: list[str], parts: list[str]) -> None:
+    assert_one_sentence(isthmus(*arguments), ExitCode.USAGE, *parts)
 
 
-def test_every_mistake_in_a_configuration_has_a_line_of_its_own(tmp_path: Path) -> None:
-    done = isthmus("up", "--inner.lrr", "1", "--run.seed=-1", "--peers", "0", cwd=tmp_path)
+def test_a_process_ends_with_the_sentence_and_the_code(tmp_path: Path) -> None:
+    assert_one_sentence(in_a_process("jion", cwd=tmp_path), ExitCode.USAGE, "no such command 'jion'", "join")
+
+
+def test_every_mistake_in_a_configuration_has_a_line_of_its_own(isthmus: Isthmus) -> None:
+    done = isthmus("up", "--inner.lrr", "1", "--run.seed=-1", "--peers", "0")
     assert done.returncode == ExitCode.USAGE
     assert done.stderr.splitlines() == [
         "isthmus: unknown key inner.lrr from --inner.lrr; did you mean inner.lr?",
@@ -189,9 +233,9 @@ def test_every_mistake_in_a_configuration_has_a_line_of_its_own(tmp_path: Path) 
     ],
 )
 def test_with_json_an_error_is_one_object_on_stderr(
-    tmp_path: Path, arguments: list[str], code: int, errors: list[dict[str, object]]
+    isthmus: Isthmus, arguments: list[str], code: int, errors: list[dict[str, object]]
 ) -> None:
-    done = isthmus(*arguments, "--json", cwd=tmp_path)
+    done = isthmus(*arguments, "--json")
     assert (done.returncode, done.stdout) == (code, "")
     told = json.loads(done.stderr)
     assert (told["schema"], told["exit_code"]) == ("isthmus.error/1", code)
@@ -201,9 +245,9 @@ def test_with_json_an_error_is_one_object_on_stderr(
 @pytest.mark.skipif(torch.cuda.device_count() > 3, reason="needs a machine with fewer devices than workers")
 @pytest.mark.parametrize("command", [("up", "--data", str(Path(__file__))), ("join", TICKET)])
 def test_missing_devices_are_told_before_a_ticket_is_printed_or_anything_is_written(
-    tmp_path: Path, command: tuple[str, ...]
+    isthmus: Isthmus, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
-    done = isthmus(*command, "--device", "cuda", "--local-workers", "4", cwd=tmp_path)
+    done = isthmus(*command, "--device", "cuda", "--local-workers", "4")
     assert_one_sentence(done, ExitCode.ENVIRONMENT, "4 workers need as many CUDA devices", "node.device to cpu")
     assert not (tmp_path / "runs").exists()
 
@@ -217,25 +261,25 @@ def test_missing_devices_are_told_before_a_ticket_is_printed_or_anything_is_writ
         ("isthmus1" + TICKET[8:], "this ticket is of version 1"),
     ],
 )
-def test_bad_ticket_is_one_sentence_and_exit_code_5(tmp_path: Path, ticket: str, part: str) -> None:
-    assert_one_sentence(isthmus("join", ticket, cwd=tmp_path), ExitCode.REFUSED, part)
+def test_bad_ticket_is_one_sentence_and_exit_code_5(isthmus: Isthmus, ticket: str, part: str) -> None:
+    assert_one_sentence(isthmus("join", ticket), ExitCode.REFUSED, part)
 
 
-def test_tickets_of_peers_and_of_standbys_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
-    as_peer = isthmus("join", STANDBY_TICKET, cwd=tmp_path)
+def test_tickets_of_peers_and_of_standbys_are_not_mistaken_for_each_other(isthmus: Isthmus) -> None:
+    as_peer = isthmus("join", STANDBY_TICKET)
     assert_one_sentence(as_peer, ExitCode.REFUSED, "for standby coordinators", "that the coordinator printed")
-    as_standby = isthmus("coordinator", "--standby", TICKET, cwd=tmp_path)
+    as_standby = isthmus("coordinator", "--standby", TICKET)
     assert_one_sentence(as_standby, ExitCode.REFUSED, "this ticket lets peers in", "standby.ticket")
 
 
 @pytest.mark.parametrize("command", ["status", "leave"])
-def test_where_nothing_runs_the_exit_code_is_4(tmp_path: Path, command: str) -> None:
-    assert_one_sentence(isthmus(command, cwd=tmp_path), ExitCode.NOBODY_REACHABLE, "name its folder with --dir")
-    assert_one_sentence(isthmus(command, "--dir", "x", cwd=tmp_path), ExitCode.NOBODY_REACHABLE, "no isthmus runs in x")
+def test_where_nothing_runs_the_exit_code_is_4(isthmus: Isthmus, command: str) -> None:
+    assert_one_sentence(isthmus(command), ExitCode.NOBODY_REACHABLE, "name its folder with --dir")
+    assert_one_sentence(isthmus(command, "--dir", "x"), ExitCode.NOBODY_REACHABLE, "no isthmus runs in x")
 
 
-def test_variable_with_an_unknown_key_is_a_mistake(tmp_path: Path) -> None:
-    done = isthmus("config", "show", cwd=tmp_path, environment={"ISTHMUS__INNER__LRR": "1"})
+def test_variable_with_an_unknown_key_is_a_mistake(isthmus: Isthmus) -> None:
+    done = isthmus("config", "show", ISTHMUS__INNER__LRR="1")
     assert_one_sentence(done, ExitCode.USAGE, "unknown key inner.lrr from ISTHMUS__INNER__LRR")
 
 
@@ -250,16 +294,23 @@ isthmus.trainer.cli.app.main()
 
 
 def test_bug_is_one_sentence_that_names_a_file_with_the_story(tmp_path: Path) -> None:
-    done = isthmus("status", cwd=tmp_path, launch=BROKEN, environment={"TMPDIR": str(tmp_path)})
+    done = in_a_process("status", cwd=tmp_path, launch=BROKEN, environment={"TMPDIR": str(tmp_path)})
     assert_one_sentence(done, ExitCode.UNEXPECTED, "this is a bug in isthmus (KeyError: 'secret detail')")
     story = Path(re.search(r"report it with (\S+)", done.stderr)[1])
     assert story.parent == tmp_path
     assert "Traceback" in story.read_text()
 
 
-def test_debug_shows_the_traceback_of_any_error(tmp_path: Path) -> None:
-    for arguments, launch in ((["status", "--debug"], BROKEN), (["--debug", "join", "hello"], LAUNCH)):
-        done = isthmus(*arguments, cwd=tmp_path, launch=launch, environment={"TMPDIR": str(tmp_path)})
+def test_debug_shows_the_traceback_of_any_error(
+    isthmus: Isthmus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("secret detail")
+
+    monkeypatch.setattr("isthmus.trainer.cli.peers.client_of", broken)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for arguments in (["status", "--debug"], ["--debug", "join", "hello"]):
+        done = isthmus(*arguments)
         assert "Traceback" in done.stderr
         assert done.stderr.splitlines()[-1].startswith("isthmus: ")
 
@@ -274,34 +325,37 @@ def test_error_inside_task_groups_is_the_operators_only_if_all_of_it_is() -> Non
 # ------------------------------------------------------------------------------------------------------------- results
 
 
-def test_help_and_version_answer_without_torch_or_zmq(tmp_path: Path) -> None:
-    check = "import sys\ntry:\n    {}\nfinally:\n    assert not {{'torch', 'zmq'}} & set(sys.modules)"
-    for arguments in ([], ["--help"], ["-h"], ["up", "--help"], ["join", "-h"], ["--version"]):
-        done = isthmus(*arguments, cwd=tmp_path, launch=check.format(LAUNCH.replace("; ", "\n    ")))
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
-        assert "isthmus" in done.stdout
-
-
-def test_config_show_needs_no_torch_and_prints_what_counts(tmp_path: Path) -> None:
+def test_help_and_version_answer_without_torch_or_zmq_and_config_show_without_torch(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("[inner]\nlr = 0.25\n")
-    check = "import sys\ntry:\n    {}\nfinally:\n    assert 'torch' not in sys.modules"
-    done = isthmus(
+    code = """
+import sys
+from isthmus.trainer.cli.app import run
+for arguments in ([], ["--help"], ["-h"], ["up", "--help"], ["join", "-h"], ["--version"]):
+    assert run(arguments) == 0
+    assert not {"torch", "zmq"} & set(sys.modules)
+    print("----")
+assert run(sys.argv[1:]) == 0
+assert "torch" not in sys.modules
+"""
+    done = in_a_process(
         "config", "show", "--origin", "-c", "a.toml", "--run.seed=3", "--outer.codec", "raw",
         cwd=tmp_path,
-        launch=check.format(LAUNCH.replace("; ", "\n    ")),
+        launch=code,
         environment={"ISTHMUS__EVAL__BATCHES": "2"},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "lr = 0.25  # (a.toml) Peak learning rate" in done.stdout
-    assert "seed = 3  # (--run.seed)" in done.stdout
-    assert 'codec = "raw"  # (--outer.codec)' in done.stdout
-    assert "batches = 2  # (ISTHMUS__EVAL__BATCHES)" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+    *told, shown = done.stdout.split("----\n")
+    assert len(told) == 6
+    assert all("isthmus" in text for text in told)
+    assert "lr = 0.25  # (a.toml) Peak learning rate" in shown
+    assert "seed = 3  # (--run.seed)" in shown
+    assert 'codec = "raw"  # (--outer.codec)' in shown
+    assert "batches = 2  # (ISTHMUS__EVAL__BATCHES)" in shown
 
 
 def test_a_shell_completes_commands(tmp_path: Path) -> None:
     asked = {"_ISTHMUS_COMPLETE": "complete_bash", "COMP_WORDS": "isthmus jo", "COMP_CWORD": "1"}
-    assert isthmus(cwd=tmp_path, environment=asked).stdout.split() == ["join"]
+    assert in_a_process(cwd=tmp_path, environment=asked).stdout.split() == ["join"]
 
 
 @pytest.mark.parametrize(
@@ -316,13 +370,18 @@ def test_a_shell_completes_commands(tmp_path: Path) -> None:
         ("isthmus status --outer.ke", []),
     ],
 )
-def test_a_shell_completes_keys_of_the_configuration_and_types(tmp_path: Path, line: str, words: list[str]) -> None:
-    in_bash = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_ISTHMUS_COMPLETE": "complete_bash"}
-    in_zsh = {"_TYPER_COMPLETE_ARGS": line, "_ISTHMUS_COMPLETE": "complete_zsh"}
-    code = LAUNCH.replace("main()", "import sys; sys.argv[0] = 'isthmus'; main()")
-    assert sorted(isthmus(cwd=tmp_path, launch=code, environment=in_bash).stdout.split()) == words
-    told = isthmus(cwd=tmp_path, launch=code, environment=in_zsh).stdout
-    assert sorted(word for word in re.findall(r'"([^"]+)"', told) if word.startswith(("-", *words))) == words
+def test_a_shell_completes_keys_of_the_configuration_and_types(
+    isthmus: Isthmus, capfd: pytest.CaptureFixture[str], line: str, words: list[str]
+) -> None:
+    def completed(**asked: str) -> str:
+        with pytest.raises(SystemExit):
+            isthmus(**asked)
+        return capfd.readouterr().out
+
+    in_bash = completed(_ISTHMUS_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(line.count(" ")))
+    assert sorted(in_bash.split()) == words
+    in_zsh = completed(_ISTHMUS_COMPLETE="complete_zsh", _TYPER_COMPLETE_ARGS=line)
+    assert sorted(word for word in re.findall(r'"([^"]+)"', in_zsh) if word.startswith(("-", *words))) == words
 
 
 def test_a_reader_that_has_enough_is_no_mistake_and_a_full_disk_is_told(tmp_path: Path) -> None:
@@ -341,8 +400,8 @@ def test_a_reader_that_has_enough_is_no_mistake_and_a_full_disk_is_told(tmp_path
     assert (shell(f"{command} >&-").returncode, shell(f"{command} >&- 2>&- <&-").returncode) == (0, 0)
 
 
-def test_config_show_as_json_is_one_object(tmp_path: Path) -> None:
-    done = isthmus("config", "show", "--json", cwd=tmp_path)
+def test_config_show_as_json_is_one_object(isthmus: Isthmus) -> None:
+    done = isthmus("config", "show", "--json")
     assert json.loads(done.stdout)["schema"] == "isthmus.config/1"
 
 
@@ -357,9 +416,9 @@ def saved_run(run_dir: Path, run_id: str = "demo-0123abcd", outer_step: int = 4)
     return store
 
 
-def test_export_then_sample_gives_text_on_stdout(tmp_path: Path) -> None:
+def test_export_then_sample_gives_text_on_stdout(isthmus: Isthmus, tmp_path: Path) -> None:
     saved_run(tmp_path / "runs" / "demo")
-    exported = isthmus("export", "--json", cwd=tmp_path)
+    exported = isthmus("export", "--json")
     assert json.loads(exported.stdout) == {
         "schema": "isthmus.export/1",
         "run_id": "demo-0123abcd",
@@ -367,129 +426,116 @@ def test_export_then_sample_gives_text_on_stdout(tmp_path: Path) -> None:
         "num_parameters": num_parameters(MODEL.decoder_config()),
         "directory": "model",
     }
-    sampled = isthmus("sample", "The sea", "--tokens", "5", "--temperature", "0", cwd=tmp_path)
+    sampled = isthmus("sample", "The sea", "--tokens", "5", "--temperature", "0")
     assert sampled.returncode == 0, sampled.stderr
     assert sampled.stdout.startswith("The sea")
     assert sampled.stderr == ""
 
 
-def test_changed_byte_in_the_only_checkpoint_is_exit_code_9(tmp_path: Path) -> None:
+def test_changed_byte_in_the_only_checkpoint_is_exit_code_9(isthmus: Isthmus, tmp_path: Path) -> None:
     store = saved_run(tmp_path / "run")
     path = store.path_of(4) / STATE_NAME
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
-    done = isthmus("export", "--dir", "run", cwd=tmp_path)
+    done = isthmus("export", "--dir", "run")
     assert done.returncode == ExitCode.INTEGRITY
     assert "was changed since it was written" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
-def test_init_writes_a_file_that_founds_a_run_and_never_over_another(tmp_path: Path) -> None:
-    done = isthmus("init", cwd=tmp_path)
+def test_init_writes_a_file_that_founds_a_run_and_never_over_another(isthmus: Isthmus) -> None:
+    done = isthmus("init")
     assert (done.returncode, done.stderr) == (ExitCode.DONE, "")
     assert "isthmus up -c run.toml" in done.stdout
-    shown = [isthmus("config", "show", *more, cwd=tmp_path).stdout for more in ((), ("-c", "run.toml"))]
+    shown = [isthmus("config", "show", *more).stdout for more in ((), ("-c", "run.toml"))]
     assert shown[0] == shown[1]
-    assert_one_sentence(isthmus("init", cwd=tmp_path), ExitCode.USAGE, "run.toml exists already")
-    assert_one_sentence(isthmus("init", "no/where.toml", cwd=tmp_path), ExitCode.USAGE, "cannot be written")
+    assert_one_sentence(isthmus("init"), ExitCode.USAGE, "run.toml exists already")
+    assert_one_sentence(isthmus("init", "no/where.toml"), ExitCode.USAGE, "cannot be written")
 
 
-def test_of_several_peers_of_one_run_the_furthest_is_exported(tmp_path: Path) -> None:
+def test_of_several_peers_of_one_run_the_furthest_is_exported(isthmus: Isthmus, tmp_path: Path) -> None:
     for name, outer_step in (("a", 4), ("b", 12), ("c", 8)):
         saved_run(tmp_path / "runs" / name, outer_step=outer_step)
-    assert json.loads(isthmus("export", "--json", cwd=tmp_path).stdout)["outer_step"] == 12
+    assert json.loads(isthmus("export", "--json").stdout)["outer_step"] == 12
 
 
-def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:
+def test_several_runs_have_to_be_told_apart(isthmus: Isthmus, tmp_path: Path) -> None:
     saved_run(tmp_path / "runs" / "a")
     saved_run(tmp_path / "runs" / "b", run_id="another-0123abcd")
-    assert_one_sentence(isthmus("export", cwd=tmp_path), ExitCode.USAGE, "runs/a, runs/b; choose one with --dir")
+    assert_one_sentence(isthmus("export"), ExitCode.USAGE, "runs/a, runs/b; choose one with --dir")
 
 
 # -------------------------------------------------------------------------------------------------------------- peers
 
-RECORDING_DAEMON = (
-    f"TICKET = {TICKET!r}"
-    + """
-import asyncio, sys, types
-from isthmus.trainer.errors import ExitCode, Refused
-daemon = types.ModuleType("isthmus.trainer.run.daemon")
-async def run_peer(options):
-    config = options.resolved.config
-    role = options.role
-    if type(role).__name__ == "Founding":
-        from isthmus.trainer.contact.ticket import decode_ticket
-        role.announce_ticket(decode_ticket(TICKET), None)
-        print("founding", config.run.name, config.members.start_peers, options.run_dir, file=sys.stderr)
-        return int(ExitCode.LEFT)
-    print("joining", role.ticket.run_id, config.node.local_workers, options.run_dir, file=sys.stderr)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(refuse())
-async def refuse(): raise Refused("the run does not want us")
-daemon.run_peer = run_peer
-daemon.run_coordinator = run_peer
-sys.modules["isthmus.trainer.run.daemon"] = daemon
-from isthmus.trainer.cli.app import main
-main()
-"""
-)
+
+class Daemon:
+    """Stands in for the daemon: says what it was given, and founds or is refused."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.options: list[Any] = []
+        monkeypatch.setattr("isthmus.trainer.run.daemon.run_daemon", self._run)
+        monkeypatch.setattr("isthmus.trainer.cli.peers.load_for_training", lambda _loop: None)
+
+    async def _run(self, options: Any) -> int:
+        self.options.append(options)
+        if isinstance(options.role, Founding):
+            options.role.announce_ticket(decode_ticket(TICKET), None)
+            return int(ExitCode.LEFT)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._refuse())
+        return 0
+
+    async def _refuse(self) -> None:
+        raise Refused("the run does not want us")
 
 
-def test_up_hands_the_daemon_its_options_and_prints_the_ticket(tmp_path: Path) -> None:
-    done = isthmus(
-        "up",
-        "--name",
-        "demo",
-        "--peers",
-        "3",
-        "--ticket-file",
-        "t",
-        "--run.seed=5",
-        cwd=tmp_path,
-        launch=RECORDING_DAEMON,
-    )
-    assert done.returncode == ExitCode.LEFT, done.stderr
+@pytest.fixture
+def daemon(monkeypatch: pytest.MonkeyPatch) -> Daemon:
+    return Daemon(monkeypatch)
+
+
+def test_up_hands_the_daemon_its_options_and_prints_the_ticket(
+    isthmus: Isthmus, daemon: Daemon, tmp_path: Path
+) -> None:
+    done = isthmus("up", "--name", "demo", "--peers", "3", "--ticket-file", "t", "--run.seed=5")
+    assert (done.returncode, done.stderr) == (ExitCode.LEFT, "")
     assert f"\n    isthmus join {TICKET}\n" in done.stdout
-    assert done.stderr == f"founding demo 3 {tmp_path}/runs/demo\n"
+    (options,) = daemon.options
+    config = options.resolved.config
+    assert (config.run.name, config.members.start_peers, config.run.seed) == ("demo", 3, 5)
+    assert options.run_dir == tmp_path / "runs" / "demo"
     assert (tmp_path / "t").read_text() == f"{TICKET}\n"
     assert (tmp_path / "t").stat().st_mode & 0o777 == 0o600
 
 
-def test_coordinator_prints_the_ticket_too(tmp_path: Path) -> None:
-    done = isthmus("coordinator", cwd=tmp_path, launch=RECORDING_DAEMON)
+def test_coordinator_prints_the_ticket_too(isthmus: Isthmus, daemon: Daemon) -> None:
+    done = isthmus("coordinator")
     assert done.returncode == ExitCode.LEFT, done.stderr
     assert done.stdout.startswith("others join with (until ")
     assert done.stdout.splitlines()[-2:] == [f"    isthmus join {TICKET}", ""]
 
 
-def test_resumed_run_keeps_its_manifest_unless_told_otherwise(tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_manifest_unless_told_otherwise(isthmus: Isthmus, daemon: Daemon, tmp_path: Path) -> None:
     saved_run(tmp_path / "old")
-    done = isthmus("up", "--resume", "old", "--peers", "2", "--dir", "new", cwd=tmp_path, launch=RECORDING_DAEMON)
-    assert done.returncode == ExitCode.LEFT, done.stderr
-    assert done.stderr == f"founding run 2 {tmp_path}/new\n"
+    done = isthmus("up", "--resume", "old", "--peers", "2", "--dir", "new")
+    assert (done.returncode, done.stderr) == (ExitCode.LEFT, "")
+    (options,) = daemon.options
+    config = options.resolved.config
+    assert (config.run.name, config.members.start_peers, options.run_dir) == ("run", 2, tmp_path / "new")
+    assert config.model == MODEL
 
 
-def test_join_hands_over_the_ticket_and_ends_with_the_code_of_a_refusal(tmp_path: Path) -> None:
+def test_join_hands_over_the_ticket_and_ends_with_the_code_of_a_refusal(
+    isthmus: Isthmus, daemon: Daemon, tmp_path: Path
+) -> None:
     (tmp_path / "t").write_text(TICKET + "\n")
-    done = isthmus("join", "@t", "--local-workers", "2", cwd=tmp_path, launch=RECORDING_DAEMON)
-    assert done.returncode == ExitCode.REFUSED
-    told, refused = done.stderr.splitlines()
-    assert told == f"joining demo-0123abcd 2 {tmp_path}/runs/demo-0123abcd"
-    assert refused == "isthmus: the run does not want us"
-
-
-LINE_DAEMON = """
-import sys, types
-daemon = types.ModuleType("isthmus.trainer.run.daemon")
-async def run(options):
-    net, node = options.resolved.config.net, options.resolved.config.node
-    print(net.tls, net.num_streams, node.listen, node.max_upload_bytes_per_s, node.max_download_bytes_per_s)
-daemon.run_peer = daemon.run_coordinator = run
-sys.modules["isthmus.trainer.run.daemon"] = daemon
-from isthmus.trainer.cli.app import main
-main()
-"""
+    done = isthmus("join", "@t", "--local-workers", "2")
+    assert (done.returncode, done.stderr) == (ExitCode.REFUSED, "isthmus: the run does not want us\n")
+    (options,) = daemon.options
+    assert options.role.ticket.run_id == "demo-0123abcd"
+    assert options.resolved.config.node.local_workers == 2
+    assert options.run_dir == tmp_path / "runs" / "demo-0123abcd"
 
 
 @pytest.mark.parametrize(
@@ -505,20 +551,26 @@ main()
     ],
 )  # fmt: skip
 def test_the_line_is_as_the_flags_say_and_encryption_needs_no_insistence(
-    tmp_path: Path, arguments: list[str], line: str
+    isthmus: Isthmus, daemon: Daemon, arguments: list[str], line: str
 ) -> None:
-    done = isthmus(*arguments, cwd=tmp_path, launch=LINE_DAEMON)
-    assert (done.returncode, done.stdout, done.stderr) == (0, line + "\n", "")
+    isthmus(*arguments)
+    assert line_of(daemon) == line
+
+
+def line_of(daemon: Daemon) -> str:
+    (options,) = daemon.options
+    net, node = options.resolved.config.net, options.resolved.config.node
+    return f"{net.tls} {net.num_streams} {node.listen} {node.max_upload_bytes_per_s} {node.max_download_bytes_per_s}"
 
 
 @pytest.mark.parametrize("tls", [[], ["--tls", "off"]])
 @pytest.mark.parametrize("command", [["up"], ["coordinator"], ["join", FAR_TICKET]])
 def test_without_encryption_every_start_beyond_this_machine_warns(
-    tmp_path: Path, command: list[str], tls: list[str]
+    isthmus: Isthmus, daemon: Daemon, command: list[str], tls: list[str]
 ) -> None:
-    done = isthmus(*command, "--listen", "10.0.0.1:7", "--insecure", *tls, cwd=tmp_path, launch=LINE_DAEMON)
-    assert (done.returncode, done.stdout) == (0, "off None 10.0.0.1:7 None None\n")
-    (warned,) = done.stderr.splitlines()
+    done = isthmus(*command, "--listen", "10.0.0.1:7", "--insecure", *tls)
+    assert line_of(daemon) == "off None 10.0.0.1:7 None None"
+    warned = done.stderr.splitlines()[0]
     assert "WARNING" in warned
     assert "not_encrypted listen=10.0.0.1:7; " in warned
     assert "leave out --insecure" in warned
@@ -548,19 +600,19 @@ asyncio.run(main())
 """
 
 
-def test_old_ticket_is_only_warned_of_before_the_coordinator_decides(tmp_path: Path) -> None:
+def test_old_ticket_is_only_warned_of_before_the_coordinator_decides(isthmus: Isthmus, daemon: Daemon) -> None:
     old = make_ticket(
         ticket_id=b"ticket 1", secret=b"s" * 32, run_id="demo-0123abcd", addresses=["127.0.0.1:1"], expires_at_s=1
     )
-    done = isthmus("join", encode_ticket(old), cwd=tmp_path, launch=RECORDING_DAEMON)
+    done = isthmus("join", encode_ticket(old))
     assert done.returncode == ExitCode.REFUSED
-    (warned,) = (line for line in done.stderr.splitlines() if "ticket_old" in line)  # logs have their own pace
-    told, refused = (line for line in done.stderr.splitlines() if line != warned)
-    assert told.startswith("joining")
+    assert len(daemon.options) == 1
+    warned, refused = done.stderr.splitlines()
+    assert "ticket_old" in warned
     assert refused == "isthmus: the run does not want us"
 
 
-def test_status_and_leave_of_a_running_peer(tmp_path: Path) -> None:
+def test_status_and_leave_of_a_running_peer(isthmus: Isthmus, tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "demo"
     run_dir.mkdir(parents=True)
     daemon = subprocess.Popen(
@@ -569,10 +621,10 @@ def test_status_and_leave_of_a_running_peer(tmp_path: Path) -> None:
     try:
         assert daemon.stdout is not None
         assert daemon.stdout.readline() == "ready\n"
-        as_json = isthmus("status", "--json", cwd=tmp_path)
+        as_json = isthmus("status", "--json")
         assert msgspec.json.decode(as_json.stdout)["schema"] == "isthmus.status/1"
-        assert "outer step 1 of 2" in isthmus("status", cwd=tmp_path).stdout
-        left = isthmus("leave", "--dir", str(run_dir), cwd=tmp_path)
+        assert "outer step 1 of 2" in isthmus("status").stdout
+        left = isthmus("leave", "--dir", str(run_dir))
         assert (left.returncode, left.stdout, left.stderr) == (0, "", "")
         assert daemon.wait(20) == 0
     finally:
@@ -580,7 +632,10 @@ def test_status_and_leave_of_a_running_peer(tmp_path: Path) -> None:
         daemon.communicate(timeout=20)
 
 
-def test_daemon_that_is_stopped_is_told_within_the_deadline(tmp_path: Path) -> None:
+def test_daemon_that_is_stopped_is_told_within_the_deadline(
+    isthmus: Isthmus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(ControlClient.__init__.__kwdefaults__, "timeout_s", 0.5)
     daemon = subprocess.Popen(
         [sys.executable, "-c", SERVING_DAEMON, str(tmp_path)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     )
@@ -588,8 +643,8 @@ def test_daemon_that_is_stopped_is_told_within_the_deadline(tmp_path: Path) -> N
         assert daemon.stdout is not None
         assert daemon.stdout.readline() == "ready\n"
         daemon.send_signal(signal.SIGSTOP)
-        done = isthmus("status", "--dir", str(tmp_path), cwd=tmp_path)
-        assert_one_sentence(done, ExitCode.NOBODY_REACHABLE, "did not answer in 5 s")
+        done = isthmus("status", "--dir", str(tmp_path))
+        assert_one_sentence(done, ExitCode.NOBODY_REACHABLE, "did not answer in 0.5 s")
     finally:
         daemon.kill()
         daemon.communicate(timeout=20)
@@ -633,7 +688,8 @@ def test_every_operator_error_has_an_exit_code_of_its_own() -> None:
     def tree(kind: type[IsthmusError]) -> list[type[IsthmusError]]:
         return [kind, *(leaf for child in kind.__subclasses__() for leaf in tree(child))]
 
-    codes = {kind.exit_code for kind in tree(IsthmusError) if kind is not IsthmusError}
+    kinds = [kind for kind in tree(IsthmusError)[1:] if not kind.__name__.startswith("_")]
+    codes = {kind.exit_code for kind in kinds}
     assert ExitCode.UNEXPECTED not in codes
     assert {2, 3, 4, 5, 6, 7, 8, 9, 10} <= {int(code) for code in codes}
 

@@ -421,9 +421,10 @@ def test_the_length_of_a_run_is_counted_in_the_methods_plan(count: int) -> None:
     assert max(after - before for before, after in pairwise([0, *steps])) == pace_of(config).longest_stretch
 
 
-def test_a_run_without_an_end_has_a_length_all_the_same() -> None:
+def test_a_run_without_an_end_has_a_length_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isthmus.trainer.config.outer_method._MOST_COUNTED", 20_000)
     config = load(*streaming(inner_steps=7, num_fragments=2), ("run.outer_steps", str(2**40))).config
-    assert pace_of(config).total_inner_steps == pytest.approx(2**40 * 7 / 2, rel=1e-6)
+    assert pace_of(config).total_inner_steps == pytest.approx(2**40 * 7 / 2, rel=1e-3)
     assert pace_of(load(("outer.inner_steps", "3"), ("run.outer_steps", "1T")).config).total_inner_steps == 3 * 10**12
 
 

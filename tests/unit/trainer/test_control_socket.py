@@ -27,7 +27,7 @@ from isthmus.trainer.record.status import (
     render_peers,
     render_status,
 )
-from isthmus.trainer.run.control_messages import PutOutRequest, RevokeRequest, TicketRequest
+from isthmus.trainer.run.control_messages import LeaveRequest, PutOutRequest, RevokeRequest, StopRequest, TicketRequest
 from isthmus.trainer.run.control_socket import PEER_FILE_NAME, ControlClient, ControlServer, PeerFile, find_peer
 
 
@@ -138,8 +138,8 @@ def test_questions_reach_the_daemon_and_answers_come_back(tmp_path: Path) -> Non
     with running(tmp_path, daemon):
         client = ControlClient(tmp_path)
         assert client.status() == a_status()
-        client.leave()
-        client.stop()
+        client.order(LeaveRequest())
+        client.order(StopRequest())
         assert not client.has_ended()
         assert daemon.asked == ["status", "leave", "stop"]
     assert client.has_ended()

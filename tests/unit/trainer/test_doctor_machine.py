@@ -21,6 +21,11 @@ from tests.unit.trainer.test_doctor_report import SCHEMA
 NAMES = ["python", "device", "memory", "disk", "files", "bbr", "listen", "addresses"]
 
 
+@pytest.fixture(autouse=True)
+def short_look_at_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_WRITE_S", 0.1)
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)

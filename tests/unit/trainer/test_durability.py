@@ -3,13 +3,14 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
+from isthmus.collective.core.types import Epoch, OuterStep, PeerId, RoundKey
 from isthmus.elastic.core.messages import DataPosition, Held
 from isthmus.elastic.donor.commit_log import CommitLog
 from isthmus.elastic.state.digest import Hasher
@@ -17,7 +18,7 @@ from isthmus.elastic.state.replica import CommitEntry, ResultChunk, RoundRecord
 from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, CheckpointStore
 from isthmus.trainer.checkpoint.durability import Durability, Origin
 from isthmus.trainer.checkpoint.result_files import FOLDER_NAME as RESULTS_NAME
-from isthmus.trainer.checkpoint.result_files import VOTED_NAME, ResultFiles
+from isthmus.trainer.checkpoint.result_files import VOTED_NAME, ResultFile, ResultFiles
 from isthmus.trainer.engine.outer_state import OuterState
 from isthmus.trainer.errors import CheckpointFailed
 from tests.unit.trainer.rig import entry_of, numbers, outer_state, recorded, stage_mean
@@ -38,7 +39,7 @@ class Machine:
 
     def __init__(self, folder: Path, hasher: Hasher, *, every: int, origin: Origin, before_votes: bool) -> None:
         self.state: OuterState = outer_state(hasher)
-        self.log = CommitLog(1 << 20)
+        self.log = CommitLog(0)
         self.saved: list[int] = []
         self.failed: list[CheckpointFailed] = []
         self.durability = Durability(
@@ -207,16 +208,110 @@ async def test_a_state_that_was_fetched_is_saved_with_the_next_commit(hasher: Ha
     assert await come_back(tmp_path, hasher) == newest
 
 
-async def test_without_checkpoints_nothing_is_kept_until_the_end(hasher: Hasher, tmp_path: Path) -> None:
+async def test_without_checkpoints_the_disk_has_results_for_learners_and_no_state_until_the_end(
+    hasher: Hasher, tmp_path: Path
+) -> None:
     async with started(tmp_path, hasher, every=0) as machine:
         await machine.found()
-        held = await machine.commit(1)
-        await machine.stage(99)
-        assert not (tmp_path / RESULTS_NAME).exists()
+        for seed in range(5):
+            held = await machine.commit(seed)
+            await machine.durability._is_idle.wait()
         assert machine.saved == []
+        assert machine.log.memory_nbytes == 0
+        assert machine.log.span == range(4, 6), "two results in fp32 are as large as anchor and momentum"
+        assert ResultFiles(tmp_path / RESULTS_NAME, "run").steps() == (4, 5)
         await machine.durability.finish()
-        assert machine.saved == [1]
+        assert machine.saved == [5]
     assert await come_back(tmp_path, hasher) == held
+
+
+async def test_no_vote_waits_for_a_result_that_is_for_learners_alone(
+    hasher: Hasher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, may_write = ResultFiles.save, threading.Event()
+
+    def save_later(files: ResultFiles, previous: bytes, entry: CommitEntry) -> ResultFile:
+        may_write.wait()
+        return save(files, previous, entry)
+
+    monkeypatch.setattr(ResultFiles, "save", save_later)
+    async with started(tmp_path, hasher, every=0) as machine:
+        with contextlib.ExitStack() as stack:
+            stack.callback(may_write.set)
+            await machine.found()
+            for seed in range(8):
+                await machine.commit(seed)
+            assert machine.log.span == range(7, 9), "of what the disk does not take only the newest two are kept"
+
+
+async def test_what_is_on_the_disk_is_in_memory_no_more(hasher: Hasher, tmp_path: Path) -> None:
+    async with started(tmp_path, hasher) as machine:
+        await machine.found()
+        for seed in range(3):
+            held = await machine.commit(seed)
+        await machine.stage(99)  # a vote waits for the disk
+        assert machine.log.span == range(1, 4)
+        assert machine.log.memory_nbytes == 0
+        stored = machine.log.get(held.outer_step)
+    assert isinstance(stored, ResultFile)
+    assert read_back(stored, piece_nbytes=1000).digest == held.digest
+
+
+def saved_result(folder: Path, nbytes: int = 2500) -> tuple[ResultFile, CommitEntry]:
+    """A result of two chunks on the disk."""
+    chunks = (ResultChunk(0, bytes(range(250)) * (nbytes // 500)), ResultChunk(9, bytes(nbytes // 2)))
+    entry = CommitEntry(OuterStep(1), bytes(32), (RoundRecord("raw", ((PeerId("a"), 1.0),), chunks=chunks),))
+    return ResultFiles(folder, "run").save(bytes(32), entry), entry
+
+
+def read_back(stored: ResultFile, *, piece_nbytes: int) -> CommitEntry:
+    with contextlib.closing(stored.open()) as file:
+        header = file.read_header()
+        chunks = []
+        for start_numel, nbytes in header.chunks:
+            pieces = [file.read(min(piece_nbytes, nbytes - start)) for start in range(0, nbytes, piece_nbytes)]
+            chunks.append(ResultChunk(start_numel, b"".join(pieces)))
+    return header.with_chunks(chunks)
+
+
+@pytest.mark.parametrize("piece_nbytes", [1, 300, 10_000])
+def test_a_result_is_read_in_pieces_of_any_length(tmp_path: Path, piece_nbytes: int) -> None:
+    stored, entry = saved_result(tmp_path)
+    assert read_back(stored, piece_nbytes=piece_nbytes) == entry
+
+
+@pytest.mark.parametrize("place", [3, 40, 700, -40, None])
+def test_a_result_that_was_changed_is_not_read_to_its_end(tmp_path: Path, place: int | None) -> None:
+    stored, _ = saved_result(tmp_path)
+    content = bytearray(stored.path.read_bytes())
+    if place is None:
+        del content[-100:]
+    else:
+        content[place] ^= 1
+    stored.path.write_bytes(content)
+    with pytest.raises(OSError, match="changed since it was written"):
+        read_back(stored, piece_nbytes=300)
+
+
+def test_a_result_that_is_being_read_may_be_removed_or_replaced(tmp_path: Path) -> None:
+    stored, entry = saved_result(tmp_path)
+    with contextlib.closing(stored.open()) as file:
+        saved_result(tmp_path, nbytes=500)
+        ResultFiles(tmp_path, "run").forget_before(2)
+        assert not stored.path.exists()
+        header = file.read_header()
+        assert b"".join(file.read(nbytes) for _, nbytes in header.chunks) == b"".join(c.data for c in entry.chunks)
+    with pytest.raises(FileNotFoundError):
+        stored.open()
+
+
+def test_a_result_in_the_place_of_a_link_is_not_read(tmp_path: Path) -> None:
+    stored, _ = saved_result(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    stored.path.rename(elsewhere)
+    stored.path.symlink_to(elsewhere)
+    with pytest.raises(OSError, match="symbolic"):
+        stored.open()
 
 
 async def test_a_full_disk_is_told_once_and_training_goes_on(
@@ -325,8 +420,9 @@ async def test_a_state_of_another_method_does_not_take_results(hasher: Hasher, t
     files = ResultFiles(tmp_path / RESULTS_NAME, "run")
     state = outer_state(hasher)
     await state.found(numbers(0))
-    entry = files.load(1, state.live.held.digest)
-    assert entry is not None
+    found = files.load(1, state.live.held.digest)
+    assert found is not None
+    _, entry = found
     wrong = recorded(torch.zeros(1000), dict(entry.rounds[0].weights))
     files.save(state.live.held.digest, CommitEntry(entry.outer_step, entry.digest, (wrong,)))
     assert not path.exists(), "what came after it belonged to the other history"

@@ -190,7 +190,7 @@ async def test_who_is_waited_for_gives_a_gradient_all_the_same(hasher: Hasher, n
     async with fleet(outer, hasher, outer_steps=4, rows=rows) as peers:
         await train(peers)
         sites, later = [peer.site for peer in peers], Coordinator(len(peers), 7)
-        again = [Peer(site, rows, row, later, hasher, others_wait=lambda: True) for row, site in enumerate(sites)]
+        again = [Peer(site, rows, row, later, hasher, is_awaited=True) for row, site in enumerate(sites)]
         for peer in again:
             peer.view = view_of(sites)
         await train(again)

@@ -5,19 +5,31 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.elastic.observation import Finished, RoundCommitted
 from isthmus.trainer.cli.app import run
 from isthmus.trainer.errors import ExitCode
 from isthmus.trainer.files import MEMBERSHIP_NAME
-from isthmus.trainer.record.events import FILE_NAME, EventLog
+from isthmus.trainer.record.event_log import FILE_NAME, EventLog
+from isthmus.trainer.record.events import CommitDecided, CoordinatorEnded, Started
+
+
+def started(*, num_parameters: int) -> Started:
+    return Started(
+        run_id="demo-0123abcd",
+        address="127.0.0.1:1",
+        num_parameters=num_parameters,
+        tokens_per_inner_step=1,
+        samples_per_data_epoch=None,
+    )
 
 
 def write_log(folder: Path, *, steps: int, code: int | None, cause: str = "") -> None:
     with EventLog(folder / FILE_NAME, "a" * 16) as log:
-        log.emit("started", run_id="demo-0123abcd", address="127.0.0.1:1")
+        log.write(started(num_parameters=10))
         for step in range(1, steps + 1):
-            log.emit("commit", outer_step=step, digest="d" * 64)
+            log.write(RoundCommitted(epoch=1, outer_step=step, fragment=0, digest="d" * 64, final=False, seconds=1.0))
         if code is not None:
-            log.emit("leave", code=code, cause=cause)
+            log.write(Finished(code=code, cause=cause))
 
 
 @pytest.mark.parametrize(
@@ -64,11 +76,13 @@ def test_how_a_coordinator_without_a_peer_ended_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], complete: bool | None, parts: list[str]
 ) -> None:
     with EventLog(tmp_path / FILE_NAME, "a" * 16) as log:
-        log.emit("started", run_id="demo-0123abcd", address="127.0.0.1:1", num_parameters=0)
+        log.write(started(num_parameters=0))
         for step in (1, 2):
-            log.emit("commit_decided", outer_step=step, final=False)
+            log.write(
+                CommitDecided(epoch=1, outer_step=step, fragment=0, digest="d", members=(), tokens=1, final=False)
+            )
         if complete is not None:
-            log.emit("coordinator_ended", complete=complete)
+            log.write(CoordinatorEnded(complete=complete))
     assert run(["status", "--dir", str(tmp_path)]) == ExitCode.NOBODY_REACHABLE
     (sentence,) = capsys.readouterr().err.splitlines()
     for part in parts:

@@ -12,17 +12,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from isthmus.trainer.errors import EnvironmentFault, ExitCode
+from isthmus.trainer.record.events import Checkpoint
+from isthmus.trainer.record.figures import BLANK, fold
 from isthmus.trainer.record.metrics import Metrics
 from isthmus.trainer.record.metrics_server import TOO_LONG, TOO_MANY, TOO_SLOW, MetricsServer
 
 
 @pytest.fixture
 def metrics() -> Metrics:
-    return Metrics(run_id="demo-0123abcd", peer_id="0123456789abcdef")
+    return Metrics(lambda: BLANK)
 
 
 @pytest.fixture
@@ -41,20 +44,24 @@ def ask(server: MetricsServer, method: str = "GET", path: str = "/metrics") -> t
         connection.close()
 
 
-def test_numbers_are_served_as_they_are_now(metrics: Metrics, server: MetricsServer) -> None:
-    metrics.outer_step.set(7)
-    metrics.sent_bytes.inc(1000)
-    metrics.sent_bytes.inc(24)
-    metrics.round_seconds.observe(1.5)
-    metrics.refused_connections.labels(reason="forged").inc()
-    status, text = ask(server)
+def test_numbers_are_served_as_they_are_now() -> None:
+    figures = replace(BLANK, run_id="demo-0123abcd", refused={"forged": 1}, sent_bytes=1000)
+    with MetricsServer(Metrics(lambda: figures), port=0) as server:
+        ask(server)
+        figures = fold(replace(figures, sent_bytes=1024), Checkpoint(outer_step=7, seconds=1.5))
+        status, text = ask(server)
     assert status == 200
-    values = {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
-    assert values["isthmus_outer_step"] == 7
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    values = {sample.name: sample.value for sample in samples}
     assert values["isthmus_sent_bytes_total"] == 1024
-    assert values["isthmus_round_seconds_sum"] == 1.5
+    assert (values["isthmus_checkpoints_total"], values["isthmus_checkpoint_seconds_sum"]) == (1, 1.5)
     assert values["isthmus_refused_connections_total"] == 1
     assert values["isthmus_peer_info"] == 1
+    assert "isthmus_validation_loss" not in values, "it is not known yet"
+    buckets = {
+        sample.labels["le"]: sample.value for sample in samples if sample.name == "isthmus_checkpoint_seconds_bucket"
+    }
+    assert (buckets["1.0"], buckets["2.5"], buckets["600.0"], buckets["+Inf"]) == (0, 1, 1, 1)
 
 
 def test_names_follow_the_rules_and_nothing_is_global(metrics: Metrics) -> None:
@@ -66,9 +73,9 @@ def test_names_follow_the_rules_and_nothing_is_global(metrics: Metrics) -> None:
 
 
 def test_two_peers_in_one_process_do_not_meet(metrics: Metrics) -> None:
-    other = Metrics(run_id="demo-0123abcd", peer_id="fedcba9876543210")
-    metrics.outer_step.set(1)
-    assert other.registry.get_sample_value("isthmus_outer_step") == 0
+    other = Metrics(lambda: replace(BLANK, outer_step=1))
+    assert other.registry.get_sample_value("isthmus_outer_step") == 1
+    assert metrics.registry.get_sample_value("isthmus_outer_step") == 0
 
 
 def test_endpoint_listens_on_this_machine_only_by_itself_and_only_reads(server: MetricsServer) -> None:

@@ -54,7 +54,7 @@ def make(hasher: Hasher, *, are_shared: bool = True, has_trained: bool = True) -
 
 
 def pool_of(moments: Moments, own_steps: int = 40) -> Any:
-    return Pool(moments._mailbox, own_steps)
+    return Pool(moments.mailbox, own_steps)
 
 
 async def lent(moments: Moments, pool: Any) -> Any:

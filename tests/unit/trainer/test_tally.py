@@ -3,7 +3,7 @@
 
 import pytest
 
-from isthmus.trainer.engine.tally import Done, Tally
+from isthmus.trainer.engine.tally import Tally, Trained
 
 
 def test_work_since_the_emission_belongs_to_the_next_step() -> None:
@@ -16,11 +16,11 @@ def test_work_since_the_emission_belongs_to_the_next_step() -> None:
     assert (
         tally.work_in(first)
         == first.shares[0]
-        == Done(inner_steps=2, num_tokens=20, loss=6.0, num_losses=2, train_s=1.5)
+        == Trained(inner_steps=2, num_tokens=20, loss=6.0, num_losses=2, train_s=1.5)
     )
     assert tally.work_in(first).mean_loss == pytest.approx(3.0)
     tally.settle(first)
-    assert tally.unsettled == Done(inner_steps=1, num_tokens=7, loss=9.0, num_losses=1)
+    assert tally.unsettled == Trained(inner_steps=1, num_tokens=7, loss=9.0, num_losses=1)
 
 
 def test_a_mean_is_that_of_the_losses_that_were_told() -> None:
@@ -28,7 +28,7 @@ def test_a_mean_is_that_of_the_losses_that_were_told() -> None:
     for loss in (None, 2.0, 4.0):
         tally.stepped(loss, 1)
     assert tally.unsettled.mean_loss == pytest.approx(3.0)
-    assert Done(inner_steps=2).mean_loss is None
+    assert Trained(inner_steps=2).mean_loss is None
 
 
 def test_a_fragments_share_is_what_was_done_since_its_own_last_payload() -> None:

@@ -16,7 +16,7 @@ from isthmus.elastic.state.wire import ChunkMap, TextOffer
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.sources import Override, load_config
 from isthmus.trainer.data.corpus import CHUNK_NBYTES, Corpus, DataError
-from isthmus.trainer.data.text import FoundText, GivenText, _Teller, fetch_text, founders_text, joiners_text
+from isthmus.trainer.data.text import GivenText, _Teller, fetch_text, founders_text, joiners_text
 from isthmus.trainer.data.text_shelf import TextShelf
 from isthmus.trainer.errors import NobodyReachable, Refused
 
@@ -96,20 +96,6 @@ async def test_a_founder_reads_its_own_text_but_goes_on_with_the_copy_that_its_r
 
 
 # ------------------------------------------------------------------------------------------------------ what is told
-
-
-def test_the_line_that_people_read_says_what_it_is_and_where_from() -> None:
-    tokens = np.zeros(3_150_000, dtype=np.uint8)
-    corpus = Corpus.of(tokens, tokens, "Python 3.11.7's standard library")
-    assert str(FoundText(corpus=corpus, source="machine")) == (
-        "6.3 MB, Python 3.11.7's standard library, from this machine"
-    )
-    assert str(FoundText(corpus=corpus, source="copy")).endswith(", from the copy of an earlier start")
-    peers = (PeerId("a1b2000000000000"), PeerId("c3d4000000000000"))
-    fetched = FoundText(corpus=corpus, source="peers", peers=peers, fetched_nbytes=corpus.nbytes, seconds=0.41)
-    assert str(fetched).endswith(", from peers a1b2, c3d4 in 0.4 s")
-    resumed = FoundText(corpus=corpus, source="peers", peers=peers[:1], fetched_nbytes=2_300_000, seconds=9.0)
-    assert str(resumed).endswith(", from peers a1b2 in 9.0 s (4.0 MB of it were here)")
 
 
 @pytest.mark.parametrize("digest", ["", "../../x", "d" * 63, "D" * 64, "d" * 64 + "\n"])

@@ -144,7 +144,7 @@ def test_bodies_that_are_not_ours_are_damage_even_with_a_right_check(body: bytes
     assert fault_of(text) in (TicketFault.GARBLED, TicketFault.NO_TICKET)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.text(max_size=300) | st.text(alphabet=string.ascii_lowercase + "234567", max_size=300).map("isthmus2".__add__)
 )
@@ -179,7 +179,10 @@ def test_missing_and_endless_ticket_files_are_told(tmp_path: Path) -> None:
         read_ticket(f"@{endless}")
 
 
-def test_ticket_comes_through_a_pipe_and_nothing_else_is_waited_for(tmp_path: Path) -> None:
+def test_ticket_comes_through_a_pipe_and_nothing_else_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isthmus.trainer.contact.ticket._PIPE_TIMEOUT_S", 0.2)
     reader, writer = os.pipe()
     os.write(writer, encode_ticket(a_ticket()).encode())
     os.close(writer)

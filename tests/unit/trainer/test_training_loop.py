@@ -2,13 +2,15 @@
 """From the anchor to the commit and on, whatever happens to the membership meanwhile."""
 
 import asyncio
-import itertools
 from collections.abc import Iterator
 
 import pytest
 
 from isthmus.elastic.errors import NotAMember
 from isthmus.elastic.state.digest import Hasher
+from isthmus.optim.diloco import DiLoCo
+from isthmus.optim.outer_plan import OuterPlan
+from isthmus.trainer.engine.waiting import Patience
 from isthmus.trainer.errors import TrainingFault
 from tests.unit.trainer.loop_rig import BATCH, INNER_STEPS, Happening, Rig
 
@@ -34,7 +36,7 @@ async def test_undisturbed_training_takes_every_sample_once_and_in_order(hasher:
 async def test_reports_tell_what_was_done_in_each_round(hasher: Hasher) -> None:
     rig = Rig(hasher, outer_steps=2)
     await rig.run()
-    first, last = rig.reports
+    first, last = rig.overseer.reports
     assert (first.outer_step, first.inner_step, first.num_tokens) == (1, INNER_STEPS, INNER_STEPS * BATCH)
     assert first.loss == pytest.approx(2.0)  # steps 1, 2 and 3
     assert (first.final, last.final) == (False, True)
@@ -47,24 +49,24 @@ async def test_reports_tell_what_was_done_in_each_round(hasher: Hasher) -> None:
 async def test_the_others_are_told_when_this_peer_stands_still_for_them(hasher: Hasher) -> None:
     rig = Rig(hasher, outer_steps=2)
     await rig.run()
-    assert rig.blocked == [True, False] * 2
+    assert rig.overseer.standstills == [True, False] * 2
 
 
 async def test_a_fresh_member_whose_fellows_wait_hands_in_what_it_has(hasher: Hasher) -> None:
     # Put out in the first round, back after the others have committed it: fresh in the second.
     rig = Rig(hasher, [NOTHING] * 4 + [Happening.BLINK_WITH_COMMITS], outer_steps=4)
-    rig.others_wait = True
+    rig.overseer.is_awaited = True
     await rig.run()
     rig.audit_the_end()
     mine = [commit for commit in rig.commits if commit.is_mine]
     assert mine[0].samples == ()
-    assert rig.reports[0].loss is None
+    assert rig.overseer.reports[0].loss is None
     assert all(len(commit.samples) == INNER_STEPS * BATCH for commit in mine[1:])  # only a fresh one may do less
 
 
 async def test_all_do_the_whole_of_the_first_round_because_they_begin_it_together(hasher: Hasher) -> None:
     rig = Rig(hasher, outer_steps=2)
-    rig.others_wait = True
+    rig.overseer.is_awaited = True
     await rig.run()
     assert [len(commit.samples) for commit in rig.commits] == [INNER_STEPS * BATCH] * 2
 
@@ -98,7 +100,7 @@ async def test_who_has_missed_a_round_hands_in_what_it_has_when_the_others_wait_
     hasher: Hasher, place: int
 ) -> None:
     rig = Rig(hasher, [NOTHING] * place + [Happening.MISSED_ROUND], outer_steps=5)
-    rig.others_wait = True
+    rig.overseer.is_awaited = True
     await rig.run()
     rig.audit_the_end()
     assert max(len(commit.samples) for commit in rig.commits) <= INNER_STEPS * BATCH, "it would be late again"
@@ -106,7 +108,7 @@ async def test_who_has_missed_a_round_hands_in_what_it_has_when_the_others_wait_
 
 async def test_who_keeps_the_others_waiting_for_long_hands_in_what_it_has(hasher: Hasher) -> None:
     rig = Rig(hasher, outer_steps=3, patience=0.0)
-    rig.others_wait = True
+    rig.overseer.is_awaited = True
     await rig.run()
     rig.audit_the_end()
     first, *later = [len(commit.samples) for commit in rig.commits]
@@ -114,14 +116,16 @@ async def test_who_keeps_the_others_waiting_for_long_hands_in_what_it_has(hasher
     assert all(BATCH <= num_samples < INNER_STEPS * BATCH for num_samples in later)
 
 
-async def test_patience_begins_anew_when_the_others_have_ceased_to_wait(hasher: Hasher) -> None:
-    rig = Rig(hasher, outer_steps=3, patience=0.2)
-    waits = iter([True, False] * 100)  # a moment at every second look, however long the time between
-    rig.loop._others_wait = lambda: next(waits)
-    rig.loop._clock = itertools.count(step=1000.0).__next__
-    await rig.run()
-    rig.audit_the_end()
-    assert [len(commit.samples) for commit in rig.commits] == [INNER_STEPS * BATCH] * 3
+def test_patience_begins_anew_when_the_others_have_ceased_to_wait() -> None:
+    now, others_wait = 0.0, True
+    plan = OuterPlan(DiLoCo(inner_steps=INNER_STEPS))
+    patience = Patience(plan, 0.5, lambda: others_wait, clock=lambda: now)
+    patience.trained(2.0)
+    patience.emitted()
+    looks = []
+    for now, others_wait in ((1.0, True), (3.0, True), (3.5, False), (5.0, True), (8.0, True), (8.1, True)):  # noqa: B007
+        looks.append(patience.is_over(1, has_work=True))
+    assert looks == [False] * 5 + [True], "half of three steps of two seconds"
 
 
 async def test_samples_of_a_lost_membership_are_trained_again_by_whoever_gets_them(hasher: Hasher) -> None:
@@ -147,7 +151,7 @@ async def test_losing_the_membership_while_the_round_is_out_starts_again_from_th
     rig.commit_round = lose_the_first
     await rig.run()
     rig.audit_the_end()
-    assert rig.blocked == [True, False] * 3
+    assert rig.overseer.standstills == [True, False] * 3
 
 
 async def test_the_loop_ends_quietly_when_this_peers_part_is_over(hasher: Hasher) -> None:

@@ -38,8 +38,8 @@ async def test_samples_of_overlapped_steps_are_each_in_exactly_one_commit_and_in
     await rig.run()
     rig.audit_the_end()
     assert samples_of(rig) == list(range(10 * H // P * BATCH))
-    assert [report.inner_step for report in rig.reports] == [H // P * turn for turn in range(1, 11)]
-    assert [report.num_tokens for report in rig.reports] == [H // P * BATCH] * 10
+    assert [report.inner_step for report in rig.overseer.reports] == [H // P * turn for turn in range(1, 11)]
+    assert [report.num_tokens for report in rig.overseer.reports] == [H // P * BATCH] * 10
     assert rig.pool.inner_steps == list(range(1, 10 * H // P + 1)), "after the last payload nobody trains on"
 
 
@@ -75,16 +75,14 @@ async def test_one_fragment_without_delay_makes_the_digests_of_diloco(hasher: Ha
     for rig in (diloco, streaming):
         await rig.run()
         rig.audit_the_end()
-    assert [report.digest for report in streaming.reports] == [report.digest for report in diloco.reports]
+    assert [report.digest for report in streaming.overseer.reports] == [
+        report.digest for report in diloco.overseer.reports
+    ]
 
 
 async def test_inner_steps_go_on_up_to_the_due_step_while_a_round_is_out(hasher: Hasher) -> None:
     rig = Rig(hasher, outer_steps=3, streaming=SETTINGS)
-    install, stands_still, seen = rig._install, asyncio.Event(), []
-
-    def on_blocked(blocked: bool) -> None:
-        if blocked:
-            stands_still.set()
+    install, stands_still, seen = rig._install, rig.overseer.stands_still, []
 
     async def slow(*args: object, **kwargs: object) -> object:
         await stands_still.wait()
@@ -92,7 +90,7 @@ async def test_inner_steps_go_on_up_to_the_due_step_while_a_round_is_out(hasher:
         seen.append(len(rig.pool.inner_steps))
         return await install(*args, **kwargs)
 
-    rig._install, rig.loop._on_blocked = slow, on_blocked
+    rig._install = slow
     await asyncio.wait_for(rig.run(), 20.0)
     rig.audit_the_end()
     apart = H // P
@@ -103,8 +101,8 @@ async def test_who_has_the_outcome_before_it_is_due_stands_still_for_nobody(hash
     rig = Rig(hasher, outer_steps=4, streaming={**SETTINGS, "num_fragments": 1, "delay": 7})
     step, committed = rig.pool.step, asyncio.Event()
 
-    def on_round(report: object) -> None:
-        rig.reports.append(report)
+    def note(report: object) -> None:
+        rig.overseer.reports.append(report)
         committed.set()
 
     async def last_step_waits(*args: object, inner_step: int) -> object:
@@ -114,15 +112,15 @@ async def test_who_has_the_outcome_before_it_is_due_stands_still_for_nobody(hash
             committed.clear()
         return await step(*args, inner_step=inner_step)
 
-    rig.loop._on_round, rig.pool.step = on_round, last_step_waits
+    rig.overseer.committed, rig.pool.step = note, last_step_waits
     await asyncio.wait_for(rig.run(), 20.0)
     rig.audit_the_end()
-    assert [report.wait_s for report in rig.reports[:-1]] == [0.0] * 3
-    assert rig.reports[-1].wait_s > 0.0
+    assert [report.wait_s for report in rig.overseer.reports[:-1]] == [0.0] * 3
+    assert rig.overseer.reports[-1].wait_s > 0.0
 
 
 # Where in the first rounds something happens, counted in waits of the pool, the feed and the coordinator.
-@pytest.mark.parametrize("place", range(2, 72, 2))
+@pytest.mark.parametrize("place", range(2, 72, 3))
 @pytest.mark.parametrize(
     "what", [Happening.BLINK, Happening.BLINK_WITH_COMMITS, Happening.EVICTION, Happening.DEMOTION]
 )
@@ -135,7 +133,7 @@ async def test_work_of_a_lost_membership_is_never_handed_in_after_the_next(
     assert rig.state.live.pins == 1, "only the workers' base is pinned"
 
 
-@pytest.mark.parametrize("place", range(2, 72, 2))
+@pytest.mark.parametrize("place", range(2, 72, 3))
 @pytest.mark.parametrize("times", [1, 2, 5])
 async def test_work_of_a_missed_round_stays_in_its_fragment_and_its_samples_go_with_the_next_round(
     hasher: Hasher, place: int, times: int
@@ -151,13 +149,13 @@ async def test_who_keeps_the_others_waiting_hands_in_what_it_has_and_goes_on_wit
     hasher: Hasher,
 ) -> None:
     rig = Rig(hasher, outer_steps=8, patience=0.0, streaming=SETTINGS)
-    rig.others_wait = True
+    rig.overseer.is_awaited = True
     await rig.run()
     rig.audit_the_end()
     first, *later = [len(commit.samples) for commit in rig.commits]
     assert first == H // P * BATCH
     assert all(num_samples < H // P * BATCH for num_samples in later)
-    assert [report.inner_step for report in rig.reports] == [H // P * turn for turn in range(1, 9)]
+    assert [report.inner_step for report in rig.overseer.reports] == [H // P * turn for turn in range(1, 9)]
 
 
 async def test_workers_judge_the_shared_parameters_and_get_their_own_back(hasher: Hasher) -> None:
@@ -170,11 +168,11 @@ async def test_workers_judge_the_shared_parameters_and_get_their_own_back(hasher
 
     async def landed(_report: object) -> None:
         own = rig.pool.local.clone()
-        judged.append(await rig.loop._values.judge_anchor(judge))
+        judged.append(await rig.values.judge_anchor(judge))
         assert torch.equal(rig.pool.local, own)
         assert not torch.equal(own, anchor_of(rig))
 
-    rig.loop._on_landed = landed
+    rig.overseer.landed = landed
     rig._audit = lambda *_: None  # what was trained since when is forgotten with the whole load
     await rig.run()
     assert judged == [1.0] * 3

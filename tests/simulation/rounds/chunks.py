@@ -1,25 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operation leaves to the next attempt, and what it puts into the queues."""
+"""What an operation puts into the queues."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from isthmus.collective.core.slices import SlicePlan
-from isthmus.collective.core.types import View
-from tests.simulation.rounds.values import Frame, Value
+from tests.simulation.rounds.values import Frame
 
 if TYPE_CHECKING:
     from tests.simulation.rounds.operation import Operation
-
-
-@dataclass(slots=True)
-class Attempt:
-    """What an operation leaves to the next attempt of it, among the same members by the same plan."""
-
-    view: View
-    plan: SlicePlan
-    done: int
-    memory: dict[int, Value]
 
 
 class ChunkSend:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One running round: carries out what core/round.py orders, on real buffers.
+"""One running round: carries out what core/round_machine.py orders, on real buffers.
 
 The values are in buffers.py, what is sent in outbox.py, the order of things is the machine's; this file joins them with
 the links. Results whose wire form is the output's own memory land there straight from the socket, everything else
@@ -11,7 +11,7 @@ the sockets). A round that fails ends at once and stays failed; `changed` is set
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import assert_never
 
 import msgspec
@@ -20,21 +20,20 @@ from torch import Tensor
 
 from isthmus.collective.codec.base import NotFinite
 from isthmus.collective.core.apart import NO_PAIR, Apart
-from isthmus.collective.core.round import RoundMachine
+from isthmus.collective.core.round_machine import RoundMachine
 from isthmus.collective.core.round_words import (
     Accumulate,
-    ContributionArrived,
     FinishChunk,
     Finished,
     HandOnOpening,
     InstallResult,
-    KeepResult,
     LinkRenewed,
+    PartArrived,
     PeerOpened,
     ResultArrived,
     RoundEffect,
-    SendContribution,
     SendOpen,
+    SendPart,
     SendResult,
 )
 from isthmus.collective.core.types import Member, RoundKey
@@ -47,7 +46,7 @@ from isthmus.collective.errors import (
 )
 from isthmus.collective.rounds.buffers import RoundBuffers
 from isthmus.collective.rounds.chunks import Inbox
-from isthmus.collective.rounds.notices import AbortNotice, Opening, abort_payload_of, mismatch_heard, opening_payload
+from isthmus.collective.rounds.notices import AbortNotice, abort_payload_of, mismatch_heard, opening_payload
 from isthmus.collective.rounds.outbox import Outbox
 from isthmus.collective.rounds.plan import RoundPlan, Terms
 from isthmus.collective.transport.bundle import Bundle
@@ -59,7 +58,7 @@ _MAX_FAULTS = 3
 """So often a peer's link may break by its own fault (a wrong checksum) before the round gives it up."""
 
 
-class Round:
+class RunningRound:
     """See the module.
 
     Args:
@@ -72,11 +71,7 @@ class Round:
         told: what the members' parts weigh, by rank, whatever they say; None: what they say.
         bundles: by rank; None at ours.
         eager_chunks: see RoundMachine.
-        held: see RoundMachine.
         apart: pairs of ranks that have no link; `bundles` is None for who has none with us.
-        is_gathering: the round only finds out who is there: it waits for the one result, not for everybody, and
-            whoever gives that may take its time.
-        on_opened: told when a member has posted the round.
     """
 
     def __init__(
@@ -92,10 +87,7 @@ class Round:
         told: Sequence[float] | None = None,
         bundles: Sequence[Bundle | None],
         eager_chunks: int,
-        held: int = 0,
         apart: Apart = NO_PAIR,
-        is_gathering: bool = False,
-        on_opened: Callable[[int], None] | None = None,
     ) -> None:
         self.key = key
         self.members = tuple(members)
@@ -116,12 +108,8 @@ class Round:
             rank=rank,
             slices=plan.slices,
             eager_chunks=eager_chunks,
-            held=held,
-            needs_all=not is_gathering,
             apart=apart,
         )
-        self._is_gathering = is_gathering
-        self._on_opened = on_opened
         self._plan = plan
         self._terms = terms
         self._plan_hash = terms.hash32
@@ -191,7 +179,7 @@ class Round:
         header = frame.header
         self.bytes_received += HEADER_NBYTES + header.payload_nbytes
         match header.type:
-            case FrameType.CONTRIBUTION | FrameType.RESULT:
+            case FrameType.PART | FrameType.RESULT:
                 if header.plan_hash == self._plan_hash:  # else of another plan: its OPEN says which
                     self._check_planned(rank, header)
                     self._on_chunk(rank, header, torch.frombuffer(frame.payload, dtype=torch.uint8))
@@ -245,8 +233,6 @@ class Round:
 
     def owes_now(self, rank: int) -> bool:
         """Whether bytes must be moving between us: what it owes depends on nobody else, or it does not take ours."""
-        if self._is_gathering:
-            return False
         return self._outbox.holds_for(rank) or self.machine.owes_own_parts(rank)
 
     def waiting_for(self) -> list[int]:
@@ -304,22 +290,17 @@ class Round:
         return header.rank if self.machine.hears_of(header.rank, via=rank) else rank
 
     def _on_open(self, rank: int, header: Header, payload: memoryview) -> None:
-        held = 0
-        if payload != opening_payload(self._terms, 0):  # as nearly always
-            opening = decode(payload, Opening)
-            difference = self._terms.first_difference(opening.terms)
+        if payload != opening_payload(self._terms):
+            difference = self._terms.first_difference(decode(payload, Terms))
             if difference is not None:
                 # A third member may hear of it from us before it hears the terms that differ.
                 self.give_up(PlanMismatch(*difference, self.members[rank].peer_id))
                 return
-            held = int.from_bytes(opening.held, "little")
         self._take_weight(rank, header.weight)
         bundle = self.bundles[rank]
         if bundle is not None:
             bundle.is_met = True
-        self._run(self.machine.handle(PeerOpened(rank, held)))
-        if self._on_opened is not None:
-            self._on_opened(rank)
+        self._run(self.machine.handle(PeerOpened(rank)))
 
     def _on_abort(self, rank: int, notice: AbortNotice) -> None:
         sender = self.members[rank].peer_id
@@ -344,7 +325,7 @@ class Round:
             if header.type is FrameType.RESULT:
                 effects = self.machine.handle(ResultArrived(rank, header.chunk))
             else:
-                effects = self.machine.handle(ContributionArrived(rank, header.chunk))
+                effects = self.machine.handle(PartArrived(rank, header.chunk))
             self._run(effects)
         except NotFinite as error:
             self.suspect([rank], f"a {header.type.name} is not finite: {error}")
@@ -379,8 +360,8 @@ class Round:
             if self.is_done:
                 return
             match effect:
-                case SendContribution(to=to, chunk=chunk):
-                    self._outbox.put_chunk(FrameType.CONTRIBUTION, to, chunk)
+                case SendPart(to=to, chunk=chunk):
+                    self._outbox.put_chunk(FrameType.PART, to, chunk)
                     touched.add(to)
                 case SendResult(to=to, chunk=chunk):
                     self._outbox.put_chunk(FrameType.RESULT, to, chunk)
@@ -394,13 +375,11 @@ class Round:
                         self._buffers.install_landed(chunk)
                     else:
                         self._buffers.install(chunk, self._arrived, self.weights)
-                case KeepResult(chunk=chunk):
-                    self._buffers.keep(chunk)
                 case SendOpen(to=to):
                     self._outbox.put_open(to)
                     touched.add(to)
                 case HandOnOpening(to=to, of=of):
-                    opening = opening_payload(self._terms, 0)  # its terms are ours
+                    opening = opening_payload(self._terms)  # its terms are ours
                     self._outbox.hand_on(FrameType.OPEN, to, of=of, payload=opening, weight=self.weights[of] or 0.0)
                 case Finished():
                     self._buffers.keep_own()

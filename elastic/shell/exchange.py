@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The member's long work: views, exchanges and commits, in exactly the machine's order.
 
-`RoundRunner` is what the trainer brings along; `Rounds` owns the one exchange that may run, and makes sure that it
+`RoundRunner` is what the trainer brings along; `RunningExchange` owns the one that may run, and makes sure that it
 ends with exactly one event, or with none after it was aborted.
 
 Rules: what changes the shared state is awaited before the next effect begins. An exchange runs beside, as a task of
@@ -15,9 +15,10 @@ from typing import Protocol
 
 from isthmus.collective.core.types import Instant, Member, PeerId, RoundKey, View
 from isthmus.collective.errors import CollectiveError, NonFiniteInput, OperationAborted, PlanMismatch
+from isthmus.elastic import observation as told
 from isthmus.elastic.core.events import AbortExchange, ExchangeDone, ExchangeFailed, InstallView, StartExchange
 from isthmus.elastic.core.messages import Held
-from isthmus.elastic.observation import Observe, RoundAborted, RoundBroke, RoundStaged, RoundStarted, ViewInstalled
+from isthmus.elastic.observation import Observe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ class RoundRunner(Protocol):
         ...
 
 
-class Rounds:
+class RunningExchange:
     """Owns the running exchange.
 
     Args:
@@ -119,7 +120,10 @@ class Rounds:
             await self._runner.install_view(effect.view, effect.survey_from)
         except CollectiveError as error:
             fault = str(error)
-        self._observe(ViewInstalled(effect.view, fault))
+        incarnations = tuple(member.incarnation for member in effect.view.members)
+        addresses = tuple(member.address for member in effect.view.members)
+        fields = told.view_fields(effect.view)
+        self._observe(told.ViewInstalled(**fields, incarnations=incarnations, addresses=addresses, cause=fault))
 
     def start(self, effect: StartExchange) -> None:
         """Begin an exchange; the one before has ended."""
@@ -127,7 +131,7 @@ class Rounds:
             return  # it was aborted before it began
         assert self._running is None or self._running.done(), "one exchange at a time"
         self.view, self._key = effect.view, effect.key
-        self._observe(RoundStarted(key=effect.key, weight=effect.weight))
+        self._observe(told.RoundStarted(**told.round_fields(effect.key), weight=effect.weight))
         self._running = self._tasks.create_task(self._exchange(effect))
 
     def take_vote(self, key: RoundKey) -> bytes | None:
@@ -150,7 +154,7 @@ class Rounds:
             await asyncio.wait([self._running])
             self._running = None
         self._runner.discard_staged(effect.key)
-        self._observe(RoundAborted(effect.key))
+        self._observe(told.RoundAborted(**told.round_fields(effect.key)))
 
     async def install_staged(self, key: RoundKey, held: Held, *, final: bool) -> None:
         """The exchange's result is committed."""
@@ -173,7 +177,8 @@ class Rounds:
         else:
             if key != self._void:
                 self._voted = key, made.digest
-                self._observe(RoundStaged(key=key, digest=made.digest, seconds=self._clock() - began))
+                digest, taken_s = made.digest.hex(), self._clock() - began
+                self._observe(told.RoundStaged(**told.round_fields(key), digest=digest, seconds=taken_s))
                 self._done(
                     ExchangeDone(
                         key=key, digest=made.digest, weights=made.weights, sizes=made.sizes, results=made.results
@@ -184,7 +189,7 @@ class Rounds:
         if key != self._void:
             suspects, cause = _suspects(error), str(error)
             told_by = error.told_by if isinstance(error, OperationAborted) else None
-            self._observe(RoundBroke(key=key, suspects=suspects, cause=cause))
+            self._observe(told.RoundBroke(**told.round_fields(key), suspects=suspects, cause=cause))
             differs = isinstance(error, PlanMismatch)
             self._done(ExchangeFailed(key=key, suspects=suspects, cause=cause, told_by=told_by, differs=differs))
 

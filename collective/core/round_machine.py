@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One member's part in one round, as a pure machine over chunk references (ARCHITECTURE §6).
+"""One member's part in one round, as a pure machine over chunk references.
 
 A round is any collective operation. The plan (core/slices.py) gives every slice of the buffer two trees: parts go up
 to the slice's root, each node adding its children's parts to its own; the root encodes the result once, and the same
-bytes go down to all. An operation without reduction has no way up, one without distribution no way down. This machine
-decides who sends what and when a chunk is complete. It never sees a byte: the values live in the effects, so the
-simulator can carry chunks that are multisets of contributors.
+bytes go down to all. An operation without reduction has no way up. This machine decides who sends what and when a chunk
+is complete. It never sees a byte: the values live in the effects, so the simulator can carry chunks that are multisets
+of contributors.
 
 Rules:
-* Every part is counted once. A duplicate is dropped and counted in `duplicates`; order does not matter.
+* Every part is counted once. A duplicate is dropped; order does not matter.
 * Credit: a member that has not opened the round gets at most `eager_chunks` frames with chunks, so what it must hold
   back is bounded. A chunk of its own proves that it has opened.
 * A chunk is finished only when all members have opened the round: before that the sum of weights is not known.
-* The round is finished when every member has opened it, every part was handed out and every chunk that is wanted here
-  is in place. Sends may still be under way then; the shell drains them before it lets go of the buffers.
-* What an earlier attempt of the same round has finished among the same members is not sent again (`held`). Whoever
-  opens says which results it holds; a result counts as held only where the slice's root holds it too, since a root
-  that sums again may sum in another order.
+* The round is finished when every member has opened it, every part was handed out and every chunk is in place. Sends
+  may still be under way then; the shell drains them before it lets go of the buffers.
 * Two members that are apart hear of each other's openings through whoever has links with both (`HandOnOpening`); the
   plan sends nothing else between them. All who can hand an opening on do: whoever hears it twice has lost nothing.
-* In what order a link sends results and contributions is its own business.
+* In what order a link sends results and parts is its own business.
 * No time in here. Whoever moves the bytes sees who stands still, and asks `needs()` whom that concerns.
 """
 
@@ -31,19 +28,18 @@ from isthmus.collective.core.member_part import part_of
 from isthmus.collective.core.round_words import (
     Accumulate,
     ChunkRefused,
-    ContributionArrived,
     FinishChunk,
     Finished,
     HandOnOpening,
     InstallResult,
-    KeepResult,
     LinkRenewed,
+    PartArrived,
     PeerOpened,
     ResultArrived,
     RoundEffect,
     RoundEvent,
-    SendContribution,
     SendOpen,
+    SendPart,
     SendResult,
 )
 from isthmus.collective.core.slices import NOBODY, SlicePlan
@@ -58,9 +54,6 @@ class RoundMachine:
         rank: our place in the view.
         slices: the plan; the same on all members.
         eager_chunks: how many chunks a member may get before it has opened the round, from 0 up.
-        held: bit c set: the result of chunk c is in place already, from an earlier attempt among the same members.
-            Counts only where all parts go straight to the root.
-        needs_all: whether the round waits until every member has opened it, even one from which nothing is missing.
         apart: pairs of ranks without a link, the same on all members; see core/apart.py.
     """
 
@@ -71,8 +64,6 @@ class RoundMachine:
         rank: int,
         slices: SlicePlan,
         eager_chunks: int,
-        held: int = 0,
-        needs_all: bool = True,
         apart: Apart = NO_PAIR,
     ) -> None:
         world_size = slices.world_size
@@ -81,13 +72,9 @@ class RoundMachine:
         self.key = key
         self.rank = rank
         self.slices = slices
-        self.duplicates = 0
         self.finished = False
         part = part_of(slices, rank)
-        self._may_hold = part.may_hold and not apart
-        self.held = held if self._may_hold else 0
         self._eager_chunks = eager_chunks
-        self._needs_all = needs_all
         self._others = tuple(other for other in range(world_size) if other != rank)
         self._apart = apart
         self._unlinked = apart_from(apart, rank)
@@ -102,9 +89,8 @@ class RoundMachine:
         self.num_unopened = len(self._others)
         """Members that are not known to have posted the round."""
         self._untold = sum(1 << other for other in self._others)  # bit r: the OPEN of rank r itself is not here yet
-        self._peer_held = [0] * world_size
         self._sent_early = [0] * world_size
-        self._waiting: list[list[SendContribution | SendResult]] = [[] for _ in range(world_size)]
+        self._waiting: list[list[SendPart | SendResult]] = [[] for _ in range(world_size)]
         self._is_handed_up = bytearray(slices.num_chunks)
         self._is_done = bytearray(slices.num_chunks)  # the result is in place here
         self._slice_of = part.slice_of
@@ -121,14 +107,7 @@ class RoundMachine:
         """Open the round towards everybody and send what the credit allows. Call once, before any event."""
         effects: list[RoundEffect] = [SendOpen(other) for other in self._others if other not in self._unlinked]
         for chunk in range(self.slices.num_chunks):
-            if self.held >> chunk & 1 and self.is_root(chunk):
-                for child in self._children_up[self._slice_of[chunk]]:
-                    self._missing_parts[child] -= 1
-                self._missing[chunk] = 0
-                self._is_done[chunk] = 1
-                self._missing_results[self.rank] -= 1
-                effects.append(KeepResult(chunk))
-            elif not self._missing[chunk]:
+            if not self._missing[chunk]:
                 self._go_on(chunk, effects)
         self._finish_if_complete(effects)
         return effects
@@ -141,13 +120,13 @@ class RoundMachine:
         """
         effects: list[RoundEffect] = []
         match event:
-            case ContributionArrived(rank=rank, chunk=chunk):
-                self._on_contribution(rank, chunk, effects)
+            case PartArrived(rank=rank, chunk=chunk):
+                self._on_part(rank, chunk, effects)
             case ResultArrived(rank=rank, chunk=chunk):
                 self._on_result(rank, chunk, effects)
-            case PeerOpened(rank=rank, held=held):
+            case PeerOpened(rank=rank):
                 self._check_member(rank)
-                self._on_open(rank, held, effects)
+                self._on_open(rank, effects)
             case LinkRenewed(rank=rank):
                 self._check_member(rank)
                 self._on_link_renewed(rank, effects)
@@ -162,17 +141,16 @@ class RoundMachine:
         """Whether we cannot finish without hearing more from this member."""
         if rank == self.rank:
             return False
-        is_awaited = self._needs_all and not self._opened[rank]
-        is_awaited = is_awaited or self._must_hear >> rank & 1 == 1
+        is_awaited = not self._opened[rank] or self._must_hear >> rank & 1 == 1
         return is_awaited or self._missing_parts[rank] > 0 or self._missing_results[rank] > 0
 
     @property
     def _must_hear(self) -> int:
-        """Bit r: a chunk of rank r does not do, we need its opening: what it holds, or to hand it on."""
-        return self._untold if self.held else self._untold & self._handed_on
+        """Bit r: a chunk of rank r does not do, we need its opening, to hand it on."""
+        return self._untold & self._handed_on
 
     def waiting_for(self) -> tuple[int, ...]:
-        """Ranks from which an opening, a contribution or a result is still missing."""
+        """Ranks from which an opening, a part or a result is still missing."""
         return tuple(other for other in self._others if self.needs(other))
 
     def has_opened(self, rank: int) -> bool:
@@ -197,10 +175,6 @@ class RoundMachine:
         """Whether `rank` sends us sums of several parts for this chunk, which are weighted already."""
         return rank in self._route_of[chunk].up
 
-    def is_root(self, chunk: int) -> bool:
-        """Whether the result of this chunk is made here."""
-        return self._route_of[chunk].root == self.rank
-
     def is_into_root(self, rank: int, chunk: int) -> bool:
         """Whether what this member sends up for this chunk goes straight to the root."""
         route = self._route_of[chunk]
@@ -224,10 +198,6 @@ class RoundMachine:
         """Whether `via` may tell us of this member, since we have no link with it, and `via` has one with both."""
         return rank in self._unlinked and via not in self._unlinked and not are_apart(self._apart, rank, via)
 
-    def done_mask(self) -> int:
-        """Bit c set: the result of chunk c is in place. What a later attempt may pass as `held`."""
-        return sum(1 << chunk for chunk, is_done in enumerate(self._is_done) if is_done)
-
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
         missing_parts = [0] * self.slices.world_size
@@ -237,15 +207,13 @@ class RoundMachine:
             for child in self._children_up[self._slice_of[chunk]]:
                 missing_parts[child] += self._missing[chunk] >> child & 1
             giver = self.rank if route.root == self.rank else route.down[self.rank]
-            if giver != NOBODY:
-                missing_results[giver] += not self._is_done[chunk]
+            missing_results[giver] += not self._is_done[chunk]
             if self._is_done[chunk]:
-                assert giver != NOBODY
                 assert not self._missing[chunk]
             if self._is_handed_up[chunk]:
                 assert not self._missing[chunk]
                 assert route.up[self.rank] != NOBODY
-            # A result cannot exist before our part of it was handed up, or was found to be needed no more.
+            # A result cannot exist before our part of it was handed up.
             if self._is_done[chunk] and route.up[self.rank] != NOBODY:
                 assert self._is_handed_up[chunk]
         assert missing_parts == self._missing_parts
@@ -259,14 +227,13 @@ class RoundMachine:
 
     # -------------------------------------------------------------------------------- transitions
 
-    def _on_contribution(self, rank: int, chunk: int, effects: list[RoundEffect]) -> None:
+    def _on_part(self, rank: int, chunk: int, effects: list[RoundEffect]) -> None:
         self._check_member(rank, chunk)
         if self._route_of[chunk].up[rank] != self.rank:
-            raise ChunkRefused(rank, chunk, "contribution that is not for us to add")
+            raise ChunkRefused(rank, chunk, "part that is not for us to add")
         self._open(rank, effects)
         bit = 1 << rank
         if not self._missing[chunk] & bit:
-            self.duplicates += 1
             return
         self._missing[chunk] ^= bit
         self._missing_parts[rank] -= 1
@@ -279,64 +246,35 @@ class RoundMachine:
         route = self._route_of[chunk]
         if route.down[self.rank] != rank:
             raise ChunkRefused(rank, chunk, "result of a chunk that its sender does not give us")
-        if route.up[self.rank] != NOBODY and not (self._is_handed_up[chunk] or self._is_done[chunk]):
-            raise ChunkRefused(rank, chunk, "result of a chunk before our contribution to it")
+        if route.up[self.rank] != NOBODY and not self._is_handed_up[chunk]:
+            raise ChunkRefused(rank, chunk, "result of a chunk before our part to it")
         self._open(rank, effects)
         if self._is_done[chunk]:
-            self.duplicates += 1
             return
         self._is_done[chunk] = 1
         self._missing_results[rank] -= 1
         effects.append(InstallResult(chunk))
         self._hand_down(chunk, effects)
 
-    def _on_open(self, rank: int, held: int, effects: list[RoundEffect]) -> None:
+    def _on_open(self, rank: int, effects: list[RoundEffect]) -> None:
         if not self._untold >> rank & 1:
             return
-        held = held if self._may_hold else 0
-        self._waiting[rank] = [
-            order for order in self._waiting[rank] if isinstance(order, SendResult) or not held >> order.chunk & 1
-        ]
         self._open(rank, effects)
         self._untold ^= 1 << rank
         effects += [HandOnOpening(to=other, of=rank) for other in self.between(rank)]
-        self._peer_held[rank] = held
-        if held or self.held:
-            self._count_held(rank, held, effects)
-
-    def _count_held(self, rank: int, held: int, effects: list[RoundEffect]) -> None:
-        """Results of an earlier attempt that one of the two needs no more, or that only we have."""
-        for chunk in range(self.slices.num_chunks):
-            route = self._route_of[chunk]
-            if route.root == rank and held >> chunk & 1 and not self._is_done[chunk]:
-                # The root needs our part no more; its result comes, unless we have it from the same attempt.
-                self._is_handed_up[chunk] = 1
-                if self.held >> chunk & 1:
-                    self._is_done[chunk] = 1
-                    self._missing_results[rank] -= 1
-                    effects.append(KeepResult(chunk))
-            is_old_result = self.held >> chunk & 1 and route.root == self.rank and route.down[rank] == self.rank
-            if is_old_result and not held >> chunk & 1:
-                effects.append(SendResult(rank, chunk))
 
     def _on_link_renewed(self, rank: int, effects: list[RoundEffect]) -> None:
         effects.append(SendOpen(rank))
         effects += [HandOnOpening(to=rank, of=other) for other in self.between(rank) if not self._untold >> other & 1]
-        not_sent_yet = set(self._waiting[rank])
+        orders: list[SendPart | SendResult] = []
         for chunk in range(self.slices.num_chunks):
             route = self._route_of[chunk]
-            is_acknowledged = self._is_done[chunk] and route.down[self.rank] != NOBODY
-            if self._is_handed_up[chunk] and route.up[self.rank] == rank and not is_acknowledged:
-                order: SendContribution | SendResult = SendContribution(rank, chunk)
-                if order not in not_sent_yet and not self._peer_held[rank] >> chunk & 1:
-                    effects.append(order)
+            if self._is_handed_up[chunk] and route.up[self.rank] == rank and not self._is_done[chunk]:
+                orders.append(SendPart(rank, chunk))
             if self._is_done[chunk] and route.down[rank] == self.rank:
-                order = SendResult(rank, chunk)
-                # Of an old result we know whether it is wanted by the peer's OPEN; a new one is wanted by all.
-                is_old = self.held >> chunk & 1 and self.is_root(chunk)
-                is_wanted = not is_old or not (self._untold | self._peer_held[rank] >> chunk << rank) >> rank & 1
-                if is_wanted and order not in not_sent_yet:
-                    effects.append(order)
+                orders.append(SendResult(rank, chunk))
+        not_sent_yet = set(self._waiting[rank])
+        effects += [order for order in orders if order not in not_sent_yet]
 
     def _open(self, rank: int, effects: list[RoundEffect]) -> None:
         """An OPEN says it, and so does any frame with a chunk."""
@@ -357,21 +295,21 @@ class RoundMachine:
         """All parts that come together here are in: finish the chunk, or hand the sum up."""
         route = self._route_of[chunk]
         if route.root == self.rank:
-            if self._is_done[chunk] or (route.is_reduced and self.num_unopened):
+            if route.is_reduced and self.num_unopened:
                 return
             self._is_done[chunk] = 1
             self._missing_results[self.rank] -= 1
             effects.append(FinishChunk(chunk))
             self._hand_down(chunk, effects)
-        elif route.up[self.rank] != NOBODY and not self._is_handed_up[chunk]:
+        elif route.up[self.rank] != NOBODY:
             self._is_handed_up[chunk] = 1
-            self._send(SendContribution(route.up[self.rank], chunk), effects)
+            self._send(SendPart(route.up[self.rank], chunk), effects)
 
     def _hand_down(self, chunk: int, effects: list[RoundEffect]) -> None:
         for child in self._children_down[self._slice_of[chunk]]:
             self._send(SendResult(child, chunk), effects)
 
-    def _send(self, order: SendContribution | SendResult, effects: list[RoundEffect]) -> None:
+    def _send(self, order: SendPart | SendResult, effects: list[RoundEffect]) -> None:
         if self._opened[order.to]:
             effects.append(order)
         elif self._sent_early[order.to] < self._eager_chunks:
@@ -381,12 +319,10 @@ class RoundMachine:
             self._waiting[order.to].append(order)
 
     def _finish_if_complete(self, effects: list[RoundEffect]) -> None:
-        if self.finished or any(self._missing_parts) or any(self._missing_results):
-            return
-        if self._needs_all and self.num_unopened:
+        if self.finished or self.num_unopened or any(self._missing_parts) or any(self._missing_results):
             return
         if self._must_hear:
-            return  # somebody may still lack what only we hold, or have not heard of a member
+            return  # somebody may not have heard of a member
         self.finished = True
         effects.append(Finished())
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """An outer step as the membership asks for it: exchange payloads, step into staging, install or forget it.
 
-This is the trainer's half of elastic's `Membership`. Rules: payloads stay as they are until the outcome is known, so
-that a step can run again in the next view; nothing shared changes before the commit.
-It must not know workers, samples or why a view changed.
+This is elastic's `RoundRunner`, the trainer's half of its `Membership`. Rules: payloads stay as they are until the
+outcome is known, so that a step can run again in the next view; nothing shared changes before the commit. It must not
+know workers, samples or why a view changed.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -15,8 +16,7 @@ from torch import Tensor
 from isthmus.collective import Communicator, RoundStats
 from isthmus.collective.core.types import Epoch, Member, OuterStep, RoundKey, View
 from isthmus.elastic.core.messages import Held
-from isthmus.elastic.donor.commit_log import CommitLog
-from isthmus.elastic.shell.rounds import Exchanged
+from isthmus.elastic.shell.exchange import Exchanged
 from isthmus.elastic.state.replica import CommitEntry
 from isthmus.trainer.engine.outer_state import OuterState, RoundOutcome
 from isthmus.trainer.engine.round_exchange import Payload, RoundExchange
@@ -31,7 +31,7 @@ _SURVEY_FRAGMENT = 0x7FFF
 """No fragment of the model has so large a number."""
 
 
-class Keeper(Protocol):
+class ResultKeeper(Protocol):
     """Who keeps what rounds make."""
 
     def founded(self, held: Held) -> None:
@@ -47,62 +47,36 @@ class Keeper(Protocol):
         ...
 
 
-class MemoryKeeper:
-    """Keeps results for learners alone: whatever ends this process ends them."""
-
-    def __init__(self, commit_log: CommitLog) -> None:
-        self._commit_log = commit_log
-
-    def founded(self, held: Held) -> None:
-        """Nothing to keep."""
-
-    async def before_vote(self, key: RoundKey, entry: CommitEntry) -> None:
-        """Nothing to wait for."""
-
-    def committed(self, previous: bytes, entry: CommitEntry) -> None:
-        """For learners that are a few steps behind."""
-        del previous
-        self._commit_log.append(entry)
-
-
-class RoundRunner:
+@dataclass(slots=True, kw_only=True, eq=False)
+class OuterStepRunner:
     """Runs outer steps between the payloads and the outer state, one at a time.
 
-    Args:
+    Attributes:
         communicator: the collective layer.
         state: live and staged shared state.
-        codec: how payloads travel whose rounds name no codec.
+        exchanges: the rounds on the network.
         initial_parameters: makes the run's first parameters, [numel].
         on_exchanged: told of every finished exchange, for logs.
         keeper: keeps the results, for learners and for later starts of this peer.
     """
 
-    def __init__(
-        self,
-        *,
-        communicator: Communicator,
-        state: OuterState,
-        codec: str,
-        initial_parameters: Callable[[], Awaitable[Tensor]],
-        on_exchanged: Callable[[RoundKey, RoundStats], None],
-        keeper: Keeper,
-    ) -> None:
-        self._communicator = communicator
-        self._state = state
-        self.exchanges = RoundExchange(communicator, codec=codec)
-        self._initial_parameters = initial_parameters
-        self._on_exchanged = on_exchanged
-        self._keeper = keeper
-        self._payloads: Sequence[Payload] = ()
-        self._staged_entry: CommitEntry | None = None
-        self._own_weights: tuple[float, ...] = ()
-        self._surveyed_epoch: Epoch | None = None
-        self._survey_from = 0  # what was told with the view
-        self._surveyed_from = OuterStep(0)  # the first step in that epoch
-        self.outcomes: tuple[RoundOutcome, ...] = ()
-        """What the newest commit did, by round."""
-        self.own_weights: tuple[float, ...] = ()
-        """What this peer's payloads weighed in it, by round."""
+    communicator: Communicator
+    state: OuterState
+    exchanges: RoundExchange
+    initial_parameters: Callable[[], Awaitable[Tensor]]
+    on_exchanged: Callable[[RoundKey, RoundStats], None]
+    keeper: ResultKeeper
+    _surveys: "_Surveys" = field(init=False)
+    _payloads: Sequence[Payload] = field(default=(), init=False)
+    _staged: tuple[CommitEntry, tuple[float, ...]] | None = field(default=None, init=False)
+    """With what our payloads weigh in it, by round."""
+    outcomes: tuple[RoundOutcome, ...] = field(default=(), init=False)
+    """What the newest commit did, by round."""
+    own_weights: tuple[float, ...] = field(default=(), init=False)
+    """What this peer's payloads weighed in it, by round."""
+
+    def __post_init__(self) -> None:
+        self._surveys = _Surveys(self.communicator)
 
     def offer(self, payloads: Sequence[Payload]) -> None:
         """What the next outer step exchanges, by round: before it is handed in. They stay as they are until then."""
@@ -110,19 +84,19 @@ class RoundRunner:
 
     async def found(self) -> Held:
         """Make the run's first shared state."""
-        held = await self._state.found(await self._initial_parameters())
-        self._keeper.founded(held)
+        held = await self.state.found(await self.initial_parameters())
+        self.keeper.founded(held)
         return held
 
     async def install_view(self, view: View, survey_from: int = 0) -> None:
         """Connect to the members of this view; the lines are idle while they train, so new ones are measured then."""
-        self._survey_from = survey_from
-        await self._communicator.install(view)
-        self._communicator.look_ahead()
+        self._surveys.begin_at = survey_from
+        await self.communicator.install(view)
+        self.communicator.look_ahead()
 
     async def meet(self, member: Member) -> str | None:
         """See `Communicator.meet`."""
-        return await self._communicator.meet(member)
+        return await self.communicator.meet(member)
 
     async def exchange(self, view: View, key: RoundKey, weight: float, told: tuple[float, ...] = ()) -> Exchanged:
         """Exchange the payloads with the view's members and stage what follows from them.
@@ -131,29 +105,29 @@ class RoundRunner:
             CollectiveError: the exchange cannot finish in this view; the payloads are unchanged.
         """
         self.discard_staged(key)
-        await self._survey_if_due(view, key)
+        await self._surveys.make_if_due(view, key)
         made = await self.exchanges.run(
-            view, key, self._payloads, weight=weight, told=told, mean_buffer=self._state.mean_buffer
+            view, key, self._payloads, weight=weight, told=told, mean_buffer=self.state.mean_buffer
         )
         for stats in made.stats:
-            self._on_exchanged(key, stats)
+            self.on_exchanged(key, stats)
         results = [
             (result, await in_thread(sealed, record) if self._is_sealed(payload) else record)
             for payload, (result, record) in zip(self._payloads, made.results, strict=True)
         ]
         async with asyncio.TaskGroup() as tasks:
             marking = tasks.create_task(in_thread(made.marks))
-            digest = await self._state.stage(results)
+            digest = await self.state.stage(results)
         entry = CommitEntry(
             outer_step=OuterStep(key.outer_step + 1), digest=digest, rounds=tuple(record for _, record in results)
         )
-        await self._keeper.before_vote(key, entry)
-        self._staged_entry, self._own_weights = entry, tuple(made.own_weights)
+        await self.keeper.before_vote(key, entry)
+        self._staged = entry, tuple(made.own_weights)
         return Exchanged(digest=digest, weights=made.weights, sizes=made.sizes, results=marking.result())
 
     def _is_sealed(self, payload: Payload) -> bool:
         """Whether nobody can replay the round: its values are the workers' alone."""
-        return CHAIN in self._state.live.states[self._state.places[payload.round_.fragment]]
+        return CHAIN in self.state.live.states[self.state.places[payload.round_.fragment]]
 
     async def stage_again(self, entry: CommitEntry) -> None:
         """What an earlier start of this peer voted for is staged again: it may be committed.
@@ -161,32 +135,47 @@ class RoundRunner:
         Raises:
             StateDiverged, RemoteProtocolError: it does not fit what is held.
         """
-        await self._state.stage_entry(entry)
-        self._staged_entry, self._own_weights = entry, ()
-
-    async def _survey_if_due(self, view: View, key: RoundKey) -> None:
-        """All members come to the same points: they begin a view together, and do every round of it."""
-        if view.epoch != self._surveyed_epoch:
-            self._surveyed_epoch, self._surveyed_from = view.epoch, key.outer_step
-        if key.outer_step < self._survey_from:
-            return
-        if view.world_size > 1 and _is_survey_due(key.outer_step - self._surveyed_from):
-            await self._communicator.survey(RoundKey(key.epoch, key.outer_step, _SURVEY_FRAGMENT))
+        await self.state.stage_entry(entry)
+        self._staged = entry, ()
 
     async def install_staged(self, key: RoundKey, held: Held, *, final: bool) -> None:
         """The step is committed: staging becomes the shared state."""
         del key, final
-        assert self._staged_entry is not None, f"nothing is staged for {held}"
-        entry, self._staged_entry = self._staged_entry, None
-        previous = self._state.live.held.digest
-        self.outcomes, self.own_weights = self._state.install_staged(held), self._own_weights
-        self._keeper.committed(previous, entry)
+        assert self._staged is not None, f"nothing is staged for {held}"
+        (entry, self.own_weights), self._staged = self._staged, None
+        previous = self.state.live.held.digest
+        self.outcomes = self.state.install_staged(held)
+        self.keeper.committed(previous, entry)
 
     def discard_staged(self, key: RoundKey) -> None:
         """The attempt was aborted: forget what it staged, keep the payloads."""
         del key
-        self._state.discard_staged()
-        self._staged_entry = None
+        self.state.discard_staged()
+        self._staged = None
+
+
+class _Surveys:
+    """Looks at the links, at points to which all members come: they begin a view together, and do every round of it.
+
+    Args:
+        communicator: the collective layer.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._epoch: Epoch | None = None
+        self._first = OuterStep(0)  # of that epoch
+        self.begin_at = 0
+        """The outer step before which there are none, as was told with the view."""
+
+    async def make_if_due(self, view: View, key: RoundKey) -> None:
+        """Before the exchange of this outer step."""
+        if view.epoch != self._epoch:
+            self._epoch, self._first = view.epoch, key.outer_step
+        if key.outer_step < self.begin_at:
+            return
+        if view.world_size > 1 and _is_survey_due(key.outer_step - self._first):
+            await self._communicator.survey(RoundKey(key.epoch, key.outer_step, _SURVEY_FRAGMENT))
 
 
 def _is_survey_due(num_steps: int) -> bool:

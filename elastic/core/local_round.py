@@ -22,7 +22,7 @@ from isthmus.elastic.core.events import (
 from isthmus.elastic.core.messages import Held, RoundFailed, Vote
 
 
-class Attempt:
+class LocalRound:
     """At most one payload and at most one attempt to exchange it.
 
     Args:

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who holds the committed state, who can serve it, and who was seen to hold it. It only knows; it decides nothing."""
+
+from collections.abc import Collection
+
+from isthmus.collective.core.types import Member, PeerId, PeerRef
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.core.roster import Roster
+from isthmus.elastic.core.sessions import Session
+from isthmus.elastic.core.turn import Turn
+
+
+class Holders:
+    """See the module.
+
+    Args:
+        max_peers: of how many it is remembered that they were seen to hold the state.
+    """
+
+    def __init__(self, turn: Turn, roster: Roster, max_peers: int) -> None:
+        self._state, self._roster, self._max_peers = turn.state, roster, max_peers
+        self._borne: Held | None = None
+        self._bearers: dict[PeerId, PeerRef] = {}  # who was seen to hold that state, here or not
+
+    def members(self) -> tuple[Member, ...]:
+        """Members that hold the committed state, or have it staged."""
+        sessions = self._roster.sessions
+        return tuple(one for one in self._state.view.members if sessions[one.peer_id].holds_state is not False)
+
+    def keepers(self) -> list[Session]:
+        """Leavers that are no members any more and stay for the state."""
+        standing_since = self._state.standing_since
+        return [item for item in self._roster.sessions.values() if item.leaving and standing_since(item.ref) is None]
+
+    def donors(self) -> tuple[Member, ...]:
+        """Who can serve the committed state."""
+        keepers = [item for item in self.keepers() if self.holds(item)]
+        return (*self.members(), *(Member(item.ref.peer_id, item.ref.incarnation, item.address) for item in keepers))
+
+    def holds(self, session: Session) -> bool:
+        """Whether it is here, and is known to hold the committed state or to have it staged."""
+        committed = self._state.committed
+        if session.disconnected or session.awaited_until is not None or committed is None:
+            return False
+        return session.holds_state is True if self._roster.is_member(session) else session.synced == committed
+
+    def is_held(self) -> bool:
+        """Whether anybody is known to hold the committed state."""
+        return any(self.holds(item) for item in self._roster.sessions.values())
+
+    def is_last(self, session: Session, going: Collection[Session] = ()) -> bool:
+        """Whether this session's peer holds the committed state and nobody else is known to but those that go, too."""
+        others = (item for item in self._roster.sessions.values() if item is not session and item not in going)
+        return self.holds(session) and not any(self.holds(item) for item in others)
+
+    def note(self, ref: PeerRef) -> None:
+        """This peer has said that it holds the committed state."""
+        if self._borne != self._state.committed:
+            self._borne, self._bearers = self._state.committed, {}
+        if ref.peer_id in self._bearers or len(self._bearers) < self._max_peers:
+            self._bearers[ref.peer_id] = ref
+
+    def seen(self) -> list[PeerRef]:
+        """Peers that have said so, and may be gone or hold something else by now."""
+        return list(self._bearers.values()) if self._borne == self._state.committed else []

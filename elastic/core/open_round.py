@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The round in progress as the coordinator sees it: what its members were told, votes and failures, and what follows.
+
+A round is over for its view when every member has voted, or when somebody reported that it cannot finish. Votes are
+for a ballot: the round key and the digest that the shared state would have. All equal: commit. A strict majority:
+commit, and the deviants re-sync. Neither: once more in another epoch. Only counting: what follows is decided in
+closing.py and failures.py.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from isthmus.collective.core.types import Instant, OuterStep, PeerId, RoundKey, View
+from isthmus.elastic.core.config import CoordinatorConfig
+from isthmus.elastic.core.grace import Grace
+from isthmus.elastic.core.messages import RoundFailed, Vote
+
+_UNSURVEYED = 64
+"""Outer steps without a survey of links after the first failure for other plans. A plan from no survey is right
+anyway; over unequal links it is slower."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """This ballot won. `deviants` voted for something else."""
+
+    key: RoundKey
+    digest: bytes
+    deviants: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Everybody voted and no ballot has a strict majority."""
+
+
+class OpenRound:
+    """What the members of the current view were told of the round from the committed state, and what they said."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._config = config
+        self.grace = Grace(config)
+        self.votes: dict[PeerId, Vote] = {}
+        self.voted_at: dict[PeerId, Instant] = {}
+        self.reports: dict[PeerId, RoundFailed] = {}
+        self.judge_at: Instant | None = None
+        self.began_at: Instant = 0.0
+        """When the view was decided in which the round is tried."""
+        self.weights: tuple[float, ...] = ()
+        """What the parts weigh in the view's first round, if that was in dispute."""
+        self._splits = 0  # votes without a majority, in a row
+        self.survey_from = OuterStep(0)
+        """See `NewView`."""
+        self._unsurveyed = _UNSURVEYED
+
+    def begin(self, now: Instant, weights: tuple[float, ...] = (), *, is_cut_short: bool) -> None:
+        """The view changed: what was said in the old one counts no more.
+
+        Args:
+            weights: of the parts, by rank, if they were in dispute.
+            is_cut_short: whether some had not handed in.
+        """
+        self.began_at, self.weights = now, weights
+        self._void()
+        if is_cut_short:
+            self.grace.interrupted(now)
+
+    def committed(self) -> None:
+        """The outer step is made: the next one starts without a past."""
+        self._splits, self.weights = 0, ()
+        self._void()
+
+    def _void(self) -> None:
+        self.votes.clear()
+        self.voted_at.clear()
+        self.reports.clear()
+        self.judge_at = None
+
+    def split(self) -> int:
+        """The votes have no majority, for so many times in a row."""
+        self._splits += 1
+        return self._splits
+
+    def do_without_a_survey(self, step: OuterStep) -> None:
+        """For a while from this step on, twice as long each time."""
+        self.survey_from = OuterStep(step + self._unsurveyed)
+        self._unsurveyed *= 2
+
+    def vote(self, peer_id: PeerId, vote: Vote, now: Instant) -> bool:
+        """Note a vote. Refused from who has reported that it cannot finish: its staged result is gone."""
+        if peer_id in self.reports:
+            return False
+        self.votes[peer_id] = vote
+        self.voted_at.setdefault(peer_id, now)
+        return True
+
+    def report(self, peer_id: PeerId, report: RoundFailed, now: Instant) -> None:
+        """Note a failure. The first one opens the window in which the others are awaited."""
+        self.votes.pop(peer_id, None)
+        self.voted_at.pop(peer_id, None)
+        self.reports[peer_id] = report
+        if self.judge_at is None:
+            self.judge_at = now + self._config.report_window_s
+
+    def forgive(self, now: Instant) -> None:
+        """The coordinator itself did not run: the others' words may lie unread, and are awaited anew."""
+        self.voted_at = dict.fromkeys(self.voted_at, now)
+        if self.judge_at is not None:
+            self.judge_at = now + self._config.report_window_s
+        self.grace.interrupted(now)
+
+    def voted(self, peer_id: PeerId) -> bool:
+        """Whether this member's vote is here."""
+        return peer_id in self.votes
+
+    def spoke(self, peer_id: PeerId) -> bool:
+        """Whether this member is done with the round, one way or the other."""
+        return peer_id in self.votes or peer_id in self.reports
+
+    def outcome(self, view: View) -> Agreed | Split | None:
+        """What the votes decide, or None while a member has not voted."""
+        if not view.members or any(member.peer_id not in self.votes for member in view.members):
+            return None
+        ballots: dict[tuple[RoundKey, bytes], list[PeerId]] = {}
+        for member in view.members:
+            vote = self.votes[member.peer_id]
+            ballots.setdefault((vote.key, vote.digest), []).append(member.peer_id)
+        (key, digest), winners = max(ballots.items(), key=lambda item: len(item[1]))
+        if 2 * len(winners) <= view.world_size:
+            return Split()
+        deviants = tuple(member.peer_id for member in view.members if member.peer_id not in winners)
+        return Agreed(key=key, digest=digest, deviants=deviants)
+
+    def accused(self, view: View, newcomers: Collection[PeerId] = ()) -> dict[PeerId, int]:
+        """How many members point at each, newcomers at newcomers only. Whoever names no other accuses itself."""
+        result = dict.fromkeys((member.peer_id for member in view.members), 0)
+        for accuser, suspects in self.voices(view).items():
+            for peer in suspects or [accuser]:
+                result[peer] += accuser not in newcomers or peer in newcomers
+        return result
+
+    def voices(self, view: View) -> dict[PeerId, list[PeerId]]:
+        """Whom each member accuses. What it was told is no voice: the member that said it has a report of its own."""
+        present = {member.peer_id for member in view.members}
+        return {
+            accuser: [peer for peer in dict.fromkeys(report.suspects) if peer in present and peer != accuser]
+            for accuser, report in self.reports.items()
+            if report.told_by is None
+        }

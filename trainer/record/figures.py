@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of one start of a peer, of which `status`, metrics and the summary are made: a pure fold of its events.
+
+Who replays events.jsonl gets the figures that were shown, but for those that `Unfiled` events feed. Must not decide
+anything.
+"""
+
+from bisect import bisect_left
+
+import msgspec
+from msgspec.structs import replace
+
+from isthmus.elastic import observation as told
+from isthmus.elastic.observation import Event
+from isthmus.trainer.errors import ExitCode
+from isthmus.trainer.record import events
+from isthmus.trainer.record.status import MemberStatus, RoundStatus, Status
+
+BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_PACE_COMMITS = 20
+
+
+class Durations(msgspec.Struct, frozen=True):
+    """How often something took how long: by bucket, the last one without an end; and all together, seconds."""
+
+    counts: tuple[int, ...] = (0,) * (len(BUCKETS_S) + 1)
+    total_s: float = 0.0
+
+    def plus(self, seconds: float) -> "Durations":
+        """With one more."""
+        place = bisect_left(BUCKETS_S, seconds)
+        counts = tuple(count + (index == place) for index, count in enumerate(self.counts))
+        return Durations(counts, self.total_s + seconds)
+
+
+class Figures(Status, frozen=True, kw_only=True):
+    """A status, what it is made of, and what the metrics show beside it, all of this start."""
+
+    num_parameters: int | None = None
+    is_member: bool = False
+    seen: frozenset[str] = frozenset()
+    """Other members of any view."""
+    pace: tuple[tuple[float, int], ...] = ()
+    """When (`t_s`) which outer step was committed, of the newest ones."""
+    train_s: float = 0.0
+    round_loss: float | None = None
+    """Of the newest committed round that knows one."""
+    exchange: events.Round | None = None
+    """The newest."""
+    evictions: int = 0
+    counts: dict[str, int] = msgspec.field(default_factory=dict)
+    """How often which kind of event came, by tag."""
+    round_seconds: Durations = Durations()
+    exchange_seconds: Durations = Durations()
+    checkpoint_seconds: Durations = Durations()
+    wall: str = ""
+    """When the newest event came, ISO 8601."""
+    code: int | None = None
+    """Exit code; None until the end is told."""
+    cause: str = ""
+    is_leaving: bool = False
+    refused: dict[str, int] = msgspec.field(default_factory=dict)
+    events_lost: int = 0
+    state_served_bytes: int = 0
+
+    def times(self, kind: type[Event]) -> int:
+        """How often this kind of event came."""
+        return self.counts.get(str(kind.__struct_config__.tag), 0)
+
+
+BLANK = Figures(run_id="", peer_id="", incarnation=0, pid=0, phase="starting", outer_step=0, total_outer_steps=0)
+
+
+def fold(figures: Figures, event: Event) -> Figures:
+    """The figures after this event. A log that is opened begins anew."""
+    if isinstance(event, events.LogOpened):
+        return replace(BLANK, peer_id=event.peer, wall=event.wall)
+    tag = str(event.__struct_config__.tag)
+    counts = figures.counts | {tag: figures.counts.get(tag, 0) + 1}
+    return _fold(replace(figures, wall=event.wall, counts=counts), event)
+
+
+def _fold(figures: Figures, event: Event) -> Figures:
+    match event:
+        case events.Started(run_id=run_id, num_parameters=number):
+            coordinator = figures.coordinator if number else event.address
+            return replace(figures, run_id=run_id, num_parameters=number, coordinator=coordinator)
+        case events.LogContinued(run_id=run_id):
+            return replace(figures, run_id=run_id or figures.run_id)
+        case told.CoordinatorConnected(address=address):
+            return replace(figures, coordinator=address)
+        case told.ViewInstalled(epoch=epoch, members=members):
+            seen = figures.seen | set(members) - {event.peer}
+            return replace(figures, epoch=epoch, members=_members(event), seen=seen, peers_seen=len(seen))
+        case told.BecameActive():
+            return replace(figures, phase="training", is_member=True, inner_step=0)
+        case told.BecameLearner():
+            evictions = figures.evictions + figures.is_member
+            return replace(figures, phase="learning", is_member=False, inner_step=0, evictions=evictions)
+        case told.CatchUpEnded(outer_step=int(step)) | told.RoundCommitted(outer_step=step):
+            return replace(figures, outer_step=step)
+        case events.CommitDecided(outer_step=step) if figures.num_parameters == 0:
+            return replace(figures, outer_step=step)
+        case events.InnerStep(loss=loss, tokens=tokens):
+            return replace(
+                figures,
+                phase="training",
+                inner_step=min(figures.inner_step + 1, figures.inner_steps_per_round),
+                num_inner_steps=figures.num_inner_steps + 1,
+                tokens=figures.tokens + tokens,
+                train_loss=figures.train_loss if loss is None else loss,
+            )
+        case events.HandedIn():
+            return replace(figures, phase="exchanging")
+        case events.Round(bytes_sent=sent, bytes_received=received, seconds=seconds):
+            return replace(
+                figures,
+                exchange=event,
+                sent_bytes=figures.sent_bytes + sent,
+                received_bytes=figures.received_bytes + received,
+                exchange_seconds=figures.exchange_seconds.plus(seconds),
+            )
+        case events.Trained():
+            return _trained(figures, event)
+        case events.Evaluate(loss=loss):
+            return replace(figures, validation_loss=loss)
+        case events.Checkpoint(outer_step=step, seconds=seconds):
+            all_s = figures.checkpoint_seconds.plus(seconds)
+            return replace(figures, checkpoint_outer_step=step, checkpoint_seconds=all_s)
+        case events.Counted(refused=refused, state_served_bytes=nbytes):
+            return replace(figures, refused=refused, state_served_bytes=nbytes)
+        case events.LeaveAsked():
+            return replace(figures, is_leaving=True)
+        case told.Finished(code=code, cause=cause):
+            return replace(figures, code=code, cause=cause)
+        case events.CoordinatorEnded(complete=complete):
+            code, cause = (ExitCode.DONE, "") if complete else (ExitCode.LEFT, "stopped")
+            return replace(figures, code=code, cause=cause)
+        case _:
+            return figures
+
+
+def _trained(figures: Figures, event: events.Trained) -> Figures:
+    exchange, loss = figures.exchange, event.loss
+    return replace(
+        figures,
+        phase="training",
+        inner_step=0,
+        num_commits=figures.num_commits + 1,
+        pace=(*figures.pace, (event.t_s, event.outer_step))[-_PACE_COMMITS:],
+        train_s=figures.train_s + event.train_s,
+        first_loss=loss if figures.first_loss is None else figures.first_loss,
+        round_loss=figures.round_loss if loss is None else loss,
+        train_loss=figures.train_loss if loss is None else loss,
+        round_seconds=figures.round_seconds.plus(event.wait_s),
+        last_round=RoundStatus(
+            outer_step=event.outer_step,
+            seconds=event.train_s + event.wait_s,
+            exchange_seconds=0.0 if exchange is None else exchange.seconds,
+            bytes=0 if exchange is None else exchange.bytes_sent + exchange.bytes_received,
+            num_members=event.world_size,
+            loss=loss,
+        ),
+    )
+
+
+def _members(view: told.ViewInstalled) -> tuple[MemberStatus, ...]:
+    me = view.peer
+    return tuple(
+        MemberStatus(
+            peer_id=peer_id,
+            incarnation=incarnation,
+            address=address,
+            is_apart=not {f"{me} {peer_id}", f"{peer_id} {me}"}.isdisjoint(view.apart),
+            is_me=peer_id == me,
+        )
+        for peer_id, incarnation, address in zip(view.members, view.incarnations, view.addresses, strict=True)
+    )
+
+
+def as_of(figures: Figures, now_s: float) -> Figures:
+    """The same at this time, seconds as in `t_s`: rates and what is left."""
+    return replace(
+        figures,
+        uptime_s=now_s,
+        goodput=min(1.0, figures.train_s / now_s) if now_s > 0 else 0.0,
+        tokens_per_s=figures.tokens / now_s if now_s > 0 else None,
+        seconds_left=_seconds_left(figures, now_s),
+    )
+
+
+def _seconds_left(figures: Figures, now_s: float) -> float | None:
+    """Until the run's end at the pace of the newest commits; None before there are two."""
+    if len(figures.pace) < 2:
+        return None
+    (began, first), (ended, last) = figures.pace[0], figures.pace[-1]
+    left_s = (figures.total_outer_steps - last) * (ended - began) / max(1, last - first)
+    return max(0.0, left_s - (now_s - ended))

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this peer holds of the run, in memory and on its disk: the shared state, the newest results, its own state,
+the certificates of what was committed.
+
+Must not know connections, workers or why a state changes.
+"""
+
+from collections.abc import Coroutine
+from typing import Any
+
+from isthmus.collective.core.types import OuterStep
+from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.messages import Held
+from isthmus.elastic.donor.commit_log import CommitLog
+from isthmus.elastic.shell.notary import PeerSigner
+from isthmus.elastic.state.digest import Hasher
+from isthmus.optim.outer import Outer
+from isthmus.optim.outer_plan import OuterPlan
+from isthmus.trainer.checkpoint.certificates import FILE_NAME as CERTIFICATES_NAME
+from isthmus.trainer.checkpoint.certificates import CertificateKeeper, load_certificates
+from isthmus.trainer.checkpoint.durability import Durability, Origin
+from isthmus.trainer.checkpoint.private_files import FOLDER_NAME as PRIVATE_FOLDER_NAME
+from isthmus.trainer.checkpoint.private_files import Private, PrivateFiles
+from isthmus.trainer.config.wiring import fragments_of
+from isthmus.trainer.engine.outer_state import OuterState
+from isthmus.trainer.engine.training_loop import RoundReport
+from isthmus.trainer.engine.worker_values import WorkerValues
+from isthmus.trainer.record import events
+from isthmus.trainer.record.chronicle import Chronicle
+from isthmus.trainer.run.preparation import Start
+
+
+class Holdings:
+    """See the module. `outer`, `plan`: the method, fitted, and its outer steps."""
+
+    def __init__(self, start: Start, chronicle: Chronicle, outer: Outer, plan: OuterPlan) -> None:
+        config, terms, run_dir = start.config, start.terms, start.options.run_dir
+        self.hasher = Hasher()
+        self.state = OuterState(outer, fragments_of(config), plan, self.hasher)
+        self.commit_log = CommitLog(max_nbytes=0)  # results are on the disk, see Durability
+        self.durability = Durability(
+            run_dir,
+            Origin(run_id=terms.run_id, run_manifest=terms.manifest),
+            state=self.state,
+            commit_log=self.commit_log,
+            every=config.checkpoint.every,
+            keep=config.checkpoint.keep,
+            before_votes=config.members.durable,
+            on_saved=lambda step, seconds: chronicle.emit(events.Checkpoint(outer_step=step, seconds=seconds)),
+            on_failed=lambda failure: chronicle.emit(events.CheckpointFailed(cause=str(failure))),
+        )
+        self._private_files = PrivateFiles(run_dir / PRIVATE_FOLDER_NAME, terms.run_id, keep=config.checkpoint.keep)
+        self.signer = PeerSigner(start.security.key, terms.run_id, lambda: start.security.authorities)
+        known = load_certificates(run_dir / CERTIFICATES_NAME, self.signer)
+        self._certificates = CertificateKeeper(run_dir / CERTIFICATES_NAME, known)
+        self.certificate = known[-1] if known else None
+        """Of the newest commit that this peer knew of when it started."""
+        if known:
+            self.durability.certified(known[-1])
+
+    def private(self) -> tuple[Held, Private] | None:
+        """This peer's own state, if its disk has the one that goes with the shared one that it holds; and that one."""
+        held = self.state.held()
+        private = None if held is None else self._private_files.load(held)
+        return None if held is None or private is None else (held, private)
+
+    def work(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        """What must run, as tasks, until `finish` has returned."""
+        return self.durability.run(), self._private_files.run(), self._certificates.run()
+
+    def certified(self, certificate: Certificate) -> None:
+        """This is the newest commit that this peer has heard of."""
+        self.durability.certified(certificate)
+        self._certificates.offer(certificate)
+        if certificate.made.outer_step < self.commit_log.span.stop - 1:
+            self.commit_log.clear()  # the run went back behind commits that nobody else has heard of
+
+    def committed(self, report: RoundReport) -> None:
+        """A commit holds this peer's work."""
+        self.durability.reported(report.outer_step, report.digest, report.position)
+
+    async def landed(self, report: RoundReport, values: WorkerValues) -> None:
+        """Its workers are where that has brought them: their own state goes beside a checkpoint of the shared one."""
+        await self._keep_private(Held(OuterStep(report.outer_step), report.digest), values)
+
+    async def _keep_private(self, held: Held, values: WorkerValues) -> None:
+        if self.durability.is_saving(held):
+            await self._private_files.offer(held, values.private)
+
+    async def finish(self, values: WorkerValues) -> None:
+        """Put what is held at the end on the disk."""
+        await self.durability.finish()
+        if values.has_base:
+            await self._private_files.drain()
+            await self._keep_private(values.base.held, values)
+            await self._private_files.drain()
+
+    async def drain(self) -> None:
+        """Write the last certificates: nothing runs any more."""
+        await self._certificates.drain()
+
+    def close(self) -> None:
+        """End the threads that hash."""
+        self.hasher.close()

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where this peer trains: its workers with their mailbox, others in their place when they hang or die (`Site`); and
+what their training has to do with the rest of the peer (`PeerOverseer`): record, disk, the coordinator's patience.
+
+Must not know what a training loop does next, nor how a peer ends.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor
+
+from isthmus.collective import Communicator
+from isthmus.elastic.shell.member import Membership
+from isthmus.trainer.config.wiring import fragment_table, training_job
+from isthmus.trainer.engine.training_loop import RoundReport
+from isthmus.trainer.engine.worker_values import WorkerValues
+from isthmus.trainer.errors import WorkerCrashed
+from isthmus.trainer.model.decoder import initial_parameters
+from isthmus.trainer.record import events, translation
+from isthmus.trainer.record.chronicle import Chronicle
+from isthmus.trainer.run.holdings import Holdings
+from isthmus.trainer.run.preparation import Start
+from isthmus.trainer.threads import in_thread
+from isthmus.trainer.workers.pool import WorkerPool, loop_pool, worker_pool
+from isthmus.trainer.workers.shared_buffer import SharedBuffer
+
+_SIGN_OF_LIFE_S = 1.0
+_MAX_REPLACED = 3
+"""Workers that hang or die again and again, and never train a round, do so for a reason that no new start mends."""
+
+
+class Site:
+    """The workers are there while `pool` is entered. `shares_parameters`: whether the method shares theirs."""
+
+    def __init__(self, start: Start, chronicle: Chronicle, *, shares_parameters: bool) -> None:
+        self._start = start
+        self._chronicle = chronicle
+        self._shares_parameters = shares_parameters
+        loop, numel = start.loop, fragment_table(start.config.model).numel
+        self._buffer = SharedBuffer.create(numel) if loop is None else SharedBuffer(loop.facts.mailbox_fd, numel)
+        self.mailbox = self._buffer.tensor
+        """[numel] fp32."""
+        self.pool = self._own_workers() if loop is None else loop_pool(loop)
+        self._first_values: Tensor | None = None  # of a loop, where nobody shares parameters
+        self._num_replaced = 0  # since a commit held work of this peer
+
+    def _own_workers(self) -> WorkerPool:
+        start, node = self._start, self._start.config.node
+        assert start.text is not None, "workers of our own have a text"
+        return worker_pool(
+            training_job(start.config),
+            mailbox=self._buffer,
+            corpus=start.text.corpus,
+            num_workers=node.local_workers,
+            device=node.device,
+            num_threads=node.threads or None,
+            log_dir=start.options.run_dir,
+            hang_timeout_s=node.hang_timeout_s,
+        )
+
+    @property
+    def has_loop(self) -> bool:
+        """Whether a loop of somebody's own trains here."""
+        return self._start.loop is not None
+
+    async def begin(self) -> None:
+        """The workers are there. Where nobody shares parameters those of a loop are kept: it goes on from them."""
+        if self.has_loop and not self._shares_parameters:
+            await self.pool.store()
+            self._first_values = await in_thread(self.mailbox.clone)
+
+    async def first_parameters(self) -> Tensor:
+        """The parameters of a new run, [numel]: by its seed, or those that the loop came with. Not to be kept."""
+        if self._first_values is not None:
+            return self._first_values
+        if self.has_loop:
+            await self.pool.store()
+            return self.mailbox
+        config = self._start.config
+        return await in_thread(partial(initial_parameters, config.model.decoder_config(), config.run.seed))
+
+    async def replace_workers(self, crash: WorkerCrashed) -> None:
+        """Once more, unless that has not helped before.
+
+        Raises:
+            WorkerCrashed: it has not.
+        """
+        while True:
+            if self._num_replaced == _MAX_REPLACED:
+                raise crash
+            self._num_replaced += 1
+            self._chronicle.emit(translation.crashed(crash))
+            try:
+                await self.pool.renew()
+            except WorkerCrashed as again:
+                crash = again
+            else:
+                return
+
+    def proved(self) -> None:
+        """A commit holds work of these workers."""
+        self._num_replaced = 0
+
+    def close(self) -> None:
+        """Let go of the mailbox."""
+        self._buffer.close()
+
+
+@dataclass(slots=True, eq=False)
+class PeerOverseer:
+    """The training loop's `Overseer`.
+
+    Attributes:
+        start, chronicle: of this process.
+        communicator: moves bytes, which is progress too.
+        holdings: keep what is committed.
+        site, values: the workers.
+        membership: hears how much gets done; set before the training begins.
+        inner_steps: of this start.
+        num_rounds: commits of this start that hold work of this peer.
+    """
+
+    start: Start
+    chronicle: Chronicle
+    communicator: Communicator
+    holdings: Holdings
+    site: Site
+    values: WorkerValues
+    membership: Membership = field(init=False)
+    inner_steps: int = 0
+    num_rounds: int = 0
+    _signs_of_life: int = 0
+    _is_blocked: bool = False
+
+    def others_wait(self) -> bool:
+        """See Overseer."""
+        return not self.membership.is_excused and self.communicator.is_awaited()
+
+    def stepped(self, inner_step: int, loss: float | None, num_tokens: int) -> None:
+        """See Overseer."""
+        self.inner_steps += 1
+        self.chronicle.emit(events.InnerStep(inner_step=inner_step, loss=loss, tokens=num_tokens))
+        self._tell_progress()
+
+    def blocked(self, is_blocked: bool, /) -> None:
+        """See Overseer."""
+        self._is_blocked = is_blocked
+        if is_blocked:
+            self.chronicle.emit(events.HandedIn())
+        self._tell_progress()
+
+    def committed(self, report: RoundReport) -> None:
+        """See Overseer."""
+        self.num_rounds += 1
+        self.site.proved()
+        self.chronicle.emit(translation.trained(report))
+        self.holdings.committed(report)
+
+    async def landed(self, report: RoundReport) -> None:
+        """See Overseer."""
+        await self.holdings.landed(report, self.values)
+        every = self.start.config.eval.every
+        is_due = not self.site.has_loop and every and (report.final or report.outer_step % every == 0)
+        if is_due and report.view.rank_of(self.start.me.peer_id) == 0:
+            loss = await self._evaluate()
+            self.chronicle.emit(events.Evaluate(outer_step=report.outer_step, loss=loss))
+
+    async def replace_workers(self, crash: WorkerCrashed) -> None:
+        """See Overseer."""
+        await self.site.replace_workers(crash)
+
+    async def _evaluate(self) -> float:
+        """Judge the anchor. That may take long and has the pool's deadline; the others must not call it a stall."""
+        judged = asyncio.ensure_future(self.values.judge_anchor(self.site.pool.evaluate))
+        try:
+            while not judged.done():
+                await asyncio.wait([judged], timeout=_SIGN_OF_LIFE_S)
+                self._signs_of_life += 1
+                self._tell_progress()
+            return judged.result()
+        finally:
+            judged.cancel()
+            await asyncio.wait([judged])
+
+    def _tell_progress(self) -> None:
+        progress = self.inner_steps + self._signs_of_life + self.communicator.progress()
+        self.membership.progressed(progress, inner_steps=self.inner_steps, blocked=self._is_blocked)
