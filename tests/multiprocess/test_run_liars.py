@@ -17,11 +17,12 @@ SANE_LOSS = 2 * math.log(256)
 """Of bytes: twice what a model has that knows nothing."""
 
 
-def three_honest_and(run: Run, kind: str, *flags: str) -> tuple[list[Process], Process]:
-    """Three peers that are under way, and one that joins them and lies."""
+def three_honest_and(run: Run, kind: str, *flags: str, after: int = 0) -> tuple[list[Process], Process]:
+    """Three peers that are under way, and one that joins them and lies, after so many outer steps of theirs."""
     founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), "--eval.every", "1", *flags)
     run.wait_for_ticket()
     honest = [founder, run.join(), run.join()]
+    run.until_step(after, *honest)
     liar = run.join_as_liar(kind)
     run.until_step(1, *honest)
     return honest, liar
@@ -63,7 +64,9 @@ def test_a_member_that_works_against_the_others_harms_them_only_where_no_guard_i
     tmp_path: Path, guard: str, is_harmed: bool
 ) -> None:
     with running(tmp_path) as run:
-        honest, liar = three_honest_and(run, "against", "--outer.guard", guard, "--inner.schedule.type", "constant")
+        flags = ("--outer.guard", guard, "--inner.schedule.type", "constant")
+        # There must be something to lose; and beside veterans a newcomer that is guarded against is an outlier.
+        honest, liar = three_honest_and(run, "against", *flags, after=30 if is_harmed else 0)
         run.until("liar", lambda: bool(liar.commits()))
         began = honest[0].step
         run.until_step(began + 50, *honest, liar)
