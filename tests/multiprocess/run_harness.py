@@ -226,11 +226,11 @@ class Run:
         program = (sys.executable, str(Path(__file__).with_name("liar.py")), kind)
         return self.start("join", f"@{self.ticket}", "--node.threads", "1", *flags, program=program)
 
-    def command(self, *arguments: str, timeout_s: float = TIMEOUT_S) -> Outcome:
-        """Run a command to its end."""
+    def command(self, *arguments: str, inside: Sequence[str] = (), timeout_s: float = TIMEOUT_S) -> Outcome:
+        """Run a command to its end; `inside` is what goes before one on another machine."""
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             popen = start_program(
-                [ISTHMUS, *arguments],
+                [*inside, ISTHMUS, *arguments],
                 cwd=self.folder,
                 env=self._environment,
                 stdout=out.fileno(),
