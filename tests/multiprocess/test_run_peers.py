@@ -199,3 +199,13 @@ def _calm_round_s(founder: Process) -> float:
 def _signal_all(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         os.kill(pid, number)
+
+
+def test_a_tracker_follows_a_peer_to_its_end(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        founder = run.found("--outer-steps", "12")
+        run.until_step(2, founder)
+        tracker = run.start("track", folder=founder.directory)
+        assert run.until_ended(founder, tracker) == [0, 0]
+    assert tracker.console.read_text() == "12\n"
+    assert list(founder.directory.glob("tensorboard/events.out.tfevents.*"))

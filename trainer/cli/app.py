@@ -20,6 +20,7 @@ from isthmus.trainer.cli import doctor as cli_doctor
 from isthmus.trainer.cli import models as cli_models
 from isthmus.trainer.cli import operator as cli_operator
 from isthmus.trainer.cli import peers as cli_peers
+from isthmus.trainer.cli import tracking as cli_tracking
 from isthmus.trainer.cli.completion import TakesConfig
 from isthmus.trainer.cli.config import invocation_of
 from isthmus.trainer.cli.support import PROGRAM, TAKES_CONFIG, report, take_apart
@@ -48,6 +49,7 @@ for command in (
     cli_operator.evict,
     cli_operator.ban,
     cli_operator.ticket,
+    cli_tracking.track,
     cli_audit.audit,
     cli_models.export,
     cli_models.sample,

@@ -165,7 +165,9 @@ def _trained(figures: Figures, event: events.Trained) -> Figures:
 
 
 def _members(view: told.ViewInstalled) -> tuple[MemberStatus, ...]:
-    me = view.peer
+    me, num_members = view.peer, len(view.members)
+    if (len(view.incarnations), len(view.addresses)) != (num_members, num_members):  # an older version's line
+        view = replace(view, incarnations=(0,) * num_members, addresses=("",) * num_members)
     return tuple(
         MemberStatus(
             peer_id=peer_id,

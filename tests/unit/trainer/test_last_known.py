@@ -32,6 +32,17 @@ def write_log(folder: Path, *, steps: int, code: int | None, cause: str = "") ->
             log.write(Finished(code=code, cause=cause))
 
 
+def test_a_log_of_an_older_version_is_read_as_far_as_it_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its views told less of their members."""
+    write_log(tmp_path, steps=3, code=None)
+    with (tmp_path / FILE_NAME).open("a") as log:
+        log.write('{"wall": "2026-11-27T00:00:00.000+00:00", "event": "view", "epoch": 1, "outer_step": 3, "members": ["aa"], "apart": []}\n')
+    assert run(["status", "--dir", str(tmp_path)]) == ExitCode.NOBODY_REACHABLE
+    assert "ended without a word" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("code", "cause", "is_joiner", "parts"),
     [
