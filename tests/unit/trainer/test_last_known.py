@@ -38,7 +38,8 @@ def test_a_log_of_an_older_version_is_read_as_far_as_it_goes(
     """Its views told less of their members."""
     write_log(tmp_path, steps=3, code=None)
     with (tmp_path / FILE_NAME).open("a") as log:
-        log.write('{"wall": "2026-11-27T00:00:00.000+00:00", "event": "view", "epoch": 1, "outer_step": 3, "members": ["aa"], "apart": []}\n')
+        view = '"event": "view", "epoch": 1, "outer_step": 3, "members": ["aa"], "apart": []'
+        log.write('{"wall": "2026-11-27T00:00:00.000+00:00", ' + view + "}\n")
     assert run(["status", "--dir", str(tmp_path)]) == ExitCode.NOBODY_REACHABLE
     assert "ended without a word" in capsys.readouterr().err
 
