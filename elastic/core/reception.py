@@ -3,25 +3,30 @@
 
 Rules:
 * A Join is answered with a Welcome, or a refusal with its cure.
+* Whoever has seen a later epoch than the journal is refused; if that was rebuilt, the run goes on above this epoch.
 * A newer start of a peer replaces the older one at once.
 * When all places are taken, whoever was in the last commit finds one, and nobody fills the house from one address.
 * The first state that anybody holds becomes the state of a run that has none.
 """
 
 from collections import Counter
-from typing import assert_never
+from typing import Final, assert_never
 
 from isthmus.collective.core.address import candidates_of
-from isthmus.collective.core.types import PeerRef
+from isthmus.collective.core.types import Epoch, PeerRef
 from isthmus.elastic.core.config import CoordinatorConfig
 from isthmus.elastic.core.exit_codes import DONE, INTEGRITY, REFUSED
 from isthmus.elastic.core.messages import Heartbeat, Held, Join, Refused, Synced
 from isthmus.elastic.core.news import WRONG, News
+from isthmus.elastic.core.rebuild import EPOCHS_A_REBUILD
 from isthmus.elastic.core.records import Genesis
 from isthmus.elastic.core.roster import Roster
 from isthmus.elastic.core.sessions import Session
 from isthmus.elastic.core.turn import Turn
 from isthmus.elastic.core.views import Views
+
+_MOST_MISSED: Final = 8
+"""So many rebuilds may be lost again before a peer that is honest hears of the next one."""
 
 
 class Reception:
@@ -95,13 +100,26 @@ class Reception:
             return Refused(code=DONE, reason=f"the run is complete at outer step {state.outer_step}")
         if state.strikes.is_out(sender):
             return self._news.sends_home(sender, WRONG)  # the word of it was lost
-        if message.epoch > state.epoch:
+        if message.epoch > state.epoch and not self._rises_above(sender, message.epoch):
             reason = f"you have seen epoch {message.epoch}, this journal ends at {state.epoch}: restore it"
             return Refused(code=INTEGRITY, reason=reason)
         is_full = len(sessions) >= most and sender.peer_id not in sessions
         if is_full and not self._makes_room(sender, message.address):
             return Refused(code=REFUSED, reason=f"the run is full: {most} peers")
         return None
+
+    def _rises_above(self, sender: PeerRef, epoch: Epoch) -> bool:
+        """Go on above an epoch that a peer has seen and a journal that was rebuilt cannot know. True if that is done.
+
+        Another rebuilt journal gave it, which was lost as well while this peer could not be asked (seed 57649). With a
+        newer commit to prove, it would have made this coordinator resign. The others begin the round anew.
+        """
+        state, config = self._state, self._config
+        if state.rebuilt is None or state.committed is None or epoch > state.epoch + _MOST_MISSED * EPOCHS_A_REBUILD:
+            return False
+        above = Epoch(epoch + EPOCHS_A_REBUILD + config.rebuild_salt)  # that journal may come back, too
+        self._views.change(out={}, cause=f"{sender.peer_id} has seen epoch {epoch}", above=above)
+        return True
 
     def _makes_room(self, sender: PeerRef, address: str) -> bool:
         """In a full house a learner gives way to who was in the last commit, or whose host has fewer than others.

@@ -6,6 +6,7 @@ decided elsewhere.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
 from isthmus.collective.core.types import Epoch, Member, PeerRef, View
 from isthmus.elastic.core.edges import Edges
@@ -17,6 +18,8 @@ from isthmus.elastic.core.roster import Roster
 from isthmus.elastic.core.sessions import Session
 from isthmus.elastic.core.turn import Turn
 from isthmus.elastic.core.work import MAX_STRIKES
+
+_ANY: Final = Epoch(0)
 
 Departures = Mapping[PeerRef, CoordinatorMessage | None]
 """Members that the next view does without, each with what it is told (None: it is dead, nobody listens)."""
@@ -39,13 +42,14 @@ class Views:
         cause: str,
         struck: tuple[PeerRef, ...] = (),
         weights: tuple[float, ...] = (),
+        above: Epoch = _ANY,
     ) -> None:
         """Journal and announce the next view: without `out`, with `into` at the end. Who is to `excuse` keeps its work.
 
         Whoever is excused already stays so, unless it is in `out` or `into`. `struck`: see `ViewRecord`; `weights`: see
-        `NewView`, for the same members as before.
+        `NewView`, for the same members as before. Its epoch is `above` this one, and the next as a rule.
         """
-        committed, epoch = self._state.committed, Epoch(self._state.epoch + 1)
+        committed, epoch = self._state.committed, Epoch(max(self._state.epoch, above) + 1)
         assert committed is not None, "a view needs a state"
         out, present = dict(out), self._roster.members()
         # What happens after all have handed in does not touch how long that took.

@@ -61,6 +61,10 @@ def test_who_is_excused_carries_its_work_over_also_if_the_others_come_to_what_it
     assert Simulator(seed).run().violation is None
 
 
+def test_who_alone_has_heard_of_a_rebuild_whose_journal_was_lost_as_well_comes_back() -> None:
+    assert Simulator(57649).run().violation is None
+
+
 RICH = (266, 271, 287, 321, 341, 360, 454, 499, 551, 715, 775, 795)
 """Seeds that exercise every rule. Where a change has moved their histories, the first 800 are looked through."""
 

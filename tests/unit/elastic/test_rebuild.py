@@ -396,6 +396,24 @@ def test_member_that_comes_late_must_hear_that_the_run_was_rebuilt_before_it_may
     assert driver.told(3, Welcome).target == LAST.made
 
 
+def test_peer_that_has_heard_of_another_rebuild_which_was_lost_too_takes_the_run_above_it() -> None:
+    driver = rebuilt(1, 2, 3)
+    heard = driver.machine.state.epoch + EPOCHS_A_REBUILD
+    joins(driver, 4, epoch=heard)
+    (_, record) = driver.records(ViewRecord)
+    assert record.view.epoch > heard + EPOCHS_A_REBUILD
+    assert driver.member_numbers() == [1, 2, 3]
+    assert driver.told(1, NewView).view == driver.told(3, NewView).view == record.view
+    assert driver.told(4, Welcome).epoch == record.view.epoch
+
+
+def test_no_peer_takes_the_run_above_an_epoch_that_no_rebuild_reaches() -> None:
+    driver = rebuilt(1, 2, 3)
+    joins(driver, 4, epoch=2**31)
+    assert driver.told(4, Refused).code == 9
+    assert len(driver.records(ViewRecord)) == 1
+
+
 def test_peer_that_alone_heard_of_a_later_commit_is_told_and_counted() -> None:
     driver = rebuilding()
     joins(driver, 1)
