@@ -105,9 +105,11 @@ class Line:
         if leave is not None and not leave.now:
             leave = Leave(held=place.held, address=self._address)
         messages: list[PeerMessage | None] = [place.round.report(), place.leases.request, leave]
-        if leave is None:
+        if self.is_asked and (leave is None or not leave.now):
+            messages.append(self._join())
+        elif leave is None:
             is_nobody = place.phase is Phase.JOINING or (place.phase is Phase.LEARNING and place.held is None)
-            if is_nobody or self.is_asked:
+            if is_nobody:
                 messages.append(self._join())
             elif place.phase in (Phase.LEARNING, Phase.EXCUSED) and place.held is not None:
                 messages.append(Synced(held=place.held))

@@ -250,8 +250,8 @@ class MemberMachine:
             case Evicted():
                 self._lose_membership(message.reason)
                 self._join_again()
-            case Rebuilding():
-                pass  # the timer repeats the Join
+            case Rebuilding():  # the timer repeats the Join
+                self._farewell.stay(self._now + self.config.coordinator_timeout_s)
             case Rebuilt() if fence.epoch > epoch:
                 self._on_rebuilt(message)
             case Rebuilt():  # said again: what this peer holds is newer, and nobody has proved it

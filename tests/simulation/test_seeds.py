@@ -65,6 +65,10 @@ def test_who_alone_has_heard_of_a_rebuild_whose_journal_was_lost_as_well_comes_b
     assert Simulator(57649).run().violation is None
 
 
+def test_who_leaves_while_the_journal_is_rebuilt_does_not_take_the_state_along() -> None:
+    assert Simulator(87115).run().violation is None
+
+
 RICH = (266, 271, 287, 321, 341, 360, 454, 499, 551, 715, 775, 795)
 """Seeds that exercise every rule. Where a change has moved their histories, the first 800 are looked through."""
 

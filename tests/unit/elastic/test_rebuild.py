@@ -16,6 +16,7 @@ from isthmus.elastic.core.events import (
     CaughtUp,
     Connected,
     InstallStaged,
+    LeaveRequested,
     Resign,
     Tick,
 )
@@ -296,6 +297,29 @@ def test_peer_that_leaves_while_rebuilding_may_go_and_testifies_no_more() -> Non
     assert driver.journal == []
 
 
+def test_who_leaves_in_order_and_holds_a_state_stays_until_the_journal_is_rebuilt_and_another_holds_it() -> None:
+    driver = rebuilding()
+    joins(driver, 1)
+    joins(driver, 2)
+    leave = Leave(held=LAST.made, address="host2:1")
+    driver.says(2, leave)
+    assert driver.told(2, Rebuilding).testified == 2
+    driver.wait(GRACE_S)
+    assert driver.told(2, Rebuilt).certificate == LAST
+    driver.says(2, leave)
+    assert driver.told(2, Welcome).target == LAST.made, "it stays"
+    joins(driver, 1, epoch=driver.machine.state.epoch)
+    driver.says(2, leave)
+    assert driver.told(2, Goodbye) == Goodbye(outer_step=LAST.made.outer_step)
+
+
+def test_who_wants_to_go_at_once_goes_while_the_journal_is_rebuilt() -> None:
+    driver = rebuilding()
+    joins(driver, 1)
+    driver.says(1, Leave(now=True, held=LAST.made, address="host1:1"))
+    assert isinstance(driver.told(1, Goodbye), Goodbye)
+
+
 def test_empty_journal_is_a_lost_one_as_soon_as_somebody_proves_that_the_run_has_begun() -> None:
     driver = CoordinatorDriver()
     joins(driver, 9, None, epoch=0)
@@ -489,6 +513,16 @@ def test_member_that_is_asked_repeats_its_join_on_its_timer_until_it_is_told_mor
     driver.now += 1.0
     driver.feed(Tick())
     assert {type(item) for item in driver.said()} == {Heartbeat}
+
+
+def test_member_that_leaves_and_is_asked_what_it_holds_says_that_too_and_stays() -> None:
+    driver = active(resend_interval_s=1.0, heartbeat_interval_s=1.0)
+    driver.feed(LeaveRequested(now=False))
+    driver.hears(Rebuilding(testified=0, needed=2))
+    assert driver.machine.leaves_after == "handover"
+    driver.now += 1.0
+    driver.feed(Tick())
+    assert {type(said) for said in driver.said()} >= {Join, Leave}
 
 
 def test_member_of_a_rebuilt_run_forgets_payload_and_leases_and_joins_again() -> None:
