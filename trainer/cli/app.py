@@ -8,6 +8,7 @@ Exit codes: see `trainer.errors.ExitCode`. What talks to a running peer ends wit
 it is not done.
 """
 
+import errno
 import os
 import sys
 from typing import Annotated
@@ -77,9 +78,17 @@ def run(argv: list[str]) -> int:
     except BrokenPipeError:
         _drop_output()  # whoever reads has read enough, as in `isthmus audit … | head`
         return int(ExitCode.DONE)
+    except SystemExit as ending:
+        if not isinstance(ending.__context__, BrokenPipeError):
+            raise
+        _drop_output()  # likewise, in the middle of a long output: Typer ends the process by itself
+        return int(ExitCode.DONE)
     except (KeyboardInterrupt, typer.Abort):
         return int(ExitCode.FORCED)
     except Exception as error:  # noqa: BLE001 - the root: every error becomes a sentence and an exit code
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # in the middle of a long output
+            _drop_output()
+            error = _full(error)
         return report(error, debug=debug, as_json=as_json)
     return int(outcome) if isinstance(outcome, int) else int(ExitCode.DONE)
 
@@ -91,9 +100,13 @@ def _flush() -> None:
         raise
     except OSError as error:
         _drop_output()
-        raise EnvironmentFault(
-            f"the result cannot be written to standard output: {error.strerror}", cure="free some space there"
-        ) from error
+        raise _full(error) from error
+
+
+def _full(error: OSError) -> EnvironmentFault:
+    return EnvironmentFault(
+        f"the result cannot be written to standard output: {error.strerror}", cure="free some space there"
+    )
 
 
 def _drop_output() -> None:

@@ -384,8 +384,9 @@ def test_a_shell_completes_keys_of_the_configuration_and_types(
     assert sorted(word for word in re.findall(r'"([^"]+)"', in_zsh) if word.startswith(("-", *words))) == words
 
 
-def test_a_reader_that_has_enough_is_no_mistake_and_a_full_disk_is_told(tmp_path: Path) -> None:
-    command = f"{sys.executable} -c '{LAUNCH}' config show"
+@pytest.mark.parametrize("words", ["config show", "config reference"], ids=["short", "longer than a buffer"])
+def test_a_reader_that_has_enough_is_no_mistake_and_a_full_disk_is_told(tmp_path: Path, words: str) -> None:
+    command = f"{sys.executable} -c '{LAUNCH}' {words}"
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY / "src")}
 
     def shell(line: str) -> subprocess.CompletedProcess[str]:
