@@ -12,8 +12,8 @@ for them and goes on from the newest one. Rules:
 * The run goes on under an epoch that the lost journal cannot have reached, so that the members refuse whoever comes
   back with it. It is above every epoch that anybody has named, an older start of a peer and a leaver included: each of
   them may be told later how the run went on.
-* Who leaves in order and holds a state is asked like everybody else, and stays until the journal is rebuilt: perhaps
-  nobody else holds it (seed 87115).
+* A peer that leaves in order and holds a state is asked like all others. It stays until the journal is rebuilt, because
+  perhaps nobody else holds that state (seed 87115).
 * What was given to peers since that certificate is void: its leases are free again, payloads are forgotten. Nothing
   that a commit holds is lost with them, but up to one round of inner steps is.
 

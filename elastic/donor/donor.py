@@ -3,8 +3,8 @@
 
 Rules: the members never wait for a learner. A snapshot is pinned, not copied, and its digests were made when its step
 was committed; a learner that stops reading only fills its own connection's buffers and is cut off at its deadline.
-A pin is always released, however the connection ends. At most
-`max_connections` are answered at once; others are told so.
+A pin is always released, however the connection ends. At most `max_connections` are answered at once; others are told
+so.
 Exchanges come first: while their bytes move here, or use up the cap on the upload, chunks of a snapshot wait. Where
 exchanges never pause (streaming, small models), all learners together still get a tenth of the time: a piece waits
 nine times as long as the one before it took, and `TURN_S` at most, so that a learner can tell a busy donor from a

@@ -86,10 +86,7 @@ def run(argv: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return int(ExitCode.FORCED)
     except Exception as error:  # noqa: BLE001 - the root: every error becomes a sentence and an exit code
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # in the middle of a long output
-            _drop_output()
-            error = _full(error)
-        return report(error, debug=debug, as_json=as_json)
+        return report(_as_fault(error), debug=debug, as_json=as_json)
     return int(outcome) if isinstance(outcome, int) else int(ExitCode.DONE)
 
 
@@ -100,13 +97,17 @@ def _flush() -> None:
         raise
     except OSError as error:
         _drop_output()
-        raise _full(error) from error
+        raise EnvironmentFault(
+            f"the result cannot be written to standard output: {error.strerror}", cure="free some space there"
+        ) from error
 
 
-def _full(error: OSError) -> EnvironmentFault:
-    return EnvironmentFault(
-        f"the result cannot be written to standard output: {error.strerror}", cure="free some space there"
-    )
+def _as_fault(error: Exception) -> Exception:
+    """The sentence about a full disk; standard output may be on it, in the middle of a long result."""
+    if not isinstance(error, OSError) or error.errno != errno.ENOSPC:
+        return error
+    _drop_output()
+    return EnvironmentFault(f"what this command writes has no room: {error.strerror}", cure="free some space there")
 
 
 def _drop_output() -> None:
