@@ -302,7 +302,8 @@ class Session:
         if request.reset_optimizer:
             self._tensors.optimizer.state.clear()
             self._own_steps = 0
-        num_broken = self._tensors.read(request.kind, self._mailbox.tensor, _ranges(request.spans), keep=request.keep)
+        values = self._mailbox.at(request.place)
+        num_broken = self._tensors.read(request.kind, values, _ranges(request.spans), keep=request.keep)
         if request.own_steps is not None:
             self._tensors.set_steps(request.own_steps)
             self._own_steps = request.own_steps

@@ -102,6 +102,10 @@ class OuterState:
         self.on_replayed: Callable[[bytes, CommitEntry], None] | None = None
         """Told of every commit that was replayed, and of the digest of the state that it was applied to."""
 
+    def lend(self, memory: Sequence[Tensor]) -> None:
+        """Tensors, [numel], where whole anchors are to be made: workers read them there (`SharedBuffer.anchors`)."""
+        self._spare.lend(memory)
+
     # -------------------------------------------------------------------------------- reading
 
     @property

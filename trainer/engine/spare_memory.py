@@ -2,15 +2,17 @@
 """Memory of fragments' states that nobody needs: where the next outer step writes, and what is in it meanwhile.
 
 Memory is handed on between fragments whose states have the same names and sizes. No more is kept than one outer step
-has needed at once.
+has needed at once. Anchors go to memory that is lent, if there is some: others read them there (trainer/workers/).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+from torch import Tensor
+
 from isthmus.elastic.state.digest import StateManifest
 from isthmus.optim.fragments import Fragment
-from isthmus.optim.outer import Tensors, empty_like
+from isthmus.optim.outer import ANCHOR, Tensors, empty_like
 
 _Shape: TypeAlias = tuple[tuple[str, int], ...]
 
@@ -28,8 +30,15 @@ class SpareMemory:
         self._free: dict[_Shape, list[Tensors]] = {}
         self._most: dict[_Shape, int] = {}  # that were reserved at once
         self._shapes: dict[int, _Shape] = {}
+        self._lent: tuple[Tensor, ...] = ()
+        self._idle: list[Tensor] = []  # of what is lent
         self.content: StateManifest | None = None
         """What the reserved memory contains, if that is known."""
+
+    def lend(self, memory: Sequence[Tensor]) -> None:
+        """Tensors, [numel], for anchors of that size. Nobody else writes to them."""
+        self._lent = tuple(memory)
+        self._idle = list(memory)
 
     @property
     def is_empty(self) -> bool:
@@ -46,10 +55,16 @@ class SpareMemory:
         if place not in self._reserved:
             shape = self._shapes[place] = _shape_of(like)
             free = self._free.get(shape)
-            self._reserved[place] = free.pop() if free else empty_like(like)
+            self._reserved[place] = free.pop() if free else self._made(like)
             num_reserved = sum(self._shapes[other] == shape for other in self._reserved)
             self._most[shape] = max(self._most.get(shape, 1), num_reserved)
         return self._reserved[place]
+
+    def _made(self, like: Tensors) -> Tensors:
+        state = empty_like(like)
+        if self._idle and ANCHOR in state and state[ANCHOR].shape == self._idle[-1].shape:
+            state[ANCHOR] = self._idle.pop()
+        return state
 
     def used(self, places: Iterable[int]) -> None:
         """What was reserved for these is part of a state now."""
@@ -61,8 +76,12 @@ class SpareMemory:
         for place, state in states.items():
             shape = self._shapes[place] = _shape_of(state)
             free = self._free.setdefault(shape, [])
-            if len(free) < self._most.get(shape, 1):
+            lent = [tensor for tensor in self._lent if tensor is state.get(ANCHOR)]
+            # While lent memory is idle, the next state goes there: what is the system's goes back to it.
+            if len(free) < self._most.get(shape, 1) and (lent or not self._idle):
                 free.append(state)
+            else:
+                self._idle += lent
 
     def staged_in_vain(self, manifest: StateManifest) -> None:
         """The reserved memory holds its part of the state that this describes."""

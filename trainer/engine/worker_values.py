@@ -46,6 +46,7 @@ from isthmus.trainer.errors import WorkerDiverged
 from isthmus.trainer.threads import in_thread
 from isthmus.trainer.workers.ipc import BackwardDone, StepDone
 from isthmus.trainer.workers.pool import WorkerPool
+from isthmus.trainer.workers.shared_buffer import MAILBOX
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class WorkerValues:
     Args:
         pool: the workers.
         mailbox: the flat vector, fp32, shared with the workers.
+        anchors: memory that they share too, [numel] each, in the order of `SharedBuffer.anchors`.
         outer: the method, fitted.
         plan: its outer steps.
         state: the shared state.
@@ -81,6 +83,7 @@ class WorkerValues:
         *,
         pool: WorkerPool,
         mailbox: Tensor,
+        anchors: Sequence[Tensor] = (),
         outer: Outer,
         plan: OuterPlan,
         state: OuterState,
@@ -90,6 +93,7 @@ class WorkerValues:
     ) -> None:
         self._pool = pool
         self._mailbox = mailbox
+        self._anchors = anchors
         self._outer = outer
         self._state = state
         self._fragments = state.fragments
@@ -293,10 +297,9 @@ class WorkerValues:
             if made.target is not None:
                 moves[outcome.round_.fragment.kind, made.keep].append((outcome.place, made.target))
         for (kind, keep), targets in moves.items():
-            for place, target in targets:
-                await in_thread(self._fragments[place].scatter, target, out=self._mailbox)
+            source = await self._bring(targets)
             ranges = [part for place, _ in targets for part in self._fragments[place].ranges]
-            num_mended = await self._pool.load(ranges, kind=kind, keep=keep)
+            num_mended = await self._pool.load(ranges, kind=kind, place=source, keep=keep)
             if num_mended:
                 log.warning("values_mended kind=%s elements=%d; they were not finite", kind, num_mended)
         numel = sum(
@@ -306,6 +309,15 @@ class WorkerValues:
         )
         if moves or not self._is_anchor:
             self._is_anchor = numel == self._mailbox.numel()
+
+    async def _bring(self, targets: Sequence[tuple[int, Tensor]]) -> int:
+        """Put the fragments' values where the workers find them; returns that place of the shared buffer."""
+        for number, anchor in enumerate(self._anchors):
+            if any(target is anchor for _, target in targets):
+                return MAILBOX + 1 + number  # the whole model, and there already
+        for place, target in targets:
+            await in_thread(self._fragments[place].scatter, target, out=self._mailbox)
+        return MAILBOX
 
     # -------------------------------------------------------------------------------- the run went on
 

@@ -83,6 +83,7 @@ class Peer:
         self._holdings = holdings = Holdings(start, chronicle, outer, plan)
         shares_parameters = has_anchor(outer, holdings.state.fragments)
         self._site = site = Site(start, chronicle, shares_parameters=shares_parameters)
+        holdings.state.lend(site.anchors)
         first_parameters = None if shares_parameters else site.first_parameters
         self.connections = Connections(start, address, lambda channel: self.donor.serve(channel))
         communicator = self.connections.communicator
@@ -116,6 +117,7 @@ class Peer:
         self._values = WorkerValues(
             pool=site.pool,
             mailbox=site.mailbox,
+            anchors=site.anchors,
             outer=outer,
             plan=plan,
             state=holdings.state,

@@ -42,6 +42,8 @@ class Site:
         self._buffer = SharedBuffer.create(numel) if loop is None else SharedBuffer(loop.facts.mailbox_fd, numel)
         self.mailbox = self._buffer.tensor
         """[numel] fp32."""
+        self.anchors = self._buffer.anchors
+        """[numel] fp32 each; what lies there workers read without a copy."""
         self.pool = self._own_workers() if loop is None else loop_pool(loop)
         self._first_values: Tensor | None = None  # of a loop, where nobody shares parameters
         self._num_replaced = 0  # since a commit held work of this peer

@@ -6,7 +6,8 @@ the request it answers; workers answer in the order in which they were asked; a 
 refused, and no bytes ever become code. Must not know tensors: no torch here, so that it is cheap to import.
 
 Bulk data never passes here. Whoever is told to `Load` or `Store` finds it in the mailbox (`shared_buffer.py`):
-between a `Store` and its `Stored` the mailbox is the workers', likewise for `Load`; at all other times the daemon's.
+between a `Store` and its `Stored` the mailbox is the workers', likewise for `Load`; at all other times the daemon's. An
+anchor beside it is the daemon's; nobody writes to it between a `Load` that names it and its `Loaded`.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Load(_Message, frozen=True, kw_only=True):
     """Take values from the mailbox: value <- keep * value + (1 - keep) * mailbox."""
 
     kind: Kind = "param"
+    place: Annotated[int, Meta(ge=0, le=2)] = 0
+    """Of the shared buffer: the mailbox, or an anchor that stands in for it."""
     spans: tuple[Span, ...] = ()
     """What to take; empty: everything."""
     keep: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0

@@ -40,7 +40,7 @@ from isthmus.trainer.workers.link import WINDOW, AnswerT, WorkerLink, WorkerStal
 from isthmus.trainer.workers.loop import Loop, LoopCrew, LoopGone
 from isthmus.trainer.workers.pace import WorkerPace
 from isthmus.trainer.workers.process import WorkerDied
-from isthmus.trainer.workers.shared_buffer import SharedBuffer, SharedTokens
+from isthmus.trainer.workers.shared_buffer import MAILBOX, SharedBuffer, SharedTokens
 
 __all__ = ["WINDOW", "WorkerDied", "WorkerPool", "WorkerStalled", "loop_pool", "worker_pool"]
 
@@ -157,6 +157,7 @@ class WorkerPool:
         ranges: Sequence[slice] = (),
         *,
         kind: str = "param",
+        place: int = MAILBOX,
         keep: float = 0.0,
         reset_optimizer: bool = False,
         own_steps: int | None = None,
@@ -170,6 +171,7 @@ class WorkerPool:
             ranges: parts of the flat vector (`Fragment.ranges`); empty: everything.
             kind: as `Fragment.kind`: "param", "grad", or a tensor that the inner optimizer keeps, by its own name.
                 Parameters for which it does not keep it are left alone.
+            place: of the shared buffer, if the values are not in the mailbox.
             keep: in [0, 1].
             reset_optimizer: before that, forget the inner optimizer's state.
             own_steps: of how many inner steps that state is the outcome from now on; None: as before.
@@ -185,6 +187,7 @@ class WorkerPool:
         request = ipc.Load(
             serial=self._link.next_serial(),
             kind=kind,
+            place=place,
             spans=_spans(ranges),
             keep=keep,
             reset_optimizer=reset_optimizer,

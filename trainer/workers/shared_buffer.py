@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that the daemon and its workers have in common: the mailbox of parameters, and the text.
+"""Memory that the daemon and its workers have in common: the mailbox of parameters, anchors, and the text.
 
 Owns anonymous files: they have no name, are inherited as file descriptors and are gone when the last process that
 holds them is gone, however it went. Rules: nobody reads what somebody may be writing; who may is said by the messages
@@ -10,22 +10,29 @@ import fcntl
 import mmap
 import os
 import tempfile
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from isthmus.trainer.data.corpus import TokenArray
 from isthmus.trainer.errors import EnvironmentFault
+
+MAILBOX: Final = 0
+"""Place of the mailbox in a shared buffer."""
+NUM_PLACES: Final = 3
+"""The mailbox, then an anchor that is live, and one that is being made."""
 
 _FLOAT_NBYTES = 4
 
 
 class SharedBuffer:
-    """A flat fp32 CPU tensor whose memory other processes map too.
+    """Flat fp32 CPU tensors whose memory other processes map too, one at each place. What nobody writes costs nothing.
 
     Attributes:
-        tensor: [numel], zeros in a new buffer. It stays valid for as long as somebody refers to it or to a view of it.
+        places: `NUM_PLACES` of [numel], zeros in a new buffer. They stay valid for as long as somebody refers to one of
+            them or to a view of it.
         fd: to be inherited by other processes; this object's own.
     """
 
@@ -39,8 +46,11 @@ class SharedBuffer:
             raise ValueError(f"a shared buffer needs at least one element, not {numel}")
         self.fd = fd
         # mmap refuses a length beyond the end of the file by itself (ValueError).
-        self.tensor = torch.frombuffer(mmap.mmap(fd, numel * _FLOAT_NBYTES), dtype=torch.float32)
-        self._is_pinned = False
+        memory = torch.frombuffer(mmap.mmap(fd, NUM_PLACES * _apart(numel)), dtype=torch.float32)
+        starts = range(0, memory.numel(), _apart(numel) // _FLOAT_NBYTES)
+        self.places: tuple[Tensor, ...] = tuple(memory[start : start + numel] for start in starts)
+        self._is_pinning = False
+        self._pinned: list[Tensor] = []
 
     @classmethod
     def create(cls, numel: int) -> Self:
@@ -49,22 +59,47 @@ class SharedBuffer:
         Raises:
             EnvironmentFault: it is larger than this machine's memory.
         """
-        return cls(_anonymous_file("isthmus-mailbox", numel * _FLOAT_NBYTES), numel)
+        nbytes = _apart(numel)
+        return cls(_anonymous_file("isthmus-mailbox", NUM_PLACES * nbytes, used_nbytes=nbytes), numel)
+
+    @property
+    def tensor(self) -> Tensor:
+        """[numel], the mailbox."""
+        return self.places[MAILBOX]
+
+    @property
+    def anchors(self) -> tuple[Tensor, ...]:
+        """[numel] each: places for anchors that workers read where they lie."""
+        return self.places[MAILBOX + 1 :]
 
     def pin(self) -> None:
-        """Lock the pages for CUDA, so that copies from and to a device run at full speed and do not block.
+        """Lock the pages for CUDA, of the mailbox now and of others as they are asked for.
+
+        So copies from and to a device run at full speed and do not block.
 
         Raises:
             EnvironmentFault: the driver refuses.
         """
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = runtime.cudaHostRegister(self.tensor.data_ptr(), self.tensor.nbytes, 0)
-        if int(status) != 0:
-            raise EnvironmentFault(
-                f"CUDA cannot lock {self.tensor.nbytes} bytes of memory (error {int(status)})",
-                cure="raise the limit of locked memory (ulimit -l)",
-            )
-        self._is_pinned = True
+        self._is_pinning = True
+        self.at(MAILBOX)
+
+    def at(self, place: int) -> Tensor:
+        """[numel], what is at a place, for a copy to or from a device.
+
+        Raises:
+            EnvironmentFault: see `pin`.
+        """
+        tensor = self.places[place]
+        if self._is_pinning and not any(tensor is pinned for pinned in self._pinned):
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            status = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+            if int(status) != 0:
+                raise EnvironmentFault(
+                    f"CUDA cannot lock {tensor.nbytes} bytes of memory (error {int(status)})",
+                    cure="raise the limit of locked memory (ulimit -l)",
+                )
+            self._pinned.append(tensor)
+        return tensor
 
     def close(self) -> None:
         """Give up the descriptor and this object's reference to the memory; idempotent.
@@ -73,12 +108,13 @@ class SharedBuffer:
         """
         if self.fd < 0:
             return
-        if self._is_pinned:
+        for tensor in self._pinned:
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            runtime.cudaHostUnregister(self.tensor.data_ptr())
+            runtime.cudaHostUnregister(tensor.data_ptr())
+        self._pinned.clear()
         os.close(self.fd)
         self.fd = -1
-        self.tensor = torch.empty(0)
+        self.places = (torch.empty(0),) * NUM_PLACES
 
 
 class SharedTokens:
@@ -131,17 +167,28 @@ class SharedTokens:
             self.fd = -1
 
 
-def _anonymous_file(name: str, nbytes: int) -> int:
+def _apart(numel: int) -> int:
+    """Bytes from one place to the next: whole pages, which CUDA locks one place at a time."""
+    return -(-numel * _FLOAT_NBYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _anonymous_file(name: str, nbytes: int, *, used_nbytes: int | None = None) -> int:
     """Descriptor of a file without a name, of that size, zeros, not inherited unless asked for.
+
+    Args:
+        name: for whoever lists open files.
+        nbytes: its length.
+        used_nbytes: how much of it will be written in any case; None: all.
 
     Raises:
         EnvironmentFault: it is larger than this machine's memory.
     """
     # Pages come at their first touch and the system promises more than it has; asking it to reserve them all would
     # be answered by the out-of-memory killer, not by an error. So this only refuses what can never be.
-    if nbytes > (total_nbytes := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+    used_nbytes = nbytes if used_nbytes is None else used_nbytes
+    if used_nbytes > (total_nbytes := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
         raise EnvironmentFault(
-            f"{nbytes} bytes of shared memory are wanted, and this machine has {total_nbytes} in all",
+            f"{used_nbytes} bytes of shared memory are wanted, and this machine has {total_nbytes} in all",
             cure="train a smaller model",
         )
     if not hasattr(os, "memfd_create"):

@@ -98,7 +98,7 @@ def _answer(request: ipc.Question, inner_loop: InnerLoop, mailbox: SharedBuffer)
     match request:
         case ipc.Load():
             num_broken = inner_loop.load(
-                mailbox.tensor,
+                mailbox.at(request.place),
                 _ranges(request.spans),
                 kind=request.kind,
                 keep=request.keep,

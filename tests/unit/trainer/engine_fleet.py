@@ -44,15 +44,16 @@ class StepDone:
 class Pool:
     """The workers of one peer: one row."""
 
-    def __init__(self, rows: Rows, row: int, mailbox: torch.Tensor) -> None:
-        self._rows, self._row, self._mailbox = rows, row, mailbox
+    def __init__(self, rows: Rows, row: int, places: Sequence[torch.Tensor]) -> None:
+        self._rows, self._row, self._places = rows, row, places
+        self._mailbox = places[0]
         self._num_steps = 0
 
-    async def load(self, ranges: Sequence[slice] = (), *, kind: str = PARAM, keep: float = 0.0) -> None:
+    async def load(self, ranges: Sequence[slice] = (), *, kind: str = PARAM, place: int = 0, keep: float = 0.0) -> None:
         await asyncio.sleep(0)
-        local = self._rows.tensors[kind][self._row]
-        for place in ranges or (slice(0, TABLE.numel),):
-            local[place] = keep * local[place] + (1 - keep) * self._mailbox[place] if keep else self._mailbox[place]
+        local, theirs = self._rows.tensors[kind][self._row], self._places[place]
+        for part in ranges or (slice(0, TABLE.numel),):
+            local[part] = keep * local[part] + (1 - keep) * theirs[part] if keep else theirs[part]
 
     async def store(self, ranges: Sequence[slice] = (), *, kind: str = PARAM) -> None:
         await asyncio.sleep(0)
@@ -111,17 +112,20 @@ class Peer:
     ) -> None:
         self.site, self.coordinator, self.is_awaited = site, coordinator, is_awaited
         self.parameters = rows.tensors[PARAM][row]
-        self.mailbox = torch.zeros(TABLE.numel)
+        places = tuple(torch.zeros(3, TABLE.numel))
+        self.mailbox, *anchors = places
+        site.state.lend(anchors)
         self.view: View
         self.reports: list[RoundReport] = []
         self.anchors: list[dict[str, torch.Tensor]] = []
         self._next_index = 0
         plan = OuterPlan(site.outer)
-        pool = Pool(rows, row, self.mailbox)
+        pool = Pool(rows, row, places)
         self.feed = SampleFeed(self, stock=1000)
         self.values = WorkerValues(
             pool=pool,
             mailbox=self.mailbox,
+            anchors=anchors,
             outer=site.outer,
             plan=plan,
             state=site.state,

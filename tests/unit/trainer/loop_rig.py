@@ -113,13 +113,15 @@ class Pool:
         self.local.fill_(torch.nan)
         await self.rig.wait()
 
-    async def load(self, ranges: Sequence[slice] = (), *, kind: str = "param", keep: float = 0.0) -> None:
+    async def load(
+        self, ranges: Sequence[slice] = (), *, kind: str = "param", place: int = 0, keep: float = 0.0
+    ) -> None:
         assert kind == "param"
         await self.rig.wait()
         self.answer()
-        for place in ranges or (slice(0, NUMEL),):
-            theirs = self.rig.mailbox[place]
-            self.local[place] = theirs if keep == 0.0 else keep * self.local[place] + (1 - keep) * theirs
+        for part in ranges or (slice(0, NUMEL),):
+            theirs = self.rig.places[place][part]
+            self.local[part] = theirs if keep == 0.0 else keep * self.local[part] + (1 - keep) * theirs
         if not ranges:
             self.inner_steps.clear()
             self.trained.clear()
@@ -195,7 +197,9 @@ class Rig:
         self.plan = OuterPlan(self.outer)
         self.fragments = self.outer.fragments(TABLE)
         self.state = OuterState(self.outer, self.fragments, self.plan, hasher)
-        self.mailbox = torch.zeros(NUMEL)
+        self.places = tuple(torch.zeros(3, NUMEL))
+        self.mailbox, *anchors = self.places
+        self.state.lend(anchors)
         self.pool = Pool(self)
         self.runner = Runner()
         self.overseer = Overseer(self)
@@ -214,6 +218,7 @@ class Rig:
         self.values = WorkerValues(
             pool=self.pool,
             mailbox=self.mailbox,
+            anchors=anchors,
             outer=self.outer,
             plan=self.plan,
             state=self.state,

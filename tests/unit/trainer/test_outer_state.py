@@ -187,6 +187,27 @@ async def test_a_version_released_before_it_is_replaced_is_recycled_again(hasher
     assert addresses(state.live) == home
 
 
+async def test_new_anchors_lie_in_lent_memory_and_are_there_again_after_a_version_was_pinned(hasher: Hasher) -> None:
+    state = outer_state(hasher)
+    lent = tuple(torch.zeros(2, NUMEL))
+    state.lend(lent)
+    await state.found(numbers(0))
+    places = []
+    for number in range(12):
+        if number == 4:
+            pinned = state.pin()
+            bits = pinned.tensors[ANCHOR].clone()
+        if number == 8:
+            assert torch.equal(pinned.tensors[ANCHOR], bits)
+            pinned.release()
+        await commit(state, numbers(number + 1))
+        places.append(next((at for at, tensor in enumerate(lent) if tensor is state.live.tensors[ANCHOR]), None))
+    calm, disturbed, after = places[:4], places[4:8], places[8:]
+    assert sorted(set(calm)) == [0, 1]
+    assert set(disturbed) == {None, next(at for at in (0, 1) if at != calm[-1])}
+    assert sorted(set(after[2:])) == [0, 1]
+
+
 async def test_cancelling_an_exchange_that_stages_waits_until_nothing_writes_to_staging(hasher: Hasher) -> None:
     loop = asyncio.get_running_loop()
     has_begun, may_end = asyncio.Event(), threading.Event()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isthmus.trainer.errors import EnvironmentFault
-from isthmus.trainer.workers.shared_buffer import SharedBuffer, SharedTokens
+from isthmus.trainer.workers.shared_buffer import MAILBOX, SharedBuffer, SharedTokens
 
 
 def test_two_maps_of_one_descriptor_show_the_same_memory() -> None:
@@ -19,6 +19,20 @@ def test_two_maps_of_one_descriptor_show_the_same_memory() -> None:
     ours.tensor[17] = 3.5
     theirs.tensor[999] = -1.0
     assert (theirs.tensor[17].item(), ours.tensor[999].item()) == (3.5, -1.0)
+    ours.close()
+    theirs.close()
+
+
+def test_each_place_of_a_buffer_is_memory_of_its_own_on_whole_pages() -> None:
+    ours = SharedBuffer.create(1000)
+    theirs = SharedBuffer(os.dup(ours.fd), 1000)
+    assert ours.at(MAILBOX) is ours.tensor
+    assert all(ours.at(1 + number) is anchor for number, anchor in enumerate(ours.anchors))
+    for number, place in enumerate(ours.places):
+        place.fill_(float(number))
+    for number, place in enumerate(theirs.places):
+        assert place.tolist() == [float(number)] * 1000
+        assert place.data_ptr() % 4096 == 0
     ours.close()
     theirs.close()
 
@@ -49,7 +63,7 @@ def test_nobody_can_shrink_a_buffer_under_its_readers() -> None:
 def test_a_buffer_that_is_larger_than_its_file_is_refused() -> None:
     buffer = SharedBuffer.create(10)
     with pytest.raises(ValueError, match="mmap length is greater"):
-        SharedBuffer(buffer.fd, 11)
+        SharedBuffer(buffer.fd, 2000)
     with pytest.raises(ValueError, match="at least one element"):
         SharedBuffer(buffer.fd, 0)
     buffer.close()
