@@ -16,6 +16,7 @@ from isthmus.optim.outer import GRAD, PARAM
 from isthmus.optim.schedule import ScheduleType
 from isthmus.trainer.errors import ConfigError
 from isthmus.trainer.model.decoder import ModelConfig
+from isthmus.trainer.model.hugging_face import HuggingFaceModelConfig
 
 Device = Literal["auto", "cpu", "cuda"]
 """Where workers compute; "auto": on CUDA devices if there are any."""
@@ -82,7 +83,7 @@ class ScheduleJob(_Section, frozen=True, kw_only=True):
 class TrainingJob(_Section, frozen=True, kw_only=True):
     """What is trained and how; the same for every number of workers."""
 
-    model: ModelConfig
+    model: ModelConfig | HuggingFaceModelConfig
     seq_len: int
     """Tokens a sample."""
     data_seed: int

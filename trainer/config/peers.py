@@ -161,6 +161,8 @@ class NodeSection(Section):
     """How many older ones stay, events-0001.jsonl and so on; 0: all."""
     data: Maybe[Path] = None
     """Where this peer keeps the text of `data.path`; none: there, or else the run's peers give it."""
+    model: Maybe[Path] = None
+    """Where this peer keeps the model of `model.path`; none: there."""
     metrics_host: Annotated[str, Field(pattern=r"^[0-9.]{7,15}$")] = "127.0.0.1"
     """Where metrics are told to whoever asks: an IPv4 address of this machine; 0.0.0.0: all of them, unencrypted."""
     metrics_port: Maybe[Annotated[int, Field(ge=0, le=65535)]] = None

@@ -28,6 +28,7 @@ from isthmus.trainer.config.training import (
     AdamW,
     DataSection,
     DecoderSection,
+    HuggingFaceSection,
     InnerSection,
     LoopModelSection,
     ModelSection,
@@ -61,6 +62,13 @@ class Config(Section):
     def data_path(self) -> Path | None:
         """Where this peer reads its text; None is the standard library."""
         return self.node.data if self.node.data is not None else self.data.path
+
+    @property
+    def model_path(self) -> Path | None:
+        """Where this peer has the folder of a Hugging Face model; None where none is trained."""
+        if not isinstance(self.model, HuggingFaceSection):
+            return None
+        return self.node.model if self.node.model is not None else self.model.path
 
     @property
     def metrics_port(self) -> int | None:

@@ -15,6 +15,7 @@ from isthmus.elastic.core.notary import Sealer
 from isthmus.optim.fragments import Fragment
 from isthmus.optim.outer import GRAD, PARAM, Outer
 from isthmus.trainer.config.job import OptimizerJob, ScheduleJob, TrainingJob
+from isthmus.trainer.config.base_model import model_of
 from isthmus.trainer.config.outer_method import fragment_table, method_of, pace_of, tokens_per_sample
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.training import AdamW, Adopt, ConstantSchedule, LoopInner, Muon, Sgd, WsdSchedule
@@ -26,6 +27,7 @@ __all__ = [
     "fragment_table",
     "fragments_of",
     "member_config",
+    "model_of",
     "outer_of",
     "require_kinds",
     "samples_in_stock",
@@ -55,7 +57,7 @@ def fragments_of(config: Config) -> tuple[Fragment, ...]:
 
 def training_job(config: Config) -> TrainingJob:
     """`[model]`, `[inner]` and `[eval]`: what the workers do. A loop of one's own has none."""
-    model = config.model.description()
+    model = model_of(config)
     inner = config.inner
     assert not isinstance(inner, LoopInner), "it goes with a model that cannot be built here"
     return TrainingJob(

@@ -271,6 +271,7 @@ class Decoder(LanguageModel):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.max_seq_len = config.max_seq_len
         self.rotary = RotaryTable(head_dim=config.head_dim, max_seq_len=config.max_seq_len, theta=config.rope_theta)
         # Not drawn here: on the meta device that alone imports torch's compiler, more than a second of a peer's start.
         nothing_VD = torch.zeros(config.vocab_size, config.dim)

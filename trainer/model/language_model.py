@@ -29,6 +29,8 @@ class LanguageModel(nn.Module):
 
     blocks: nn.ModuleList
     """The unit of sharding, of activation checkpointing and of compilation."""
+    max_seq_len: int
+    """Longest sequence, in tokens."""
 
     def forward(self, tokens_BL: Tensor, targets_BL: Tensor | None = None) -> Tensor:
         """Scores of the next token at every position; with targets the mean loss instead.

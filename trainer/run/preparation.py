@@ -23,6 +23,7 @@ from isthmus.collective.core.types import PeerId, PeerRef
 from isthmus.collective.transport import Channel, Hello, Mode, Purpose, Security, TicketSecurity, connect
 from isthmus.collective.transport.certificates import certificate_from_bytes, is_signed_by, key_in
 from isthmus.trainer.checkpoint.checkpoint import Checkpoint
+from isthmus.trainer.config.base_model import require_base_model, with_base_model
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.training import LoopModelSection
 from isthmus.trainer.config.wiring import fragments_of
@@ -99,7 +100,7 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
     match options.role:
         case Founding(resume_dir=resume_dir, rebuild=rebuild):
             resolved = options.resolved if rebuild is None else options.resolved.adopt(take_over(folder))
-            config = resolved.config
+            config = await in_thread(with_base_model, resolved.config)
             fragments_of(config)  # what cannot be split is told before there is a run
             _require_loop(options, config)
             text = None
@@ -115,6 +116,7 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
             terms = admission.terms
             config = options.resolved.adopt(terms.manifest).config
             _require_loop(options, config)
+            await in_thread(require_base_model, config)
             here = None
             if not config.is_loops:
                 here = await in_thread(joiners_text, folder.path, config, terms.data_digest)

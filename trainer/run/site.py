@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isthmus.collective import Communicator
 from isthmus.elastic.shell.member import Membership
-from isthmus.trainer.config.wiring import fragment_table, training_job
+from isthmus.trainer.config.wiring import fragment_table, model_of, training_job
 from isthmus.trainer.engine.training_loop import RoundReport
 from isthmus.trainer.engine.worker_values import WorkerValues
 from isthmus.trainer.errors import WorkerCrashed
@@ -78,7 +78,7 @@ class Site:
             await self.pool.store()
             return self.mailbox
         config = self._start.config
-        return await in_thread(partial(config.model.description().initial_parameters, config.run.seed))
+        return await in_thread(partial(model_of(config).initial_parameters, config.run.seed))
 
     async def replace_workers(self, crash: WorkerCrashed) -> None:
         """Once more, unless that has not helped before.

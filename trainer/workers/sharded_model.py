@@ -24,6 +24,9 @@ def sharded_model(description: ModelDescription, *, mesh: DeviceMesh, precision:
     """
     model = description.build()
     policy = _mixed_precision(precision)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:  # nobody adds to it: it is kept as it is computed with
+            parameter.data = parameter.data.to(policy.param_dtype or torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
