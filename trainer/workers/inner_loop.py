@@ -29,7 +29,6 @@ from isthmus.trainer.config.job import TrainingJob
 from isthmus.trainer.data.corpus import TokenArray
 from isthmus.trainer.data.samples import SampleSource, validation_batches
 from isthmus.trainer.errors import TrainingFault
-from isthmus.trainer.model.decoder import named_shapes
 from isthmus.trainer.model.evaluate import evaluate
 from isthmus.trainer.workers.sharded_model import device_of, reshard, sharded_model
 from isthmus.trainer.workers.tensors import WorkerTensors
@@ -101,7 +100,7 @@ class InnerLoop:
             momentum=optimizer.momentum,
         )
         self._tensors = WorkerTensors(
-            self._model, self._optimizer, FragmentTable.from_named_shapes(named_shapes(job.model))
+            self._model, self._optimizer, FragmentTable.from_named_shapes(job.model.named_shapes())
         )
         self._peak_lr = optimizer.lr
         schedule = job.schedule
