@@ -10,7 +10,7 @@ Must not know a model's layers, nor who calls it. Shape suffixes are those of de
 T = B · L.
 """
 
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -43,11 +43,21 @@ def token_loss(hidden_BLD: Tensor, head_VD: Tensor, targets_BL: Tensor) -> Tenso
     return loss
 
 
+class _Context(Protocol):
+    """What torch keeps between the passes."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor | None, ...]
+    head_dtype: torch.dtype
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+
 class _SlicedLoss(torch.autograd.Function):
-    """hidden_TD, head_VD, targets_T -> the loss. The gradients are made in the forward pass, where scores are at hand."""
+    """hidden_TD, head_VD, targets_T -> the loss. Gradients are made in the forward pass, where scores are at hand."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, is_trained: bool) -> Tensor:
+    def forward(ctx: _Context, hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, is_trained: bool) -> Tensor:
         wants_hidden, wants_head = (is_trained and needed for needed in ctx.needs_input_grad[:2])
         count = hidden_TD.shape[0]
         size = max(_MIN_SLICE, _SLICE_NUMEL // head_VD.shape[0])
@@ -76,8 +86,8 @@ class _SlicedLoss(torch.autograd.Function):
         return loss / count
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    @once_differentiable
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_hidden_TD, grad_head_VD = ctx.saved_tensors
         return (
             None if grad_hidden_TD is None else (grad_hidden_TD * grad).to(grad_hidden_TD.dtype),
