@@ -122,10 +122,9 @@ class HuggingFaceModelConfig(
         """Whether a peer must have the weights on its own disk: some of them never come from the run."""
         return bool(_facts(self.anywhere()).frozen)
 
-    @property
-    def num_frozen(self) -> int:
-        """Parameters that are not trained."""
-        return sum(math.prod(shape) for _, shape in _facts(self.anywhere()).frozen)
+    def frozen_shapes(self) -> NamedShapes:
+        """Parameters that are not trained, and buffers that are kept with the weights."""
+        return list(_facts(self.anywhere()).frozen)
 
     def initial_parameters(self, seed: int) -> Tensor:
         """From the folder; adapters are drawn by the seed.

@@ -9,7 +9,7 @@ architecture, data, optimizers or process groups.
 Shape suffixes: B batch, L sequence length, V vocab_size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -86,3 +86,24 @@ class ModelDescription(Protocol):
 
     def num_flops_per_token(self, seq_len: int) -> int:
         """Floating point operations of one forward and backward, per token of a sequence of this length."""
+
+
+@torch.no_grad()
+def whole_model(description: ModelDescription, parameters: Mapping[str, Tensor]) -> LanguageModel:
+    """The model on the CPU, of one process that shards nothing; in fp32.
+
+    Args:
+        description: of the model.
+        parameters: what is trained, by canonical names.
+    """
+    model = description.build()
+    model.to_empty(device="cpu")
+    model.init_buffers(torch.device("cpu"))
+    model.load_frozen(_fill)
+    for name, parameter in model.trained_parameters():
+        _fill(parameter, parameters[name])
+    return model
+
+
+def _fill(place: Tensor, whole: Tensor) -> None:
+    place.copy_(whole)
