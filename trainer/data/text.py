@@ -200,7 +200,7 @@ async def fetch_text(
     finally:
         shelf.close()
     for side, tokens in (("training", corpus.train), ("held-out", corpus.validation)):
-        require_one_sample(tokens, _seq_len(config), None, side)
+        require_one_sample(len(tokens), _seq_len(config), None, side)
     return FoundText(
         corpus=corpus,
         source="peers",
