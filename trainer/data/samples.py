@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens a sample number stands for.
 
-Owns the rule that makes an integer the name of a sample (`SampleOrder`, `SampleSource`), so that a range of integers is a lease
-which every peer resolves to the same text, and the fixed batches of held-out text. Rules: everything follows from
-(tokens, seq_len, seed, index); nothing draws from a random state; the order needs memory for the shards, not for samples. Must not know where the
-tokens come from (`trainer.data.corpus`), who holds which lease, or the model.
+Owns the rule that makes an integer the name of a sample (`SampleOrder`, `SampleSource`), so that a range of integers is
+a lease which every peer resolves to the same text, and the fixed batches of held-out text. Rules: everything follows
+from (tokens, seq_len, seed, index); nothing draws from a random state; the order needs memory for shards, not for
+samples. Must not know where the tokens come from (`trainer.data.corpus`, `trainer.data.prepared`), who holds which lease, or the
+model.
 
 Shape suffixes: B samples in a batch, L seq_len, W = L + 1.
 """
