@@ -17,7 +17,16 @@ from isthmus.optim.outer import GRAD, PARAM, Outer
 from isthmus.trainer.config.job import OptimizerJob, ScheduleJob, TrainingJob
 from isthmus.trainer.config.outer_method import fragment_table, method_of, pace_of, tokens_per_sample
 from isthmus.trainer.config.settings import Config
-from isthmus.trainer.config.training import AdamW, Adopt, ConstantSchedule, LoopInner, Muon, Sgd, WsdSchedule
+from isthmus.trainer.config.training import (
+    AdamW,
+    Adopt,
+    ConstantSchedule,
+    DecoderSection,
+    LoopInner,
+    Muon,
+    Sgd,
+    WsdSchedule,
+)
 from isthmus.trainer.errors import ConfigError
 
 __all__ = [
@@ -31,6 +40,7 @@ __all__ = [
     "samples_in_stock",
     "tokens_per_sample",
     "training_job",
+    "with_vocabulary",
 ]
 
 
@@ -51,6 +61,27 @@ def outer_of(config: Config) -> Outer:
 def fragments_of(config: Config) -> tuple[Fragment, ...]:
     """What is exchanged: each parameter is in exactly one fragment of each kind."""
     return method_of(config).fragments
+
+
+def with_vocabulary(config: Config, vocab_size: int) -> Config:
+    """The configuration of a run over a text with so many tokens: the own decoder's vocabulary follows the text's.
+
+    Raises:
+        ConfigError: the model has fewer tokens than the text.
+    """
+    model = config.model
+    if not isinstance(model, DecoderSection):
+        return config
+    has = model.decoder_config().vocab_size
+    if has >= vocab_size:
+        return config
+    if model.vocab_size is not None:
+        raise ConfigError(
+            f"the text has {vocab_size} tokens, and model.vocab_size is {has}",
+            cure="leave it out: then the vocabulary follows the text",
+            key="model.vocab_size",
+        )
+    return config.model_copy(update={"model": model.model_copy(update={"vocab_size": vocab_size})})
 
 
 def training_job(config: Config) -> TrainingJob:

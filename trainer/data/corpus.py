@@ -34,6 +34,8 @@ TokenArray = npt.NDArray[np.unsignedinteger]
 
 SIDES = ("train", "validation")
 """Names of the two parts of a text in its manifest, in order."""
+NUM_BYTES = 256
+"""The vocabulary of a text whose tokens are bytes."""
 CHUNK_NBYTES = 1 << 20
 """Of a text. What a peer that is killed while it fetches a text loses at most."""
 
@@ -97,6 +99,16 @@ class Corpus:
     def nbytes(self) -> int:
         """Bytes of both sides."""
         return self.manifest.nbytes
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are: bytes."""
+        return NUM_BYTES
+
+    @property
+    def shard_lengths(self) -> tuple[int, ...]:
+        """Tokens to train on, in one piece."""
+        return (len(self.train),)
 
 
 # ---------------------------------------------------------------------------------------------------------- reading

@@ -4,8 +4,8 @@
 Owns the rule that makes an integer the name of a sample (`SampleOrder`, `SampleSource`), so that a range of integers is
 a lease which every peer resolves to the same text, and the fixed batches of held-out text. Rules: everything follows
 from (tokens, seq_len, seed, index); nothing draws from a random state; the order needs memory for shards, not for
-samples. Must not know where the tokens come from (`trainer.data.corpus`, `trainer.data.prepared`), who holds which lease, or the
-model.
+samples. Must not know where the tokens come from (`trainer.data.corpus`, `trainer.data.prepared`), who holds which
+lease, or the model.
 
 Shape suffixes: B samples in a batch, L seq_len, W = L + 1.
 """
