@@ -34,7 +34,7 @@ from isthmus.trainer.config.training import (
     ModelSection,
     RunSection,
 )
-from isthmus.trainer.config.values import Json, Section
+from isthmus.trainer.config.values import Json, Section, is_url
 
 
 class Config(Section):
@@ -60,8 +60,13 @@ class Config(Section):
 
     @property
     def data_path(self) -> Path | None:
-        """Where this peer reads its text; None is the standard library."""
-        return self.node.data if self.node.data is not None else self.data.path
+        """Where this peer reads its text; None is the standard library. Not where `data_url` is set."""
+        return Path(self.node.data) if self.node.data is not None else self.data.path
+
+    @property
+    def data_url(self) -> str | None:
+        """Where it reads it through the fsspec library instead."""
+        return self.node.data if self.node.data is not None and is_url(self.node.data) else None
 
     @property
     def model_path(self) -> Path | None:

@@ -53,6 +53,8 @@ class DecoderSection(Section):
     """Width of the feed-forward layer."""
     rope_theta: Maybe[Positive] = None
     """Base of the rotary position embedding."""
+    vocab_size: Maybe[Annotated[Count, Field(ge=1)]] = None
+    """How many tokens there are; none: as many as the text has, 256 where tokens are bytes."""
     norm_eps: Maybe[Positive] = None
     """Added under the root in normalisation."""
 
@@ -163,11 +165,14 @@ class DataSection(Section):
     """`[data]`: the text to train on; a loop of one's own has its own data."""
 
     path: Maybe[Path] = None
-    """A file or folder; none: the Python standard library's own sources. A peer may keep it elsewhere: `node.data`."""
+    """A file or folder, or what `isthmus data prep` has made of one; none: the Python standard library's own sources. A
+    peer may have it elsewhere: `node.data`."""
     validation_fraction: Maybe[Fraction] = None
     """Share that is held out; none: 0.02 of the standard library, 0.1 of other text."""
     limit_nbytes: Maybe[Annotated[Nbytes, Field(ge=1)]] = None
     """Read at most so much of it."""
+    shuffle_shards: Annotated[int, Field(ge=1, le=4096)] = 4
+    """Shards of a prepared text whose samples are mixed with each other at a time; a peer needs so many at once."""
 
 
 class _Schedule(Section):

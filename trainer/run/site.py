@@ -52,6 +52,7 @@ class Site:
             training_job(start.config),
             mailbox=self._buffer,
             corpus=start.text.corpus,
+            shuffle_shards=start.config.data.shuffle_shards,
             num_workers=node.local_workers,
             device=node.device,
             num_threads=node.threads or None,

@@ -27,7 +27,7 @@ from isthmus.optim.outer import GRAD, PARAM
 from isthmus.optim.schedule import build_schedule, warmup
 from isthmus.trainer.config.job import TrainingJob
 from isthmus.trainer.data.corpus import TokenArray
-from isthmus.trainer.data.samples import SampleSource, validation_batches
+from isthmus.trainer.data.samples import SampleSource, Shards, validation_batches
 from isthmus.trainer.errors import TrainingFault
 from isthmus.trainer.model.evaluate import evaluate
 from isthmus.trainer.workers.sharded_model import device_of, reshard, sharded_model
@@ -68,8 +68,8 @@ class InnerLoop:
     Args:
         job: what is trained and how.
         mesh: the workers of the peer, one dimension.
-        train: uint8 tokens, kept, not copied.
-        validation: uint8 tokens that are held out.
+        train: tokens in one piece, kept, not copied, or in shards.
+        validation: likewise, that are held out.
 
     The parameters have no values before the first `load`.
 
@@ -78,7 +78,9 @@ class InnerLoop:
         ValueError: a setting out of its range.
     """
 
-    def __init__(self, job: TrainingJob, *, mesh: DeviceMesh, train: TokenArray, validation: TokenArray) -> None:
+    def __init__(
+        self, job: TrainingJob, *, mesh: DeviceMesh, train: TokenArray | Shards, validation: TokenArray | Shards
+    ) -> None:
         self._mesh = mesh
         self._device = device_of(mesh)
         self._grad_clip = job.grad_clip
