@@ -10,6 +10,8 @@ Must not know who asks.
 Errors: `ConfigError` (2), `EnvironmentFault` (3), `Refused` (5).
 """
 
+import math
+
 import msgspec
 
 from isthmus.trainer.config.settings import Config
@@ -55,8 +57,12 @@ def with_base_model(config: Config) -> Config:
     return config.model_copy(update={"model": section})
 
 
-def require_base_model(config: Config) -> None:
-    """Demand that a joiner has what of the run's model nobody sends. Blocks while weights are read.
+def require_base_model(config: Config, *, flag: str = "--node.model") -> None:
+    """Demand that what of the run's model nobody sends is on this machine. Blocks while weights are read.
+
+    Args:
+        config: the run's, with this peer's own part.
+        flag: by which people name the folder.
 
     Raises:
         EnvironmentFault: it is not here, or what it is built with is missing.
@@ -65,7 +71,7 @@ def require_base_model(config: Config) -> None:
     section, folder = config.model, config.model_path
     if not isinstance(section, HuggingFaceSection) or folder is None or not section.description().needs_folder:
         return
-    cure = "copy the run's base model to this machine, and name its folder with --node.model"
+    cure = f"copy the run's base model to this machine, and name its folder with {flag}"
     try:
         digest = weights_digest(folder)
     except ConfigError as error:
@@ -76,3 +82,15 @@ def require_base_model(config: Config) -> None:
         raise Refused(
             f"the model in {folder} is not the run's base model: its weights differ", cure=cure, fields=("node.model",)
         )
+
+
+def num_frozen(config: Config) -> int:
+    """How many parameters of the model are not trained.
+
+    Raises:
+        ConfigError: the model cannot be built.
+        EnvironmentFault: what it is built with is missing.
+    """
+    if not isinstance(config.model, HuggingFaceSection):
+        return 0
+    return sum(math.prod(shape) for _, shape in config.model.description().frozen_shapes())

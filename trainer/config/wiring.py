@@ -14,8 +14,8 @@ from isthmus.elastic.core.messages import IndexRange
 from isthmus.elastic.core.notary import Sealer
 from isthmus.optim.fragments import Fragment
 from isthmus.optim.outer import GRAD, PARAM, Outer
-from isthmus.trainer.config.job import OptimizerJob, ScheduleJob, TrainingJob
 from isthmus.trainer.config.base_model import model_of
+from isthmus.trainer.config.job import OptimizerJob, ScheduleJob, TrainingJob
 from isthmus.trainer.config.outer_method import fragment_table, method_of, pace_of, tokens_per_sample
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.training import (

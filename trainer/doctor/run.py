@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from isthmus.collective.transport.wire import PROTOCOL_VERSION
+from isthmus.trainer.config.base_model import num_frozen
 from isthmus.trainer.config.outer_method import fragment_table
 from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.config.settings import Config
@@ -92,8 +93,10 @@ def memory(config: Config, *, on_gpu: bool, gpu_free_nbytes: int | None = None) 
         gpu_free_nbytes: on the fullest of these.
     """
     copy_nbytes = _NUMEL_NBYTES * fragment_table(config.model).numel
+    frozen_nbytes = _NUMEL_NBYTES * num_frozen(config)  # in the workers alone, once
     needed_nbytes = (COPIES - COPIES_ON_GPU if on_gpu else COPIES) * copy_nbytes + _PROGRAM_NBYTES
-    gpu_nbytes = COPIES_ON_GPU * copy_nbytes // config.node.local_workers if on_gpu else 0
+    needed_nbytes += 0 if on_gpu else frozen_nbytes
+    gpu_nbytes = (COPIES_ON_GPU * copy_nbytes + frozen_nbytes) // config.node.local_workers if on_gpu else 0
     total_nbytes, available_nbytes = memory_nbytes()
     text = f"takes about {rounded_nbytes(needed_nbytes)}, {rounded_nbytes(available_nbytes)} free here"
     facts = {"needed_bytes": needed_nbytes, "available_bytes": available_nbytes, "needed_gpu_bytes": gpu_nbytes}

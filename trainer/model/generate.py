@@ -19,6 +19,7 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
     end: int | None = None,
+    vocab_size: int | None = None,
 ) -> list[int]:
     """Continue a sequence, one token at a time.
 
@@ -33,6 +34,7 @@ def generate(
         top_k: draw only among the k likeliest tokens; None draws among all.
         seed: of the draws.
         end: a token after which nothing comes.
+        vocab_size: draw among the first so many tokens, which mean something; None: among all.
 
     Returns:
         The new tokens without the prompt, and without `end`.
@@ -57,7 +59,7 @@ def generate(
     try:
         for _ in range(max_new_tokens):
             context_1L = torch.tensor([tokens[-model.max_seq_len :]], device=device)
-            logits_V = model(context_1L)[0, -1].float().cpu()
+            logits_V = model(context_1L)[0, -1, :vocab_size].float().cpu()
             token = _draw_token(logits_V, temperature, top_k, generator)
             if token == end:
                 break

@@ -162,7 +162,7 @@ class HuggingFaceModelConfig(
                     products += factor * math.prod(shape) * (share if ".experts." in name else 1.0)
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-        return round(products) + 12 * config.num_hidden_layers * width * seq_len
+        return int(round(products) + 12 * config.num_hidden_layers * width * seq_len)
 
     @property
     def weights_folder(self) -> Path:
@@ -238,7 +238,7 @@ class HuggingFaceModel(LanguageModel):
 
     @torch.no_grad()
     def init_buffers(self, device: torch.device) -> None:
-        """By transformers' own rule for models whose weights are loaded; weights that `to_empty` has parted are tied."""
+        """By transformers' own rule for models whose weights are loaded. What `to_empty` has parted is tied again."""
         del device  # they are where `to_empty` has put them
         self.network.tie_weights()
         for module in self.network.modules():

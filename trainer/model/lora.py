@@ -47,9 +47,9 @@ class LoraLinear(nn.Linear):
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
         self.scale = lora.scale
-        like = {"device": base.weight.device, "dtype": torch.float32}
-        self.register_parameter(A_NAME, nn.Parameter(torch.empty(lora.rank, base.in_features, **like)))
-        self.register_parameter(B_NAME, nn.Parameter(torch.empty(base.out_features, lora.rank, **like)))
+        for name, shape in ((A_NAME, (lora.rank, base.in_features)), (B_NAME, (base.out_features, lora.rank))):
+            values = torch.empty(shape, device=base.weight.device, dtype=torch.float32)
+            self.register_parameter(name, nn.Parameter(values))
 
     def forward(self, input: Tensor) -> Tensor:
         """As `nn.Linear`, with the correction."""

@@ -89,7 +89,7 @@ def digest_of(paths: Sequence[Path]) -> str:
     total = hashlib.blake2b(digest_size=32)
     for path in paths:
         with path.open("rb") as file:
-            total.update(hashlib.filedigest_of(file, lambda: hashlib.blake2b(digest_size=32)).digest())
+            total.update(hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).digest())
     return total.hexdigest()
 
 

@@ -69,7 +69,7 @@ def transformers() -> ModuleType:
             'model.type = "hf" needs transformers, which is not installed here', cure="pip install 'isthmus[hf]'"
         ) from error
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice is for those who call it
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     return transformers
 
 
@@ -141,7 +141,7 @@ def config_of(architecture: str) -> "PretrainedConfig":
     try:
         config: PretrainedConfig = mapping[kind].from_dict(told)
         num_layers = config.get_text_config().num_hidden_layers
-    except Exception as error:  # noqa: BLE001 - whatever a config of another version makes of it
+    except Exception as error:
         raise unfit(f"has a {CONFIG_NAME} that transformers does not understand: {error}", "copy it anew") from error
     if not isinstance(num_layers, int) or not 1 <= num_layers <= _MAX_LAYERS:
         raise unfit(f"has {num_layers} layers", "take another one")
@@ -248,8 +248,8 @@ def _all_weights(folder: Path, architecture: str) -> dict[str, Tensor]:
     weight_files(folder)
     with _readable(folder):
         model, told = transformers().AutoModelForCausalLM.from_pretrained(
-            folder, config=copy.deepcopy(config_of(architecture)), dtype="auto", local_files_only=True, use_safetensors=True,
-            trust_remote_code=False, output_loading_info=True,
+            folder, config=copy.deepcopy(config_of(architecture)), dtype="auto", local_files_only=True,
+            use_safetensors=True, trust_remote_code=False, output_loading_info=True,
         )  # fmt: skip
     if missing := sorted({*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])}):
         raise ConfigError(

@@ -15,7 +15,8 @@ from isthmus.trainer.config.training import DecoderSection
 from isthmus.trainer.config.wiring import fragments_of
 from isthmus.trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault
 from isthmus.trainer.model.decoder import initial_parameters
-from isthmus.trainer.model.generate import generate, load_model
+from isthmus.trainer.model.exported import load_model
+from isthmus.trainer.model.generate import generate
 
 CONFIG = Config(model=DecoderSection(preset="nano", num_layers=1, seq_len=16))
 
