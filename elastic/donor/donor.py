@@ -24,6 +24,7 @@ from isthmus.collective.core.types import Instant, OuterStep, PeerId
 from isthmus.collective.errors import ConnectionLost, RemoteProtocolError
 from isthmus.collective.transport import Channel
 from isthmus.collective.transport.wire import FrameType
+from isthmus.elastic.core.messages import Digest
 from isthmus.elastic.donor.commit_log import CommitLog, StoredResult
 from isthmus.elastic.state.replica import CommitEntry, Pinned, PrivateState, Replica, SharedText
 from isthmus.elastic.state.wire import (
@@ -197,8 +198,8 @@ class _Session:
         self.sent_nbytes = 0
         """Of the snapshot that this learner was offered last."""
         self.snapshot_nbytes = 0
-        self.reads_text = False
-        """Whether chunks are those of the text."""
+        self._text: SharedText | None = None
+        """Whose chunks are asked for."""
         self._piece_s = 0.0
         self._pinned: Pinned | None = None
         self._chunks: ChunkMap | None = None
@@ -219,8 +220,12 @@ class _Session:
         """Give the pin up, if there is one."""
         if self._pinned is not None:
             self._pinned.release()
-        self._pinned = self._chunks = None
-        self.reads_text = False
+        self._pinned = self._chunks = self._text = None
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it reads a text, or a part of one."""
+        return self._text is not None
 
     async def _answer(self, request: StateRequest) -> None:
         match request:
@@ -228,8 +233,8 @@ class _Session:
                 await self._describe()
             case PrivateRequest():
                 await self._describe_private()
-            case TextRequest():
-                await self._describe_text()
+            case TextRequest(digest=digest):
+                await self._describe_text(digest)
             case ChunkRequest(index=index):
                 await self._send_chunk(index)
             case CommitRequest(outer_step=outer_step):
@@ -257,15 +262,17 @@ class _Session:
         else:
             await self._offer(lent)
 
-    async def _describe_text(self) -> None:
+    async def _describe_text(self, digest: Digest) -> None:
         self.release()
-        text = self._donor._text
-        if text is None:
+        whole = self._donor._text
+        if whole is None:
             await self._refuse("this peer has no text to give")
         elif self._donor.is_full_of_readers:
             await self._refuse("this peer gives the text to as many as it may", is_busy=True)
+        elif (text := await asyncio.to_thread(whole.part, digest)) is None:
+            await self._refuse("this peer does not have it")
         else:
-            self.reads_text, self._chunks = True, ChunkMap(text.manifest)
+            self._text, self._chunks = text, ChunkMap(text.manifest)
             await self._send(FrameType.STATE_HEADER, encode(TextOffer(text.manifest, text.description)))
 
     async def _offer(self, pinned: Pinned) -> None:
@@ -278,7 +285,7 @@ class _Session:
         place = self._chunks.place(index)
         if self._pinned is not None:
             await self._send_pieces(index, self._pinned.chunk(*place))
-        elif (text := self._donor._text) is not None:
+        elif (text := self._text) is not None:
             await self._send_pieces(index, await asyncio.to_thread(text.read, *place))
 
     async def _send_commit(self, outer_step: OuterStep) -> None:

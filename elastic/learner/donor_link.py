@@ -70,9 +70,9 @@ class DonorLink:
         manifest.verify()
         return manifest
 
-    async def text(self) -> TextOffer:
-        """Ask the donor for the run's text; returns its verified description."""
-        await self._ask(TextRequest())
+    async def text(self, digest: bytes) -> TextOffer:
+        """Ask the donor for the text with this digest, or a part of one; returns its verified description."""
+        await self._ask(TextRequest(digest))
         frame = await self._answer(FrameType.STATE_HEADER, expected_nbytes=PIECE_NBYTES)
         offer = decode(TEXT_OFFERS, frame.payload)
         offer.manifest.verify()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Getting the run's text from the peers, by a joiner that lacks it: before it is in the run, so that nobody waits.
+"""Getting the run's text from the peers, or a part of it: by a joiner that lacks it, before it is in the run, so that
+nobody waits; and by a member, ahead of need.
 
 Rules: the digest of the text is known before anybody is asked, so a description is checked against it, and every chunk
 against the description, before anything is kept. Chunks are kept in their order, so a text that is not whole yet ends
@@ -144,7 +145,7 @@ class TextFetch:
         link = DonorLink(Member(ref.peer_id, ref.incarnation, address), channel, self._pace)
         is_ready = False
         try:
-            offer = await link.text()
+            offer = await link.text(self._digest)
             if offer.manifest.digest != self._digest:
                 raise ManifestInvalid("it is of another text")
             is_ready = True

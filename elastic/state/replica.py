@@ -74,7 +74,7 @@ class Pinned(Protocol):
 
 
 class SharedText(Protocol):
-    """The text that the run trains on; it never changes."""
+    """The text that the run trains on, or a part of it; it never changes."""
 
     @property
     def manifest(self) -> StateManifest:
@@ -91,6 +91,10 @@ class SharedText(Protocol):
 
         It may wait for a disk: not for the event loop.
         """
+        ...
+
+    def part(self, digest: Digest) -> "SharedText | None":
+        """The part with this digest, or the text itself if it is its own; None if it is not here. May wait as well."""
         ...
 
 

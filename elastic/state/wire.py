@@ -49,7 +49,12 @@ class PrivateRequest(_Request, frozen=True):
 
 
 class TextRequest(_Request, frozen=True):
-    """Describe the text that the run trains on. Answered by a TextOffer; its chunks are read like those of a state."""
+    """Describe the text with this digest: the run's, or a part of it. Answered by a TextOffer.
+
+    Its chunks are read like those of a state.
+    """
+
+    digest: Digest
 
 
 class ChunkRequest(_Request, frozen=True):
@@ -74,7 +79,7 @@ StateRequest = ManifestRequest | PrivateRequest | TextRequest | ChunkRequest | C
 
 
 class TextOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the run's text consists of: its manifest, whose root is the text's digest, and its name for people."""
+    """What a text, or a part of one, consists of: its manifest, whose root is its digest, and its name for people."""
 
     manifest: StateManifest
     description: Annotated[str, Meta(max_length=MAX_DESCRIPTION, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]

@@ -17,6 +17,7 @@ import typer
 
 from isthmus.trainer.cli import audit as cli_audit
 from isthmus.trainer.cli import config as cli_config
+from isthmus.trainer.cli import data as cli_data
 from isthmus.trainer.cli import doctor as cli_doctor
 from isthmus.trainer.cli import models as cli_models
 from isthmus.trainer.cli import operator as cli_operator
@@ -37,6 +38,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at the configuration.", rich_markup_mode=None)
 app.add_typer(config_app, name="config")
+data_app = typer.Typer(help="Prepare texts to train on.", rich_markup_mode=None)
+app.add_typer(data_app, name="data")
 
 for command in (
     cli_config.init,
@@ -58,6 +61,12 @@ for command in (
     app.command(cls=TakesConfig if command.__name__ in TAKES_CONFIG else None)(command)
 config_app.command(cls=TakesConfig)(cli_config.show)
 config_app.command()(cli_config.reference)
+data_app.command()(cli_data.prep)
+
+
+@data_app.callback()
+def about_data() -> None:
+    """A group, though there is one command in it so far."""
 
 
 def main() -> None:

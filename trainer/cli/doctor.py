@@ -19,6 +19,7 @@ from isthmus.trainer.cli.peers import (
     MaxUpload,
     OwnCopy,
     Tls,
+    place_of,
 )
 from isthmus.trainer.cli.support import RUNS_FOLDER
 from isthmus.trainer.errors import ExitCode
@@ -58,7 +59,7 @@ def doctor(
         context,
         files=config,
         flags={
-            "node.data": ("--data", None if data is None else data.absolute()),
+            "node.data": ("--data", place_of(data)),
             "node.dir": ("--dir", directory),
             "node.local_workers": ("--local-workers", local_workers),
             "node.device": ("--device", device),

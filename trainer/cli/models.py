@@ -16,6 +16,13 @@ def export(
         Path | None, typer.Option("--dir", help="A peer's folder, or one checkpoint.", show_default=False)
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder for the model.")] = Path("model"),
+    base: Annotated[
+        Path | None,
+        typer.Option("--base", help="Where the Hugging Face model is that the run began with.", show_default=False),
+    ] = None,
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="Write the LoRA adapters alone, for PEFT, and merge nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Write the model of a run's newest checkpoint. Prints its folder."""
@@ -26,7 +33,9 @@ def export(
 
     if directory is None:  # a founder's and a joiner's on one machine are of one run
         directory = furthest_of_one_run(sorted(path.parent for path in RUNS_FOLDER.glob(f"*/{FOLDER_NAME}")))
-    exported = export_model(choose_folder(directory, holding=FOLDER_NAME, or_else=ConfigError), out)
+    exported = export_model(
+        choose_folder(directory, holding=FOLDER_NAME, or_else=ConfigError), out, base=base, adapters_only=adapters
+    )
     if as_json:
         result = {
             "schema": "isthmus.export/1",
@@ -44,21 +53,35 @@ def export(
 def sample(
     prompt: Annotated[str, typer.Argument(help="How the text begins.")],
     model: Annotated[Path, typer.Option("--model", help="Folder written by isthmus export.")] = Path("model"),
-    tokens: Annotated[int, typer.Option(help="How many bytes to add.", min=0, max=1_000_000)] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest byte each time.", min=0.0)] = 0.8,
+    tokens: Annotated[int, typer.Option(help="How many tokens to add.", min=0, max=1_000_000)] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.", min=0.0)] = 0.8,
     top_k: Annotated[
         int | None, typer.Option(help="Draw among the k likeliest only.", min=1, show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
 ) -> int:
     """Let a model continue a text."""
-    from isthmus.trainer.model.generate import generate, load_model
+    from isthmus.trainer.data.tokenizer import Bytes, FileTokenizer, Tokenizer
+    from isthmus.trainer.model.exported import has_bytes, load_model
+    from isthmus.trainer.model.generate import generate
+    from isthmus.trainer.model.model_folder import TOKENIZER_NAME
 
-    decoder = load_model(model)
-    start = prompt.encode()
+    network = load_model(model)
+    words: Tokenizer = Bytes() if has_bytes(model) else FileTokenizer(model / TOKENIZER_NAME, needs_end=False)
+    begin = prompt or "\n"
+    start = list(begin.encode()) if isinstance(words, Bytes) else next(words.encode([begin])).tolist()
     try:
-        text = generate(decoder, start, max_new_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+        new = generate(
+            network,
+            start,
+            max_new_tokens=tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            end=words.end_of_document,
+            vocab_size=words.vocab_size,
+        )
     except ValueError as error:
         raise ConfigError(f"the model in {model} cannot continue this: {error}") from error
-    print((start + text).decode(errors="replace"))
+    print(words.decode([*start, *new]) if prompt else words.decode(new))
     return int(ExitCode.DONE)

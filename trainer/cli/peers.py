@@ -15,6 +15,7 @@ from isthmus.collective.core.address import candidates_of
 from isthmus.trainer.cli.config import AsJson, ConfigFiles, Dir, resolve
 from isthmus.trainer.cli.running import announcer, load_for_training, open_console, train
 from isthmus.trainer.cli.support import RUNS_FOLDER, choose_folder, client_of, is_loopback
+from isthmus.trainer.config.values import is_url
 from isthmus.trainer.errors import ConfigError, ExitCode, NothingRuns
 
 if TYPE_CHECKING:
@@ -40,9 +41,14 @@ Advertise = Annotated[
 ]
 Name = Annotated[str | None, typer.Option(help="Name of the run.", show_default=False)]
 OwnCopy = Annotated[
-    Path | None, typer.Option("--data", help="Where this machine keeps the run's text.", show_default=False)
+    str | None, typer.Option("--data", help="Where this machine has the run's text: path or URL.", show_default=False)
 ]
-Data = Annotated[Path | None, typer.Option(help="Text to train on. Default: Python's own sources.", show_default=False)]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="Text to train on: path, or URL of a prepared one. Default: Python's sources.", show_default=False
+    ),
+]
 Peers = Annotated[int | None, typer.Option(help="Start when so many are there.", show_default=False)]
 MinPeers = Annotated[int | None, typer.Option(help="Go on with no fewer.", show_default=False)]
 OuterSteps = Annotated[int | None, typer.Option(help="Exchanges until the end.", show_default=False)]
@@ -180,7 +186,7 @@ def join(
     resolved = resolve(
         context,
         files=config,
-        flags={"node.data": ("--data", _absolute(data))}
+        flags={"node.data": ("--data", place_of(data))}
         | _node_flags(directory, local_workers, device, listen, advertise)
         | _line_flags(max_upload, max_download)
         | _net_flags(tls, None, insecure=insecure),
@@ -293,11 +299,11 @@ def _rebuild_rule(*, rebuild: bool, with_few: bool, resume: Path | None) -> "Reb
 
 
 def _run_flags(
-    name: str | None, data: Path | None, peers: int | None, min_peers: int | None, outer_steps: int | None
+    name: str | None, data: str | None, peers: int | None, min_peers: int | None, outer_steps: int | None
 ) -> dict[str, tuple[str, object]]:
     return {
         "run.name": ("--name", name),
-        "data.path": ("--data", _absolute(data)),
+        "node.data" if data is not None and is_url(data) else "data.path": ("--data", place_of(data)),
         "members.start_peers": ("--peers", peers),
         "members.min_peers": ("--min-peers", min_peers),
         "run.outer_steps": ("--outer-steps", outer_steps),
@@ -462,5 +468,6 @@ def _run_dir(resolved: "ResolvedConfig", name: str) -> Path:
     return (resolved.config.node.dir or RUNS_FOLDER / name).absolute()
 
 
-def _absolute(path: Path | None) -> Path | None:
-    return None if path is None else path.absolute()
+def place_of(data: str | None) -> str | None:
+    """A path as every process finds it; a URL as it is."""
+    return data if data is None or is_url(data) else str(Path(data).absolute())

@@ -6,7 +6,7 @@ there is nothing. Must not know how it is done.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, Literal, get_args
 
 import msgspec
@@ -16,6 +16,7 @@ from isthmus.optim.outer import GRAD, PARAM
 from isthmus.optim.schedule import ScheduleType
 from isthmus.trainer.errors import ConfigError
 from isthmus.trainer.model.decoder import ModelConfig
+from isthmus.trainer.model.hugging_face import HuggingFaceModelConfig
 
 Device = Literal["auto", "cpu", "cuda"]
 """Where workers compute; "auto": on CUDA devices if there are any."""
@@ -82,7 +83,7 @@ class ScheduleJob(_Section, frozen=True, kw_only=True):
 class TrainingJob(_Section, frozen=True, kw_only=True):
     """What is trained and how; the same for every number of workers."""
 
-    model: ModelConfig
+    model: ModelConfig | HuggingFaceModelConfig
     seq_len: int
     """Tokens a sample."""
     data_seed: int
@@ -114,6 +115,26 @@ class FilePart(_Section, frozen=True, kw_only=True):
     numel: int
 
 
+class TextInMemory(_Section, frozen=True, kw_only=True, tag="memory"):
+    """A text in one piece; the worker inherits it."""
+
+    train: FilePart
+    validation: FilePart
+
+
+class TextInShards(_Section, frozen=True, kw_only=True, tag="shards"):
+    """A prepared text. Its shards are opened when they are needed; the daemon sees that they are there by then."""
+
+    index: FilePart
+    """The bytes of its index."""
+    folder: str | None
+    """Its owner's."""
+    cache: str
+    """Where copies lie, by their digests."""
+    pool: int
+    """Shards that are mixed at a time."""
+
+
 class WorkerJob(_Section, frozen=True, kw_only=True):
     """Everything a worker knows."""
 
@@ -132,5 +153,24 @@ class WorkerJob(_Section, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     """Variables that it has beside the daemon's: its place among the peer's workers, as torchrun gives it."""
     mailbox_fd: int
-    train: FilePart
-    validation: FilePart
+    text: TextInMemory | TextInShards
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """What is inherited: the mailbox, then the text's."""
+        return (self.mailbox_fd, *(part.fd for part in _parts(self.text)))
+
+    def renumbered(self, fds: Sequence[int]) -> "WorkerJob":
+        """The job of the process that has inherited them under these numbers, in the same order."""
+        mailbox_fd, *rest = fds
+        parts = [msgspec.structs.replace(part, fd=fd) for part, fd in zip(_parts(self.text), rest, strict=True)]
+        text: TextInMemory | TextInShards
+        if isinstance(self.text, TextInShards):
+            text = msgspec.structs.replace(self.text, index=parts[0])
+        else:
+            text = TextInMemory(train=parts[0], validation=parts[1])
+        return msgspec.structs.replace(self, mailbox_fd=mailbox_fd, text=text)
+
+
+def _parts(text: TextInMemory | TextInShards) -> tuple[FilePart, ...]:
+    return (text.index,) if isinstance(text, TextInShards) else (text.train, text.validation)

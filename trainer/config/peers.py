@@ -159,8 +159,13 @@ class NodeSection(Section):
     """Size from which on events.jsonl goes on in a new file."""
     events_keep: Annotated[int, Field(ge=0, le=10_000)] = 16
     """How many older ones stay, events-0001.jsonl and so on; 0: all."""
-    data: Maybe[Path] = None
-    """Where this peer keeps the text of `data.path`; none: there, or else the run's peers give it."""
+    data: Maybe[Annotated[str, Field(min_length=1, max_length=4096)]] = None
+    """Where this peer has the run's text: a file, a folder, or the URL of a prepared one (s3://bucket/text), whose
+    shards are fetched ahead of need; none: at `data.path`, or else the run's peers give it."""
+    data_cache_nbytes: Maybe[Annotated[Nbytes, Field(ge=1)]] = None
+    """About how much of the fetched shards of a prepared text stays on the disk; none: all."""
+    model: Maybe[Path] = None
+    """Where this peer keeps the model of `model.path`; none: there."""
     metrics_host: Annotated[str, Field(pattern=r"^[0-9.]{7,15}$")] = "127.0.0.1"
     """Where metrics are told to whoever asks: an IPv4 address of this machine; 0.0.0.0: all of them, unencrypted."""
     metrics_port: Maybe[Annotated[int, Field(ge=0, le=65535)]] = None

@@ -28,12 +28,13 @@ from isthmus.trainer.config.training import (
     AdamW,
     DataSection,
     DecoderSection,
+    HuggingFaceSection,
     InnerSection,
     LoopModelSection,
     ModelSection,
     RunSection,
 )
-from isthmus.trainer.config.values import Json, Section
+from isthmus.trainer.config.values import Json, Section, is_url
 
 
 class Config(Section):
@@ -59,8 +60,20 @@ class Config(Section):
 
     @property
     def data_path(self) -> Path | None:
-        """Where this peer reads its text; None is the standard library."""
-        return self.node.data if self.node.data is not None else self.data.path
+        """Where this peer reads its text; None is the standard library. Not where `data_url` is set."""
+        return Path(self.node.data) if self.node.data is not None else self.data.path
+
+    @property
+    def data_url(self) -> str | None:
+        """Where it reads it through the fsspec library instead."""
+        return self.node.data if self.node.data is not None and is_url(self.node.data) else None
+
+    @property
+    def model_path(self) -> Path | None:
+        """Where this peer has the folder of a Hugging Face model; None where none is trained."""
+        if not isinstance(self.model, HuggingFaceSection):
+            return None
+        return self.node.model if self.node.model is not None else self.model.path
 
     @property
     def metrics_port(self) -> int | None:

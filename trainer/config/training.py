@@ -17,6 +17,7 @@ from isthmus.trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from isthmus.trainer.model.decoder import ModelConfig
+    from isthmus.trainer.model.hugging_face import HuggingFaceModelConfig
 
 
 class RunSection(Section):
@@ -52,10 +53,12 @@ class DecoderSection(Section):
     """Width of the feed-forward layer."""
     rope_theta: Maybe[Positive] = None
     """Base of the rotary position embedding."""
+    vocab_size: Maybe[Annotated[Count, Field(ge=1)]] = None
+    """How many tokens there are; none: as many as the text has, 256 where tokens are bytes."""
     norm_eps: Maybe[Positive] = None
     """Added under the root in normalisation."""
 
-    def decoder_config(self) -> "ModelConfig":
+    def description(self) -> "ModelConfig":
         """The shape of the decoder.
 
         Raises:
@@ -72,6 +75,63 @@ class DecoderSection(Section):
             raise ConfigError(f"[model] cannot be built: {str(error).rstrip('.')}", key="model") from error
 
 
+class LoraSection(Section):
+    """`[model.lora]`: train adapters of low rank instead of the model (arXiv:2106.09685), and exchange nothing else."""
+
+    rank: Annotated[int, Field(ge=0, le=65536)] = 0
+    """Of the adapters, such as 16; 0: there are none."""
+    alpha: Maybe[Positive] = None
+    """What an adapter makes is multiplied by alpha / rank; none: alpha is twice the rank."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
+    """Which linear layers of the blocks have one: patterns of their names, such as "q_proj"; "*": all of them."""
+
+
+class HuggingFaceSection(Section):
+    """`[model]` with `type = "hf"`: a causal language model of transformers, from a folder."""
+
+    type: Literal["hf"] = "hf"
+    path: Path
+    """The model's folder: config.json and safetensors. A peer may keep it elsewhere: `node.model`."""
+    seq_len: Maybe[Annotated[Count, Field(ge=1)]] = None
+    """Tokens in a sample; none: as many as the model reads, at most 1024."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of names of parameters that are not trained, such as "model.embed_tokens.*"; nor are they exchanged."""
+    lora: LoraSection = Field(default_factory=LoraSection)
+    """Adapters."""
+    architecture: Maybe[Annotated[str, Field(max_length=16_384)]] = None
+    """What the folder's config.json says. The founder writes it down; nobody need give it."""
+    weights_digest: Maybe[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = None
+    """Of the folder's weights, where some of them are frozen. The founder writes it down too."""
+
+    @model_validator(mode="after")
+    def _adapters_freeze_all_else(self) -> Self:
+        if self.lora.rank and self.freeze:
+            raise ValueError(
+                "freeze is given, and with lora.rank nothing but the adapters is trained; leave freeze out"
+            )
+        return self
+
+    def description(self) -> "HuggingFaceModelConfig":
+        """The model, without a folder for its weights.
+
+        Raises:
+            ConfigError: the folder does not hold such a model.
+            EnvironmentFault: transformers is not installed, or the folder cannot be read.
+        """
+        from isthmus.trainer.model.hugging_face import HuggingFaceModelConfig
+        from isthmus.trainer.model.lora import Lora
+        from isthmus.trainer.model.model_folder import read_architecture
+
+        lora = self.lora
+        alpha = 2.0 * lora.rank if lora.alpha is None else lora.alpha
+        return HuggingFaceModelConfig(
+            architecture=read_architecture(self.path) if self.architecture is None else self.architecture,
+            seq_len=self.seq_len,
+            freeze=self.freeze,
+            lora=Lora(rank=lora.rank, alpha=alpha, targets=lora.targets) if lora.rank else None,
+        )
+
+
 class LoopModelSection(Section):
     """`[model]` with `type = "loop"`: a loop of one's own, which says these things itself (`isthmus.attach`)."""
 
@@ -85,7 +145,7 @@ class LoopModelSection(Section):
         """What `parameters` says."""
         return tuple(named_shape(text) for text in self.parameters)
 
-    def decoder_config(self) -> "ModelConfig":
+    def description(self) -> "ModelConfig":
         """There is none.
 
         Raises:
@@ -98,18 +158,21 @@ class LoopModelSection(Section):
         )
 
 
-ModelSection = Annotated[DecoderSection | LoopModelSection, Field(discriminator="type")]
+ModelSection = Annotated[DecoderSection | HuggingFaceSection | LoopModelSection, Field(discriminator="type")]
 
 
 class DataSection(Section):
     """`[data]`: the text to train on; a loop of one's own has its own data."""
 
     path: Maybe[Path] = None
-    """A file or folder; none: the Python standard library's own sources. A peer may keep it elsewhere: `node.data`."""
+    """A file or folder, or what `isthmus data prep` has made of one; none: the Python standard library's own sources. A
+    peer may have it elsewhere: `node.data`."""
     validation_fraction: Maybe[Fraction] = None
     """Share that is held out; none: 0.02 of the standard library, 0.1 of other text."""
     limit_nbytes: Maybe[Annotated[Nbytes, Field(ge=1)]] = None
     """Read at most so much of it."""
+    shuffle_shards: Annotated[int, Field(ge=1, le=4096)] = 4
+    """Shards of a prepared text whose samples are mixed with each other at a time; a peer needs so many at once."""
 
 
 class _Schedule(Section):

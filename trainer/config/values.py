@@ -22,6 +22,7 @@ _LEAST_RATE = 16_000.0
 """Bytes a second. Under less the others would take a peer for one that stands still."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
 _SHAPED = re.compile(r"\S{1,512}( [0-9]{1,10}(x[0-9]{1,10})*)?")
+_URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]+|\*):(\d{1,5})")
 
 
@@ -78,6 +79,11 @@ def named_shape(text: str) -> tuple[str, tuple[int, ...]]:
 def shaped(name: str, shape: Iterable[int]) -> str:
     """The same the other way round."""
     return f"{name} {'x'.join(map(str, shape))}".rstrip()
+
+
+def is_url(text: str) -> bool:
+    """Whether it names a place as the fsspec library does: "s3://bucket/text"."""
+    return _URL.match(text) is not None
 
 
 def _name(value: str) -> str:

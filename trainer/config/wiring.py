@@ -14,10 +14,21 @@ from isthmus.elastic.core.messages import IndexRange
 from isthmus.elastic.core.notary import Sealer
 from isthmus.optim.fragments import Fragment
 from isthmus.optim.outer import GRAD, PARAM, Outer
+from isthmus.trainer.config.base_model import model_of
 from isthmus.trainer.config.job import OptimizerJob, ScheduleJob, TrainingJob
 from isthmus.trainer.config.outer_method import fragment_table, method_of, pace_of, tokens_per_sample
 from isthmus.trainer.config.settings import Config
-from isthmus.trainer.config.training import AdamW, Adopt, ConstantSchedule, LoopInner, Muon, Sgd, WsdSchedule
+from isthmus.trainer.config.training import (
+    AdamW,
+    Adopt,
+    ConstantSchedule,
+    HuggingFaceSection,
+    LoopInner,
+    LoopModelSection,
+    Muon,
+    Sgd,
+    WsdSchedule,
+)
 from isthmus.trainer.errors import ConfigError
 
 __all__ = [
@@ -26,11 +37,13 @@ __all__ = [
     "fragment_table",
     "fragments_of",
     "member_config",
+    "model_of",
     "outer_of",
     "require_kinds",
     "samples_in_stock",
     "tokens_per_sample",
     "training_job",
+    "with_vocabulary",
 ]
 
 
@@ -53,9 +66,37 @@ def fragments_of(config: Config) -> tuple[Fragment, ...]:
     return method_of(config).fragments
 
 
+def with_vocabulary(config: Config, vocab_size: int) -> Config:
+    """The configuration of a run over a text with so many tokens: the own decoder's vocabulary follows the text's, and
+    a Hugging Face model must have at least that.
+
+    Raises:
+        ConfigError: the model has fewer tokens than the text.
+    """
+    model = config.model
+    if isinstance(model, LoopModelSection):
+        return config
+    has = model.description().vocab_size
+    if has >= vocab_size:
+        return config
+    if isinstance(model, HuggingFaceSection):
+        raise ConfigError(
+            f"the text has {vocab_size} tokens, and the model in {model.path} knows {has}",
+            cure="prepare the text with the model's own tokenizer: isthmus data prep --tokenizer",
+            key="model.path",
+        )
+    if model.vocab_size is not None:
+        raise ConfigError(
+            f"the text has {vocab_size} tokens, and model.vocab_size is {has}",
+            cure="leave it out: then the vocabulary follows the text",
+            key="model.vocab_size",
+        )
+    return config.model_copy(update={"model": model.model_copy(update={"vocab_size": vocab_size})})
+
+
 def training_job(config: Config) -> TrainingJob:
     """`[model]`, `[inner]` and `[eval]`: what the workers do. A loop of one's own has none."""
-    model = config.model.decoder_config()
+    model = model_of(config)
     inner = config.inner
     assert not isinstance(inner, LoopInner), "it goes with a model that cannot be built here"
     return TrainingJob(

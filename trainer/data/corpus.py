@@ -29,10 +29,13 @@ from isthmus.elastic.state.digest import Hasher, StateManifest, describe_state
 from isthmus.elastic.state.wire import MAX_DESCRIPTION
 from isthmus.trainer.errors import ConfigError
 
-TokenArray = npt.NDArray[np.uint8]
+TokenArray = npt.NDArray[np.unsignedinteger]
+"""Tokens: uint8 (bytes), uint16 or uint32."""
 
 SIDES = ("train", "validation")
 """Names of the two parts of a text in its manifest, in order."""
+NUM_BYTES = 256
+"""The vocabulary of a text whose tokens are bytes."""
 CHUNK_NBYTES = 1 << 20
 """Of a text. What a peer that is killed while it fetches a text loses at most."""
 
@@ -97,6 +100,16 @@ class Corpus:
         """Bytes of both sides."""
         return self.manifest.nbytes
 
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are: bytes."""
+        return NUM_BYTES
+
+    @property
+    def shard_lengths(self) -> tuple[int, ...]:
+        """Tokens to train on, in one piece."""
+        return (len(self.train),)
+
 
 # ---------------------------------------------------------------------------------------------------------- reading
 
@@ -160,7 +173,7 @@ def load_corpus(
         ) from error
 
     for side, tokens in (("training", train), ("held-out", validation)):
-        require_one_sample(tokens, seq_len, source, side)
+        require_one_sample(len(tokens), seq_len, source, side)
     return Corpus.of(train, validation, description)
 
 
@@ -314,8 +327,8 @@ def _split_tail(tokens: TokenArray, fraction: float) -> tuple[TokenArray, TokenA
     return tokens[:num_train], tokens[num_train:]
 
 
-def require_one_sample(tokens: TokenArray, seq_len: int, path: Path | None, side: str) -> None:
-    """Refuse tokens (of the named side of the split) that hold no sample of `seq_len` inputs and a last target.
+def require_one_sample(num_tokens: int, seq_len: int, path: Path | None, side: str) -> None:
+    """Refuse a text whose named side of the split holds no sample of `seq_len` inputs and a last target.
 
     Raises:
         DataError: too few tokens.
@@ -323,9 +336,9 @@ def require_one_sample(tokens: TokenArray, seq_len: int, path: Path | None, side
     """
     if seq_len < 1:
         raise ValueError(f"seq_len must be at least 1, not {seq_len}")
-    if len(tokens) < seq_len + 1:
+    if num_tokens < seq_len + 1:
         raise DataError(
             path,
-            f"gives {len(tokens)} {side} tokens, too few for one sample of {seq_len + 1}",
+            f"gives {num_tokens} {side} tokens, too few for one sample of {seq_len + 1}",
             cure="bring more text or shorten the sequence",
         )

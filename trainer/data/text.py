@@ -12,24 +12,29 @@ Errors: `Refused` (5), `NobodyReachable` (4), `DataError` (2), `EnvironmentFault
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from isthmus.collective.core.types import Instant, PeerId
-from isthmus.collective.transport import Channel
+from isthmus.elastic.core.messages import Digest
 from isthmus.elastic.errors import NoText
 from isthmus.elastic.learner.text_fetch import PATIENCE_S, TextFetch
 from isthmus.elastic.state.digest import StateManifest
 from isthmus.trainer.config.outer_method import tokens_per_sample
 from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.config.settings import Config
-from isthmus.trainer.data.corpus import CHUNK_NBYTES, Corpus, DataError, load_corpus, require_one_sample
+from isthmus.trainer.data.corpus import CHUNK_NBYTES, NUM_BYTES, Corpus, DataError, load_corpus, require_one_sample
+from isthmus.trainer.data.givers import Dial, Find, UrlPlace
+from isthmus.trainer.data.prepared import TOKENIZER_NAME, PreparedText, is_prepared, load_prepared
+from isthmus.trainer.data.samples import SampleOrder
+from isthmus.trainer.data.shard_supply import Given, Giver, ShardPlaces, bring_first
 from isthmus.trainer.data.text_shelf import TextShelf
 from isthmus.trainer.errors import NobodyReachable, Refused
+from isthmus.trainer.files import write_atomically
 from isthmus.trainer.threads import in_thread
 
 log = logging.getLogger(__name__)
@@ -40,7 +45,9 @@ _FIRST_WORD_S = 2.0
 _NEXT_WORD_S = 5.0
 """When the progress of a fetch is told."""
 
-Source = Literal["machine", "copy", "peers"]
+Source = Literal["machine", "copy", "peers", "url"]
+
+Text = Corpus | PreparedText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +56,14 @@ class FoundText:
 
     Attributes:
         corpus: the text.
-        source: "machine": its owner's files; "copy": what an earlier start in this folder has fetched.
-        peers: who gave it.
+        source: "machine": its owner's files; "copy": what an earlier start in this folder has fetched; "url": where
+            this peer's owner keeps it.
+        peers: who gave it, or a part of it.
         fetched_nbytes: what they gave, in this start.
         seconds: that took.
     """
 
-    corpus: Corpus
+    corpus: Text
     source: Source
     peers: tuple[PeerId, ...] = ()
     fetched_nbytes: int = 0
@@ -63,7 +71,7 @@ class FoundText:
 
 
 class GivenText:
-    """A text as this peer gives it to others: `elastic.state.replica.SharedText`."""
+    """A text in one piece as this peer gives it to others: `elastic.state.replica.SharedText`."""
 
     def __init__(self, corpus: Corpus) -> None:
         self._sides = (corpus.train, corpus.validation)
@@ -85,12 +93,16 @@ class GivenText:
         start = chunk * CHUNK_NBYTES
         return np.array(self._sides[side][start : start + CHUNK_NBYTES]).data
 
+    def part(self, digest: Digest) -> "GivenText | None":
+        """See `elastic.state.replica.SharedText`. It has none but itself."""
+        return self if digest == self._manifest.digest else None
+
 
 # --------------------------------------------------------------------------------------------------------- on this disk
 
 
 def founders_text(folder: Path, config: Config, kept_digest: str | None) -> FoundText:
-    """What a founder trains on. Blocks while it is read.
+    """What a founder trains on. Blocks while it is read; of a prepared text that is its index.
 
     Args:
         folder: of this peer.
@@ -99,13 +111,13 @@ def founders_text(folder: Path, config: Config, kept_digest: str | None) -> Foun
 
     Raises:
         DataError: it cannot be read.
-        EnvironmentFault: the disk refuses.
+        EnvironmentFault: the disk refuses, or a library is missing.
     """
     if kept_digest is not None and config.node.data is None:
         copy = TextShelf(folder, kept_digest).load()
         if copy is not None:
             return FoundText(corpus=copy, source="copy")
-    return FoundText(corpus=_read(config), source="machine")
+    return FoundText(corpus=read_text(config), source="machine" if config.data_url is None else "url")
 
 
 def joiners_text(folder: Path, config: Config, digest: str) -> FoundText | None:
@@ -114,35 +126,78 @@ def joiners_text(folder: Path, config: Config, digest: str) -> FoundText | None:
     Raises:
         Refused: `node.data` names another text.
         DataError: what it names cannot be read.
-        EnvironmentFault: the disk refuses.
+        EnvironmentFault: the disk refuses, or a library is missing.
     """
     if config.node.data is not None:
-        corpus = _read(config)
+        corpus = read_text(config)
         if corpus.digest != digest:
             raise Refused(
                 f"the text here ({corpus.description}) is not the run's",
                 cure="name a copy of the run's text with --data, or leave that out: then it comes from the run's peers",
                 fields=("node.data",),
             )
-        return FoundText(corpus=corpus, source="machine")
+        return FoundText(corpus=corpus, source="machine" if config.data_url is None else "url")
     copy = TextShelf(folder, digest).load()
     if copy is not None:
         return FoundText(corpus=copy, source="copy")
     try:
-        corpus = _read(config)
+        corpus = read_text(config)
     except DataError as error:  # where the founder has it there may be nothing here, or something else
         log.debug("text_not_here cause=%r", str(error))
         return None
     return FoundText(corpus=corpus, source="machine") if corpus.digest == digest else None
 
 
-def _read(config: Config) -> Corpus:
+def vocabulary_here(config: Config) -> int:
+    """How many tokens the text has that `read_text` reads; of a prepared one only the index is read. As that."""
+    prepared = _prepared(config)
+    return NUM_BYTES if prepared is None else prepared.vocab_size
+
+
+def read_text(config: Config) -> Text:
+    """What this peer's configuration names. Blocks; one that is prepared is not read, but for its index.
+
+    Raises:
+        DataError: it cannot be read, or holds no sample of the run's length.
+        EnvironmentFault: a library is missing.
+    """
+    prepared = _prepared(config)
+    if prepared is not None:
+        require_samples(prepared, _seq_len(config))
+        return prepared
     return load_corpus(
         config.data_path,
         seq_len=_seq_len(config),
         validation_fraction=config.data.validation_fraction,
         limit_nbytes=config.data.limit_nbytes,
     )
+
+
+def _prepared(config: Config) -> PreparedText | None:
+    if config.data_url is not None:
+        return UrlPlace(config.data_url).load()
+    path = config.data_path
+    return None if path is None or not is_prepared(path) else load_prepared(path)
+
+
+def require_samples(text: Text, seq_len: int) -> None:
+    """Demand that both sides hold a sample.
+
+    Raises:
+        DataError: one does not.
+    """
+    if isinstance(text, PreparedText):
+        held_out = [shard.num_tokens for shard in text.index.held_out]
+        sides = [("training", max(text.shard_lengths)), ("held-out", max(held_out))]
+    else:
+        sides = [("training", len(text.train)), ("held-out", len(text.validation))]
+    for side, num_tokens in sides:
+        require_one_sample(num_tokens, seq_len, None, side)
+
+
+def sample_order(text: Text, config: Config) -> SampleOrder:
+    """Where the samples of the run lie in its text."""
+    return SampleOrder(text.shard_lengths, _seq_len(config), config.run.seed, pool=config.data.shuffle_shards)
 
 
 def _seq_len(config: Config) -> int:
@@ -157,11 +212,13 @@ async def fetch_text(
     config: Config,
     digest: str,
     *,
-    find: Callable[[], Awaitable[Sequence[str]]],
-    dial: Callable[[str], Awaitable[Channel]],
+    find: Find,
+    dial: Dial,
     patience_s: float = PATIENCE_S,
 ) -> FoundText:
     """Get the run's text from its peers, and keep it in this peer's folder. Goes on where an earlier start ended.
+
+    Of a prepared text that is the index; its parts come later (`complete`).
 
     Args:
         folder: of this peer.
@@ -191,7 +248,7 @@ async def fetch_text(
     log.info("text: the run's is not on this machine; asking its peers for it")
     try:
         await fetch.run()
-        corpus = await in_thread(shelf.finish)
+        text = await in_thread(shelf.finish)
     except NoText as error:
         raise NobodyReachable(
             f"the run's text is not on this machine, and {error}",
@@ -199,14 +256,55 @@ async def fetch_text(
         ) from error
     finally:
         shelf.close()
-    for side, tokens in (("training", corpus.train), ("held-out", corpus.validation)):
-        require_one_sample(tokens, _seq_len(config), None, side)
+    require_samples(text, _seq_len(config))
     return FoundText(
-        corpus=corpus,
+        corpus=text,
         source="peers",
         peers=fetch.givers,
         fetched_nbytes=fetch.fetched_nbytes,
         seconds=clock() - began_at,
+    )
+
+
+async def complete(found: FoundText, folder: Path, config: Config, peers: Giver | None) -> FoundText:
+    """See that what every peer needs of a prepared text is here before it takes part. Nothing is asked where it is.
+
+    Args:
+        found: the text.
+        folder: of this peer; gets a copy of the tokenizer, for models that are exported from it.
+        config: of the run.
+        peers: give what this machine lacks; None: there are none yet.
+
+    Raises:
+        NobodyReachable: nobody gives it.
+        EnvironmentFault: the disk refuses, or is too small.
+        IntegrityError: a shard in its owner's folder is damaged.
+    """
+    text = found.corpus
+    if not isinstance(text, PreparedText):
+        return found
+    places = ShardPlaces(text, folder)
+    fetched = await bring_first(text, places, _seq_len(config), giver_of(text, config, peers))
+    if text.index.tokenizer is not None and (tokenizer := places.find(text.index.tokenizer)) is not None:
+        write_atomically(folder / TOKENIZER_NAME, await in_thread(tokenizer.read_bytes))
+    givers = dict.fromkeys([*found.peers, *(peer for one in fetched for peer in one.given.peers)])
+    return replace(
+        found,
+        peers=tuple(givers),
+        fetched_nbytes=found.fetched_nbytes + sum(one.nbytes for one in fetched),
+        seconds=found.seconds + sum(one.seconds for one in fetched),
+    )
+
+
+def giver_of(text: PreparedText, config: Config, peers: Giver | None) -> Giver:
+    """Who gives parts to this peer: its URL, if it names one; else, or if that fails, the peers, if there are any."""
+    return UrlPlace(config.data_url).giver(text, peers) if config.data_url is not None else peers or _nobody
+
+
+async def _nobody(_shelf: TextShelf, digest: str) -> Given:
+    raise NobodyReachable(
+        f"a part of the run's text ({digest[:8]}) is not in its folder, and no peer is there to give it",
+        cure="prepare the text again, or start a peer that has all of it",
     )
 
 

@@ -7,6 +7,8 @@
     <dir>/text/<digest>.partial    the beginning of it, while it is fetched
     <dir>/text/<digest>.manifest   what it consists of, for the next start
 
+Of a prepared text (prepared.py) its index lies there, and each part by its own digest, likewise.
+
 It lies in the peer's own folder, not in a cache that several share: the folder's lock gives it one writer, and it goes
 with the run that it is of.
 
@@ -18,6 +20,7 @@ Errors: `EnvironmentFault` (3), where the disk refuses or is too small.
 """
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -29,11 +32,12 @@ import numpy as np
 
 from isthmus.collective.errors import CollectiveError
 from isthmus.elastic.errors import DonorFault
-from isthmus.elastic.state.digest import StateManifest, digest_of
+from isthmus.elastic.state.digest import Hasher, StateManifest, digest_of
 from isthmus.elastic.state.wire import TEXT_OFFERS, ChunkMap, TextOffer
 from isthmus.elastic.wire import decode, encode
 from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.data.corpus import CHUNK_NBYTES, SIDES, Corpus
+from isthmus.trainer.data.prepared import INDEX_PART, PART, PreparedText, describe_bytes
 from isthmus.trainer.errors import EnvironmentFault, Refused
 from isthmus.trainer.files import make_private_folder, open_private, sync_folder, write_atomically
 from isthmus.trainer.threads import in_thread
@@ -41,6 +45,8 @@ from isthmus.trainer.threads import in_thread
 FOLDER_NAME = "text"
 MAX_NBYTES = 64 << 30
 """Of a text that is fetched, and that is given. What describes it fits into one frame then."""
+_KINDS = (SIDES, (INDEX_PART,), (PART,))
+"""What is kept here: a text in one piece, the index of a prepared one, a part of that."""
 _RESERVE_NBYTES = 64 << 20
 """Of the disk; for checkpoints and logs."""
 _SAME_VERSION = "run the same version of isthmus on all peers"
@@ -69,7 +75,12 @@ class TextShelf:
         self._file: IO[bytes] | None = None
         self._num_chunks = 0
 
-    def load(self) -> Corpus | None:
+    @property
+    def path(self) -> Path:
+        """Where it is once it is whole."""
+        return self._whole
+
+    def load(self) -> Corpus | PreparedText | None:
         """The text, if it is here and whole. Blocks for as long as it takes to hash it.
 
         One with a wrong byte is made a partial one again.
@@ -78,14 +89,22 @@ class TextShelf:
             EnvironmentFault: the disk refuses.
         """
         with self._disk_errors():
-            if not self._whole.exists() or (offer := self._kept_offer()) is None:
-                return None
-            if self._whole.stat().st_size == offer.manifest.nbytes:
-                kept = self._mapped(offer)
-                if Corpus.of(kept.train, kept.validation, kept.description).digest == self._digest:
-                    return kept
-            self._whole.replace(self._partial)
-            return None
+            offer = self._kept_offer()
+            return self._text(offer) if offer is not None and self._is_whole(offer) else None
+
+    def has(self) -> bool:
+        """Whether the part of a text that is to lie here does, and is whole. Likewise."""
+        with self._disk_errors():
+            offer = self._kept_offer()
+            return offer is not None and self._is_whole(offer)
+
+    def _is_whole(self, offer: TextOffer) -> bool:
+        if not self._whole.exists():
+            return False
+        if self._whole.stat().st_size == offer.manifest.nbytes and _is_right(self._whole, offer.manifest):
+            return True
+        self._whole.replace(self._partial)
+        return False
 
     async def begin(self, offer: TextOffer) -> int:
         """See `elastic.learner.text_fetch.Shelf`.
@@ -110,21 +129,52 @@ class TextShelf:
             await in_thread(_write, self._file, data)
         self._num_chunks += 1
 
-    def finish(self) -> Corpus:
+    def finish(self) -> Corpus | PreparedText:
         """The text, which is whole now. Blocks until it is on the disk.
 
         Raises:
             EnvironmentFault: the disk refuses.
+            DataError: it is no text that this version knows.
         """
+        self.finish_part()
+        offer = self._kept_offer()
+        assert offer is not None, "begin has written it"
+        return self._text(offer)
+
+    def finish_part(self) -> None:
+        """The same for a part of one."""
         assert self._file is not None, "begin first"
         with self._disk_errors():
             os.fsync(self._file.fileno())
             self.close()
             self._partial.replace(self._whole)
             sync_folder(self._folder)
-            offer = self._kept_offer()
-            assert offer is not None, "begin has written it"
-            return self._mapped(offer)
+
+    def adopt(self, data: bytes) -> bool:
+        """Keep what came from elsewhere in one piece, if it is the text or part that belongs here. Blocks.
+
+        Raises:
+            EnvironmentFault: the disk refuses.
+        """
+        for name in (PART, INDEX_PART):
+            offer = TextOffer(describe_bytes(name, data), "")
+            if offer.manifest.digest.hex() == self._digest:
+                with self._disk_errors():
+                    make_private_folder(self._folder)
+                    write_atomically(self._manifest, encode(offer))
+                    write_atomically(self._whole, data)
+                return True
+        return False
+
+    def remove(self) -> None:
+        """Delete it. Who has it mapped keeps it.
+
+        Raises:
+            EnvironmentFault: the disk refuses.
+        """
+        with self._disk_errors():
+            for path in (self._whole, self._partial, self._manifest):
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the file; what is in it stays."""
@@ -135,7 +185,7 @@ class TextShelf:
     def _open(self, offer: TextOffer) -> int:
         """The file, at the place of the first chunk that is missing; returns that chunk's number."""
         manifest = offer.manifest
-        if manifest.chunk_nbytes != CHUNK_NBYTES or tuple(part.name for part in manifest.tensors) != SIDES:
+        if manifest.chunk_nbytes != CHUNK_NBYTES or tuple(part.name for part in manifest.tensors) not in _KINDS:
             raise Refused("the run's text is not one that we understand", cure=_SAME_VERSION)
         if manifest.nbytes > MAX_NBYTES:
             raise EnvironmentFault(
@@ -176,7 +226,10 @@ class TextShelf:
             return None
         return offer if offer.manifest.digest.hex() == self._digest else None
 
-    def _mapped(self, offer: TextOffer) -> Corpus:
+    def _text(self, offer: TextOffer) -> Corpus | PreparedText:
+        if offer.manifest.tensors[0].name == INDEX_PART:
+            data, name = self._whole.read_bytes(), offer.description
+            return PreparedText.of(data, folder=None, description=name, where=self._whole)
         tokens = np.memmap(self._whole, dtype=np.uint8, mode="r")
         num_train = offer.manifest.tensors[0].nbytes
         return Corpus(
@@ -200,6 +253,20 @@ def _write(file: IO[bytes], data: memoryview) -> None:
     """All of it; a disk that becomes full takes a part first."""
     while data:
         data = data[file.write(data) :]
+
+
+def _is_right(path: Path, manifest: StateManifest) -> bool:
+    """Whether a file of the right size has the right bytes. Hashed by several threads."""
+    if not manifest.nbytes:
+        return True
+    data = np.memmap(path, dtype=np.uint8, mode="r")
+    ends = list(itertools.accumulate(part.nbytes for part in manifest.tensors))
+    parts = [data[start:stop].data for start, stop in itertools.pairwise([0, *ends])]
+    hasher = Hasher(chunk_nbytes=manifest.chunk_nbytes)
+    try:
+        return hasher.hash(parts) == [part.chunk_digests for part in manifest.tensors]
+    finally:
+        hasher.close()
 
 
 def _count_right(file: IO[bytes], manifest: StateManifest) -> int:

@@ -9,11 +9,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 from isthmus.collective.transport.wire import PROTOCOL_VERSION
-from isthmus.trainer.config.outer_method import fragment_table, tokens_per_sample
+from isthmus.trainer.config.base_model import num_frozen
+from isthmus.trainer.config.outer_method import fragment_table
 from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.sources import ResolvedConfig
-from isthmus.trainer.data.corpus import DataError, load_corpus
+from isthmus.trainer.data.corpus import DataError
+from isthmus.trainer.data.prepared import is_prepared
+from isthmus.trainer.data.text import read_text
 from isthmus.trainer.doctor.machine import memory_nbytes
 from isthmus.trainer.doctor.messages import Facts
 from isthmus.trainer.doctor.report import Check, fail, format_path, ok, warn
@@ -56,19 +59,19 @@ def text_of(config: Config, facts: Facts) -> Check:
     if config.is_loops:
         return ok("text", "the run's peers train by loops of their own, with data of their own", is_here=None)
     path = config.data_path
-    name = "the standard library of Python" if path is None else format_path(path)
-    if path is not None and _nbytes_in(path) > _MOST_COMPARED_NBYTES:
+    name = config.data_url or ("the standard library of Python" if path is None else format_path(path))
+    if (
+        path is not None
+        and config.data_url is None
+        and not is_prepared(path)
+        and _nbytes_in(path) > _MOST_COMPARED_NBYTES
+    ):
         return ok("text", f"{name} is here, too long to be compared at once", is_here=None)
     is_named = config.node.data is not None  # then it must be the right one; else a joiner gets what it lacks
     cure = "name a copy of it with --data, or leave that out: then it comes from the run's peers"
     from_peers = ok("text", "not on this machine: a joiner gets it from the run's peers", is_here=False)
     try:
-        corpus = load_corpus(
-            path,
-            seq_len=tokens_per_sample(config.model),
-            validation_fraction=config.data.validation_fraction,
-            limit_nbytes=config.data.limit_nbytes,
-        )
+        corpus = read_text(config)
     except DataError as error:
         return (
             fail("text", f"the run's text is not here: {error.problem}", cure, is_here=False)
@@ -90,8 +93,10 @@ def memory(config: Config, *, on_gpu: bool, gpu_free_nbytes: int | None = None) 
         gpu_free_nbytes: on the fullest of these.
     """
     copy_nbytes = _NUMEL_NBYTES * fragment_table(config.model).numel
+    frozen_nbytes = _NUMEL_NBYTES * num_frozen(config)  # in the workers alone, once
     needed_nbytes = (COPIES - COPIES_ON_GPU if on_gpu else COPIES) * copy_nbytes + _PROGRAM_NBYTES
-    gpu_nbytes = COPIES_ON_GPU * copy_nbytes // config.node.local_workers if on_gpu else 0
+    needed_nbytes += 0 if on_gpu else frozen_nbytes
+    gpu_nbytes = (COPIES_ON_GPU * copy_nbytes + frozen_nbytes) // config.node.local_workers if on_gpu else 0
     total_nbytes, available_nbytes = memory_nbytes()
     text = f"takes about {rounded_nbytes(needed_nbytes)}, {rounded_nbytes(available_nbytes)} free here"
     facts = {"needed_bytes": needed_nbytes, "available_bytes": available_nbytes, "needed_gpu_bytes": gpu_nbytes}

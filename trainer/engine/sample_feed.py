@@ -11,12 +11,29 @@ this peer is there. It must not know text, batches or what a view is.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 from isthmus.elastic.core.leases import count, merged, without
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.elastic.errors import NotAMember, RunFinished
 from isthmus.elastic.shell.member import Membership
+
+
+class Supply(Protocol):
+    """Who sees that what leased samples consist of is on this machine."""
+
+    def leased(self, ranges: Iterable[IndexRange], /) -> None:
+        """These will be trained on."""
+
+    def is_here(self, ranges: Iterable[IndexRange], /) -> bool:
+        """Whether these can be trained on now; they are next."""
+
+    def forget(self) -> None:
+        """All leases are lost."""
+
+    def listen(self, listener: Callable[[], None], /) -> None:
+        """Call it whenever more is here."""
 
 
 class LeasesLost(Exception):
@@ -30,10 +47,14 @@ class SampleFeed:
         membership: grants indices.
         stock: refill up to this many indices whenever fewer than half of them are left, so that training goes on
             for a while when the coordinator is away.
+        supply: where what samples consist of comes piece by piece; None: all of it is here.
     """
 
-    def __init__(self, membership: Membership, *, stock: int) -> None:
+    def __init__(self, membership: Membership, *, stock: int, supply: Supply | None = None) -> None:
         self._membership = membership
+        self._supply = supply
+        if supply is not None:
+            supply.listen(lambda: self._changed.set())
         self._stock = stock
         self._ranges: deque[IndexRange] = deque()
         self._available = 0
@@ -60,18 +81,23 @@ class SampleFeed:
         self._ranges.extendleft(reversed(again))
         self._available += count(again)
         self._consumed.clear()
+        if self._supply is not None:
+            self._supply.leased(again)
         self._changed.set()
 
     def reset(self) -> None:
         """The membership is lost and every lease with it."""
         self._generation += 1
+        if self._supply is not None:
+            self._supply.forget()
         self._ranges.clear()
         self._available = 0
         self._consumed.clear()
         self._changed.set()
 
     async def take(self, num_samples: int) -> tuple[int, ...]:
-        """The next indices, as soon as there are enough. At once, without giving way to others, if there are.
+        """The next indices, as soon as there are enough and what they consist of is here. At once, without giving way to
+        others, if that is so.
 
         Waits as long as the coordinator is away: how long that may be is the membership's to decide.
 
@@ -84,7 +110,7 @@ class SampleFeed:
         if 2 * num_samples > self._stock:
             raise ValueError(f"{num_samples} samples at once need a stock of twice as many, not {self._stock}")
         generation = self._generation
-        while self._available < num_samples:
+        while self._available < num_samples or not self._is_here(num_samples):
             await self._change()
             if generation != self._generation:
                 raise LeasesLost
@@ -99,6 +125,17 @@ class SampleFeed:
         self._available -= num_samples
         self._changed.set()
         return tuple(indices)
+
+    def _is_here(self, num_samples: int) -> bool:
+        return self._supply is None or self._supply.is_here(self._next(num_samples))
+
+    def _next(self, num_samples: int) -> Iterator[IndexRange]:
+        """What `take` would hand out."""
+        for lease in self._ranges:
+            yield IndexRange(lease.start, min(lease.stop, lease.start + num_samples))
+            num_samples -= lease.stop - lease.start
+            if num_samples <= 0:
+                return
 
     async def run(self) -> None:
         """Keeps the stock filled until the run is over for this peer."""
@@ -119,6 +156,8 @@ class SampleFeed:
         except NotAMember:
             return
         if generation == self._generation:
+            if self._supply is not None:
+                self._supply.leased(ranges)
             self._ranges.extend(ranges)
             self._available += count(ranges)
             self._changed.set()

@@ -15,21 +15,25 @@ Shape suffixes of tensors::
     N query heads    K key-value heads   H head_dim     P = H / 2 rotated pairs    F hidden_dim
 """
 
-import dataclasses
 import difflib
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isthmus.trainer.model.language_model import LanguageModel, NamedShapes
+from isthmus.trainer.model.loss import token_loss
+
 _INIT_STD = 0.02
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="decoder"
+):
     """The shape of one decoder; equal on all peers.
 
     Attributes:
@@ -78,6 +82,23 @@ class ModelConfig:
         """Width of one attention head."""
         return self.dim // self.num_heads
 
+    def build(self) -> "Decoder":
+        """See `ModelDescription`; likewise below."""
+        with torch.device("meta"):
+            return Decoder(self)
+
+    def named_shapes(self) -> NamedShapes:
+        """What is trained: all of it."""
+        return named_shapes(self)
+
+    def initial_parameters(self, seed: int) -> Tensor:
+        """Drawn by the seed."""
+        return initial_parameters(self, seed)
+
+    def num_flops_per_token(self, seq_len: int) -> int:
+        """As counted for model FLOPs utilisation."""
+        return num_flops_per_token(self, seq_len)
+
 
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {
@@ -101,7 +122,7 @@ def preset(name: str, **overrides: float) -> ModelConfig:
     """
     if name not in PRESETS:
         raise ValueError(_unknown("model preset", name, list(PRESETS)))
-    fields = {field.name: getattr(PRESETS[name], field.name) for field in dataclasses.fields(ModelConfig)}
+    fields = msgspec.structs.asdict(PRESETS[name])
     for field in overrides:
         if field not in fields:
             raise ValueError(_unknown("model field", field, list(fields)))
@@ -239,7 +260,7 @@ class Block(nn.Module):
         return residual_BLD
 
 
-class Decoder(nn.Module):
+class Decoder(LanguageModel):
     """Embedding, blocks, norm, head.
 
     May be built under `torch.device("meta")` and materialised by `to_empty`. The parameters then have no values until
@@ -250,6 +271,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.max_seq_len = config.max_seq_len
         self.rotary = RotaryTable(head_dim=config.head_dim, max_seq_len=config.max_seq_len, theta=config.rope_theta)
         # Not drawn here: on the meta device that alone imports torch's compiler, more than a second of a peer's start.
         nothing_VD = torch.zeros(config.vocab_size, config.dim)
@@ -259,14 +281,15 @@ class Decoder(nn.Module):
         # A tied head is no module: one parameter, one name, one place in the canonical order.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
 
-    def forward(self, tokens_BL: Tensor) -> Tensor:
-        """Scores of the next token at every position.
+    def forward(self, tokens_BL: Tensor, targets_BL: Tensor | None = None) -> Tensor:
+        """Scores of the next token at every position; with targets the mean loss instead.
 
         Args:
             tokens_BL: int64 tokens in [0, vocab_size), at most `max_seq_len` long.
+            targets_BL: int64, the tokens that come next.
 
         Returns:
-            logits_BLV in the dtype of the parameters.
+            logits_BLV in the dtype of the parameters; or the loss in nats per token, a scalar in fp32.
 
         Raises:
             ValueError: the sequence is longer than `max_seq_len`.
@@ -277,8 +300,10 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x_BLD = block(x_BLD)
         x_BLD = self.norm(x_BLD)
-        logits_BLV: Tensor = F.linear(x_BLD, self.embedding.weight) if self.head is None else self.head(x_BLD)
-        return logits_BLV
+        head_VD = self.embedding.weight if self.head is None else self.head.weight
+        if targets_BL is not None:
+            return token_loss(x_BLD, head_VD, targets_BL)
+        return F.linear(x_BLD, head_VD)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -308,11 +333,9 @@ def _draw(name: str, values: Tensor, config: ModelConfig, generator: torch.Gener
     values.normal_(0.0, std, generator=generator)
 
 
-def named_shapes(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+def named_shapes(config: ModelConfig) -> NamedShapes:
     """Name and shape of every parameter in canonical order; allocates no weights. A tied weight appears once."""
-    with torch.device("meta"):
-        decoder = Decoder(config)
-    return [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
+    return [(name, tuple(parameter.shape)) for name, parameter in config.build().trained_parameters()]
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -345,8 +368,3 @@ def num_flops_per_token(config: ModelConfig, seq_len: int) -> int:
     lookup_only = 0 if config.tie_embeddings else config.vocab_size * config.dim
     matmul_weights = num_parameters(config) - lookup_only
     return 6 * matmul_weights + 12 * config.num_layers * config.dim * seq_len
-
-
-def token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token, computed in fp32 whatever the dtype of the logits; a scalar."""
-    return F.cross_entropy(logits_BLV.float().flatten(0, 1), targets_BL.flatten())

@@ -65,7 +65,7 @@ class Started(Event, frozen=True):
 
 
 class Text(Event, frozen=True):
-    """What this peer trains on. `source`: "machine", "copy" of an earlier start, or "peers"; these gave it."""
+    """What this peer trains on. `source`: "machine", "copy" of an earlier start, "url", or "peers"; these gave it."""
 
     digest: str
     bytes: int
@@ -73,6 +73,16 @@ class Text(Event, frozen=True):
     source: str
     peers: tuple[str, ...]
     fetched_bytes: int
+    seconds: float
+
+
+class Shard(Event, frozen=True):
+    """A part of a prepared text has come, from `url` or from these peers. `name`: of its file at its owner's."""
+
+    name: str
+    bytes: int
+    url: str | None
+    peers: tuple[str, ...]
     seconds: float
 
 

@@ -24,6 +24,7 @@ from isthmus.elastic.observation import (
     state_fields,
     view_fields,
 )
+from isthmus.trainer.data.shard_supply import Fetched
 from isthmus.trainer.data.text import FoundText
 from isthmus.trainer.engine.training_loop import RoundReport
 from isthmus.trainer.errors import WorkerCrashed, WorkerDiverged
@@ -155,6 +156,14 @@ def text_found(text: FoundText) -> Event:
         peers=text.peers,
         fetched_bytes=text.fetched_nbytes,
         seconds=text.seconds,
+    )
+
+
+def shard_fetched(fetched: Fetched) -> Event:
+    """A part of the text that has come from elsewhere."""
+    given = fetched.given
+    return events.Shard(
+        name=fetched.shard.name, bytes=fetched.nbytes, url=given.url, peers=given.peers, seconds=fetched.seconds
     )
 
 

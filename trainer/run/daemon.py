@@ -185,7 +185,8 @@ class _Process:
     def _announce(self, chronicle: Chronicle, listening: str, address: str) -> None:
         start, inner = self._start, self._start.config.inner
         text, seq_len = start.text, tokens_per_sample(start.config.model)
-        num_samples = None if text is None else samples_per_data_epoch(len(text.corpus.train), seq_len)
+        lengths = () if text is None else text.corpus.shard_lengths
+        num_samples = sum(samples_per_data_epoch(length, seq_len) for length in lengths) or None
         started = Started(
             run_id=start.terms.run_id,
             address=address,

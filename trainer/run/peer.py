@@ -33,8 +33,6 @@ from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.config.outer_method import pace_of
 from isthmus.trainer.config.wiring import member_config, outer_of, samples_in_stock
 from isthmus.trainer.contact.bouncer import Bouncer
-from isthmus.trainer.data.text import GivenText
-from isthmus.trainer.data.text_shelf import MAX_NBYTES as MAX_TEXT_NBYTES
 from isthmus.trainer.engine.moments import Moments
 from isthmus.trainer.engine.outer_step_runner import OuterStepRunner
 from isthmus.trainer.engine.round_exchange import RoundExchange
@@ -49,6 +47,7 @@ from isthmus.trainer.record.translation import exchanged
 from isthmus.trainer.run.connections import Connections
 from isthmus.trainer.run.holdings import Holdings
 from isthmus.trainer.run.preparation import Start
+from isthmus.trainer.run.shards import shard_supply, text_to_give
 from isthmus.trainer.run.site import PeerOverseer, Site
 
 log = logging.getLogger(__name__)
@@ -78,6 +77,7 @@ class Peer:
     def __init__(self, start: Start, address: str, bouncer: Bouncer, chronicle: Chronicle) -> None:
         config = start.config
         self._start = start
+        self._chronicle = chronicle
         outer = outer_of(config)
         self._plan = plan = OuterPlan(outer)
         self._holdings = holdings = Holdings(start, chronicle, outer, plan)
@@ -97,14 +97,13 @@ class Peer:
             is_first_round=lambda: (held := holdings.state.held()) is not None and held.outer_step == 0,
             first_parameters=first_parameters,
         )
-        corpus = None if start.text is None else start.text.corpus
         self.donor = Donor(
             holdings.state,
             holdings.commit_log,
             upload=communicator.upload_cap,
             exchanged=communicator.progress,
             private=self._moments,
-            text=None if corpus is None or corpus.nbytes > MAX_TEXT_NBYTES else GivenText(corpus),
+            text=text_to_give(start),
         )
         self._runner = OuterStepRunner(
             communicator=communicator,
@@ -160,7 +159,8 @@ class Peer:
 
     async def _take_part(self, aside: tuple[RoundKey, Held] | None) -> Finish:
         membership, holdings = self._membership(aside), self._holdings
-        feed = SampleFeed(membership, stock=samples_in_stock(self._start.config))
+        supply = shard_supply(self._start, membership, self.connections, self._chronicle)
+        feed = SampleFeed(membership, stock=samples_in_stock(self._start.config), supply=supply)
         self._overseer.membership, self._observer.feed = membership, feed
         training = self._training(membership, feed)
         remembered = holdings.private()
@@ -170,7 +170,14 @@ class Peer:
         self.farewell.takes_part(membership)
         async with asyncio.TaskGroup() as tasks:
             trained = tasks.create_task(training.run())
-            helping = (feed.run(), *holdings.work(), self._site.pool.failed(), self.connections.callbacks.run())
+            supplying = () if supply is None else (supply.run(),)
+            helping = (
+                feed.run(),
+                *supplying,
+                *holdings.work(),
+                self._site.pool.failed(),
+                self.connections.callbacks.run(),
+            )
             helpers = [tasks.create_task(work) for work in helping]
             self.farewell.finish = finish = await membership.run()
             # We have said goodbye; the last state is still to be judged (if the run is complete) and kept.

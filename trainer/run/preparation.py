@@ -23,14 +23,16 @@ from isthmus.collective.core.types import PeerId, PeerRef
 from isthmus.collective.transport import Channel, Hello, Mode, Purpose, Security, TicketSecurity, connect
 from isthmus.collective.transport.certificates import certificate_from_bytes, is_signed_by, key_in
 from isthmus.trainer.checkpoint.checkpoint import Checkpoint
+from isthmus.trainer.config.base_model import require_base_model, with_base_model
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.training import LoopModelSection
-from isthmus.trainer.config.wiring import fragments_of
+from isthmus.trainer.config.wiring import fragments_of, with_vocabulary
 from isthmus.trainer.contact.admission import RunTerms, authority_of, hello_maker, own_security
 from isthmus.trainer.contact.identity import PeerFolder, PeerIdentity
 from isthmus.trainer.contact.joining import Admission, ask_admission, stranger_hello, stranger_security
 from isthmus.trainer.contact.ticket import NEWEST_ID, Ticket, issue_token
-from isthmus.trainer.data.text import FoundText, fetch_text, founders_text, joiners_text
+from isthmus.trainer.data.givers import Dial, Find, from_peers
+from isthmus.trainer.data.text import FoundText, complete, fetch_text, founders_text, joiners_text, vocabulary_here
 from isthmus.trainer.errors import ConfigError, NobodyReachable, Refused
 from isthmus.trainer.run.founding import (
     Founded,
@@ -99,13 +101,18 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
     match options.role:
         case Founding(resume_dir=resume_dir, rebuild=rebuild):
             resolved = options.resolved if rebuild is None else options.resolved.adopt(take_over(folder))
-            config = resolved.config
+            config = await in_thread(with_base_model, resolved.config)
+            if not config.is_loops:
+                config = with_vocabulary(config, await in_thread(vocabulary_here, config))
             fragments_of(config)  # what cannot be split is told before there is a run
             _require_loop(options, config)
             text = None
             if not config.is_loops:
                 kept = recall_text(folder.path, config, is_resumed=resume_dir is not None)
                 text = await in_thread(founders_text, folder.path, config, kept)
+                config = with_vocabulary(config, text.corpus.vocab_size)
+                if isinstance(options, PeerOptions):
+                    text = await complete(text, folder.path, config, None)
             data_digest = NO_TEXT_DIGEST if text is None else text.corpus.digest
             founded = found_or_go_on(folder, config, data_digest, resume_dir)
             security = _coordinators_security(me, founded, config, folder.load_certificate())
@@ -115,14 +122,18 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
             terms = admission.terms
             config = options.resolved.adopt(terms.manifest).config
             _require_loop(options, config)
+            await in_thread(require_base_model, config)
             here = None
             if not config.is_loops:
                 here = await in_thread(joiners_text, folder.path, config, terms.data_digest)
             security = _members_security(me, admission, config)
             folder.keep_certificate(admission.certificate)
             remember_membership(folder, terms, coordinators)
-            if here is None and not config.is_loops:
-                here = await _fetch_text(options, folder, me, admission, coordinators, config, security)
+            if not config.is_loops:
+                find, dial = _ways_to_peers(options, folder, me, admission, coordinators, security)
+                if here is None:
+                    here = await fetch_text(folder.path, config, terms.data_digest, find=find, dial=dial)
+                here = await complete(here, folder.path, config, from_peers(find, dial))
             came_from = admission.seen_from or None
             return start(
                 config=config, terms=terms, text=here, security=security, coordinators=coordinators, seen_from=came_from
@@ -207,16 +218,15 @@ async def _join(
     return await _ask(kept.coordinators, hello, security), kept.coordinators
 
 
-async def _fetch_text(
+def _ways_to_peers(
     options: PeerOptions | CoordinatorOptions,
     folder: PeerFolder,
     me: PeerIdentity,
     admission: Admission,
     coordinators: tuple[str, ...],
-    config: Config,
     security: Security,
-) -> FoundText:
-    """The run's text from whoever is in the run; the founder is at its coordinator's address before it is a member."""
+) -> tuple[Find, Dial]:
+    """To whoever is in the run; the founder is at its coordinator's address before it is a member."""
     terms, known = admission.terms, list(admission.peers)
     is_first = True
 
@@ -235,7 +245,7 @@ async def _fetch_text(
         hello = hello_maker(me.ref, terms.run_id)(Purpose.STATE, 0, 1)
         return await connect(address, hello, timeout_s=_DIAL_TIMEOUT_S, security=security)
 
-    return await fetch_text(folder.path, config, terms.data_digest, find=find, dial=dial)
+    return find, dial
 
 
 async def _ask(addresses: tuple[str, ...], hello: Hello, security: TicketSecurity | None) -> Admission:

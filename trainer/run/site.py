@@ -13,11 +13,10 @@ from torch import Tensor
 
 from isthmus.collective import Communicator
 from isthmus.elastic.shell.member import Membership
-from isthmus.trainer.config.wiring import fragment_table, training_job
+from isthmus.trainer.config.wiring import fragment_table, model_of, training_job
 from isthmus.trainer.engine.training_loop import RoundReport
 from isthmus.trainer.engine.worker_values import WorkerValues
 from isthmus.trainer.errors import WorkerCrashed
-from isthmus.trainer.model.decoder import initial_parameters
 from isthmus.trainer.record import events, translation
 from isthmus.trainer.record.chronicle import Chronicle
 from isthmus.trainer.run.holdings import Holdings
@@ -55,6 +54,7 @@ class Site:
             training_job(start.config),
             mailbox=self._buffer,
             corpus=start.text.corpus,
+            shuffle_shards=start.config.data.shuffle_shards,
             num_workers=node.local_workers,
             device=node.device,
             num_threads=node.threads or None,
@@ -81,7 +81,7 @@ class Site:
             await self.pool.store()
             return self.mailbox
         config = self._start.config
-        return await in_thread(partial(initial_parameters, config.model.decoder_config(), config.run.seed))
+        return await in_thread(partial(model_of(config).initial_parameters, config.run.seed))
 
     async def replace_workers(self, crash: WorkerCrashed) -> None:
         """Once more, unless that has not helped before.

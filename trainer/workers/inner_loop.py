@@ -27,9 +27,8 @@ from isthmus.optim.outer import GRAD, PARAM
 from isthmus.optim.schedule import build_schedule, warmup
 from isthmus.trainer.config.job import TrainingJob
 from isthmus.trainer.data.corpus import TokenArray
-from isthmus.trainer.data.samples import SampleSource, validation_batches
+from isthmus.trainer.data.samples import SampleSource, Shards, validation_batches
 from isthmus.trainer.errors import TrainingFault
-from isthmus.trainer.model.decoder import named_shapes, token_loss
 from isthmus.trainer.model.evaluate import evaluate
 from isthmus.trainer.workers.sharded_model import device_of, reshard, sharded_model
 from isthmus.trainer.workers.tensors import WorkerTensors
@@ -69,8 +68,8 @@ class InnerLoop:
     Args:
         job: what is trained and how.
         mesh: the workers of the peer, one dimension.
-        train: uint8 tokens, kept, not copied.
-        validation: uint8 tokens that are held out.
+        train: tokens in one piece, kept, not copied, or in shards.
+        validation: likewise, that are held out.
 
     The parameters have no values before the first `load`.
 
@@ -79,7 +78,9 @@ class InnerLoop:
         ValueError: a setting out of its range.
     """
 
-    def __init__(self, job: TrainingJob, *, mesh: DeviceMesh, train: TokenArray, validation: TokenArray) -> None:
+    def __init__(
+        self, job: TrainingJob, *, mesh: DeviceMesh, train: TokenArray | Shards, validation: TokenArray | Shards
+    ) -> None:
         self._mesh = mesh
         self._device = device_of(mesh)
         self._grad_clip = job.grad_clip
@@ -101,7 +102,7 @@ class InnerLoop:
             momentum=optimizer.momentum,
         )
         self._tensors = WorkerTensors(
-            self._model, self._optimizer, FragmentTable.from_named_shapes(named_shapes(job.model))
+            self._model, self._optimizer, FragmentTable.from_named_shapes(job.model.named_shapes())
         )
         self._peak_lr = optimizer.lr
         schedule = job.schedule
@@ -276,7 +277,7 @@ class InnerLoop:
             own = share[number * self._micro_batch :][: self._micro_batch]
             # Who has no sample left goes along with one that weighs nothing: every forward is a collective.
             inputs_BL, targets_BL = self._samples.batch([indices[at] for at in own] or indices[:1])
-            loss = token_loss(self._model(inputs_BL.to(self._device)), targets_BL.to(self._device))
+            loss = self._model(inputs_BL.to(self._device), targets_BL.to(self._device))
             # FSDP takes the mean over workers, so a sum over them needs the factor `size`.
             torch.autograd.backward(loss * (len(own) * size / len(indices)))
             loss_sum += loss.detach().double() * len(own)

@@ -31,8 +31,10 @@ from typing import Protocol, Self
 
 import msgspec
 
-from isthmus.trainer.config.job import Device, FilePart, TrainingJob, WorkerJob
+from isthmus.trainer.config.job import Device, TrainingJob, WorkerJob
 from isthmus.trainer.data.corpus import Corpus
+from isthmus.trainer.data.prepared import PreparedText
+from isthmus.trainer.data.text_shelf import FOLDER_NAME as TEXT_FOLDER
 from isthmus.trainer.errors import WorkerCrashed
 from isthmus.trainer.workers import ipc
 from isthmus.trainer.workers.crew import WorkerCrew
@@ -40,7 +42,8 @@ from isthmus.trainer.workers.link import WINDOW, AnswerT, WorkerLink, WorkerStal
 from isthmus.trainer.workers.loop import Loop, LoopCrew, LoopGone
 from isthmus.trainer.workers.pace import WorkerPace
 from isthmus.trainer.workers.process import WorkerDied
-from isthmus.trainer.workers.shared_buffer import MAILBOX, SharedBuffer, SharedTokens
+from isthmus.trainer.workers.shared_buffer import MAILBOX, SharedBuffer
+from isthmus.trainer.workers.text import text_for_workers
 
 __all__ = ["WINDOW", "WorkerDied", "WorkerPool", "WorkerStalled", "loop_pool", "worker_pool"]
 
@@ -312,7 +315,8 @@ def worker_pool(
     training: TrainingJob,
     *,
     mailbox: SharedBuffer,
-    corpus: Corpus,
+    corpus: Corpus | PreparedText,
+    shuffle_shards: int = 1,
     num_workers: int = 1,
     device: Device = "auto",
     num_threads: int | None = None,
@@ -328,10 +332,12 @@ def worker_pool(
         training: what they train.
         mailbox: of all parameters; stays the caller's, and open for as long as the pool is.
         corpus: the text.
+        shuffle_shards: of a prepared text, that are mixed at a time.
         num_workers: L, one for each device.
         device: where they compute.
         num_threads: CPU threads of each; None: this process's CPUs, divided.
-        log_dir: existing folder for their output, `worker-0.log` and so on; appended to.
+        log_dir: existing folder of the peer, for their output, `worker-0.log` and so on; appended to. Copies of shards
+            are in it.
         ready_timeout_s: see `WorkerPool`.
         request_timeout_s: likewise; also for a worker's wait for the others.
         hang_timeout_s: likewise.
@@ -342,10 +348,7 @@ def worker_pool(
 
     @contextlib.asynccontextmanager
     async def job(folder: Path) -> AsyncIterator[WorkerJob]:
-        with (
-            contextlib.closing(await asyncio.to_thread(SharedTokens.share, corpus.train)) as train,
-            contextlib.closing(await asyncio.to_thread(SharedTokens.share, corpus.validation)) as validation,
-        ):
+        async with text_for_workers(corpus, cache=log_dir / TEXT_FOLDER, pool=shuffle_shards) as text:
             yield WorkerJob(
                 training=training,
                 device=device,
@@ -355,8 +358,7 @@ def worker_pool(
                 store_path=str(folder / "store"),
                 collective_timeout_s=request_timeout_s,
                 mailbox_fd=mailbox.fd,
-                train=FilePart(fd=train.fd, offset=train.offset, numel=train.numel),
-                validation=FilePart(fd=validation.fd, offset=validation.offset, numel=validation.numel),
+                text=text,
             )
 
     return WorkerPool(

@@ -86,8 +86,7 @@ class WorkerProcess:
         """
         with open_private(log_path, "ab") as log:
             own = msgspec.structs.replace(job, environment=_environment(local_rank, num_workers, job.num_threads))
-            fds = (job.mailbox_fd, job.train.fd, job.validation.fd)
-            process = await start_worker(msgspec.json.encode(own).decode(), fds=fds, log=log.fileno())
+            process = await start_worker(msgspec.json.encode(own).decode(), fds=job.fds, log=log.fileno())
             return cls(
                 local_rank=local_rank,
                 log_path=log_path,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder, sharded over the workers of one peer by FSDP2, block by block.
+"""The model, sharded over the workers of one peer by FSDP2, block by block.
 
 Must not know what is trained, or how.
 """
@@ -10,26 +10,30 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from isthmus.trainer.config.job import Precision
-from isthmus.trainer.model.decoder import Decoder, ModelConfig
+from isthmus.trainer.model.language_model import LanguageModel, ModelDescription
+from isthmus.trainer.workers.shards import fill_shard
 
 
-def sharded_model(config: ModelConfig, *, mesh: DeviceMesh, precision: Precision) -> Decoder:
-    """The decoder on this worker's device. Its parameters have memory and no values.
+def sharded_model(description: ModelDescription, *, mesh: DeviceMesh, precision: Precision) -> LanguageModel:
+    """The model on this worker's device. What is trained has memory and no values; what is frozen has its values.
 
     Args:
-        config: its shape.
+        description: of the model.
         mesh: the workers of the peer, one dimension.
         precision: what forward and backward compute in; parameters and gradients are fp32.
     """
-    with torch.device("meta"):
-        model = Decoder(config)
+    model = description.build()
     policy = _mixed_precision(precision)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:  # nobody adds to it: it is kept as it is computed with
+            parameter.data = parameter.data.to(policy.param_dtype or torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     device = device_of(mesh)
     model.to_empty(device=device)
     model.init_buffers(device)
+    model.load_frozen(fill_shard)
     return model
 
 

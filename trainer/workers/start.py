@@ -56,7 +56,7 @@ async def start_worker(job: str, *, fds: Sequence[int], log: int) -> ForkedProce
 
     Args:
         job: a `WorkerJob` as JSON.
-        fds: its mailbox, text and held-out text; in the worker they have other numbers than the job says.
+        fds: its mailbox and its text; in the worker they have other numbers than the job says.
         log: takes what it prints.
 
     Raises:

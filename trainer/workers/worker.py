@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from isthmus.trainer.config.job import FilePart, WorkerJob
-from isthmus.trainer.data.corpus import TokenArray
+from isthmus.trainer.config.job import WorkerJob
 from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, TrainingFault
 from isthmus.trainer.workers import ipc
 from isthmus.trainer.workers.channel import DaemonChannel, DaemonGone
 from isthmus.trainer.workers.devices import choose_device
 from isthmus.trainer.workers.inner_loop import InnerLoop, StepResult
-from isthmus.trainer.workers.shared_buffer import SharedBuffer, SharedTokens
+from isthmus.trainer.workers.shared_buffer import SharedBuffer
+from isthmus.trainer.workers.text import sides_of
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +39,10 @@ def work(text: str, fds: Sequence[int]) -> NoReturn:
 
     Args:
         text: the job, as JSON.
-        fds: the descriptors that the job names, as they are numbered here: mailbox, text, held-out text.
+        fds: the descriptors that the job names, as they are numbered here.
     """
     started = time.perf_counter()
-    told = msgspec.json.decode(text, type=WorkerJob)
-    job = msgspec.structs.replace(
-        told,
-        mailbox_fd=fds[0],
-        train=msgspec.structs.replace(told.train, fd=fds[1]),
-        validation=msgspec.structs.replace(told.validation, fd=fds[2]),
-    )
+    job = msgspec.json.decode(text, type=WorkerJob).renumbered(fds)
     os.environ.update(job.environment)
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
@@ -70,9 +64,8 @@ def _run(job: WorkerJob, rank: int, size: int, channel: DaemonChannel, started: 
     try:
         torch.set_num_threads(job.num_threads)
         with _site(job, rank, size) as mesh:
-            inner_loop = InnerLoop(
-                job.training, mesh=mesh, train=_inherited(job.train), validation=_inherited(job.validation)
-            )
+            train, validation = sides_of(job.text)
+            inner_loop = InnerLoop(job.training, mesh=mesh, train=train, validation=validation)
             mailbox = SharedBuffer(job.mailbox_fd, inner_loop.numel)
             if mesh.device_type == "cuda":
                 mailbox.pin()
@@ -145,10 +138,6 @@ def _failed(error: IsthmusError, serial: int) -> ipc.WorkerFailed:
 
 def _ranges(spans: tuple[ipc.Span, ...]) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in spans)
-
-
-def _inherited(part: FilePart) -> TokenArray:
-    return SharedTokens(part.fd, part.offset, part.numel).tokens()
 
 
 @contextlib.contextmanager
