@@ -110,6 +110,7 @@ class WorkerPool:
         self._pace: WorkerPace
         self._crew: Crew | None = None
         self._ready: tuple[ipc.Ready, ...] = ()
+        self._answered_s = 0.0
 
     # ------------------------------------------------------------------------------------------- requests
 
@@ -247,7 +248,9 @@ class WorkerPool:
         name, clock = type(request).__name__, asyncio.get_running_loop().time
         began = clock()
         replies = await self._link.ask(request, kind, self._pace.limit_s(name) if timeout_s is None else timeout_s)
-        self._pace.took(name, clock() - began)
+        now = clock()
+        self._pace.took(name, now - max(began, self._answered_s))  # they do one after the other
+        self._answered_s = now
         return replies
 
     # ----------------------------------------------------------------------------------------------- life
