@@ -26,11 +26,13 @@ from isthmus.trainer.engine.state_version import Version
 from isthmus.trainer.engine.tally import Emission, Tally
 from isthmus.trainer.engine.worker_values import Given, WorkerValues
 from isthmus.trainer.workers.ipc import BackwardDone, StepDone
-
 from isthmus.trainer.workers.pool import WINDOW
 
 if TYPE_CHECKING:
     from isthmus.trainer.engine.training_loop import RoundReport
+
+
+_Asked = asyncio.Future[BackwardDone] | asyncio.Future[StepDone]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -75,7 +77,7 @@ class Stint:
         self.flights: dict[int, Flight] = {}
         """By outer step."""
         self._arrivals: dict[int, Arrival] = {}
-        self._asked: deque[asyncio.Future[StepDone] | asyncio.Future[BackwardDone]] = deque()
+        self._asked: deque[_Asked] = deque()
         self._has_stepped = False
         self._halves: dict[int, int] = {}  # by outer step: the inner step whose gradient waits for it
         self._moved_at: dict[int, int] = {}  # by place: own inner steps when a round last moved the fragment
@@ -102,8 +104,11 @@ class Stint:
     def ask(self, indices: Sequence[int]) -> None:
         """Give the workers another inner step; of one whose gradient is exchanged the half before that."""
         inner_step = self.course.inner_step + self.num_asked + 1
-        step = self._half(indices) if self._is_half(inner_step) else self._values.step(indices, inner_step=inner_step)
-        task = asyncio.ensure_future(step)
+        task: _Asked
+        if self._is_half(inner_step):
+            task = asyncio.ensure_future(self._half(indices))
+        else:
+            task = asyncio.ensure_future(self._values.step(indices, inner_step=inner_step))
         task.add_done_callback(_seen)
         self._asked.append(task)
 
@@ -230,7 +235,7 @@ class Stint:
         self.course.landed(outer_step)
 
 
-def _seen(task: "asyncio.Future[object]") -> None:
+def _seen(task: _Asked) -> None:
     """Whoever waits for it may have gone; then nobody else hears that it failed, and whoever asks next does."""
     if not task.cancelled():
         task.exception()
