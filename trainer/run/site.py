@@ -183,7 +183,8 @@ class PeerOverseer:
         """See Overseer."""
         self.num_rounds += 1
         self.site.proved()
-        self.chronicle.emit(translation.trained(report, self.chronicle.figures.mfu_of))
+        mfu = self.chronicle.figures.mfu_of(report.work.step_tokens, report.work.step_s)
+        self.chronicle.emit(translation.trained(report, mfu))
         self.holdings.committed(report)
 
     async def landed(self, report: RoundReport) -> None:
