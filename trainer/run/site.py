@@ -111,6 +111,8 @@ class Site:
             return False
         before = micro_batch.size
         if micro_batch.halve():
+            if not is_certain:
+                self._chronicle.emit(translation.crashed(crash))
             self._chronicle.emit(events.OutOfMemory(micro_batch=micro_batch.size, cause=str(crash)))
             return True
         if not is_certain:  # the kernel ends who has most, which need not be who took too much
