@@ -29,9 +29,10 @@ from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.data.corpus import CHUNK_NBYTES, NUM_BYTES, Corpus, DataError, load_corpus, require_one_sample
 from isthmus.trainer.data.givers import Dial, Find, UrlPlace
+from isthmus.trainer.data.places import ShardPlaces
 from isthmus.trainer.data.prepared import TOKENIZER_NAME, PreparedText, is_prepared, load_prepared
 from isthmus.trainer.data.samples import SampleOrder
-from isthmus.trainer.data.shard_supply import Given, Giver, ShardPlaces, bring_first
+from isthmus.trainer.data.shard_supply import Given, Giver, bring_first
 from isthmus.trainer.data.text_shelf import TextShelf
 from isthmus.trainer.errors import NobodyReachable, Refused
 from isthmus.trainer.files import write_atomically
