@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources to prepare texts from, and what is in a prepared one. Not a test."""
 
+import itertools
 import json
 import random
 import re
@@ -97,7 +98,7 @@ def texts_in(text: PreparedText, shards: Sequence[ShardEntry]) -> list[str]:
         tokens = tokens_of(folder / shard.name, index, shard)
         starts = [*starts_of(folder / shard.name, index, shard).tolist(), len(tokens)]
         assert starts[0] == 0
-        for start, stop in zip(starts, starts[1:], strict=False):
+        for start, stop in itertools.pairwise(starts):
             pending += tokens[start:stop].tolist()
             if pending[-1] == end:
                 found.append(tokenizer.decode(pending if index.end_of_document is None else pending[:-1]))
