@@ -55,6 +55,8 @@ class DecoderSection(Section):
     """Base of the rotary position embedding."""
     vocab_size: Maybe[Annotated[Count, Field(ge=1)]] = None
     """How many tokens there are; none: as many as the text has, 256 where tokens are bytes."""
+    document_end: Maybe[Annotated[int, Field(ge=0)]] = None
+    """The token that attention does not cross; none: the text's end of a document with `data.document_masks`."""
     norm_eps: Maybe[Positive] = None
     """Added under the root in normalisation."""
 
@@ -173,6 +175,9 @@ class DataSection(Section):
     """Read at most so much of it."""
     shuffle_shards: Annotated[int, Field(ge=1, le=4096)] = 4
     """Shards of a prepared text whose samples are mixed with each other at a time; a peer needs so many at once."""
+    document_masks: bool = False
+    """Whether attention stays within a document; a sample may hold several. It needs the model of type decoder and a
+    text with a tokenizer, and takes longer."""
 
 
 class _Schedule(Section):

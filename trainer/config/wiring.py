@@ -66,13 +66,14 @@ def fragments_of(config: Config) -> tuple[Fragment, ...]:
     return method_of(config).fragments
 
 
-def with_vocabulary(config: Config, vocab_size: int) -> Config:
-    """The configuration of a run over a text with so many tokens: the own decoder's vocabulary follows the text's, and
-    a Hugging Face model must have at least that.
+def with_vocabulary(config: Config, vocab_size: int, end_of_document: int | None = None) -> Config:
+    """The configuration of a run over a text with these tokens: the own decoder's vocabulary follows the text's, and a
+    Hugging Face model must have at least that. With `data.document_masks` the decoder knows the token behind a document.
 
     Raises:
-        ConfigError: the model has fewer tokens than the text.
+        ConfigError: the model has fewer tokens than the text, or there is no such token, or no model that heeds it.
     """
+    config = _with_document_end(config, end_of_document)
     model = config.model
     if isinstance(model, LoopModelSection):
         return config
@@ -92,6 +93,21 @@ def with_vocabulary(config: Config, vocab_size: int) -> Config:
             key="model.vocab_size",
         )
     return config.model_copy(update={"model": model.model_copy(update={"vocab_size": vocab_size})})
+
+
+def _with_document_end(config: Config, end_of_document: int | None) -> Config:
+    model = config.model
+    if not config.data.document_masks:
+        return config
+    if not isinstance(model, DecoderSection) or (end_of_document is None and model.document_end is None):
+        raise ConfigError(
+            "data.document_masks needs the model of type decoder and a text with a token behind every document",
+            cure="prepare the text with a tokenizer (isthmus data prep), or leave it out",
+            key="data.document_masks",
+        )
+    if model.document_end is not None:
+        return config
+    return config.model_copy(update={"model": model.model_copy(update={"document_end": end_of_document})})
 
 
 def training_job(config: Config) -> TrainingJob:

@@ -140,4 +140,5 @@ def _library() -> ModuleType:
         raise EnvironmentFault(
             "the text is at a URL, and the fsspec library is not installed", cure="pip install 'isthmus[fsspec]'"
         ) from error
-    return fsspec
+    module: ModuleType = fsspec
+    return module

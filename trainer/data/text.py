@@ -29,9 +29,10 @@ from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.data.corpus import CHUNK_NBYTES, NUM_BYTES, Corpus, DataError, load_corpus, require_one_sample
 from isthmus.trainer.data.givers import Dial, Find, UrlPlace
+from isthmus.trainer.data.places import ShardPlaces
 from isthmus.trainer.data.prepared import TOKENIZER_NAME, PreparedText, is_prepared, load_prepared
 from isthmus.trainer.data.samples import SampleOrder
-from isthmus.trainer.data.shard_supply import Given, Giver, ShardPlaces, bring_first
+from isthmus.trainer.data.shard_supply import Given, Giver, bring_first
 from isthmus.trainer.data.text_shelf import TextShelf
 from isthmus.trainer.errors import NobodyReachable, Refused
 from isthmus.trainer.files import write_atomically
@@ -148,10 +149,15 @@ def joiners_text(folder: Path, config: Config, digest: str) -> FoundText | None:
     return FoundText(corpus=corpus, source="machine") if corpus.digest == digest else None
 
 
-def vocabulary_here(config: Config) -> int:
-    """How many tokens the text has that `read_text` reads; of a prepared one only the index is read. As that."""
+def vocabulary_here(config: Config) -> tuple[int, int | None]:
+    """`vocabulary_of` what `read_text` reads. Of a prepared text only the index is read. Raises as `read_text`."""
     prepared = _prepared(config)
-    return NUM_BYTES if prepared is None else prepared.vocab_size
+    return (NUM_BYTES, None) if prepared is None else vocabulary_of(prepared)
+
+
+def vocabulary_of(text: Text) -> tuple[int, int | None]:
+    """How many tokens a text has, and the one behind every document, if there is one."""
+    return text.vocab_size, text.index.end_of_document if isinstance(text, PreparedText) else None
 
 
 def read_text(config: Config) -> Text:

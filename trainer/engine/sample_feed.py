@@ -96,8 +96,9 @@ class SampleFeed:
         self._changed.set()
 
     async def take(self, num_samples: int) -> tuple[int, ...]:
-        """The next indices, as soon as there are enough and what they consist of is here. At once, without giving way to
-        others, if that is so.
+        """The next indices, as soon as there are enough and what they consist of is here.
+
+        At once, without giving way to others, if that is so.
 
         Waits as long as the coordinator is away: how long that may be is the membership's to decide.
 

@@ -43,6 +43,7 @@ class ModelConfig(
         num_kv_heads: key and value heads; divides `num_heads` (grouped-query attention, arXiv:2305.13245).
         hidden_dim: inner width of the SwiGLU layer.
         vocab_size: number of tokens; 256 when bytes are tokens.
+        document_end: the token behind every document, which attention does not cross; None: it crosses everything.
         max_seq_len: longest sequence in tokens.
         rope_theta: base of the rotary wavelengths (arXiv:2104.09864, §3.2.2).
         norm_eps: added to the mean square before its root is taken.
@@ -56,6 +57,7 @@ class ModelConfig(
     hidden_dim: int
     max_seq_len: int
     vocab_size: int = 256
+    document_end: int | None = None
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
@@ -206,8 +208,8 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
         self.output = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        """Mixes positions; the value at position l depends on positions 0..l only."""
+    def forward(self, x_BLD: Tensor, mask_B1LL: Tensor | None = None) -> Tensor:
+        """Mixes positions; the value at position l depends on positions 0..l only, of them on the mask's."""
         cos_LP, sin_LP = self.rotary.on(x_BLD.device)
         heads = (-1, self.head_dim)
         q_BLNH = rotate(self.query(x_BLD).unflatten(-1, heads), cos_LP, sin_LP)
@@ -217,11 +219,23 @@ class Attention(nn.Module):
             q_BLNH.transpose(1, 2),
             k_BLKH.transpose(1, 2),
             v_BLKH.transpose(1, 2),
-            is_causal=True,
+            attn_mask=mask_B1LL,
+            is_causal=mask_B1LL is None,
             enable_gqa=self.is_grouped,
         )
         projected_BLD: Tensor = self.output(mixed_BNLH.transpose(1, 2).flatten(2))
         return projected_BLD
+
+
+def document_mask(tokens_BL: Tensor, document_end: int) -> Tensor:
+    """What attention may look at where it stays within documents: bool [B, 1, L, L], [l, m] for position m from l.
+
+    A document's end belongs to it. Positions are relative (rotary), so they need not begin anew with a document.
+    """
+    ends_BL = (tokens_BL == document_end).int()
+    document_BL = ends_BL.cumsum(-1) - ends_BL
+    same_BLL = document_BL[:, :, None] == document_BL[:, None, :]
+    return same_BLL.tril()[:, None]
 
 
 class FeedForward(nn.Module):
@@ -253,9 +267,9 @@ class Block(nn.Module):
         self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        """The residual stream after this block."""
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD))
+    def forward(self, x_BLD: Tensor, mask_B1LL: Tensor | None = None) -> Tensor:
+        """The residual stream after this block; the mask is `Attention`'s."""
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), mask_B1LL)
         residual_BLD: Tensor = x_BLD + self.feed_forward(self.feed_forward_norm(x_BLD))
         return residual_BLD
 
@@ -297,8 +311,9 @@ class Decoder(LanguageModel):
         if tokens_BL.shape[1] > self.config.max_seq_len:
             raise ValueError(f"sequence of {tokens_BL.shape[1]} tokens, but max_seq_len is {self.config.max_seq_len}")
         x_BLD = self.embedding(tokens_BL)
+        mask_B1LL = None if self.config.document_end is None else document_mask(tokens_BL, self.config.document_end)
         for block in self.blocks:
-            x_BLD = block(x_BLD)
+            x_BLD = block(x_BLD) if mask_B1LL is None else block(x_BLD, mask_B1LL)
         x_BLD = self.norm(x_BLD)
         head_VD = self.embedding.weight if self.head is None else self.head.weight
         if targets_BL is not None:

@@ -32,7 +32,15 @@ from isthmus.trainer.contact.identity import PeerFolder, PeerIdentity
 from isthmus.trainer.contact.joining import Admission, ask_admission, stranger_hello, stranger_security
 from isthmus.trainer.contact.ticket import NEWEST_ID, Ticket, issue_token
 from isthmus.trainer.data.givers import Dial, Find, from_peers
-from isthmus.trainer.data.text import FoundText, complete, fetch_text, founders_text, joiners_text, vocabulary_here
+from isthmus.trainer.data.text import (
+    FoundText,
+    complete,
+    fetch_text,
+    founders_text,
+    joiners_text,
+    vocabulary_here,
+    vocabulary_of,
+)
 from isthmus.trainer.errors import ConfigError, NobodyReachable, Refused
 from isthmus.trainer.run.founding import (
     Founded,
@@ -103,14 +111,14 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
             resolved = options.resolved if rebuild is None else options.resolved.adopt(take_over(folder))
             config = await in_thread(with_base_model, resolved.config)
             if not config.is_loops:
-                config = with_vocabulary(config, await in_thread(vocabulary_here, config))
+                config = with_vocabulary(config, *await in_thread(vocabulary_here, config))
             fragments_of(config)  # what cannot be split is told before there is a run
             _require_loop(options, config)
             text = None
             if not config.is_loops:
                 kept = recall_text(folder.path, config, is_resumed=resume_dir is not None)
                 text = await in_thread(founders_text, folder.path, config, kept)
-                config = with_vocabulary(config, text.corpus.vocab_size)
+                config = with_vocabulary(config, *vocabulary_of(text.corpus))
                 if isinstance(options, PeerOptions):
                     text = await complete(text, folder.path, config, None)
             data_digest = NO_TEXT_DIGEST if text is None else text.corpus.digest

@@ -11,8 +11,9 @@ from isthmus.elastic.shell.member import Membership
 from isthmus.elastic.state.replica import SharedText
 from isthmus.trainer.data.corpus import Corpus
 from isthmus.trainer.data.givers import from_peers
+from isthmus.trainer.data.places import GivenPrepared, ShardPlaces
 from isthmus.trainer.data.prepared import PreparedText
-from isthmus.trainer.data.shard_supply import GivenPrepared, ShardPlaces, ShardSupply
+from isthmus.trainer.data.shard_supply import ShardSupply
 from isthmus.trainer.data.text import GivenText, giver_of, sample_order
 from isthmus.trainer.data.text_shelf import MAX_NBYTES
 from isthmus.trainer.record.chronicle import Chronicle

@@ -128,8 +128,8 @@ class Site:
         )
 
     def _tell_workers(self) -> None:
-        model = self._start.config.model
-        flops = None if self.has_loop else model.description().num_flops_per_token(tokens_per_sample(model))
+        config = self._start.config
+        flops = None if self.has_loop else model_of(config).num_flops_per_token(tokens_per_sample(config.model))
         self._chronicle.emit(translation.workers_ready(self.pool, flops))
 
     def proved(self) -> None:

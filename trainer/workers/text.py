@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run's text on its way from the daemon to its workers: one in one piece by descriptor, a prepared one by its index.
+"""The run's text from the daemon to its workers: one in one piece by descriptors, a prepared one by its index.
 
 Rules: nothing is copied that is a file. A worker opens a shard when it first needs a sample of it, and keeps the maps
 that it used last. Must not know where a text is from.
@@ -41,14 +41,19 @@ async def text_for_workers(
     if isinstance(text, PreparedText):
         index = np.frombuffer(text.index_bytes, dtype=np.uint8)
         with contextlib.closing(await asyncio.to_thread(SharedTokens.share, index)) as shared:
-            folder = None if text.folder is None else str(text.folder.resolve())
-            yield TextInShards(index=_part(shared), folder=folder, cache=str(cache.resolve()), pool=pool)
+            yield _in_shards(text, shared, cache, pool)
         return
     with (
         contextlib.closing(await asyncio.to_thread(SharedTokens.share, text.train)) as train,
         contextlib.closing(await asyncio.to_thread(SharedTokens.share, text.validation)) as validation,
     ):
         yield TextInMemory(train=_part(train), validation=_part(validation))
+
+
+def _in_shards(text: PreparedText, index: SharedTokens, cache: Path, pool: int) -> TextInShards:
+    """By absolute paths: a worker may have another working directory."""
+    folder = None if text.folder is None else str(text.folder.absolute())
+    return TextInShards(index=_part(index), folder=folder, cache=str(cache.absolute()), pool=pool)
 
 
 def _part(tokens: SharedTokens) -> FilePart:

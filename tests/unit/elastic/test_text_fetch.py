@@ -47,6 +47,7 @@ class Text:
         parts = hasher.describe([("train", memoryview(self.sides[0])), ("validation", memoryview(self.sides[1]))])
         self.manifest = describe_state(0, parts, chunk_nbytes=hasher.chunk_nbytes)
         self.num_read = 0
+        self.parts: dict[bytes, Text] = {}
 
     @property
     def digest(self) -> bytes:
@@ -56,6 +57,9 @@ class Text:
         self.num_read += 1
         start = chunk * CHUNK_NBYTES
         return memoryview(self.sides[side])[start : start + CHUNK_NBYTES]
+
+    def part(self, digest: bytes) -> "Text | None":
+        return self if digest == self.digest else self.parts.get(digest)
 
 
 class Memory:
@@ -217,7 +221,9 @@ def test_a_measured_donor_has_no_longer_than_the_floor_gives_it() -> None:
 
 
 async def test_nothing_of_another_text_is_kept(hasher: Hasher, text: Text) -> None:
-    other, liar = donor_of(Text(hasher, 2), hasher, 1), donor_of(text, hasher, 2)
+    another = Text(hasher, 2)
+    another.parts[text.digest] = another  # what it gives out for it
+    other, liar = donor_of(another, hasher, 1), donor_of(text, hasher, 2)
 
     async def describe_less(_channel, frame_type, payload, _chunk):
         if frame_type is FrameType.STATE_HEADER:
@@ -277,7 +283,7 @@ async def test_who_finds_all_donors_busy_with_others_waits_for_its_turn(hasher: 
     async with serving(donor) as addresses:
         assert donor.member is not None
         reader = DonorLink(donor.member, await dial_state(donor.member), QUICK)
-        await reader.text()
+        await reader.text(text.digest)
         joiner = Joiner(text, *addresses, patience_s=0.0)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(joiner.fetch.run())
@@ -304,6 +310,21 @@ async def test_what_the_disk_refuses_ends_the_fetch_and_lets_the_donor_go(hasher
 # -------------------------------------------------------------------------------- the donor's side
 
 
+async def test_a_part_of_the_text_is_fetched_by_its_own_digest_from_whoever_has_it(hasher: Hasher, text: Text) -> None:
+    part = Text(hasher, seed=2)
+    whole, partial = donor_of(text, hasher, 1), donor_of(Text(hasher), hasher, 2)
+    text.parts[part.digest] = part
+    async with serving(whole, partial) as addresses:
+        joiner = Joiner(part, *reversed(addresses))
+        await joiner.fetch.run()
+        assert joiner.has(part)
+        lacking = Joiner(Text(hasher, seed=3), *addresses, patience_s=0.0)
+        with pytest.raises(NoText, match="this peer does not have it"):
+            await lacking.fetch.run()
+    assert text.num_read == 0
+    assert part.num_read == NUM_CHUNKS
+
+
 async def test_readers_of_the_text_leave_half_of_the_connections_to_learners(hasher: Hasher, text: Text) -> None:
     donor = donor_of(text, hasher, 1)
     donor.donor._max_connections = 4
@@ -311,14 +332,14 @@ async def test_readers_of_the_text_leave_half_of_the_connections_to_learners(has
         assert donor.member is not None
         links = [DonorLink(donor.member, await dial_state(donor.member), QUICK) for _ in range(4)]
         for link in links[:2]:
-            assert (await link.text()).manifest == text.manifest
+            assert (await link.text(text.digest)).manifest == text.manifest
         with pytest.raises(DonorRefused, match="to as many as it may"):
-            await links[2].text()
+            await links[2].text(text.digest)
         manifest, _ = await links[2].offer(None)
         assert manifest == donor.replica.manifest
         # A reader that asks for the state is none any more.
         await links[0].offer(None)
-        assert (await links[3].text()).manifest == text.manifest
+        assert (await links[3].text(text.digest)).manifest == text.manifest
         for link in links:
             link.close()
     assert donor.replica.num_pins == 0

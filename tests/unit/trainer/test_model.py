@@ -402,3 +402,17 @@ def test_a_peer_knows_its_shapes_without_torchs_compiler() -> None:
     code = "import sys; from isthmus.trainer.model.decoder import *; named_shapes(ModelConfig(**CONFIG))"
     code = code.replace("CONFIG", repr(msgspec.structs.asdict(SMALL))) + "; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0
+
+
+def test_with_a_documents_end_nothing_depends_on_another_document_and_within_one_all_is_as_alone():
+    end = 5
+    masked, alone = small_decoder(dataclasses.replace(SMALL, document_end=end)), small_decoder()
+    first, second = [9, 1, 7, end], [2, 8, 8, 3]
+    whole = torch.tensor([[*first, *second]])
+    other = torch.tensor([[6, 6, 6, end, *second]])
+    logits, changed = masked(whole), masked(other)
+    assert torch.equal(logits[:, 4:], changed[:, 4:])
+    assert not torch.equal(logits[:, :4], changed[:, :4])
+    torch.testing.assert_close(logits[:, :4], alone(torch.tensor([first])))
+    torch.testing.assert_close(logits[:, 4:], alone(torch.tensor([second])))
+    torch.testing.assert_close(masked(torch.tensor([second])), alone(torch.tensor([second])))

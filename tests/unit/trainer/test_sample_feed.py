@@ -4,7 +4,7 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import pytest
 
@@ -212,3 +212,56 @@ async def test_the_feed_ends_with_the_run_and_so_does_whoever_waits() -> None:
     await task
     with pytest.raises(LeasesLost):
         await taking
+
+
+class Storehouse:
+    """A supply that has what the test says."""
+
+    def __init__(self) -> None:
+        self.here: set[int] = set()
+        self.told: list[IndexRange] = []
+        self.num_forgotten = 0
+        self.listener = lambda: None
+
+    def leased(self, ranges: Iterable[IndexRange], /) -> None:
+        self.told += ranges
+
+    def is_here(self, ranges: Iterable[IndexRange], /) -> bool:
+        return {index for one in ranges for index in range(one.start, one.stop)} <= self.here
+
+    def forget(self) -> None:
+        self.num_forgotten += 1
+
+    def listen(self, listener: Callable[[], None], /) -> None:
+        self.listener = listener
+
+    def bring(self, *indices: int) -> None:
+        self.here |= set(indices)
+        self.listener()
+
+
+async def test_samples_are_handed_out_when_what_they_consist_of_is_here_and_lost_leases_end_the_wait() -> None:
+    lessor, house = Lessor(), Storehouse()
+    feed = SampleFeed(lessor, stock=STOCK, supply=house)  # type: ignore[arg-type]
+    async with asyncio.TaskGroup() as tasks:
+        work = tasks.create_task(feed.run())
+        await settled()
+        lessor.grant(3, 5)
+        taken = tasks.create_task(feed.take(4))
+        await settled()
+        assert house.told == [IndexRange(0, 3), IndexRange(4, 9)]
+        house.bring(0, 1, 2)
+        await settled()
+        assert not taken.done()
+        assert feed.consumed() == ()
+        house.bring(4)
+        assert await taken == (0, 1, 2, 4)
+        assert feed.consumed() == (IndexRange(0, 3), IndexRange(4, 5))
+
+        waiting = asyncio.ensure_future(feed.take(2))
+        await settled()
+        feed.reset()
+        with pytest.raises(LeasesLost):
+            await waiting
+        assert house.num_forgotten == 1
+        work.cancel()
