@@ -19,6 +19,7 @@ from isthmus.optim.course import Course
 from isthmus.optim.outer import GRAD, Work
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.engine.outer_state import OuterState, RoundOutcome
+from isthmus.trainer.engine.progress import Progress
 from isthmus.trainer.engine.round_exchange import Payload
 from isthmus.trainer.engine.state_version import Version
 from isthmus.trainer.engine.tally import Emission, Tally
@@ -57,12 +58,23 @@ class Stint:
         plan: which rounds make which outer step.
         state: the shared state.
         values: the workers.
+        progress: where the run is, which the learning rate follows.
         batch_size: samples of one inner step.
         last: outer steps of the run.
     """
 
-    def __init__(self, plan: OuterPlan, state: OuterState, values: WorkerValues, *, batch_size: int, last: int) -> None:
+    def __init__(
+        self,
+        plan: OuterPlan,
+        state: OuterState,
+        values: WorkerValues,
+        *,
+        progress: Progress,
+        batch_size: int,
+        last: int,
+    ) -> None:
         self._plan = plan
+        self._progress = progress
         self._places = state.places
         self._values = values
         self._batch_size = batch_size
@@ -79,20 +91,24 @@ class Stint:
     async def step(self, indices: Sequence[int]) -> BackwardDone | StepDone:
         """One inner step; of one whose gradient is exchanged the half before that."""
         inner_step, outer_step = self.course.inner_step + 1, self.course.emitted_step + 1
+        position = self._progress.position(inner_step - 1)
         done: BackwardDone | StepDone
-        if self._plan.inner_step(outer_step) == inner_step and self.gives_gradient:
-            done = await self._values.backward(indices, inner_step=inner_step)
+        if self._plan.inner_step(outer_step) == inner_step and self._gives_gradient(outer_step):
+            done = await self._values.backward(indices, inner_step=inner_step, position=position)
             self._halves[outer_step] = inner_step
         else:
-            done = await self._values.step(indices, inner_step=inner_step)
+            done = await self._values.step(indices, inner_step=inner_step, position=position)
         self.course.stepped()
         self.tally.stepped(done.loss, done.num_tokens)
         return done
 
-    @property
-    def gives_gradient(self) -> bool:
-        """Whether the outer step that is emitted next exchanges a gradient: without its inner step there is none."""
-        return any(round_.fragment.kind == GRAD for round_ in self._plan.rounds(self.course.emitted_step + 1))
+    def _gives_gradient(self, outer_step: int) -> bool:
+        """Whether it exchanges a gradient: its payloads are made in the middle of its inner step."""
+        return any(round_.fragment.kind == GRAD for round_ in self._plan.rounds(outer_step))
+
+    def has_work_for(self, outer_step: int) -> bool:
+        """Whether what would be handed in now weighs anything."""
+        return self.tally.weighs(self._places[self._plan.rounds(outer_step)[0].fragment])
 
     async def emit(self, outer_step: int, consumed: tuple[IndexRange, ...]) -> None:
         """Make the payloads of this step of what the workers have now."""
@@ -184,5 +200,5 @@ class Stint:
         """If the gradient of this step's inner step has come, make the second half of that."""
         inner_step = self._halves.pop(outer_step, None)
         if inner_step is not None:
-            await self._values.update(inner_step=inner_step)
+            await self._values.update(inner_step=inner_step, position=self._progress.position(inner_step - 1))
         self.course.landed(outer_step)

@@ -30,7 +30,9 @@ from isthmus.optim.course import Done, Emit, Follow, Land, Train, Wait
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.engine.outer_state import OuterState
 from isthmus.trainer.engine.outer_step_runner import OuterStepRunner
+from isthmus.trainer.engine.progress import Progress
 from isthmus.trainer.engine.sample_feed import LeasesLost, SampleFeed
+from isthmus.trainer.engine.speed import Speed
 from isthmus.trainer.engine.stint import Arrival, Flight, Stint
 from isthmus.trainer.engine.waiting import HandIn, Patience
 from isthmus.trainer.engine.worker_values import WorkerValues
@@ -65,11 +67,13 @@ class LoopTerms:
         batch_size: samples of one inner step.
         outer_steps: after which the run is done: nobody goes on while the last step is out.
         patience: for how many times its own work of a round a peer lets the others wait before it hands in what it has.
+        follows_speed: whether a slower peer leaves inner steps out, so that all come together.
     """
 
     batch_size: int
     outer_steps: int
     patience: float
+    follows_speed: bool
 
 
 class Overseer(Protocol):
@@ -105,6 +109,7 @@ class TrainingLoop:
         plan: which rounds make which outer step.
         values: the workers.
         feed: leased sample indices; whoever observes the membership resets it.
+        progress: where the run is; whoever observes the membership tells it of commits.
         terms: the configuration's.
         overseer: is told.
     """
@@ -115,16 +120,19 @@ class TrainingLoop:
     plan: OuterPlan
     values: WorkerValues
     feed: SampleFeed
+    progress: Progress
     terms: LoopTerms
     overseer: Overseer
     _clock: Callable[[], float] = field(init=False)
+    _speed: Speed = field(init=False)
     _patience: Patience = field(init=False)
     _hand_in: HandIn = field(init=False)
     _stint: Stint = field(init=False)
 
     def __post_init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
-        self._patience = Patience(self.plan, self.terms.patience, self.overseer.others_wait, self._clock)
+        self._speed = Speed(self.plan, self._clock)
+        self._patience = Patience(self.terms.patience, self._speed.work_s, self.overseer.others_wait, self._clock)
         self._hand_in = HandIn(self.overseer.blocked, self._clock)
 
     async def run(self) -> None:
@@ -148,10 +156,18 @@ class TrainingLoop:
         self._require(admitted)
         await self.values.start_from(self.state.pin())
         terms, values = self.terms, self.values
-        self._stint = Stint(self.plan, self.state, values, batch_size=terms.batch_size, last=terms.outer_steps)
+        self._stint = Stint(
+            self.plan,
+            self.state,
+            values,
+            progress=self.progress,
+            batch_size=terms.batch_size,
+            last=terms.outer_steps,
+        )
         # A fresh member may come in the middle of the others' round: then it hands in what it has. Not in the run's
         # first round, which all begin together. So does who has missed a round, or it would be late again and again.
-        self._patience.begin(is_behind=values.base.manifest.outer_step > 0)
+        self._patience.is_behind = values.base.manifest.outer_step > 0
+        self._speed.begin()
         try:
             while not await self._act(admitted):
                 pass
@@ -185,16 +201,17 @@ class TrainingLoop:
         stint = self._stint
         match stint.course.next():
             case Train():
-                has_work = bool(stint.tally.unsettled.inner_steps)
-                if self._patience.is_over(stint.course.emitted_step, has_work=has_work) and not stint.gives_gradient:
+                if self._leaves_steps_out(stint.course.emitted_step + 1):
                     stint.course.hurry()
                 else:
                     await self._train()
             case Emit(outer_step=step):
                 await stint.emit(step, self.feed.consumed())
-                self._patience.emitted()
+                self._speed.emitted(step)
             case Wait():
+                began = self._clock()
                 await self._hand_in.stand_still()
+                self._speed.stood_still(self._clock() - began)
             case Land(outer_step=step, counted=True):
                 report = await stint.land(step)
                 if report is not None:
@@ -213,13 +230,22 @@ class TrainingLoop:
             self._stint.advanced(self.state.pin())
             self._patience.is_behind = True
 
+    def _leaves_steps_out(self, outer_step: int) -> bool:
+        """Whether this outer step is to be made of what is done: the others are, or will be, there first."""
+        stint = self._stint
+        if not self.plan.steps_may_differ:
+            return False
+        if self._patience.is_over(outer_step, has_work=bool(stint.tally.unsettled.inner_steps)):
+            return True
+        return self.terms.follows_speed and stint.has_work_for(outer_step) and self._speed.is_enough(outer_step)
+
     async def _train(self) -> None:
         began = self._clock()
         done = await self._stint.step(await self.feed.take(self.terms.batch_size))
         self.overseer.stepped(self._stint.course.inner_step, done.loss, done.num_tokens)
         taken_s = self._clock() - began
         self._stint.tally.took(taken_s)
-        self._patience.trained(taken_s)
+        self._speed.trained(taken_s)
 
     # -------------------------------------------------------------------------------- what is out
 
@@ -243,7 +269,7 @@ class TrainingLoop:
             num_tokens=work.num_tokens,
             consumed=flight.consumed,
         )
-        self.runner.offer(flight.payloads)
+        self.runner.offer(flight.payloads, planned_s=self._speed.planned_s)
         try:
             committed = await self.membership.commit_round(ready)
         except RoundMissed:
@@ -251,6 +277,7 @@ class TrainingLoop:
                 await asyncio.sleep(_LOOK_S)  # it is on its way
             stint.course.missed()
             return
+        self._speed.heard(self.runner.speeds)
         live = self.state.pin()
         assert committed.held == live.held, "another state is installed than was committed"
         self.feed.settle(ready.consumed)

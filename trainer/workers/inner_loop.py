@@ -177,10 +177,10 @@ class InnerLoop:
             self._require_weights()
         self._tensors.write(kind, mailbox, ranges)
 
-    def step(self, indices: Sequence[int], inner_step: int) -> StepResult:
+    def step(self, indices: Sequence[int], inner_step: int, position: float | None = None) -> StepResult:
         """One inner step on the peer's batch: `backward`, then `update`. Arguments and errors as for them."""
         self.backward(indices, inner_step)
-        return self.update(inner_step)
+        return self.update(inner_step, position)
 
     def backward(self, indices: Sequence[int], inner_step: int) -> tuple[float, int]:
         """Compute the clipped gradient on the peer's batch; it stays until `update`, or the next backward.
@@ -214,11 +214,13 @@ class InnerLoop:
         )
         return loss, self._gradient.num_tokens
 
-    def update(self, inner_step: int) -> StepResult:
+    def update(self, inner_step: int, position: float | None = None) -> StepResult:
         """Let the inner optimizer use the gradient that is there. Who starts in the middle of a run warms up as it did.
 
         Args:
             inner_step: of the backward before.
+            position: where the run is before this step, in planned inner steps: what the learning rate follows. None:
+                as far as `inner_step` says.
 
         Raises:
             TrainingFault: a gradient that was loaded is not finite; the parameters are as before.
@@ -231,7 +233,8 @@ class InnerLoop:
         if not gradient.is_own and not math.isfinite(norm := self._clip(None)):
             self._fail(f"inner step {inner_step}: norm of the peers' common gradient {norm}")
         # Who comes in the middle of a run has no moments yet: its first steps would be as long as they are arbitrary.
-        lr = self._peak_lr * min(self._schedule(inner_step - 1), warmup(self.own_steps, self._warmup_steps))
+        position = inner_step - 1.0 if position is None else position
+        lr = self._peak_lr * min(self._schedule(position), warmup(self.own_steps, self._warmup_steps))
         self.own_steps += 1
         set_lr(self._optimizer, lr)
         self._optimizer.step()

@@ -110,12 +110,12 @@ def _answer(request: ipc.Question, inner_loop: InnerLoop, mailbox: SharedBuffer)
             inner_loop.store(mailbox.tensor, _ranges(request.spans), kind=request.kind)
             return ipc.Stored(serial=request.serial, own_steps=inner_loop.own_steps)
         case ipc.Step():
-            return _done(request, inner_loop.step(request.indices, request.inner_step))
+            return _done(request, inner_loop.step(request.indices, request.inner_step, request.position))
         case ipc.Backward():
             loss, num_tokens = inner_loop.backward(request.indices, request.inner_step)
             return ipc.BackwardDone(serial=request.serial, loss=loss, num_tokens=num_tokens)
         case ipc.Update():
-            return _done(request, inner_loop.update(request.inner_step))
+            return _done(request, inner_loop.update(request.inner_step, request.position))
         case ipc.Evaluate():
             return ipc.Evaluated(serial=request.serial, loss=inner_loop.evaluate())
         case _:
