@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do peers of different size wait for each other, and does their run learn as well? Beside three that are alike.
 
-`scripts/bench sizes`: three real peers (`isthmus up`, `isthmus join`): one with a worker, one with two workers, one with
-a worker that gets half the time. All workers are stopped and let go on many times a second (SIGSTOP, SIGCONT), so
-that the cores of a small machine are not what decides how fast a peer is. For each peer: inner steps in a round, and
-for which share of a round its workers stood still, the exchange included (medians). The held-out loss is taken at as
-many committed tokens as all runs have, beside runs of three peers that are alike (constant rate). Exits with 1 if
-digests differ, a peer stands still for more than a tenth of a round, or the loss is above that of all equal runs.
+`scripts/bench sizes`: three real peers (`isthmus up`, `isthmus join`), one with one worker, one with two, and one with
+one that gets half the time. All workers are stopped and let go on many times a second (SIGSTOP, SIGCONT), so that
+the cores of a small machine are not what decides how fast a peer is. For each peer: inner steps in a round, and for
+which share of a round its workers stood still, the exchange included (medians). The held-out loss is taken at as many
+committed tokens as all runs have, beside runs of three peers that are alike (constant rate). Exits with 1 if digests
+differ, a peer stands still for more than a tenth of a round, or the loss is above that of all equal runs.
 """
 
 import argparse

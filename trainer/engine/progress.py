@@ -47,11 +47,9 @@ class Progress:
         self._newest = _Mark(0, 0)
         self._marks = deque([self._newest])  # the oldest is about a window behind the newest
 
-    def committed(self, certificate: Certificate) -> None:
-        """This commit is the newest one."""
-        position = certificate.position
-        samples = position.next_index - count(position.unconsumed)
-        newest = _Mark(self._plan.inner_step(certificate.made.outer_step), samples)
+    def committed(self, outer_step: int, num_samples: int) -> None:
+        """This outer step is the newest one that is committed, and so many samples are, from the first on."""
+        newest = _Mark(self._plan.inner_step(outer_step), num_samples)
         while len(self._marks) > 1 and self._marks[-1].planned >= newest.planned:
             self._marks.pop()  # the run went back
         self._newest = newest
@@ -59,6 +57,11 @@ class Progress:
             self._marks.append(newest)
         while len(self._marks) > 1 and newest.planned - self._marks[1].planned >= self._window:
             self._marks.popleft()
+
+    def certified(self, certificate: Certificate) -> None:
+        """The same from the certificate of the commit."""
+        position = certificate.position
+        self.committed(certificate.made.outer_step, position.next_index - count(position.unconsumed))
 
     def position(self, inner_step: int) -> float:
         """Planned inner steps that the run is worth when a peer has come to this one of its own, global count."""

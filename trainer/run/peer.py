@@ -129,10 +129,8 @@ class Peer:
         self.farewell = Farewell(self.donor)
         self._progress = Progress(plan, total_steps=pace_of(config).total_inner_steps)
         if holdings.certificate is not None:
-            self._progress.committed(holdings.certificate)
-        self._observer = _Observer(
-            start, chronicle, bouncer, holdings, self._progress, self._overseer, self.farewell
-        )
+            self._progress.certified(holdings.certificate)
+        self._observer = _Observer(start, chronicle, bouncer, holdings, self._progress, self._overseer, self.farewell)
 
     async def run(self) -> Finish:
         """Join, train, and end; returns exit code and reason.
@@ -254,7 +252,7 @@ class _Observer:
                 self.bouncer.heard(trust)
             case CertificateKept(certificate=certificate):
                 self.holdings.certified(certificate)
-                self.progress.committed(certificate)
+                self.progress.certified(certificate)
             case ViewInstalled(members=members) if not self.overseer.num_rounds:
                 present, wanted = len(members), self.start.config.members.start_peers
                 if present < wanted:

@@ -22,6 +22,7 @@ from isthmus.elastic.state.digest import Hasher
 from isthmus.optim.outer import PARAM, Outer
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.engine.moments import Moments
+from isthmus.trainer.engine.progress import Progress
 from isthmus.trainer.engine.sample_feed import SampleFeed
 from isthmus.trainer.engine.state_version import has_anchor
 from isthmus.trainer.engine.training_loop import LoopTerms, RoundReport, TrainingLoop
@@ -59,20 +60,20 @@ class Pool:
         for place in ranges or (slice(0, TABLE.numel),):
             self._mailbox[place] = self._rows.tensors[kind][self._row][place]
 
-    async def step(self, indices: Sequence[int], *, inner_step: int) -> StepDone:
+    async def step(self, indices: Sequence[int], *, inner_step: int, position: float) -> StepDone:
         await asyncio.sleep(0)
         self._num_steps += 1
         self._rows.backward([self._row], [self._num_steps])
         self._rows.update([self._row], [self._num_steps])
         return StepDone(loss=float(inner_step), num_tokens=len(indices))
 
-    async def backward(self, indices: Sequence[int], *, inner_step: int) -> StepDone:
+    async def backward(self, indices: Sequence[int], *, inner_step: int, position: float) -> StepDone:
         await asyncio.sleep(0)
         self._num_steps += 1
         self._rows.backward([self._row], [self._num_steps])
         return StepDone(loss=float(inner_step), num_tokens=len(indices))
 
-    async def update(self, *, inner_step: int) -> None:
+    async def update(self, *, inner_step: int, position: float) -> None:
         await asyncio.sleep(0)
         self._rows.update([self._row], [self._num_steps])
 
@@ -140,7 +141,8 @@ class Peer:
             plan=plan,
             values=self.values,
             feed=self.feed,
-            terms=LoopTerms(batch_size=BATCH, outer_steps=coordinator.outer_steps, patience=1e9),
+            progress=Progress(plan, total_steps=plan.inner_step(coordinator.outer_steps)),
+            terms=LoopTerms(batch_size=BATCH, outer_steps=coordinator.outer_steps, patience=1e9, follows_speed=False),
             overseer=self,
         )
 

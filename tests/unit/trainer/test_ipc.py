@@ -60,7 +60,15 @@ def test_a_reply_reads_back_as_itself(reply: ipc.Reply) -> None:
         {"type": "Step", "serial": 1, "inner_step": 0, "position": 0.5, "indices": [1]},
         {"type": "Step", "serial": 1, "inner_step": 1, "position": 0.5, "indices": []},
         {"type": "Step", "serial": 1, "inner_step": 1, "position": 0.5, "indices": [-1]},
-        {"type": "Step", "serial": 1, "inner_step": 1, "position": 0.5, "indices": list(range(ipc.MAX_STEP_SAMPLES + 1))},
+        {"type": "Step", "serial": 1, "inner_step": 1, "position": -0.5, "indices": [1]},
+        {"type": "Step", "serial": 1, "inner_step": 1, "indices": [1]},
+        {
+            "type": "Step",
+            "serial": 1,
+            "inner_step": 1,
+            "position": 0.5,
+            "indices": list(range(ipc.MAX_STEP_SAMPLES + 1)),
+        },
         {"type": "Stored", "serial": 1},
         {"type": "Reboot", "serial": 1},
         {"serial": 1},
@@ -88,7 +96,8 @@ def test_messages_over_the_limit_are_refused_on_both_ends() -> None:
 
 
 def test_the_largest_step_fits() -> None:
-    step = ipc.Step(serial=1, inner_step=1, position=1.5, indices=tuple(2**62 + number for number in range(ipc.MAX_STEP_SAMPLES)))
+    indices = tuple(2**62 + number for number in range(ipc.MAX_STEP_SAMPLES))
+    step = ipc.Step(serial=1, inner_step=1, position=0.5, indices=indices)
     assert ipc.decode_request(ipc.encode(step)) == step
 
 
