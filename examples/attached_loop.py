@@ -54,7 +54,7 @@ def loss_of(model: nn.Module, text: Tensor, indices: list[int]) -> Tensor:
     return cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
-def learning_rate(step: int) -> float:
+def learning_rate(step: float) -> float:
     """A warm-up, then a cosine down to a tenth."""
     progress = min(1.0, step / NUM_STEPS)
     return PEAK_LR * min(step / 20, 0.55 + 0.45 * math.cos(math.pi * progress))
@@ -82,7 +82,7 @@ def main() -> None:
     for indices in session:
         step = session.inner_step
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step)
+            group["lr"] = learning_rate(session.position + 1)
         optimizer.zero_grad()
         loss = loss_of(model, text, indices)
         loss.backward()

@@ -52,7 +52,7 @@ def loss_of(model: nn.Module, text: Tensor, indices: list[int]) -> Tensor:
     return cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
-def learning_rate(step: int) -> float:
+def learning_rate(step: float) -> float:
     """A warm-up, then a cosine down to a tenth."""
     progress = min(1.0, step / NUM_STEPS)
     return PEAK_LR * min(step / 20, 0.55 + 0.45 * math.cos(math.pi * progress))

@@ -19,7 +19,7 @@ class InRun(TrainerCallback):
         model.register_forward_hook(lambda _model, _inputs, output: self.session.report(output.loss))
 
     def on_step_begin(self, args, state, control, lr_scheduler, **more):
-        lr_scheduler.last_epoch = self.session.inner_step - 1
+        lr_scheduler.last_epoch = int(self.session.position)
 
     def on_step_end(self, args, state, control, **more):
         control.should_training_stop |= self.session.is_over

@@ -264,6 +264,15 @@ class Outer(ABC):
         """
         return True
 
+    @property
+    def steps_may_differ(self) -> bool:
+        """Whether a worker may leave inner steps out before a round, because it is slower than others.
+
+        What it gives then is the outcome of fewer steps, and weighs less. Where every inner step exchanges its own
+        gradient there is none to leave out.
+        """
+        return True
+
     def fitted(self, _table: FragmentTable, _run: RunFacts | None = None, /) -> Outer:
         """What an engine uses: the same method with all settings known that follow from the model or from the run.
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from isthmus.optim.outer import GRAD
+
 if TYPE_CHECKING:
     from isthmus.optim.outer import Outer, Round
 
@@ -27,6 +29,11 @@ class OuterPlan:
         self._outer = outer
         self._steps: list[tuple[Round, ...]] = []
         self._scanned = -1
+
+    @property
+    def steps_may_differ(self) -> bool:
+        """Whether a worker may leave inner steps out between outer steps, see `Outer`."""
+        return self._outer.steps_may_differ
 
     def rounds(self, outer_step: int) -> tuple[Round, ...]:
         """The rounds that make this outer step, >= 1, out of the one before.
@@ -51,6 +58,8 @@ class OuterPlan:
             rounds = self._outer.plan(inner_step)
             if rounds:
                 self._scanned = inner_step
+                if self.steps_may_differ and any(round_.fragment.kind == GRAD for round_ in rounds):
+                    raise ValueError("a method that exchanges gradients must say that inner steps may not differ")
                 return _checked(rounds)
         raise ValueError(f"{self._outer} plans no round in {_MAX_STRETCH} inner steps")
 

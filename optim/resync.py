@@ -46,6 +46,11 @@ class GradientMethod(Outer):
         if self.resync_steps < 1:
             raise ValueError(f"resync_steps must be at least 1, got {self.resync_steps}")
 
+    @property
+    def steps_may_differ(self) -> bool:
+        """No: each inner step takes the mean of all workers' gradients, and all take the same step."""
+        return False
+
     def fragments(self, table: FragmentTable, /) -> tuple[Fragment, ...]:
         """The whole gradient, and all parameters."""
         return (table.whole(GRAD), table.whole(PARAM))

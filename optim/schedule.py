@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning-rate schedules of the inner optimizer: pure functions from the inner step to a factor on the peak rate.
 
-Inner steps count from 0: `schedule(t)` is the factor for the step that follows t finished ones. The first step is
-never wasted on a rate of zero, and past its end a schedule stays where it ended: a run that is prolonged goes on.
+Inner steps count from 0: `schedule(t)` is the factor for the step that follows t finished ones. They are those of the
+plan, and need not be whole: a run is worth as many as the tokens say that it has committed, whoever trained them. The
+first step is never wasted on a rate of zero, and past its end a schedule stays where it ended: a run that is prolonged
+goes on.
 
 The outer learning rate is constant; it is not here. It must not know optimizers or clocks.
 """
@@ -13,7 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Literal, TypeAlias, assert_never
 
-Schedule: TypeAlias = Callable[[int], float]
+Schedule: TypeAlias = Callable[[float], float]
 """inner_step -> factor in [0, 1] on the peak learning rate."""
 
 ScheduleType: TypeAlias = Literal["constant", "cosine", "wsd"]
@@ -40,7 +42,7 @@ def cosine(*, total_steps: int, warmup_steps: int = 0, min_ratio: float = 0.1) -
     )
     _require_ratio(min_ratio)
 
-    def factor(inner_step: int) -> float:
+    def factor(inner_step: float) -> float:
         if inner_step < warmup_steps:
             return warmup(inner_step, warmup_steps)
         progress = min(1.0, (inner_step - warmup_steps) / (total_steps - warmup_steps))
@@ -64,7 +66,7 @@ def wsd(*, total_steps: int, decay_steps: int, warmup_steps: int = 0, min_ratio:
     _require_ratio(min_ratio)
     decay_start = total_steps - decay_steps
 
-    def factor(inner_step: int) -> float:
+    def factor(inner_step: float) -> float:
         if inner_step < decay_start or decay_steps == 0:
             return warmup(inner_step, warmup_steps)
         progress = min(1.0, (inner_step - decay_start) / decay_steps)
@@ -106,7 +108,7 @@ def build_schedule(
             assert_never(type)
 
 
-def warmup(inner_step: int, warmup_steps: int) -> float:
+def warmup(inner_step: float, warmup_steps: int) -> float:
     """The linear rise at the beginning of every schedule: a factor in (0, 1], 1 from `warmup_steps` on."""
     return min(1.0, (inner_step + 1) / (warmup_steps + 1))
 

@@ -128,6 +128,7 @@ def simulate(
     weigh: Callable[[str, Work], float] = one_each,
     batch_size: float | Mapping[str, float] = 1.0,
     speeds: Mapping[str, float] | None = None,
+    leaves_out: Callable[[str, int], bool] = lambda _worker, _step: False,
     aborted: Callable[[Round], bool] = lambda _round: False,
     joins: Mapping[int, Sequence[str]] | None = None,
     leaves: Mapping[int, Sequence[str]] | None = None,
@@ -147,6 +148,7 @@ def simulate(
         weigh: a worker's weight in a round, before the factor that the method itself puts on it.
         batch_size: samples in one inner step of a worker; a number for each, where they differ.
         speeds: own inner steps in a global one, in (0, 1]; 1 where not given.
+        leaves_out: whether a worker leaves a global inner step out, besides.
         aborted: rounds that fail everywhere.
         joins: who arrives after which inner step, with the parameters and shared state of the first member.
         leaves: who vanishes after which inner step, with what it had emitted.
@@ -169,6 +171,7 @@ def simulate(
         weigh=weigh,
         batch_size=batch_size,
         speeds=speeds or {},
+        leaves_out=leaves_out,
         aborted=aborted,
         wire=wire or ExactWire(),
         records=records,
@@ -220,12 +223,14 @@ class _Run:
         weigh: Callable[[str, Work], float],
         batch_size: float | Mapping[str, float],
         speeds: Mapping[str, float],
+        leaves_out: Callable[[str, int], bool],
         aborted: Callable[[Round], bool],
         wire: Wire,
         records: bool,
     ) -> None:
         self.outer, self.workload, self.wire, self.records = outer, workload, wire, records
-        self.weigh, self.batch_size, self.speeds, self.aborted = weigh, batch_size, speeds, aborted
+        self.weigh, self.batch_size, self.aborted = weigh, batch_size, aborted
+        self.speeds, self.leaves_out = speeds, leaves_out
         self.fragments = {fragment.key: fragment for fragment in outer.fragments(table)}
         table.check_partition(self.fragments.values())
         lacking = {key.kind for key in self.fragments} - set(workload.tensors)
@@ -300,7 +305,7 @@ class _Run:
 
     def _is_its_turn(self, name: str, step: int) -> bool:
         speed = self.speeds.get(name, 1.0)
-        return int(step * speed) > int((step - 1) * speed)
+        return int(step * speed) > int((step - 1) * speed) and not self.leaves_out(name, step)
 
     def _emit(self, round_: Round, workers: Mapping[str, _Worker]) -> _InFlight:
         fragment = self.fragments[round_.fragment]

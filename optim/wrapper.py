@@ -38,6 +38,11 @@ class Wrapper(Outer):
         """Whether the method's payloads do."""
         return self.outer.counts_from_anchor
 
+    @property
+    def steps_may_differ(self) -> bool:
+        """Whether they may under the method."""
+        return self.outer.steps_may_differ
+
     def fitted(self, table: FragmentTable, run: RunFacts | None = None, /) -> Self:
         """The same around the method with all settings known."""
         return dataclasses.replace(self, outer=self.outer.fitted(table, run))

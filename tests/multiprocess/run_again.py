@@ -9,7 +9,7 @@ That order follows from the ranges: in a run that nobody leaves, each lease lies
 hands its leases out from below. So the samples of an outer step, sorted, are those of its inner steps in their order.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -33,6 +33,7 @@ from isthmus.trainer.config.outer_method import fragment_table, method_of
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.wiring import training_job
 from isthmus.trainer.data.corpus import Corpus, load_corpus
+from isthmus.trainer.engine.progress import Progress
 from isthmus.trainer.engine.state_version import byte_view, name_tensors, with_chain
 from isthmus.trainer.model.decoder import initial_parameters
 from isthmus.trainer.workers.inner_loop import InnerLoop
@@ -91,6 +92,15 @@ class Account:
         """What each peer trained on since the outer step before, by peer."""
         return {item.ref.peer_id: item.num_tokens for item in self.commits[outer_step - 1].contributions}
 
+    def inner_steps(self, outer_step: int) -> dict[str, int]:
+        """How many each peer made for it, by peer."""
+        per_step = self.config.inner.batch_size * self.seq_len
+        return {peer: tokens // per_step for peer, tokens in self.tokens(outer_step).items()}
+
+    def samples(self, outer_step: int) -> int:
+        """Those that all have trained on for it."""
+        return sum(self.tokens(outer_step).values()) // self.seq_len
+
     def private_of(self, process: Process) -> Mapping[int, Tensors]:
         """What a peer had of its own after the last outer step, by place of the fragment."""
         files = PrivateFiles(process.directory / PRIVATE_NAME, self.run_id, keep=1)
@@ -127,17 +137,22 @@ def _batches(commits: Sequence[CommitRecord], peer: str, batch_size: int) -> Ite
 class InnerLoops:
     """A `Workload` of real inner loops, one a peer, whose samples are known beforehand.
 
-    After its last sample a peer stands still, as a daemon does while the last outer step is out.
+    After its last sample a peer stands still, as a daemon does while the last outer step is out. The learning rate
+    follows what the journal says that all had committed before.
 
     Args:
         account: of the run.
+        plan: of its method.
         corpus: its text.
         mesh: of one worker.
         num_workers: by peer. Where there are several, each share of a batch is computed by itself, as they do it.
     """
 
-    def __init__(self, account: Account, corpus: Corpus, mesh: DeviceMesh, num_workers: Mapping[str, int]) -> None:
+    def __init__(
+        self, account: Account, plan: OuterPlan, corpus: Corpus, mesh: DeviceMesh, num_workers: Mapping[str, int]
+    ) -> None:
         self._account, self._corpus, self._mesh, self._num_workers = account, corpus, mesh, num_workers
+        self._positions = {peer: tuple(_positions(account, plan, peer)) for peer in account.peers}
         method = method_of(account.config)
         kinds = dict.fromkeys((PARAM, *(fragment.kind for fragment in method.fragments)))
         numel = fragment_table(account.config.model).numel
@@ -169,7 +184,7 @@ class InnerLoops:
         for row, inner_step, _ in self._with_samples(rows, inner_steps):
             loop = self._loops[row]
             self._load(row, list(self.tensors))  # rounds of the gradient's step may have moved the parameters as well
-            loop.update(inner_step)
+            loop.update(inner_step, self._positions[self._peers[row]][inner_step - 1])
             for kind in self._kept:
                 loop.store(self.tensors[kind][row], kind=kind)
 
@@ -188,6 +203,17 @@ class InnerLoops:
             batches = self._account.batches[self._peers[row]]
             if inner_step <= len(batches):
                 yield row, inner_step, batches[inner_step - 1]
+
+
+def _positions(account: Account, plan: OuterPlan, peer: str) -> Iterator[float]:
+    """Where the run is at each inner step that this peer has made."""
+    progress = Progress(plan, total_steps=plan.inner_step(len(account.commits)))
+    num_samples = 0
+    for outer_step in range(1, len(account.commits) + 1):
+        begun = plan.inner_step(outer_step - 1)
+        yield from (progress.position(begun + step) for step in range(account.inner_steps(outer_step)[peer]))
+        num_samples += account.samples(outer_step)
+        progress.committed(outer_step, num_samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,9 +250,9 @@ def again(account: Account, mesh: DeviceMesh, *, num_workers: Mapping[str, int])
         validation_fraction=config.data.validation_fraction,
         limit_nbytes=config.data.limit_nbytes,
     )
-    loops = InnerLoops(account, corpus, mesh, num_workers)
-    initial = initial_parameters(model, config.run.seed)
     plan = OuterPlan(method.outer)
+    loops = InnerLoops(account, plan, corpus, mesh, num_workers)
+    initial = initial_parameters(model, config.run.seed)
     trajectory = simulate(
         method.outer,
         table=fragment_table(config.model),
@@ -236,18 +262,38 @@ def again(account: Account, mesh: DeviceMesh, *, num_workers: Mapping[str, int])
         num_inner_steps=plan.due_step(config.run.outer_steps),
         weigh=by_samples,
         batch_size=config.inner.batch_size,
+        leaves_out=_left_out(account, plan),
         wire=CodecWire(config.outer.codec),
     )
-    spans = [(plan.inner_step(step - 1), plan.inner_step(step)) for step in range(1, config.run.outer_steps + 1)]
     return Again(
         outer=method.outer,
         plan=plan,
         fragments=method.fragments,
         initial=initial,
         trajectory=trajectory,
-        losses={peer: [_mean(losses[start:stop]) for start, stop in spans] for peer, losses in loops.losses.items()},
+        losses={peer: list(_losses(account, peer, losses)) for peer, losses in loops.losses.items()},
         states=tuple(_states(method.outer, method.fragments, plan, initial, trajectory, config.run.outer_steps)),
     )
+
+
+def _left_out(account: Account, plan: OuterPlan) -> Callable[[str, int], bool]:
+    """Which inner steps before an outer step a peer has left out: the last ones."""
+    made = {
+        (peer, plan.inner_step(outer_step - 1) + step)
+        for outer_step in range(1, len(account.commits) + 1)
+        for peer, number in account.inner_steps(outer_step).items()
+        for step in range(1, number + 1)
+    }
+    last = plan.inner_step(len(account.commits))
+    return lambda peer, inner_step: inner_step <= last and (peer, inner_step) not in made
+
+
+def _losses(account: Account, peer: str, losses: Sequence[float]) -> Iterator[float | None]:
+    """The mean of the inner steps of each outer step."""
+    done = 0
+    for outer_step in range(1, len(account.commits) + 1):
+        begun, done = done, done + account.inner_steps(outer_step)[peer]
+        yield _mean(losses[begun:done])
 
 
 def _mean(losses: Sequence[float]) -> float | None:

@@ -14,6 +14,7 @@ prints how far the two were apart.
 """
 
 import argparse
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from isthmus.optim.outer import ANCHOR, PARAM, Tensors
 from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, CheckpointStore
 from isthmus.trainer.engine.state_version import CHAIN
 from isthmus.trainer.engine.worker_values import OWN_PARAMETERS
+from scripts.bench_sizes import throttled
 from tests.multiprocess.run_again import Account, Again, again
 from tests.multiprocess.run_harness import Process, Run, assert_same_commits, running, todays
 
@@ -127,16 +129,24 @@ def hasher() -> Iterator[Hasher]:
     threads.close()
 
 
-def _trained(run: Run, case: Case) -> list[Process]:
-    """The run of daemons, from its first outer step to its last; the founder first."""
+def _trained(run: Run, case: Case, *, slowed: float = 0.0) -> list[Process]:
+    """The run of daemons, from its first outer step to its last; the founder first.
+
+    `slowed`: which part of the time the founder's worker has. Then each peer makes as many inner steps as fit.
+    """
     run.text.write_text(_TEXT.read_text())
     flags = ("--outer.type", case.method, *case.flags, "--outer-steps", str(case.outer_steps))
     flags += ("--outer.codec", "raw", "--inner.lr", "0.005", "--checkpoint.every", "1", "--checkpoint.keep", "100")
+    flags += ("--members.equal_steps", "false" if slowed else "true")
     founder = run.found("--peers", str(case.num_peers), "--members.min_peers", str(case.num_peers), *_CALM, *flags)
     run.wait_for_ticket()
     joined = [run.join() for _ in range(case.num_peers - 2)]
     joined.append(run.join("--node.local-workers", str(case.workers_of_last)))
-    assert run.until_ended(founder, *joined) == [0] * case.num_peers, run.story()
+    with contextlib.ExitStack() as brakes:
+        if slowed:
+            run.until_step(1, founder)
+            brakes.enter_context(throttled(founder.worker_pids(), slowed))
+        assert run.until_ended(founder, *joined) == [0] * case.num_peers, run.story()
     return [founder, *joined]
 
 
@@ -163,6 +173,33 @@ def test_daemons_train_as_the_simulation_does(tmp_path: Path, mesh: DeviceMesh, 
     assert all(distance <= limits[what] for what, distance in apart.items()), apart
     if case.is_exact and not any(CHAIN in name for name in expected.tensors(0)):
         assert digests == {step: expected.digest(step, hasher).hex() for step in range(1, case.outer_steps + 1)}
+    _assert_losses_fall(losses)
+
+
+def test_peers_of_different_size_train_as_the_simulation_does(tmp_path: Path, mesh: DeviceMesh) -> None:
+    case = Case(method="diloco", outer_steps=8, flags=_steps(8))
+    with running(tmp_path) as run:
+        processes = {process.peer_id: process for process in _trained(run, case, slowed=0.05)}
+    (founder, *_), digests = processes.values(), assert_same_commits(*processes.values())
+    assert len(digests) == case.outer_steps
+    account = Account.of(founder)
+    made = [account.inner_steps(step) for step in range(1, case.outer_steps + 1)]
+    assert all(1 <= number <= 8 for of_step in made for number in of_step.values()), made
+    assert set(made[0].values()) == {8}, "nothing is measured before the first round"
+    slow, alike = founder.peer_id, list(processes)[1]
+    assert sum(of_step[slow] for of_step in made) < sum(of_step[alike] for of_step in made), made
+    for step, of_step in enumerate(made, start=1):
+        per_step = account.config.inner.batch_size * account.seq_len
+        assert account.weights(step) == {peer: float(number * per_step) for peer, number in of_step.items()}
+    expected = again(account, mesh, num_workers={list(processes)[-1]: case.workers_of_last})
+    losses = {peer: _losses(process, case.outer_steps) for peer, process in processes.items()}
+    apart = {
+        "losses": _between_losses(losses, expected),
+        "anchors": _between_states(founder, expected, anchors=True),
+        "other shared state": _between_states(founder, expected, anchors=False),
+    }
+    print(f"different sizes: {made}, " + ", ".join(f"{what} {distance:.1e}" for what, distance in apart.items()))
+    assert all(distance <= _CLOSE[what] for what, distance in apart.items()), apart
     _assert_losses_fall(losses)
 
 

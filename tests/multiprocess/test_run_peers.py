@@ -34,6 +34,7 @@ def test_three_peers_one_with_two_workers_hold_the_same_anchor_after_every_commi
     last = 12
     with running(tmp_path) as run:
         flags = ["--outer.codec", "e3m0", "--inner.type", "muon", "--members.quorum", "1", "--members.patience", "100"]
+        flags += ["--members.equal_steps", "true"]
         founder = run.found("--peers", "3", "--outer-steps", str(last), *flags)
         run.wait_for_ticket()
         joiners = [run.join("--local-workers", "2"), run.join()]
@@ -137,7 +138,7 @@ def test_a_frozen_peer_is_put_out_and_comes_back_as_a_learner(tmp_path: Path) ->
 
 def test_a_late_joiner_enters_at_a_commit_boundary_with_the_members_state_and_nobody_waits(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        founder = run.found("--peers", "2", "--outer-steps", str(OPEN_END))
+        founder = run.found("--peers", "2", "--outer-steps", str(OPEN_END), "--members.equal_steps", "true")
         run.wait_for_ticket()
         other = run.join()
         run.until_step(3, founder, other)

@@ -69,7 +69,7 @@ def attach(
 
     The trained parameters are the run's then: those of the founder's loop, or what the run has come to. All peers build
     the same model and train the same of its parameters; frozen ones and buffers are not exchanged. The inner optimizer
-    and its learning rate stay the loop's: `session.inner_step` says where the run is.
+    and its learning rate stay the loop's: `session.position` says where the run is.
 
     In a loop of several processes (torchrun) all of them call this, on one machine, after the process group is there.
 
@@ -146,6 +146,7 @@ class Session:
         self._task: ipc.Step | ipc.Backward | ipc.Update | None = None
         self._indices: tuple[int, ...] = ()
         self._inner_step = 0
+        self._position = 0.0
         self._own_steps = 0
         self._loss: Tensor | float | None = None
         self._lr: float | None = None
@@ -166,8 +167,17 @@ class Session:
 
     @property
     def inner_step(self) -> int:
-        """Number of the inner step that is to be trained, in the run's global count, from 1: for a schedule."""
+        """Number of the inner step that is to be trained, in the run's global count, from 1."""
         return self._inner_step
+
+    @property
+    def position(self) -> float:
+        """Where the run is before this inner step, for a schedule: so many inner steps are its committed tokens worth.
+
+        From 0 to the inner steps of the whole run. With equal peers it is `inner_step - 1`; a peer that leaves inner
+        steps out, because it is slower than others, is where the others are.
+        """
+        return self._position
 
     def indices(self) -> list[int]:
         """The samples of this inner step that are this process's share, as indices that no other peer has.
@@ -286,6 +296,7 @@ class Session:
         match request:
             case ipc.Step() | ipc.Backward():
                 self._task, self._indices, self._inner_step = request, request.indices, request.inner_step
+                self._position = request.position
             case ipc.Update():
                 self._task = request
             case ipc.Load():

@@ -39,6 +39,9 @@ class MembersSection(Section):
     """How long it waits for the others then, at least; longer where members are usually further apart."""
     patience: Annotated[float, Field(ge=0, le=100)] = 0.5
     """For how many times its own work of a round a slow peer lets the others wait; then it hands in what it has."""
+    equal_steps: bool = False
+    """Whether every peer makes all inner steps of a round, and the fast ones wait for the slow. Else a slow peer leaves
+    some out, so that all come together, and its work weighs less."""
     recover_s: Annotated[Seconds, Field(gt=0, le=86400)] = 30.0
     """When nobody holds the newest outer step any more, as after a power cut: how long half of its members wait for
     it before the run goes back to what they hold. At once when all are back."""

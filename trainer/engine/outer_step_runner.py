@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from isthmus.collective import Communicator, RoundStats
@@ -27,8 +28,8 @@ from isthmus.trainer.threads import in_thread
 _SURVEY_EVERY = 20
 """Outer steps between two looks at the links; each costs one small gather. In a new view the second, third, fifth, ...
 look as well: what else filled the lines while it formed, such as states that were fetched, is no limit of theirs."""
-_SURVEY_FRAGMENT = 0x7FFF
-"""No fragment of the model has so large a number."""
+_SURVEY_FRAGMENT, _SPEED_FRAGMENT = 0x7FFF, 0x7FFE
+"""No fragments of the model have so large numbers."""
 
 
 class ResultKeeper(Protocol):
@@ -58,6 +59,7 @@ class OuterStepRunner:
         initial_parameters: makes the run's first parameters, [numel].
         on_exchanged: told of every finished exchange, for logs.
         keeper: keeps the results, for learners and for later starts of this peer.
+        tells_speed: whether members tell each other how fast they are, all or none.
     """
 
     communicator: Communicator
@@ -66,21 +68,28 @@ class OuterStepRunner:
     initial_parameters: Callable[[], Awaitable[Tensor]]
     on_exchanged: Callable[[RoundKey, RoundStats], None]
     keeper: ResultKeeper
+    tells_speed: bool = False
     _surveys: "_Surveys" = field(init=False)
     _payloads: Sequence[Payload] = field(default=(), init=False)
+    _planned_s: float = field(default=0.0, init=False)
     _staged: tuple[CommitEntry, tuple[float, ...]] | None = field(default=None, init=False)
     """With what our payloads weigh in it, by round."""
     outcomes: tuple[RoundOutcome, ...] = field(default=(), init=False)
     """What the newest commit did, by round."""
     own_weights: tuple[float, ...] = field(default=(), init=False)
     """What this peer's payloads weighed in it, by round."""
+    speeds: tuple[float, ...] = field(default=(), init=False)
+    """What the members of the newest exchange have told of theirs, by rank; empty: nothing."""
 
     def __post_init__(self) -> None:
         self._surveys = _Surveys(self.communicator)
 
-    def offer(self, payloads: Sequence[Payload]) -> None:
-        """What the next outer step exchanges, by round: before it is handed in. They stay as they are until then."""
-        self._payloads = payloads
+    def offer(self, payloads: Sequence[Payload], *, planned_s: float = 0.0) -> None:
+        """What the next outer step exchanges, by round: before it is handed in. They stay as they are until then.
+
+        `planned_s`: how long a planned inner step takes this peer, see engine/speed.py; 0.0: not known.
+        """
+        self._payloads, self._planned_s = payloads, planned_s
 
     async def found(self) -> Held:
         """Make the run's first shared state."""
@@ -106,9 +115,17 @@ class OuterStepRunner:
         """
         self.discard_staged(key)
         await self._surveys.make_if_due(view, key)
-        made = await self.exchanges.run(
-            view, key, self._payloads, weight=weight, told=told, mean_buffer=self.state.mean_buffer
-        )
+        telling = asyncio.ensure_future(self._tell_speed(view, key))
+        try:
+            await asyncio.sleep(0)  # it is under way before the payloads are, whose pace on the lines is to stay
+            made = await self.exchanges.run(
+                view, key, self._payloads, weight=weight, told=told, mean_buffer=self.state.mean_buffer
+            )
+            self.speeds = await telling
+        finally:
+            telling.cancel()
+            await asyncio.wait([telling])
+            _ = telling.cancelled() or telling.exception()  # whoever failed first has said so
         for stats in made.stats:
             self.on_exchanged(key, stats)
         results = [
@@ -124,6 +141,14 @@ class OuterStepRunner:
         await self.keeper.before_vote(key, entry)
         self._staged = entry, tuple(made.own_weights)
         return Exchanged(digest=digest, weights=made.weights, sizes=made.sizes, results=marking.result())
+
+    async def _tell_speed(self, view: View, key: RoundKey) -> tuple[float, ...]:
+        """Beside the payloads: it costs no trip of its own."""
+        if not self.tells_speed or view.world_size == 1:
+            return ()
+        place = RoundKey(key.epoch, key.outer_step, _SPEED_FRAGMENT)
+        rows, _ = await self.communicator.all_gather(place, torch.tensor([self._planned_s], dtype=torch.float64))
+        return tuple(float(row) for row in rows)
 
     def _is_sealed(self, payload: Payload) -> bool:
         """Whether nobody can replay the round: its values are the workers' alone."""

@@ -21,6 +21,7 @@ from isthmus.optim.course import Course
 from isthmus.optim.outer import GRAD, Work
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.engine.outer_state import OuterState, RoundOutcome
+from isthmus.trainer.engine.progress import Progress
 from isthmus.trainer.engine.round_exchange import Payload
 from isthmus.trainer.engine.state_version import Version
 from isthmus.trainer.engine.tally import Emission, Tally
@@ -63,12 +64,23 @@ class Stint:
         plan: which rounds make which outer step.
         state: the shared state.
         values: the workers.
+        progress: where the run is, which the learning rate follows.
         batch_size: samples of one inner step.
         last: outer steps of the run.
     """
 
-    def __init__(self, plan: OuterPlan, state: OuterState, values: WorkerValues, *, batch_size: int, last: int) -> None:
+    def __init__(
+        self,
+        plan: OuterPlan,
+        state: OuterState,
+        values: WorkerValues,
+        *,
+        progress: Progress,
+        batch_size: int,
+        last: int,
+    ) -> None:
         self._plan = plan
+        self._progress = progress
         self._places = state.places
         self._values = values
         self._batch_size = batch_size
@@ -104,11 +116,12 @@ class Stint:
     def ask(self, indices: Sequence[int]) -> None:
         """Give the workers another inner step; of one whose gradient is exchanged the half before that."""
         inner_step = self.course.inner_step + self.num_asked + 1
+        position = self._progress.position(inner_step - 1)
         task: _Asked
         if self._is_half(inner_step):
-            task = asyncio.ensure_future(self._half(indices))
+            task = asyncio.ensure_future(self._half(indices, inner_step, position))
         else:
-            task = asyncio.ensure_future(self._values.step(indices, inner_step=inner_step))
+            task = asyncio.ensure_future(self._values.step(indices, inner_step=inner_step, position=position))
         task.add_done_callback(_seen)
         self._asked.append(task)
 
@@ -124,19 +137,22 @@ class Stint:
         self.tally.stepped(done.loss, done.num_tokens)
         return done
 
-    async def _half(self, indices: Sequence[int]) -> BackwardDone:
-        inner_step = self.course.inner_step + 1
-        done = await self._values.backward(indices, inner_step=inner_step)
+    async def _half(self, indices: Sequence[int], inner_step: int, position: float) -> BackwardDone:
+        done = await self._values.backward(indices, inner_step=inner_step, position=position)
         self._halves[self.course.emitted_step + 1] = inner_step
         return done
 
     def _is_half(self, inner_step: int) -> bool:
-        return self._plan.inner_step(self.course.emitted_step + 1) == inner_step and self.gives_gradient
+        outer_step = self.course.emitted_step + 1
+        return self._plan.inner_step(outer_step) == inner_step and self._gives_gradient(outer_step)
 
-    @property
-    def gives_gradient(self) -> bool:
-        """Whether the outer step that is emitted next exchanges a gradient: without its inner step there is none."""
-        return any(round_.fragment.kind == GRAD for round_ in self._plan.rounds(self.course.emitted_step + 1))
+    def _gives_gradient(self, outer_step: int) -> bool:
+        """Whether it exchanges a gradient: its payloads are made in the middle of its inner step."""
+        return any(round_.fragment.kind == GRAD for round_ in self._plan.rounds(outer_step))
+
+    def has_work_for(self, outer_step: int) -> bool:
+        """Whether what would be handed in now weighs anything."""
+        return self.tally.weighs(self._places[self._plan.rounds(outer_step)[0].fragment])
 
     async def emit(self, outer_step: int, consumed: tuple[IndexRange, ...]) -> None:
         """Make the payloads of this step of what the workers have now."""
@@ -231,7 +247,8 @@ class Stint:
         """If the gradient of this step's inner step has come, make the second half of that."""
         inner_step = self._halves.pop(outer_step, None)
         if inner_step is not None:
-            self.tally.measured(await self._values.update(inner_step=inner_step))
+            position = self._progress.position(inner_step - 1)
+            self.tally.measured(await self._values.update(inner_step=inner_step, position=position))
         self.course.landed(outer_step)
 
 

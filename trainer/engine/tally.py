@@ -103,9 +103,18 @@ class Tally:
         """What no commit holds."""
         return self._done - self._settled
 
+    def weighs(self, place: int) -> bool:
+        """Whether a payload of this fragment would hold any work."""
+        return self._share(place).num_tokens > 0
+
+    def _share(self, place: int) -> Trained:
+        return self._done - self._emitted.get(place, Trained()) + self._owed.get(place, Trained())
+
     def emit(self, places: Sequence[int]) -> Emission:
         """An outer step of these fragments is emitted now."""
-        shares = [self._done - self._emitted.get(at, Trained()) + self._owed.pop(at, Trained()) for at in places]
+        shares = [self._share(at) for at in places]
+        for at in places:
+            self._owed.pop(at, None)
         self._emitted |= dict.fromkeys(places, self._done)
         return Emission(places=tuple(places), until=self._done, shares=shares)
 

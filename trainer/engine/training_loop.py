@@ -30,7 +30,9 @@ from isthmus.optim.course import Done, Emit, Follow, Land, Train, Wait
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.engine.outer_state import OuterState
 from isthmus.trainer.engine.outer_step_runner import OuterStepRunner
+from isthmus.trainer.engine.progress import Progress
 from isthmus.trainer.engine.sample_feed import LeasesLost, SampleFeed
+from isthmus.trainer.engine.speed import Speed
 from isthmus.trainer.engine.stint import Arrival, Flight, Stint
 from isthmus.trainer.engine.tally import Trained
 from isthmus.trainer.engine.waiting import HandIn, Patience
@@ -69,11 +71,13 @@ class LoopTerms:
         batch_size: samples of one inner step.
         outer_steps: after which the run is done: nobody goes on while the last step is out.
         patience: for how many times its own work of a round a peer lets the others wait before it hands in what it has.
+        follows_speed: whether a slower peer leaves inner steps out, so that all come together.
     """
 
     batch_size: int
     outer_steps: int
     patience: float
+    follows_speed: bool
 
 
 class Overseer(Protocol):
@@ -109,6 +113,7 @@ class TrainingLoop:
         plan: which rounds make which outer step.
         values: the workers.
         feed: leased sample indices; whoever observes the membership resets it.
+        progress: where the run is; whoever observes the membership tells it of commits.
         terms: the configuration's.
         overseer: is told.
     """
@@ -119,16 +124,19 @@ class TrainingLoop:
     plan: OuterPlan
     values: WorkerValues
     feed: SampleFeed
+    progress: Progress
     terms: LoopTerms
     overseer: Overseer
     _clock: Callable[[], float] = field(init=False)
+    _speed: Speed = field(init=False)
     _patience: Patience = field(init=False)
     _hand_in: HandIn = field(init=False)
     _stint: Stint = field(init=False)
 
     def __post_init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
-        self._patience = Patience(self.plan, self.terms.patience, self.overseer.others_wait, self._clock)
+        self._speed = Speed(self.plan, self._clock)
+        self._patience = Patience(self.terms.patience, self._speed.work_s, self.overseer.others_wait, self._clock)
         self._hand_in = HandIn(self.overseer.blocked, self._clock)
 
     async def run(self) -> None:
@@ -152,10 +160,18 @@ class TrainingLoop:
         self._require(admitted)
         await self.values.start_from(self.state.pin())
         terms, values = self.terms, self.values
-        self._stint = Stint(self.plan, self.state, values, batch_size=terms.batch_size, last=terms.outer_steps)
+        self._stint = Stint(
+            self.plan,
+            self.state,
+            values,
+            progress=self.progress,
+            batch_size=terms.batch_size,
+            last=terms.outer_steps,
+        )
         # A fresh member may come in the middle of the others' round: then it hands in what it has. Not in the run's
         # first round, which all begin together. So does who has missed a round, or it would be late again and again.
-        self._patience.begin(is_behind=values.base.manifest.outer_step > 0)
+        self._patience.is_behind = values.base.manifest.outer_step > 0
+        self._speed.begin()
         try:
             while not await self._act(admitted):
                 pass
@@ -189,8 +205,7 @@ class TrainingLoop:
         stint = self._stint
         match stint.course.next():
             case Train(until=until):
-                has_work = bool(stint.tally.unsettled.inner_steps)
-                if not self._patience.is_over(stint.course.emitted_step, has_work=has_work) or stint.gives_gradient:
+                if not self._leaves_steps_out(stint.course.emitted_step + 1):
                     await self._train(until)
                 elif stint.num_asked:
                     await self._finish_step(self._clock())
@@ -200,9 +215,11 @@ class TrainingLoop:
                 await self._finish_step(self._clock())
             case Emit(outer_step=step):
                 await stint.emit(step, self.feed.consumed())
-                self._patience.emitted()
+                self._speed.emitted(step)
             case Wait():
+                began = self._clock()
                 await self._hand_in.stand_still()
+                self._speed.stood_still(self._clock() - began)
             case Land(outer_step=step, counted=True):
                 report = await stint.land(step)
                 if report is not None:
@@ -221,6 +238,19 @@ class TrainingLoop:
             self._stint.advanced(self.state.pin())
             self._patience.is_behind = True
 
+    def _leaves_steps_out(self, outer_step: int) -> bool:
+        """Whether this outer step is to be made of what is done: the others are, or will be, there first."""
+        stint = self._stint
+        if not self.plan.steps_may_differ:
+            return False
+        if self._patience.is_over(outer_step, has_work=bool(stint.tally.unsettled.inner_steps)):
+            return True
+        return self._follows_speed and stint.has_work_for(outer_step) and self._speed.is_enough(outer_step)
+
+    @property
+    def _follows_speed(self) -> bool:
+        return self.terms.follows_speed and self.plan.steps_may_differ
+
     async def _train(self, until: int) -> None:
         """Until an inner step is done. The next one is with the workers by then, if there is one before `until`."""
         began = self._clock()
@@ -228,6 +258,8 @@ class TrainingLoop:
         if not stint.num_asked:
             stint.ask(await self.feed.take(batch_size))
         has_next = stint.course.inner_step + stint.num_asked < until and self.feed.available >= batch_size
+        if self._follows_speed and self._speed.is_enough(stint.course.emitted_step + 1, num_asked=stint.num_asked):
+            has_next = False
         if has_next and stint.may_ask and not self.overseer.others_wait():
             stint.ask(await self.feed.take(batch_size))
         await self._finish_step(began)
@@ -238,7 +270,7 @@ class TrainingLoop:
         self.overseer.stepped(self._stint.course.inner_step, done)
         taken_s = self._clock() - began_s
         self._stint.tally.took(taken_s)
-        self._patience.trained(taken_s)
+        self._speed.trained(taken_s)
 
     # -------------------------------------------------------------------------------- what is out
 
@@ -262,7 +294,7 @@ class TrainingLoop:
             num_tokens=work.num_tokens,
             consumed=flight.consumed,
         )
-        self.runner.offer(flight.payloads)
+        self.runner.offer(flight.payloads, planned_s=self._speed.planned_s)
         try:
             committed = await self.membership.commit_round(ready)
         except RoundMissed:
@@ -270,6 +302,7 @@ class TrainingLoop:
                 await asyncio.sleep(_LOOK_S)  # it is on its way
             stint.course.missed()
             return
+        self._speed.heard(self.runner.speeds)
         live = self.state.pin()
         assert committed.held == live.held, "another state is installed than was committed"
         self.feed.settle(ready.consumed)

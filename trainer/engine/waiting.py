@@ -5,53 +5,39 @@ import asyncio
 from collections.abc import Callable, Coroutine
 
 from isthmus.elastic.errors import ElasticError
-from isthmus.optim.outer_plan import OuterPlan
 
 
 class Patience:
     """Says when the others have waited so long that the inner steps missing here cost more than they give.
 
     Args:
-        plan: how many inner steps a round has.
         factor: for how many times this peer's own work of a round it lets them wait.
+        work_s: how long the inner steps before an outer step take here; None: not known.
         others_wait: whether other members stand in the exchange that this peer has not begun.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, plan: OuterPlan, factor: float, others_wait: Callable[[], bool], clock: Callable[[], float]
+        self,
+        factor: float,
+        work_s: Callable[[int], float | None],
+        others_wait: Callable[[], bool],
+        clock: Callable[[], float],
     ) -> None:
-        self._plan = plan
         self._factor = factor
+        self._work_s = work_s
         self._others_wait = others_wait
         self._clock = clock
-        self._stretch = (0, 0.0)  # inner steps since the last emission, and the seconds they took
-        self._pace_s: float | None = None  # of an inner step, as the last stretch's were
         self._awaited_since: float | None = None
         self.is_behind = False
         """Whether the others go on from where this peer is not yet: then it hands in what it has."""
-
-    def begin(self, *, is_behind: bool) -> None:
-        """This peer is a member now."""
-        self._stretch, self.is_behind = (0, 0.0), is_behind
-
-    def trained(self, seconds: float) -> None:
-        """An inner step is done."""
-        self._stretch = (self._stretch[0] + 1, self._stretch[1] + seconds)
-
-    def emitted(self) -> None:
-        """The payloads of an outer step are made."""
-        num_steps, seconds = self._stretch
-        if num_steps:
-            self._pace_s = seconds / num_steps
-        self._stretch = (0, 0.0)
 
     def handed_in(self) -> None:
         """The others have what they wait for."""
         self._awaited_since = None
 
-    def is_over(self, emitted_step: int, *, has_work: bool) -> bool:
-        """Whether the step after `emitted_step` is to be handed in as it is. `has_work`: there is something in it."""
+    def is_over(self, outer_step: int, *, has_work: bool) -> bool:
+        """Whether this outer step is to be handed in as it is. `has_work`: there is something in it."""
         if not self._others_wait():
             self._awaited_since = None
             return False
@@ -59,10 +45,10 @@ class Patience:
         self._awaited_since = self._awaited_since or now
         if self.is_behind:
             return True
-        if self._pace_s is None or not has_work:
+        work_s = self._work_s(outer_step)
+        if work_s is None or not has_work:
             return False
-        length = self._plan.inner_step(emitted_step + 1) - self._plan.inner_step(emitted_step)
-        return now - self._awaited_since > self._factor * length * self._pace_s
+        return now - self._awaited_since > self._factor * work_s
 
 
 class HandIn:

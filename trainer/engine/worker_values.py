@@ -174,23 +174,26 @@ class WorkerValues:
                 self._private = kept
         self._recycled = {place: empty_like(state) for place, state in self._private.items()}
 
-    async def step(self, indices: Sequence[int], *, inner_step: int) -> StepDone:
-        """One inner step. Two may be under way; `rest` when one is done."""
+    async def step(self, indices: Sequence[int], *, inner_step: int, position: float) -> StepDone:
+        """One inner step. Two may be under way; `rest` when one is done.
+
+        `position`: where the run is by what it has committed; likewise below.
+        """
         self._is_anchor = False
-        return await self._pool.step(indices, inner_step=inner_step)
+        return await self._pool.step(indices, inner_step=inner_step, position=position)
 
     async def rest(self) -> None:
         """Whoever waits for what the workers have gets a copy of it. Nobody asks for a step meanwhile."""
         await self._moments.after_step(self._pool)
 
-    async def backward(self, indices: Sequence[int], *, inner_step: int) -> BackwardDone:
+    async def backward(self, indices: Sequence[int], *, inner_step: int, position: float) -> BackwardDone:
         """The first half of an inner step, whose gradient is exchanged."""
-        return await self._pool.backward(indices, inner_step=inner_step)
+        return await self._pool.backward(indices, inner_step=inner_step, position=position)
 
-    async def update(self, *, inner_step: int) -> StepDone:
+    async def update(self, *, inner_step: int, position: float) -> StepDone:
         """The second half, with the gradient that is there then."""
         self._is_anchor = False
-        done = await self._pool.update(inner_step=inner_step)
+        done = await self._pool.update(inner_step=inner_step, position=position)
         await self.rest()
         return done
 

@@ -35,6 +35,7 @@ from isthmus.trainer.config.wiring import member_config, outer_of, samples_in_st
 from isthmus.trainer.contact.bouncer import Bouncer
 from isthmus.trainer.engine.moments import Moments
 from isthmus.trainer.engine.outer_step_runner import OuterStepRunner
+from isthmus.trainer.engine.progress import Progress
 from isthmus.trainer.engine.round_exchange import RoundExchange
 from isthmus.trainer.engine.sample_feed import SampleFeed
 from isthmus.trainer.engine.state_version import has_anchor
@@ -112,6 +113,7 @@ class Peer:
             initial_parameters=site.first_parameters,
             on_exchanged=lambda key, stats: chronicle.emit(exchanged(key, stats)),
             keeper=holdings.durability,
+            tells_speed=plan.steps_may_differ and not config.members.equal_steps,
         )
         self._values = WorkerValues(
             pool=site.pool,
@@ -126,7 +128,10 @@ class Peer:
         )
         self._overseer = PeerOverseer(start, chronicle, communicator, holdings=holdings, site=site, values=self._values)
         self.farewell = Farewell(self.donor)
-        self._observer = _Observer(start, chronicle, bouncer, holdings, self._overseer, self.farewell)
+        self._progress = Progress(plan, total_steps=pace_of(config).total_inner_steps)
+        if holdings.certificate is not None:
+            self._progress.certified(holdings.certificate)
+        self._observer = _Observer(start, chronicle, bouncer, holdings, self._progress, self._overseer, self.farewell)
 
     async def run(self) -> Finish:
         """Join, train, and end; returns exit code and reason.
@@ -222,10 +227,12 @@ class Peer:
             plan=self._plan,
             values=self._values,
             feed=feed,
+            progress=self._progress,
             terms=LoopTerms(
                 batch_size=config.inner.batch_size,
                 outer_steps=config.run.outer_steps,
                 patience=config.members.patience,
+                follows_speed=not config.members.equal_steps,
             ),
             overseer=self._overseer,
         )
@@ -239,6 +246,7 @@ class _Observer:
     chronicle: Chronicle
     bouncer: Bouncer
     holdings: Holdings
+    progress: Progress
     overseer: PeerOverseer
     farewell: "Farewell"
     feed: SampleFeed = field(init=False)
@@ -253,6 +261,7 @@ class _Observer:
                 self.bouncer.heard(trust)
             case CertificateKept(certificate=certificate):
                 self.holdings.certified(certificate)
+                self.progress.certified(certificate)
             case ViewInstalled(members=members) if not self.overseer.num_rounds:
                 present, wanted = len(members), self.start.config.members.start_peers
                 if present < wanted:

@@ -175,11 +175,11 @@ class InnerLoop:
         """Let the text of a later step be made ready, beside what is computed now."""
         self._loader.prefetch([batch for batch in self._micro_batches(indices) if batch])
 
-    def step(self, indices: Sequence[int], inner_step: int) -> StepResult:
+    def step(self, indices: Sequence[int], inner_step: int, position: float | None = None) -> StepResult:
         """One inner step on the peer's batch, to its end. Arguments and errors as for `backward` and `update`."""
-        return self.begin_step(indices, inner_step).result()
+        return self.begin_step(indices, inner_step, position).result()
 
-    def begin_step(self, indices: Sequence[int], inner_step: int) -> PendingStep:
+    def begin_step(self, indices: Sequence[int], inner_step: int, position: float | None = None) -> PendingStep:
         """The same, without waiting for the device.
 
         Raises:
@@ -188,11 +188,11 @@ class InnerLoop:
         gradient = self._compute(indices, inner_step)
         if not self._can_skip:
             require_finite(gradient)
-            return self._apply(gradient)
+            return self._apply(gradient, position)
         is_broken = (~torch.isfinite(gradient.numbers).all()).float()
         self._optimizer.found_inf = is_broken  # type: ignore[attr-defined]
         try:
-            return self._apply(gradient)
+            return self._apply(gradient, position)
         finally:
             del self._optimizer.found_inf  # type: ignore[attr-defined]
 
@@ -214,11 +214,13 @@ class InnerLoop:
         self._gradient = gradient
         return loss, gradient.num_tokens
 
-    def update(self, inner_step: int) -> StepResult:
+    def update(self, inner_step: int, position: float | None = None) -> StepResult:
         """Let the inner optimizer use the gradient that is there. Who starts in the middle of a run warms up as it did.
 
         Args:
             inner_step: of the backward before.
+            position: where the run is before this step, in planned inner steps: what the learning rate follows. None:
+                as far as `inner_step` says.
 
         Raises:
             TrainingFault: a gradient that was loaded is not finite; the parameters are as before.
@@ -231,7 +233,7 @@ class InnerLoop:
         if not gradient.is_own and not math.isfinite(norm := float(self._clip(None))):
             self._optimizer.zero_grad()
             fail(f"inner step {inner_step}: norm of the peers' common gradient {norm}")
-        return self._apply(gradient).result()
+        return self._apply(gradient, position).result()
 
     def _compute(self, indices: Sequence[int], inner_step: int) -> Gradient:
         """The clipped gradient of the batch into `.grad`; nobody has looked at it yet."""
@@ -255,11 +257,12 @@ class InnerLoop:
             data_s=data_s,
         )
 
-    def _apply(self, gradient: Gradient) -> PendingStep:
+    def _apply(self, gradient: Gradient, position: float | None) -> PendingStep:
         """Let the inner optimizer use it."""
         # Who comes in the middle of a run has no moments yet: its first steps would be as long as they are arbitrary.
         warm = warmup(self.own_steps, self._warmup_steps)
-        lr = self._peak_lr * min(self._schedule(gradient.inner_step - 1), warm)
+        position = gradient.inner_step - 1.0 if position is None else position
+        lr = self._peak_lr * min(self._schedule(position), warm)
         self.own_steps += 1
         set_lr(self._optimizer, lr)
         self._optimizer.step()

@@ -31,6 +31,7 @@ MAX_STEP_SAMPLES = 1 << 16
 _QUEUE_LENGTH = 64
 
 Natural = Annotated[int, Meta(ge=0)]
+Position = Annotated[float, Meta(ge=0.0)]
 Text = Annotated[str, Meta(max_length=8192)]
 Kind = Annotated[str, Meta(min_length=1, max_length=64)]
 """What is moved: "param", "grad", or what the inner optimizer keeps for each parameter, by its own name ("exp_avg")."""
@@ -63,7 +64,10 @@ class Load(_Message, frozen=True, kw_only=True):
 
 class _Batch(_Message, frozen=True, kw_only=True):
     inner_step: Annotated[int, Meta(ge=1)]
-    """Number of this step in the run's global count, from 1; the learning rate follows from it."""
+    """Number of this step in the run's global count, from 1."""
+    position: Position
+    """Where the run is before this step, in planned inner steps, by the tokens it has committed: what the learning rate
+    follows (engine/progress.py)."""
     indices: Annotated[tuple[Natural, ...], Meta(min_length=1, max_length=MAX_STEP_SAMPLES)]
     """The peer's whole batch; every worker picks its share."""
 
@@ -81,6 +85,8 @@ class Update(_Message, frozen=True, kw_only=True):
 
     inner_step: Annotated[int, Meta(ge=1)]
     """Of the backward before."""
+    position: Position
+    """As for the backward; others may have committed meanwhile."""
 
 
 class Store(_Message, frozen=True, kw_only=True):

@@ -142,7 +142,14 @@ class WorkerPool:
 
     # ------------------------------------------------------------------------------------------- requests
 
-    async def step(self, indices: Sequence[int], *, inner_step: int, timeout_s: float | None = None) -> ipc.StepDone:
+    async def step(
+        self,
+        indices: Sequence[int],
+        *,
+        inner_step: int,
+        position: float | None = None,
+        timeout_s: float | None = None,
+    ) -> ipc.StepDone:
         """Train one inner step on a batch: `backward` and `update` in one request.
 
         Two steps may be under way; they are trained in the order of the calls. If the caller stops waiting, the step
@@ -151,6 +158,7 @@ class WorkerPool:
         Args:
             indices: samples, 1 to 65536 of them.
             inner_step: global number of the step, from 1.
+            position: where the run is before it, which the learning rate follows; None: as far as that number says.
             timeout_s: instead of what follows from the pace.
 
         Returns:
@@ -159,26 +167,44 @@ class WorkerPool:
         Raises:
             TrainingFault, WorkerDied, WorkerStalled: the pool is broken.
         """
-        request = ipc.Step(serial=self._link.next_serial(), inner_step=inner_step, indices=_batch(indices))
+        request = ipc.Step(
+            serial=self._link.next_serial(),
+            inner_step=inner_step,
+            position=_position(inner_step, position),
+            indices=_batch(indices),
+        )
         return _slowest(await self._ask(request, ipc.StepDone, timeout_s))
 
     async def backward(
-        self, indices: Sequence[int], *, inner_step: int, timeout_s: float | None = None
+        self,
+        indices: Sequence[int],
+        *,
+        inner_step: int,
+        position: float | None = None,
+        timeout_s: float | None = None,
     ) -> ipc.BackwardDone:
         """Compute the loss and the clipped gradient on a batch, and leave it there: `store(kind="grad")` reads it.
 
         Arguments and errors as for `step`. What was left there before is forgotten.
         """
-        request = ipc.Backward(serial=self._link.next_serial(), inner_step=inner_step, indices=_batch(indices))
+        request = ipc.Backward(
+            serial=self._link.next_serial(),
+            inner_step=inner_step,
+            position=_position(inner_step, position),
+            indices=_batch(indices),
+        )
         return (await self._ask(request, ipc.BackwardDone, timeout_s))[0]
 
-    async def update(self, *, inner_step: int, timeout_s: float | None = None) -> ipc.StepDone:
+    async def update(
+        self, *, inner_step: int, position: float | None = None, timeout_s: float | None = None
+    ) -> ipc.StepDone:
         """Let the inner optimizer use the gradient that is there now, once for each `backward`.
 
         One that came by `load(kind="grad")` is not clipped again. Loss and norm are those of the backward pass.
         Arguments, answer and errors as for `step`.
         """
-        request = ipc.Update(serial=self._link.next_serial(), inner_step=inner_step)
+        position = _position(inner_step, position)
+        request = ipc.Update(serial=self._link.next_serial(), inner_step=inner_step, position=position)
         return _slowest(await self._ask(request, ipc.StepDone, timeout_s))
 
     async def load(
@@ -423,6 +449,10 @@ def num_cpus() -> int:
 
 def _spans(ranges: Sequence[slice]) -> tuple[ipc.Span, ...]:
     return tuple((part.start, part.stop) for part in ranges)
+
+
+def _position(inner_step: int, position: float | None) -> float:
+    return inner_step - 1.0 if position is None else position
 
 
 def _batch(indices: Sequence[int]) -> tuple[int, ...]:

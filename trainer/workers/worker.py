@@ -130,7 +130,7 @@ class _Server:
                     self._channel.send(self._answer(request))
 
     def _begin(self, request: ipc.Step) -> None:
-        self._begun.append((request, self._inner_loop.begin_step(request.indices, request.inner_step)))
+        self._begun.append((request, self._inner_loop.begin_step(request.indices, request.inner_step, request.position)))
         if isinstance(following := self._channel.look_ahead(), ipc.Step | ipc.Backward):
             self._inner_loop.prefetch(following.indices)
 
@@ -165,7 +165,7 @@ class _Server:
                 loss, num_tokens = inner_loop.backward(request.indices, request.inner_step)
                 return ipc.BackwardDone(serial=request.serial, loss=loss, num_tokens=num_tokens)
             case ipc.Update():
-                return _done(request, inner_loop.update(request.inner_step))
+                return _done(request, inner_loop.update(request.inner_step, request.position))
             case ipc.Evaluate():
                 return ipc.Evaluated(serial=request.serial, loss=inner_loop.evaluate())
             case _:

@@ -22,6 +22,7 @@ from isthmus.elastic.state.digest import Hasher
 from isthmus.optim.outer import PARAM, Outer
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.engine.moments import Moments
+from isthmus.trainer.engine.progress import Progress
 from isthmus.trainer.engine.sample_feed import SampleFeed
 from isthmus.trainer.engine.state_version import has_anchor
 from isthmus.trainer.engine.training_loop import LoopTerms, RoundReport, TrainingLoop
@@ -56,20 +57,20 @@ class Pool:
         for place in ranges or (slice(0, TABLE.numel),):
             self._mailbox[place] = self._rows.tensors[kind][self._row][place]
 
-    async def step(self, indices: Sequence[int], *, inner_step: int) -> StepDone:
+    async def step(self, indices: Sequence[int], *, inner_step: int, position: float) -> StepDone:
         await asyncio.sleep(0)
         self._num_steps += 1
         self._rows.backward([self._row], [self._num_steps])
         self._rows.update([self._row], [self._num_steps])
         return step_done(inner_step, len(indices))
 
-    async def backward(self, indices: Sequence[int], *, inner_step: int) -> BackwardDone:
+    async def backward(self, indices: Sequence[int], *, inner_step: int, position: float) -> BackwardDone:
         await asyncio.sleep(0)
         self._num_steps += 1
         self._rows.backward([self._row], [self._num_steps])
         return BackwardDone(serial=1, loss=float(inner_step), num_tokens=len(indices))
 
-    async def update(self, *, inner_step: int) -> StepDone:
+    async def update(self, *, inner_step: int, position: float) -> StepDone:
         await asyncio.sleep(0)
         self._rows.update([self._row], [self._num_steps])
         return step_done(inner_step, BATCH)
@@ -141,7 +142,8 @@ class Peer:
             plan=plan,
             values=self.values,
             feed=self.feed,
-            terms=LoopTerms(batch_size=BATCH, outer_steps=coordinator.outer_steps, patience=1e9),
+            progress=Progress(plan, total_steps=plan.inner_step(coordinator.outer_steps)),
+            terms=LoopTerms(batch_size=BATCH, outer_steps=coordinator.outer_steps, patience=1e9, follows_speed=False),
             overseer=self,
         )
 

@@ -33,6 +33,7 @@ from isthmus.optim.outer_plan import OuterPlan
 from isthmus.optim.streaming import Streaming
 from isthmus.trainer.engine.moments import Moments
 from isthmus.trainer.engine.outer_state import OuterState, RoundOutcome
+from isthmus.trainer.engine.progress import Progress
 from isthmus.trainer.engine.round_exchange import Payload
 from isthmus.trainer.engine.sample_feed import SampleFeed
 from isthmus.trainer.engine.training_loop import LoopTerms, RoundReport, TrainingLoop
@@ -82,9 +83,13 @@ class Runner:
     payloads: Sequence[Payload] = ()
     outcomes: tuple[RoundOutcome, ...] = ()
     own_weights: tuple[float, ...] = (1.0,)
+    speeds: tuple[float, ...] = ()
+    told: list[float] = field(default_factory=list)
+    """What this peer has told of its own speed."""
 
-    def offer(self, payloads: Sequence[Payload]) -> None:
+    def offer(self, payloads: Sequence[Payload], *, planned_s: float) -> None:
         self.payloads = payloads
+        self.told.append(planned_s)
 
 
 @dataclass
@@ -142,7 +147,8 @@ class Pool:
                 self.emitted.clear()
             await self.rig.wait()
 
-    async def step(self, indices: tuple[int, ...], *, inner_step: int) -> StepDone:
+    async def step(self, indices: tuple[int, ...], *, inner_step: int, position: float) -> StepDone:
+        assert position == inner_step - 1, "nobody tells of commits here"
         self._num_steps += 1
         self.most_steps = max(self.most_steps, self._num_steps)
         try:
@@ -253,7 +259,8 @@ class Rig:
             plan=self.plan,
             values=self.values,
             feed=self.feed,
-            terms=LoopTerms(batch_size=BATCH, outer_steps=outer_steps, patience=patience),
+            progress=Progress(self.plan, total_steps=self.plan.inner_step(outer_steps)),
+            terms=LoopTerms(batch_size=BATCH, outer_steps=outer_steps, patience=patience, follows_speed=True),
             overseer=self.overseer,
         )
 

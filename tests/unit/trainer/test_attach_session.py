@@ -17,7 +17,7 @@ from isthmus.trainer.workers import ipc
 from isthmus.trainer.workers.channel import DaemonGone
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 
-STEP = ipc.Step(serial=3, inner_step=41, indices=(10, 11, 12, 13, 14))
+STEP = ipc.Step(serial=3, inner_step=41, position=41.5, indices=(10, 11, 12, 13, 14))
 
 
 class Script:
@@ -112,8 +112,8 @@ def test_what_a_load_says_of_the_optimizer_holds(opened: Opener) -> None:
 
 
 def test_a_step_in_two_halves_lets_the_gradient_be_replaced_between_them(opened: Opener) -> None:
-    halves = (ipc.Backward(serial=1, inner_step=1, indices=(0,)), ipc.Load(serial=2, kind="grad"))
-    session, around = opened(*halves, ipc.Update(serial=3, inner_step=1), ipc.Stop(serial=4))
+    halves = (ipc.Backward(serial=1, inner_step=1, position=1.5, indices=(0,)), ipc.Load(serial=2, kind="grad"))
+    session, around = opened(*halves, ipc.Update(serial=3, inner_step=1, position=1.5), ipc.Stop(serial=4))
     around.optimizer.param_groups[0].update(weight_decay=0.0)
     before = around.model.weight.detach().clone()
     around.mailbox.fill_(-1.0)
@@ -128,7 +128,7 @@ def test_a_closure_is_welcome_unless_gradients_are_exchanged(opened: Opener) -> 
     session, around = opened(STEP, ipc.Stop(serial=4))
     around.optimizer.step(lambda: _train(around))
     assert session.is_over
-    _, around = opened(ipc.Backward(serial=1, inner_step=1, indices=(0,)))
+    _, around = opened(ipc.Backward(serial=1, inner_step=1, position=1.5, indices=(0,)))
     for call in (lambda: around.optimizer.step(lambda: 0.0), lambda: around.optimizer.step(closure=lambda: 0.0)):
         with pytest.raises(ValueError, match="without a closure"):
             call()

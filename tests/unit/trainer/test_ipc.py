@@ -13,9 +13,9 @@ REQUESTS = [
     ipc.Load(serial=1, spans=((0, 4), (9, 12)), keep=0.5, reset_optimizer=True),
     ipc.Load(serial=2),
     ipc.Load(serial=2, kind="exp_avg_sq", own_steps=7),
-    ipc.Step(serial=3, inner_step=7, indices=(5, 6, 2**40)),
-    ipc.Backward(serial=3, inner_step=7, indices=(5,)),
-    ipc.Update(serial=3, inner_step=7),
+    ipc.Step(serial=3, inner_step=7, position=7.5, indices=(5, 6, 2**40)),
+    ipc.Backward(serial=3, inner_step=7, position=7.5, indices=(5,)),
+    ipc.Update(serial=3, inner_step=7, position=7.5),
     ipc.Store(serial=4, spans=((3, 3),), kind="grad"),
     ipc.Evaluate(serial=5),
     ipc.Stop(serial=6),
@@ -55,12 +55,20 @@ def test_a_reply_reads_back_as_itself(reply: ipc.Reply) -> None:
         {"type": "Load", "serial": 1, "kind": "m" * 65},
         {"type": "Load", "serial": 1, "own_steps": -1},
         {"type": "Store", "serial": 1, "kind": None},
-        {"type": "Update", "serial": 1, "inner_step": 0},
-        {"type": "Backward", "serial": 1, "inner_step": 1, "indices": []},
-        {"type": "Step", "serial": 1, "inner_step": 0, "indices": [1]},
-        {"type": "Step", "serial": 1, "inner_step": 1, "indices": []},
-        {"type": "Step", "serial": 1, "inner_step": 1, "indices": [-1]},
-        {"type": "Step", "serial": 1, "inner_step": 1, "indices": list(range(ipc.MAX_STEP_SAMPLES + 1))},
+        {"type": "Update", "serial": 1, "inner_step": 0, "position": 0.5},
+        {"type": "Backward", "serial": 1, "inner_step": 1, "position": 0.5, "indices": []},
+        {"type": "Step", "serial": 1, "inner_step": 0, "position": 0.5, "indices": [1]},
+        {"type": "Step", "serial": 1, "inner_step": 1, "position": 0.5, "indices": []},
+        {"type": "Step", "serial": 1, "inner_step": 1, "position": 0.5, "indices": [-1]},
+        {"type": "Step", "serial": 1, "inner_step": 1, "position": -0.5, "indices": [1]},
+        {"type": "Step", "serial": 1, "inner_step": 1, "indices": [1]},
+        {
+            "type": "Step",
+            "serial": 1,
+            "inner_step": 1,
+            "position": 0.5,
+            "indices": list(range(ipc.MAX_STEP_SAMPLES + 1)),
+        },
         {"type": "Stored", "serial": 1},
         {"type": "Reboot", "serial": 1},
         {"serial": 1},
@@ -82,13 +90,14 @@ def test_broken_bytes_are_refused(wire: bytes) -> None:
 def test_messages_over_the_limit_are_refused_on_both_ends() -> None:
     indices = tuple(2**62 + number for number in range(ipc.MAX_MESSAGE_NBYTES // 9 + 1))
     with pytest.raises(ValueError, match="over the limit"):
-        ipc.encode(ipc.Step(serial=1, inner_step=1, indices=indices))
+        ipc.encode(ipc.Step(serial=1, inner_step=1, position=1.5, indices=indices))
     with pytest.raises(ipc.MalformedMessage):
         ipc.decode_reply(b"\x00" * (ipc.MAX_MESSAGE_NBYTES + 1))
 
 
 def test_the_largest_step_fits() -> None:
-    step = ipc.Step(serial=1, inner_step=1, indices=tuple(2**62 + number for number in range(ipc.MAX_STEP_SAMPLES)))
+    indices = tuple(2**62 + number for number in range(ipc.MAX_STEP_SAMPLES))
+    step = ipc.Step(serial=1, inner_step=1, position=0.5, indices=indices)
     assert ipc.decode_request(ipc.encode(step)) == step
 
 

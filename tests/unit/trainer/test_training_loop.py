@@ -8,8 +8,6 @@ import pytest
 
 from isthmus.elastic.errors import NotAMember
 from isthmus.elastic.state.digest import Hasher
-from isthmus.optim.diloco import DiLoCo
-from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.engine.waiting import Patience
 from isthmus.trainer.errors import TrainingFault
 from tests.unit.trainer.loop_rig import BATCH, INNER_STEPS, Happening, Rig
@@ -134,14 +132,11 @@ async def test_who_keeps_the_others_waiting_for_long_hands_in_what_it_has(hasher
 
 def test_patience_begins_anew_when_the_others_have_ceased_to_wait() -> None:
     now, others_wait = 0.0, True
-    plan = OuterPlan(DiLoCo(inner_steps=INNER_STEPS))
-    patience = Patience(plan, 0.5, lambda: others_wait, clock=lambda: now)
-    patience.trained(2.0)
-    patience.emitted()
+    patience = Patience(0.5, lambda _outer_step: 6.0, lambda: others_wait, clock=lambda: now)
     looks = []
     for now, others_wait in ((1.0, True), (3.0, True), (3.5, False), (5.0, True), (8.0, True), (8.1, True)):  # noqa: B007
-        looks.append(patience.is_over(1, has_work=True))
-    assert looks == [False] * 5 + [True], "half of three steps of two seconds"
+        looks.append(patience.is_over(2, has_work=True))
+    assert looks == [False] * 5 + [True], "half of the six seconds that a round's own work takes"
 
 
 async def test_samples_of_a_lost_membership_are_trained_again_by_whoever_gets_them(hasher: Hasher) -> None:
