@@ -127,7 +127,7 @@ def test_of_a_qwen_s_adapters_nothing_else_is_exchanged(tmp_path: Path) -> None:
         run.wait_for_ticket()
         stranger, without = run.join("--node.model", str(tmp_path / "other")), run.join("--node.model", "/nowhere")
         refused, lacking = stranger.outcome(), without.outcome()
-        joiner = run.join("--node.model", str(copy))
+        joiner = run.join("--node.model", str(copy), "--local-workers", "2")  # each has a part of what is frozen
         assert run.until_ended(founder, joiner) == [0, 0], run.story()
         assert len(assert_same_commits(founder, joiner)) == STEPS
         audited(run, founder, joiner)

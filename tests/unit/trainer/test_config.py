@@ -97,7 +97,9 @@ def test_every_known_key_has_an_origin() -> None:
     of_methods = {key for key, tags in KNOWN_KEYS.items() if "diloco" not in tags.get("outer", {"diloco"})}
     assert {f"outer.{name}" for name in ("num_fragments", "pattern", "delay", "keep", "topk")} < of_methods
     others = {"inner.momentum", "inner.omegas", "inner.schedule.decay_steps", "inner.states", "model.parameters"}
-    assert set(KNOWN_KEYS) - set(config.origins) == others | of_methods
+    of_hugging_face = {key for key, tags in KNOWN_KEYS.items() if tags.get("model") == {"hf"}}
+    assert {"model.path", "model.freeze", "model.lora.rank", "model.weights_digest"} < of_hugging_face
+    assert set(KNOWN_KEYS) - set(config.origins) == others | of_methods | of_hugging_face
 
 
 def test_the_last_of_two_equal_flags_wins() -> None:

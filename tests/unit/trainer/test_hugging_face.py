@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of transformers as a worker trains them: the same numbers, names and buffers, and nothing but what is trained."""
+"""Models of transformers as a worker trains them: the same numbers, names and buffers; only what is trained moves."""
 
 import json
 import math
@@ -158,6 +158,22 @@ def test_a_training_step_moves_only_what_is_trained(tmp_path: Path, mesh: Device
     assert not torch.equal(mailbox, first)
 
 
+def test_with_bf16_what_is_frozen_is_kept_in_it_and_what_is_trained_is_not(tmp_path: Path, mesh: DeviceMesh) -> None:
+    reference = tiny_model("llama", tmp_path)
+    config = described(tmp_path, lora=LORA)
+    model = sharded_model(config, mesh=mesh, precision="bf16")
+    table = FragmentTable.from_named_shapes(config.named_shapes())
+    ShardMap.build(model.trained_parameters(), table).read(config.initial_parameters(0), (), keep=0.0)
+    assert {one.dtype for one in model.parameters() if not one.requires_grad} == {torch.bfloat16}
+    assert {one.dtype for _, one in model.trained_parameters()} == {torch.float32}
+    loss = model(TOKENS, TARGETS)
+    with torch.no_grad():
+        expected = F.cross_entropy(reference(TOKENS).logits.flatten(0, 1), TARGETS.flatten())
+    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0.0)
+    loss.backward()
+    assert {one.grad.dtype for _, one in model.trained_parameters() if one.grad is not None} == {torch.float32}
+
+
 def test_the_first_parameters_are_the_folders_and_adapters_follow_from_the_seed(tmp_path: Path) -> None:
     reference = tiny_model("llama", tmp_path)
     flat = torch.cat([one.detach().flatten() for one in reference.parameters()])
@@ -244,7 +260,7 @@ def test_weights_that_are_not_the_models_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.norm\.weight has the shape \(31,\), not \(32,\)"):
         described(tmp_path).initial_parameters(0)
     save_file({name: one for name, one in whole.items() if name != "model.norm.weight"}, weights)
-    with pytest.raises(ConfigError, match="are not of its config.json"):
+    with pytest.raises(ConfigError, match=r"are not of its config\.json"):
         described(tmp_path).initial_parameters(0)
     weights.write_bytes(b"no safetensors")
     with pytest.raises(ConfigError, match="not safetensors"):

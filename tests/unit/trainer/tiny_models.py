@@ -26,7 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma": _SMALL | {"head_dim": 8},
     "gemma2": _SMALL | {"head_dim": 8, "sliding_window": 16},
     "qwen3_moe": _SMALL
-    | {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1},
+    | {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {
         "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 256, "bos_token_id": None,
         "eos_token_id": None, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
