@@ -16,7 +16,6 @@ that does not fit the others. A shard is mapped, never read as a whole.
 Errors: `DataError` (2); `IntegrityError` (9) for a part that is not what the index says.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,9 +255,3 @@ def _require_size(path: Path, index: Index, shard: ShardEntry) -> None:
 def dtype_of(vocab_size: int) -> TokenType:
     """The smallest type that holds all tokens."""
     return "uint8" if vocab_size <= 1 << 8 else "uint16" if vocab_size <= 1 << 16 else "uint32"
-
-
-@functools.lru_cache(maxsize=64)
-def cached_tokens(path: Path, index: Index, shard: ShardEntry) -> TokenArray:
-    """As `tokens_of`; the maps used last stay open."""
-    return tokens_of(path, index, shard)

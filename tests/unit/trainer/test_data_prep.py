@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -81,12 +82,17 @@ def test_the_number_of_processes_changes_nothing(tmp_path: Path) -> None:
         require_part(tmp_path / "out3" / shard.name, shard.digest)
 
 
+@pytest.mark.timeout(400)
 def test_what_is_killed_goes_on_with_the_lots_that_are_left(tmp_path: Path) -> None:
-    source = write_parquet(tmp_path / "rows.parquet", real_documents(9_000_000), rows=20)
-    arguments = ["data", "prep", str(source), "--shard-size", "256KiB", "--jobs", "1", "--train-tokenizer", "400"]
+    source = tmp_path / "sources"
+    source.mkdir()
+    texts = list(real_documents(2_000_000))
+    for number in range(16):
+        write_parquet(source / f"{number}.parquet", texts[number::16])
+    arguments = ["data", "prep", str(source), "--shard-size", "16KiB", "--jobs", "1", "--train-tokenizer", "400"]
     command = [sys.executable, "-P", "-m", "isthmus.trainer.cli", *arguments]
     with subprocess.Popen([*command, "--out", str(tmp_path / "out")], start_new_session=True) as process:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 200
         while not (done := sorted((tmp_path / "out" / "work").glob("lot-*.json"))):
             assert process.poll() is None, "it was too quick"
             assert time.monotonic() < deadline
@@ -173,7 +179,10 @@ def test_a_folder_that_was_begun_otherwise_or_holds_another_text_is_refused(tmp_
     source, other = (write_jsonl(tmp_path / f"{name}.jsonl", documents(50)) for name in ("one", "other"))
     text = prepared(tmp_path / "out", source)
     assert prepared(tmp_path / "out", source).digest == text.digest, "it is whole already"
-    with pytest.raises(DataError, match="another prepared text"):
+    for changed in ({"validation_fraction": 0.2}, {"shard_nbytes": 2 * SMALL}):
+        with pytest.raises(DataError, match="prepared from other sources or otherwise"):
+            prepared(tmp_path / "out", source, **changed)
+    with pytest.raises(DataError, match="prepared from other sources or otherwise"):
         prepared(tmp_path / "out", other)
     (tmp_path / "begun" / "work").mkdir(parents=True)
     (tmp_path / "begun" / "work" / "plan.json").write_text("{}")
@@ -183,6 +192,34 @@ def test_a_folder_that_was_begun_otherwise_or_holds_another_text_is_refused(tmp_
     shard.write_bytes(b"x" + shard.read_bytes()[1:])
     with pytest.raises(IntegrityError, match="is damaged"):
         require_part(shard, text.index.train[0].digest)
+
+
+def test_the_command_says_what_it_has_made_and_names_mistakes_in_its_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    web, code = (write_jsonl(tmp_path / f"{name}.jsonl", documents(100, seed=len(name))) for name in ("web", "code"))
+    command = ["data", "prep", str(web), str(code), "--out", str(tmp_path / "out"), "--weight", "code=2", "--jobs", "1"]
+    assert run([*command, "--validation-fraction", "0.1"]) == ExitCode.DONE
+    said = capsys.readouterr()
+    assert said.out.startswith("200 documents, ")
+    assert said.out.endswith(f"isthmus up --data {tmp_path / 'out'}\n")
+    assert said.err == "", "no bar where there is no terminal"
+    assert run([*command, "--validation-fraction", "0.1", "--json"]) == ExitCode.DONE
+    report = msgspec.json.decode(capsys.readouterr().out)
+    assert report["schema"] == "isthmus.data/1"
+    assert report["digest"] == load_prepared(tmp_path / "out").digest
+    assert [source["weight"] for source in report["sources"]] == [1.0, 2.0]
+    for flags, sentence in (
+        (["--weight", "books=2"], "names no source"),
+        (["--weight", "code=0"], "is no number from 0 to 1000"),
+        (["--train-tokenizer", "100"], "is no size of a vocabulary"),
+        (["--shard-size", "1"], "too small or too large"),
+        (["--validation-fraction", "1"], "must lie between 0 and 1"),
+        (["--train-tokenizer", "1k", "--tokenizer", "x.json"], "exclude each other"),
+        (["--tokenizer", str(web)], "is no tokenizer.json"),
+    ):
+        assert run([*command, *flags]) == ExitCode.USAGE
+        assert sentence in capsys.readouterr().err
 
 
 def test_progress_reaches_the_whole(tmp_path: Path) -> None:

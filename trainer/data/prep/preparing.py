@@ -4,6 +4,7 @@
     <out>/work/plan.json         what it is made of; another one is refused
     <out>/work/lot-000000.json   the record of a lot that is done
     <out>/work/threshold.json    where so little was read that none or all of it would be held out
+    <out>/plan.digest            of the plan, when all is done
     <out>/index.json             comes last: there is a text when it is there
 
 Rules: the outcome follows from sources and settings alone, not from the number of processes, nor from how often it was
@@ -15,6 +16,7 @@ Errors: `DataError`, `ConfigError` (2), `EnvironmentFault` (3).
 
 import contextlib
 import fcntl
+import hashlib
 import math
 import os
 import shutil
@@ -45,6 +47,7 @@ from isthmus.trainer.errors import EnvironmentFault
 from isthmus.trainer.files import write_atomically
 
 _WORK: Final = "work"
+_PLAN_DIGEST: Final = "plan.digest"
 _MODE: Final = 0o644
 """Of files that others may read: a text is no secret of a run."""
 _SHARDS_A_LOT: Final = 4
@@ -114,12 +117,13 @@ def prepare(settings: Settings, tell: Callable[[Progress], None]) -> PreparedTex
     out, work = settings.out, settings.out / _WORK
     with _disk_errors(out):
         if is_prepared(out):
-            return _whole(settings, plan)
+            return _whole(out, plan)
         work.mkdir(parents=True, exist_ok=True)
         with _alone(work):
             _begin(work, plan)
             _make_tokenizer(settings, plan, tell)
             records = _records(settings, plan, tell)
+            write_atomically(out / _PLAN_DIGEST, _digest_of(plan), mode=_MODE)
             _write_index(settings, plan, records)
             shutil.rmtree(work)
     return load_prepared(out)
@@ -146,16 +150,21 @@ def _plan_of(settings: Settings) -> _Plan:
     )
 
 
-def _whole(settings: Settings, plan: _Plan) -> PreparedText:
-    """The text that is there, if it is the one that is wanted; as far as its index can tell."""
-    text = load_prepared(settings.out)
-    weights = tuple(source.weight for source in text.index.sources)
-    names = [source.name for source in text.index.sources]
-    if names != _names(settings) or weights != plan.weights:
+def _whole(out: Path, plan: _Plan) -> PreparedText:
+    """The text that is there, if it is the one that is wanted."""
+    made = out / _PLAN_DIGEST
+    if not made.exists() or made.read_bytes() != _digest_of(plan):
         raise DataError(
-            settings.out, "holds another prepared text", cure="name another folder with --out, or delete this one"
+            out,
+            "holds a text that was prepared from other sources or otherwise",
+            cure="name another folder with --out, or delete this one",
         )
-    return text
+    shutil.rmtree(out / _WORK, ignore_errors=True)  # of a start that ended before it was cleared away
+    return load_prepared(out)
+
+
+def _digest_of(plan: _Plan) -> bytes:
+    return hashlib.blake2b(msgspec.json.encode(plan), digest_size=32).hexdigest().encode()
 
 
 def _names(settings: Settings) -> list[str]:
