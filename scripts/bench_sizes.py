@@ -64,7 +64,7 @@ class Size:
     """How large a peer is: its workers, and the share of the time that they get."""
 
     name: str
-    share: float = 0.5
+    share: float = 0.2
     flags: tuple[str, ...] = ()
 
 
@@ -72,7 +72,7 @@ EQUAL = tuple(Size(name=f"equal {number}") for number in range(3))
 DIFFERENT = (
     Size(name="1 worker"),
     Size(name="2 workers", flags=("--node.local-workers", "2")),
-    Size(name="half the time", share=0.25),
+    Size(name="half the time", share=0.1),
 )
 
 

@@ -3,10 +3,17 @@
 
 import pytest
 
+from isthmus.optim import outer_types
+from isthmus.optim.data_parallel import DataParallel
 from isthmus.optim.diloco import DiLoCo
-from isthmus.optim.fragments import FragmentKey
-from isthmus.optim.outer import Op, Round
+from isthmus.optim.error_feedback import ErrorFeedback
+from isthmus.optim.fragments import FragmentKey, FragmentTable
+from isthmus.optim.outer import GRAD, Op, Round
 from isthmus.optim.outer_plan import OuterPlan
+from isthmus.optim.registry import outer_from_config
+from isthmus.optim.run_facts import RunFacts
+
+RUN = RunFacts(num_peers=2, outer_steps=10, peak_lr=1e-3)
 
 
 @pytest.mark.parametrize("inner_steps", [1, 4, 500])
@@ -55,3 +62,23 @@ def test_a_method_without_rounds_is_told_so() -> None:
 
     with pytest.raises(ValueError, match="plans no round"):
         OuterPlan(Alone()).rounds(1)
+
+
+@pytest.mark.parametrize("name", outer_types())
+def test_workers_may_leave_inner_steps_out_unless_each_exchanges_its_gradient(name: str) -> None:
+    table = FragmentTable.from_named_shapes([(f"layers.{number}.weight", (8, 8)) for number in range(4)])
+    settings = {"inner_steps": 4} if name not in ("data_parallel", "demo") else {}
+    outer = outer_from_config({"type": name, **settings}).fitted(table, RUN)
+    kinds = {fragment.kind for fragment in outer.fragments(table)}
+    assert OuterPlan(outer).steps_may_differ == outer.steps_may_differ == (GRAD not in kinds)
+    assert ErrorFeedback(outer=outer).steps_may_differ == outer.steps_may_differ
+
+
+def test_a_method_of_gradients_that_lets_steps_differ_is_refused() -> None:
+    class Careless(DataParallel):
+        @property
+        def steps_may_differ(self) -> bool:
+            return True
+
+    with pytest.raises(ValueError, match="must say that inner steps may not differ"):
+        OuterPlan(Careless()).rounds(1)

@@ -217,6 +217,7 @@ class Rig:
         patience: float = 1e9,
         streaming: Mapping[str, object] | None = None,
         momentum: float = 0.0,
+        follows_speed: bool = True,
     ) -> None:
         self.outer_steps = outer_steps
         self.script = deque(script)
@@ -260,7 +261,7 @@ class Rig:
             values=self.values,
             feed=self.feed,
             progress=Progress(self.plan, total_steps=self.plan.inner_step(outer_steps)),
-            terms=LoopTerms(batch_size=BATCH, outer_steps=outer_steps, patience=patience, follows_speed=True),
+            terms=LoopTerms(batch_size=BATCH, outer_steps=outer_steps, patience=patience, follows_speed=follows_speed),
             overseer=self.overseer,
         )
 

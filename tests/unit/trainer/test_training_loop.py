@@ -130,6 +130,21 @@ async def test_who_keeps_the_others_waiting_for_long_hands_in_what_it_has(hasher
     assert all(BATCH <= num_samples < INNER_STEPS * BATCH for num_samples in later)
 
 
+@pytest.mark.parametrize("follows_speed", [True, False])
+async def test_a_peer_that_is_much_slower_than_another_leaves_steps_out_unless_all_are_to_make_as_many(
+    hasher: Hasher, follows_speed: bool
+) -> None:
+    rig = Rig(hasher, outer_steps=4, follows_speed=follows_speed)
+    rig.runner.speeds = (1e-9,)
+    await rig.run()
+    rig.audit_the_end()
+    first, *later = [len(commit.samples) for commit in rig.commits]
+    assert first == INNER_STEPS * BATCH, "nothing was told before"
+    assert later == [BATCH if follows_speed else INNER_STEPS * BATCH] * 3
+    told = rig.runner.told[1:]
+    assert all(seconds > 0.0 for seconds in told)
+
+
 def test_patience_begins_anew_when_the_others_have_ceased_to_wait() -> None:
     now, others_wait = 0.0, True
     patience = Patience(0.5, lambda _outer_step: 6.0, lambda: others_wait, clock=lambda: now)
