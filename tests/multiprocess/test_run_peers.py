@@ -53,7 +53,7 @@ def test_three_peers_one_with_two_workers_hold_the_same_anchor_after_every_commi
 
 def test_what_a_peer_wrote_down_gives_the_figures_that_its_status_shows_at_its_end(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        flags = ("--peers", "2", "--outer-steps", str(OPEN_END), "--checkpoint.every", "2", "--eval.every", "2")
+        flags = ("--peers", "2", "--outer-steps", str(OPEN_END), "--checkpoint.every", "2", "--eval.every", "1")
         founder = run.found(*flags)
         run.wait_for_ticket()
         other = run.join()

@@ -68,12 +68,14 @@ class Corpus:
         validation: uint8 [num_validation_tokens], never trained on.
         manifest: sizes and chunk digests of both sides.
         description: one line for people.
+        bytes_per_token: of the held-out text, on average.
     """
 
     train: TokenArray
     validation: TokenArray
     manifest: StateManifest
     description: str
+    bytes_per_token: float = 1.0
 
     @classmethod
     def of(cls, train: TokenArray, validation: TokenArray, description: str) -> "Corpus":

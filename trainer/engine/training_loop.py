@@ -84,6 +84,9 @@ class Overseer(Protocol):
     def blocked(self, is_blocked: bool, /) -> None:
         """This peer begins or ceases to stand still for the others."""
 
+    async def idle(self, until: asyncio.Future[None], /) -> None:
+        """The workers stand still until this is done: they may do something else, in parts that do not take long."""
+
     def committed(self, report: RoundReport) -> None:
         """A commit holds payloads of this peer. Told at once."""
 
@@ -194,7 +197,7 @@ class TrainingLoop:
                 await stint.emit(step, self.feed.consumed())
                 self._patience.emitted()
             case Wait():
-                await self._hand_in.stand_still()
+                await self._hand_in.stand_still(self.overseer.idle)
             case Land(outer_step=step, counted=True):
                 report = await stint.land(step)
                 if report is not None:

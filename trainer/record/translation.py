@@ -25,8 +25,10 @@ from isthmus.elastic.observation import (
     view_fields,
 )
 from isthmus.trainer.data.text import FoundText
+from isthmus.trainer.engine.evaluation import Judged
 from isthmus.trainer.engine.training_loop import RoundReport
 from isthmus.trainer.errors import WorkerCrashed, WorkerDiverged
+from isthmus.trainer.model.evaluate import bits_per_byte
 from isthmus.trainer.record import events
 from isthmus.trainer.workers.link import WorkerStalled
 from isthmus.trainer.workers.process import WorkerDied
@@ -142,6 +144,18 @@ def trained(report: RoundReport) -> Event:
         train_s=report.train_s,
         wait_s=report.wait_s,
         world_size=report.view.world_size,
+    )
+
+
+def evaluated(judged: Judged, *, bytes_per_token: float) -> Event:
+    """What the held-out text says about an anchor. A token of it stands for so many bytes."""
+    return events.Evaluate(
+        outer_step=judged.outer_step,
+        loss=judged.loss,
+        bits_per_byte=bits_per_byte(judged.loss, bytes_per_token),
+        tokens=judged.tokens,
+        seconds=judged.seconds,
+        held_s=judged.held_s,
     )
 
 

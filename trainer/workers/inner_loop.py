@@ -30,8 +30,8 @@ from isthmus.trainer.data.corpus import TokenArray
 from isthmus.trainer.data.samples import SampleSource, validation_batches
 from isthmus.trainer.errors import TrainingFault
 from isthmus.trainer.model.decoder import named_shapes, token_loss
-from isthmus.trainer.model.evaluate import evaluate
-from isthmus.trainer.workers.sharded_model import device_of, reshard, sharded_model
+from isthmus.trainer.workers.judge import Judge
+from isthmus.trainer.workers.sharded_model import device_of, sharded_model
 from isthmus.trainer.workers.tensors import WorkerTensors
 
 
@@ -86,7 +86,6 @@ class InnerLoop:
         self._micro_batch = job.micro_batch
         self._seq_len = job.seq_len
         self._samples = SampleSource(train, job.seq_len, job.data_seed)
-        self._validation = validation_batches(validation, job.seq_len, job.eval_batch, job.num_eval_batches)
         self._model = sharded_model(job.model, mesh=mesh, precision=job.precision)
         self._params = list(self._model.parameters())
         self._job = optimizer = job.optimizer
@@ -103,6 +102,8 @@ class InnerLoop:
         self._tensors = WorkerTensors(
             self._model, self._optimizer, FragmentTable.from_named_shapes(named_shapes(job.model))
         )
+        batches = validation_batches(validation, job.seq_len, job.eval_batch, job.num_eval_batches)
+        self._judge = Judge(self._model, self._tensors, batches, mesh)
         self._peak_lr = optimizer.lr
         schedule = job.schedule
         self._schedule = build_schedule(
@@ -122,6 +123,16 @@ class InnerLoop:
     def numel(self) -> int:
         """Elements of the whole flat vector of parameters."""
         return self._tensors.numel
+
+    @property
+    def judge(self) -> Judge:
+        """Says how good the parameters are on held-out text.
+
+        Raises:
+            RuntimeError: they have no values yet.
+        """
+        self._require_weights()
+        return self._judge
 
     def load(
         self,
@@ -247,23 +258,6 @@ class InnerLoop:
     def _fail(self, problem: str) -> NoReturn:
         self._optimizer.zero_grad()
         raise TrainingFault(problem, cure="lower inner.lr or inner.grad_clip, and resume from a checkpoint")
-
-    def evaluate(self) -> float:
-        """Loss in nats per token on the held-out text, the same number on every worker of the peer."""
-        self._require_weights()
-        rank, size = self._mesh.get_local_rank(), self._mesh.size()
-        own = self._validation[rank::size]
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
-        if own:
-            num_tokens = sum(targets.numel() for _, targets in own)
-            totals[0] = evaluate(self._model, own, device=self._device) * num_tokens
-            totals[1] = num_tokens
-        if len(own) < -(-len(self._validation) // size):
-            # Another worker has one batch more, and its forward needs our shards.
-            evaluate(self._model, self._validation[:1], device=self._device)
-        reshard(self._model)
-        dist.all_reduce(totals, group=self._mesh.get_group())
-        return float(totals[0] / totals[1])
 
     def _backward(self, indices: Sequence[int]) -> float:
         """Gradient of the mean loss over the whole batch into `.grad`; returns that loss."""

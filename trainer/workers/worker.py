@@ -116,8 +116,13 @@ def _answer(request: ipc.Question, inner_loop: InnerLoop, mailbox: SharedBuffer)
             return ipc.BackwardDone(serial=request.serial, loss=loss, num_tokens=num_tokens)
         case ipc.Update():
             return _done(request, inner_loop.update(request.inner_step))
+        case ipc.Keep():
+            has_room = inner_loop.judge.keep(mailbox.tensor if request.is_in_mailbox else None)
+            return ipc.Kept(serial=request.serial, has_room=has_room, num_batches=inner_loop.judge.num_batches)
         case ipc.Evaluate():
-            return ipc.Evaluated(serial=request.serial, loss=inner_loop.evaluate())
+            batches = None if request.batches is None else range(*request.batches)
+            loss, num_tokens = inner_loop.judge.evaluate(batches, is_kept=request.is_kept)
+            return ipc.Evaluated(serial=request.serial, loss=loss, num_tokens=num_tokens)
         case _:
             assert_never(request)
 

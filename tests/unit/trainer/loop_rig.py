@@ -38,12 +38,15 @@ from isthmus.trainer.engine.sample_feed import SampleFeed
 from isthmus.trainer.engine.training_loop import LoopTerms, RoundReport, TrainingLoop
 from isthmus.trainer.engine.worker_values import WorkerValues
 from isthmus.trainer.errors import WorkerCrashed
+from isthmus.trainer.workers.ipc import Evaluated, Kept
 from isthmus.trainer.workers.link import WorkerStalled
 from tests.unit.trainer.rig import stage_mean
 
 NUMEL = 64
 BATCH = 2
 INNER_STEPS = 3
+NUM_BATCHES = 3
+"""Of held-out text."""
 TABLE = FragmentTable.from_named_shapes((f"layer{number}", (16,)) for number in range(4))
 ME = PeerRef(PeerId("0" * 16), Incarnation(1))
 
@@ -101,6 +104,11 @@ class Pool:
     """Which request gives no answer, nor does any after it."""
     crash: WorkerCrashed = field(default_factory=lambda: WorkerStalled("step", (0,), 1.0, "hangs"))
     num_hangs: int = 0
+    num_workers: int = 1
+    has_room: bool = True
+    kept: Tensor | None = None
+    judged_at: list[int] = field(default_factory=list)
+    """How many inner steps were done, since it began from the anchor, when held-out text was judged."""
 
     def answer(self) -> None:
         self.hangs_at -= self.hangs_at > 0
@@ -136,6 +144,25 @@ class Pool:
         await self.rig.wait()
         return StepDone(loss=float(inner_step), num_tokens=len(indices))
 
+    async def keep(self, *, is_in_mailbox: bool) -> Kept:
+        await self.rig.wait()
+        self.answer()
+        self.kept = (self.rig.mailbox if is_in_mailbox else self.local).clone() if self.has_room else None
+        return Kept(serial=1, has_room=self.has_room, num_batches=NUM_BATCHES)
+
+    async def evaluate(self, batches: range | None = None, *, is_kept: bool = False) -> Evaluated:
+        """The loss of batch b is the sum of the parameters plus b; batches differ in size."""
+        await self.rig.wait()
+        self.answer()
+        values = self.kept if is_kept else self.local
+        wanted = range(NUM_BATCHES) if batches is None else batches
+        sizes = [number + 1 for number in wanted]
+        offset = sum(number * size for number, size in zip(wanted, sizes, strict=True)) / sum(sizes)
+        if batches is None:
+            offset = 0.0
+        self.judged_at.append(len(self.inner_steps))
+        return Evaluated(serial=1, loss=float(values.sum()) + offset, num_tokens=sum(sizes))
+
     async def store(self, ranges: Sequence[slice] = (), *, kind: str = "param") -> None:
         assert kind == "param"
         await self.rig.wait()
@@ -165,6 +192,9 @@ class Overseer:
         self.standstills.append(is_blocked)
         if is_blocked:
             self.stands_still.set()
+
+    async def idle(self, until: asyncio.Future[None]) -> None:
+        await self.rig.wait()
 
     def committed(self, report: RoundReport) -> None:
         self.reports.append(report)
