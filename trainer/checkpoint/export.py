@@ -11,6 +11,7 @@ Errors: `ConfigError` (2, no checkpoint there), `CheckpointCorrupted` (9), `Refu
 `EnvironmentFault` (3).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from isthmus.trainer.checkpoint.checkpoint import Checkpoint, load_resumed
 from isthmus.trainer.checkpoint.private_files import FOLDER_NAME as PRIVATE_FOLDER_NAME
 from isthmus.trainer.checkpoint.private_files import PrivateFiles
 from isthmus.trainer.config.manifest import config_of
+from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.training import LoopModelSection
 from isthmus.trainer.config.wiring import fragment_table, fragments_of, outer_of
 from isthmus.trainer.engine.state_version import gather_anchor, has_anchor
@@ -55,6 +57,37 @@ def export_model(source: Path, directory: Path) -> Exported:
         CheckpointCorrupted: none is whole, or it holds another model than its manifest says.
         EnvironmentFault: the disk refuses.
     """
+    restored = restore(source)
+    checkpoint, config, views = restored.checkpoint, restored.config, restored.parameters
+    try:
+        if isinstance(config.model, LoopModelSection):
+            save_weights(directory, views)
+        else:
+            save_model(directory, config.model.decoder_config(), views)
+    except (OSError, SafetensorError) as error:  # the library wraps what the system says
+        raise EnvironmentFault(
+            f"the model cannot be written to {directory}: {getattr(error, 'strerror', None) or error}",
+            cure="free some space there or give another folder with --out",
+        ) from error
+    return Exported(
+        run_id=checkpoint.meta.run_id,
+        outer_step=checkpoint.meta.outer_step,
+        num_parameters=sum(map(Tensor.numel, views.values())),
+        directory=directory,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Restored:
+    """A checkpoint, the configuration of its run, and its model's parameters by name."""
+
+    checkpoint: Checkpoint
+    config: Config
+    parameters: Mapping[str, Tensor]
+
+
+def restore(source: Path) -> Restored:
+    """The model's parameters in a run's newest checkpoint. `source` and errors as for `export_model`."""
     checkpoint = load_resumed(source)
     config = config_of(checkpoint.meta.run_manifest)
     table = fragment_table(config.model)
@@ -69,23 +102,7 @@ def export_model(source: Path, directory: Path) -> Exported:
         raise CheckpointCorrupted(
             checkpoint.path, f"holds {held or 'nothing'}, its run's model has {table.numel} parameters"
         ) from error
-    try:
-        views = table.whole().views(parameters)
-        if isinstance(config.model, LoopModelSection):
-            save_weights(directory, views)
-        else:
-            save_model(directory, config.model.decoder_config(), views)
-    except (OSError, SafetensorError) as error:  # the library wraps what the system says
-        raise EnvironmentFault(
-            f"the model cannot be written to {directory}: {getattr(error, 'strerror', None) or error}",
-            cure="free some space there or give another folder with --out",
-        ) from error
-    return Exported(
-        run_id=checkpoint.meta.run_id,
-        outer_step=checkpoint.meta.outer_step,
-        num_parameters=table.numel,
-        directory=directory,
-    )
+    return Restored(checkpoint=checkpoint, config=config, parameters=table.whole().views(parameters))
 
 
 def _own_parameters(checkpoint: Checkpoint) -> Tensor:

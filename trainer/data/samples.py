@@ -11,7 +11,7 @@ Shape suffixes: B samples in a batch, L seq_len, W = L + 1.
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -124,22 +124,30 @@ class SampleSource:
 
 
 def validation_batches(
-    tokens: TokenArray, seq_len: int, batch_size: int, num_batches: int
-) -> list[tuple[Tensor, Tensor]]:
+    tokens: TokenArray, seq_len: int, batch_size: int, num_batches: int | None
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Fixed (inputs_BL, targets_BL) batches, int64, whose samples lie evenly spread over the text.
 
     A text too short for that many samples without overlap gives fewer of them: fewer batches, the last one smaller.
+    None: as many as it gives.
 
     Raises:
         DataError: not enough tokens for one sample.
     """
     require_one_sample(tokens, seq_len, None, "held-out")
-    if batch_size < 1 or num_batches < 1:
+    if batch_size < 1 or (num_batches is not None and num_batches < 1):
         raise ValueError(f"batch_size {batch_size} and num_batches {num_batches} must be at least 1")
     last_offset = len(tokens) - 1 - seq_len
-    count = min(batch_size * num_batches, (len(tokens) - 1) // seq_len)
-    windows = [_window(tokens, i * last_offset // max(1, count - 1), seq_len) for i in range(count)]
-    return [_stack(windows[at : at + batch_size]) for at in range(0, count, batch_size)]
+    count = (len(tokens) - 1) // seq_len
+    if num_batches is not None:
+        count = min(batch_size * num_batches, count)
+
+    def window(number: int) -> Tensor:
+        return _window(tokens, number * last_offset // max(1, count - 1), seq_len)
+
+    # Made one by one: all of a large text would not fit into memory as int64.
+    starts = range(0, count, batch_size)
+    return (_stack([window(number) for number in range(at, min(at + batch_size, count))]) for at in starts)
 
 
 def _window(tokens: TokenArray, offset: int, seq_len: int) -> Tensor:

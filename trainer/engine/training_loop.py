@@ -183,9 +183,16 @@ class TrainingLoop:
             NotAMember, LeasesLost: the membership ended; nothing of what is out counts.
         """
         self._look()
-        self._require(admitted)
-        self._begin_hand_in()
         stint = self._stint
+        match stint.course.next():
+            case Land(counted=True):
+                # It is committed: who leaves with it, or has judged until the run was over, lands it too.
+                is_member = self.membership.active_view is admitted
+            case _:
+                self._require(admitted)
+                is_member = True
+        if is_member:
+            self._begin_hand_in()
         match stint.course.next():
             case Train():
                 has_work = bool(stint.tally.unsettled.inner_steps)

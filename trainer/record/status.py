@@ -204,7 +204,7 @@ def _validation(status: Status) -> str:
 
 def _line_of(member: MemberStatus) -> str:
     notes = [note for note, holds in (("this", member.is_me), ("coordinator", member.is_coordinator)) if holds]
-    return f"  {member.peer_id}  {_path_to(member)}" + (f"  ({', '.join(notes)})" if notes else "")
+    return f"  {member.peer_id}  {path_to(member)}" + (f"  ({', '.join(notes)})" if notes else "")
 
 
 def render_peers(peers: Sequence[PeerStatus]) -> str:
@@ -212,14 +212,14 @@ def render_peers(peers: Sequence[PeerStatus]) -> str:
     return "\n".join(f"{peer.peer_id}  {peer.state:8}  {peer.address or '-'}" for peer in peers)
 
 
-def _path_to(member: MemberStatus) -> str:
+def path_to(member: MemberStatus, *, with_round_trip: bool = True) -> str:
     """The path that its link takes, or else where it may be reached."""
     if member.is_apart:
         return "no link, through other members"
     if not member.host:
         return member.address
     path = f"{'to' if member.is_dialled else 'from'} {member.host}"
-    return path if member.round_trip_ms is None else f"{path}, {member.round_trip_ms:.1f} ms"
+    return path if member.round_trip_ms is None or not with_round_trip else f"{path}, {member.round_trip_ms:.1f} ms"
 
 
 def figure(value: float | None, spec: str) -> str:

@@ -103,7 +103,7 @@ class InnerLoop:
             self._model, self._optimizer, FragmentTable.from_named_shapes(named_shapes(job.model))
         )
         batches = validation_batches(validation, job.seq_len, job.eval_batch, job.num_eval_batches)
-        self._judge = Judge(self._model, self._tensors, batches, mesh)
+        self._judge = Judge(self._model, self._tensors, list(batches), mesh)
         self._peak_lr = optimizer.lr
         schedule = job.schedule
         self._schedule = build_schedule(

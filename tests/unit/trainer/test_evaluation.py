@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which anchors are judged, by whom, and how a peer judges one while it trains on."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -174,3 +175,26 @@ async def test_workers_that_hang_in_an_evaluation_are_replaced_and_training_goes
     assert len(judging.judged) >= 6, "the one that was under way is missing, and the one that was to begin"
     for one in judging.judged:
         assert one.loss == pytest.approx(judging.anchors[one.outer_step] + OFFSET)
+
+
+async def test_a_step_that_was_committed_lands_although_the_membership_ended_while_its_peer_judged(
+    hasher: Hasher,
+) -> None:
+    judging = Judging(hasher, range(7, 9))
+    rig = judging.rig
+    landed, idle = [], rig.overseer.idle
+    judge = rig.overseer.landed
+
+    async def slow(until: asyncio.Future[None]) -> None:
+        await idle(until)
+        if rig.state.live.manifest.outer_step == 8:
+            rig.active_view = None  # as at the end of a run
+
+    async def noted(report: RoundReport) -> None:
+        landed.append(report.outer_step)
+        await judge(report)
+
+    rig.overseer.idle, rig.overseer.landed = slow, noted
+    await rig.run()
+    assert landed == list(range(1, 9))
+    assert [one.outer_step for one in judging.judged] == [7, 8]
