@@ -51,11 +51,11 @@ class Dashboard(App[None]):
     #progress Bar { width: 1fr; }
     #panels { height: 1fr; margin-top: 1; }
     .panel { border: round $primary; padding: 0 1; border-title-color: $accent; }
-    #left { width: 1fr; }
+    #left { width: 7fr; }
     #loss, #waits { height: 1fr; }
     #loss Sparkline { height: 1fr; }
     #waits Sparkline { height: 1fr; }
-    #peers { width: 1fr; }
+    #peers { width: 9fr; }
     #peers DataTable { height: 1fr; background: transparent; }
     #loss-text, #waits-text, #peers-text { height: auto; }
     """
