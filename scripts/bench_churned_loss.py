@@ -85,15 +85,16 @@ class ChurnedDemo(Demo):
         return result
 
     def _read(self) -> int:
-        """Take in what the founder has written down; returns the newest outer step."""
+        """Take in what the founder and who judged have written down; returns the newest outer step."""
         tokens: dict[int, int] = {}
         sizes: dict[int, int] = {}
         for event in self.peers[0].events():
             if event["event"] == "commit_decided":
                 step = event["outer_step"]
                 tokens[step], sizes[step] = event["tokens"], len(event["members"])
-            elif event["event"] == "evaluate":
-                self.result.losses[event["outer_step"]] = event["loss"]
+        for peer in self.peers:
+            judged = (event for event in peer.events() if event["event"] == "evaluate")
+            self.result.losses |= {event["outer_step"]: event["loss"] for event in judged}
         self.result.tokens = list(accumulate(tokens[step] for step in sorted(tokens)))
         self.result.fewest_members = min(sizes.values(), default=0)
         return len(tokens)

@@ -2,6 +2,7 @@
 """One founder from its first line to a text: a run of one peer, its status, its checkpoints, its model."""
 
 import json
+import math
 import shutil
 import stat
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
 LAST = 120
 EVERY = 10
+TOKENS = 3 * 2 * 32
+"""Of an outer step: inner steps, batch, tokens of a sample."""
 
 _NUMBER = {"type": ["number", "null"]}
 _COUNT = {"type": "integer", "minimum": 0}
@@ -72,6 +75,15 @@ STATUS_SCHEMA = {
         "first_loss": {"type": "number", "minimum": 0},
         "train_loss": {"type": "number", "minimum": 0},
         "validation_loss": _NUMBER,
+        "validation_bits_per_byte": _NUMBER,
+        "validation_outer_step": {"type": ["integer", "null"], "minimum": 20},
+        "validation_tokens": {"type": ["integer", "null"], "minimum": 20 * TOKENS},
+        "losses": {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": 120,
+            "items": {"type": "array", "prefixItems": [_COUNT, {"type": "number"}], "minItems": 2, "maxItems": 2},
+        },
         "tokens": {"type": "integer", "minimum": 1},
         "tokens_per_s": {"type": "number", "exclusiveMinimum": 0},
         "goodput": {"type": "number", "minimum": 0, "maximum": 1},
@@ -87,8 +99,9 @@ STATUS_SCHEMA = {
                 "bytes": _COUNT,
                 "num_members": {"const": 1},
                 "loss": {"type": "number", "minimum": 0},
+                "wait_seconds": {"type": "number", "minimum": 0},
             },
-            "required": ["outer_step", "seconds", "exchange_seconds", "bytes", "num_members", "loss"],
+            "required": ["outer_step", "seconds", "exchange_seconds", "bytes", "num_members", "loss", "wait_seconds"],
         },
         "step": {
             "type": "object",
@@ -138,7 +151,9 @@ class Finished:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     with running(tmp_path_factory.mktemp("alone")) as run:
-        founder = run.found("--outer-steps", str(LAST), "--checkpoint.every", str(EVERY), "--eval.every", "20")
+        founder = run.found(
+            "--outer-steps", str(LAST), "--checkpoint.every", str(EVERY), "--eval.every", str(20 * TOKENS)
+        )
         run.until_step(2, founder)
         status = run.command("status", "--json", "--dir", str(founder.directory))
         (code,) = run.until_ended(founder)
@@ -151,7 +166,11 @@ def test_a_founder_alone_trains_to_the_end(finished: Finished) -> None:
     assert sorted(founder.commits()) == list(range(1, LAST + 1))
     losses = [event["loss"] for event in founder.events("trained")]
     assert losses[-1] < 0.75 * losses[0]
-    assert [event["outer_step"] for event in founder.events("evaluate")] == list(range(20, LAST + 1, 20))
+    judged = founder.events("evaluate")
+    assert [event["outer_step"] for event in judged] == list(range(20, LAST + 1, 20))
+    assert [event["tokens"] for event in judged] == [step * TOKENS for step in range(20, LAST + 1, 20)]
+    assert all(event["bits_per_byte"] == pytest.approx(event["loss"] / math.log(2)) for event in judged)
+    assert all(0 < event["held_s"] <= event["seconds"] for event in judged)
     assert founder.events("fault")[1:] == []  # its own goodbye
     assert len(Audit.of(read_journal(founder.directory)).consumed) == LAST * 3 * 2
 

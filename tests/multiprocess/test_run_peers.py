@@ -34,7 +34,7 @@ def test_three_peers_one_with_two_workers_hold_the_same_anchor_after_every_commi
     last = 12
     with running(tmp_path) as run:
         flags = ["--outer.codec", "e3m0", "--inner.type", "muon", "--members.quorum", "1", "--members.patience", "100"]
-        flags += ["--members.equal_steps", "true"]
+        flags += ["--members.equal_steps", "true", "--eval.every", "1"]
         founder = run.found("--peers", "3", "--outer-steps", str(last), *flags)
         run.wait_for_ticket()
         joiners = [run.join("--local-workers", "2"), run.join()]
@@ -50,11 +50,15 @@ def test_three_peers_one_with_two_workers_hold_the_same_anchor_after_every_commi
     assert all(len(record.contributions) == 3 for record in audit.commits)
     tokens = [contribution.num_tokens for record in audit.commits[1:] for contribution in record.contributions]
     assert set(tokens) == {3 * 2 * 32}  # inner steps, batch, tokens of a sample
+    # Every anchor was judged once, in turn, on the text that all have: by a peer of two workers as by others.
+    judged = [[event["outer_step"] for event in peer.events("evaluate")] for peer in (founder, *joiners)]
+    assert sorted(step for steps in judged for step in steps) == list(range(1, last + 1))
+    assert [len(steps) for steps in judged] == [last // 3] * 3
 
 
 def test_what_a_peer_wrote_down_gives_the_figures_that_its_status_shows_at_its_end(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        flags = ("--peers", "2", "--outer-steps", str(OPEN_END), "--checkpoint.every", "2", "--eval.every", "2")
+        flags = ("--peers", "2", "--outer-steps", str(OPEN_END), "--checkpoint.every", "2", "--eval.every", "1")
         founder = run.found(*flags)
         run.wait_for_ticket()
         other = run.join()

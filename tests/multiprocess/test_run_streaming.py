@@ -35,7 +35,9 @@ def audit_of(run: Run, *processes: Process) -> dict[str, object]:
 def test_a_streaming_run_goes_through_its_fragments_to_the_end_and_its_model_is_whole(tmp_path: Path) -> None:
     last = 80
     with running(tmp_path) as run:
-        founder = run.found("--outer-steps", str(last), "--checkpoint.every", "20", "--eval.every", "20", *STREAMING)
+        tokens = H // P * BATCH * 32  # of an outer step
+        flags = ("--outer-steps", str(last), "--checkpoint.every", "20", "--eval.every", str(20 * tokens), *STREAMING)
+        founder = run.found(*flags)
         assert run.until_ended(founder) == [0]
         audit_of(run, founder)
         model = tmp_path / "model"

@@ -107,9 +107,22 @@ async def _train(
         done = [step.result() for step in steps]
         assert [step.inner_step for step in done] == [1, 2, 3, 4]
         assert [step.num_tokens for step in done] == [56, 56, 8, 40]
-        loss = await pool.evaluate()
+        loss = await _judge_beside(pool)
         await pool.store()
         return [*(step.loss for step in done), loss], [step.grad_norm for step in done]
+
+
+async def _judge_beside(pool: WorkerPool) -> float:
+    """The held-out loss, of a copy that is judged batch by batch while the parameters are others."""
+    whole = await pool.evaluate()
+    kept = await pool.keep(place=None)
+    assert kept.has_room
+    await pool.store()
+    await pool.load(keep=0.5)  # of what they are
+    parts = [await pool.evaluate(range(number, number + 1), is_kept=True) for number in range(kept.num_batches)]
+    loss = sum(part.loss * part.num_tokens for part in parts) / sum(part.num_tokens for part in parts)
+    assert loss == pytest.approx(whole.loss, rel=1e-6)
+    return whole.loss
 
 
 # Muon makes its steps orthogonal in bf16: what differs in the last bit before it, differs in the third digit after it.

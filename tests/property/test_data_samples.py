@@ -60,7 +60,7 @@ def test_leases_resolve_the_same_however_a_range_is_cut(seed, epoch, seq_len, sp
 def test_validation_windows_never_overlap(num_tokens, seq_len, batch_size, num_batches):
     num_tokens = max(num_tokens, seq_len + 1)
     tokens = np.arange(num_tokens, dtype=np.int64)  # positions stand for tokens, so that an overlap shows
-    batches = validation_batches(tokens, seq_len, batch_size, num_batches)
+    batches = list(validation_batches(tokens, seq_len, batch_size, num_batches))
     targets = [target for _, rows in batches for target in rows.flatten().tolist()]
     assert len(targets) == len(set(targets))
     assert len(targets) == seq_len * min(batch_size * num_batches, (num_tokens - 1) // seq_len)

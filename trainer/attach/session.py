@@ -306,7 +306,7 @@ class Session:
                 self._channel.send(ipc.Stored(serial=request.serial, own_steps=self._own_steps))
             case ipc.Stop():
                 self._is_over = True
-            case ipc.Evaluate():
+            case ipc.Keep() | ipc.Evaluate():
                 raise ipc.MalformedMessage("a loop of one's own judges its model itself")
 
     def _load(self, request: ipc.Load) -> int:

@@ -22,6 +22,7 @@ from isthmus.trainer.cli import doctor as cli_doctor
 from isthmus.trainer.cli import models as cli_models
 from isthmus.trainer.cli import operator as cli_operator
 from isthmus.trainer.cli import peers as cli_peers
+from isthmus.trainer.cli import top as cli_top
 from isthmus.trainer.cli import tracking as cli_tracking
 from isthmus.trainer.cli.completion import TakesConfig
 from isthmus.trainer.cli.config import invocation_of
@@ -49,6 +50,7 @@ for command in (
     cli_peers.coordinator,
     cli_peers.leave,
     cli_peers.status,
+    cli_top.top,
     cli_operator.peers,
     cli_operator.evict,
     cli_operator.ban,
@@ -59,6 +61,7 @@ for command in (
     cli_models.sample,
 ):
     app.command(cls=TakesConfig if command.__name__ in TAKES_CONFIG else None)(command)
+app.command("eval")(cli_models.evaluate)
 config_app.command(cls=TakesConfig)(cli_config.show)
 config_app.command()(cli_config.reference)
 data_app.command()(cli_data.prep)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands that get a model out of a run and try it."""
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -10,16 +11,30 @@ from isthmus.trainer.cli.config import AsJson
 from isthmus.trainer.cli.support import RUNS_FOLDER, choose_folder
 from isthmus.trainer.errors import ConfigError, ExitCode
 
+if TYPE_CHECKING:
+    from isthmus.trainer.config.job import Device
+
+
+BaseModel = Annotated[
+    Path | None,
+    typer.Option("--base", help="Where the Hugging Face model is that the run began with.", show_default=False),
+]
+
+
+class On(StrEnum):
+    """Where a model is judged."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
 
 def export(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="A peer's folder, or one checkpoint.", show_default=False)
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder for the model.")] = Path("model"),
-    base: Annotated[
-        Path | None,
-        typer.Option("--base", help="Where the Hugging Face model is that the run began with.", show_default=False),
-    ] = None,
+    base: BaseModel = None,
     adapters: Annotated[
         bool, typer.Option("--adapters", help="Write the LoRA adapters alone, for PEFT, and merge nothing.")
     ] = False,
@@ -28,14 +43,9 @@ def export(
     """Write the model of a run's newest checkpoint. Prints its folder."""
     import msgspec
 
-    from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, furthest_of_one_run
     from isthmus.trainer.checkpoint.export import export_model
 
-    if directory is None:  # a founder's and a joiner's on one machine are of one run
-        directory = furthest_of_one_run(sorted(path.parent for path in RUNS_FOLDER.glob(f"*/{FOLDER_NAME}")))
-    exported = export_model(
-        choose_folder(directory, holding=FOLDER_NAME, or_else=ConfigError), out, base=base, adapters_only=adapters
-    )
+    exported = export_model(_source(directory), out, base=base, adapters_only=adapters)
     if as_json:
         result = {
             "schema": "isthmus.export/1",
@@ -48,6 +58,44 @@ def export(
     else:
         print(exported.directory)
     return int(ExitCode.DONE)
+
+
+def evaluate(
+    source: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A peer's folder, one checkpoint, or a folder written by isthmus export. Default: under runs/.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="Another text, of which all is judged. Default: what the run holds out."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", help="Judge about so many, spread over the text. Default: all.", min=1)
+    ] = None,
+    device: Annotated[On, typer.Option("--device", help="Where; auto: on a GPU, if there is one.")] = On.AUTO,
+    base: BaseModel = None,
+    as_json: AsJson = False,
+) -> int:
+    """Judge a model on held-out text: loss, bits a byte and perplexity."""
+    import msgspec
+
+    from isthmus.trainer.run.judging import judge_model, render_judged
+
+    judged = judge_model(_source(source), data=data, num_tokens=tokens, device=cast("Device", str(device)), base=base)
+    print(msgspec.json.encode(judged).decode() if as_json else render_judged(judged))
+    return int(ExitCode.DONE)
+
+
+def _source(given: Path | None) -> Path:
+    """Where a model is: the folder given, or that of the peer with the newest checkpoint under `runs/`."""
+    from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, furthest_of_one_run
+
+    if given is None:  # a founder's and a joiner's on one machine are of one run
+        given = furthest_of_one_run(sorted(path.parent for path in RUNS_FOLDER.glob(f"*/{FOLDER_NAME}")))
+    return choose_folder(given, holding=FOLDER_NAME, or_else=ConfigError)
 
 
 def sample(

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from isthmus.trainer.config.quantities import Nbytes, Seconds
+from isthmus.trainer.config.quantities import Count, Nbytes, Seconds
 from isthmus.trainer.config.values import Address, AutoOrCount, FixedAddress, Maybe, Rate, Section
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -82,10 +82,10 @@ class CheckpointSection(Section):
 
 
 class EvalSection(Section):
-    """`[eval]`: loss on held-out text."""
+    """`[eval]`: loss on held-out text, judged by one member at a time, while all train."""
 
-    every: Annotated[int, Field(ge=0)] = 1
-    """Outer steps between two; 0: never."""
+    every: Annotated[Count, Field(ge=0)] = 100_000
+    """Tokens of the run between two, such as "10M"; 1: after every outer step; 0: never."""
     batches: Annotated[int, Field(ge=1, le=100_000)] = 8
     """Batches of held-out text that it is the mean of."""
 

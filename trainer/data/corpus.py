@@ -106,6 +106,11 @@ class Corpus:
         return NUM_BYTES
 
     @property
+    def bytes_per_token(self) -> float:
+        """Of the held-out text: tokens are bytes."""
+        return 1.0
+
+    @property
     def shard_lengths(self) -> tuple[int, ...]:
         """Tokens to train on, in one piece."""
         return (len(self.train),)

@@ -16,7 +16,7 @@ that does not fit the others. A shard is mapped, never read as a whole.
 Errors: `DataError` (2); `IntegrityError` (9) for a part that is not what the index says.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -86,6 +86,9 @@ class Index(_Struct, frozen=True, kw_only=True):
     sources: Annotated[tuple[SourceEntry, ...], Meta(max_length=4096)]
     train: Annotated[tuple[ShardEntry, ...], Meta(min_length=1, max_length=1 << 22)]
     held_out: Annotated[tuple[ShardEntry, ...], Meta(min_length=1, max_length=1 << 22)]
+    train_text_nbytes: _Count
+    """Of UTF-8, that the tokens of these shards stand for; the ends of documents stand for none."""
+    held_out_text_nbytes: _Count
 
     def nbytes(self, shard: ShardEntry) -> int:
         """Bytes of a shard's file."""
@@ -159,9 +162,19 @@ class PreparedText:
         return self.index.vocab_size
 
     @property
+    def bytes_per_token(self) -> float:
+        """Of the held-out text, on average."""
+        return bytes_per_token(self.index.held_out_text_nbytes, self.index.held_out)
+
+    @property
     def shard_lengths(self) -> tuple[int, ...]:
         """Tokens of every shard that is trained on."""
         return tuple(shard.num_tokens for shard in self.index.train)
+
+
+def bytes_per_token(text_nbytes: int, shards: Sequence[ShardEntry]) -> float:
+    """How many bytes of text a token stands for in all these shards, on average; a text has one at least."""
+    return max(1, text_nbytes) / sum(shard.num_tokens for shard in shards)
 
 
 def _require_sound(index: Index) -> None:

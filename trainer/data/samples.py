@@ -14,7 +14,7 @@ import bisect
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -249,29 +249,46 @@ def held_out_shards(lengths: Sequence[int], seq_len: int) -> list[int]:
 
 
 def validation_batches(
-    tokens: TokenArray | Shards, seq_len: int, batch_size: int, num_batches: int
-) -> list[tuple[Tensor, Tensor]]:
+    tokens: TokenArray | Shards, seq_len: int, batch_size: int, num_batches: int | None
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Fixed (inputs_BL, targets_BL) batches, int64, whose samples lie evenly spread over the text.
 
     A text too short for that many samples without overlap gives fewer of them: fewer batches, the last one smaller.
-    Of a text in many shards a few give samples (`held_out_shards`), each its share.
+    Of a text in many shards a few give samples (`held_out_shards`), each its share. With None for their number all do,
+    and give as many as they have.
 
     Raises:
         DataError: not enough tokens for one sample.
     """
     shards = Shards.of(tokens)
     shards.require_one_sample(seq_len, "held-out")
-    if batch_size < 1 or num_batches < 1:
+    if batch_size < 1 or (num_batches is not None and num_batches < 1):
         raise ValueError(f"batch_size {batch_size} and num_batches {num_batches} must be at least 1")
-    windows: list[Tensor] = []
-    chosen = held_out_shards(shards.lengths, seq_len)
+    able = [shard for shard, length in enumerate(shards.lengths) if length > seq_len]
+    chosen = able if num_batches is None else held_out_shards(shards.lengths, seq_len)
+    rest = None if num_batches is None else batch_size * num_batches
+    counts: list[int] = []
     for number, shard in enumerate(chosen):
-        last_offset = shards.lengths[shard] - 1 - seq_len
-        wanted = -(-(batch_size * num_batches - len(windows)) // (len(chosen) - number))
-        count = min(wanted, (shards.lengths[shard] - 1) // seq_len)
-        held_out = shards.open(shard)
-        windows += [_window(held_out, i * last_offset // max(1, count - 1), seq_len) for i in range(count)]
-    return [_stack(windows[at : at + batch_size]) for at in range(0, len(windows), batch_size)]
+        count = (shards.lengths[shard] - 1) // seq_len
+        if rest is not None:
+            count = min(-(-rest // (len(chosen) - number)), count)
+            rest -= count
+        counts.append(count)
+
+    def windows() -> Iterator[Tensor]:
+        for shard, count in zip(chosen, counts, strict=True):
+            last_offset = shards.lengths[shard] - 1 - seq_len
+            held_out = shards.open(shard) if count else None
+            for number in range(count):
+                assert held_out is not None, "it was opened"
+                yield _window(held_out, number * last_offset // max(1, count - 1), seq_len)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        made = windows()
+        while batch := list(itertools.islice(made, batch_size)):
+            yield _stack(batch)
+
+    return batches()  # made one by one: all of a large text would not fit into memory as int64
 
 
 def _window(tokens: TokenArray, offset: int, seq_len: int) -> Tensor:

@@ -210,6 +210,26 @@ def _seq_len(config: Config) -> int:
     return tokens_per_sample(config.model)
 
 
+def text_of_run(folder: Path, config: Config, digest: str | None) -> Text:
+    """The text of a run that is over, or goes on elsewhere, as far as this machine has it. Blocks while it is read.
+
+    Args:
+        folder: of a peer of it.
+        config: of the run.
+        digest: of its text; None: whatever `data.path` names.
+
+    Raises:
+        DataError: it is not here.
+        EnvironmentFault: the disk refuses.
+    """
+    corpus = founders_text(folder, config, digest).corpus
+    if digest is not None and corpus.digest != digest:
+        raise DataError(
+            config.data_path, f"({corpus.description}) is not the run's text", cure="name a copy of that with --data"
+        )
+    return corpus
+
+
 # ----------------------------------------------------------------------------------------------------- from the peers
 
 

@@ -43,6 +43,10 @@ class Tokenizer(Protocol):
         """The tokens of each text, without anything before or behind them."""
         ...
 
+    def text_nbytes(self, text: str) -> int:
+        """Bytes of UTF-8 that the tokens of this text stand for."""
+        ...
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text; what is no text is shown as U+FFFD."""
         ...
@@ -59,6 +63,10 @@ class Bytes:
         for text in texts:
             encoded = text.encode("utf-8", "replace")
             yield np.frombuffer(encoded if encoded.endswith(b"\n") else encoded + b"\n", dtype=np.uint8)
+
+    def text_nbytes(self, text: str) -> int:
+        """See `Tokenizer`: every byte is a token, a line break at the end too."""
+        return len(next(self.encode([text])))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See `Tokenizer`."""
@@ -97,6 +105,10 @@ class FileTokenizer:
         """See `Tokenizer`."""
         for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
             yield np.array(encoding.ids, dtype=np.uint32)
+
+    def text_nbytes(self, text: str) -> int:
+        """See `Tokenizer`."""
+        return len(text.encode("utf-8", "replace"))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See `Tokenizer`."""

@@ -92,6 +92,9 @@ class Overseer(Protocol):
     def blocked(self, is_blocked: bool, /) -> None:
         """This peer begins or ceases to stand still for the others."""
 
+    async def idle(self, until: asyncio.Future[None], /) -> None:
+        """The workers stand still until this is done: they may do something else, in parts that do not take long."""
+
     def committed(self, report: RoundReport) -> None:
         """A commit holds payloads of this peer. Told at once."""
 
@@ -200,9 +203,16 @@ class TrainingLoop:
             NotAMember, LeasesLost: the membership ended; nothing of what is out counts.
         """
         self._look()
-        self._require(admitted)
-        self._begin_hand_in()
         stint = self._stint
+        match stint.course.next():
+            case Land(counted=True):
+                # It is committed: who leaves with it, or has judged until the run was over, lands it too.
+                is_member = self.membership.active_view is admitted
+            case _:
+                self._require(admitted)
+                is_member = True
+        if is_member:
+            self._begin_hand_in()
         match stint.course.next():
             case Train(until=until):
                 if not self._leaves_steps_out(stint.course.emitted_step + 1):
@@ -218,7 +228,7 @@ class TrainingLoop:
                 self._speed.emitted(step)
             case Wait():
                 began = self._clock()
-                await self._hand_in.stand_still()
+                await self._hand_in.stand_still(self.overseer.idle)
                 self._speed.stood_still(self._clock() - began)
             case Land(outer_step=step, counted=True):
                 report = await stint.land(step)

@@ -2,7 +2,7 @@
 """Who waits for whom: the others for this peer's next step (`Patience`), this peer for its last one (`HandIn`)."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 
 from isthmus.elastic.errors import ElasticError
 
@@ -90,10 +90,12 @@ class HandIn:
         assert self._task is not None, "nothing is out"
         await asyncio.wait([self._task])
 
-    async def stand_still(self) -> None:
-        """The workers have nothing to do until it has ended."""
+    async def stand_still(self, meanwhile: Callable[[asyncio.Future[None]], Awaitable[None]]) -> None:
+        """The workers have nothing to do until it has ended; what else they may do until then is in `meanwhile`."""
+        assert self._task is not None, "nothing is out"
         self._blocked_since = self._clock()
         self._on_blocked(True)
+        await meanwhile(self._task)
         await self.ended()
         self._unblock()
 

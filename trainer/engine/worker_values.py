@@ -44,7 +44,7 @@ from isthmus.trainer.engine.round_exchange import Payload
 from isthmus.trainer.engine.state_version import Version, gather_anchor
 from isthmus.trainer.errors import WorkerDiverged
 from isthmus.trainer.threads import in_thread
-from isthmus.trainer.workers.ipc import BackwardDone, StepDone
+from isthmus.trainer.workers.ipc import BackwardDone, Evaluated, Kept, StepDone
 from isthmus.trainer.workers.pool import WorkerPool
 from isthmus.trainer.workers.shared_buffer import MAILBOX
 
@@ -364,22 +364,36 @@ class WorkerValues:
 
     # -------------------------------------------------------------------------------- the shared parameters
 
-    async def judge_anchor(self, judge: Callable[[], Awaitable[float]]) -> float:
-        """Lend the workers to `judge` with the shared parameters of the base; they get their own back.
+    async def keep_anchor(self) -> Kept:
+        """Make the workers keep a copy of the shared parameters of the base, if they have room for it.
 
-        Only while nothing else is asked of them. Costs a copy of the parameters for as long as it takes, unless they
-        hold the anchor anyway.
+        Only while nothing else is asked of them.
         """
-        if self._is_anchor or self._first_parameters is not None:
-            return await judge()
+        return await self._pool.keep(place=None if self._has_anchor else await self._bring_anchor())
+
+    async def judge_anchor(self) -> Evaluated:
+        """Judge the shared parameters of the base without a copy at the workers, which get their own back then.
+
+        Only while nothing else is asked of them. Costs a copy in this process, unless they hold the anchor anyway.
+        """
+        if self._has_anchor:
+            return await self._pool.evaluate()
         await self._pool.store()
         own = await in_thread(self._mailbox.clone)
-        await in_thread(gather_anchor, self.base.tensors, self._fragments, out=self._mailbox)
-        await self._pool.load(keep=0.0)
-        loss = await judge()
+        await self._pool.load(place=await self._bring_anchor(), keep=0.0)
+        judged = await self._pool.evaluate()
         await in_thread(self._mailbox.copy_, own)
         await self._pool.load(keep=0.0)
-        return loss
+        return judged
+
+    async def _bring_anchor(self) -> int:
+        states = enumerate(self.base.states)
+        return await self._bring([(at, state[ANCHOR]) for at, state in states if self._fragments[at].kind == PARAM])
+
+    @property
+    def _has_anchor(self) -> bool:
+        """Whether the workers hold what is to be judged: where nobody shares parameters those are their own."""
+        return self._is_anchor or self._first_parameters is not None
 
     def _rebase(self, version: Version) -> None:
         """The workers train from this version now."""

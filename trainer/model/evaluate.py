@@ -5,6 +5,7 @@ Knows a model only as something that tells the loss of tokens and targets, so on
 by the same lines. Must not know where the batches come from or who is told the result.
 """
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -44,3 +45,8 @@ def evaluate(
     if num_tokens == 0:
         raise ValueError("evaluate needs at least one batch")
     return float(loss_sum.item() / num_tokens)
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """What a loss in nats a token comes to, whatever the tokens are: models with other vocabularies compare by it."""
+    return loss / math.log(2) / bytes_per_token

@@ -14,7 +14,7 @@ from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.record import events
 from isthmus.trainer.record.event_log import EventLog
 from isthmus.trainer.record.figures import Figures, as_of, fold
-from isthmus.trainer.record.status import MemberStatus, Status
+from isthmus.trainer.record.status import MemberStatus, Status, figure
 from isthmus.trainer.record.translation import observed
 
 log = logging.getLogger(__name__)
@@ -80,8 +80,9 @@ def _in_words(event: Event) -> tuple[int, str] | None:
             mean = "none" if loss is None else f"{loss:.4f}"
             committed = f"committed outer_step={step} epoch={epoch} world_size={size}"
             return logging.INFO, f"{committed} loss={mean} wait_s={wait_s:.2f}"
-        case events.Evaluate(outer_step=step, loss=loss):
-            return logging.INFO, f"evaluated outer_step={step} validation_loss={loss:.4f}"
+        case events.Evaluate(outer_step=step, loss=loss, bits_per_byte=bits, tokens=tokens):
+            judged = f"evaluated outer_step={step} tokens={tokens}"
+            return logging.INFO, f"{judged} validation_loss={figure(loss, '.4f')} bits_per_byte={figure(bits, '.4f')}"
         case told.BecameLearner(cause=cause):
             return logging.INFO, f"learner cause={cause!r}"
         case told.BecameExcused(epoch=epoch, outer_step=step):

@@ -178,10 +178,18 @@ class Trained(Event, frozen=True):
 
 
 class Evaluate(Event, frozen=True):
-    """The anchor was judged on held-out text, by one member."""
+    """The anchor of this step was judged on held-out text, by one member, beside its training if there was room.
+
+    `tokens`: that the run had trained on by then; `seconds`: of this member's workers, of which they would have
+    trained for `held_s`.
+    """
 
     outer_step: int
     loss: float | None
+    bits_per_byte: float | None = None
+    tokens: int = 0
+    seconds: float = 0.0
+    held_s: float = 0.0
 
 
 class Checkpoint(Event, frozen=True):

@@ -14,7 +14,7 @@ from isthmus.elastic import observation as told
 from isthmus.elastic.observation import Event
 from isthmus.trainer.errors import ExitCode
 from isthmus.trainer.record import events
-from isthmus.trainer.record.status import MemberStatus, RoundStatus, Status, StepStatus
+from isthmus.trainer.record.status import LOSSES_SHOWN, MemberStatus, RoundStatus, Status, StepStatus
 
 BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _PACE_COMMITS = 20
@@ -43,6 +43,9 @@ class Figures(Status, frozen=True, kw_only=True):
     pace: tuple[tuple[float, int], ...] = ()
     """When (`t_s`) which outer step was committed, of the newest ones."""
     train_s: float = 0.0
+    evaluation_s: float = 0.0
+    evaluation_held_s: float = 0.0
+    """Of `Evaluate`, all together."""
     round_loss: float | None = None
     """Of the newest committed round that knows one."""
     exchange: events.Round | None = None
@@ -136,7 +139,15 @@ def _fold(figures: Figures, event: Event) -> Figures:
         case events.Trained():
             return _trained(figures, event)
         case events.Evaluate(loss=loss):
-            return replace(figures, validation_loss=loss)
+            return replace(
+                figures,
+                validation_loss=loss,
+                validation_bits_per_byte=event.bits_per_byte,
+                validation_outer_step=event.outer_step,
+                validation_tokens=event.tokens,
+                evaluation_s=figures.evaluation_s + event.seconds,
+                evaluation_held_s=figures.evaluation_held_s + event.held_s,
+            )
         case events.Checkpoint(outer_step=step, seconds=seconds):
             all_s = figures.checkpoint_seconds.plus(seconds)
             return replace(figures, checkpoint_outer_step=step, checkpoint_seconds=all_s)
@@ -180,6 +191,7 @@ def _trained(figures: Figures, event: events.Trained) -> Figures:
         first_loss=loss if figures.first_loss is None else figures.first_loss,
         round_loss=figures.round_loss if loss is None else loss,
         train_loss=figures.train_loss if loss is None else loss,
+        losses=figures.losses if loss is None else (*figures.losses, (event.outer_step, loss))[-LOSSES_SHOWN:],
         round_seconds=figures.round_seconds.plus(event.wait_s),
         last_round=RoundStatus(
             outer_step=event.outer_step,
@@ -188,6 +200,7 @@ def _trained(figures: Figures, event: events.Trained) -> Figures:
             bytes=0 if exchange is None else exchange.bytes_sent + exchange.bytes_received,
             num_members=event.world_size,
             loss=loss,
+            wait_seconds=event.wait_s,
         ),
     )
 

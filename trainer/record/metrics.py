@@ -19,7 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from isthmus.elastic.observation import Lied, RoundAborted
-from isthmus.trainer.record.events import Checkpoint, CheckpointFailed, WorkerDied, WorkerHung
+from isthmus.trainer.record.events import Checkpoint, CheckpointFailed, Evaluate, WorkerDied, WorkerHung
 from isthmus.trainer.record.figures import BUCKETS_S, Figures
 
 
@@ -32,6 +32,8 @@ _GAUGES: dict[str, tuple[str, Callable[[Figures], float | None]]] = {
     "outer_step": ("Committed exchanges.", lambda now: now.outer_step),
     "train_loss": ("Mean loss of the last outer step, in nats a token.", lambda now: now.round_loss),
     "validation_loss": ("Loss on held-out text, in nats a token.", lambda now: now.validation_loss),
+    "validation_bits_per_byte": ("The same in bits a byte of text.", lambda now: now.validation_bits_per_byte),
+    "validation_tokens": ("That the run had trained on then.", lambda now: now.validation_tokens),
     "goodput_ratio": ("Share of the time since the start spent in inner steps.", lambda now: now.goodput),
     "epoch": ("Number of the view.", lambda now: now.epoch),
     "world_size": ("Members of the view.", lambda now: len(now.members)),
@@ -44,7 +46,7 @@ _GAUGES: dict[str, tuple[str, Callable[[Figures], float | None]]] = {
     "mfu_ratio": ("Share of the devices' peak that it reached.", _of_step("mfu")),
     "is_member": ("1 as a member, 0 while learning or alone.", lambda now: now.is_member),
 }
-_COUNTERS: dict[str, tuple[str, Callable[[Figures], int]]] = {
+_COUNTERS: dict[str, tuple[str, Callable[[Figures], float]]] = {
     "inner_steps": ("Local optimizer steps of this start.", lambda now: now.num_inner_steps),
     "tokens": ("Tokens that this peer has trained on since its start.", lambda now: now.tokens),
     "evictions": ("How often this peer was put out of a view.", lambda now: now.evictions),
@@ -58,6 +60,9 @@ _COUNTERS: dict[str, tuple[str, Callable[[Figures], int]]] = {
     "worker_hangs": ("Workers replaced because one gave no answer.", lambda now: now.times(WorkerHung)),
     "checkpoints": ("Checkpoints written.", lambda now: now.times(Checkpoint)),
     "checkpoint_failures": ("Checkpoints not written. Alarm on it.", lambda now: now.times(CheckpointFailed)),
+    "evaluations": ("Evaluations that were this peer's turn.", lambda now: now.times(Evaluate)),
+    "evaluation_seconds": ("What they took of the workers' time.", lambda now: now.evaluation_s),
+    "evaluation_held_seconds": ("For how long training stood still for them.", lambda now: now.evaluation_held_s),
     "events_lost": ("Lines that events.jsonl had no room for.", lambda now: now.events_lost),
 }
 _HISTOGRAMS = {

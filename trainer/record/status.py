@@ -14,6 +14,9 @@ from isthmus.trainer.config.quantities import rounded_nbytes
 
 SCHEMA: Final = "isthmus.status/1"
 
+LOSSES_SHOWN: Final = 120
+"""Commits whose loss a status tells: as many as a terminal has columns."""
+
 Phase = Literal["starting", "learning", "training", "exchanging", "leaving", "coordinating"]
 
 
@@ -37,7 +40,11 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoundStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The last round that was committed. `bytes` counts both directions of this peer; `loss` is its mean here."""
+    """The last round that was committed. `bytes` counts both directions of this peer; `loss` is its mean here.
+
+    Of its `seconds` the workers stood still for `wait_seconds`; the exchange takes `exchange_seconds` of these, or of
+    the others where it goes on beside the training.
+    """
 
     outer_step: int
     seconds: float
@@ -45,6 +52,7 @@ class RoundStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     num_members: int
     loss: float | None = None
+    wait_seconds: float = 0.0
 
 
 class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +110,9 @@ class LeavingStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """One peer at one moment.
 
-    Losses are in nats a token; `first_loss` is that of this start's first round; `goodput` is the share of `uptime_s`
+    Losses are in nats a token; `first_loss` is that of this start's first round, `losses` those of the newest commits,
+    each with its outer step; the `validation_…` are of the newest evaluation that this peer made, of the anchor of
+    `validation_outer_step`, when the run had trained on `validation_tokens`; `goodput` is the share of `uptime_s`
     spent in inner steps; `tokens`, `num_commits`, `num_inner_steps` and `peers_seen`, other members of any view, count
     this start of this peer; `total_outer_steps` is where the run ends, `seconds_left` until then at the present pace.
     """
@@ -127,6 +137,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     first_loss: float | None = None
     train_loss: float | None = None
     validation_loss: float | None = None
+    validation_bits_per_byte: float | None = None
+    validation_outer_step: int | None = None
+    validation_tokens: int | None = None
+    losses: tuple[tuple[int, float], ...] = ()
     tokens: int = 0
     tokens_per_s: float | None = None
     goodput: float | None = None
@@ -182,7 +196,7 @@ def _training(status: Status) -> list[str]:
             else ""
         )
         + f", view {status.epoch} of {count(len(status.members), 'peer')}",
-        f"train loss {figure(status.train_loss, '.4f')}, validation loss {figure(status.validation_loss, '.4f')}",
+        f"train loss {figure(status.train_loss, '.4f')}, {_validation(status)}",
         f"{status.tokens:,} tokens, {figure(status.tokens_per_s, ',.0f')} a second, "
         f"goodput {figure(status.goodput, '.1%')}",
         f"sent {rounded_nbytes(status.sent_bytes)}, received {rounded_nbytes(status.received_bytes)}",
@@ -211,9 +225,17 @@ def _line_of_step(step: StepStatus) -> str:
     return f"last inner step {step.seconds:.3g} s: {step.tokens_per_s:,.0f} tokens a second{mfu} ({shares})"
 
 
+def _validation(status: Status) -> str:
+    loss = f"validation loss {figure(status.validation_loss, '.4f')}"
+    if status.validation_outer_step is None:
+        return loss
+    bits = figure(status.validation_bits_per_byte, ".4f")
+    return f"{loss} ({bits} bits a byte) at outer step {status.validation_outer_step}"
+
+
 def _line_of(member: MemberStatus) -> str:
     notes = [note for note, holds in (("this", member.is_me), ("coordinator", member.is_coordinator)) if holds]
-    return f"  {member.peer_id}  {_path_to(member)}" + (f"  ({', '.join(notes)})" if notes else "")
+    return f"  {member.peer_id}  {path_to(member)}" + (f"  ({', '.join(notes)})" if notes else "")
 
 
 def render_peers(peers: Sequence[PeerStatus]) -> str:
@@ -221,14 +243,14 @@ def render_peers(peers: Sequence[PeerStatus]) -> str:
     return "\n".join(f"{peer.peer_id}  {peer.state:8}  {peer.address or '-'}" for peer in peers)
 
 
-def _path_to(member: MemberStatus) -> str:
+def path_to(member: MemberStatus, *, with_round_trip: bool = True) -> str:
     """The path that its link takes, or else where it may be reached."""
     if member.is_apart:
         return "no link, through other members"
     if not member.host:
         return member.address
     path = f"{'to' if member.is_dialled else 'from'} {member.host}"
-    return path if member.round_trip_ms is None else f"{path}, {member.round_trip_ms:.1f} ms"
+    return path if member.round_trip_ms is None or not with_round_trip else f"{path}, {member.round_trip_ms:.1f} ms"
 
 
 def figure(value: float | None, spec: str) -> str:

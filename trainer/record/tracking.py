@@ -6,6 +6,7 @@ the events that are written anyway, also while the peer runs, and tells what the
 are the field's:
 
     loss, eval_loss            mean, nats a token: of this peer's work in the commit; of the anchor on held-out text
+    eval_bpb                   the latter in bits a byte
     tps                        tokens a second of this peer, waits included
     tokens, inner_step         of this peer so far
     train_s, wait_s            seconds of the round's inner steps, and for which the workers stood still
@@ -103,8 +104,8 @@ class Track:
                     "peers": event.world_size,
                 }
                 yield event.outer_step, {name: float(value) for name, value in values.items() if value is not None}
-            case events.Evaluate(loss=loss) if loss is not None:
-                yield event.outer_step, {"eval_loss": loss}
+            case events.Evaluate(loss=loss, bits_per_byte=bits) if loss is not None:
+                yield event.outer_step, {"eval_loss": loss} | ({} if bits is None else {"eval_bpb": bits})
             case _:
                 return
 

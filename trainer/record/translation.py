@@ -28,8 +28,10 @@ from isthmus.elastic.observation import (
 )
 from isthmus.trainer.data.shard_supply import Fetched
 from isthmus.trainer.data.text import FoundText
+from isthmus.trainer.engine.evaluation import Judged
 from isthmus.trainer.engine.training_loop import RoundReport
 from isthmus.trainer.errors import WorkerCrashed, WorkerDiverged
+from isthmus.trainer.model.evaluate import bits_per_byte
 from isthmus.trainer.record import events
 from isthmus.trainer.workers.ipc import BackwardDone, StepDone
 from isthmus.trainer.workers.link import WorkerStalled
@@ -177,6 +179,18 @@ def trained(report: RoundReport, mfu: float | None = None) -> Event:
         clip_s=work.clip_s,
         update_s=work.update_s,
         mfu=mfu,
+    )
+
+
+def evaluated(judged: Judged, *, bytes_per_token: float) -> Event:
+    """What the held-out text says about an anchor. A token of it stands for so many bytes."""
+    return events.Evaluate(
+        outer_step=judged.outer_step,
+        loss=judged.loss,
+        bits_per_byte=bits_per_byte(judged.loss, bytes_per_token),
+        tokens=judged.tokens,
+        seconds=judged.seconds,
+        held_s=judged.held_s,
     )
 
 

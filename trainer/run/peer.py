@@ -262,6 +262,7 @@ class _Observer:
             case CertificateKept(certificate=certificate):
                 self.holdings.certified(certificate)
                 self.progress.certified(certificate)
+                self.overseer.certified(certificate)
             case ViewInstalled(members=members) if not self.overseer.num_rounds:
                 present, wanted = len(members), self.start.config.members.start_peers
                 if present < wanted:

@@ -6,14 +6,17 @@ Must not know what a training loop does next, nor how a peer ends.
 """
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
 
 from isthmus.collective import Communicator
+from isthmus.elastic.core.certificate import Certificate
 from isthmus.elastic.shell.member import Membership
 from isthmus.trainer.config.wiring import fragment_table, model_of, tokens_per_sample, training_job
+from isthmus.trainer.engine.evaluation import Evaluation, Judged, Turns
 from isthmus.trainer.engine.training_loop import RoundReport
 from isthmus.trainer.engine.worker_values import WorkerValues
 from isthmus.trainer.errors import TrainingFault, WorkerCrashed, WorkerOutOfMemory
@@ -166,6 +169,15 @@ class PeerOverseer:
     num_rounds: int = 0
     _signs_of_life: int = 0
     _is_blocked: bool = False
+    _turns: Turns = field(init=False)
+    _evaluation: Evaluation = field(init=False)
+
+    def __post_init__(self) -> None:
+        config, clock = self.start.config, asyncio.get_running_loop().time
+        self._turns = Turns(every=config.eval.every, tokens_per_sample=tokens_per_sample(config.model))
+        self._evaluation = Evaluation(self.values, self.site.pool, clock, self._judged)
+        if (known := self.holdings.certificate) is not None:
+            self.certified(known)
 
     def others_wait(self) -> bool:
         """See Overseer."""
@@ -195,28 +207,46 @@ class PeerOverseer:
     async def landed(self, report: RoundReport) -> None:
         """See Overseer."""
         await self.holdings.landed(report, self.values)
-        every = self.start.config.eval.every
-        is_due = not self.site.has_loop and every and (report.final or report.outer_step % every == 0)
-        if is_due and report.view.rank_of(self.start.me.peer_id) == 0:
-            loss = await self._evaluate()
-            self.chronicle.emit(events.Evaluate(outer_step=report.outer_step, loss=loss))
+        if self.site.has_loop:
+            return
+        step, view = report.outer_step, report.view
+        rank = self._turns.rank(step, len(view.members), is_final=report.final)
+        await self._with_signs_of_life(self._evaluation.advance())
+        if rank is not None and view.rank_of(self.start.me.peer_id) == rank:
+            await self._with_signs_of_life(self._evaluation.begin(step, self._turns.tokens(step)))
+        if report.final:
+            await self._with_signs_of_life(self._evaluation.finish())
+
+    async def idle(self, until: asyncio.Future[None], /) -> None:
+        """See Overseer."""
+        await self._evaluation.idle(until)
+
+    def certified(self, certificate: Certificate) -> None:
+        """This is committed, by whomever."""
+        self._turns.committed(certificate.made.outer_step, certificate.position)
 
     async def replace_workers(self, crash: WorkerCrashed) -> None:
         """See Overseer."""
+        self._evaluation.drop()
         await self.site.replace_workers(crash)
 
-    async def _evaluate(self) -> float:
-        """Judge the anchor. That may take long and has the pool's deadline; the others must not call it a stall."""
-        judged = asyncio.ensure_future(self.values.judge_anchor(self.site.pool.evaluate))
+    def _judged(self, judged: Judged) -> None:
+        text = self.start.text
+        assert text is not None, "workers of our own have a text"
+        self.chronicle.emit(translation.evaluated(judged, bytes_per_token=text.corpus.bytes_per_token))
+
+    async def _with_signs_of_life(self, judging: Coroutine[None, None, None]) -> None:
+        """That may take long, and has the pool's deadline; the others must not call it a stall."""
+        task = asyncio.ensure_future(judging)
         try:
-            while not judged.done():
-                await asyncio.wait([judged], timeout=_SIGN_OF_LIFE_S)
+            while not task.done():
+                await asyncio.wait([task], timeout=_SIGN_OF_LIFE_S)
                 self._signs_of_life += 1
                 self._tell_progress()
-            return judged.result()
+            task.result()
         finally:
-            judged.cancel()
-            await asyncio.wait([judged])
+            task.cancel()
+            await asyncio.wait([task])
 
     def _tell_progress(self) -> None:
         progress = self.inner_steps + self._signs_of_life + self.communicator.progress()

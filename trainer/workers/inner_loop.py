@@ -29,11 +29,11 @@ from isthmus.optim.schedule import build_schedule, warmup
 from isthmus.trainer.config.job import TrainingJob
 from isthmus.trainer.data.corpus import TokenArray
 from isthmus.trainer.data.samples import SampleSource, Shards, validation_batches
-from isthmus.trainer.model.evaluate import evaluate
 from isthmus.trainer.workers.devices import choose_precision
+from isthmus.trainer.workers.judge import Judge
 from isthmus.trainer.workers.loader import Indices, Loader, micro_batches
 from isthmus.trainer.workers.readout import Readout, Watch
-from isthmus.trainer.workers.sharded_model import device_of, reduce_gradients, reshard, sharded_model
+from isthmus.trainer.workers.sharded_model import device_of, reduce_gradients, sharded_model
 from isthmus.trainer.workers.step import Gradient, PendingStep, StepResult, fail, require_finite
 from isthmus.trainer.workers.tensors import WorkerTensors
 
@@ -63,11 +63,6 @@ class InnerLoop:
         self._micro_batch = job.micro_batch
         self._seq_len = job.seq_len
         self._loader = Loader(SampleSource(train, job.seq_len, job.data_seed), self._device)
-        self._validation = [
-            (inputs[at : at + job.micro_batch], targets[at : at + job.micro_batch])
-            for inputs, targets in validation_batches(validation, job.seq_len, job.eval_batch, job.num_eval_batches)
-            for at in range(0, len(inputs), job.micro_batch)
-        ]
         self.precision = choose_precision(job.precision, mesh.device_type)
         """What it computes in."""
         self._model = sharded_model(
@@ -93,6 +88,13 @@ class InnerLoop:
         self._tensors = WorkerTensors(
             self._model, self._optimizer, FragmentTable.from_named_shapes(job.model.named_shapes())
         )
+        batches = validation_batches(validation, job.seq_len, job.eval_batch, job.num_eval_batches)
+        parts = [
+            (inputs[at : at + job.micro_batch], targets[at : at + job.micro_batch])
+            for inputs, targets in batches
+            for at in range(0, len(inputs), job.micro_batch)
+        ]
+        self._judge = Judge(self._model, self._tensors, parts, mesh)
         self._peak_lr = optimizer.lr
         schedule = job.schedule
         self._schedule = build_schedule(
@@ -112,6 +114,16 @@ class InnerLoop:
     def numel(self) -> int:
         """Elements of the whole flat vector of parameters."""
         return self._tensors.numel
+
+    @property
+    def judge(self) -> Judge:
+        """Says how good the parameters are on held-out text.
+
+        Raises:
+            RuntimeError: they have no values yet.
+        """
+        self._require_weights()
+        return self._judge
 
     def load(
         self,
@@ -269,23 +281,6 @@ class InnerLoop:
         self._optimizer.zero_grad()
         gradient.watch.mark()
         return PendingStep(gradient, lr)
-
-    def evaluate(self) -> float:
-        """Loss in nats per token on the held-out text, the same number on every worker of the peer."""
-        self._require_weights()
-        rank, size = self._mesh.get_local_rank(), self._mesh.size()
-        own = self._validation[rank::size]
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
-        if own:
-            num_tokens = sum(targets.numel() for _, targets in own)
-            totals[0] = evaluate(self._model, own, device=self._device) * num_tokens
-            totals[1] = num_tokens
-        if len(own) < -(-len(self._validation) // size):
-            # Another worker has one batch more, and its forward needs our shards.
-            evaluate(self._model, self._validation[:1], device=self._device)
-        reshard(self._model)
-        dist.all_reduce(totals, group=self._mesh.get_group())
-        return float(totals[0] / totals[1])
 
     def _backward(self, indices: Sequence[int]) -> tuple[Tensor, float]:
         """Gradient of the mean loss over the whole batch into `.grad`.

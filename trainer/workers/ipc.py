@@ -6,8 +6,8 @@ the request it answers; workers answer in the order in which they were asked; a 
 refused, and no bytes ever become code. Must not know tensors: no torch here, so that it is cheap to import.
 
 Bulk data never passes here. Whoever is told to `Load` or `Store` finds it in the mailbox (`shared_buffer.py`):
-between a `Store` and its `Stored` the mailbox is the workers', likewise for `Load`; at all other times the daemon's. An
-anchor beside it is the daemon's; nobody writes to it between a `Load` that names it and its `Loaded`.
+between a `Store` and its `Stored` the mailbox is the workers', likewise for `Load` and `Keep`; else the daemon's. An
+anchor beside it is the daemon's; nobody writes to it between a `Load` or `Keep` that names it and its answer.
 """
 
 from __future__ import annotations
@@ -97,15 +97,26 @@ class Store(_Message, frozen=True, kw_only=True):
     """What to write; empty: everything."""
 
 
+class Keep(_Message, frozen=True, kw_only=True):
+    """Keep a copy of the parameters beside them, for `Evaluate`."""
+
+    place: Annotated[int, Meta(ge=0, le=2)] | None = None
+    """Of the shared buffer, where their values are, as for `Load`; None: those that the workers have now."""
+
+
 class Evaluate(_Message, frozen=True, kw_only=True):
-    """Judge the present parameters on the held-out text."""
+    """Judge parameters on held-out text: the present ones, or those that were kept."""
+
+    batches: Span | None = None
+    """Which ones; None: all. With the last one the copy that was kept is let go of."""
+    is_kept: bool = False
 
 
 class Stop(_Message, frozen=True, kw_only=True):
     """Exit. There is no reply but the end of the process."""
 
 
-Question: TypeAlias = Load | Step | Backward | Update | Store | Evaluate
+Question: TypeAlias = Load | Step | Backward | Update | Store | Keep | Evaluate
 """What a worker answers."""
 Request: TypeAlias = Question | Stop
 
@@ -175,10 +186,19 @@ class Stored(_Message, frozen=True, kw_only=True):
     """Inner steps since the inner optimizer began."""
 
 
+class Kept(_Message, frozen=True, kw_only=True):
+    """There is a copy, or on one of the peer's devices no room for it. Equal on all workers."""
+
+    has_room: bool
+    num_batches: Natural
+    """Of held-out text."""
+
+
 class Evaluated(_Message, frozen=True, kw_only=True):
-    """The held-out loss in nats per token, equal on all workers."""
+    """The held-out loss in nats per token, and of how many tokens it is the mean. Equal on all workers."""
 
     loss: float
+    num_tokens: Natural
 
 
 class WorkerFailed(_Message, frozen=True, kw_only=True):
@@ -189,7 +209,7 @@ class WorkerFailed(_Message, frozen=True, kw_only=True):
     cure: Text = ""
 
 
-Answer: TypeAlias = Loaded | BackwardDone | StepDone | Stored | Evaluated
+Answer: TypeAlias = Loaded | BackwardDone | StepDone | Stored | Kept | Evaluated
 """To a question, one kind for each."""
 Reply: TypeAlias = Ready | Answer | WorkerFailed
 

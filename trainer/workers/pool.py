@@ -264,11 +264,35 @@ class WorkerPool:
         replies = await self._ask(request, ipc.Stored, timeout_s)
         return replies[0].own_steps
 
-    async def evaluate(self, *, timeout_s: float | None = None) -> float:
-        """Held-out loss of the present parameters, in nats per token. Errors as for `load`."""
-        request = ipc.Evaluate(serial=self._link.next_serial())
-        replies = await self._ask(request, ipc.Evaluated, timeout_s)
-        return replies[0].loss
+    async def keep(self, *, place: int | None, timeout_s: float | None = None) -> ipc.Kept:
+        """Make the workers keep a copy of the parameters for `evaluate`, if there is room. Errors as for `load`.
+
+        Args:
+            place: of the shared buffer, where their values are, and which is theirs until this returns; None: of the
+                present ones.
+            timeout_s: as for `load`.
+        """
+        request = ipc.Keep(serial=self._link.next_serial(), place=place)
+        return (await self._ask(request, ipc.Kept, timeout_s))[0]
+
+    async def evaluate(
+        self, batches: range | None = None, *, is_kept: bool = False, timeout_s: float | None = None
+    ) -> ipc.Evaluated:
+        """Held-out loss, in nats per token. Errors as for `load`.
+
+        Args:
+            batches: numbers of batches of held-out text; None: all. With the last one the copy is let go of.
+            is_kept: of the parameters that were kept; else of the present ones.
+            timeout_s: as for `load`.
+        """
+        span = None if batches is None else (batches.start, batches.stop)
+        request = ipc.Evaluate(serial=self._link.next_serial(), batches=span, is_kept=is_kept)
+        return (await self._ask(request, ipc.Evaluated, timeout_s))[0]
+
+    @property
+    def num_workers(self) -> int:
+        """How many answer."""
+        return len(self._ready)
 
     async def failed(self) -> None:
         """Wait for the pool's failure and raise it: for a task that watches while nothing is asked.

@@ -56,6 +56,33 @@ class WorkerTensors:
             begin_states(self._optimizer)
         return self._map(kind).read(mailbox, ranges, keep=keep)
 
+    def copied(self, values: Tensor | None) -> ShardMap:
+        """A copy of this worker's parameters, or of the values that this flat vector has for them: for `swap`."""
+        shards = self._shards.shards
+        copies = {shard.name: torch.empty_like(shard.values) for shard in shards if shard.values is not None}
+        copy = self._shards.of(copies)
+        if values is None:
+            for shard in shards:
+                if shard.values is not None:
+                    copies[shard.name].copy_(shard.values)
+        else:
+            copy.read(values)
+        return copy
+
+    @torch.no_grad()
+    def swap(self, copy: ShardMap) -> None:
+        """The parameters take the values of the copy, and the copy theirs. Their memory stays where it is."""
+        for shard, other in zip(self._shards.shards, copy.shards, strict=True):
+            if shard.values is not None and other.values is not None:
+                before = shard.values.clone()
+                shard.values.copy_(other.values)
+                other.values.copy_(before)
+
+    @property
+    def local_nbytes(self) -> int:
+        """Size of this worker's parameters."""
+        return sum(shard.values.nbytes for shard in self._shards.shards if shard.values is not None)
+
     def set_steps(self, own_steps: int) -> None:
         """The optimizer's states are the outcome of so many steps."""
         begin_states(self._optimizer)

@@ -130,7 +130,9 @@ class _Server:
                     self._channel.send(self._answer(request))
 
     def _begin(self, request: ipc.Step) -> None:
-        self._begun.append((request, self._inner_loop.begin_step(request.indices, request.inner_step, request.position)))
+        self._begun.append(
+            (request, self._inner_loop.begin_step(request.indices, request.inner_step, request.position))
+        )
         if isinstance(following := self._channel.look_ahead(), ipc.Step | ipc.Backward):
             self._inner_loop.prefetch(following.indices)
 
@@ -145,7 +147,7 @@ class _Server:
             self._begun.popleft()
             self._channel.send(_done(request, step.result()))
 
-    def _answer(self, request: ipc.Load | ipc.Backward | ipc.Update | ipc.Store | ipc.Evaluate) -> ipc.Reply:
+    def _answer(self, request: ipc.Load | ipc.Backward | ipc.Update | ipc.Store | ipc.Keep | ipc.Evaluate) -> ipc.Reply:
         inner_loop, mailbox = self._inner_loop, self._mailbox
         match request:
             case ipc.Load():
@@ -166,8 +168,13 @@ class _Server:
                 return ipc.BackwardDone(serial=request.serial, loss=loss, num_tokens=num_tokens)
             case ipc.Update():
                 return _done(request, inner_loop.update(request.inner_step, request.position))
+            case ipc.Keep():
+                has_room = inner_loop.judge.keep(None if request.place is None else mailbox.at(request.place))
+                return ipc.Kept(serial=request.serial, has_room=has_room, num_batches=inner_loop.judge.num_batches)
             case ipc.Evaluate():
-                return ipc.Evaluated(serial=request.serial, loss=inner_loop.evaluate())
+                batches = None if request.batches is None else range(*request.batches)
+                loss, num_tokens = inner_loop.judge.evaluate(batches, is_kept=request.is_kept)
+                return ipc.Evaluated(serial=request.serial, loss=loss, num_tokens=num_tokens)
             case _:
                 assert_never(request)
 

@@ -162,6 +162,9 @@ class Peer:
         self.reports.append(report)
         self.anchors.append({name: tensor.clone() for name, tensor in self.site.state.live.tensors.items()})
 
+    async def idle(self, until: asyncio.Future[None]) -> None:
+        pass
+
     async def landed(self, report: RoundReport) -> None:
         pass
 

@@ -39,13 +39,15 @@ from isthmus.trainer.engine.sample_feed import SampleFeed
 from isthmus.trainer.engine.training_loop import LoopTerms, RoundReport, TrainingLoop
 from isthmus.trainer.engine.worker_values import WorkerValues
 from isthmus.trainer.errors import WorkerCrashed
-from isthmus.trainer.workers.ipc import BackwardDone, StepDone, StepParts
+from isthmus.trainer.workers.ipc import BackwardDone, Evaluated, Kept, StepDone, StepParts
 from isthmus.trainer.workers.link import WorkerStalled
 from tests.unit.trainer.rig import stage_mean
 
 NUMEL = 64
 BATCH = 2
 INNER_STEPS = 3
+NUM_BATCHES = 3
+"""Of held-out text."""
 TABLE = FragmentTable.from_named_shapes((f"layer{number}", (16,)) for number in range(4))
 ME = PeerRef(PeerId("0" * 16), Incarnation(1))
 
@@ -117,6 +119,11 @@ class Pool:
     num_hangs: int = 0
     most_steps: int = 0
     """That were with them at once."""
+    num_workers: int = 1
+    has_room: bool = True
+    kept: Tensor | None = None
+    judged_at: list[int] = field(default_factory=list)
+    """How many inner steps were done, since it began from the anchor, when held-out text was judged."""
     _num_steps: int = 0
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -164,6 +171,27 @@ class Pool:
             self._num_steps -= 1
         return step_done(inner_step, len(indices))
 
+    async def keep(self, *, place: int | None) -> Kept:
+        assert not self._num_steps, "an inner step is with the workers"
+        await self.rig.wait()
+        self.answer()
+        self.kept = (self.local if place is None else self.rig.places[place]).clone() if self.has_room else None
+        return Kept(serial=1, has_room=self.has_room, num_batches=NUM_BATCHES)
+
+    async def evaluate(self, batches: range | None = None, *, is_kept: bool = False) -> Evaluated:
+        """The loss of batch b is the sum of the parameters plus b; batches differ in size."""
+        assert not self._num_steps, "an inner step is with the workers"
+        await self.rig.wait()
+        self.answer()
+        values = self.kept if is_kept else self.local
+        wanted = range(NUM_BATCHES) if batches is None else batches
+        sizes = [number + 1 for number in wanted]
+        offset = sum(number * size for number, size in zip(wanted, sizes, strict=True)) / sum(sizes)
+        if batches is None:
+            offset = 0.0
+        self.judged_at.append(len(self.inner_steps))
+        return Evaluated(serial=1, loss=float(values.sum()) + offset, num_tokens=sum(sizes))
+
     async def store(self, ranges: Sequence[slice] = (), *, kind: str = "param") -> None:
         assert kind == "param"
         async with self._turn:
@@ -194,6 +222,9 @@ class Overseer:
         self.standstills.append(is_blocked)
         if is_blocked:
             self.stands_still.set()
+
+    async def idle(self, until: asyncio.Future[None]) -> None:
+        await self.rig.wait()
 
     def committed(self, report: RoundReport) -> None:
         self.reports.append(report)

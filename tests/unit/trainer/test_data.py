@@ -101,11 +101,11 @@ def test_reading_samples_touches_no_global_random_state():
 
 def test_validation_windows_are_spread_from_the_first_token_to_the_last():
     tokens = numbered_tokens(5_000)
-    batches = validation_batches(tokens, 32, batch_size=4, num_batches=3)
+    batches = list(validation_batches(tokens, 32, batch_size=4, num_batches=3))
     assert [inputs.shape for inputs, _ in batches] == [(4, 32)] * 3
     assert batches[0][0][0].tolist() == tokens[:32].tolist()
     assert batches[-1][1][-1].tolist() == tokens[-32:].tolist()
-    again = validation_batches(tokens, 32, batch_size=4, num_batches=3)
+    again = list(validation_batches(tokens, 32, batch_size=4, num_batches=3))
     assert all(
         torch.equal(a, b) for one, two in zip(batches, again, strict=True) for a, b in zip(one, two, strict=True)
     )
@@ -113,13 +113,13 @@ def test_validation_windows_are_spread_from_the_first_token_to_the_last():
 
 def test_short_validation_text_gives_fewer_samples_without_overlap():
     tokens = np.arange(101, dtype=np.uint8)
-    batches = validation_batches(tokens, 10, batch_size=4, num_batches=100)
+    batches = list(validation_batches(tokens, 10, batch_size=4, num_batches=100))
     assert [len(inputs) for inputs, _ in batches] == [4, 4, 2]
     targets = torch.cat([targets.flatten() for _, targets in batches]).tolist()
     assert sorted(targets) == list(range(1, 101))
 
 
 def test_one_validation_window_is_enough():
-    assert len(validation_batches(numbered_tokens(33), 32, 8, 8)) == 1
+    assert len(list(validation_batches(numbered_tokens(33), 32, 8, 8))) == 1
     with pytest.raises(DataError, match="held-out"):
         validation_batches(numbered_tokens(32), 32, 8, 8)

@@ -18,7 +18,7 @@ def decoder():
 
 
 def test_loss_is_the_mean_over_tokens_even_if_the_last_batch_is_smaller(decoder):
-    batches = validation_batches(TOKENS, 64, 4, 100)
+    batches = list(validation_batches(TOKENS, 64, 4, 100))
     assert [len(inputs) for inputs, _ in batches] == [4, 4, 2]
     inputs = torch.cat([inputs for inputs, _ in batches])
     targets = torch.cat([targets for _, targets in batches])

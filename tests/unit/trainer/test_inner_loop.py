@@ -19,6 +19,7 @@ from isthmus.trainer.data.samples import SampleSource, validation_batches
 from isthmus.trainer.errors import ConfigError, TrainingFault
 from isthmus.trainer.model.decoder import Decoder, ModelConfig, initial_parameters, named_shapes
 from isthmus.trainer.model.evaluate import evaluate
+from isthmus.trainer.workers import judge
 from isthmus.trainer.workers.inner_loop import InnerLoop
 from isthmus.trainer.workers.loader import shares
 
@@ -342,16 +343,54 @@ def test_a_loss_that_is_not_finite_is_a_fault_and_moves_nothing(mesh: DeviceMesh
 
 def test_an_evaluation_equals_that_of_an_unsharded_decoder(mesh: DeviceMesh) -> None:
     expected = evaluate(_plain_decoder(initial_parameters(MODEL, 0)), validation_batches(VALIDATION, 8, 3, 4))
-    assert _loop(mesh).evaluate() == pytest.approx(expected, rel=1e-6)
+    loss, num_tokens = _loop(mesh).judge.evaluate()
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert num_tokens == 96
 
 
 def test_a_load_after_an_evaluation_is_seen_by_the_next_one(mesh: DeviceMesh) -> None:
     loop = _loop(mesh)
-    first = loop.evaluate()
+    first = loop.judge.evaluate()
     loop.load(torch.zeros(TABLE.numel))
-    assert loop.evaluate() == pytest.approx(np.log(256.0), rel=1e-6)
+    assert loop.judge.evaluate()[0] == pytest.approx(np.log(256.0), rel=1e-6)
     loop.load(initial_parameters(MODEL, 0))
-    assert loop.evaluate() == first
+    assert loop.judge.evaluate() == first
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_copy_is_judged_in_parts_while_training_goes_on_and_takes_nothing_from_it(
+    mesh: DeviceMesh, is_given: bool
+) -> None:
+    weights = initial_parameters(MODEL, 0)
+    expected, num_tokens = _loop(mesh).judge.evaluate()
+    judging, plain = _loop(mesh), _loop(mesh)
+    if is_given:  # the workers have others by then
+        for loop in (judging, plain):
+            loop.load(initial_parameters(MODEL, 1))
+    assert judging.judge.keep(weights if is_given else None)
+    parts = []
+    for number in range(judging.judge.num_batches):
+        assert judging.step(range(4), number + 1).loss == plain.step(range(4), number + 1).loss
+        judging.backward(range(4, 8), number + 1)  # a gradient that waits is not lost either
+        plain.backward(range(4, 8), number + 1)
+        parts.append(judging.judge.evaluate(range(number, number + 1), is_kept=True))
+        judging.update(number + 1)
+        plain.update(number + 1)
+    assert torch.equal(_stored(judging), _stored(plain))
+    assert not torch.equal(_stored(judging), weights)
+    assert sum(tokens for _, tokens in parts) == num_tokens
+    assert sum(loss * tokens for loss, tokens in parts) / num_tokens == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(RuntimeError, match="kept"):  # with its last batch it was let go of
+        judging.judge.evaluate(range(1), is_kept=True)
+
+
+def test_where_there_is_no_room_nothing_is_kept(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = _loop(mesh)
+    assert loop.judge.keep(None)
+    monkeypatch.setattr(judge, "spare_nbytes", lambda device: 4 * TABLE.numel - 1)
+    assert not loop.judge.keep(None)
+    with pytest.raises(RuntimeError, match="kept"):
+        loop.judge.evaluate(range(1), is_kept=True)
 
 
 def test_a_part_can_be_blended_and_stored_alone(mesh: DeviceMesh) -> None:
@@ -397,7 +436,7 @@ def test_nothing_is_trained_before_weights_have_come(mesh: DeviceMesh) -> None:
     loop = InnerLoop(JOB, mesh=mesh, train=TRAIN, validation=VALIDATION)
     mailbox = initial_parameters(MODEL, 0)
     for act in (
-        loop.evaluate,
+        lambda: loop.judge,
         lambda: loop.step([0], 1),
         lambda: loop.backward([0], 1),
         lambda: loop.store(mailbox),

@@ -17,7 +17,9 @@ REQUESTS = [
     ipc.Backward(serial=3, inner_step=7, position=7.5, indices=(5,)),
     ipc.Update(serial=3, inner_step=7, position=7.5),
     ipc.Store(serial=4, spans=((3, 3),), kind="grad"),
+    ipc.Keep(serial=5, place=2),
     ipc.Evaluate(serial=5),
+    ipc.Evaluate(serial=5, batches=(2, 4), is_kept=True),
     ipc.Stop(serial=6),
 ]
 REPLIES = [
@@ -26,7 +28,8 @@ REPLIES = [
     ipc.BackwardDone(serial=2, loss=2.5, num_tokens=64),
     ipc.StepDone(serial=3, inner_step=7, loss=2.5, num_tokens=96, grad_norm=0.1, lr=1e-3, seconds=0.2),
     ipc.Stored(serial=4),
-    ipc.Evaluated(serial=5, loss=2.25),
+    ipc.Kept(serial=5, has_room=True, num_batches=8),
+    ipc.Evaluated(serial=5, loss=2.25, num_tokens=64),
     ipc.WorkerFailed(serial=3, kind="training_fault", problem="loss nan", cure="lower inner.lr"),
 ]
 

@@ -51,13 +51,18 @@ class Lot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LotRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What became of a lot. `documents` and `tokens` by source; shares: the smallest and largest of a document."""
+    """What became of a lot. `documents` and `tokens` by source; shares: the smallest and largest of a document.
+
+    Bytes: of UTF-8, that the tokens of a side stand for.
+    """
 
     number: int
     train: tuple[ShardEntry, ...]
     held_out: tuple[ShardEntry, ...]
     documents: tuple[int, ...]
     tokens: tuple[int, ...]
+    train_text_nbytes: int
+    held_out_text_nbytes: int
     threshold: float
     """Of the task."""
     least_share: float
@@ -83,17 +88,23 @@ def prepare_lot(task: Task, lot: Lot, tokenizer: Tokenizer, advanced: Callable[[
     train = _ShardWriter(task, tokenizer, f"train-{lot.number:06d}")
     held_out = _ShardWriter(task, tokenizer, f"held-{lot.number:06d}")
     documents, tokens = [0] * len(task.weights), [0] * len(task.weights)
+    train_nbytes = held_out_nbytes = 0
     shares = [1.0, 0.0]
     for piece in lot.pieces:
         for texts in _batches(documents_in(piece, task.field)):
-            for text, encoded in zip(texts, _encoded(texts, tokenizer), strict=True):
+            for text, tokens_of_text in zip(texts, encoded(texts, tokenizer), strict=True):
                 share = share_of(text, b"split")
                 shares = [min(shares[0], share), max(shares[1], share)]
                 is_held_out = share < task.threshold
                 copies = 1 if is_held_out else _copies(text, task.weights[piece.source])
                 documents[piece.source] += 1
+                nbytes = tokenizer.text_nbytes(text)
+                if is_held_out:
+                    held_out_nbytes += nbytes
+                else:
+                    train_nbytes += copies * nbytes
                 for _ in range(copies):
-                    tokens[piece.source] += (held_out if is_held_out else train).add(encoded)
+                    tokens[piece.source] += (held_out if is_held_out else train).add(tokens_of_text)
         advanced(piece.nbytes)
     return LotRecord(
         number=lot.number,
@@ -101,6 +112,8 @@ def prepare_lot(task: Task, lot: Lot, tokenizer: Tokenizer, advanced: Callable[[
         held_out=held_out.finish(),
         documents=tuple(documents),
         tokens=tuple(tokens),
+        train_text_nbytes=train_nbytes,
+        held_out_text_nbytes=held_out_nbytes,
         threshold=task.threshold,
         least_share=shares[0],
         largest_share=shares[1],
@@ -125,13 +138,14 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _encoded(texts: list[str], tokenizer: Tokenizer) -> Iterator[TokenArray]:
+def encoded(texts: list[str], tokenizer: Tokenizer) -> Iterator[TokenArray]:
+    """The tokens of each text; of a long one in bounded memory, put together of parts that end with a line."""
     if len(texts) > 1 or len(texts[0]) <= _BATCH_LENGTH:
         yield from tokenizer.encode(texts)
         return
     # To bytes a line break would be added behind each part.
     parts = (texts[0],) if isinstance(tokenizer, Bytes) else _parts_of(texts[0])
-    yield np.concatenate([encoded for part in parts for encoded in tokenizer.encode([part])])
+    yield np.concatenate([tokens for part in parts for tokens in tokenizer.encode([part])])
 
 
 def _parts_of(text: str) -> Iterator[str]:

@@ -344,6 +344,8 @@ def _write_index(settings: Settings, plan: _Plan, records: Sequence[LotRecord]) 
         ),
         train=tuple(shard for record in records for shard in record.train),
         held_out=tuple(shard for record in records for shard in record.held_out),
+        train_text_nbytes=sum(record.train_text_nbytes for record in records),
+        held_out_text_nbytes=sum(record.held_out_text_nbytes for record in records),
     )
     names = {shard.name for shard in index.shards}
     for path in settings.out.glob("*.bin*"):  # of lots that were prepared again, or cut short
