@@ -41,7 +41,7 @@ from isthmus.optim.inner import build_inner_optimizer
 from isthmus.trainer.config.job import ActivationCheckpointing, OptimizerJob, ScheduleJob, TrainingJob
 from isthmus.trainer.data.corpus import Corpus, load_corpus
 from isthmus.trainer.data.samples import SampleSource
-from isthmus.trainer.model.decoder import Decoder, initial_parameters, preset
+from isthmus.trainer.model.decoder import preset
 from isthmus.trainer.record.event_log import FILE_NAME, read_events
 from isthmus.trainer.workers.pool import WINDOW, WorkerPool, worker_pool
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
@@ -146,7 +146,7 @@ def _processor_s(pid: int) -> float:
 
 
 def _pool(job: TrainingJob, folder: Path, threads: int) -> WorkerPool:
-    first = initial_parameters(job.model, SEED)
+    first = job.model.initial_parameters(SEED)
     mailbox = SharedBuffer.create(first.numel())
     mailbox.tensor.copy_(first)
     return worker_pool(job, mailbox=mailbox, corpus=_corpus(), device="cpu", num_threads=threads, log_dir=folder)
@@ -173,8 +173,9 @@ def _bare(options: argparse.Namespace) -> None:
     """A turn for each line that is read; prints what it took."""
     torch.set_num_threads(options.threads)
     job = _job(options.model, options.batch)
-    model = Decoder(job.model)
-    torch.nn.utils.vector_to_parameters(initial_parameters(job.model, SEED), model.parameters())
+    model = job.model.build().to_empty(device="cpu")
+    model.init_buffers(torch.device("cpu"))
+    torch.nn.utils.vector_to_parameters(job.model.initial_parameters(SEED), model.parameters())
     optimizer = build_inner_optimizer(model, lr=LR)
     samples = SampleSource(_corpus().train, job.seq_len, SEED)
     step = itertools.count()

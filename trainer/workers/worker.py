@@ -130,9 +130,8 @@ class _Server:
                     self._channel.send(self._answer(request))
 
     def _begin(self, request: ipc.Step) -> None:
-        self._begun.append(
-            (request, self._inner_loop.begin_step(request.indices, request.inner_step, request.position))
-        )
+        step = self._inner_loop.begin_step(request.indices, request.inner_step, request.position)
+        self._begun.append((request, step))
         if isinstance(following := self._channel.look_ahead(), ipc.Step | ipc.Backward):
             self._inner_loop.prefetch(following.indices)
 
@@ -147,7 +146,9 @@ class _Server:
             self._begun.popleft()
             self._channel.send(_done(request, step.result()))
 
-    def _answer(self, request: ipc.Load | ipc.Backward | ipc.Update | ipc.Store | ipc.Keep | ipc.Evaluate) -> ipc.Reply:
+    def _answer(
+        self, request: ipc.Load | ipc.Backward | ipc.Update | ipc.Store | ipc.Keep | ipc.Evaluate
+    ) -> ipc.Reply:
         inner_loop, mailbox = self._inner_loop, self._mailbox
         match request:
             case ipc.Load():
