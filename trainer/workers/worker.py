@@ -146,9 +146,7 @@ class _Server:
             self._begun.popleft()
             self._channel.send(_done(request, step.result()))
 
-    def _answer(
-        self, request: ipc.Load | ipc.Backward | ipc.Update | ipc.Store | ipc.Keep | ipc.Evaluate
-    ) -> ipc.Reply:
+    def _answer(self, request: ipc.Load | ipc.Backward | ipc.Update | ipc.Store | ipc.Keep | ipc.Evaluate) -> ipc.Reply:
         inner_loop, mailbox = self._inner_loop, self._mailbox
         match request:
             case ipc.Load():
