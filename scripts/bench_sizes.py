@@ -32,6 +32,10 @@ MOST_WAITED = 0.1
 _WARM_ROUNDS = 4
 """At the beginning, which are not looked at: nothing is measured yet."""
 _PERIOD_S = 0.02
+_TOKENS_PER_STEP = 8 * 64
+"""Of an inner step, as below."""
+_JUDGED_ROUNDS = 4
+"""The anchor is judged every so many rounds of equal peers."""
 _CONFIG = """
 [run]
 name = "sizes"
@@ -234,7 +238,8 @@ def _train(kind: str, sizes: Sequence[Size], seed: int, outer_steps: int, option
     folder = Path(tempfile.mkdtemp(prefix="bench-sizes-"))
     config = folder / "run.toml"
     config.write_text(_CONFIG)
-    flags = ["--run.outer_steps", str(outer_steps), "--run.seed", str(seed), "--eval.every", "4"]
+    every = _JUDGED_ROUNDS * len(sizes) * options.inner_steps * _TOKENS_PER_STEP
+    flags = ["--run.outer_steps", str(outer_steps), "--run.seed", str(seed), "--eval.every", str(every)]
     flags += ["--outer.inner_steps", str(options.inner_steps), *options.flags.split()]
     demo, result = SizedDemo(folder, config, outer_steps, 900.0), Run(kind=kind, seed=seed)
     try:

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 SHARD_NBYTES = 4 << 10
 """63 samples: a few outer steps of two peers."""
 VOCABULARY = 300
-ONE_AT_A_TIME = ("--data.shuffle_shards", "1", "--data.document_masks", "true", "--eval.every", "3")
+ONE_AT_A_TIME = ("--data.shuffle_shards", "1", "--data.document_masks", "true", "--eval.every", "500")
 
 
 def _prepared(folder: Path) -> PreparedText:

@@ -139,6 +139,10 @@ def test_with_a_tokenizer_tokens_are_its_own_and_every_document_ends_with_its_en
         for shard in text.index.shards
     )
     assert num_ends == len(texts)
+    sides = (text.index.train, text.index.held_out)
+    num_bytes = [sum(len(document.encode()) for document in texts_in(text, side)) for side in sides]
+    assert [text.index.train_text_nbytes, text.index.held_out_text_nbytes] == num_bytes
+    assert text.bytes_per_token == num_bytes[1] / sum(shard.num_tokens for shard in text.index.held_out)
     # The same file, given: the same text.
     again = prepared(tmp_path / "again", source, tokenizer=tmp_path / "out" / "tokenizer.json")
     assert [shard.digest for shard in again.index.shards] == [shard.digest for shard in text.index.shards]

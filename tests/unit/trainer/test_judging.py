@@ -12,16 +12,22 @@ import torch
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, CheckpointMeta, CheckpointStore
 from isthmus.trainer.cli.app import run
+from isthmus.trainer.config.base_model import model_of, with_base_model
 from isthmus.trainer.config.manifest import manifest_of
 from isthmus.trainer.config.settings import Config
-from isthmus.trainer.config.training import DataSection, DecoderSection
-from isthmus.trainer.data.corpus import load_corpus
+from isthmus.trainer.config.training import DataSection, DecoderSection, HuggingFaceSection
+from isthmus.trainer.config.wiring import with_vocabulary
+from isthmus.trainer.data.corpus import DataError, load_corpus
+from isthmus.trainer.data.prep.preparing import Settings, prepare
+from isthmus.trainer.data.prepared import PreparedText, tokens_of
 from isthmus.trainer.data.samples import validation_batches
 from isthmus.trainer.errors import ExitCode
 from isthmus.trainer.files import MEMBERSHIP_NAME
 from isthmus.trainer.model.decoder import Decoder, initial_parameters, named_shapes
 from isthmus.trainer.model.evaluate import evaluate
 from isthmus.trainer.run.judging import judge_model
+from tests.unit.trainer.prep_rig import documents, texts_in, write_jsonl
+from tests.unit.trainer.tiny_models import tiny_model
 
 SEQ_LEN = 16
 TEXT = "Peers come and go, and the run goes on; a bridge is no wider than it must be.\n" * 40
@@ -45,6 +51,10 @@ def config(text: Path) -> Config:
 @pytest.fixture
 def peer(tmp_path: Path, config: Config) -> Path:
     """The folder of a peer that has left two checkpoints."""
+    return leave_checkpoints(tmp_path / "peer", config)
+
+
+def leave_checkpoints(folder: Path, config: Config) -> Path:
     for outer_step in (3, 6):
         meta = CheckpointMeta(
             run_id="demo-0123abcd",
@@ -54,16 +64,16 @@ def peer(tmp_path: Path, config: Config) -> Path:
             next_index=100 * outer_step,
             returned=(IndexRange(10, 30),),
         )
-        anchor = initial_parameters(config.model.decoder_config(), seed=outer_step)
-        CheckpointStore(tmp_path / "peer" / FOLDER_NAME, keep=3).save(
+        anchor = model_of(config).initial_parameters(outer_step)
+        CheckpointStore(folder / FOLDER_NAME, keep=3).save(
             meta, {"anchor": anchor, "momentum": torch.zeros_like(anchor)}
         )
-    return tmp_path / "peer"
+    return folder
 
 
 def expected(config: Config, *, seed: int, tokens: np.ndarray) -> float:
     """By all the windows of a decoder that is made of the parameters by hand."""
-    shape = config.model.decoder_config()
+    shape = config.model.description()
     decoder, flat = Decoder(shape), initial_parameters(shape, seed=seed)
     state, at = {}, 0
     for name, size in named_shapes(shape):
@@ -123,6 +133,88 @@ def test_of_the_runs_own_text_only_what_it_holds_out_is_judged_and_another_one_i
     text.write_text(TEXT.upper())
     assert run(["eval", str(peer)]) == ExitCode.USAGE
     assert "is not the run's text; name a copy of that with --data" in capsys.readouterr().err
+
+
+def prepared(out: Path, seed: int, tokenizer: Path | None = None) -> PreparedText:
+    """Of several held-out shards."""
+    source = write_jsonl(out.with_suffix(".jsonl"), documents(300, seed=seed))
+    settings = Settings(
+        sources=((source, 1.0),),
+        out=out,
+        tokenizer=tokenizer,
+        train_tokenizer=None if tokenizer is not None else 400,
+        validation_fraction=0.2,
+        shard_nbytes=2048,
+    )
+    return prepare(settings, lambda _progress: None)
+
+
+def test_of_a_prepared_text_those_held_out_shards_are_judged_that_are_here(tmp_path: Path, config: Config) -> None:
+    folder = tmp_path / "text"
+    text = prepared(folder, seed=1)
+    run_config = with_vocabulary(
+        config.model_copy(update={"data": DataSection(path=folder)}), text.vocab_size, text.index.end_of_document
+    )
+    peer = leave_checkpoints(tmp_path / "peer", run_config)
+    terms = {"manifest": manifest_of(run_config).decode(), "data_digest": text.digest}
+    (peer / MEMBERSHIP_NAME).write_text(json.dumps(terms))
+    (peer / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+
+    held_out = text.index.held_out
+    assert len(held_out) > 1
+    judged = judge_model(peer, data=None, num_tokens=None, device="cpu")
+    assert judged.is_held_out
+    assert judged.num_tokens == sum((shard.num_tokens - 1) // SEQ_LEN * SEQ_LEN for shard in held_out)
+    num_bytes = sum(len(document.encode()) for document in texts_in(text, held_out))
+    num_tokens = sum(shard.num_tokens for shard in held_out)
+    assert judged.bits_per_byte == pytest.approx(judged.loss / math.log(2) * num_tokens / num_bytes)
+
+    # The same documents as a plain text are put into the model's tokens; only the ends of documents are missing then.
+    plain = tmp_path / "plain.txt"
+    plain.write_text("".join(texts_in(text, held_out)))
+    of_plain = judge_model(peer, data=plain, num_tokens=None, device="cpu")
+    assert not of_plain.is_held_out
+    assert 0.8 * num_tokens < of_plain.num_tokens <= num_tokens
+    assert of_plain.bits_per_byte == pytest.approx(judged.bits_per_byte, rel=0.1)
+
+    for shard in held_out[1:]:
+        (folder / shard.name).unlink()
+    of_one = judge_model(peer, data=None, num_tokens=None, device="cpu")
+    assert of_one.loss == pytest.approx(
+        expected(run_config, seed=6, tokens=tokens_of(folder / held_out[0].name, text.index, held_out[0])), rel=1e-5
+    )
+    assert of_one.text.endswith(f"1 of {len(held_out)} shards")
+
+
+def test_another_prepared_text_is_judged_as_a_whole_if_it_has_the_models_tokens(tmp_path: Path, config: Config) -> None:
+    own = prepared(tmp_path / "own", seed=1)
+    run_config = with_vocabulary(config, own.vocab_size, own.index.end_of_document)
+    peer = leave_checkpoints(tmp_path / "peer", run_config)
+    (peer / "tokenizer.json").write_bytes((tmp_path / "own" / "tokenizer.json").read_bytes())
+    other = prepared(tmp_path / "other", seed=2, tokenizer=tmp_path / "own" / "tokenizer.json")
+    judged = judge_model(peer, data=tmp_path / "other", num_tokens=None, device="cpu")
+    shards = list(other.index.shards)
+    assert judged.num_tokens == sum((shard.num_tokens - 1) // SEQ_LEN * SEQ_LEN for shard in shards)
+    num_bytes = sum(len(document.encode()) for document in documents(300, seed=2))
+    num_tokens = sum(shard.num_tokens for shard in shards)
+    assert judged.bits_per_byte == pytest.approx(judged.loss / math.log(2) * num_tokens / num_bytes)
+    prepared(tmp_path / "foreign", seed=3)
+    with pytest.raises(DataError, match="another tokenizer"):
+        judge_model(peer, data=tmp_path / "foreign", num_tokens=None, device="cpu")
+
+
+def test_a_hugging_face_model_and_its_export_come_to_the_same(tmp_path: Path, text: Path) -> None:
+    base = tmp_path / "base"
+    tiny_model("llama", base)
+    config = with_base_model(Config(model=HuggingFaceSection(path=base, seq_len=SEQ_LEN), data=DataSection(path=text)))
+    peer = leave_checkpoints(tmp_path / "peer", config)
+    assert run(["export", "--dir", str(peer), "--out", str(tmp_path / "model")]) == ExitCode.DONE
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT)
+    of_run = judge_model(peer, data=other, num_tokens=None, device="cpu")
+    assert of_run.num_tokens == (len(TEXT) - 1) // SEQ_LEN * SEQ_LEN
+    exported = judge_model(tmp_path / "model", data=other, num_tokens=None, device="cpu")
+    assert exported.loss == pytest.approx(of_run.loss, rel=0.05)  # its samples are longer
 
 
 def test_a_folder_without_a_model_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,11 +81,22 @@ def test_held_out_samples_come_from_a_few_shards_evenly_spread() -> None:
     lengths = tuple(100 + number for number in range(50))
     chosen = held_out_shards(lengths, SEQ_LEN)
     assert len(chosen) == MAX_HELD_OUT_SHARDS
-    batches = validation_batches(shards_of(lengths), SEQ_LEN, 4, 8)
-    tokens = [int(inputs[0]) for inputs_BL, _ in batches for inputs in inputs_BL]
+    tokens = first_tokens(lengths, num_batches=8)
     assert len(tokens) == 32
     assert sorted({token // 10_000 for token in tokens}) == chosen
     assert held_out_shards((3, 500, 4), SEQ_LEN) == [1]
+
+
+def test_without_a_number_of_batches_every_shard_gives_all_that_it_holds() -> None:
+    lengths = (*(100 + number for number in range(50)), SEQ_LEN)
+    counts = Counter(token // 10_000 for token in first_tokens(lengths, num_batches=None))
+    assert counts == {number: (length - 1) // SEQ_LEN for number, length in enumerate(lengths) if length > SEQ_LEN}
+
+
+def first_tokens(lengths: tuple[int, ...], *, num_batches: int | None) -> list[int]:
+    """Of each held-out sample."""
+    batches = validation_batches(shards_of(lengths), SEQ_LEN, 4, num_batches)
+    return [int(inputs[0]) for inputs_BL, _ in batches for inputs in inputs_BL]
 
 
 def test_shards_that_are_all_too_short_are_refused() -> None:
