@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isthmus.trainer.model.loss import token_loss
+
 _INIT_STD = 0.02
 
 
@@ -259,14 +261,15 @@ class Decoder(nn.Module):
         # A tied head is no module: one parameter, one name, one place in the canonical order.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
 
-    def forward(self, tokens_BL: Tensor) -> Tensor:
-        """Scores of the next token at every position.
+    def forward(self, tokens_BL: Tensor, targets_BL: Tensor | None = None) -> Tensor:
+        """Scores of the next token at every position; with targets the mean loss instead.
 
         Args:
             tokens_BL: int64 tokens in [0, vocab_size), at most `max_seq_len` long.
+            targets_BL: int64, the tokens that come next.
 
         Returns:
-            logits_BLV in the dtype of the parameters.
+            logits_BLV in the dtype of the parameters; or the loss in nats per token, a scalar in fp32.
 
         Raises:
             ValueError: the sequence is longer than `max_seq_len`.
@@ -277,8 +280,10 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x_BLD = block(x_BLD)
         x_BLD = self.norm(x_BLD)
-        logits_BLV: Tensor = F.linear(x_BLD, self.embedding.weight) if self.head is None else self.head(x_BLD)
-        return logits_BLV
+        head_VD = self.embedding.weight if self.head is None else self.head.weight
+        if targets_BL is not None:
+            return token_loss(x_BLD, head_VD, targets_BL)
+        return F.linear(x_BLD, head_VD)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -345,8 +350,3 @@ def num_flops_per_token(config: ModelConfig, seq_len: int) -> int:
     lookup_only = 0 if config.tie_embeddings else config.vocab_size * config.dim
     matmul_weights = num_parameters(config) - lookup_only
     return 6 * matmul_weights + 12 * config.num_layers * config.dim * seq_len
-
-
-def token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token, computed in fp32 whatever the dtype of the logits; a scalar."""
-    return F.cross_entropy(logits_BLV.float().flatten(0, 1), targets_BL.flatten())

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How good the model is on held-out text: one number.
 
-Knows a model only as something that maps tokens to logits, so a decoder sharded by `fully_shard` is evaluated by the
-same lines. Must not know where the batches come from or who is told the result.
+Knows a model only as something that tells the loss of tokens and targets, so a decoder sharded by `fully_shard` is
+evaluated by the same lines. Must not know where the batches come from or who is told the result.
 """
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-
-from isthmus.trainer.model.decoder import token_loss
 
 
 def evaluate(
@@ -22,7 +20,7 @@ def evaluate(
     of the site; the result is the mean over this rank's own batches.
 
     Args:
-        model: maps tokens_BL (int64) to logits_BLV.
+        model: maps tokens_BL and targets_BL (int64) to the mean loss.
         batches: (inputs_BL, targets_BL) on any device; batches may differ in size, tokens weigh the same.
         device: where the forward runs; by default where the parameters are.
 
@@ -38,8 +36,7 @@ def evaluate(
     try:
         with torch.no_grad():
             for inputs_BL, targets_BL in batches:
-                logits_BLV = model(inputs_BL.to(target_device))
-                loss = token_loss(logits_BLV, targets_BL.to(target_device))
+                loss = model(inputs_BL.to(target_device), targets_BL.to(target_device))
                 loss_sum += loss.double() * targets_BL.numel()
                 num_tokens += targets_BL.numel()
     finally:

@@ -29,7 +29,7 @@ from isthmus.trainer.config.job import TrainingJob
 from isthmus.trainer.data.corpus import TokenArray
 from isthmus.trainer.data.samples import SampleSource, validation_batches
 from isthmus.trainer.errors import TrainingFault
-from isthmus.trainer.model.decoder import named_shapes, token_loss
+from isthmus.trainer.model.decoder import named_shapes
 from isthmus.trainer.model.evaluate import evaluate
 from isthmus.trainer.workers.sharded_model import device_of, reshard, sharded_model
 from isthmus.trainer.workers.tensors import WorkerTensors
@@ -276,7 +276,7 @@ class InnerLoop:
             own = share[number * self._micro_batch :][: self._micro_batch]
             # Who has no sample left goes along with one that weighs nothing: every forward is a collective.
             inputs_BL, targets_BL = self._samples.batch([indices[at] for at in own] or indices[:1])
-            loss = token_loss(self._model(inputs_BL.to(self._device)), targets_BL.to(self._device))
+            loss = self._model(inputs_BL.to(self._device), targets_BL.to(self._device))
             # FSDP takes the mean over workers, so a sum over them needs the factor `size`.
             torch.autograd.backward(loss * (len(own) * size / len(indices)))
             loss_sum += loss.detach().double() * len(own)

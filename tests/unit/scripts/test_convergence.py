@@ -13,7 +13,7 @@ from torch import nn
 from isthmus.collective.codec import NotFinite, codec_named
 from isthmus.optim import GRAD, PARAM, FragmentKey, FragmentTable, Op, Round, build_inner_optimizer, outer_types
 from isthmus.optim.schedule import cosine
-from isthmus.trainer.model.decoder import Decoder, ModelConfig, initial_parameters, token_loss
+from isthmus.trainer.model.decoder import Decoder, ModelConfig, initial_parameters
 from scripts import bench_convergence
 from scripts.convergence import defaults
 from scripts.convergence.cases import CASES, RUNS_PER_SWEEP, Case, Tuned
@@ -140,7 +140,7 @@ def test_a_row_of_the_fleet_is_the_trainers_own_decoder():
     for row in range(2):
         decoder = Decoder(CONFIG)
         nn.utils.vector_to_parameters(flat[row].clone(), decoder.parameters())
-        token_loss(decoder(tokens[row, :, :-1]), tokens[row, :, 1:]).backward()
+        decoder(tokens[row, :, :-1], tokens[row, :, 1:]).backward()
         expected = nn.utils.parameters_to_vector([parameter.grad for parameter in decoder.parameters()])
         torch.testing.assert_close(fleet.tensors[GRAD][row], expected, rtol=1e-4, atol=1e-6)
 

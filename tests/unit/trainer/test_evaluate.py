@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from isthmus.trainer.data.samples import validation_batches
-from isthmus.trainer.model.decoder import Decoder, preset, token_loss
+from isthmus.trainer.model.decoder import Decoder, preset
 from isthmus.trainer.model.evaluate import evaluate
 
 CONFIG = preset("nano", num_layers=1, dim=16, num_heads=2, num_kv_heads=2, hidden_dim=16)
@@ -23,7 +23,7 @@ def test_loss_is_the_mean_over_tokens_even_if_the_last_batch_is_smaller(decoder)
     inputs = torch.cat([inputs for inputs, _ in batches])
     targets = torch.cat([targets for _, targets in batches])
     with torch.no_grad():
-        expected = float(token_loss(decoder(inputs), targets))
+        expected = float(decoder(inputs, targets))
     assert evaluate(decoder, batches) == pytest.approx(expected, rel=1e-6)
 
 

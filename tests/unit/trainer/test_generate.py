@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from isthmus.trainer.errors import EnvironmentFault
 from isthmus.trainer.model import generate as generate_module
-from isthmus.trainer.model.decoder import Decoder, preset, token_loss
+from isthmus.trainer.model.decoder import Decoder, preset
 from isthmus.trainer.model.generate import (
     CONFIG_NAME,
     WEIGHTS_NAME,
@@ -86,7 +86,7 @@ def test_trained_decoder_continues_the_text_it_has_learned(decoder):
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
     for _ in range(60):
         optimizer.zero_grad()
-        token_loss(decoder(tokens[:, :-1]), tokens[:, 1:]).backward()
+        decoder(tokens[:, :-1], tokens[:, 1:]).backward()
         optimizer.step()
     assert generate(decoder, b"abcdefgha", max_new_tokens=7, temperature=0) == b"bcdefgh"
 

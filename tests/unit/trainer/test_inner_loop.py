@@ -17,7 +17,7 @@ from isthmus.optim.inner import InnerType, build_inner_optimizer, state_names
 from isthmus.trainer.config.job import OptimizerJob, ScheduleJob, TrainingJob
 from isthmus.trainer.data.samples import SampleSource, validation_batches
 from isthmus.trainer.errors import ConfigError, TrainingFault
-from isthmus.trainer.model.decoder import Decoder, ModelConfig, initial_parameters, named_shapes, token_loss
+from isthmus.trainer.model.decoder import Decoder, ModelConfig, initial_parameters, named_shapes
 from isthmus.trainer.model.evaluate import evaluate
 from isthmus.trainer.workers.inner_loop import InnerLoop, shares
 
@@ -82,7 +82,7 @@ def test_steps_equal_plain_pytorch(mesh: DeviceMesh, type_: InnerType) -> None:
         indices = range(6 * inner_step, 6 * inner_step + 6)
         result = loop.step(indices, inner_step)
         inputs, targets = samples.batch(indices)
-        loss = token_loss(decoder(inputs), targets)
+        loss = decoder(inputs, targets)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
         for group in optimizer.param_groups:
