@@ -217,7 +217,7 @@ class Again:
 def again(account: Account, mesh: DeviceMesh, *, num_workers: Mapping[str, int]) -> Again:
     """Train the same peers by `optim.simulate`. It is told settings and samples, and nothing that was computed."""
     config = account.config
-    model, method = config.model.decoder_config(), method_of(config)
+    model, method = config.model.description(), method_of(config)
     corpus = load_corpus(
         config.data.path,
         seq_len=account.seq_len,

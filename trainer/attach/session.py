@@ -41,7 +41,7 @@ from isthmus.trainer.config.values import shaped
 from isthmus.trainer.errors import IsthmusError
 from isthmus.trainer.workers import ipc
 from isthmus.trainer.workers.channel import DaemonChannel, DaemonGone
-from isthmus.trainer.workers.inner_loop import shares
+from isthmus.trainer.workers.loader import shares
 from isthmus.trainer.workers.loop import LoopFacts
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 

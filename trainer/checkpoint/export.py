@@ -74,7 +74,7 @@ def export_model(source: Path, directory: Path) -> Exported:
         if isinstance(config.model, LoopModelSection):
             save_weights(directory, views)
         else:
-            save_model(directory, config.model.decoder_config(), views)
+            save_model(directory, config.model.description(), views)
     except (OSError, SafetensorError) as error:  # the library wraps what the system says
         raise EnvironmentFault(
             f"the model cannot be written to {directory}: {getattr(error, 'strerror', None) or error}",

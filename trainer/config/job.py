@@ -20,8 +20,12 @@ from isthmus.trainer.model.decoder import ModelConfig
 Device = Literal["auto", "cpu", "cuda"]
 """Where workers compute; "auto": on CUDA devices if there are any."""
 
-Precision = Literal["fp32", "bf16"]
-"""What forward and backward compute in. Parameters, gradients' sums and the optimizer are fp32 always."""
+Precision = Literal["auto", "fp32", "bf16"]
+"""What forward and backward compute in; "auto": bf16 on CUDA, fp32 elsewhere. Parameters, gradients' sums and the
+optimizer are fp32 always."""
+
+ActivationCheckpointing = Literal["none", "selective", "full"]
+"""What is computed again in the backward pass, to have memory: see `trainer.workers.blocks`."""
 
 _FIRST_MOMENT: Final = re.compile(r"exp_avg(_\d+)?")
 """See `optim.adopt.momentum_names`."""
@@ -91,9 +95,16 @@ class TrainingJob(_Section, frozen=True, kw_only=True):
     schedule: ScheduleJob
     micro_batch: int
     """Samples that one worker computes at a time. It changes memory and speed, not the gradient."""
+    halves_micro_batch: bool = False
+    """Whether it may be halved when it does not fit into memory."""
     grad_clip: float | None = 1.0
     """Largest norm of the whole gradient; None: any."""
-    precision: Precision = "fp32"
+    precision: Precision = "auto"
+    has_tf32: bool = True
+    """Whether CUDA devices multiply fp32 matrices in TF32."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    is_compiled: bool = False
+    """Whether the model's blocks are compiled."""
     eval_batch: int = 8
     """Samples a batch of held-out text."""
     num_eval_batches: int = 16

@@ -31,7 +31,6 @@ from isthmus.trainer.config.training import (
     WsdSchedule,
 )
 from isthmus.trainer.errors import ConfigError
-from isthmus.trainer.model.decoder import named_shapes
 
 _MOST_COUNTED: Final = 1 << 22
 """Inner steps of a plan that are counted, which takes a second; a longer run is taken to go on as it began."""
@@ -109,9 +108,8 @@ def fragment_table(model: ModelSection) -> FragmentTable:
         ConfigError: the model cannot be built.
     """
     try:
-        if isinstance(model, LoopModelSection):
-            return FragmentTable.from_named_shapes(model.named_shapes())
-        return FragmentTable.from_named_shapes(named_shapes(model.decoder_config()))
+        shapes = model if isinstance(model, LoopModelSection) else model.description()
+        return FragmentTable.from_named_shapes(shapes.named_shapes())
     except ValueError as error:
         raise ConfigError(f"[model] {error}", key="model") from error
 
@@ -122,7 +120,7 @@ def tokens_per_sample(model: ModelSection) -> int:
     Raises:
         ConfigError: the model cannot be built.
     """
-    return model.seq_len if isinstance(model, LoopModelSection) else model.decoder_config().max_seq_len
+    return model.seq_len if isinstance(model, LoopModelSection) else model.description().max_seq_len
 
 
 @functools.lru_cache(maxsize=8)

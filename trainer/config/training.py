@@ -55,7 +55,7 @@ class DecoderSection(Section):
     norm_eps: Maybe[Positive] = None
     """Added under the root in normalisation."""
 
-    def decoder_config(self) -> "ModelConfig":
+    def description(self) -> "ModelConfig":
         """The shape of the decoder.
 
         Raises:
@@ -85,7 +85,7 @@ class LoopModelSection(Section):
         """What `parameters` says."""
         return tuple(named_shape(text) for text in self.parameters)
 
-    def decoder_config(self) -> "ModelConfig":
+    def description(self) -> "ModelConfig":
         """There is none.
 
         Raises:

@@ -55,7 +55,7 @@ def fragments_of(config: Config) -> tuple[Fragment, ...]:
 
 def training_job(config: Config) -> TrainingJob:
     """`[model]`, `[inner]` and `[eval]`: what the workers do. A loop of one's own has none."""
-    model = config.model.decoder_config()
+    model = config.model.description()
     inner = config.inner
     assert not isinstance(inner, LoopInner), "it goes with a model that cannot be built here"
     return TrainingJob(

@@ -15,23 +15,25 @@ Shape suffixes of tensors::
     N query heads    K key-value heads   H head_dim     P = H / 2 rotated pairs    F hidden_dim
 """
 
-import dataclasses
 import difflib
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isthmus.trainer.model.language_model import LanguageModel, NamedShapes
 from isthmus.trainer.model.loss import token_loss
 
 _INIT_STD = 0.02
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="decoder"
+):
     """The shape of one decoder; equal on all peers.
 
     Attributes:
@@ -80,6 +82,23 @@ class ModelConfig:
         """Width of one attention head."""
         return self.dim // self.num_heads
 
+    def build(self) -> "Decoder":
+        """See `ModelDescription`; likewise below."""
+        with torch.device("meta"):
+            return Decoder(self)
+
+    def named_shapes(self) -> NamedShapes:
+        """What is trained: all of it."""
+        return named_shapes(self)
+
+    def initial_parameters(self, seed: int) -> Tensor:
+        """Drawn by the seed."""
+        return initial_parameters(self, seed)
+
+    def num_flops_per_token(self, seq_len: int) -> int:
+        """As counted for model FLOPs utilisation."""
+        return num_flops_per_token(self, seq_len)
+
 
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {
@@ -103,7 +122,7 @@ def preset(name: str, **overrides: float) -> ModelConfig:
     """
     if name not in PRESETS:
         raise ValueError(_unknown("model preset", name, list(PRESETS)))
-    fields = {field.name: getattr(PRESETS[name], field.name) for field in dataclasses.fields(ModelConfig)}
+    fields = msgspec.structs.asdict(PRESETS[name])
     for field in overrides:
         if field not in fields:
             raise ValueError(_unknown("model field", field, list(fields)))
@@ -241,7 +260,7 @@ class Block(nn.Module):
         return residual_BLD
 
 
-class Decoder(nn.Module):
+class Decoder(LanguageModel):
     """Embedding, blocks, norm, head.
 
     May be built under `torch.device("meta")` and materialised by `to_empty`. The parameters then have no values until
@@ -313,11 +332,9 @@ def _draw(name: str, values: Tensor, config: ModelConfig, generator: torch.Gener
     values.normal_(0.0, std, generator=generator)
 
 
-def named_shapes(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+def named_shapes(config: ModelConfig) -> NamedShapes:
     """Name and shape of every parameter in canonical order; allocates no weights. A tied weight appears once."""
-    with torch.device("meta"):
-        decoder = Decoder(config)
-    return [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
+    return [(name, tuple(parameter.shape)) for name, parameter in config.build().trained_parameters()]
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How good the model is on held-out text: one number.
 
-Knows a model only as something that tells the loss of tokens and targets, so a decoder sharded by `fully_shard` is
-evaluated by the same lines. Must not know where the batches come from or who is told the result.
+Knows a model only as something that tells the loss of tokens and targets, so one sharded by `fully_shard` is evaluated
+by the same lines. Must not know where the batches come from or who is told the result.
 """
 
 from collections.abc import Iterable

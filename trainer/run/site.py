@@ -17,7 +17,6 @@ from isthmus.trainer.config.wiring import fragment_table, training_job
 from isthmus.trainer.engine.training_loop import RoundReport
 from isthmus.trainer.engine.worker_values import WorkerValues
 from isthmus.trainer.errors import WorkerCrashed
-from isthmus.trainer.model.decoder import initial_parameters
 from isthmus.trainer.record import events, translation
 from isthmus.trainer.record.chronicle import Chronicle
 from isthmus.trainer.run.holdings import Holdings
@@ -79,7 +78,7 @@ class Site:
             await self.pool.store()
             return self.mailbox
         config = self._start.config
-        return await in_thread(partial(initial_parameters, config.model.decoder_config(), config.run.seed))
+        return await in_thread(partial(config.model.description().initial_parameters, config.run.seed))
 
     async def replace_workers(self, crash: WorkerCrashed) -> None:
         """Once more, unless that has not helped before.

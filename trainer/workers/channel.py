@@ -31,6 +31,7 @@ class DaemonChannel:
         ipc.configure(self._socket, linger_s=_LINGER_S)
         self._socket.setsockopt(zmq.ROUTING_ID, ipc.worker_identity(local_rank))
         self._socket.connect(f"ipc://{path}")
+        self._next: ipc.Request | None = None  # was looked at, and is to be received
 
     def receive(self) -> ipc.Request:
         """The next request; waits for as long as the daemon lives.
@@ -39,10 +40,22 @@ class DaemonChannel:
             DaemonGone: it does not.
             MalformedMessage: what came is no request.
         """
-        while not self._socket.poll(round(1000 * _LOOK_S)):
-            if not self._is_there() and not self._socket.poll(0):  # its last words may have come meanwhile
+        while self.look_ahead(_LOOK_S) is None:
+            if not self._is_there() and self.look_ahead() is None:  # its last words may have come meanwhile
                 raise DaemonGone
-        return ipc.decode_request(self._socket.recv())
+        request, self._next = self._next, None
+        assert request is not None, "it was looked at"
+        return request
+
+    def look_ahead(self, timeout_s: float = 0.0) -> ipc.Request | None:
+        """The request that `receive` gives next, if it comes within so long.
+
+        Raises:
+            MalformedMessage: what came is no request.
+        """
+        if self._next is None and self._socket.poll(round(1000 * timeout_s)):
+            self._next = ipc.decode_request(self._socket.recv())
+        return self._next
 
     def send(self, reply: ipc.Reply) -> None:
         """Hand a reply to the socket; never waits, the queue is longer than the daemon's window of requests."""

@@ -6,14 +6,15 @@ of workers and the size of a micro-batch; all workers of the peer call the same 
 is a collective of the site; a loss or gradient that is not finite never reaches the parameters, whoever made it; a
 gradient is clipped by the peer that computes it, before others see it. Must not know messages, processes or other
 peers.
+
+A step may be begun before the one before it is done: `begin_step` tells the device what to do, and waits for nothing.
+Whether loss and gradient are numbers is then looked at by the device, which leaves the update out if they are not, and
+by the host when it reads them. An optimizer that cannot leave out a step (`optim.inner.can_skip`) has the host wait.
 """
 
-import itertools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,45 +23,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from isthmus.optim.fragments import FragmentTable
-from isthmus.optim.inner import build_inner_optimizer, set_lr
+from isthmus.optim.inner import build_inner_optimizer, can_skip, set_lr
 from isthmus.optim.outer import GRAD, PARAM
 from isthmus.optim.schedule import build_schedule, warmup
 from isthmus.trainer.config.job import TrainingJob
 from isthmus.trainer.data.corpus import TokenArray
 from isthmus.trainer.data.samples import SampleSource, validation_batches
-from isthmus.trainer.errors import TrainingFault
-from isthmus.trainer.model.decoder import named_shapes
 from isthmus.trainer.model.evaluate import evaluate
-from isthmus.trainer.workers.sharded_model import device_of, reshard, sharded_model
+from isthmus.trainer.workers.devices import choose_precision
+from isthmus.trainer.workers.loader import Indices, Loader, micro_batches
+from isthmus.trainer.workers.readout import Readout, Watch
+from isthmus.trainer.workers.sharded_model import device_of, reduce_gradients, reshard, sharded_model
+from isthmus.trainer.workers.step import Gradient, PendingStep, StepResult, fail, require_finite
 from isthmus.trainer.workers.tensors import WorkerTensors
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What one inner step did; equal on all workers of the peer, but for the seconds."""
-
-    loss: float
-    """Mean over the batch in nats per token, before the step."""
-    num_tokens: int
-    """Targets in the peer's batch."""
-    grad_norm: float
-    """Of the whole gradient of this peer, before it is clipped."""
-    lr: float
-    seconds: float
-    """Of both passes and the update; not what lay between."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Gradient:
-    """What `backward` has found, for `update`."""
-
-    inner_step: int
-    loss: float
-    num_tokens: int
-    norm: float
-    seconds: float
-    is_own: bool = True
-    """Whether the gradient is still the one that was judged and clipped here."""
 
 
 class InnerLoop:
@@ -85,9 +60,21 @@ class InnerLoop:
         self._grad_clip = job.grad_clip
         self._micro_batch = job.micro_batch
         self._seq_len = job.seq_len
-        self._samples = SampleSource(train, job.seq_len, job.data_seed)
-        self._validation = validation_batches(validation, job.seq_len, job.eval_batch, job.num_eval_batches)
-        self._model = sharded_model(job.model, mesh=mesh, precision=job.precision)
+        self._loader = Loader(SampleSource(train, job.seq_len, job.data_seed), self._device)
+        self._validation = [
+            (inputs[at : at + job.micro_batch], targets[at : at + job.micro_batch])
+            for inputs, targets in validation_batches(validation, job.seq_len, job.eval_batch, job.num_eval_batches)
+            for at in range(0, len(inputs), job.micro_batch)
+        ]
+        self.precision = choose_precision(job.precision, mesh.device_type)
+        """What it computes in."""
+        self._model = sharded_model(
+            job.model,
+            mesh=mesh,
+            precision=self.precision,
+            activation_checkpointing=job.activation_checkpointing,
+            is_compiled=job.is_compiled,
+        )
         self._params = list(self._model.parameters())
         self._job = optimizer = job.optimizer
         self._optimizer = build_inner_optimizer(
@@ -100,8 +87,9 @@ class InnerLoop:
             omegas=optimizer.omegas,
             momentum=optimizer.momentum,
         )
+        self._can_skip = can_skip(self._optimizer)
         self._tensors = WorkerTensors(
-            self._model, self._optimizer, FragmentTable.from_named_shapes(named_shapes(job.model))
+            self._model, self._optimizer, FragmentTable.from_named_shapes(job.model.named_shapes())
         )
         self._peak_lr = optimizer.lr
         schedule = job.schedule
@@ -116,7 +104,7 @@ class InnerLoop:
         self.own_steps = 0
         """Inner steps since the inner optimizer began."""
         self._has_weights = False
-        self._gradient: _Gradient | None = None
+        self._gradient: Gradient | None = None
 
     @property
     def numel(self) -> int:
@@ -177,10 +165,34 @@ class InnerLoop:
             self._require_weights()
         self._tensors.write(kind, mailbox, ranges)
 
+    def close(self) -> None:
+        """End what runs beside."""
+        self._loader.close()
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Let the text of a later step be made ready, beside what is computed now."""
+        self._loader.prefetch([batch for batch in self._micro_batches(indices) if batch])
+
     def step(self, indices: Sequence[int], inner_step: int) -> StepResult:
-        """One inner step on the peer's batch: `backward`, then `update`. Arguments and errors as for them."""
-        self.backward(indices, inner_step)
-        return self.update(inner_step)
+        """One inner step on the peer's batch, to its end. Arguments and errors as for `backward` and `update`."""
+        return self.begin_step(indices, inner_step).result()
+
+    def begin_step(self, indices: Sequence[int], inner_step: int) -> PendingStep:
+        """The same, without waiting for the device.
+
+        Raises:
+            TrainingFault: already now, if the inner optimizer cannot leave out a step.
+        """
+        gradient = self._compute(indices, inner_step)
+        if not self._can_skip:
+            require_finite(gradient)
+            return self._apply(gradient)
+        is_broken = (~torch.isfinite(gradient.numbers).all()).float()
+        self._optimizer.found_inf = is_broken  # type: ignore[attr-defined]
+        try:
+            return self._apply(gradient)
+        finally:
+            del self._optimizer.found_inf  # type: ignore[attr-defined]
 
     def backward(self, indices: Sequence[int], inner_step: int) -> tuple[float, int]:
         """Compute the clipped gradient on the peer's batch; it stays until `update`, or the next backward.
@@ -195,24 +207,10 @@ class InnerLoop:
         Raises:
             TrainingFault: the loss or the gradient is not finite.
         """
-        started = time.perf_counter()
-        if not indices or inner_step < 1:
-            raise ValueError(f"a step needs samples and a number from 1, got {len(indices)} and {inner_step}")
-        self._require_weights()
-        self._gradient = None
-        self._optimizer.zero_grad()  # of a step that was given up, if there is one
-        loss = self._backward(indices)
-        norm = self._clip(self._grad_clip)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._fail(f"inner step {inner_step}: loss {loss}, norm of the gradient {norm}")
-        self._gradient = _Gradient(
-            inner_step=inner_step,
-            loss=loss,
-            num_tokens=len(indices) * self._seq_len,
-            norm=norm,
-            seconds=time.perf_counter() - started,
-        )
-        return loss, self._gradient.num_tokens
+        gradient = self._compute(indices, inner_step)
+        loss, _ = require_finite(gradient)
+        self._gradient = gradient
+        return loss, gradient.num_tokens
 
     def update(self, inner_step: int) -> StepResult:
         """Let the inner optimizer use the gradient that is there. Who starts in the middle of a run warms up as it did.
@@ -224,29 +222,48 @@ class InnerLoop:
             TrainingFault: a gradient that was loaded is not finite; the parameters are as before.
             RuntimeError: there was no such backward, or it has been used.
         """
-        started = time.perf_counter()
         gradient, self._gradient = self._gradient, None
         if gradient is None or gradient.inner_step != inner_step:
             raise RuntimeError(f"there is no gradient for inner step {inner_step}")
-        if not gradient.is_own and not math.isfinite(norm := self._clip(None)):
-            self._fail(f"inner step {inner_step}: norm of the peers' common gradient {norm}")
+        gradient.watch.mark()
+        if not gradient.is_own and not math.isfinite(norm := float(self._clip(None))):
+            self._optimizer.zero_grad()
+            fail(f"inner step {inner_step}: norm of the peers' common gradient {norm}")
+        return self._apply(gradient).result()
+
+    def _compute(self, indices: Sequence[int], inner_step: int) -> Gradient:
+        """The clipped gradient of the batch into `.grad`; nobody has looked at it yet."""
+        if not indices or inner_step < 1:
+            raise ValueError(f"a step needs samples and a number from 1, got {len(indices)} and {inner_step}")
+        self._require_weights()
+        self._gradient = None
+        self._optimizer.zero_grad()  # of a step that was given up, if there is one
+        watch = Watch(self._device)
+        watch.mark()
+        loss, data_s = self._backward(indices)
+        watch.mark()
+        numbers = torch.stack((loss, self._clip(self._grad_clip).double()))
+        watch.mark()
+        return Gradient(
+            inner_step=inner_step,
+            num_tokens=len(indices) * self._seq_len,
+            numbers=numbers,
+            readout=Readout(numbers),
+            watch=watch,
+            data_s=data_s,
+        )
+
+    def _apply(self, gradient: Gradient) -> PendingStep:
+        """Let the inner optimizer use it."""
         # Who comes in the middle of a run has no moments yet: its first steps would be as long as they are arbitrary.
-        lr = self._peak_lr * min(self._schedule(inner_step - 1), warmup(self.own_steps, self._warmup_steps))
+        warm = warmup(self.own_steps, self._warmup_steps)
+        lr = self._peak_lr * min(self._schedule(gradient.inner_step - 1), warm)
         self.own_steps += 1
         set_lr(self._optimizer, lr)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return StepResult(
-            loss=gradient.loss,
-            num_tokens=gradient.num_tokens,
-            grad_norm=gradient.norm,
-            lr=lr,
-            seconds=gradient.seconds + time.perf_counter() - started,
-        )
-
-    def _fail(self, problem: str) -> NoReturn:
-        self._optimizer.zero_grad()
-        raise TrainingFault(problem, cure="lower inner.lr or inner.grad_clip, and resume from a checkpoint")
+        gradient.watch.mark()
+        return PendingStep(gradient, lr)
 
     def evaluate(self) -> float:
         """Loss in nats per token on the held-out text, the same number on every worker of the peer."""
@@ -265,39 +282,42 @@ class InnerLoop:
         dist.all_reduce(totals, group=self._mesh.get_group())
         return float(totals[0] / totals[1])
 
-    def _backward(self, indices: Sequence[int]) -> float:
-        """Gradient of the mean loss over the whole batch into `.grad`; returns that loss."""
-        rank, size = self._mesh.get_local_rank(), self._mesh.size()
-        share = shares(len(indices), size)[rank]
-        num_micro_batches = -(-len(shares(len(indices), size)[0]) // self._micro_batch)
+    def _backward(self, indices: Sequence[int]) -> tuple[Tensor, float]:
+        """Gradient of the mean loss over the whole batch into `.grad`.
+
+        Returns:
+            That loss, fp64 on the device, and how many seconds the host waited for text.
+        """
+        batches, size = self._micro_batches(indices), self._mesh.size()
         self._model.train()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        for number in range(num_micro_batches):
-            own = share[number * self._micro_batch :][: self._micro_batch]
+        data_s = 0.0
+        for number, batch in enumerate(batches, 1):
+            began = time.perf_counter()
             # Who has no sample left goes along with one that weighs nothing: every forward is a collective.
-            inputs_BL, targets_BL = self._samples.batch([indices[at] for at in own] or indices[:1])
-            loss = self._model(inputs_BL.to(self._device), targets_BL.to(self._device))
+            inputs_BL, targets_BL = self._loader.take(batch or (indices[0],))
+            data_s += time.perf_counter() - began
+            reduce_gradients(self._model, is_last=number == len(batches))
+            loss = self._model(inputs_BL, targets_BL)
             # FSDP takes the mean over workers, so a sum over them needs the factor `size`.
-            torch.autograd.backward(loss * (len(own) * size / len(indices)))
-            loss_sum += loss.detach().double() * len(own)
-        dist.all_reduce(loss_sum, group=self._mesh.get_group())
-        return float(loss_sum) / len(indices)
+            torch.autograd.backward(loss * (len(batch) * size / len(indices)))
+            loss_sum += loss.detach().double() * len(batch)
+        if size > 1:
+            dist.all_reduce(loss_sum, group=self._mesh.get_group())
+        return loss_sum / len(indices), data_s
 
-    def _clip(self, limit: float | None) -> float:
-        """Scale the gradient to `limit`, if there is one; returns its norm before that."""
+    def _micro_batches(self, indices: Sequence[int]) -> list[Indices]:
+        rank, size = self._mesh.get_local_rank(), self._mesh.size()
+        return micro_batches(indices, rank=rank, num_workers=size, size=self._micro_batch)
+
+    def _clip(self, limit: float | None) -> Tensor:
+        """Scale the gradient to `limit`, if there is one; returns its norm before that, on the device."""
         grads = [param.grad for param in self._params if param.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
         if limit is not None:
             torch.nn.utils.clip_grads_with_norm_(self._params, limit, norm)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _require_weights(self) -> None:
         if not self._has_weights:
             raise RuntimeError("parameters have no values before the first load")
-
-
-def shares(num_samples: int, num_workers: int) -> list[range]:
-    """Who takes which positions of a batch: contiguous, the first ones at most one sample larger."""
-    base, extra = divmod(num_samples, num_workers)
-    starts = [rank * base + min(rank, extra) for rank in range(num_workers + 1)]
-    return [range(start, stop) for start, stop in itertools.pairwise(starts)]

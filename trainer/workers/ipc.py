@@ -112,6 +112,10 @@ class Ready(_Message, frozen=True, kw_only=True):
     """As torch writes it, with the device's name for people: "cuda:0 (NVIDIA H100)"."""
     seconds: float
     """From the process's first line to here."""
+    precision: Text | None = None
+    """What it computes in; None: nobody said."""
+    peak_flops: float | None = None
+    """What its device can do at most in that, FLOP/s; None: that is not known."""
 
 
 class Loaded(_Message, frozen=True, kw_only=True):
@@ -128,6 +132,18 @@ class BackwardDone(_Message, frozen=True, kw_only=True):
     num_tokens: Natural
 
 
+class StepParts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the seconds of a step went into. All of it is the device's time but `data_s`, the host's wait for text."""
+
+    data_s: float = 0.0
+    passes_s: float = 0.0
+    """Forward and backward."""
+    clip_s: float = 0.0
+    """The gradient's norm, over all workers, and its scaling."""
+    update_s: float = 0.0
+    """The inner optimizer."""
+
+
 class StepDone(_Message, frozen=True, kw_only=True):
     """One inner step is done, its update too. Loss and norm are the peer's, equal on all its workers.
 
@@ -140,6 +156,7 @@ class StepDone(_Message, frozen=True, kw_only=True):
     grad_norm: float | None
     lr: float | None
     seconds: float
+    parts: StepParts | None = None
 
 
 class Stored(_Message, frozen=True, kw_only=True):
@@ -158,7 +175,7 @@ class Evaluated(_Message, frozen=True, kw_only=True):
 class WorkerFailed(_Message, frozen=True, kw_only=True):
     """The operator must act, and this worker exits. What is our bug is in its log, and its exit code is 1."""
 
-    kind: Literal["training_fault", "environment", "config"]
+    kind: Literal["training_fault", "environment", "config", "out_of_memory"]
     problem: Text
     cure: Text = ""
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder, sharded over the workers of one peer by FSDP2, block by block.
+"""The model, sharded over the workers of one peer by FSDP2, block by block.
 
-Must not know what is trained, or how.
+A worker that is alone and computes in fp32 has nothing to shard or to cast: its model is a plain module. Must not know
+what is trained, or how.
 """
 
 import torch
@@ -9,28 +10,49 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from isthmus.trainer.config.job import Precision
-from isthmus.trainer.model.decoder import Decoder, ModelConfig
+from isthmus.trainer.config.job import ActivationCheckpointing
+from isthmus.trainer.model.language_model import LanguageModel, ModelDescription
+from isthmus.trainer.workers.blocks import prepare_blocks
+from isthmus.trainer.workers.devices import RealPrecision
+from isthmus.trainer.workers.shards import fill_shard
 
 
-def sharded_model(config: ModelConfig, *, mesh: DeviceMesh, precision: Precision) -> Decoder:
-    """The decoder on this worker's device. Its parameters have memory and no values.
+def sharded_model(
+    description: ModelDescription,
+    *,
+    mesh: DeviceMesh,
+    precision: RealPrecision,
+    activation_checkpointing: ActivationCheckpointing = "none",
+    is_compiled: bool = False,
+) -> LanguageModel:
+    """The model on this worker's device. What is trained has memory and no values; what is frozen has its values.
 
     Args:
-        config: its shape.
+        description: of the model.
         mesh: the workers of the peer, one dimension.
         precision: what forward and backward compute in; parameters and gradients are fp32.
+        activation_checkpointing: see `prepare_blocks`; likewise `is_compiled`.
+        is_compiled: likewise.
     """
-    with torch.device("meta"):
-        model = Decoder(config)
-    policy = _mixed_precision(precision)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model = description.build()
+    prepare_blocks(model.blocks, keep=activation_checkpointing, is_compiled=is_compiled)
+    if mesh.size() > 1 or precision != "fp32":
+        policy = _mixed_precision(precision)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
     device = device_of(mesh)
     model.to_empty(device=device)
     model.init_buffers(device)
+    model.load_frozen(fill_shard)
     return model
+
+
+def reduce_gradients(model: nn.Module, *, is_last: bool) -> None:
+    """Say whether the next backward pass is a step's last: gradients are reduced over the workers once a step."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+        model.set_is_last_backward(is_last)
 
 
 def reshard(model: nn.Module) -> None:
@@ -49,7 +71,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
-def _mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
+def _mixed_precision(precision: RealPrecision) -> MixedPrecisionPolicy:
     if precision == "fp32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

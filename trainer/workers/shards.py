@@ -35,6 +35,27 @@ def shard_rows(num_rows: int, local_rank: int, local_world_size: int) -> range:
     return range(start, min(start + rows_per_rank, num_rows))
 
 
+@torch.no_grad()
+def fill_shard(place: Tensor, whole: Tensor) -> None:
+    """Copy into a parameter or buffer of a worker's model what belongs there of a whole tensor.
+
+    Args:
+        place: a DTensor cut along dimension 0 over a mesh of one dimension, or a whole tensor.
+        whole: of the same shape, of any dtype and device.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if place.shape != whole.shape:
+        raise ValueError(f"the model has shape {tuple(place.shape)}, the value {tuple(whole.shape)}")
+    if not isinstance(place, DTensor):
+        place.copy_(whole)
+        return
+    mesh = place.device_mesh
+    rows = shard_rows(whole.shape[0], mesh.get_local_rank(), mesh.size())
+    place.to_local().copy_(whole[rows.start : rows.stop])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Shard:
     """One parameter's local part: its memory, flat, and its place in the flat vector."""
@@ -59,7 +80,7 @@ class ShardMap:
         """Find the place of every shard.
 
         Args:
-            named_params: `model.named_parameters()`, in any order: DTensors cut along dimension 0 over a mesh of one
+            named_params: `model.trained_parameters()`, in any order: DTensors cut along dimension 0 over a mesh of one
                 dimension, as `fully_shard` makes them, or whole tensors of a worker that is alone.
             table: the canonical layout of all parameters.
 

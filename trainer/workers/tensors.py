@@ -9,12 +9,13 @@ Must not know steps, messages or other workers.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from isthmus.optim.fragments import FragmentTable
 from isthmus.optim.inner import begin_states
 from isthmus.optim.outer import GRAD, PARAM
+from isthmus.trainer.model.language_model import LanguageModel
 from isthmus.trainer.workers.shards import ShardMap
 
 
@@ -24,15 +25,15 @@ class WorkerTensors:
     Args:
         model: sharded, with memory.
         optimizer: `optim.inner.build_inner_optimizer` of it.
-        table: the canonical layout of all parameters.
+        table: the canonical layout of what is trained.
 
     Raises:
         ValueError: see `ShardMap.build`.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, table: FragmentTable) -> None:
+    def __init__(self, model: LanguageModel, optimizer: Optimizer, table: FragmentTable) -> None:
         # Kept by hand: between a forward and a backward FSDP2 shows unsharded parameters under the same names.
-        self._params = dict(model.named_parameters())
+        self._params = dict(model.trained_parameters())
         self._optimizer = optimizer
         self._shards = ShardMap.build(self._params.items(), table)
 

@@ -6,13 +6,14 @@ says, one request after the other, and answers each; it outlives its daemon by n
 signal meant for the daemon's whole group does not. Must not know what an outer step is.
 
 Exit codes: 0 told to stop · 1 our bug, see the log · 2 config or data · 3 this machine does not allow it · 8 training
-fault.
+fault · 10 out of memory.
 """
 
 import contextlib
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Literal, NoReturn, assert_never
@@ -27,11 +28,24 @@ from isthmus.trainer.data.corpus import TokenArray
 from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, TrainingFault
 from isthmus.trainer.workers import ipc
 from isthmus.trainer.workers.channel import DaemonChannel, DaemonGone
-from isthmus.trainer.workers.devices import choose_device
-from isthmus.trainer.workers.inner_loop import InnerLoop, StepResult
+from isthmus.trainer.workers.devices import RealPrecision, choose_device, peak_flops, require_compiler
+from isthmus.trainer.workers.inner_loop import InnerLoop
 from isthmus.trainer.workers.shared_buffer import SharedBuffer, SharedTokens
+from isthmus.trainer.workers.step import PendingStep, StepResult
 
 log = logging.getLogger(__name__)
+
+_MOST_BEGUN = 2
+_LOOK_S = 0.001
+"""Between two looks whether the device has done a step, or the daemon has said something."""
+_NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+"""What torch says where it has no class of error for it."""
+
+
+class OutOfMemory(IsthmusError):
+    """What was asked for does not fit into the memory."""
+
+    exit_code = ExitCode.WORKER_CRASHED
 
 
 def work(text: str, fds: Sequence[int]) -> NoReturn:
@@ -66,7 +80,6 @@ def work(text: str, fds: Sequence[int]) -> NoReturn:
 
 
 def _run(job: WorkerJob, rank: int, size: int, channel: DaemonChannel, started: float) -> ExitCode:
-    serial = 0
     try:
         torch.set_num_threads(job.num_threads)
         with _site(job, rank, size) as mesh:
@@ -81,45 +94,112 @@ def _run(job: WorkerJob, rank: int, size: int, channel: DaemonChannel, started: 
             log.info(
                 "worker_ready local_rank=%d local_world_size=%d device=%r seconds=%.1f", rank, size, device, seconds
             )
-            channel.send(ipc.Ready(serial=0, local_rank=rank, device=device, seconds=seconds))
-            while not isinstance(request := channel.receive(), ipc.Stop):
-                serial = request.serial
-                channel.send(_answer(request, inner_loop, mailbox))
+            channel.send(
+                ipc.Ready(
+                    serial=0,
+                    local_rank=rank,
+                    device=device,
+                    seconds=seconds,
+                    precision=inner_loop.precision,
+                    peak_flops=_peak_flops(job, mesh, inner_loop.precision),
+                )
+            )
+            _Server(channel, inner_loop, mailbox).serve()
+            inner_loop.close()
     except IsthmusError as error:
         log.warning("worker_gives_up local_rank=%d exit_code=%d reason=%s", rank, error.exit_code, error)
-        channel.send(_failed(error, serial))
+        channel.send(_failed(error))
         return error.exit_code
     except DaemonGone:
         log.warning("worker_orphaned local_rank=%d", rank)
     return ExitCode.DONE
 
 
-def _answer(request: ipc.Question, inner_loop: InnerLoop, mailbox: SharedBuffer) -> ipc.Reply:
-    match request:
-        case ipc.Load():
-            num_broken = inner_loop.load(
-                mailbox.tensor,
-                _ranges(request.spans),
-                kind=request.kind,
-                keep=request.keep,
-                reset_optimizer=request.reset_optimizer,
-                own_steps=request.own_steps,
-            )
-            return ipc.Loaded(serial=request.serial, num_broken=num_broken)
-        case ipc.Store():
-            inner_loop.store(mailbox.tensor, _ranges(request.spans), kind=request.kind)
-            return ipc.Stored(serial=request.serial, own_steps=inner_loop.own_steps)
-        case ipc.Step():
-            return _done(request, inner_loop.step(request.indices, request.inner_step))
-        case ipc.Backward():
-            loss, num_tokens = inner_loop.backward(request.indices, request.inner_step)
-            return ipc.BackwardDone(serial=request.serial, loss=loss, num_tokens=num_tokens)
-        case ipc.Update():
-            return _done(request, inner_loop.update(request.inner_step))
-        case ipc.Evaluate():
-            return ipc.Evaluated(serial=request.serial, loss=inner_loop.evaluate())
-        case _:
-            assert_never(request)
+class _Server:
+    """Does what the daemon asks for, in turn.
+
+    A step is answered when its numbers are there, and where the device computes while the host goes on, the next one is
+    begun before that: then two of them are with the device, which never waits for the host.
+    """
+
+    def __init__(self, channel: DaemonChannel, inner_loop: InnerLoop, mailbox: SharedBuffer) -> None:
+        self._channel = channel
+        self._inner_loop = inner_loop
+        self._mailbox = mailbox
+        self._begun: deque[tuple[ipc.Step, PendingStep]] = deque()
+
+    def serve(self) -> None:
+        """Until the daemon says `Stop`."""
+        while True:
+            self._answer_steps()
+            request = self._channel.receive()
+            if isinstance(request, ipc.Stop):
+                return
+            with _told_if_out_of_memory():
+                if isinstance(request, ipc.Step):
+                    self._begin(request)
+                else:
+                    self._answer_steps(may_wait=True)
+                    self._channel.send(self._answer(request))
+
+    def _begin(self, request: ipc.Step) -> None:
+        self._begun.append((request, self._inner_loop.begin_step(request.indices, request.inner_step)))
+        if isinstance(following := self._channel.look_ahead(), ipc.Step | ipc.Backward):
+            self._inner_loop.prefetch(following.indices)
+
+    def _answer_steps(self, *, may_wait: bool = False) -> None:
+        """Answer what is done; also, if it `may_wait`, what is not. Looks for another request while there is one."""
+        while self._begun:
+            request, step = self._begun[0]
+            if not (may_wait or len(self._begun) == _MOST_BEGUN or step.is_ready):
+                if self._channel.look_ahead(_LOOK_S) is not None:
+                    return
+                continue
+            self._begun.popleft()
+            self._channel.send(_done(request, step.result()))
+
+    def _answer(self, request: ipc.Load | ipc.Backward | ipc.Update | ipc.Store | ipc.Evaluate) -> ipc.Reply:
+        inner_loop, mailbox = self._inner_loop, self._mailbox
+        match request:
+            case ipc.Load():
+                num_broken = inner_loop.load(
+                    mailbox.tensor,
+                    _ranges(request.spans),
+                    kind=request.kind,
+                    keep=request.keep,
+                    reset_optimizer=request.reset_optimizer,
+                    own_steps=request.own_steps,
+                )
+                return ipc.Loaded(serial=request.serial, num_broken=num_broken)
+            case ipc.Store():
+                inner_loop.store(mailbox.tensor, _ranges(request.spans), kind=request.kind)
+                return ipc.Stored(serial=request.serial, own_steps=inner_loop.own_steps)
+            case ipc.Backward():
+                loss, num_tokens = inner_loop.backward(request.indices, request.inner_step)
+                return ipc.BackwardDone(serial=request.serial, loss=loss, num_tokens=num_tokens)
+            case ipc.Update():
+                return _done(request, inner_loop.update(request.inner_step))
+            case ipc.Evaluate():
+                return ipc.Evaluated(serial=request.serial, loss=inner_loop.evaluate())
+            case _:
+                assert_never(request)
+
+
+@contextlib.contextmanager
+def _told_if_out_of_memory() -> Iterator[None]:
+    """A device or a machine that has no memory left is the operator's to know of.
+
+    Raises:
+        OutOfMemory: instead of torch's error.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemory(str(error)) from error
+    except RuntimeError as error:
+        if _NO_CPU_MEMORY not in str(error):
+            raise
+        raise OutOfMemory(str(error)) from error
 
 
 def _done(request: ipc.Step | ipc.Update, result: StepResult) -> ipc.StepDone:
@@ -131,16 +211,25 @@ def _done(request: ipc.Step | ipc.Update, result: StepResult) -> ipc.StepDone:
         grad_norm=result.grad_norm,
         lr=result.lr,
         seconds=result.seconds,
+        parts=result.parts,
     )
 
 
-def _failed(error: IsthmusError, serial: int) -> ipc.WorkerFailed:
-    kind: Literal["training_fault", "environment", "config"] = "environment"
+def _failed(error: IsthmusError) -> ipc.WorkerFailed:
+    kind: Literal["training_fault", "environment", "config", "out_of_memory"] = "environment"
     if isinstance(error, TrainingFault):
         kind = "training_fault"
     elif isinstance(error, ConfigError):
         kind = "config"
-    return ipc.WorkerFailed(serial=serial, kind=kind, problem=error.problem[:8192], cure=error.cure[:8192])
+    elif isinstance(error, OutOfMemory):
+        kind = "out_of_memory"
+    return ipc.WorkerFailed(serial=0, kind=kind, problem=error.problem[:8192], cure=error.cure[:8192])
+
+
+def _peak_flops(job: WorkerJob, mesh: DeviceMesh, precision: RealPrecision) -> float | None:
+    if mesh.device_type != "cuda":
+        return None
+    return peak_flops(torch.cuda.get_device_name(), precision, has_tf32=job.training.has_tf32)
 
 
 def _ranges(spans: tuple[ipc.Span, ...]) -> tuple[range, ...]:
@@ -159,6 +248,10 @@ def _site(job: WorkerJob, rank: int, size: int) -> Iterator[DeviceMesh]:
     if device_type == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
+        if job.training.has_tf32:
+            torch.set_float32_matmul_precision("high")
+    if job.training.is_compiled:
+        require_compiler(device_type)
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
         # A file in the daemon's private folder: no port to race for, and nobody else on this machine can join.

@@ -408,7 +408,7 @@ def test_config_show_as_json_is_one_object(isthmus: Isthmus) -> None:
 
 def saved_run(run_dir: Path, run_id: str = "demo-0123abcd", outer_step: int = 4) -> CheckpointStore:
     config = Config(model=MODEL)
-    anchor = initial_parameters(config.model.decoder_config(), seed=1)
+    anchor = initial_parameters(config.model.description(), seed=1)
     store = CheckpointStore(run_dir / FOLDER_NAME, keep=3)
     meta = CheckpointMeta(
         run_id=run_id, outer_step=outer_step, digest=bytes(32), run_manifest=manifest_of(config), next_index=0
@@ -424,7 +424,7 @@ def test_export_then_sample_gives_text_on_stdout(isthmus: Isthmus, tmp_path: Pat
         "schema": "isthmus.export/1",
         "run_id": "demo-0123abcd",
         "outer_step": 4,
-        "num_parameters": num_parameters(MODEL.decoder_config()),
+        "num_parameters": num_parameters(MODEL.description()),
         "directory": "model",
     }
     sampled = isthmus("sample", "The sea", "--tokens", "5", "--temperature", "0")

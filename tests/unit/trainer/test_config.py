@@ -338,9 +338,9 @@ def test_missing_unreadable_and_foreign_files_are_told_apart(tmp_path: Path) -> 
 
 def test_model_that_cannot_be_built_is_told_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"\[model\] cannot be built: .*did you mean 'tiny'"):
-        load(("model.preset", "tinny")).config.model.decoder_config()
+        load(("model.preset", "tinny")).config.model.description()
     with pytest.raises(ConfigError, match="not a multiple of num_heads"):
-        load(("model.dim", "7")).config.model.decoder_config()
+        load(("model.dim", "7")).config.model.description()
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def test_default_schedule_fits_the_shortest_run(kind: str) -> None:
 
 def test_overrides_of_a_preset_reach_the_decoder() -> None:
     model = load(("model.preset", "nano"), ("model.seq_len", "32"), ("model.num_layers", "2")).config.model
-    decoder = model.decoder_config()
+    decoder = model.description()
     assert (decoder.max_seq_len, decoder.num_layers, decoder.hidden_dim) == (32, 2, 344)
 
 
@@ -671,7 +671,7 @@ def test_printed_json_has_a_versioned_schema() -> None:
 def test_configs_of_the_repository_are_valid(name: str) -> None:
     config = load(files=[REPOSITORY / "configs" / f"{name}.toml"]).config
     assert config.run.name == name
-    assert config.model.decoder_config().max_seq_len == config.model.seq_len
+    assert config.model.description().max_seq_len == config.model.seq_len
     assert schedule_of(config)(0) > 0
 
 
@@ -715,4 +715,4 @@ def test_what_a_loops_optimizer_must_keep_is_told_before_the_run() -> None:
 
 def test_a_loops_model_cannot_be_built_here() -> None:
     with pytest.raises(ConfigError, match="which only they can build"):
-        load(*LOOP).config.model.decoder_config()
+        load(*LOOP).config.model.description()

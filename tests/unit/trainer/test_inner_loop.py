@@ -19,7 +19,8 @@ from isthmus.trainer.data.samples import SampleSource, validation_batches
 from isthmus.trainer.errors import ConfigError, TrainingFault
 from isthmus.trainer.model.decoder import Decoder, ModelConfig, initial_parameters, named_shapes
 from isthmus.trainer.model.evaluate import evaluate
-from isthmus.trainer.workers.inner_loop import InnerLoop, shares
+from isthmus.trainer.workers.inner_loop import InnerLoop
+from isthmus.trainer.workers.loader import shares
 
 MODEL = ModelConfig(dim=8, num_layers=2, num_heads=2, num_kv_heads=1, hidden_dim=12, max_seq_len=8)
 TABLE = FragmentTable.from_named_shapes(named_shapes(MODEL))

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-import dataclasses
 import math
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -125,7 +126,7 @@ def test_grouped_heads_equal_repeated_key_and_value_heads():
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 def test_the_loss_of_targets_is_mean_cross_entropy_of_the_scores(tie_embeddings):
-    decoder = small_decoder(dataclasses.replace(SMALL, tie_embeddings=tie_embeddings))
+    decoder = small_decoder(msgspec.structs.replace(SMALL, tie_embeddings=tie_embeddings))
     scores = decoder(TOKENS)
     by_hand = -torch.log_softmax(scores, -1).gather(-1, TOKENS.roll(-1, 1)[..., None]).mean()
     torch.testing.assert_close(decoder(TOKENS, TOKENS.roll(-1, 1)), by_hand)
@@ -331,10 +332,8 @@ def test_backward_takes_the_flops_that_are_counted():
 
     decoder = small_decoder()
 
-    def of_product_in_place(
-        _total, one, other, **_more
-    ):  # the loss sums up the head's gradient, which torch leaves out
-        return 2 * one[0] * one[1] * other[1]
+    def of_product_in_place(_total, one, other, **_more):
+        return 2 * one[0] * one[1] * other[1]  # the head's gradient is summed up so; torch does not count that
 
     in_place = {torch.ops.aten.addmm_: of_product_in_place}
     counting = FlopCounterMode(display=False, custom_mapping=in_place)
@@ -402,5 +401,5 @@ def test_gradient_reaches_every_parameter_and_matches_a_finite_difference():
 
 def test_a_peer_knows_its_shapes_without_torchs_compiler() -> None:
     code = "import sys; from isthmus.trainer.model.decoder import *; named_shapes(ModelConfig(**CONFIG))"
-    code = code.replace("CONFIG", repr(dataclasses.asdict(SMALL))) + "; sys.exit('torch._dynamo' in sys.modules)"
+    code = code.replace("CONFIG", repr(msgspec.structs.asdict(SMALL))) + "; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0

@@ -75,7 +75,7 @@ def test_more_fragments_than_layers_are_told() -> None:
 
 def test_the_fragment_table_is_as_long_as_the_initial_parameters() -> None:
     section = config().model
-    model = section.decoder_config()
+    model = section.description()
     assert fragment_table(section).numel == initial_parameters(model, 0).numel()
     assert torch.equal(initial_parameters(model, 3), initial_parameters(model, 3))
 
