@@ -46,6 +46,8 @@ _TILE_CHUNKS = 128
 """2 MiB of fp32 at a time: a tile costs twenty calls, and half of one is a tenth slower."""
 _TILE_CHUNKS_ACCELERATOR = 2048
 """32 MiB: an accelerator wants few launches, and a sort that keeps places takes ten times a tile."""
+_SIEVED_ON = ("cpu",)
+"""Devices on which numpy selects; on others a stable sort does, to the same places."""
 _INDEX_BITS = 12
 _INDEX_MASK = CHUNK_NUMEL - 1
 _ALIGNMENT = 4
@@ -171,7 +173,7 @@ class TopKCodec:
         maxima = magnitudes.view(len(magnitudes), -1, num_groups).amax(1)
         if first_non_finite(maxima.view(-1)) is not None:
             raise NotFinite("a chunk holds NaN or infinity")
-        if magnitudes.device.type == "cpu":
+        if magnitudes.device.type in _SIEVED_ON:
             passes = self._scratch.rows("passes", magnitudes.device, torch.bool, _TILE_CHUNKS, CHUNK_NUMEL)
             return torch.from_numpy(_sieve(magnitudes.numpy(), maxima.numpy(), passes.numpy(), kept))
         order = magnitudes.argsort(dim=1, descending=True, stable=True)[:, :kept].sort(dim=1).values
