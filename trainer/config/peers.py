@@ -11,7 +11,11 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from isthmus.trainer.config.quantities import Nbytes, Seconds
-from isthmus.trainer.config.values import Address, FixedAddress, Maybe, Rate, Section
+from isthmus.trainer.config.values import Address, AutoOrCount, FixedAddress, Maybe, Rate, Section
+
+Device = Literal["auto", "cpu", "cuda"]
+Precision = Literal["auto", "fp32", "bf16"]
+ActivationCheckpointing = Literal["none", "selective", "full"]
 
 
 class MembersSection(Section):
@@ -141,8 +145,21 @@ class NodeSection(Section):
     """Folder of this peer: identity, journal, checkpoints, events; none: `runs/` and the name of the run."""
     local_workers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Worker processes, one a GPU."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     """Where the workers compute; auto: on GPUs, if there are any."""
+    precision: Precision = "auto"
+    """What the workers compute in: fp32, bf16, or auto: bf16 on GPUs and fp32 elsewhere. Parameters, the optimizer and
+    sums of gradients are fp32 always."""
+    tf32: bool = True
+    """Whether GPUs multiply matrices of fp32 in TF32, which rounds them to 10 bits and is several times as fast."""
+    micro_batch: AutoOrCount = "auto"
+    """Samples that one worker computes at a time; auto: its whole share of `inner.batch_size`, and half of it as often
+    as that does not fit into memory."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """What is computed again in the backward pass, to need less memory: none; selective: all but products of matrices
+    and attention; full: all of each block."""
+    compile: bool = False
+    """Whether torch.compile makes kernels for the blocks of the model, at the first step."""
     threads: Annotated[int, Field(ge=0, le=4096)] = 0
     """CPU threads of one worker; 0: as many as there are cores for it."""
     hang_timeout_s: Annotated[Seconds, Field(gt=0, le=86400)] = 60.0

@@ -157,16 +157,8 @@ class _Paced(Section):
 class _Inner(_Paced):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Of matrices; decoupled from the gradient."""
-    micro_batch: Maybe[Annotated[int, Field(ge=1)]] = None
-    """Samples in memory at once; none: all. Divides `batch_size`."""
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest norm of the gradient; 0: no limit."""
-
-    @model_validator(mode="after")
-    def _micro_batch_divides(self) -> Self:
-        if self.micro_batch is not None and self.batch_size % self.micro_batch:
-            raise ValueError(f"micro_batch {self.micro_batch} does not divide batch_size {self.batch_size}")
-        return self
 
 
 class AdamW(_Inner):

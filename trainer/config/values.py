@@ -7,7 +7,7 @@ Rules: a quantity's Python name ends in its unit and its TOML key does not (`hea
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -35,6 +35,12 @@ def _toml_key(field: str) -> str:
 
 def _word_none(value: object) -> object:
     return None if value == "none" else value
+
+
+def _auto_or_count(value: object) -> object:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise ValueError('expected "auto" or a whole number of at least 1')
 
 
 def _address(value: str) -> str:
@@ -88,6 +94,9 @@ def _name(value: str) -> str:
 
 Maybe = Annotated[T | None, BeforeValidator(_word_none)]
 """A value, or the word "none"."""
+
+AutoOrCount = Annotated[int | Literal["auto"], BeforeValidator(_auto_or_count)]
+"""A number of at least 1, or the word "auto"."""
 
 Address = Annotated[str, Field(max_length=256), AfterValidator(_address)]
 """`host:port`; port 0 lets the system choose."""

@@ -54,9 +54,10 @@ def fragments_of(config: Config) -> tuple[Fragment, ...]:
 
 
 def training_job(config: Config) -> TrainingJob:
-    """`[model]`, `[inner]` and `[eval]`: what the workers do. A loop of one's own has none."""
+    """`[model]`, `[inner]`, `[eval]` and `[node]`: what the workers do. A loop of one's own has none."""
     model = config.model.description()
-    inner = config.inner
+    inner, node = config.inner, config.node
+    whole_share = -(-inner.batch_size // node.local_workers)
     assert not isinstance(inner, LoopInner), "it goes with a model that cannot be built here"
     return TrainingJob(
         model=model,
@@ -64,8 +65,13 @@ def training_job(config: Config) -> TrainingJob:
         data_seed=config.run.seed,
         optimizer=_optimizer_job(inner),
         schedule=_schedule_job(config),
-        micro_batch=inner.micro_batch or inner.batch_size,
+        micro_batch=whole_share if node.micro_batch == "auto" else min(node.micro_batch, whole_share),
+        halves_micro_batch=node.micro_batch == "auto",
         grad_clip=inner.grad_clip or None,
+        precision=node.precision,
+        has_tf32=node.tf32,
+        activation_checkpointing=node.activation_checkpointing,
+        is_compiled=node.compile,
         eval_batch=inner.batch_size,
         num_eval_batches=config.eval.batches,
     )

@@ -107,22 +107,27 @@ def test_what_belongs_to_one_inner_optimizer_reaches_it() -> None:
     assert of(inner__type="sgd").betas is None
 
 
-def test_micro_batches_default_to_the_whole_batch_and_no_clipping_is_none() -> None:
+def test_a_workers_micro_batch_is_its_share_unless_node_says_less_and_no_clipping_is_none() -> None:
     job = training_job(config(inner__batch_size=6, inner__grad_clip=0.0))
-    assert (job.micro_batch, job.grad_clip, job.eval_batch) == (6, None, 6)
-    assert job.seq_len == 32
-    assert training_job(config(inner__batch_size=6, inner__micro_batch=3)).micro_batch == 3
+    assert (job.micro_batch, job.halves_micro_batch) == (6, True)
+    assert (job.grad_clip, job.eval_batch, job.seq_len) == (None, 6, 32)
+    assert training_job(config(inner__batch_size=7, node__local_workers=2)).micro_batch == 4
+    told = training_job(config(inner__batch_size=6, node__micro_batch=3))
+    assert (told.micro_batch, told.halves_micro_batch) == (3, False)
+    assert training_job(config(inner__batch_size=6, node__micro_batch=30)).micro_batch == 6
 
 
-@pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
-def test_a_schedule_spans_the_whole_run_whatever_its_kind(kind: str) -> None:
-    made = config(run__outer_steps=40, outer__inner_steps=10, inner__schedule__type=kind)
-    schedule = training_job(made).schedule
-    assert (schedule.type, schedule.total_steps, schedule.warmup_steps) == (kind, 400, 20)
-    if kind == "wsd":
-        assert schedule.decay_steps == 80
-    if kind == "constant":
-        assert schedule.min_ratio == 1.0
+def test_how_workers_compute_is_the_nodes_to_say() -> None:
+    job = training_job(
+        config(
+            node__precision="bf16", node__activation_checkpointing="selective", node__compile="true", node__tf32="false"
+        )
+    )
+    assert (job.precision, job.activation_checkpointing) == ("bf16", "selective")
+    assert (job.is_compiled, job.has_tf32) == (True, False)
+    plain = training_job(config())
+    assert (plain.precision, plain.activation_checkpointing) == ("auto", "none")
+    assert (plain.is_compiled, plain.has_tf32) == (False, True)
 
 
 def test_the_coordinator_is_as_patient_as_the_members_section_says() -> None:
