@@ -22,6 +22,8 @@ traceback. Everything else is our bug: exit code 1, traceback, story. Must not k
     ├── IntegrityError           9
     │   └── CheckpointCorrupted      bytes on the disk are not what was written
     └── WorkerCrashed            10
+        ├── WorkerDiverged           its values are no numbers any more
+        └── WorkerOutOfMemory        what it was asked for does not fit
 """
 
 import enum
@@ -234,6 +236,10 @@ class WorkerDiverged(WorkerCrashed):
         )
         self.outer_step = outer_step
         self.fragment = fragment
+
+
+class WorkerOutOfMemory(WorkerCrashed):
+    """What a worker was asked for does not fit into the memory of its device."""
 
 
 def operator_error(error: BaseException) -> IsthmusError | None:

@@ -164,7 +164,7 @@ class Moments:
     # -------------------------------------------------------------------------------- to and from the workers
 
     async def after_step(self, pool: WorkerPool) -> None:
-        """An inner step is done and nothing is asked of the workers: copy what they have, if somebody wants it."""
+        """An inner step is done, and nobody asks for another one: copy what they have, if somebody wants it."""
         asked = self._asked
         if asked is None or asked.done():
             return

@@ -9,6 +9,8 @@ and go on; its samples go with the next step, and the fragments' differences wit
 It must not know votes, connections or how workers compute.
 """
 
+import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -24,9 +26,13 @@ from isthmus.trainer.engine.state_version import Version
 from isthmus.trainer.engine.tally import Emission, Tally
 from isthmus.trainer.engine.worker_values import Given, WorkerValues
 from isthmus.trainer.workers.ipc import BackwardDone, StepDone
+from isthmus.trainer.workers.pool import WINDOW
 
 if TYPE_CHECKING:
     from isthmus.trainer.engine.training_loop import RoundReport
+
+
+_Asked = asyncio.Future[BackwardDone] | asyncio.Future[StepDone]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -71,23 +77,61 @@ class Stint:
         self.flights: dict[int, Flight] = {}
         """By outer step."""
         self._arrivals: dict[int, Arrival] = {}
+        self._asked: deque[_Asked] = deque()
+        self._has_stepped = False
         self._halves: dict[int, int] = {}  # by outer step: the inner step whose gradient waits for it
         self._moved_at: dict[int, int] = {}  # by place: own inner steps when a round last moved the fragment
 
     # -------------------------------------------------------------------------------- work
 
-    async def step(self, indices: Sequence[int]) -> BackwardDone | StepDone:
-        """One inner step; of one whose gradient is exchanged the half before that."""
-        inner_step, outer_step = self.course.inner_step + 1, self.course.emitted_step + 1
-        done: BackwardDone | StepDone
-        if self._plan.inner_step(outer_step) == inner_step and self.gives_gradient:
-            done = await self._values.backward(indices, inner_step=inner_step)
-            self._halves[outer_step] = inner_step
+    @property
+    def num_asked(self) -> int:
+        """Inner steps that are with the workers."""
+        return len(self._asked)
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether another inner step may be with the workers by now: they begin it as soon as they can.
+
+        Before the first is done nobody knows how long one takes, nor that it fits into memory. One whose gradient is
+        exchanged is asked for alone.
+        """
+        if self._asked and (not self._has_stepped or self.num_asked == WINDOW):
+            return False
+        following = self.course.inner_step + self.num_asked + 1
+        return not self._asked or not self._is_half(following)
+
+    def ask(self, indices: Sequence[int]) -> None:
+        """Give the workers another inner step; of one whose gradient is exchanged the half before that."""
+        inner_step = self.course.inner_step + self.num_asked + 1
+        task: _Asked
+        if self._is_half(inner_step):
+            task = asyncio.ensure_future(self._half(indices))
         else:
-            done = await self._values.step(indices, inner_step=inner_step)
+            task = asyncio.ensure_future(self._values.step(indices, inner_step=inner_step))
+        task.add_done_callback(_seen)
+        self._asked.append(task)
+
+    async def stepped(self) -> BackwardDone | StepDone:
+        """The oldest of them is done."""
+        done = await self._asked[0]
+        self._asked.popleft()
+        self._has_stepped = True
+        if isinstance(done, StepDone):
+            await self._values.rest()
+            self.tally.measured(done)
         self.course.stepped()
         self.tally.stepped(done.loss, done.num_tokens)
         return done
+
+    async def _half(self, indices: Sequence[int]) -> BackwardDone:
+        inner_step = self.course.inner_step + 1
+        done = await self._values.backward(indices, inner_step=inner_step)
+        self._halves[self.course.emitted_step + 1] = inner_step
+        return done
+
+    def _is_half(self, inner_step: int) -> bool:
+        return self._plan.inner_step(self.course.emitted_step + 1) == inner_step and self.gives_gradient
 
     @property
     def gives_gradient(self) -> bool:
@@ -152,7 +196,10 @@ class Stint:
             await self._settle_without(outer_step, flight)
 
     def release(self) -> None:
-        """The stint is over: no version stays pinned for what did not land."""
+        """The stint is over: nobody waits for its steps, and no version stays pinned for what did not land."""
+        for task in self._asked:
+            task.cancel()  # the workers make the step all the same, before whatever they are asked next
+        self._asked.clear()
         for arrival in self._arrivals.values():
             arrival.version.release()
         self._arrivals.clear()
@@ -184,5 +231,11 @@ class Stint:
         """If the gradient of this step's inner step has come, make the second half of that."""
         inner_step = self._halves.pop(outer_step, None)
         if inner_step is not None:
-            await self._values.update(inner_step=inner_step)
+            self.tally.measured(await self._values.update(inner_step=inner_step))
         self.course.landed(outer_step)
+
+
+def _seen(task: _Asked) -> None:
+    """Whoever waits for it may have gone; then nobody else hears that it failed, and whoever asks next does."""
+    if not task.cancelled():
+        task.exception()

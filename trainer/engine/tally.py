@@ -9,19 +9,31 @@ It must not know samples, leases or how long anybody waits.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from isthmus.trainer.workers.ipc import StepDone, StepParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
     """Inner steps, and what came of them. `loss` is the sum of the losses that were told, of `num_losses` steps;
-    `train_s` are the seconds they took."""
+    `train_s` are the seconds they took.
+
+    `step_s` is what the workers say of those that were told, `step_tokens` tokens in them, and the rest its parts:
+    waiting for text, both passes, clipping, the inner optimizer's update.
+    """
 
     inner_steps: int = 0
     num_tokens: int = 0
     loss: float = 0.0
     num_losses: int = 0
     train_s: float = 0.0
+    step_s: float = 0.0
+    step_tokens: int = 0
+    data_s: float = 0.0
+    passes_s: float = 0.0
+    clip_s: float = 0.0
+    update_s: float = 0.0
 
     def __sub__(self, other: "Trained") -> "Trained":
         return self._plus(other, -1)
@@ -30,13 +42,8 @@ class Trained:
         return self._plus(other, 1)
 
     def _plus(self, other: "Trained", sign: int) -> "Trained":
-        return Trained(
-            inner_steps=self.inner_steps + sign * other.inner_steps,
-            num_tokens=self.num_tokens + sign * other.num_tokens,
-            loss=self.loss + sign * other.loss,
-            num_losses=self.num_losses + sign * other.num_losses,
-            train_s=self.train_s + sign * other.train_s,
-        )
+        names = [field.name for field in fields(self)]
+        return Trained(**{name: getattr(self, name) + sign * getattr(other, name) for name in names})
 
     @property
     def mean_loss(self) -> float | None:
@@ -69,6 +76,18 @@ class Tally:
     def stepped(self, loss: float | None, num_tokens: int) -> None:
         """An inner step is done."""
         self._done += Trained(inner_steps=1, num_tokens=num_tokens, loss=loss or 0.0, num_losses=int(loss is not None))
+
+    def measured(self, done: StepDone) -> None:
+        """So long the workers say that it took."""
+        parts = done.parts or StepParts()
+        self._done += Trained(
+            step_s=done.seconds,
+            step_tokens=done.num_tokens,
+            data_s=parts.data_s,
+            passes_s=parts.passes_s,
+            clip_s=parts.clip_s,
+            update_s=parts.update_s,
+        )
 
     def took(self, seconds: float) -> None:
         """So long was trained, or got ready for it."""

@@ -32,9 +32,11 @@ from isthmus.trainer.engine.outer_state import OuterState
 from isthmus.trainer.engine.outer_step_runner import OuterStepRunner
 from isthmus.trainer.engine.sample_feed import LeasesLost, SampleFeed
 from isthmus.trainer.engine.stint import Arrival, Flight, Stint
+from isthmus.trainer.engine.tally import Trained
 from isthmus.trainer.engine.waiting import HandIn, Patience
 from isthmus.trainer.engine.worker_values import WorkerValues
 from isthmus.trainer.errors import WorkerCrashed
+from isthmus.trainer.workers.ipc import BackwardDone, StepDone
 
 _LOOK_S = 0.05
 """Between two looks whether a state that the others have is here."""
@@ -54,6 +56,8 @@ class RoundReport:
     train_s: float
     wait_s: float
     """How long the workers stood still for it."""
+    work: Trained
+    """What it was, with what the workers say of their time."""
     position: DataPosition | None
 
 
@@ -78,8 +82,8 @@ class Overseer(Protocol):
     def others_wait(self) -> bool:
         """Whether other members stand in the exchange that this peer has not begun."""
 
-    def stepped(self, inner_step: int, loss: float | None, num_tokens: int) -> None:
-        """An inner step is done, with this global number."""
+    def stepped(self, inner_step: int, done: BackwardDone | StepDone) -> None:
+        """An inner step is done, with this global number, or that half of it whose gradient is exchanged."""
 
     def blocked(self, is_blocked: bool, /) -> None:
         """This peer begins or ceases to stand still for the others."""
@@ -184,12 +188,16 @@ class TrainingLoop:
         self._begin_hand_in()
         stint = self._stint
         match stint.course.next():
-            case Train():
+            case Train(until=until):
                 has_work = bool(stint.tally.unsettled.inner_steps)
-                if self._patience.is_over(stint.course.emitted_step, has_work=has_work) and not stint.gives_gradient:
-                    stint.course.hurry()
+                if not self._patience.is_over(stint.course.emitted_step, has_work=has_work) or stint.gives_gradient:
+                    await self._train(until)
+                elif stint.num_asked:
+                    await self._finish_step(self._clock())
                 else:
-                    await self._train()
+                    stint.course.hurry()
+            case _ if stint.num_asked:  # something came between
+                await self._finish_step(self._clock())
             case Emit(outer_step=step):
                 await stint.emit(step, self.feed.consumed())
                 self._patience.emitted()
@@ -213,11 +221,22 @@ class TrainingLoop:
             self._stint.advanced(self.state.pin())
             self._patience.is_behind = True
 
-    async def _train(self) -> None:
+    async def _train(self, until: int) -> None:
+        """Until an inner step is done. The next one is with the workers by then, if there is one before `until`."""
         began = self._clock()
-        done = await self._stint.step(await self.feed.take(self.terms.batch_size))
-        self.overseer.stepped(self._stint.course.inner_step, done.loss, done.num_tokens)
-        taken_s = self._clock() - began
+        stint, batch_size = self._stint, self.terms.batch_size
+        if not stint.num_asked:
+            stint.ask(await self.feed.take(batch_size))
+        has_next = stint.course.inner_step + stint.num_asked < until and self.feed.available >= batch_size
+        if has_next and stint.may_ask and not self.overseer.others_wait():
+            stint.ask(await self.feed.take(batch_size))
+        await self._finish_step(began)
+
+    async def _finish_step(self, began_s: float) -> None:
+        """Until the oldest of the inner steps that are with the workers is done."""
+        done = await self._stint.stepped()
+        self.overseer.stepped(self._stint.course.inner_step, done)
+        taken_s = self._clock() - began_s
         self._stint.tally.took(taken_s)
         self._patience.trained(taken_s)
 
@@ -264,6 +283,7 @@ class TrainingLoop:
             loss=work.mean_loss,
             train_s=work.train_s,
             wait_s=self._hand_in.blocked_s,
+            work=work,
             position=committed.position,
         )
         weights = self.runner.own_weights or tuple(0.0 for _ in flight.payloads)

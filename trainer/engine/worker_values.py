@@ -171,21 +171,24 @@ class WorkerValues:
         self._recycled = {place: empty_like(state) for place, state in self._private.items()}
 
     async def step(self, indices: Sequence[int], *, inner_step: int) -> StepDone:
-        """One inner step."""
+        """One inner step. Two may be under way; `rest` when one is done."""
         self._is_anchor = False
-        done = await self._pool.step(indices, inner_step=inner_step)
+        return await self._pool.step(indices, inner_step=inner_step)
+
+    async def rest(self) -> None:
+        """Whoever waits for what the workers have gets a copy of it. Nobody asks for a step meanwhile."""
         await self._moments.after_step(self._pool)
-        return done
 
     async def backward(self, indices: Sequence[int], *, inner_step: int) -> BackwardDone:
         """The first half of an inner step, whose gradient is exchanged."""
         return await self._pool.backward(indices, inner_step=inner_step)
 
-    async def update(self, *, inner_step: int) -> None:
+    async def update(self, *, inner_step: int) -> StepDone:
         """The second half, with the gradient that is there then."""
         self._is_anchor = False
-        await self._pool.update(inner_step=inner_step)
-        await self._moments.after_step(self._pool)
+        done = await self._pool.update(inner_step=inner_step)
+        await self.rest()
+        return done
 
     # -------------------------------------------------------------------------------- an outer step of this peer
 

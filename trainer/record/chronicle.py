@@ -104,6 +104,8 @@ def _in_words(event: Event) -> tuple[int, str] | None:
         case events.WorkerHung(request=request, seconds=seconds, cause=cause):
             hung = f"worker_hung request={request} seconds={seconds:.0f} cause={cause!r}"
             return logging.WARNING, f"{hung}; the workers of this peer are killed and replaced"
+        case events.OutOfMemory(micro_batch=size, cause=cause):
+            return logging.WARNING, f"out_of_memory micro_batch={size} cause={cause!r}; the workers begin anew"
         case events.ValuesNotFinite(outer_step=step, fragment=fragment):
             return logging.WARNING, f"values_not_finite outer_step={step} fragment={fragment}; the workers begin anew"
         case told.Deviated(outer_step=step, tensor=tensor, damaged_chunks=damaged):

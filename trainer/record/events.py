@@ -96,12 +96,35 @@ class Counted(Unfiled, frozen=True):
 # ------------------------------------------------------------------------------------ training
 
 
+class Workers(Event, frozen=True):
+    """The workers are there, or others in their place. They compute `micro_batch` samples at a time.
+
+    `flops_per_token` is what a step computes for each token, `peak_flops` what all devices can do in a second at most,
+    where their data sheets are known. Null where it is not known, or a loop of one's own sees to it.
+    """
+
+    devices: tuple[str, ...]
+    precision: str | None
+    micro_batch: int | None
+    flops_per_token: int | None
+    peak_flops: float | None
+    seconds: float
+
+
 class InnerStep(Unfiled, frozen=True):
-    """One inner step is done."""
+    """One inner step is done. It took the workers so many seconds, with these parts: see `Trained`.
+
+    Null where nobody said, and where its gradient is being exchanged.
+    """
 
     inner_step: int
     loss: float | None
     tokens: int
+    seconds: float | None = None
+    data_s: float = 0.0
+    passes_s: float = 0.0
+    clip_s: float = 0.0
+    update_s: float = 0.0
 
 
 class HandedIn(Unfiled, frozen=True):
@@ -120,7 +143,12 @@ class Round(OfRound, frozen=True):
 
 
 class Trained(Event, frozen=True):
-    """A commit holds work of this peer: what it was, and for how long the workers stood still for it (`wait_s`)."""
+    """A commit holds work of this peer: what it was, and for how long the workers stood still for it (`wait_s`).
+
+    Of the `train_s` seconds of its inner steps the workers were at work for `step_s`, on `step_tokens` tokens: waiting
+    for text (`data_s`), with both passes, clipping, and the inner optimizer's update. `mfu` is the share of what their
+    devices can do at most (PaLM, arXiv:2204.02311, appendix B), null where that is not known.
+    """
 
     epoch: int
     outer_step: int
@@ -130,6 +158,13 @@ class Trained(Event, frozen=True):
     train_s: float
     wait_s: float
     world_size: int
+    step_s: float = 0.0
+    step_tokens: int = 0
+    data_s: float = 0.0
+    passes_s: float = 0.0
+    clip_s: float = 0.0
+    update_s: float = 0.0
+    mfu: float | None = None
 
 
 class Evaluate(Event, frozen=True):
@@ -165,6 +200,13 @@ class WorkerDied(Fault, frozen=True):
     local_rank: int
     exit_code: int
     memory_bytes: int
+    cause: str
+
+
+class OutOfMemory(Fault, frozen=True):
+    """What the workers were asked for did not fit. Others take their place, with micro-batches of `micro_batch`."""
+
+    micro_batch: int
     cause: str
 
 

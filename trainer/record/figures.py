@@ -14,7 +14,7 @@ from isthmus.elastic import observation as told
 from isthmus.elastic.observation import Event
 from isthmus.trainer.errors import ExitCode
 from isthmus.trainer.record import events
-from isthmus.trainer.record.status import MemberStatus, RoundStatus, Status
+from isthmus.trainer.record.status import MemberStatus, RoundStatus, Status, StepStatus
 
 BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _PACE_COMMITS = 20
@@ -55,6 +55,10 @@ class Figures(Status, frozen=True, kw_only=True):
     checkpoint_seconds: Durations = Durations()
     wall: str = ""
     """When the newest event came, ISO 8601."""
+    flops_per_token: int | None = None
+    """Of a step."""
+    peak_flops: float | None = None
+    """Of all workers' devices, FLOP/s."""
     code: int | None = None
     """Exit code; None until the end is told."""
     cause: str = ""
@@ -62,6 +66,12 @@ class Figures(Status, frozen=True, kw_only=True):
     refused: dict[str, int] = msgspec.field(default_factory=dict)
     events_lost: int = 0
     state_served_bytes: int = 0
+
+    def mfu_of(self, tokens: int, seconds: float) -> float | None:
+        """Share of what the devices can do at most, of so many tokens in so many seconds; None if it is not known."""
+        if self.flops_per_token is None or self.peak_flops is None or seconds <= 0.0:
+            return None
+        return self.flops_per_token * tokens / seconds / self.peak_flops
 
     def times(self, kind: type[Event]) -> int:
         """How often this kind of event came."""
@@ -101,6 +111,8 @@ def _fold(figures: Figures, event: Event) -> Figures:
             return replace(figures, outer_step=step)
         case events.CommitDecided(outer_step=step) if figures.num_parameters == 0:
             return replace(figures, outer_step=step)
+        case events.Workers(flops_per_token=flops, peak_flops=peak):
+            return replace(figures, flops_per_token=flops, peak_flops=peak)
         case events.InnerStep(loss=loss, tokens=tokens):
             return replace(
                 figures,
@@ -109,6 +121,7 @@ def _fold(figures: Figures, event: Event) -> Figures:
                 num_inner_steps=figures.num_inner_steps + 1,
                 tokens=figures.tokens + tokens,
                 train_loss=figures.train_loss if loss is None else loss,
+                step=_step(figures, event),
             )
         case events.HandedIn():
             return replace(figures, phase="exchanging")
@@ -138,6 +151,21 @@ def _fold(figures: Figures, event: Event) -> Figures:
             return replace(figures, code=code, cause=cause)
         case _:
             return figures
+
+
+def _step(figures: Figures, event: events.InnerStep) -> StepStatus | None:
+    """What the newest step took; of one whose seconds nobody told, what the one before it did."""
+    if event.seconds is None or event.seconds <= 0.0:
+        return figures.step
+    return StepStatus(
+        seconds=event.seconds,
+        data_seconds=event.data_s,
+        passes_seconds=event.passes_s,
+        clip_seconds=event.clip_s,
+        update_seconds=event.update_s,
+        tokens_per_s=event.tokens / event.seconds,
+        mfu=figures.mfu_of(event.tokens, event.seconds),
+    )
 
 
 def _trained(figures: Figures, event: events.Trained) -> Figures:

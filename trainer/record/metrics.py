@@ -22,6 +22,12 @@ from isthmus.elastic.observation import Lied, RoundAborted
 from isthmus.trainer.record.events import Checkpoint, CheckpointFailed, WorkerDied, WorkerHung
 from isthmus.trainer.record.figures import BUCKETS_S, Figures
 
+
+def _of_step(name: str) -> Callable[[Figures], float | None]:
+    """A figure of the newest inner step."""
+    return lambda now: None if now.step is None else getattr(now.step, name)
+
+
 _GAUGES: dict[str, tuple[str, Callable[[Figures], float | None]]] = {
     "outer_step": ("Committed exchanges.", lambda now: now.outer_step),
     "train_loss": ("Mean loss of the last outer step, in nats a token.", lambda now: now.round_loss),
@@ -29,6 +35,13 @@ _GAUGES: dict[str, tuple[str, Callable[[Figures], float | None]]] = {
     "goodput_ratio": ("Share of the time since the start spent in inner steps.", lambda now: now.goodput),
     "epoch": ("Number of the view.", lambda now: now.epoch),
     "world_size": ("Members of the view.", lambda now: len(now.members)),
+    "step_seconds": ("The newest inner step, as the workers tell of it.", _of_step("seconds")),
+    "step_data_seconds": ("Of it, waiting for text.", _of_step("data_seconds")),
+    "step_passes_seconds": ("Of it, forward and backward.", _of_step("passes_seconds")),
+    "step_clip_seconds": ("Of it, the gradient's norm and scaling.", _of_step("clip_seconds")),
+    "step_update_seconds": ("Of it, the inner optimizer.", _of_step("update_seconds")),
+    "step_tokens_per_second": ("Tokens of it by its seconds.", _of_step("tokens_per_s")),
+    "mfu_ratio": ("Share of the devices' peak that it reached.", _of_step("mfu")),
     "is_member": ("1 as a member, 0 while learning or alone.", lambda now: now.is_member),
 }
 _COUNTERS: dict[str, tuple[str, Callable[[Figures], int]]] = {

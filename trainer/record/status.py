@@ -47,6 +47,22 @@ class RoundStatus(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
 
 
+class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest inner step, as the workers tell of it.
+
+    Its parts: waiting for text, both passes, clipping, the inner optimizer's update; `mfu` is the share of what the
+    devices can do at most, null where that is not known.
+    """
+
+    seconds: float
+    data_seconds: float
+    passes_seconds: float
+    clip_seconds: float
+    update_seconds: float
+    tokens_per_s: float
+    mfu: float | None = None
+
+
 class CoordinationStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What the coordinator in this process knows of the run: its view, and whose votes on the next step are here.
 
@@ -117,6 +133,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     sent_bytes: int = 0
     received_bytes: int = 0
     last_round: RoundStatus | None = None
+    step: StepStatus | None = None
     checkpoint_outer_step: int | None = None
     metrics_address: str | None = None
     leaving: LeavingStatus | None = None
@@ -170,6 +187,8 @@ def _training(status: Status) -> list[str]:
         f"goodput {figure(status.goodput, '.1%')}",
         f"sent {rounded_nbytes(status.sent_bytes)}, received {rounded_nbytes(status.received_bytes)}",
     ]
+    if (step := status.step) is not None:
+        lines.append(_line_of_step(step))
     if (last := status.last_round) is not None:
         lines.append(
             f"last round {last.seconds:.2f} s ({last.exchange_seconds:.2f} s exchange, {rounded_nbytes(last.bytes)}) "
@@ -178,6 +197,18 @@ def _training(status: Status) -> list[str]:
     if status.checkpoint_outer_step is not None:
         lines.append(f"checkpoint at outer step {status.checkpoint_outer_step}")
     return lines
+
+
+def _line_of_step(step: StepStatus) -> str:
+    parts = (
+        ("passes", step.passes_seconds),
+        ("clipping", step.clip_seconds),
+        ("update", step.update_seconds),
+        ("waiting for text", step.data_seconds),
+    )
+    shares = ", ".join(f"{name} {seconds / step.seconds:.0%}" for name, seconds in parts)
+    mfu = "" if step.mfu is None else f", {step.mfu:.1%} of the devices' peak"
+    return f"last inner step {step.seconds:.3g} s: {step.tokens_per_s:,.0f} tokens a second{mfu} ({shares})"
 
 
 def _line_of(member: MemberStatus) -> str:

@@ -4,8 +4,10 @@
 Must not decide anything.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import assert_never
+
+from msgspec.structs import asdict, replace
 
 from isthmus.collective import RoundStats
 from isthmus.collective.core.types import PeerRef, RoundKey
@@ -28,7 +30,9 @@ from isthmus.trainer.data.text import FoundText
 from isthmus.trainer.engine.training_loop import RoundReport
 from isthmus.trainer.errors import WorkerCrashed, WorkerDiverged
 from isthmus.trainer.record import events
+from isthmus.trainer.workers.ipc import BackwardDone, StepDone
 from isthmus.trainer.workers.link import WorkerStalled
+from isthmus.trainer.workers.pool import WorkerPool
 from isthmus.trainer.workers.process import WorkerDied
 
 
@@ -131,8 +135,36 @@ def exchanged(key: RoundKey, stats: RoundStats) -> Event:
     )
 
 
-def trained(report: RoundReport) -> Event:
-    """What this peer did in a committed round, and how long it stood in it."""
+def workers_ready(pool: WorkerPool, flops_per_token: int | None) -> events.Workers:
+    """Who computes, and on what."""
+    ready = pool.ready
+    peaks = [each.peak_flops for each in ready if each.peak_flops is not None]
+    return events.Workers(
+        devices=pool.devices,
+        precision=ready[0].precision,
+        micro_batch=None if pool.micro_batch is None else pool.micro_batch.size,
+        flops_per_token=flops_per_token,
+        peak_flops=sum(peaks) if len(peaks) == len(ready) else None,
+        seconds=max(each.seconds for each in ready),
+    )
+
+
+def stepped(inner_step: int, done: BackwardDone | StepDone) -> Event:
+    """An inner step is done, or that half of it whose gradient is exchanged."""
+    step = events.InnerStep(inner_step=inner_step, loss=done.loss, tokens=done.num_tokens)
+    if isinstance(done, BackwardDone):
+        return step
+    return replace(step, seconds=done.seconds, **({} if done.parts is None else asdict(done.parts)))
+
+
+def trained(report: RoundReport, mfu: Callable[[int, float], float | None]) -> Event:
+    """What this peer did in a committed round, and how long it stood in it.
+
+    Args:
+        report: of it.
+        mfu: of so many tokens in so many seconds.
+    """
+    work = report.work
     return events.Trained(
         epoch=report.view.epoch,
         outer_step=report.outer_step,
@@ -142,6 +174,13 @@ def trained(report: RoundReport) -> Event:
         train_s=report.train_s,
         wait_s=report.wait_s,
         world_size=report.view.world_size,
+        step_s=work.step_s,
+        step_tokens=work.step_tokens,
+        data_s=work.data_s,
+        passes_s=work.passes_s,
+        clip_s=work.clip_s,
+        update_s=work.update_s,
+        mfu=mfu(work.step_tokens, work.step_s),
     )
 
 

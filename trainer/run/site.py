@@ -13,16 +13,17 @@ from torch import Tensor
 
 from isthmus.collective import Communicator
 from isthmus.elastic.shell.member import Membership
-from isthmus.trainer.config.wiring import fragment_table, training_job
+from isthmus.trainer.config.wiring import fragment_table, tokens_per_sample, training_job
 from isthmus.trainer.engine.training_loop import RoundReport
 from isthmus.trainer.engine.worker_values import WorkerValues
-from isthmus.trainer.errors import WorkerCrashed
+from isthmus.trainer.errors import TrainingFault, WorkerCrashed, WorkerOutOfMemory
 from isthmus.trainer.record import events, translation
 from isthmus.trainer.record.chronicle import Chronicle
 from isthmus.trainer.run.holdings import Holdings
 from isthmus.trainer.run.preparation import Start
 from isthmus.trainer.threads import in_thread
-from isthmus.trainer.workers.pool import WorkerPool, loop_pool, worker_pool
+from isthmus.trainer.workers.ipc import BackwardDone, StepDone
+from isthmus.trainer.workers.pool import WorkerDied, WorkerPool, loop_pool, worker_pool
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 
 _SIGN_OF_LIFE_S = 1.0
@@ -66,6 +67,7 @@ class Site:
 
     async def begin(self) -> None:
         """The workers are there. Where nobody shares parameters those of a loop are kept: it goes on from them."""
+        self._tell_workers()
         if self.has_loop and not self._shares_parameters:
             await self.pool.store()
             self._first_values = await in_thread(self.mailbox.clone)
@@ -81,22 +83,49 @@ class Site:
         return await in_thread(partial(config.model.description().initial_parameters, config.run.seed))
 
     async def replace_workers(self, crash: WorkerCrashed) -> None:
-        """Once more, unless that has not helped before.
+        """Once more, unless that has not helped before. Who had too little memory is given less at a time, if possible.
 
         Raises:
             WorkerCrashed: it has not.
+            TrainingFault: what cannot be made less does not fit.
         """
         while True:
-            if self._num_replaced == _MAX_REPLACED:
-                raise crash
-            self._num_replaced += 1
-            self._chronicle.emit(translation.crashed(crash))
+            if not self._takes_less(crash):
+                if self._num_replaced == _MAX_REPLACED:
+                    raise crash
+                self._num_replaced += 1
+                self._chronicle.emit(translation.crashed(crash))
             try:
                 await self.pool.renew()
             except WorkerCrashed as again:
                 crash = again
             else:
+                self._tell_workers()
                 return
+
+    def _takes_less(self, crash: WorkerCrashed) -> bool:
+        """Whether there was no memory left, and the next workers need less."""
+        is_certain = isinstance(crash, WorkerOutOfMemory)
+        micro_batch = self.pool.micro_batch
+        if micro_batch is None or not (is_certain or (isinstance(crash, WorkerDied) and crash.was_out_of_memory)):
+            return False
+        before = micro_batch.size
+        if micro_batch.halve():
+            self._chronicle.emit(events.OutOfMemory(micro_batch=micro_batch.size, cause=str(crash)))
+            return True
+        if not is_certain:  # the kernel ends who has most, which need not be who took too much
+            return False
+        samples = "a sample does" if before == 1 else f"a micro-batch of {before} samples does"
+        smaller = "" if before == 1 else "a smaller node.micro_batch or "
+        raise TrainingFault(
+            f"{samples} not fit into the memory of a worker: {crash.problem}",
+            cure=f'take {smaller}node.activation_checkpointing = "full", more local workers or a smaller model',
+        )
+
+    def _tell_workers(self) -> None:
+        model = self._start.config.model
+        flops = None if self.has_loop else model.description().num_flops_per_token(tokens_per_sample(model))
+        self._chronicle.emit(translation.workers_ready(self.pool, flops))
 
     def proved(self) -> None:
         """A commit holds work of these workers."""
@@ -137,10 +166,10 @@ class PeerOverseer:
         """See Overseer."""
         return not self.membership.is_excused and self.communicator.is_awaited()
 
-    def stepped(self, inner_step: int, loss: float | None, num_tokens: int) -> None:
+    def stepped(self, inner_step: int, done: BackwardDone | StepDone) -> None:
         """See Overseer."""
         self.inner_steps += 1
-        self.chronicle.emit(events.InnerStep(inner_step=inner_step, loss=loss, tokens=num_tokens))
+        self.chronicle.emit(translation.stepped(inner_step, done))
         self._tell_progress()
 
     def blocked(self, is_blocked: bool, /) -> None:
@@ -154,7 +183,7 @@ class PeerOverseer:
         """See Overseer."""
         self.num_rounds += 1
         self.site.proved()
-        self.chronicle.emit(translation.trained(report))
+        self.chronicle.emit(translation.trained(report, self.chronicle.figures.mfu_of))
         self.holdings.committed(report)
 
     async def landed(self, report: RoundReport) -> None:

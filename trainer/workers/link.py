@@ -16,7 +16,14 @@ from typing import TypeVar
 import zmq
 import zmq.asyncio
 
-from isthmus.trainer.errors import ConfigError, EnvironmentFault, IsthmusError, TrainingFault, WorkerCrashed
+from isthmus.trainer.errors import (
+    ConfigError,
+    EnvironmentFault,
+    IsthmusError,
+    TrainingFault,
+    WorkerCrashed,
+    WorkerOutOfMemory,
+)
 from isthmus.trainer.workers import ipc
 
 WINDOW = 2
@@ -25,8 +32,13 @@ WINDOW = 2
 _LOOK_S = 1.0
 """A daemon that was suspended wakes with every time limit behind it, and its workers too."""
 
-_FAULTS: Mapping[str, type[TrainingFault | EnvironmentFault | ConfigError]] = MappingProxyType(
-    {"training_fault": TrainingFault, "environment": EnvironmentFault, "config": ConfigError}
+_FAULTS: Mapping[str, type[TrainingFault | EnvironmentFault | ConfigError | WorkerOutOfMemory]] = MappingProxyType(
+    {
+        "training_fault": TrainingFault,
+        "environment": EnvironmentFault,
+        "config": ConfigError,
+        "out_of_memory": WorkerOutOfMemory,
+    }
 )
 
 AnswerT = TypeVar("AnswerT", bound=ipc.Answer)

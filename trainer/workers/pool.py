@@ -12,6 +12,7 @@ Errors, all of them for the operator (trainer/errors.py)::
     ConfigError          the text and the settings do not go together (trainer.data.corpus.DataError in a worker)
     EnvironmentFault     this machine does not allow it: no such device, no memory, a path too long
     WorkerCrashed
+    ├── WorkerOutOfMemory    what was asked for does not fit into its device's memory
     ├── WorkerDied       a process ended unasked
     └── WorkerStalled    an answer did not come in its time
     LoopGone             somebody's own loop has ended, or hangs
@@ -25,6 +26,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -74,6 +76,26 @@ class Crew(Protocol):
         ...
 
 
+@dataclass(slots=True, kw_only=True)
+class MicroBatch:
+    """How many samples a worker computes at a time.
+
+    Attributes:
+        size: of workers that are started from now on.
+        may_be_halved: whether it is this peer's own to find.
+    """
+
+    size: int
+    may_be_halved: bool
+
+    def halve(self) -> bool:
+        """Make it smaller, unless it was given or is one sample; returns whether it is."""
+        is_possible = self.may_be_halved and self.size > 1
+        if is_possible:
+            self.size = -(-self.size // 2)
+        return is_possible
+
+
 class WorkerPool:
     """The workers of one peer, as an asynchronous context manager: started on entry, gone on exit.
 
@@ -82,6 +104,7 @@ class WorkerPool:
     Args:
         make_crew: who they are; the group owns its tasks.
         is_renewable: whether others can take the place of those that are gone.
+        micro_batch: of the workers; None: they see to it themselves.
         ready_timeout_s: from the start to the last worker's `Ready`.
         request_timeout_s: for the first answer to a kind of request, from the request on, and for any later one at
             most.
@@ -94,6 +117,7 @@ class WorkerPool:
         make_crew: Callable[[asyncio.TaskGroup], Crew],
         *,
         is_renewable: bool = True,
+        micro_batch: "MicroBatch | None" = None,
         ready_timeout_s: float = 180.0,
         request_timeout_s: float = 600.0,
         hang_timeout_s: float = 60.0,
@@ -101,6 +125,7 @@ class WorkerPool:
     ) -> None:
         self._make_crew = make_crew
         self._is_renewable = is_renewable
+        self.micro_batch = micro_batch
         self._ready_timeout_s = ready_timeout_s
         self._request_timeout_s = request_timeout_s
         self._hang_timeout_s = hang_timeout_s
@@ -110,6 +135,7 @@ class WorkerPool:
         self._pace: WorkerPace
         self._crew: Crew | None = None
         self._ready: tuple[ipc.Ready, ...] = ()
+        self._answered_s = 0.0
 
     # ------------------------------------------------------------------------------------------- requests
 
@@ -238,6 +264,11 @@ class WorkerPool:
         return tuple(ready.device for ready in self._ready)
 
     @property
+    def ready(self) -> tuple[ipc.Ready, ...]:
+        """What each said when it was there, by local rank."""
+        return self._ready
+
+    @property
     def _link(self) -> WorkerLink:
         assert self._crew is not None, "the pool was entered"
         return self._crew.link
@@ -247,7 +278,9 @@ class WorkerPool:
         name, clock = type(request).__name__, asyncio.get_running_loop().time
         began = clock()
         replies = await self._link.ask(request, kind, self._pace.limit_s(name) if timeout_s is None else timeout_s)
-        self._pace.took(name, clock() - began)
+        now = clock()
+        self._pace.took(name, now - max(began, self._answered_s))  # they do one after the other
+        self._answered_s = now
         return replies
 
     # ----------------------------------------------------------------------------------------------- life
@@ -337,6 +370,8 @@ def worker_pool(
     if num_workers < 1:
         raise ValueError(f"a peer has at least one worker, not {num_workers}")
 
+    micro_batch = MicroBatch(size=training.micro_batch, may_be_halved=training.halves_micro_batch)
+
     @contextlib.asynccontextmanager
     async def job(folder: Path) -> AsyncIterator[WorkerJob]:
         with (
@@ -344,7 +379,7 @@ def worker_pool(
             contextlib.closing(await asyncio.to_thread(SharedTokens.share, corpus.validation)) as validation,
         ):
             yield WorkerJob(
-                training=training,
+                training=msgspec.structs.replace(training, micro_batch=micro_batch.size),
                 device=device,
                 num_threads=num_threads or max(1, num_cpus() // num_workers),
                 parent_pid=os.getpid(),
@@ -358,6 +393,7 @@ def worker_pool(
 
     return WorkerPool(
         lambda group: WorkerCrew(job, num_workers, log_dir, group),
+        micro_batch=micro_batch,
         ready_timeout_s=ready_timeout_s,
         request_timeout_s=request_timeout_s,
         hang_timeout_s=hang_timeout_s,

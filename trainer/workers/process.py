@@ -35,6 +35,7 @@ class WorkerDied(WorkerCrashed):
         local_rank: which.
         worker_exit_code: its exit code; -n if signal n ended it. (`exit_code` is what our own process ends with.)
         how: the same in words, with the memory that it had if that ran out.
+        was_out_of_memory: whether the kernel ended it because the machine had no memory left.
         memory_nbytes: the most it may have had: of this peer's workers so far the largest.
         stderr_tail: the end of what it printed.
         log_path: where all of it is.
@@ -50,11 +51,13 @@ class WorkerDied(WorkerCrashed):
         memory_nbytes: int = 0,
         was_out_of_memory: bool = False,
     ) -> None:
+        self.was_out_of_memory = False
         how = f"by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"with exit code {exit_code}"
         cure = f"{log_path} says more; start the peer again"
         if was_out_of_memory and exit_code == -signal.SIGKILL:
             how += f": the kernel had no memory left, and the worker had up to {memory_nbytes / 1e9:.2f} GB"
-            cure = "give the machine more memory, or the peer a smaller inner.micro_batch"
+            cure = "give the machine more memory, or the peer a smaller node.micro_batch"
+            self.was_out_of_memory = True
         last_line = "" if exit_code < 0 else stderr_tail.strip().rpartition("\n")[2]  # else it tells of something else
         super().__init__(f"worker {local_rank} ended {how}" + (f": {last_line}" if last_line else ""), cure=cure)
         self.how = f"worker {local_rank} ended {how}"

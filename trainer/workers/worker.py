@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from isthmus.trainer.config.job import FilePart, WorkerJob
 from isthmus.trainer.data.corpus import TokenArray
-from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, TrainingFault
+from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, TrainingFault, WorkerOutOfMemory
 from isthmus.trainer.workers import ipc
 from isthmus.trainer.workers.channel import DaemonChannel, DaemonGone
 from isthmus.trainer.workers.devices import RealPrecision, choose_device, peak_flops, require_compiler
@@ -40,12 +40,6 @@ _LOOK_S = 0.001
 """Between two looks whether the device has done a step, or the daemon has said something."""
 _NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """What torch says where it has no class of error for it."""
-
-
-class OutOfMemory(IsthmusError):
-    """What was asked for does not fit into the memory."""
-
-    exit_code = ExitCode.WORKER_CRASHED
 
 
 def work(text: str, fds: Sequence[int]) -> NoReturn:
@@ -190,16 +184,16 @@ def _told_if_out_of_memory() -> Iterator[None]:
     """A device or a machine that has no memory left is the operator's to know of.
 
     Raises:
-        OutOfMemory: instead of torch's error.
+        WorkerOutOfMemory: instead of torch's error.
     """
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemory(str(error)) from error
+        raise WorkerOutOfMemory(str(error)) from error
     except RuntimeError as error:
         if _NO_CPU_MEMORY not in str(error):
             raise
-        raise OutOfMemory(str(error)) from error
+        raise WorkerOutOfMemory(str(error)) from error
 
 
 def _done(request: ipc.Step | ipc.Update, result: StepResult) -> ipc.StepDone:
@@ -221,7 +215,7 @@ def _failed(error: IsthmusError) -> ipc.WorkerFailed:
         kind = "training_fault"
     elif isinstance(error, ConfigError):
         kind = "config"
-    elif isinstance(error, OutOfMemory):
+    elif isinstance(error, WorkerOutOfMemory):
         kind = "out_of_memory"
     return ipc.WorkerFailed(serial=0, kind=kind, problem=error.problem[:8192], cure=error.cure[:8192])
 

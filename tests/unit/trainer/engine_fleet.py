@@ -27,18 +27,14 @@ from isthmus.trainer.engine.state_version import has_anchor
 from isthmus.trainer.engine.training_loop import LoopTerms, RoundReport, TrainingLoop
 from isthmus.trainer.engine.worker_values import WorkerValues
 from isthmus.trainer.threads import in_thread
+from isthmus.trainer.workers.ipc import BackwardDone, StepDone
 from tests.unit.optim.adam_lab import AdamRows, Rows
 from tests.unit.optim.lab import INITIAL, TABLE
+from tests.unit.trainer.loop_rig import step_done
 from tests.unit.trainer.rig import Site, view_of
 
 BATCH = 4
 WORKERS = ("ash", "birch", "cedar")
-
-
-@dataclass(frozen=True)
-class StepDone:
-    loss: float
-    num_tokens: int
 
 
 class Pool:
@@ -64,17 +60,18 @@ class Pool:
         self._num_steps += 1
         self._rows.backward([self._row], [self._num_steps])
         self._rows.update([self._row], [self._num_steps])
-        return StepDone(loss=float(inner_step), num_tokens=len(indices))
+        return step_done(inner_step, len(indices))
 
-    async def backward(self, indices: Sequence[int], *, inner_step: int) -> StepDone:
+    async def backward(self, indices: Sequence[int], *, inner_step: int) -> BackwardDone:
         await asyncio.sleep(0)
         self._num_steps += 1
         self._rows.backward([self._row], [self._num_steps])
-        return StepDone(loss=float(inner_step), num_tokens=len(indices))
+        return BackwardDone(serial=1, loss=float(inner_step), num_tokens=len(indices))
 
-    async def update(self, *, inner_step: int) -> None:
+    async def update(self, *, inner_step: int) -> StepDone:
         await asyncio.sleep(0)
         self._rows.update([self._row], [self._num_steps])
+        return step_done(inner_step, BATCH)
 
 
 @dataclass
@@ -149,7 +146,7 @@ class Peer:
     def others_wait(self) -> bool:
         return self.is_awaited
 
-    def stepped(self, inner_step: int, loss: float | None, num_tokens: int) -> None:
+    def stepped(self, inner_step: int, done: BackwardDone | StepDone) -> None:
         pass
 
     def blocked(self, is_blocked: bool) -> None:

@@ -38,6 +38,7 @@ from isthmus.trainer.engine.sample_feed import SampleFeed
 from isthmus.trainer.engine.training_loop import LoopTerms, RoundReport, TrainingLoop
 from isthmus.trainer.engine.worker_values import WorkerValues
 from isthmus.trainer.errors import WorkerCrashed
+from isthmus.trainer.workers.ipc import BackwardDone, StepDone, StepParts
 from isthmus.trainer.workers.link import WorkerStalled
 from tests.unit.trainer.rig import stage_mean
 
@@ -60,10 +61,18 @@ class Happening(enum.Enum):
     MISSED_ROUND = "missed round"  # it is late: the others went on without it, and what it did still counts
 
 
-@dataclass(frozen=True)
-class StepDone:
-    loss: float
-    num_tokens: int
+def step_done(inner_step: int, num_tokens: int) -> StepDone:
+    """Whose loss is its number."""
+    return StepDone(
+        serial=1,
+        inner_step=inner_step,
+        loss=float(inner_step),
+        num_tokens=num_tokens,
+        grad_norm=1.0,
+        lr=1.0,
+        seconds=0.5,
+        parts=StepParts(passes_s=0.25),
+    )
 
 
 @dataclass
@@ -88,7 +97,7 @@ class Commit:
 
 @dataclass
 class Pool:
-    """Workers that count."""
+    """Workers that count, and do one thing after the other."""
 
     rig: "Rig"
     local: Tensor = field(default_factory=lambda: torch.full((NUMEL,), float("nan")))
@@ -101,6 +110,10 @@ class Pool:
     """Which request gives no answer, nor does any after it."""
     crash: WorkerCrashed = field(default_factory=lambda: WorkerStalled("step", (0,), 1.0, "hangs"))
     num_hangs: int = 0
+    most_steps: int = 0
+    """That were with them at once."""
+    _num_steps: int = 0
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def answer(self) -> None:
         self.hangs_at -= self.hangs_at > 0
@@ -115,34 +128,42 @@ class Pool:
 
     async def load(self, ranges: Sequence[slice] = (), *, kind: str = "param", keep: float = 0.0) -> None:
         assert kind == "param"
-        await self.rig.wait()
-        self.answer()
-        for place in ranges or (slice(0, NUMEL),):
-            theirs = self.rig.mailbox[place]
-            self.local[place] = theirs if keep == 0.0 else keep * self.local[place] + (1 - keep) * theirs
-        if not ranges:
-            self.inner_steps.clear()
-            self.trained.clear()
-            self.emitted.clear()
-        await self.rig.wait()
+        async with self._turn:
+            await self.rig.wait()
+            self.answer()
+            for place in ranges or (slice(0, NUMEL),):
+                theirs = self.rig.mailbox[place]
+                self.local[place] = theirs if keep == 0.0 else keep * self.local[place] + (1 - keep) * theirs
+            if not ranges:
+                self.inner_steps.clear()
+                self.trained.clear()
+                self.emitted.clear()
+            await self.rig.wait()
 
     async def step(self, indices: tuple[int, ...], *, inner_step: int) -> StepDone:
-        await self.rig.wait()
-        self.answer()
-        for index in indices:
-            self.local[index % NUMEL] -= 1.0
-        self.inner_steps.append(inner_step)
-        self.trained += indices
-        await self.rig.wait()
-        return StepDone(loss=float(inner_step), num_tokens=len(indices))
+        self._num_steps += 1
+        self.most_steps = max(self.most_steps, self._num_steps)
+        try:
+            async with self._turn:
+                await self.rig.wait()
+                self.answer()
+                for index in indices:
+                    self.local[index % NUMEL] -= 1.0
+                self.inner_steps.append(inner_step)
+                self.trained += indices
+                await self.rig.wait()
+        finally:
+            self._num_steps -= 1
+        return step_done(inner_step, len(indices))
 
     async def store(self, ranges: Sequence[slice] = (), *, kind: str = "param") -> None:
         assert kind == "param"
-        await self.rig.wait()
-        self.answer()
-        for place in ranges or (slice(0, NUMEL),):
-            self.rig.mailbox[place] = self.local[place]
-        await self.rig.wait()
+        async with self._turn:
+            await self.rig.wait()
+            self.answer()
+            for place in ranges or (slice(0, NUMEL),):
+                self.rig.mailbox[place] = self.local[place]
+            await self.rig.wait()
 
 
 @dataclass
@@ -158,8 +179,8 @@ class Overseer:
     def others_wait(self) -> bool:
         return self.is_awaited
 
-    def stepped(self, inner_step: int, loss: float | None, num_tokens: int) -> None:
-        pass
+    def stepped(self, inner_step: int, done: BackwardDone | StepDone) -> None:
+        assert done.loss == inner_step, "a step is told in its turn"
 
     def blocked(self, is_blocked: bool) -> None:
         self.standstills.append(is_blocked)

@@ -68,6 +68,7 @@ from isthmus.elastic.observation import (
 )
 from isthmus.trainer.data.corpus import Corpus
 from isthmus.trainer.data.text import FoundText
+from isthmus.trainer.engine.tally import Trained
 from isthmus.trainer.engine.training_loop import RoundReport
 from isthmus.trainer.errors import WorkerCrashed, WorkerDiverged
 from isthmus.trainer.record import events
@@ -103,6 +104,7 @@ REPORT = RoundReport(
     loss=2.5,
     train_s=3.0,
     wait_s=1.0,
+    work=Trained(step_s=2.5, step_tokens=60, data_s=0.25, passes_s=2.0, clip_s=0.125, update_s=0.125),
     position=DataPosition(12),
 )
 CERTIFICATE = Certificate(

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import msgspec
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
