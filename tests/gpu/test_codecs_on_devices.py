@@ -28,18 +28,19 @@ def magnitudes_of_all_sizes(numel):
     return values
 
 
+SHUFFLED = torch.randperm(50_003, generator=torch.Generator().manual_seed(2))
 EDGES = {
     "zeros": torch.zeros(5000),
     "negative zeros": torch.full((5000,), -0.0),
     "smallest subnormal": torch.full((300,), 1e-45),
     "all sizes": magnitudes_of_all_sizes(50_003),
-    "all sizes, shuffled": magnitudes_of_all_sizes(50_003)[torch.randperm(50_003, generator=torch.Generator().manual_seed(2))],
+    "all sizes, shuffled": magnitudes_of_all_sizes(50_003)[SHUFFLED],
     "around the limit of a scale": torch.ldexp(gaussian(9000, 3), torch.tensor(-100)),
     "largest": torch.full((4500,), float(LARGEST)) * gaussian(4500, 4).sign(),
     "largest beside small": torch.where(gaussian(9000, 5) > 1.5, float(LARGEST), 1e-20),
     "ties": torch.tensor([1.0, -1.0, 2.0, -0.5]).repeat(2500),
     "halves of a step": torch.arange(-254.0, 255.0) / 2,
-}  # fmt: skip
+}
 
 
 def wire_on(device, name, values):

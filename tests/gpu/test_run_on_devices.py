@@ -9,7 +9,7 @@ import torch
 for name in ("msgspec", "blake3", "cryptography", "zmq", "pydantic", "typer"):
     pytest.importorskip(name)
 
-from tests.multiprocess.run_harness import assert_same_commits, running
+from tests.multiprocess.run_harness import assert_same_commits, running  # noqa: E402 - where all that is installed
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's training on every device: values that go to the mailbox and back, and steps as plain PyTorch makes them."""
+"""A worker's training on every device: values to the mailbox and back, and steps as plain PyTorch makes them."""
 
 from collections.abc import Iterator
 from pathlib import Path
