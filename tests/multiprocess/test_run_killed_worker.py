@@ -90,6 +90,9 @@ def test_a_worker_that_the_kernel_ends_for_lack_of_memory_is_told_so(tmp_path: P
         run.until("fault", lambda: bool(founder.events("fault", kind="worker_died")))
         (fault,) = founder.events("fault", kind="worker_died")
         assert "the kernel had no memory left, and the worker had up to 0." in fault["cause"]
+        run.until("workers", lambda: len(founder.events("workers")) == 2)
+        first, second = (event["micro_batch"] for event in founder.events("workers"))
+        assert second == -(-first // 2)
         run.until_step(founder.step + 3, founder)
         run.leave_all()
 

@@ -3,6 +3,7 @@
 
 import asyncio
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from isthmus.optim.fragments import FragmentTable
 from isthmus.optim.inner import InnerType
 from isthmus.trainer.config.job import OptimizerJob, ScheduleJob, TrainingJob
 from isthmus.trainer.data.corpus import Corpus
-from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, TrainingFault
+from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, TrainingFault, WorkerOutOfMemory
 from isthmus.trainer.model.decoder import ModelConfig, initial_parameters, named_shapes, num_parameters
 from isthmus.trainer.workers.inquest import frames_of
 from isthmus.trainer.workers.pool import WorkerDied, WorkerPool, WorkerStalled, worker_pool
@@ -370,6 +371,42 @@ async def test_a_loss_that_is_not_finite_is_a_training_fault(mailbox: SharedBuff
             await pool.step(range(4), inner_step=9)
         assert caught.value.exit_code == ExitCode.TRAINING_FAULT
         assert caught.value.cure
+
+
+async def test_a_worker_without_memory_is_replaced_by_one_that_takes_half_as_much_at_a_time(tmp_path: Path) -> None:
+    model = ModelConfig(dim=64, num_layers=2, num_heads=2, num_kv_heads=2, hidden_dim=4096, max_seq_len=512)
+    text = np.resize(TEXT, 100_000)
+    job = msgspec.structs.replace(
+        JOB, model=model, seq_len=512, micro_batch=16, halves_micro_batch=True, eval_batch=1, num_eval_batches=1
+    )
+    mailbox = SharedBuffer.create(num_parameters(model))
+    mailbox.tensor.copy_(initial_parameters(model, 0))
+    pool = worker_pool(
+        job, mailbox=mailbox, corpus=Corpus.of(text[:90_000], text[90_000:], ""), device="cpu", log_dir=tmp_path,
+        num_threads=1,
+    )  # fmt: skip
+    async with pool:
+        await pool.load()
+        await pool.step(range(1), inner_step=1)  # what is needed in any case is there
+        # One layer's activations of 16 samples alone are 134 MB: 16 * 512 * 4096 numbers.
+        _leave_memory(pool.pids[0], 200_000_000)
+        with pytest.raises(WorkerOutOfMemory, match="can't allocate memory"):
+            await pool.step(range(16), inner_step=2)
+        assert pool.micro_batch.halve()
+        assert pool.micro_batch.size == 8
+        await pool.renew()
+        await pool.load()
+        again = await pool.step(range(16), inner_step=2)
+        assert (again.num_tokens, pool.ready[0].precision) == (16 * 512, "fp32")
+        assert again.parts.passes_s > 0.0
+    mailbox.close()
+
+
+def _leave_memory(pid: int, nbytes: int) -> None:
+    """No more than so many bytes beside what the process has."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + nbytes
+    resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
 
 
 async def test_a_text_that_is_too_short_is_the_operators_fault(mailbox: SharedBuffer, tmp_path: Path) -> None:

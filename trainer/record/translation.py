@@ -4,7 +4,7 @@
 Must not decide anything.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import assert_never
 
 from msgspec.structs import asdict, replace
@@ -157,13 +157,8 @@ def stepped(inner_step: int, done: BackwardDone | StepDone) -> Event:
     return replace(step, seconds=done.seconds, **({} if done.parts is None else asdict(done.parts)))
 
 
-def trained(report: RoundReport, mfu: Callable[[int, float], float | None]) -> Event:
-    """What this peer did in a committed round, and how long it stood in it.
-
-    Args:
-        report: of it.
-        mfu: of so many tokens in so many seconds.
-    """
+def trained(report: RoundReport, mfu: float | None = None) -> Event:
+    """What this peer did in a committed round, and how long it stood in it; `mfu`: see `events.Trained`."""
     work = report.work
     return events.Trained(
         epoch=report.view.epoch,
@@ -180,7 +175,7 @@ def trained(report: RoundReport, mfu: Callable[[int, float], float | None]) -> E
         passes_s=work.passes_s,
         clip_s=work.clip_s,
         update_s=work.update_s,
-        mfu=mfu(work.step_tokens, work.step_s),
+        mfu=mfu,
     )
 
 

@@ -111,6 +111,8 @@ class Site:
             return False
         before = micro_batch.size
         if micro_batch.halve():
+            if not is_certain:
+                self._chronicle.emit(translation.crashed(crash))
             self._chronicle.emit(events.OutOfMemory(micro_batch=micro_batch.size, cause=str(crash)))
             return True
         if not is_certain:  # the kernel ends who has most, which need not be who took too much
@@ -183,7 +185,8 @@ class PeerOverseer:
         """See Overseer."""
         self.num_rounds += 1
         self.site.proved()
-        self.chronicle.emit(translation.trained(report, self.chronicle.figures.mfu_of))
+        mfu = self.chronicle.figures.mfu_of(report.work.step_tokens, report.work.step_s)
+        self.chronicle.emit(translation.trained(report, mfu))
         self.holdings.committed(report)
 
     async def landed(self, report: RoundReport) -> None:

@@ -77,7 +77,9 @@ from isthmus.trainer.record.event_log import FILE_NAME, EventLog, read_events
 from isthmus.trainer.record.events import event_of
 from isthmus.trainer.record.figures import BLANK, Figures, as_of, fold
 from isthmus.trainer.record.metrics import Metrics
-from isthmus.trainer.record.translation import crashed, exchanged, text_found, trained
+from isthmus.trainer.record.status import render_status
+from isthmus.trainer.record.translation import crashed, exchanged, stepped, text_found, trained
+from isthmus.trainer.workers.ipc import BackwardDone, StepDone, StepParts
 from isthmus.trainer.workers.link import WorkerStalled
 from isthmus.trainer.workers.process import WorkerDied
 
@@ -160,12 +162,16 @@ CRASHES = (
 )
 OWN: tuple[Event, ...] = (
     STARTED,
+    events.Workers(
+        devices=("cpu",), precision="fp32", micro_batch=None, flops_per_token=None, peak_flops=None, seconds=1.0
+    ),
     exchanged(KEY, STATS),
-    trained(REPORT),
+    trained(REPORT, 0.25),
     events.Evaluate(outer_step=3, loss=2.25),
     events.Checkpoint(outer_step=3, seconds=0.125),
     events.CheckpointFailed(cause="No space left on device"),
     *map(crashed, CRASHES),
+    events.OutOfMemory(micro_batch=2, cause="no room"),
     events.CoordinatorEnded(complete=True),
 )
 RECORDS: tuple[Record, ...] = (
@@ -268,7 +274,7 @@ def test_what_a_line_says_of_itself_has_no_name_that_every_line_has() -> None:
 def test_replaying_the_file_gives_the_figures_that_were_shown_but_for_what_it_leaves_out(desk: Desk) -> None:
     """The named ones: of inner steps, of what is counted once a second, and what the operator asks for."""
     unfiled = {"phase", "inner_step", "num_inner_steps", "tokens", "train_loss", "is_leaving"}
-    unfiled |= {"refused", "state_served_bytes", "events_lost"}
+    unfiled |= {"step", "refused", "state_served_bytes", "events_lost"}
     rates = {"uptime_s", "goodput", "tokens_per_s", "seconds_left"}
     of_no_event = {"inner_steps_per_round"}
     desk.tell(STORY[0], SEEN, BecameActive(**view_fields(VIEW)))
@@ -355,11 +361,12 @@ def test_a_commit_names_the_step_that_was_made_and_a_vote_the_one_it_starts_from
 def test_what_this_peer_does_is_told_with_its_figures(desk: Desk) -> None:
     desk.tell(*OWN)
     lines = {line["event"]: line for line in desk.lines() if line["event"] != "fault"}
-    assert list(lines) == ["started", "round", "trained", "evaluate", "checkpoint", "coordinator_ended"]
+    assert list(lines) == ["started", "workers", "round", "trained", "evaluate", "checkpoint", "coordinator_ended"]
+    assert (lines["trained"]["step_s"], lines["trained"]["passes_s"], lines["trained"]["mfu"]) == (2.5, 2.0, 0.25)
     assert (lines["round"]["bytes_sent"], lines["round"]["bytes_received"]) == (100, 200)
     assert (lines["trained"]["loss"], lines["trained"]["tokens"], lines["trained"]["wait_s"]) == (2.5, 60, 1.0)
     faults = {line["kind"]: line for line in desk.lines() if line["event"] == "fault"}
-    assert list(faults) == ["checkpoint_failed", "worker_died", "worker_hung", "values_not_finite"]
+    assert list(faults) == ["checkpoint_failed", "worker_died", "worker_hung", "values_not_finite", "out_of_memory"]
     assert "No space left" in str(faults["checkpoint_failed"]["cause"])
     for name in ("checkpoint_failures_total", "checkpoints_total", "worker_deaths_total", "worker_hangs_total"):
         assert desk.sample(name) == 1.0
@@ -391,7 +398,7 @@ def test_the_status_follows_the_story(desk: Desk) -> None:
     assert (status().phase, status().inner_step, status().train_loss) == ("exchanging", 1, 3.0)
     desk.tell(exchanged(KEY, STATS))
     desk.now_s += 10.0
-    desk.tell(trained(REPORT))
+    desk.tell(trained(REPORT, 0.25))
     now = status()
     assert (now.phase, now.outer_step, now.inner_step, now.train_loss) == ("training", 3, 0, 2.5)
     assert (now.sent_bytes, now.received_bytes, now.goodput) == (100, 200, pytest.approx(0.3))
@@ -409,6 +416,62 @@ def test_the_end_is_told_ahead_at_the_pace_of_the_newest_commits(desk: Desk) -> 
         desk.tell(trained(dataclasses.replace(REPORT, outer_step=step)))
     desk.now_s += 1.0
     assert desk.chronicle.status().seconds_left == pytest.approx(7 * 5.0 - 1.0)
+
+
+WORKERS = events.Workers(
+    devices=("cuda:0", "cuda:1"), precision="bf16", micro_batch=4, flops_per_token=100, peak_flops=8000.0, seconds=3.0
+)
+STEP = StepDone(
+    serial=1,
+    inner_step=9,
+    loss=2.5,
+    num_tokens=60,
+    grad_norm=1.0,
+    lr=1e-3,
+    seconds=1.5,
+    parts=StepParts(data_s=0.15, passes_s=1.2, clip_s=0.03, update_s=0.12),
+)
+
+
+def test_a_step_its_parts_and_its_share_of_the_peak_are_shown(desk: Desk) -> None:
+    assert desk.chronicle.status().step is None
+    assert desk.sample("step_seconds") is None
+    desk.tell(WORKERS, stepped(9, STEP))
+    step = desk.chronicle.status().step
+    assert step is not None
+    assert (step.seconds, step.tokens_per_s, step.mfu) == (1.5, 40.0, 0.5)
+    assert (desk.sample("step_passes_seconds"), desk.sample("step_data_seconds")) == (1.2, 0.15)
+    assert (desk.sample("mfu_ratio"), desk.sample("step_tokens_per_second")) == (0.5, 40.0)
+    said = (
+        "last inner step 1.5 s: 40 tokens a second, 50.0% of the devices' peak "
+        "(passes 80%, clipping 2%, update 8%, waiting for text 10%)"
+    )
+    assert said in render_status(desk.chronicle.status()).splitlines()
+
+
+def test_a_share_of_a_peak_that_nobody_knows_is_not_told(desk: Desk) -> None:
+    desk.tell(replace(WORKERS, peak_flops=None), stepped(9, STEP))
+    status = desk.chronicle.status()
+    assert status.step is not None
+    assert status.step.mfu is None
+    assert desk.sample("mfu_ratio") is None
+    assert "peak" not in render_status(status)
+
+
+def test_half_a_step_leaves_the_figures_of_the_whole_one_before_it(desk: Desk) -> None:
+    desk.tell(WORKERS, stepped(9, STEP), stepped(10, BackwardDone(serial=2, loss=2.0, num_tokens=60)))
+    status = desk.chronicle.status()
+    assert (status.train_loss, status.num_inner_steps) == (2.0, 2)
+    assert status.step is not None
+    assert status.step.seconds == 1.5
+
+
+def test_workers_that_take_less_at_a_time_are_warned_of(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        desk.tell(events.OutOfMemory(micro_batch=4, cause="no room"))
+    assert caplog.messages == ["out_of_memory micro_batch=4 cause='no room'; the workers begin anew"]
+    (line,) = desk.lines()
+    assert (line["event"], line["kind"], line["micro_batch"]) == ("fault", "out_of_memory", 4)
 
 
 def test_a_peer_that_was_no_member_yet_is_not_counted_as_evicted(desk: Desk) -> None:

@@ -33,6 +33,20 @@ async def test_undisturbed_training_takes_every_sample_once_and_in_order(hasher:
     assert [commit.num_tokens for commit in rig.commits] == [per_round] * 4
 
 
+async def test_the_next_step_is_with_the_workers_before_this_one_is_done(hasher: Hasher) -> None:
+    rig = Rig(hasher, outer_steps=3)
+    await rig.run()
+    rig.audit_the_end()
+    assert rig.pool.most_steps == 2
+
+
+async def test_while_the_others_wait_no_step_is_asked_for_beforehand(hasher: Hasher) -> None:
+    rig = Rig(hasher, outer_steps=3)
+    rig.overseer.is_awaited = True
+    await rig.run()
+    assert rig.pool.most_steps == 1
+
+
 async def test_reports_tell_what_was_done_in_each_round(hasher: Hasher) -> None:
     rig = Rig(hasher, outer_steps=2)
     await rig.run()
@@ -42,6 +56,8 @@ async def test_reports_tell_what_was_done_in_each_round(hasher: Hasher) -> None:
     assert (first.final, last.final) == (False, True)
     assert last.digest == rig.state.live.manifest.digest
     assert last.train_s >= 0.0
+    assert (last.work.step_s, last.work.passes_s) == (0.5 * INNER_STEPS, 0.25 * INNER_STEPS)
+    assert last.work.step_tokens == last.num_tokens
     assert last.wait_s >= 0.0
     assert last.position is not None
 
