@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -131,32 +132,26 @@ def _measure(options: argparse.Namespace) -> int:
 
 def _environment(wheels: Path | None, folder: Path) -> dict[str, str]:
     """Of a part's process: this checkout, and behind it what of the wheels is not installed here."""
-    path = [str(_ROOT / "src"), str(_ROOT)]
-    if wheels is not None:
-        missing = [str(wheel) for wheel in sorted(wheels.glob("*.whl")) if not _is_installed(wheel.name.split("-")[0])]
-        if missing:
-            site = folder / "site"
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--no-index",
-                "--no-deps",
-                "--target",
-                str(site),
-            ]
-            subprocess.run([*command, *missing], check=True)
-            path.append(str(site))
+    site = folder / "site"
+    site.mkdir()
+    missing = [wheel for wheel in sorted(wheels.glob("*.whl")) if not _is_installed(wheel.name)] if wheels else []
+    if missing:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
+        subprocess.run([*command, *map(str, missing)], check=True)
+    if not _is_installed("isthmus"):  # a peer tells others its version
+        project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+        about = site / f"isthmus-{project['version']}.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: isthmus\nVersion: {project['version']}\n")
     inherited = os.environ.get("PYTHONPATH")
-    threads = {"OMP_NUM_THREADS": "1"}
-    return os.environ | threads | {"PYTHONPATH": os.pathsep.join([*path, *([inherited] if inherited else [])])}
+    path = [str(_ROOT / "src"), str(_ROOT), str(site), *([inherited] if inherited else [])]
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _is_installed(name: str) -> bool:
+    """A distribution, or that of a wheel's file, in whatever version."""
     try:
-        distribution(name)
+        distribution(name.partition("-")[0])
     except PackageNotFoundError:
         return False
     return True

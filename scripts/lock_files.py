@@ -18,23 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _OF_TORCH = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
-_BROUGHT_BY_TORCH = frozenset(
-    ["filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "setuptools", "sympy", "typing-extensions"]
-)
-_FOR_TESTS = frozenset(
-    [
-        "execnet",
-        "hypothesis",
-        "iniconfig",
-        "packaging",
-        "pluggy",
-        "pygments",
-        "pytest",
-        "pytest-asyncio",
-        "pytest-timeout",
-        "pytest-xdist",
-        "sortedcontainers",
-    ]
+_BROUGHT_BY_TORCH = re.compile("filelock|fsspec|jinja2|markupsafe|mpmath|networkx|setuptools|sympy|typing-extensions")
+_FOR_TESTS = re.compile(
+    "execnet|hypothesis|iniconfig|packaging|pluggy|pygments|pytest|pytest-asyncio|pytest-timeout|pytest-xdist"
+    "|sortedcontainers"
 )
 _LOCKED_EXTRAS = ("test", "check", "plot")
 _HEAD = "# Made by `scripts/dependencies lock` from pyproject.toml; not by hand.\n"
@@ -72,8 +59,8 @@ def missing(folder: Path, pyproject: Path) -> list[str]:
 
 def carried(folder: Path) -> str:
     """What the project needs beside torch and what torch brings, and what its tests need, as a file for pip."""
-    needed = {name: package for name, package in _packages(folder / "run.txt") if name not in _BROUGHT_BY_TORCH}
-    needed |= {name: package for name, package in _packages(folder / "dev.txt") if name in _FOR_TESTS}
+    needed = {name: package for name, package in _packages(folder / "run.txt") if not _BROUGHT_BY_TORCH.fullmatch(name)}
+    needed |= {name: package for name, package in _packages(folder / "dev.txt") if _FOR_TESTS.fullmatch(name)}
     return "".join(needed.values())
 
 

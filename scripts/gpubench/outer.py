@@ -30,6 +30,8 @@ def measure(task: Task) -> Figures:
     words = [
         *("--outer-steps", str(outer_steps), "--outer.inner-steps", str(inner_steps), "--outer.codec", "int8"),
         *("--model.preset", task.preset, "--inner.batch-size", str(batch), "--inner.lr", "1e-4"),
+        # Whoever is slower is waited for: both shall have trained in every step.
+        *("--members.quorum", "1", "--members.patience", "100"),
         *("--checkpoint.every", "0", "--eval.every", "0", "--metrics.port", "none", "--data.limit", "4MB"),
     ]
 
@@ -76,6 +78,8 @@ def _figures(events: Sequence[Mapping[str, Any]]) -> Figures:
     trained = [event for event in events if event["event"] == "trained"]
     counted = trained[_WARM_UP:]
     rounds = [event for event in events if event["event"] == "round"][_WARM_UP:]
+    if not counted:
+        return {"outer_steps": len(trained)}
     figures: Figures = {
         "outer_steps": len(trained),
         "inner_steps_s": round(statistics.median(event["train_s"] for event in counted), 3),
