@@ -69,5 +69,5 @@ def _codec(name: str, source: Tensor, task: Task) -> Figures:
         "device_way": device_way,
     }
     for what, call in speeds.items():
-        figures[f"{what}_gb_s"] = gigabytes_per_s(nbytes, seconds_of(call, device, for_s=task.limit_s / 150))
+        figures[f"{what}_gb_s"] = gigabytes_per_s(nbytes, seconds_of(call, device, for_s=task.for_s(1 / 150)))
     return figures

@@ -50,7 +50,7 @@ def measure(task: Task) -> Figures:
 
 
 def _both_ways(values: Tensor, host: Tensor, task: Task) -> Figures:
-    nbytes, device, for_s = values.nbytes, task.device, task.limit_s / 40
+    nbytes, device, for_s = values.nbytes, task.device, task.for_s(1 / 40)
     return {
         "to_host_gb_s": gigabytes_per_s(nbytes, seconds_of(lambda: host.copy_(values), device, for_s=for_s)),
         "to_device_gb_s": gigabytes_per_s(nbytes, seconds_of(lambda: values.copy_(host), device, for_s=for_s)),
@@ -69,7 +69,7 @@ def _shards(table: FragmentTable, values: Tensor, mailbox: Tensor, task: Task) -
         param.zero_()
     shards.read(mailbox)
     same_bits &= all(torch.equal(param.cpu(), table.view(expected, name)) for name, param in params.items())
-    nbytes, for_s = values.nbytes, task.limit_s / 40
+    nbytes, for_s = values.nbytes, task.for_s(1 / 40)
     write_s = seconds_of(lambda: shards.write(mailbox), task.device, for_s=for_s)
     read_s = seconds_of(lambda: shards.read(mailbox), task.device, for_s=for_s)
     blend_s = seconds_of(lambda: shards.read(mailbox, keep=0.5), task.device, for_s=for_s)

@@ -74,7 +74,7 @@ def measure(task: Task) -> Figures:
         (worker, figures["worker_memory_gb"]) = _with_memory(lambda: _worker(job, mesh, mailbox), device)
         (bare, figures["bare_memory_gb"]) = _with_memory(lambda: _bare(config, batch, device, precision), device)
         tokens = batch * seq_len
-        number = _steps_of_a_turn(bare, device, task.limit_s / 50)
+        number = _steps_of_a_turn(bare, device, task.for_s(1 / 50))
         turns = [(_seconds(worker, number, device), _seconds(bare, number, device)) for _ in range(_TURNS)]
         worker_s, bare_s = (statistics.median(side) for side in zip(*turns, strict=True))
         ratios = sorted(bare_s / worker_s for worker_s, bare_s in turns)
