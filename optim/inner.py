@@ -76,9 +76,9 @@ def build_inner_optimizer(
         case "adamw":
             return _adamw(trainable, lr, betas, eps, weight_decay)
         case "sgd":
-            return torch.optim.SGD(
-                _decay_matrices(trainable, weight_decay), lr=lr, fused=True if _have_kernels(trainable) else None
-            )
+            # torch has no such kernel for what FSDP2 has cut.
+            fused = True if _have_kernels(trainable) and not _is_cut(trainable) else None
+            return torch.optim.SGD(_decay_matrices(trainable, weight_decay), lr=lr, fused=fused)
         case "adopt":
             return Adopt(
                 _decay_matrices(trainable, weight_decay),
@@ -261,3 +261,9 @@ def _decay_matrices(params: NamedParams, weight_decay: float) -> list[dict[str, 
         {"params": [(n, p) for n, p in params if p.ndim < 2], "weight_decay": 0.0},
     )
     return [group for group in split if group["params"]]
+
+
+def _is_cut(params: NamedParams) -> bool:
+    from torch.distributed.tensor import DTensor  # takes a second, and whoever has one has loaded it
+
+    return any(isinstance(param, DTensor) for _, param in params)

@@ -113,7 +113,7 @@ def test_muon_trains_hidden_matrices_and_adamw_the_rest():
     )
     tables = {"params": [twin.embedding.weight, twin.head.weight], "weight_decay": 0.2}
     adamw = torch.optim.AdamW(
-        [tables, {"params": [twin.gain.weight], "weight_decay": 0.0}], lr=0.05, betas=(0.8, 0.9), eps=1e-7
+        [tables, {"params": [twin.gain.weight], "weight_decay": 0.0}], lr=0.05, betas=(0.8, 0.9), eps=1e-7, fused=True
     )
     for step in range(4):
         model.set_gradients(step)
