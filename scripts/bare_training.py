@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isthmus.optim.inner import build_inner_optimizer
 from isthmus.trainer.model.decoder import Decoder, ModelConfig
 
 _GRAD_CLIP = 1.0
@@ -36,9 +37,7 @@ class BareTraining:
         self._model = Decoder(config)
         torch.nn.utils.vector_to_parameters(config.initial_parameters(seed), self._model.parameters())
         self._model.to(device)
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
+        self._optimizer = build_inner_optimizer(self._model, lr=lr)
 
     def step(self, inputs_BL: Tensor, targets_BL: Tensor) -> Tensor:
         """One step on int64 tokens; returns the loss, on the device."""
