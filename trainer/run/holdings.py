@@ -20,14 +20,16 @@ from isthmus.trainer.checkpoint.certificates import FILE_NAME as CERTIFICATES_NA
 from isthmus.trainer.checkpoint.certificates import CertificateKeeper, load_certificates
 from isthmus.trainer.checkpoint.durability import Durability, Origin
 from isthmus.trainer.checkpoint.private_files import FOLDER_NAME as PRIVATE_FOLDER_NAME
-from isthmus.trainer.checkpoint.private_files import Private, PrivateFiles
+from isthmus.trainer.checkpoint.private_files import PrivateFiles
 from isthmus.trainer.config.wiring import fragments_of
 from isthmus.trainer.engine.outer_state import OuterState
+from isthmus.trainer.engine.own_state import OwnState
 from isthmus.trainer.engine.training_loop import RoundReport
 from isthmus.trainer.engine.worker_values import WorkerValues
 from isthmus.trainer.record import events
 from isthmus.trainer.record.chronicle import Chronicle
 from isthmus.trainer.run.preparation import Start
+from isthmus.trainer.threads import in_thread
 
 
 class Holdings:
@@ -49,7 +51,14 @@ class Holdings:
             on_saved=lambda step, seconds: chronicle.emit(events.Checkpoint(outer_step=step, seconds=seconds)),
             on_failed=lambda failure: chronicle.emit(events.CheckpointFailed(cause=str(failure))),
         )
-        self._private_files = PrivateFiles(run_dir / PRIVATE_FOLDER_NAME, terms.run_id, keep=config.checkpoint.keep)
+        self._private_files = PrivateFiles(
+            run_dir / PRIVATE_FOLDER_NAME,
+            terms.run_id,
+            keep=config.checkpoint.keep,
+            max_age=config.checkpoint.every,
+        )
+        self._kept: Held | None = None
+        """With which shared state the newest own one was offered to the disk."""
         self.signer = PeerSigner(start.security.key, terms.run_id, lambda: start.security.authorities)
         known = load_certificates(run_dir / CERTIFICATES_NAME, self.signer)
         self._certificates = CertificateKeeper(run_dir / CERTIFICATES_NAME, known)
@@ -58,11 +67,9 @@ class Holdings:
         if known:
             self.durability.certified(known[-1])
 
-    def private(self) -> tuple[Held, Private] | None:
-        """This peer's own state, if its disk has the one that goes with the shared one that it holds; and that one."""
-        held = self.state.held()
-        private = None if held is None else self._private_files.load(held)
-        return None if held is None or private is None else (held, private)
+    async def recall(self, held: Held) -> OwnState | None:
+        """What the disk knows of this peer's own state, when it held this shared one or one a little earlier."""
+        return await in_thread(self._private_files.recall, held)
 
     def work(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """What must run, as tasks, until `finish` has returned."""
@@ -79,20 +86,27 @@ class Holdings:
         """A commit holds this peer's work."""
         self.durability.reported(report.outer_step, report.digest, report.position)
 
-    async def landed(self, report: RoundReport, values: WorkerValues) -> None:
-        """Its workers are where that has brought them: their own state goes beside a checkpoint of the shared one."""
-        await self._keep_private(Held(OuterStep(report.outer_step), report.digest), values)
+    async def landed(self, report: RoundReport, values: WorkerValues, *, may_be_last: bool) -> None:
+        """Its workers are where that has brought them: their own state goes beside a checkpoint of the shared one.
 
-    async def _keep_private(self, held: Held, values: WorkerValues) -> None:
-        if self.durability.is_saving(held):
-            await self._private_files.offer(held, values.private)
+        Args:
+            report: of the commit.
+            values: the workers.
+            may_be_last: whether a checkpoint of this commit may follow that nobody has begun yet.
+        """
+        held = Held(OuterStep(report.outer_step), report.digest)
+        if may_be_last:
+            await self._private_files.drain()
+        if (may_be_last or self.durability.is_saving(held)) and not self._private_files.is_busy:
+            await self._private_files.offer(held, values.private, await values.inner_state())
+            self._kept = held
 
     async def finish(self, values: WorkerValues) -> None:
-        """Put what is held at the end on the disk."""
+        """Put what is held at the end on the disk. Moments that went on since the last landing are not kept."""
         await self.durability.finish()
-        if values.has_base:
-            await self._private_files.drain()
-            await self._keep_private(values.base.held, values)
+        await self._private_files.drain()
+        if values.has_base and self.durability.is_saving(values.base.held) and self._kept != values.base.held:
+            await self._private_files.offer(values.base.held, values.private)
             await self._private_files.drain()
 
     async def drain(self) -> None:
