@@ -68,6 +68,9 @@ AttachTo = Annotated[
     typer.Option("--attach", help="A training loop of one's own; isthmus.attach says which.", hidden=True),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log everything.")]
+IgnoreMemory = Annotated[
+    bool, typer.Option("--ignore-memory", help="Begin even if memory or disk seem to be too small for the run.")
+]
 TicketFile = Annotated[
     Path | None, typer.Option("--ticket-file", help="Also write the ticket here (0600).", show_default=False)
 ]
@@ -110,6 +113,7 @@ def up(
     outer_steps: OuterSteps = None,
     local_workers: LocalWorkers = None,
     device: Device = None,
+    ignore_memory: IgnoreMemory = False,
     listen: Listen = None,
     advertise: Advertise = None,
     max_upload: MaxUpload = None,
@@ -135,6 +139,7 @@ def up(
         | _loop_flags(loop)
         | _node_flags(directory, local_workers, device, listen, advertise)
         | _line_flags(max_upload, max_download)
+        | {"node.ignore_memory": ("--ignore-memory", "true" if ignore_memory else None)}
         | _net_flags(tls, streams, insecure=insecure),
     )
     _require_secure(resolved, insecure=insecure)
@@ -162,6 +167,7 @@ def join(
     directory: Dir = None,
     local_workers: LocalWorkers = None,
     device: Device = None,
+    ignore_memory: IgnoreMemory = False,
     listen: Listen = None,
     advertise: Advertise = None,
     max_upload: MaxUpload = None,
@@ -183,6 +189,7 @@ def join(
         flags={"node.data": ("--data", _absolute(data))}
         | _node_flags(directory, local_workers, device, listen, advertise)
         | _line_flags(max_upload, max_download)
+        | {"node.ignore_memory": ("--ignore-memory", "true" if ignore_memory else None)}
         | _net_flags(tls, None, insecure=insecure),
     )
     if decoded is None:

@@ -143,6 +143,8 @@ class NodeSection(Section):
     """Worker processes, one a GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the workers compute; auto: on GPUs, if there are any."""
+    ignore_memory: bool = False
+    """Whether to begin even if memory or disk seem to be too small for the run."""
     threads: Annotated[int, Field(ge=0, le=4096)] = 0
     """CPU threads of one worker; 0: as many as there are cores for it."""
     hang_timeout_s: Annotated[Seconds, Field(gt=0, le=86400)] = 60.0

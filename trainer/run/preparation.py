@@ -43,6 +43,7 @@ from isthmus.trainer.run.founding import (
     take_over,
 )
 from isthmus.trainer.run.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
+from isthmus.trainer.run.room import require_room
 from isthmus.trainer.threads import in_thread
 from isthmus.trainer.workers.loop import Loop
 
@@ -102,6 +103,7 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
             config = resolved.config
             fragments_of(config)  # what cannot be split is told before there is a run
             _require_loop(options, config)
+            await _require_room(options, config)
             text = None
             if not config.is_loops:
                 kept = recall_text(folder.path, config, is_resumed=resume_dir is not None)
@@ -115,6 +117,7 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
             terms = admission.terms
             config = options.resolved.adopt(terms.manifest).config
             _require_loop(options, config)
+            await _require_room(options, config)
             here = None
             if not config.is_loops:
                 here = await in_thread(joiners_text, folder.path, config, terms.data_digest)
@@ -146,6 +149,12 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
             return start(config=config, terms=terms, text=None, security=security, founded=founded)
         case _:
             assert_never(options.role)
+
+
+async def _require_room(options: PeerOptions | CoordinatorOptions, config: Config) -> None:
+    """What the run takes fits here, before anything is fetched or started. A coordinator alone takes little."""
+    if isinstance(options, PeerOptions):
+        await in_thread(require_room, config, options.run_dir, has_loop=options.loop is not None)
 
 
 def _require_loop(options: PeerOptions | CoordinatorOptions, config: Config) -> None:
