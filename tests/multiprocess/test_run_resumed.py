@@ -6,6 +6,7 @@ two runs report of their next round is compared with one function: the losses th
 peer's own moments beside it, and from the samples that the peer has trained on, as the journals tell.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from isthmus.trainer.data.corpus import load_corpus
 from isthmus.trainer.engine.own_state import InnerState
 from isthmus.trainer.engine.state_version import gather_anchor
 from isthmus.trainer.workers.inner_loop import InnerLoop
-from tests.multiprocess.run_harness import OPEN_END, Audit, Process, read_journal, running
+from tests.multiprocess.run_harness import OPEN_END, Audit, Process, Run, read_journal, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
@@ -36,25 +37,25 @@ FLAGS = ["--checkpoint.every", str(SAVED_AT), "--inner.lr", "1e-2", "--inner.sch
 
 def test_two_peers_of_two_workers_go_on_exactly_where_three_of_one_worker_were(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        peers = [run.found("--peers", "3", "--min-peers", "3", "--outer-steps", str(SAVED_AT + 2), *FLAGS)]
+        copies = f"file://{tmp_path}/elsewhere"
+        flags = ["--node.checkpoints", copies, "--outer-steps", str(SAVED_AT + 2), *FLAGS]
+        peers = [run.found("--peers", "3", "--min-peers", "3", *flags)]
         run.wait_for_ticket()
         peers += [run.join(), run.join()]
         assert run.until_ended(*peers) == [0, 0, 0]
         begins = [Beginning(peer) for peer in peers[:2]]
         before = [Told(peer, peers[0], tmp_path / "text.txt") for peer in peers[:2]]
 
-        resumed = [
-            run.found(
-                *("--resume", str(begins[0].checkpoint.path), "--peers", "2", "--min-peers", "2"),
-                *("--local-workers", "2", "--outer-steps", str(OPEN_END)),
-                folder=peers[0].directory,
-            )
-        ]
+        # The founder's disk is lost: what it had is fetched from where it was copied to.
+        there = f"{copies}/{peers[0].peer_id}/checkpoints/step-{SAVED_AT:08d}"
+        flags = ["--peers", "2", "--min-peers", "2", "--local-workers", "2", "--outer-steps", str(OPEN_END)]
+        resumed = [run.found("--resume", there, *flags)]
         run.wait_for_ticket()
         resumed.append(run.join("--local-workers", "2", folder=peers[1].directory))
         run.until_step(SAVED_AT + 4, *resumed)
         run.leave_all()
         after = [Told(peer, resumed[0], tmp_path / "text.txt") for peer in resumed]
+        look_at_checkpoints(run, peers[2].directory)
     # Of peers that begin in the middle one may have to hand in before its first step is done.
     assert all(told.samples for told in before)
     assert any(told.samples for told in after)
@@ -71,6 +72,25 @@ def test_two_peers_of_two_workers_go_on_exactly_where_three_of_one_worker_were(t
     last = max(resumed, key=lambda peer: peer.step)
     own = PrivateFiles(last.directory / PRIVATE_FOLDER_NAME, "", keep=1)
     assert own.steps()[-1] == CheckpointStore(last.directory / FOLDER_NAME, keep=1).steps()[-1] == last.step
+
+
+def look_at_checkpoints(run: Run, folder: Path) -> None:
+    """`isthmus ckpt` in the folder of a peer that has ended."""
+    listed = json.loads(run.command("ckpt", "list", "--json", "--dir", str(folder)).out)
+    assert listed["schema"] == "isthmus.checkpoints/1"
+    told = [(saved["outer_step"], saved["certified"], saved["has_own_state"]) for saved in listed["checkpoints"]]
+    assert told == [(SAVED_AT, True, True), (SAVED_AT + 2, True, True)]
+    assert run.command("ckpt", "verify", "--dir", str(folder)).code == 0
+    state = folder / "checkpoints" / f"step-{SAVED_AT:08d}" / "state.safetensors"
+    content = bytearray(state.read_bytes())
+    content[-1] ^= 1
+    state.write_bytes(content)
+    found = run.command("ckpt", "verify", "--dir", str(folder))
+    assert (found.code, str(state) in found.err) == (9, True)
+    assert "add --yes" in run.command("ckpt", "prune", "--keep", "1", "--dir", str(folder)).out
+    assert state.exists()
+    assert run.command("ckpt", "prune", "--keep", "1", "--yes", "--dir", str(folder)).code == 0
+    assert run.command("ckpt", "verify", "--dir", str(folder)).code == 0
 
 
 class Beginning:

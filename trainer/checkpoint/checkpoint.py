@@ -235,13 +235,14 @@ class CheckpointStore:
             if outer_step > meta.outer_step:
                 with contextlib.suppress(CheckpointCorrupted):
                     if read_manifest(self.path_of(outer_step) / MANIFEST_NAME).run_id == meta.run_id:
-                        self._remove(outer_step)
+                        self.remove(outer_step)
 
     def _prune(self) -> None:
         for outer_step in self.steps()[: -self._keep]:
-            self._remove(outer_step)
+            self.remove(outer_step)
 
-    def _remove(self, outer_step: int) -> None:
+    def remove(self, outer_step: int) -> None:
+        """Remove one checkpoint. Raises OSError."""
         # Renamed first, so that a crash in the middle never leaves a step folder that lacks a file.
         doomed = self._folder / f"{_PARTIAL_PREFIX}pruned-{outer_step}"
         self.path_of(outer_step).rename(doomed)
@@ -333,7 +334,15 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointCorrupted: it is missing, changed, or not ours.
     """
     with open_regular(path) as file:
-        content = file.read(_MAX_MANIFEST_NBYTES)
+        return decode_manifest(path, file.read(_MAX_MANIFEST_NBYTES))
+
+
+def decode_manifest(path: Path, content: bytes) -> Manifest:
+    """The manifest that these bytes are; `path` says where they are from.
+
+    Raises:
+        CheckpointCorrupted: they were changed, or are not ours.
+    """
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:

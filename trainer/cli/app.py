@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from isthmus.trainer.cli import audit as cli_audit
+from isthmus.trainer.cli import checkpoints as cli_checkpoints
 from isthmus.trainer.cli import config as cli_config
 from isthmus.trainer.cli import doctor as cli_doctor
 from isthmus.trainer.cli import models as cli_models
@@ -37,6 +38,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at the configuration.", rich_markup_mode=None)
 app.add_typer(config_app, name="config")
+ckpt_app = typer.Typer(help="Look at checkpoints, or remove some.", rich_markup_mode=None)
+app.add_typer(ckpt_app, name="ckpt")
 
 for command in (
     cli_config.init,
@@ -58,6 +61,9 @@ for command in (
     app.command(cls=TakesConfig if command.__name__ in TAKES_CONFIG else None)(command)
 config_app.command(cls=TakesConfig)(cli_config.show)
 config_app.command()(cli_config.reference)
+ckpt_app.command("list")(cli_checkpoints.list_)
+ckpt_app.command()(cli_checkpoints.verify)
+ckpt_app.command()(cli_checkpoints.prune)
 
 
 def main() -> None:

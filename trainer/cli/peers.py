@@ -75,8 +75,10 @@ TicketFile = Annotated[
     Path | None, typer.Option("--ticket-file", help="Also write the ticket here (0600).", show_default=False)
 ]
 Resume = Annotated[
-    Path | None,
-    typer.Option("--resume", help="Start from a peer's folder or one checkpoint.", show_default=False),
+    str | None,
+    typer.Option(
+        "--resume", help="Start from a peer's folder or one checkpoint, or the URL of one.", show_default=False
+    ),
 ]
 Standby = Annotated[
     str | None,
@@ -147,7 +149,7 @@ def up(
     load_for_training(loop)
     with open_console(verbose=verbose) as console:
         _warn_of_insecurity(resolved, insecure=insecure)
-        role = Founding(announce_ticket=announcer(console, ticket_file), resume_dir=resume, rebuild=rebuild_rule)
+        role = Founding(announce_ticket=announcer(console, ticket_file), resume_from=resume, rebuild=rebuild_rule)
         run_dir = _run_dir(resolved, resolved.config.run.name)
         return train(PeerOptions(resolved=resolved, run_dir=run_dir, role=role, loop=loop), console)
 
@@ -246,7 +248,7 @@ def coordinator(
     with open_console(verbose=verbose) as console:
         _warn_of_insecurity(resolved, insecure=insecure)
         announce = announcer(console, ticket_file)
-        role: Founding | StandingBy = Founding(announce_ticket=announce, resume_dir=resume, rebuild=rebuild_rule)
+        role: Founding | StandingBy = Founding(announce_ticket=announce, resume_from=resume, rebuild=rebuild_rule)
         folder = resolved.config.run.name
         if ticket is not None:
             role = StandingBy(ticket=ticket, announce_ticket=announce)
@@ -286,7 +288,7 @@ def status(directory: Dir = None, as_json: AsJson = False) -> int:
     return int(ExitCode.DONE)
 
 
-def _rebuild_rule(*, rebuild: bool, with_few: bool, resume: Path | None) -> "RebuildRule | None":
+def _rebuild_rule(*, rebuild: bool, with_few: bool, resume: str | None) -> "RebuildRule | None":
     from isthmus.elastic.core.config import RebuildRule
 
     if not rebuild and not with_few:

@@ -143,6 +143,9 @@ class NodeSection(Section):
     """Worker processes, one a GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the workers compute; auto: on GPUs, if there are any."""
+    checkpoints: Maybe[Annotated[str, Field(min_length=1, max_length=2048)]] = None
+    """Where this peer's checkpoints go a second time, `checkpoint.keep` of them: a folder, or a URL that fsspec knows
+    ("s3://bucket/run" with s3fs installed); none: nowhere. Each peer has a folder of its own in it, by its id."""
     ignore_memory: bool = False
     """Whether to begin even if memory or disk seem to be too small for the run."""
     threads: Annotated[int, Field(ge=0, le=4096)] = 0

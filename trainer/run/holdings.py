@@ -18,9 +18,13 @@ from isthmus.optim.outer import Outer
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.checkpoint.certificates import FILE_NAME as CERTIFICATES_NAME
 from isthmus.trainer.checkpoint.certificates import CertificateKeeper, load_certificates
+from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME as CHECKPOINTS_NAME
+from isthmus.trainer.checkpoint.checkpoint import CheckpointStore
+from isthmus.trainer.checkpoint.copier import CheckpointCopier
 from isthmus.trainer.checkpoint.durability import Durability, Origin
 from isthmus.trainer.checkpoint.private_files import FOLDER_NAME as PRIVATE_FOLDER_NAME
 from isthmus.trainer.checkpoint.private_files import PrivateFiles
+from isthmus.trainer.checkpoint.remote import RemoteFolder
 from isthmus.trainer.config.wiring import fragments_of
 from isthmus.trainer.engine.outer_state import OuterState
 from isthmus.trainer.engine.own_state import OwnState
@@ -37,6 +41,7 @@ class Holdings:
 
     def __init__(self, start: Start, chronicle: Chronicle, outer: Outer, plan: OuterPlan) -> None:
         config, terms, run_dir = start.config, start.terms, start.options.run_dir
+        self._chronicle = chronicle
         self.hasher = Hasher()
         self.state = OuterState(outer, fragments_of(config), plan, self.hasher)
         self.commit_log = CommitLog(max_nbytes=0)  # results are on the disk, see Durability
@@ -48,7 +53,7 @@ class Holdings:
             every=config.checkpoint.every,
             keep=config.checkpoint.keep,
             before_votes=config.members.durable,
-            on_saved=lambda step, seconds: chronicle.emit(events.Checkpoint(outer_step=step, seconds=seconds)),
+            on_saved=self._saved,
             on_failed=lambda failure: chronicle.emit(events.CheckpointFailed(cause=str(failure))),
         )
         self._private_files = PrivateFiles(
@@ -57,6 +62,7 @@ class Holdings:
             keep=config.checkpoint.keep,
             max_age=config.checkpoint.every,
         )
+        self._copier = self._make_copier(start)
         self._kept: Held | None = None
         """With which shared state the newest own one was offered to the disk."""
         self.signer = PeerSigner(start.security.key, terms.run_id, lambda: start.security.authorities)
@@ -67,13 +73,34 @@ class Holdings:
         if known:
             self.durability.certified(known[-1])
 
+    def _make_copier(self, start: Start) -> CheckpointCopier | None:
+        """What copies checkpoints to `node.checkpoints`, if there is one."""
+        place, run_dir, keep = start.config.node.checkpoints, start.options.run_dir, start.config.checkpoint.keep
+        if place is None:
+            return None
+        remote = RemoteFolder(f"{place.rstrip('/')}/{start.me.peer_id}")
+        store = CheckpointStore(run_dir / CHECKPOINTS_NAME, keep=keep)
+        own, chronicle = self._private_files, self._chronicle
+        return CheckpointCopier(
+            lambda step: remote.put(store.path_of(step), own.path_of(step), keep=keep),
+            is_whole=own.drain,
+            on_copied=lambda step, s: chronicle.emit(events.CheckpointCopied(outer_step=step, seconds=s)),
+            on_failed=lambda cause: chronicle.emit(events.CheckpointNotCopied(cause=cause)),
+        )
+
+    def _saved(self, outer_step: int, seconds: float) -> None:
+        self._chronicle.emit(events.Checkpoint(outer_step=outer_step, seconds=seconds))
+        if self._copier is not None:
+            self._copier.offer(outer_step)
+
     async def recall(self, held: Held) -> OwnState | None:
         """What the disk knows of this peer's own state, when it held this shared one or one a little earlier."""
         return await in_thread(self._private_files.recall, held)
 
     def work(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """What must run, as tasks, until `finish` has returned."""
-        return self.durability.run(), self._private_files.run(), self._certificates.run()
+        always = self.durability.run(), self._private_files.run(), self._certificates.run()
+        return always if self._copier is None else (*always, self._copier.run())
 
     def certified(self, certificate: Certificate) -> None:
         """This is the newest commit that this peer has heard of."""
@@ -108,6 +135,8 @@ class Holdings:
         if values.has_base and self.durability.is_saving(values.base.held) and self._kept != values.base.held:
             await self._private_files.offer(values.base.held, values.private)
             await self._private_files.drain()
+        if self._copier is not None:
+            await self._copier.drain()
 
     async def drain(self) -> None:
         """Write the last certificates: nothing runs any more."""

@@ -74,7 +74,7 @@ def require_room(config: Config, run_dir: Path, *, has_loop: bool) -> None:
 
 def described(needs: Needs, room: Room) -> str:
     """Both side by side, as a log line has it."""
-    parts = [("memory", needs.host, room.host), ("disk", needs.disk, room.disk)]
+    parts: list[tuple[str, int, int | None]] = [("memory", needs.host, room.host), ("disk", needs.disk, room.disk)]
     if needs.device:
         parts.insert(0, ("each_gpu", needs.device, room.device))
     shown = [(name, rounded_nbytes(needed), free) for name, needed, free in parts]

@@ -163,6 +163,8 @@ OWN: tuple[Event, ...] = (
     events.Evaluate(outer_step=3, loss=2.25),
     events.Checkpoint(outer_step=3, seconds=0.125),
     events.CheckpointFailed(cause="No space left on device"),
+    events.CheckpointCopied(outer_step=3, seconds=0.5),
+    events.CheckpointNotCopied(cause="Connection refused"),
     *map(crashed, CRASHES),
     events.CoordinatorEnded(complete=True),
 )
