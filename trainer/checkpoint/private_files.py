@@ -19,7 +19,7 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -70,13 +70,23 @@ class PrivateFiles:
         run_id: of the run.
         keep: how many stay, at least 1.
         max_age: by how many outer steps moments may be older than the state that they are used with.
+        on_saved: told the outer step of every file that is on the disk.
     """
 
-    def __init__(self, folder: Path, run_id: str, *, keep: int, max_age: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        run_id: str,
+        *,
+        keep: int,
+        max_age: int = 0,
+        on_saved: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._folder = folder
         self._run_id = run_id
         self._keep = keep
         self._max_age = max_age
+        self._on_saved = on_saved
         self._due: asyncio.Queue[tuple[Held, dict[str, Tensor], int | None]] = asyncio.Queue(1)
         self._is_busy = False
 
@@ -107,6 +117,7 @@ class PrivateFiles:
             held, tensors, own_steps = await self._due.get()
             try:
                 await in_thread(self._save, held, tensors, own_steps)
+                self._on_saved(held.outer_step)
             except OSError as error:
                 log.warning("private_state_not_kept outer_step=%d cause=%r", held.outer_step, str(error))
             finally:

@@ -7,9 +7,9 @@
     URL/<peer id>/private/step-00000012.safetensors
 
 A peer's folder there is laid out as its own is, so `--resume` takes either. Rules: an object store cannot rename, so
-the manifest is written last, and what has none is no checkpoint; what was written is read back and compared before; what
-is fetched is no larger than its manifest says, and is checked as a checkpoint of this disk is. Every call blocks, for
-as long as the place takes. Must not know when a copy is due (`copier.py`).
+the manifest is written last, and what has none is no checkpoint; what was written is read back and compared; what is
+fetched is no larger than its manifest says, and is checked as a checkpoint of this disk is. Every call blocks, for as
+long as the place takes. Must not know when a copy is due (`copier.py`).
 
 Errors: `OSError` where the place refuses; `EnvironmentFault` (3) where fsspec cannot reach it at all; `ConfigError` (2)
 and `CheckpointCorrupted` (9) as for folders.
@@ -80,7 +80,7 @@ class RemoteFolder:
 
         Args:
             checkpoint: its `step-…` folder.
-            own: the file of the peer's own state; left out if there is none.
+            own: the file of the peer's own state; left out if there is none. It may come later, with another call.
             keep: how many stay.
 
         Returns:
@@ -101,6 +101,10 @@ class RemoteFolder:
     def _put(self, checkpoint: Path, own: Path, keep: int) -> None:
         manifest = read_manifest(checkpoint / MANIFEST_NAME)
         step = manifest.outer_step
+        if step in self.steps() and self.manifest(step) == manifest:
+            if own.exists():
+                self._put_file(own, self._own_path(step))
+            return
         self._remove_manifest(step)  # while its files change it is none
         if self._put_file(checkpoint / STATE_NAME, self._path_of(step) / STATE_NAME) != manifest.state_sha256:
             raise CheckpointCorrupted(checkpoint / STATE_NAME, "was changed since it was written (its SHA-256 differs)")

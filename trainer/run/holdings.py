@@ -61,8 +61,10 @@ class Holdings:
             terms.run_id,
             keep=config.checkpoint.keep,
             max_age=config.checkpoint.every,
+            on_saved=self._own_saved,
         )
         self._copier = self._make_copier(start)
+        self._newest_saved: int | None = None
         self._kept: Held | None = None
         """With which shared state the newest own one was offered to the disk."""
         self.signer = PeerSigner(start.security.key, terms.run_id, lambda: start.security.authorities)
@@ -83,14 +85,19 @@ class Holdings:
         own, chronicle = self._private_files, self._chronicle
         return CheckpointCopier(
             lambda step: remote.put(store.path_of(step), own.path_of(step), keep=keep),
-            is_whole=own.drain,
             on_copied=lambda step, s: chronicle.emit(events.CheckpointCopied(outer_step=step, seconds=s)),
             on_failed=lambda cause: chronicle.emit(events.CheckpointNotCopied(cause=cause)),
         )
 
     def _saved(self, outer_step: int, seconds: float) -> None:
         self._chronicle.emit(events.Checkpoint(outer_step=outer_step, seconds=seconds))
+        self._newest_saved = outer_step
         if self._copier is not None:
+            self._copier.offer(outer_step)
+
+    def _own_saved(self, outer_step: int) -> None:
+        """It comes to the disk after the checkpoint that it belongs to, or before."""
+        if self._copier is not None and outer_step == self._newest_saved:
             self._copier.offer(outer_step)
 
     async def recall(self, held: Held) -> OwnState | None:

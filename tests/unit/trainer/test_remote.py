@@ -59,6 +59,18 @@ def test_a_checkpoint_comes_back_whole_with_what_is_the_peers_own(tmp_path: Path
         found.fetch(newest, tmp_path / "third")
 
 
+def test_what_is_the_peers_own_may_come_after_the_checkpoint(tmp_path: Path, url: str) -> None:
+    remote, here = RemoteFolder(url), tmp_path / "here"
+    place = saved(here, 4)
+    assert remote.put(place, here / "private" / place.name, keep=1)
+    state = place / "state.safetensors"
+    state.unlink()  # it is not read again
+    assert remote.put(place, own_of(here, 4), keep=1)
+    (tmp_path / "there").mkdir()
+    remote.fetch(4, tmp_path / "there")
+    assert (tmp_path / "there" / "private" / "step-00000004.safetensors").read_bytes() == b"moments of 4"
+
+
 def test_a_run_that_went_back_takes_its_copies_along_and_leaves_those_of_others(tmp_path: Path, url: str) -> None:
     remote, none = RemoteFolder(url), tmp_path / "none"
     remote.put(saved(tmp_path / "a", 9, run_id="other"), none, keep=5)
@@ -80,11 +92,12 @@ def test_damage_is_found_on_both_ends(tmp_path: Path) -> None:
     copy.write_bytes(bytes(10_000))
     with pytest.raises(OSError, match="more than the"):
         remote.fetch(4, tmp_path / "there")
+    place = saved(tmp_path / "here", 8)
     state = place / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointCorrupted, match="was changed"):
         remote.put(place, none, keep=1)
-    assert remote.steps() == [], "half of another one is none"
+    assert remote.steps() == [4], "what has no manifest is none"
     assert not remote.put(tmp_path / "gone" / "step-00000005", none, keep=1)
 
 
@@ -110,13 +123,7 @@ class Told:
 @contextlib.asynccontextmanager
 async def copying(copy: Callable[[int], bool]) -> AsyncIterator[tuple[CheckpointCopier, Told]]:
     told = Told()
-
-    async def is_whole() -> None:
-        pass
-
-    copier = CheckpointCopier(
-        copy, is_whole=is_whole, on_copied=lambda step, _: told.copied.append(step), on_failed=told.failed.append
-    )
+    copier = CheckpointCopier(copy, on_copied=lambda step, _: told.copied.append(step), on_failed=told.failed.append)
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(copier.run())
         yield copier, told
