@@ -6,6 +6,7 @@ interpreter's start, what stands at the top of modules, and what Python does at 
 loops and test_first_hour.py start theirs anew.
 """
 
+import atexit
 import ctypes
 import importlib
 import json
@@ -86,6 +87,7 @@ def forked(
     global _server
     if _server is None:
         _server = ForkServer.launch(__name__, environment=_environment())
+        atexit.register(_server.close)
     text = json.dumps({"words": list(command), "net": net, "folder": str(cwd), "environment": dict(env)})
     answer = _server.fork(text, stdio=stdio)
     try:

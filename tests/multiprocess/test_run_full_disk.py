@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A peer whose disk is full goes on training, says so, and keeps the checkpoint it has."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -62,12 +63,22 @@ def _failures(peer: Process) -> list[Event]:
 
 
 def _fill(disk: Path, room_nbytes: int = ROOM_NBYTES) -> Path:
-    """A file that leaves so many bytes of the disk."""
+    """A file that leaves at most so many bytes of the disk, whoever else writes to it meanwhile."""
     ballast = disk / "ballast"
-    space = os.statvfs(disk)
     with ballast.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize - room_nbytes)
+        while (nbytes := _free_nbytes(disk) - room_nbytes) > 0:
+            try:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+                break
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
     return ballast
+
+
+def _free_nbytes(disk: Path) -> int:
+    space = os.statvfs(disk)
+    return space.f_bavail * space.f_frsize
 
 
 def test_a_coordinator_whose_disk_is_full_ends_with_one_sentence_and_nobody_writes_a_traceback(
