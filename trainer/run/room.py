@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME as CHECKPOINTS
@@ -52,24 +52,27 @@ def require_room(config: Config, run_dir: Path, *, has_loop: bool) -> None:
         has_loop: whether a loop of one's own trains here: what that needs is not known, nor where.
 
     Raises:
-        EnvironmentFault: it does not fit, and `node.ignore_memory` does not say to try all the same.
+        EnvironmentFault: it does not fit, and `node.ignore_memory` does not say to try all the same. A peer that comes
+            back is not refused for its disk.
     """
     node = config.node
     on_gpu = not has_loop and choose_device(node.device, node.local_workers) == "cuda"
     needs = needs_of(config, on_gpu=on_gpu)
+    held_nbytes = sum(_nbytes_in(run_dir / name) for name in (CHECKPOINTS, PRIVATE, RESULTS))
     room = Room(
         host=memory_nbytes()[1],
         device=_free_on_gpus(node.local_workers) if on_gpu else None,
-        disk=shutil.disk_usage(run_dir).free
-        + sum(_nbytes_in(run_dir / name) for name in (CHECKPOINTS, PRIVATE, RESULTS)),
+        disk=shutil.disk_usage(run_dir).free + held_nbytes,
     )
     log.info("this_run_needs %s", described(needs, room))
     problem = misfit(needs, room)
     if problem is None:
         return
-    if not node.ignore_memory:
+    # A disk that others have filled does not keep a peer out that comes back: it trains on without newer checkpoints.
+    comes_back = held_nbytes > 0 and misfit(needs, replace(room, disk=needs.disk)) is None
+    if not (node.ignore_memory or comes_back):
         raise EnvironmentFault(problem[0], cure=f"{problem[1]}, or try all the same with --ignore-memory")
-    log.warning("does_not_fit reason=%r; --ignore-memory says to try all the same", problem[0])
+    log.warning("does_not_fit reason=%r; it is tried all the same", problem[0])
 
 
 def described(needs: Needs, room: Room) -> str:

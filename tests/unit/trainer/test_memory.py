@@ -98,8 +98,8 @@ def test_a_peer_does_not_begin_where_its_run_cannot_fit_unless_it_is_told_to(
     assert "does_not_fit" in caplog.text
 
 
-def test_checkpoints_that_are_there_already_make_room_for_newer_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_peer_that_comes_back_is_not_kept_out_by_its_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     config = config_of(**{"node.device": "cpu"})
     needed = needs_of(config, on_gpu=False).disk
@@ -110,3 +110,7 @@ def test_checkpoints_that_are_there_already_make_room_for_newer_ones(
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "state").write_bytes(bytes(1000))
     require_room(config, tmp_path, has_loop=False)
+    assert "does_not_fit" not in caplog.text, "newer checkpoints take the place of those that are there"
+    (tmp_path / "checkpoints" / "state").write_bytes(bytes(10))
+    require_room(config, tmp_path, has_loop=False)
+    assert "does_not_fit" in caplog.text
