@@ -6,6 +6,7 @@ Must not know what a training loop does next, nor how a peer ends.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -151,6 +152,7 @@ class PeerOverseer:
         holdings: keep what is committed.
         site, values: the workers.
         membership: hears how much gets done; set before the training begins.
+        is_leaving: whether this peer is to leave the run.
         inner_steps: of this start.
         num_rounds: commits of this start that hold work of this peer.
     """
@@ -161,6 +163,7 @@ class PeerOverseer:
     holdings: Holdings
     site: Site
     values: WorkerValues
+    is_leaving: Callable[[], bool]
     membership: Membership = field(init=False)
     inner_steps: int = 0
     num_rounds: int = 0
@@ -194,7 +197,7 @@ class PeerOverseer:
 
     async def landed(self, report: RoundReport) -> None:
         """See Overseer."""
-        await self.holdings.landed(report, self.values)
+        await self.holdings.landed(report, self.values, may_be_last=report.final or self.is_leaving())
         every = self.start.config.eval.every
         is_due = not self.site.has_loop and every and (report.final or report.outer_step % every == 0)
         if is_due and report.view.rank_of(self.start.me.peer_id) == 0:
@@ -204,6 +207,7 @@ class PeerOverseer:
     async def replace_workers(self, crash: WorkerCrashed) -> None:
         """See Overseer."""
         await self.site.replace_workers(crash)
+        self.values.workers_replaced()
 
     async def _evaluate(self) -> float:
         """Judge the anchor. That may take long and has the pool's deadline; the others must not call it a stall."""
