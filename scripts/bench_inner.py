@@ -35,16 +35,15 @@ from typing import Any, get_args
 
 import psutil
 import torch
-import torch.nn.functional as F
 
-from isthmus.optim.inner import build_inner_optimizer
 from isthmus.trainer.config.job import ActivationCheckpointing, OptimizerJob, ScheduleJob, TrainingJob
 from isthmus.trainer.data.corpus import Corpus, load_corpus
 from isthmus.trainer.data.samples import SampleSource
-from isthmus.trainer.model.decoder import Decoder, initial_parameters, preset
+from isthmus.trainer.model.decoder import ModelConfig, preset
 from isthmus.trainer.record.event_log import FILE_NAME, read_events
 from isthmus.trainer.workers.pool import WINDOW, WorkerPool, worker_pool
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
+from scripts.bare_training import BareTraining
 
 Row = dict[str, Any]
 TIMEOUT_S = 1800
@@ -146,7 +145,7 @@ def _processor_s(pid: int) -> float:
 
 
 def _pool(job: TrainingJob, folder: Path, threads: int) -> WorkerPool:
-    first = initial_parameters(job.model, SEED)
+    first = job.model.initial_parameters(SEED)
     mailbox = SharedBuffer.create(first.numel())
     mailbox.tensor.copy_(first)
     return worker_pool(job, mailbox=mailbox, corpus=_corpus(), device="cpu", num_threads=threads, log_dir=folder)
@@ -173,22 +172,15 @@ def _bare(options: argparse.Namespace) -> None:
     """A turn for each line that is read; prints what it took."""
     torch.set_num_threads(options.threads)
     job = _job(options.model, options.batch)
-    model = Decoder(job.model)
-    torch.nn.utils.vector_to_parameters(initial_parameters(job.model, SEED), model.parameters())
-    optimizer = build_inner_optimizer(model, lr=LR)
+    assert isinstance(job.model, ModelConfig), "a preset"
+    training = BareTraining(job.model, device=torch.device("cpu"), lr=LR, seed=SEED)
     samples = SampleSource(_corpus().train, job.seq_len, SEED)
     step = itertools.count()
     for _ in sys.stdin:
         began, had = time.perf_counter(), time.process_time()
         for _ in range(options.steps):
             at = next(step) * options.batch
-            inputs_BL, targets_BL = samples.batch(range(at, at + options.batch))
-            loss = F.cross_entropy(model(inputs_BL).flatten(0, 1), targets_BL.flatten())
-            torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            loss.item()
+            training.step(*samples.batch(range(at, at + options.batch))).item()
         took = {"wall_s": time.perf_counter() - began, "processor_s": time.process_time() - had}
         print(json.dumps(took), flush=True)
 

@@ -23,6 +23,7 @@ from isthmus.trainer.config.training import (
     AdamW,
     Adopt,
     ConstantSchedule,
+    DecoderSection,
     HuggingFaceSection,
     LoopInner,
     LoopModelSection,
@@ -69,8 +70,10 @@ def fragments_of(config: Config) -> tuple[Fragment, ...]:
 
 
 def with_vocabulary(config: Config, vocab_size: int, end_of_document: int | None = None) -> Config:
-    """The configuration of a run over a text with these tokens: the own decoder's vocabulary follows the text's, and a
-    Hugging Face model must have at least that. With `data.document_masks` the decoder knows the token behind a document.
+    """The configuration of a run over a text with these tokens: the own decoder's vocabulary follows the text's.
+
+    A Hugging Face model must have at least that. With `data.document_masks` the decoder knows the token behind a
+    document.
 
     Raises:
         ConfigError: the model has fewer tokens than the text, or there is no such token, or no model that heeds it.

@@ -111,7 +111,7 @@ class SampleFeed:
         if 2 * num_samples > self._stock:
             raise ValueError(f"{num_samples} samples at once need a stock of twice as many, not {self._stock}")
         generation = self._generation
-        while self._available < num_samples or not self._is_here(num_samples):
+        while not self.has(num_samples):
             await self._change()
             if generation != self._generation:
                 raise LeasesLost
@@ -126,6 +126,10 @@ class SampleFeed:
         self._available -= num_samples
         self._changed.set()
         return tuple(indices)
+
+    def has(self, num_samples: int) -> bool:
+        """Whether `take` would give so many at once."""
+        return self._available >= num_samples and self._is_here(num_samples)
 
     def _is_here(self, num_samples: int) -> bool:
         return self._supply is None or self._supply.is_here(self._next(num_samples))

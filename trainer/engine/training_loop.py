@@ -257,7 +257,7 @@ class TrainingLoop:
         stint, batch_size = self._stint, self.terms.batch_size
         if not stint.num_asked:
             stint.ask(await self.feed.take(batch_size))
-        has_next = stint.course.inner_step + stint.num_asked < until and self.feed.available >= batch_size
+        has_next = stint.course.inner_step + stint.num_asked < until and self.feed.has(batch_size)
         if self._follows_speed and self._speed.is_enough(stint.course.emitted_step + 1, num_asked=stint.num_asked):
             has_next = False
         if has_next and stint.may_ask and not self.overseer.others_wait():

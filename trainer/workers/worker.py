@@ -130,7 +130,8 @@ class _Server:
                     self._channel.send(self._answer(request))
 
     def _begin(self, request: ipc.Step) -> None:
-        self._begun.append((request, self._inner_loop.begin_step(request.indices, request.inner_step, request.position)))
+        step = self._inner_loop.begin_step(request.indices, request.inner_step, request.position)
+        self._begun.append((request, step))
         if isinstance(following := self._channel.look_ahead(), ipc.Step | ipc.Backward):
             self._inner_loop.prefetch(following.indices)
 

@@ -406,7 +406,7 @@ def test_a_peer_knows_its_shapes_without_torchs_compiler() -> None:
 
 def test_with_a_documents_end_nothing_depends_on_another_document_and_within_one_all_is_as_alone():
     end = 5
-    masked, alone = small_decoder(dataclasses.replace(SMALL, document_end=end)), small_decoder()
+    masked, alone = small_decoder(msgspec.structs.replace(SMALL, document_end=end)), small_decoder()
     first, second = [9, 1, 7, end], [2, 8, 8, 3]
     whole = torch.tensor([[*first, *second]])
     other = torch.tensor([[6, 6, 6, end, *second]])
