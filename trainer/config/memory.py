@@ -2,15 +2,16 @@
 """What a run needs of a machine, said before anything is started: bytes of memory, of each GPU, and on the disk.
 
 Counted from the settings alone, in copies of what the parts keep (`engine/outer_state.py`, `engine/worker_values.py`,
-`engine/own_state.py`, `workers/inner_loop.py` say of what). For DiLoCo with int8 the daemon has 5.5 copies of the
-parameters in fp32: state and next state 4, mailbox 1, results in wire form a half; and AdamW's moments, 2, while a
-checkpoint is written. Checked against daemons that were measured: `scripts/bench memory`, tests/multiprocess.
+`engine/own_state.py` say of what); the workers' part is worker_memory.py's. For DiLoCo with int8 the daemon has 5.5
+copies of the parameters in fp32: state and next state 4, mailbox 1, results in wire form a half; and AdamW's moments,
+2, while a checkpoint is written. Mailbox and anchors are in memory that the workers share, which counts once, here.
+Checked against daemons that were measured: `scripts/bench memory`, tests/multiprocess.
 
 Must not know what there is on this machine.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
@@ -20,18 +21,14 @@ from isthmus.collective.codec import codec_named
 from isthmus.optim.fragments import Fragment, FragmentKey
 from isthmus.optim.outer import PARAM, Op, Outer, Round, Tensors
 from isthmus.optim.outer_plan import OuterPlan
-from isthmus.trainer.config.outer_method import FittedMethod, fragment_table, method_of, pace_of, tokens_per_sample
+from isthmus.trainer.config.outer_method import FittedMethod, fragment_table, method_of, pace_of
 from isthmus.trainer.config.settings import Config
-from isthmus.trainer.config.training import DecoderSection, LoopInner
 from isthmus.trainer.config.wiring import kept_kinds
+from isthmus.trainer.config.worker_memory import workers_nbytes
 
 _NUMEL_NBYTES: Final = 4
 _PROGRAM_NBYTES: Final = 400 << 20
 """Of a process that has loaded torch."""
-_FORKED_NBYTES: Final = 100 << 20
-"""Of a worker on the CPU, which shares most of that."""
-_ON_GPU_NBYTES: Final = 1 << 30
-"""Of a worker with a CUDA context, in the machine's memory. Not measured."""
 _LOOKED_AT: Final = 64
 """Outer steps of a plan, which repeats itself sooner."""
 
@@ -75,13 +72,24 @@ def needs_of(config: Config, *, on_gpu: bool) -> Needs:
     own = sum(private for _, private in states.values())
     if not all(state for key, (state, _) in states.items() if key.kind == PARAM):  # its parameters are its own
         own += copy
-    moments = len(kept_kinds(config) or ()) * copy
+    num_kinds = len(kept_kinds(config) or ())
+    moments = num_kinds * copy
     step = _step_nbytes(config, method, {key: state for key, (state, _) in states.items()})
     daemon = _PROGRAM_NBYTES + shared + step.spare + copy + step.payload + step.wire + 3 * own + moments
-    workers, device = _workers_nbytes(config, copy, on_gpu=on_gpu)
+    workers, device = workers_nbytes(config, copy, num_kinds=num_kinds, on_gpu=on_gpu)
     saved = shared + own + moments
     disk = (config.checkpoint.keep + 1) * saved + shared  # results since the newest one are never more than a state
     return Needs(daemon=daemon, workers=workers, device=device, disk=disk)
+
+
+def least_needs_of(config: Config, *, on_gpu: bool) -> Needs:
+    """What it needs if workers halve their micro-batches as often as they may; else as `needs_of`."""
+    usual = needs_of(config, on_gpu=on_gpu)
+    if config.node.micro_batch != "auto":
+        return usual
+    node = config.node.model_copy(update={"micro_batch": 1})
+    small = needs_of(config.model_copy(update={"node": node}), on_gpu=on_gpu)
+    return replace(usual, workers=min(usual.workers, small.workers), device=min(usual.device, small.device))
 
 
 # ----------------------------------------------------------------------------------------------------- the daemon
@@ -135,35 +143,3 @@ def _wire_nbytes(config: Config, round_: Round, fragment: Fragment) -> int:
 
 def _nbytes(tensors: Tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-# ----------------------------------------------------------------------------------------------------- the workers
-
-
-def _workers_nbytes(config: Config, copy: int, *, on_gpu: bool) -> tuple[int, int]:
-    """Memory of all workers, and of each GPU: parameters, gradients, what the optimizer keeps, activations."""
-    if isinstance(config.inner, LoopInner):
-        return 0, 0
-    num_workers = config.node.local_workers
-    sharded = (2 + len(kept_kinds(config) or ())) * copy
-    activations = _activation_nbytes(config)
-    if on_gpu:
-        return num_workers * _ON_GPU_NBYTES, sharded // num_workers + activations
-    return sharded + num_workers * (activations + _FORKED_NBYTES), 0
-
-
-def _activation_nbytes(config: Config) -> int:
-    """What one worker keeps of a micro-batch between both passes, in fp32; a token's share of the blocks and the head.
-
-    A block keeps the inputs of both norms and of all its matrices, rotated queries and keys, and three of the inner
-    width.
-    """
-    if not isinstance(config.model, DecoderSection):
-        return 0
-    model, inner = config.model.description(), config.inner
-    assert not isinstance(inner, LoopInner), "it goes with another model"
-    share = -(-inner.batch_size // config.node.local_workers)
-    num_tokens = (share if config.node.micro_batch == "auto" else min(config.node.micro_batch, share)) * tokens_per_sample(config.model)
-    heads = 2 * model.dim + 3 * model.num_kv_heads * model.head_dim
-    block = 5 * model.dim + heads + 4 * model.hidden_dim
-    return _NUMEL_NBYTES * num_tokens * (model.num_layers * block + 3 * model.vocab_size)

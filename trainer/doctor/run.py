@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from isthmus.collective.transport.wire import PROTOCOL_VERSION
-from isthmus.trainer.config.memory import needs_of
+from isthmus.trainer.config.memory import least_needs_of, needs_of
 from isthmus.trainer.config.outer_method import fragment_table
 from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.config.settings import Config
@@ -87,14 +87,15 @@ def memory(config: Config, *, on_gpu: bool, gpu_free_nbytes: int | None = None) 
     """
     needs = needs_of(config, on_gpu=on_gpu)
     needed_nbytes, gpu_nbytes = needs.host, needs.device
+    least = least_needs_of(config, on_gpu=on_gpu)
     total_nbytes, available_nbytes = memory_nbytes()
     text = f"takes about {rounded_nbytes(needed_nbytes)}, {rounded_nbytes(available_nbytes)} free here"
     facts = {"needed_bytes": needed_nbytes, "available_bytes": available_nbytes, "needed_gpu_bytes": gpu_nbytes}
-    if gpu_free_nbytes is not None and gpu_nbytes > gpu_free_nbytes:
+    if gpu_free_nbytes is not None and least.device > gpu_free_nbytes:
         free = rounded_nbytes(gpu_free_nbytes)
-        text = f"takes about {rounded_nbytes(gpu_nbytes)} of each GPU, {free} free"
+        text = f"takes about {rounded_nbytes(least.device)} of each GPU, {free} free"
         return fail("run_memory", text, "use more GPUs (--local-workers), or a smaller model", **facts)
-    if needed_nbytes > total_nbytes:
+    if least.host > total_nbytes:
         return fail("run_memory", text, "use a machine with more memory", **facts)
     if needed_nbytes > available_nbytes:
         return warn("run_memory", text, "end what else takes memory here", **facts)

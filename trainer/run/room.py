@@ -17,7 +17,7 @@ from pathlib import Path
 from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME as CHECKPOINTS
 from isthmus.trainer.checkpoint.private_files import FOLDER_NAME as PRIVATE
 from isthmus.trainer.checkpoint.result_files import FOLDER_NAME as RESULTS
-from isthmus.trainer.config.memory import Needs, needs_of
+from isthmus.trainer.config.memory import Needs, least_needs_of, needs_of
 from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.doctor.machine import memory_nbytes
@@ -65,8 +65,11 @@ def require_room(config: Config, run_dir: Path, *, has_loop: bool) -> None:
         disk=shutil.disk_usage(run_dir).free + held_nbytes,
     )
     log.info("this_run_needs %s", described(needs, room))
-    problem = misfit(needs, room)
+    if misfit(needs, room) is None:
+        return
+    problem = misfit(least_needs_of(config, on_gpu=on_gpu), room)
     if problem is None:
+        log.warning("memory_is_tight; workers halve their micro-batches where it runs out")
         return
     # A disk that others have filled does not keep a peer out that comes back: it trains on without newer checkpoints.
     comes_back = held_nbytes > 0 and misfit(needs, replace(room, disk=needs.disk)) is None
@@ -89,7 +92,7 @@ def described(needs: Needs, room: Room) -> str:
 
 def misfit(needs: Needs, room: Room) -> tuple[str, str] | None:
     """What does not fit and what to do; None if all does."""
-    smaller = "a smaller model or node.micro_batch"
+    smaller = "a smaller model, a smaller node.micro_batch or more node.activation_checkpointing"
     for name, needed, free, cure in (
         ("of each GPU's memory", needs.device, room.device, f"use more GPUs (--local-workers), {smaller}"),
         ("of memory", needs.host, room.host, f"use a machine with more, {smaller}"),

@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run needs is said beforehand; against a real daemon in tests/multiprocess/test_run_memory.py."""
 
+import contextlib
+import json
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from isthmus.optim.registry import outer_types
-from isthmus.trainer.config.memory import Needs, needs_of
+from isthmus.trainer.config.base_model import num_frozen
+from isthmus.trainer.config.job import ActivationCheckpointing
+from isthmus.trainer.config.memory import Needs, least_needs_of, needs_of
 from isthmus.trainer.config.outer_method import fragment_table
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.sources import Override, load_config
+from isthmus.trainer.config.worker_memory import block_nbytes
 from isthmus.trainer.errors import EnvironmentFault
+from isthmus.trainer.model.decoder import preset
 from isthmus.trainer.run import room
 from isthmus.trainer.run.room import Room, misfit, require_room
+from isthmus.trainer.workers.blocks import prepare_blocks
 
 PROGRAM_NBYTES = 400 << 20
 
@@ -63,6 +71,80 @@ def test_more_gpus_take_less_each_and_a_smaller_micro_batch_too() -> None:
     assert one.device > needs_of(config_of(**{"model.preset": "150m", "node.local_workers": 4}), on_gpu=True).device
     assert one.device > needs_of(config_of(**{"model.preset": "150m", "node.micro_batch": 2}), on_gpu=True).device
     assert needs_of(config_of(), on_gpu=False).device == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keep", ["none", "full"])
+@pytest.mark.parametrize("name", ["tiny", "nano"])
+def test_a_block_keeps_what_is_said(name: str, keep: ActivationCheckpointing, dtype: torch.dtype) -> None:
+    """Bytes of the tensors that autograd holds on to, of two blocks more."""
+
+    def kept_nbytes(num_layers: int) -> int:
+        model = preset(name, num_layers=num_layers).build()
+        prepare_blocks(model.blocks, keep=keep, is_compiled=False)
+        model.to_empty(device="cpu").to(dtype)
+        model.init_buffers(torch.device("cpu"))
+        for parameter in model.parameters():
+            parameter.data.fill_(0.01)
+        owned = [*model.parameters(), *model.rotary.on(torch.device("cpu"))]
+        known = {tensor.untyped_storage().data_ptr() for tensor in owned}
+        held: dict[int, torch.Tensor] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            held[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        tokens = torch.zeros((1, model.max_seq_len), dtype=torch.int64)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(tokens, tokens)
+        return sum(one.untyped_storage().nbytes() for place, one in held.items() if place not in known)
+
+    shape = preset(name)
+    measured = (kept_nbytes(4) - kept_nbytes(2)) / (2 * shape.max_seq_len)
+    assert block_nbytes(shape, dtype.itemsize, keep) == pytest.approx(measured, rel=0.01)
+
+
+def test_who_computes_more_again_or_in_bf16_needs_less() -> None:
+    def device_nbytes(**node: str) -> int:
+        keys = {f"node.{key}": value for key, value in node.items()}
+        return needs_of(config_of(**{"model.preset": "150m", **keys}), on_gpu=True).device
+
+    none, selective, full = (device_nbytes(activation_checkpointing=keep) for keep in ("none", "selective", "full"))
+    assert none > 1.5 * selective
+    assert selective > 1.5 * full
+    assert device_nbytes(precision="fp32") > 1.5 * none
+    assert device_nbytes(precision="bf16") == none
+
+
+@pytest.mark.parametrize(("micro_batch", "is_begun"), [("auto", True), ("16", False)])
+def test_a_run_that_fits_with_smaller_micro_batches_is_begun_where_workers_may_halve_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, micro_batch: str, is_begun: bool
+) -> None:
+    config = config_of(**{"node.device": "cpu", "node.micro_batch": micro_batch, "model.preset": "150m"})
+    least = least_needs_of(config_of(**{"model.preset": "150m"}), on_gpu=False)
+    free = (needs_of(config, on_gpu=False).host + least.host) // 2
+    monkeypatch.setattr(room, "memory_nbytes", lambda: (2 * free, free))
+    with contextlib.nullcontext() if is_begun else pytest.raises(EnvironmentFault, match="of memory here"):
+        require_room(config, tmp_path, has_loop=False)
+    assert ("memory_is_tight" in caplog.text) == is_begun
+
+
+def test_of_a_hugging_face_model_what_is_frozen_is_in_the_workers_alone(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    told = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, **sizes}
+    (folder / "config.json").write_text(json.dumps(told))
+
+    def needs(**values: object) -> tuple[Needs, Config]:
+        config = config_of(**{"model.type": "hf", "model.path": folder, "model.seq_len": 64, **values})
+        return needs_of(config, on_gpu=False), config
+
+    (whole, _), (adapted, config) = needs(), needs(**{"model.lora.rank": 4})
+    assert adapted.daemon < whole.daemon - 5 * 4 * num_frozen(config) * 0.9
+    assert adapted.workers > 4 * num_frozen(config)
+    assert needs(**{"model.lora.rank": 4, "node.activation_checkpointing": "full"})[0].workers < adapted.workers
 
 
 NEEDS = Needs(daemon=3 * 10**9, workers=10**9, device=5 * 10**9, disk=2 * 10**9)
