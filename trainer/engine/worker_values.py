@@ -143,7 +143,8 @@ class WorkerValues:
     async def inner_state(self) -> InnerState | None:
         """A copy of what the inner optimizer keeps now; None if that is not this peer's to keep.
 
-        Only while nothing else is asked of the workers, and the mailbox is free.
+        Only while nothing else is asked of the workers, as right after a landing: that waits for the inner steps which
+        are with them (`TrainingLoop`). And only while the mailbox is free.
         """
         if self._inner_kinds is None:
             return None
