@@ -126,14 +126,14 @@ class PowerSGD(DiLoCo):
         return DiLoCo.fragments(self.fitted(table), table)
 
     def init(self, fragment: Fragment, value: Tensor, /) -> Tensors:
-        """Anchor: a copy of the value. Momentum: zeros. Factors: random, orthonormal."""
+        """Anchor: a copy of the value. Momentum: zeros. Factors: random, orthonormal; no values on the meta device."""
         require_flat(value, fragment.numel, "the initial value")
         layout = self._layout()
         shared = anchor_and_momentum(value)
         if layout.matrices:
             for side in (LEFT, RIGHT):
-                shared[side] = torch.empty(layout.thin_numel(side))
-                for matrix in layout.matrices:
+                shared[side] = torch.empty(layout.thin_numel(side), device=value.device)
+                for matrix in () if value.is_meta else layout.matrices:
                     random = first_q(*matrix.sizes[side], self._seed(matrix, side))
                     matrix.factor(side, shared[side]).copy_(orthonormalise(random))
         return shared

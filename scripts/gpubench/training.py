@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from isthmus.trainer.config.job import OptimizerJob, ScheduleJob, TrainingJob
+from isthmus.trainer.config.job import OptimizerJob, ScheduleJob, TrainingJob, choose_precision
 from isthmus.trainer.model.decoder import ModelConfig, preset
-from isthmus.trainer.workers.devices import choose_precision, peak_flops
+from isthmus.trainer.workers.devices import peak_flops
 from isthmus.trainer.workers.inner_loop import InnerLoop
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 from isthmus.trainer.workers.step import PendingStep

@@ -18,13 +18,12 @@ Errors: `CheckpointFailed` (the disk refuses; training goes on), `CheckpointCorr
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -38,8 +37,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from isthmus.elastic.core.messages import IndexRange, Natural
+from isthmus.trainer.checkpoint.tensor_files import write_tensors
 from isthmus.trainer.errors import CheckpointCorrupted, CheckpointFailed, ConfigError
-from isthmus.trainer.files import PRIVATE_FOLDER_MODE, make_private_folder, open_private, sync_folder, write_atomically
+from isthmus.trainer.files import PRIVATE_FOLDER_MODE, make_private_folder, sync_folder, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,6 @@ _STEP_FOLDER = re.compile(r"step-(\d{8,16})")
 _TENSOR_NAME = re.compile(r"[a-z0-9_][a-z0-9_./-]{0,254}", re.IGNORECASE)
 _PARTIAL_PREFIX = ".partial-"
 _MAX_MANIFEST_NBYTES = 16 << 20
-_WRITE_NBYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,14 +155,16 @@ class CheckpointStore:
             CheckpointFailed: the disk is full or broken. Nothing half-written is left, the earlier ones stand.
             ValueError: a tensor is not fp32, contiguous and on the CPU, or has a strange name.
         """
-        header = _safetensors_header(tensors)
+        for name in tensors:
+            if _TENSOR_NAME.fullmatch(name) is None:
+                raise ValueError(f"{name!r} is no name for a tensor in a checkpoint")
         place = self.path_of(meta.outer_step)
         partial = self._folder / f"{_PARTIAL_PREFIX}{place.name}"
         try:
             self._remove_partials()
             make_private_folder(self._folder)
             partial.mkdir(mode=PRIVATE_FOLDER_MODE)
-            nbytes, sha256 = _write_state(partial / STATE_NAME, header, tensors.values())
+            nbytes, sha256 = write_tensors(partial / STATE_NAME, tensors)
             manifest = Manifest(
                 run_id=meta.run_id,
                 outer_step=meta.outer_step,
@@ -234,13 +235,14 @@ class CheckpointStore:
             if outer_step > meta.outer_step:
                 with contextlib.suppress(CheckpointCorrupted):
                     if read_manifest(self.path_of(outer_step) / MANIFEST_NAME).run_id == meta.run_id:
-                        self._remove(outer_step)
+                        self.remove(outer_step)
 
     def _prune(self) -> None:
         for outer_step in self.steps()[: -self._keep]:
-            self._remove(outer_step)
+            self.remove(outer_step)
 
-    def _remove(self, outer_step: int) -> None:
+    def remove(self, outer_step: int) -> None:
+        """Remove one checkpoint. Raises OSError."""
         # Renamed first, so that a crash in the middle never leaves a step folder that lacks a file.
         doomed = self._folder / f"{_PARTIAL_PREFIX}pruned-{outer_step}"
         self.path_of(outer_step).rename(doomed)
@@ -332,7 +334,15 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointCorrupted: it is missing, changed, or not ours.
     """
     with open_regular(path) as file:
-        content = file.read(_MAX_MANIFEST_NBYTES)
+        return decode_manifest(path, file.read(_MAX_MANIFEST_NBYTES))
+
+
+def decode_manifest(path: Path, content: bytes) -> Manifest:
+    """The manifest that these bytes are; `path` says where they are from.
+
+    Raises:
+        CheckpointCorrupted: they were changed, or are not ours.
+    """
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -372,46 +382,3 @@ def open_regular(path: Path) -> Iterator[BufferedReader]:
         raise CheckpointCorrupted(path, "is missing") from error
     except OSError as error:
         raise CheckpointCorrupted(path, f"cannot be read: {error.strerror}") from error
-
-
-def _safetensors_header(tensors: Mapping[str, Tensor]) -> bytes:
-    """Length and JSON that stand before the data, which follows in the order of the mapping without gaps.
-
-    Written here rather than by the library so that the data streams to the disk, hashed on its way, without a copy
-    of the state in memory; tests read it back with the library.
-    """
-    entries: dict[str, object] = {}
-    offset = 0
-    for name, tensor in tensors.items():
-        if _TENSOR_NAME.fullmatch(name) is None:
-            raise ValueError(f"{name!r} is no name for a tensor in a checkpoint")
-        if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise ValueError(f"tensor {name!r} must be contiguous fp32 on the CPU")
-        stop = offset + tensor.nbytes
-        entries[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [offset, stop]}
-        offset = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data starts aligned
-    return len(text).to_bytes(8, "little") + text
-
-
-def _write_state(path: Path, header: bytes, tensors: Iterable[Tensor]) -> tuple[int, str]:
-    """Write and flush; returns (size, hex SHA-256)."""
-    digest = hashlib.sha256()
-    nbytes = 0
-    with open_private(path, "xb", buffering=0) as file:
-        for piece in (memoryview(header), *map(_bytes_of, tensors)):
-            for start in range(0, len(piece), _WRITE_NBYTES):
-                block = piece[start : start + _WRITE_NBYTES]
-                digest.update(block)
-                written = 0
-                while written < len(block):  # a disk that is nearly full takes less than all
-                    written += file.write(block[written:])
-            nbytes += len(piece)
-        os.fsync(file.fileno())
-    return nbytes, digest.hexdigest()
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    view: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-    return view

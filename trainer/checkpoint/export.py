@@ -157,10 +157,10 @@ def _own_parameters(checkpoint: Checkpoint) -> Tensor:
     """
     folder = checkpoint.path.parent.parent / PRIVATE_FOLDER_NAME
     held = Held(OuterStep(checkpoint.meta.outer_step), checkpoint.meta.digest)
-    private = PrivateFiles(folder, checkpoint.meta.run_id, keep=1).load(held)
-    if private is None or OWN_PARAMETERS not in private:
+    own = PrivateFiles(folder, checkpoint.meta.run_id, keep=1).recall(held)
+    if own is None or OWN_PARAMETERS not in own.private:
         raise ConfigError(
             f"{checkpoint.path} has no parameters of its peer beside it: this run's method shares none",
             cure="export from the folder of a peer that has left in order",
         )
-    return private[OWN_PARAMETERS][PARAM]
+    return own.private[OWN_PARAMETERS][PARAM]

@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from isthmus.trainer.cli import audit as cli_audit
+from isthmus.trainer.cli import checkpoints as cli_checkpoints
 from isthmus.trainer.cli import config as cli_config
 from isthmus.trainer.cli import data as cli_data
 from isthmus.trainer.cli import doctor as cli_doctor
@@ -41,6 +42,8 @@ config_app = typer.Typer(help="Look at the configuration.", rich_markup_mode=Non
 app.add_typer(config_app, name="config")
 data_app = typer.Typer(help="Prepare texts to train on.", rich_markup_mode=None)
 app.add_typer(data_app, name="data")
+ckpt_app = typer.Typer(help="Look at checkpoints, or remove some.", rich_markup_mode=None)
+app.add_typer(ckpt_app, name="ckpt")
 
 for command in (
     cli_config.init,
@@ -65,6 +68,9 @@ app.command("eval")(cli_models.evaluate)
 config_app.command(cls=TakesConfig)(cli_config.show)
 config_app.command()(cli_config.reference)
 data_app.command()(cli_data.prep)
+ckpt_app.command("list")(cli_checkpoints.list_)
+ckpt_app.command()(cli_checkpoints.verify)
+ckpt_app.command()(cli_checkpoints.prune)
 
 
 @data_app.callback()

@@ -69,7 +69,7 @@ def resolve(
     *,
     files: list[Path] | None,
     flags: dict[str, tuple[str, object]],
-    resume: Path | None = None,
+    resume: str | None = None,
 ) -> "ResolvedConfig":
     """All layers together.
 
@@ -88,12 +88,23 @@ def resolve(
     overrides += [Override(key, text, f"--{key}") for key, text in invocation_of(context).overrides]
     manifest = None
     if resume is not None:
-        from isthmus.trainer.checkpoint.checkpoint import load_resumed
         from isthmus.trainer.config.manifest import without_key
 
         # "With any number of peers": the first start's wish for company does not bind a later one.
-        manifest = without_key(load_resumed(resume).meta.run_manifest, "members", "start_peers")
+        manifest = without_key(_resumed_manifest(resume), "members", "start_peers")
     return load_config(files=files or (), environ=os.environ, overrides=overrides, manifest=manifest)
+
+
+def _resumed_manifest(resume: str) -> bytes:
+    from isthmus.trainer.checkpoint.remote import find_resumed, is_url, reaching
+
+    if is_url(resume):
+        folder, step = find_resumed(resume)
+        with reaching(resume):
+            return folder.manifest(step).run_manifest.encode()
+    from isthmus.trainer.checkpoint.checkpoint import load_resumed
+
+    return load_resumed(Path(resume)).meta.run_manifest
 
 
 def invocation_of(context: typer.Context) -> Invocation:

@@ -74,12 +74,17 @@ AttachTo = Annotated[
     typer.Option("--attach", help="A training loop of one's own; isthmus.attach says which.", hidden=True),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log everything.")]
+IgnoreMemory = Annotated[
+    bool, typer.Option("--ignore-memory", help="Begin even if memory or disk seem to be too small for the run.")
+]
 TicketFile = Annotated[
     Path | None, typer.Option("--ticket-file", help="Also write the ticket here (0600).", show_default=False)
 ]
 Resume = Annotated[
-    Path | None,
-    typer.Option("--resume", help="Start from a peer's folder or one checkpoint.", show_default=False),
+    str | None,
+    typer.Option(
+        "--resume", help="Start from a peer's folder or one checkpoint, or the URL of one.", show_default=False
+    ),
 ]
 Standby = Annotated[
     str | None,
@@ -116,6 +121,7 @@ def up(
     outer_steps: OuterSteps = None,
     local_workers: LocalWorkers = None,
     device: Device = None,
+    ignore_memory: IgnoreMemory = False,
     listen: Listen = None,
     advertise: Advertise = None,
     max_upload: MaxUpload = None,
@@ -141,6 +147,7 @@ def up(
         | _loop_flags(loop)
         | _node_flags(directory, local_workers, device, listen, advertise)
         | _line_flags(max_upload, max_download)
+        | {"node.ignore_memory": ("--ignore-memory", "true" if ignore_memory else None)}
         | _net_flags(tls, streams, insecure=insecure),
     )
     _require_secure(resolved, insecure=insecure)
@@ -148,7 +155,7 @@ def up(
     load_for_training(loop)
     with open_console(verbose=verbose) as console:
         _warn_of_insecurity(resolved, insecure=insecure)
-        role = Founding(announce_ticket=announcer(console, ticket_file), resume_dir=resume, rebuild=rebuild_rule)
+        role = Founding(announce_ticket=announcer(console, ticket_file), resume_from=resume, rebuild=rebuild_rule)
         run_dir = _run_dir(resolved, resolved.config.run.name)
         return train(PeerOptions(resolved=resolved, run_dir=run_dir, role=role, loop=loop), console)
 
@@ -168,6 +175,7 @@ def join(
     directory: Dir = None,
     local_workers: LocalWorkers = None,
     device: Device = None,
+    ignore_memory: IgnoreMemory = False,
     listen: Listen = None,
     advertise: Advertise = None,
     max_upload: MaxUpload = None,
@@ -189,6 +197,7 @@ def join(
         flags={"node.data": ("--data", place_of(data))}
         | _node_flags(directory, local_workers, device, listen, advertise)
         | _line_flags(max_upload, max_download)
+        | {"node.ignore_memory": ("--ignore-memory", "true" if ignore_memory else None)}
         | _net_flags(tls, None, insecure=insecure),
     )
     if decoded is None:
@@ -245,7 +254,7 @@ def coordinator(
     with open_console(verbose=verbose) as console:
         _warn_of_insecurity(resolved, insecure=insecure)
         announce = announcer(console, ticket_file)
-        role: Founding | StandingBy = Founding(announce_ticket=announce, resume_dir=resume, rebuild=rebuild_rule)
+        role: Founding | StandingBy = Founding(announce_ticket=announce, resume_from=resume, rebuild=rebuild_rule)
         folder = resolved.config.run.name
         if ticket is not None:
             role = StandingBy(ticket=ticket, announce_ticket=announce)
@@ -285,7 +294,7 @@ def status(directory: Dir = None, as_json: AsJson = False) -> int:
     return int(ExitCode.DONE)
 
 
-def _rebuild_rule(*, rebuild: bool, with_few: bool, resume: Path | None) -> "RebuildRule | None":
+def _rebuild_rule(*, rebuild: bool, with_few: bool, resume: str | None) -> "RebuildRule | None":
     from isthmus.elastic.core.config import RebuildRule
 
     if not rebuild and not with_few:

@@ -25,11 +25,21 @@ Precision = Literal["auto", "fp32", "bf16"]
 """What forward and backward compute in; "auto": bf16 on CUDA, fp32 elsewhere. Parameters, gradients' sums and the
 optimizer are fp32 always."""
 
+RealPrecision = Literal["fp32", "bf16"]
+"""What "auto" comes to."""
+
 ActivationCheckpointing = Literal["none", "selective", "full"]
 """What is computed again in the backward pass, to have memory: see `trainer.workers.blocks`."""
 
 _FIRST_MOMENT: Final = re.compile(r"exp_avg(_\d+)?")
 """See `optim.adopt.momentum_names`."""
+
+
+def choose_precision(wanted: Precision, device_type: str) -> RealPrecision:
+    """bf16 on CUDA and fp32 elsewhere, unless something else is wanted."""
+    if wanted != "auto":
+        return wanted
+    return "bf16" if device_type == "cuda" else "fp32"
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

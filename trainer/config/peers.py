@@ -163,6 +163,11 @@ class NodeSection(Section):
     and attention; full: all of each block."""
     compile: bool = False
     """Whether torch.compile makes kernels for the blocks of the model, at the first step."""
+    checkpoints: Maybe[Annotated[str, Field(min_length=1, max_length=2048)]] = None
+    """Where this peer's checkpoints go a second time, `checkpoint.keep` of them: a folder, or a URL that fsspec knows
+    ("s3://bucket/run" with s3fs installed); none: nowhere. Each peer has a folder of its own in it, by its id."""
+    ignore_memory: bool = False
+    """Whether to begin even if memory or disk seem to be too small for the run."""
     threads: Annotated[int, Field(ge=0, le=4096)] = 0
     """CPU threads of one worker; 0: as many as there are cores for it."""
     hang_timeout_s: Annotated[Seconds, Field(gt=0, le=86400)] = 60.0

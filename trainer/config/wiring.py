@@ -13,6 +13,7 @@ from isthmus.elastic.core.config import CoordinatorConfig, MemberConfig
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.elastic.core.notary import Sealer
 from isthmus.optim.fragments import Fragment
+from isthmus.optim.inner import state_names
 from isthmus.optim.outer import GRAD, PARAM, Outer
 from isthmus.trainer.config.base_model import model_of
 from isthmus.trainer.config.job import OptimizerJob, ScheduleJob, TrainingJob
@@ -37,6 +38,7 @@ __all__ = [
     "coordinator_config",
     "fragment_table",
     "fragments_of",
+    "kept_kinds",
     "member_config",
     "model_of",
     "outer_of",
@@ -155,6 +157,14 @@ def require_kinds(config: Config) -> None:
                 cure="take another outer, or an optimizer that keeps it",
                 key="outer",
             )
+
+
+def kept_kinds(config: Config) -> tuple[str, ...] | None:
+    """What the inner optimizer keeps for each parameter, for the peer's disk; None: a loop sees to that itself."""
+    if isinstance(config.inner, LoopInner):
+        return None
+    job = _optimizer_job(config.inner)
+    return state_names(job.type, job.betas)
 
 
 def _optimizer_job(inner: AdamW | Adopt | Muon | Sgd) -> OptimizerJob:

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from isthmus.collective.transport.wire import PROTOCOL_VERSION
-from isthmus.trainer.config.base_model import num_frozen
+from isthmus.trainer.config.memory import least_needs_of, needs_of
 from isthmus.trainer.config.outer_method import fragment_table
 from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.config.settings import Config
@@ -22,14 +22,7 @@ from isthmus.trainer.doctor.messages import Facts
 from isthmus.trainer.doctor.report import Check, fail, format_path, ok, warn
 from isthmus.trainer.errors import Refused
 
-COPIES = 10
-"""Of the parameters in fp32: daemon and worker together, as measured."""
-COPIES_ON_GPU = 4
-"""Of them on the GPUs: parameters, gradients and two moments."""
-_PROGRAM_NBYTES = 10**9
-"""Of two processes that have loaded torch."""
 _MOST_COMPARED_NBYTES = 256 << 20
-_NUMEL_NBYTES = 4
 
 
 def program(facts: Facts) -> Check:
@@ -92,19 +85,17 @@ def memory(config: Config, *, on_gpu: bool, gpu_free_nbytes: int | None = None) 
         on_gpu: whether the workers compute on GPUs.
         gpu_free_nbytes: on the fullest of these.
     """
-    copy_nbytes = _NUMEL_NBYTES * fragment_table(config.model).numel
-    frozen_nbytes = _NUMEL_NBYTES * num_frozen(config)  # in the workers alone, once
-    needed_nbytes = (COPIES - COPIES_ON_GPU if on_gpu else COPIES) * copy_nbytes + _PROGRAM_NBYTES
-    needed_nbytes += 0 if on_gpu else frozen_nbytes
-    gpu_nbytes = (COPIES_ON_GPU * copy_nbytes + frozen_nbytes) // config.node.local_workers if on_gpu else 0
+    needs = needs_of(config, on_gpu=on_gpu)
+    needed_nbytes, gpu_nbytes = needs.host, needs.device
+    least = least_needs_of(config, on_gpu=on_gpu)
     total_nbytes, available_nbytes = memory_nbytes()
     text = f"takes about {rounded_nbytes(needed_nbytes)}, {rounded_nbytes(available_nbytes)} free here"
     facts = {"needed_bytes": needed_nbytes, "available_bytes": available_nbytes, "needed_gpu_bytes": gpu_nbytes}
-    if gpu_free_nbytes is not None and gpu_nbytes > gpu_free_nbytes:
+    if gpu_free_nbytes is not None and least.device > gpu_free_nbytes:
         free = rounded_nbytes(gpu_free_nbytes)
-        text = f"takes {rounded_nbytes(gpu_nbytes)} of each GPU and its activations, {free} free"
+        text = f"takes about {rounded_nbytes(least.device)} of each GPU, {free} free"
         return fail("run_memory", text, "use more GPUs (--local-workers), or a smaller model", **facts)
-    if needed_nbytes > total_nbytes:
+    if least.host > total_nbytes:
         return fail("run_memory", text, "use a machine with more memory", **facts)
     if needed_nbytes > available_nbytes:
         return warn("run_memory", text, "end what else takes memory here", **facts)

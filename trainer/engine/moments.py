@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the workers have that no commit holds, between peers: a copy for who asks, and another's to begin with.
+A peer that comes back may find its own on its disk (own_state.py).
 
 These are the inner optimizer's moments, and the parameters themselves where the method shares none (pairs).
 
@@ -25,6 +26,7 @@ from isthmus.elastic.errors import StateMismatch
 from isthmus.elastic.state.digest import Hasher, StateManifest, chunk_of, describe_state
 from isthmus.optim.inner import state_names
 from isthmus.optim.outer import PARAM
+from isthmus.trainer.engine.own_state import InnerState, OwnState, copy_inner_state, give_inner_state
 from isthmus.trainer.engine.state_version import byte_view
 from isthmus.trainer.threads import in_thread
 from isthmus.trainer.workers.pool import WorkerPool
@@ -169,28 +171,35 @@ class Moments:
         if asked is None or asked.done():
             return
         tensors: dict[str, Tensor] = {}
-        own_steps = 0
-        for name in MOMENTS if self.are_shared else ():
-            own_steps = await pool.store(kind=name)
-            tensors[name] = await in_thread(self.mailbox.clone)
-        if tensors:
-            tensors = tensors | {_STEPS: torch.tensor([float(own_steps)])} if own_steps >= self.least_steps else {}
+        if self.are_shared:
+            state = await copy_inner_state(pool, self.mailbox, MOMENTS)
+            if state.own_steps >= self.least_steps:
+                tensors = {**state.tensors, _STEPS: torch.tensor([float(state.own_steps)])}
         if self.first_parameters is not None:
             await pool.store()
             tensors[PARAM] = await in_thread(self.mailbox.clone)
         if not asked.done():
             asked.set_result(tensors)
 
-    async def begin(self, pool: WorkerPool) -> None:
-        """The workers have their first parameters: give them the moments that were borrowed."""
+    async def begin(self, pool: WorkerPool, own: OwnState | None = None) -> None:
+        """The workers have their first parameters: give them moments, if there are any.
+
+        Its own of this very state come first, then a donor's, then its own of a little earlier.
+
+        Args:
+            pool: the workers.
+            own: what the disk knows, if these are workers that know nothing.
+        """
         borrowed, self._borrowed = self._borrowed, None
-        if borrowed is None or _STEPS not in borrowed:
-            return
-        own_steps = int(borrowed[_STEPS].item())
-        for name in MOMENTS:
-            await in_thread(self.mailbox.copy_, borrowed[name])
-            await pool.load(kind=name, own_steps=own_steps)
-        log.info("moments_borrowed own_steps=%d", own_steps)
+        inner = None if own is None else own.inner
+        if inner is not None and own is not None and (own.is_exact or borrowed is None or _STEPS not in borrowed):
+            await give_inner_state(pool, self.mailbox, inner)
+            log.info("moments_remembered outer_step=%d own_steps=%d", own.outer_step, inner.own_steps)
+        elif borrowed is not None and _STEPS in borrowed:
+            own_steps = int(borrowed[_STEPS].item())
+            state = InnerState(own_steps=own_steps, tensors={name: borrowed[name] for name in MOMENTS})
+            await give_inner_state(pool, self.mailbox, state)
+            log.info("moments_borrowed own_steps=%d", own_steps)
 
 
 def _nbytes_of(sizes: dict[str, int]) -> list[tuple[str, int]]:

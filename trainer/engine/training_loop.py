@@ -221,7 +221,7 @@ class TrainingLoop:
                     await self._finish_step(self._clock())
                 else:
                     stint.course.hurry()
-            case _ if stint.num_asked:  # something came between
+            case _ if stint.num_asked:  # payloads and landings find the workers at rest
                 await self._finish_step(self._clock())
             case Emit(outer_step=step):
                 await stint.emit(step, self.feed.consumed())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workers' values, this peer's own state beside them, and the version of the shared state they are trained from.
 
-    start_from      all parameters become the anchor; private state begins, or goes on from the disk
+    start_from      all parameters become the anchor; private state begins, or goes on from the disk, as moments do
     emit            the payloads of an outer step, made of the fragments as they are now
     land            the step is committed: private state goes on, the workers come to its outcome, or part of the way
     follow          the run went on without this peer: the workers move along with the anchor
@@ -16,7 +16,7 @@ It must not know steps' order, samples or the membership.
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -40,6 +40,7 @@ from isthmus.optim.outer import (
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.engine.moments import Moments
 from isthmus.trainer.engine.outer_state import OuterState, RoundOutcome
+from isthmus.trainer.engine.own_state import InnerState, OwnState, copy_inner_state, is_of_size
 from isthmus.trainer.engine.round_exchange import Payload
 from isthmus.trainer.engine.state_version import Version, gather_anchor
 from isthmus.trainer.errors import WorkerDiverged
@@ -76,6 +77,8 @@ class WorkerValues:
         read_delivered: writes what the others decoded from a payload of ours, see RoundExchange.
         moments: what the workers have, between peers.
         first_parameters: makes those of a new run, [numel], where the method shares no parameters. Else None.
+        inner_kinds: what the inner optimizer keeps and this peer's disk is to have; None: it is a loop's own affair.
+        recall: what this peer's disk knows of its own state when it held this shared one, or one a little earlier.
     """
 
     def __init__(
@@ -90,6 +93,8 @@ class WorkerValues:
         read_delivered: Callable[[Round, Tensor, Tensor], object],
         moments: Moments,
         first_parameters: Callable[[], Awaitable[Tensor]] | None = None,
+        inner_kinds: Sequence[str] | None = None,
+        recall: Callable[[Held], Awaitable[OwnState | None]] | None = None,
     ) -> None:
         self._pool = pool
         self._mailbox = mailbox
@@ -100,13 +105,15 @@ class WorkerValues:
         self._read_delivered = read_delivered
         self._moments = moments
         self._first_parameters = first_parameters
+        self._inner_kinds = inner_kinds
+        self._recall = recall
+        self._are_workers_new = True
         self._own_parameters: Tensor | None = None  # after the last landing, where nobody shares them
         self._is_mailbox_payload = _can_lend_mailbox(outer, plan, state)
         self._spare_payloads: dict[int, list[Tensor]] = defaultdict(list)
         self._base: Version | None = None
         self._private: dict[int, Tensors] = {}  # by place
         self._recycled: dict[int, Tensors] = {}
-        self._remembered: tuple[Held, Mapping[int, Tensors]] | None = None
         self._is_anchor = False
 
     @property
@@ -129,27 +136,52 @@ class WorkerValues:
         own = self._own_parameters
         return self._private if own is None else {**self._private, OWN_PARAMETERS: {PARAM: own}}
 
-    def remember(self, held: Held, private: Mapping[int, Tensors]) -> None:
-        """What this peer's disk knew of its own state when it held that shared one: used if it starts from there."""
-        self._remembered = held, private
+    def workers_replaced(self) -> None:
+        """These workers know nothing: the next start gives them moments from the disk, if it has any."""
+        self._are_workers_new = True
+
+    async def inner_state(self) -> InnerState | None:
+        """A copy of what the inner optimizer keeps now; None if that is not this peer's to keep.
+
+        Only while nothing else is asked of the workers, as right after a landing: that waits for the inner steps which
+        are with them (`TrainingLoop`). And only while the mailbox is free.
+        """
+        if self._inner_kinds is None:
+            return None
+        return await copy_inner_state(self._pool, self._mailbox, self._inner_kinds)
 
     async def start_from(self, version: Version) -> None:
         """The workers begin anew from this version, which is pinned."""
+        own = await self._recalled(version)
+        private = own.private if own is not None and self._base is None else {}
         if self._first_parameters is None:
             await in_thread(partial(gather_anchor, version.tensors, self._fragments, out=self._mailbox))
         else:
-            await in_thread(self._mailbox.copy_, await self._own_start())
+            await in_thread(self._mailbox.copy_, await self._own_start(private))
         self._rebase(version)
         self._is_anchor = self._first_parameters is None
-        await in_thread(self._begin_private, version)
+        await in_thread(self._begin_private, version, private if own is not None and own.is_exact else {})
         await self._pool.load(keep=0.0)
-        await self._moments.begin(self._pool)
+        await self._moments.begin(self._pool, own)
+        self._are_workers_new = False
 
-    async def _own_start(self) -> Tensor:
-        """The parameters to begin with where there is no anchor: what is at hand."""
+    async def _recalled(self, version: Version) -> OwnState | None:
+        """What the disk knows, where the workers know nothing."""
+        if self._recall is None or not self._are_workers_new:
+            return None
+        own = await self._recall(version.held)
+        if own is None or own.inner is None:
+            return own
+        if self._inner_kinds is None or not is_of_size(own.inner, self._inner_kinds, self._mailbox.numel()):
+            log.warning("moments_unusable outer_step=%d; they are of another optimizer or model", own.outer_step)
+            return replace(own, inner=None)
+        return own
+
+    async def _own_start(self, private: Mapping[int, Tensors]) -> Tensor:
+        """The parameters to begin with where there is no anchor: what is at hand. `private`: what the disk knows."""
         own = self._own_parameters
-        if own is None and self._remembered is not None:
-            own = self._remembered[1].get(OWN_PARAMETERS, {}).get(PARAM)
+        if own is None:
+            own = private.get(OWN_PARAMETERS, {}).get(PARAM)
         if own is None:
             own = self._moments.take_parameters()
         if own is None:
@@ -157,8 +189,7 @@ class WorkerValues:
             own = await self._first_parameters()
         return own
 
-    def _begin_private(self, version: Version) -> None:
-        remembered, self._remembered = self._remembered, None
+    def _begin_private(self, version: Version, remembered: Mapping[int, Tensors]) -> None:
         self._private = {}
         for place, fragment in enumerate(self._fragments):
             value = torch.zeros(fragment.numel)
@@ -167,11 +198,10 @@ class WorkerValues:
             begun = self._outer.init_private(fragment, version.shared(place), value)
             if begun:
                 self._private[place] = begun
-        if remembered is not None and remembered[0] == version.held:
-            kept = {place: state for place, state in remembered[1].items() if place != OWN_PARAMETERS}
-            sizes = {place: _sizes(state) for place, state in self._private.items()}
-            if sizes == {place: _sizes(state) for place, state in kept.items()}:
-                self._private = kept
+        kept = {place: state for place, state in remembered.items() if place != OWN_PARAMETERS}
+        sizes = {place: _sizes(state) for place, state in self._private.items()}
+        if sizes == {place: _sizes(state) for place, state in kept.items()}:
+            self._private = kept
         self._recycled = {place: empty_like(state) for place, state in self._private.items()}
 
     async def step(self, indices: Sequence[int], *, inner_step: int, position: float) -> StepDone:

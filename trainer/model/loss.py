@@ -23,6 +23,11 @@ _MIN_SLICE = 256
 """Positions of a slice, at least: products of fewer rows leave a GPU idle."""
 
 
+def slice_size(vocab_size: int) -> int:
+    """Positions whose scores are there at once."""
+    return max(_MIN_SLICE, _SLICE_NUMEL // vocab_size)
+
+
 def token_loss(hidden_BLD: Tensor, head_VD: Tensor, targets_BL: Tensor) -> Tensor:
     """Mean cross-entropy of softmax(hidden · headᵀ) in nats per token, a scalar in fp32.
 
@@ -60,7 +65,7 @@ class _SlicedLoss(torch.autograd.Function):
     def forward(ctx: _Context, hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, is_trained: bool) -> Tensor:
         wants_hidden, wants_head = (is_trained and needed for needed in ctx.needs_input_grad[:2])
         count = hidden_TD.shape[0]
-        size = max(_MIN_SLICE, _SLICE_NUMEL // head_VD.shape[0])
+        size = slice_size(head_VD.shape[0])
         loss = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
         grad_hidden_TD = torch.empty_like(hidden_TD) if wants_hidden else None
         grad_head_VD = torch.zeros_like(head_VD, dtype=torch.float32) if wants_head else None

@@ -100,6 +100,8 @@ def _in_words(event: Event) -> tuple[int, str] | None:
             return logging.WARNING, f"coordinator_lost_its_journal testified={testified} needed={needed}"
         case events.CheckpointFailed(cause=cause):
             return logging.WARNING, f"checkpoint_failed cause={cause!r}"
+        case events.CheckpointNotCopied(cause=cause):
+            return logging.WARNING, f"checkpoint_not_copied cause={cause!r}; it is on this peer's disk"
         case events.WorkerDied(cause=cause):
             return logging.WARNING, f"worker_died cause={cause!r}; the workers of this peer are replaced"
         case events.WorkerHung(request=request, seconds=seconds, cause=cause):

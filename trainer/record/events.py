@@ -205,6 +205,19 @@ class CheckpointFailed(Fault, frozen=True):
     cause: str
 
 
+class CheckpointCopied(Event, frozen=True):
+    """A checkpoint is at `node.checkpoints` too, and was read back from there; `seconds` for both."""
+
+    outer_step: int
+    seconds: float
+
+
+class CheckpointNotCopied(Fault, frozen=True):
+    """A checkpoint is on this peer's disk, and could not be copied to `node.checkpoints`."""
+
+    cause: str
+
+
 class ValuesNotFinite(Fault, frozen=True):
     """The workers begin anew at the anchor. `fragment` is a name here."""
 

@@ -27,6 +27,8 @@ from isthmus.collective.transport.certificates import certificate_to_bytes
 from isthmus.elastic.journal.archive import archives_of
 from isthmus.trainer.checkpoint.certificates import FILE_NAME as CERTIFICATES_NAME
 from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, Checkpoint, CheckpointStore, load_resumed, newest_usable
+from isthmus.trainer.checkpoint.private_files import FOLDER_NAME as PRIVATE_FOLDER_NAME
+from isthmus.trainer.checkpoint.private_files import PrivateFiles
 from isthmus.trainer.config.manifest import manifest_diff, manifest_of, manifest_sections
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.contact.admission import MAX_AUTHORITIES, RunTerms, authority_of
@@ -321,7 +323,8 @@ def _require_same(saved: _SavedTerms, manifest: bytes, data_digest: str, path: P
 def _archive(path: Path, outer_step: int) -> None:
     """Put the old lineage aside: its journal and newer checkpoints tell of steps that the one resumed has not."""
     store = CheckpointStore(path / FOLDER_NAME, keep=1)
-    doomed = [store.path_of(step) for step in store.steps() if step > outer_step]
+    own = PrivateFiles(path / PRIVATE_FOLDER_NAME, "", keep=1)
+    doomed = [place.path_of(step) for place in (store, own) for step in place.steps() if step > outer_step]
     # The terms go last: a start that was cut short here begins again.
     names = (
         *(f"{JOURNAL_NAME}{end}" for end in ("-wal", "-shm", "", ".lock")),

@@ -18,16 +18,22 @@ from isthmus.optim.outer import Outer
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.checkpoint.certificates import FILE_NAME as CERTIFICATES_NAME
 from isthmus.trainer.checkpoint.certificates import CertificateKeeper, load_certificates
+from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME as CHECKPOINTS_NAME
+from isthmus.trainer.checkpoint.checkpoint import CheckpointStore
+from isthmus.trainer.checkpoint.copier import CheckpointCopier
 from isthmus.trainer.checkpoint.durability import Durability, Origin
 from isthmus.trainer.checkpoint.private_files import FOLDER_NAME as PRIVATE_FOLDER_NAME
-from isthmus.trainer.checkpoint.private_files import Private, PrivateFiles
+from isthmus.trainer.checkpoint.private_files import PrivateFiles
+from isthmus.trainer.checkpoint.remote import RemoteFolder
 from isthmus.trainer.config.wiring import fragments_of
 from isthmus.trainer.engine.outer_state import OuterState
+from isthmus.trainer.engine.own_state import OwnState
 from isthmus.trainer.engine.training_loop import RoundReport
 from isthmus.trainer.engine.worker_values import WorkerValues
 from isthmus.trainer.record import events
 from isthmus.trainer.record.chronicle import Chronicle
 from isthmus.trainer.run.preparation import Start
+from isthmus.trainer.threads import in_thread
 
 
 class Holdings:
@@ -35,6 +41,7 @@ class Holdings:
 
     def __init__(self, start: Start, chronicle: Chronicle, outer: Outer, plan: OuterPlan) -> None:
         config, terms, run_dir = start.config, start.terms, start.options.run_dir
+        self._chronicle = chronicle
         self.hasher = Hasher()
         self.state = OuterState(outer, fragments_of(config), plan, self.hasher)
         self.commit_log = CommitLog(max_nbytes=0)  # results are on the disk, see Durability
@@ -46,10 +53,20 @@ class Holdings:
             every=config.checkpoint.every,
             keep=config.checkpoint.keep,
             before_votes=config.members.durable,
-            on_saved=lambda step, seconds: chronicle.emit(events.Checkpoint(outer_step=step, seconds=seconds)),
+            on_saved=self._saved,
             on_failed=lambda failure: chronicle.emit(events.CheckpointFailed(cause=str(failure))),
         )
-        self._private_files = PrivateFiles(run_dir / PRIVATE_FOLDER_NAME, terms.run_id, keep=config.checkpoint.keep)
+        self._private_files = PrivateFiles(
+            run_dir / PRIVATE_FOLDER_NAME,
+            terms.run_id,
+            keep=config.checkpoint.keep,
+            max_age=config.checkpoint.every,
+            on_saved=self._own_saved,
+        )
+        self._copier = self._make_copier(start)
+        self._newest_saved: int | None = None
+        self._kept: Held | None = None
+        """With which shared state the newest own one was offered to the disk."""
         self.signer = PeerSigner(start.security.key, terms.run_id, lambda: start.security.authorities)
         known = load_certificates(run_dir / CERTIFICATES_NAME, self.signer)
         self._certificates = CertificateKeeper(run_dir / CERTIFICATES_NAME, known)
@@ -58,15 +75,39 @@ class Holdings:
         if known:
             self.durability.certified(known[-1])
 
-    def private(self) -> tuple[Held, Private] | None:
-        """This peer's own state, if its disk has the one that goes with the shared one that it holds; and that one."""
-        held = self.state.held()
-        private = None if held is None else self._private_files.load(held)
-        return None if held is None or private is None else (held, private)
+    def _make_copier(self, start: Start) -> CheckpointCopier | None:
+        """What copies checkpoints to `node.checkpoints`, if there is one."""
+        place, run_dir, keep = start.config.node.checkpoints, start.options.run_dir, start.config.checkpoint.keep
+        if place is None:
+            return None
+        remote = RemoteFolder(f"{place.rstrip('/')}/{start.me.peer_id}")
+        store = CheckpointStore(run_dir / CHECKPOINTS_NAME, keep=keep)
+        own, chronicle = self._private_files, self._chronicle
+        return CheckpointCopier(
+            lambda step: remote.put(store.path_of(step), own.path_of(step), keep=keep),
+            on_copied=lambda step, s: chronicle.emit(events.CheckpointCopied(outer_step=step, seconds=s)),
+            on_failed=lambda cause: chronicle.emit(events.CheckpointNotCopied(cause=cause)),
+        )
+
+    def _saved(self, outer_step: int, seconds: float) -> None:
+        self._chronicle.emit(events.Checkpoint(outer_step=outer_step, seconds=seconds))
+        self._newest_saved = outer_step
+        if self._copier is not None:
+            self._copier.offer(outer_step)
+
+    def _own_saved(self, outer_step: int) -> None:
+        """It comes to the disk after the checkpoint that it belongs to, or before."""
+        if self._copier is not None and outer_step == self._newest_saved:
+            self._copier.offer(outer_step)
+
+    async def recall(self, held: Held) -> OwnState | None:
+        """What the disk knows of this peer's own state, when it held this shared one or one a little earlier."""
+        return await in_thread(self._private_files.recall, held)
 
     def work(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """What must run, as tasks, until `finish` has returned."""
-        return self.durability.run(), self._private_files.run(), self._certificates.run()
+        always = self.durability.run(), self._private_files.run(), self._certificates.run()
+        return always if self._copier is None else (*always, self._copier.run())
 
     def certified(self, certificate: Certificate) -> None:
         """This is the newest commit that this peer has heard of."""
@@ -79,21 +120,30 @@ class Holdings:
         """A commit holds this peer's work."""
         self.durability.reported(report.outer_step, report.digest, report.position)
 
-    async def landed(self, report: RoundReport, values: WorkerValues) -> None:
-        """Its workers are where that has brought them: their own state goes beside a checkpoint of the shared one."""
-        await self._keep_private(Held(OuterStep(report.outer_step), report.digest), values)
+    async def landed(self, report: RoundReport, values: WorkerValues, *, may_be_last: bool) -> None:
+        """Its workers are where that has brought them: their own state goes beside a checkpoint of the shared one.
 
-    async def _keep_private(self, held: Held, values: WorkerValues) -> None:
-        if self.durability.is_saving(held):
-            await self._private_files.offer(held, values.private)
+        Args:
+            report: of the commit.
+            values: the workers.
+            may_be_last: whether a checkpoint of this commit may follow that nobody has begun yet.
+        """
+        held = Held(OuterStep(report.outer_step), report.digest)
+        if may_be_last:
+            await self._private_files.drain()
+        if (may_be_last or self.durability.is_saving(held)) and not self._private_files.is_busy:
+            await self._private_files.offer(held, values.private, await values.inner_state())
+            self._kept = held
 
     async def finish(self, values: WorkerValues) -> None:
-        """Put what is held at the end on the disk."""
+        """Put what is held at the end on the disk. Moments that went on since the last landing are not kept."""
         await self.durability.finish()
-        if values.has_base:
+        await self._private_files.drain()
+        if values.has_base and self.durability.is_saving(values.base.held) and self._kept != values.base.held:
+            await self._private_files.offer(values.base.held, values.private)
             await self._private_files.drain()
-            await self._keep_private(values.base.held, values)
-            await self._private_files.drain()
+        if self._copier is not None:
+            await self._copier.drain()
 
     async def drain(self) -> None:
         """Write the last certificates: nothing runs any more."""

@@ -24,14 +24,14 @@ class Founding:
     Attributes:
         announce_ticket: called once, as soon as others can join, with the ticket and how a loop is started, if the run
             is one of loops (see `invitation`). Must not block for long.
-        resume_dir: a run's folder or one checkpoint to start from; None starts anew, or goes on where the journal in
-            `run_dir` ends.
+        resume_from: a run's folder or one checkpoint to start from, or the URL of one; None starts anew, or goes on
+            where the journal in `run_dir` ends.
         rebuild: the journal of the run in `run_dir` is lost: make it anew from its peers' certificates, by this rule.
             None goes on with what is there.
     """
 
     announce_ticket: Announce
-    resume_dir: Path | None = None
+    resume_from: str | None = None
     rebuild: RebuildRule | None = None
 
 

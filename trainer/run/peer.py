@@ -31,7 +31,7 @@ from isthmus.elastic.observation import (
 from isthmus.elastic.shell.member import Membership
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.config.outer_method import pace_of
-from isthmus.trainer.config.wiring import member_config, outer_of, samples_in_stock
+from isthmus.trainer.config.wiring import kept_kinds, member_config, outer_of, samples_in_stock
 from isthmus.trainer.contact.bouncer import Bouncer
 from isthmus.trainer.engine.moments import Moments
 from isthmus.trainer.engine.outer_step_runner import OuterStepRunner
@@ -125,9 +125,19 @@ class Peer:
             read_delivered=self._runner.exchanges.read_delivered,
             moments=self._moments,
             first_parameters=first_parameters,
+            inner_kinds=kept_kinds(config),
+            recall=holdings.recall,
         )
-        self._overseer = PeerOverseer(start, chronicle, communicator, holdings=holdings, site=site, values=self._values)
         self.farewell = Farewell(self.donor)
+        self._overseer = PeerOverseer(
+            start,
+            chronicle,
+            communicator,
+            holdings=holdings,
+            site=site,
+            values=self._values,
+            is_leaving=lambda: self.farewell.is_wanted,
+        )
         self._progress = Progress(plan, total_steps=pace_of(config).total_inner_steps)
         if holdings.certificate is not None:
             self._progress.certified(holdings.certificate)
@@ -168,10 +178,6 @@ class Peer:
         feed = SampleFeed(membership, stock=samples_in_stock(self._start.config), supply=supply)
         self._overseer.membership, self._observer.feed = membership, feed
         training = self._training(membership, feed)
-        remembered = holdings.private()
-        if remembered is not None:
-            log.info("private_state_remembered outer_step=%d", remembered[0].outer_step)
-            self._values.remember(*remembered)
         self.farewell.takes_part(membership)
         async with asyncio.TaskGroup() as tasks:
             trained = tasks.create_task(training.run())

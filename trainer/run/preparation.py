@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import assert_never
 
 from cryptography import x509
@@ -23,6 +24,7 @@ from isthmus.collective.core.types import PeerId, PeerRef
 from isthmus.collective.transport import Channel, Hello, Mode, Purpose, Security, TicketSecurity, connect
 from isthmus.collective.transport.certificates import certificate_from_bytes, is_signed_by, key_in
 from isthmus.trainer.checkpoint.checkpoint import Checkpoint
+from isthmus.trainer.checkpoint.remote import find_resumed, is_url, reaching
 from isthmus.trainer.config.base_model import require_base_model, with_base_model
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.training import LoopModelSection
@@ -53,6 +55,7 @@ from isthmus.trainer.run.founding import (
     take_over,
 )
 from isthmus.trainer.run.options import CoordinatorOptions, Founding, Joining, PeerOptions, StandingBy
+from isthmus.trainer.run.room import require_room
 from isthmus.trainer.threads import in_thread
 from isthmus.trainer.workers.loop import Loop
 
@@ -107,13 +110,15 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
     me = folder.start_identity()
     start = partial(Start, options=options, folder=folder, me=me.ref)
     match options.role:
-        case Founding(resume_dir=resume_dir, rebuild=rebuild):
+        case Founding(resume_from=resume_from, rebuild=rebuild):
             resolved = options.resolved if rebuild is None else options.resolved.adopt(take_over(folder))
             config = await in_thread(with_base_model, resolved.config)
             if not config.is_loops:
                 config = with_vocabulary(config, *await in_thread(vocabulary_here, config))
             fragments_of(config)  # what cannot be split is told before there is a run
             _require_loop(options, config)
+            await _require_room(options, config)
+            resume_dir = None if resume_from is None else await in_thread(_at_hand, resume_from, folder.path)
             text = None
             if not config.is_loops:
                 kept = recall_text(folder.path, config, is_resumed=resume_dir is not None)
@@ -131,6 +136,7 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
             config = options.resolved.adopt(terms.manifest).config
             _require_loop(options, config)
             await in_thread(require_base_model, config)
+            await _require_room(options, config)
             here = None
             if not config.is_loops:
                 here = await in_thread(joiners_text, folder.path, config, terms.data_digest)
@@ -165,6 +171,21 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
             return start(config=config, terms=terms, text=None, security=security, founded=founded)
         case _:
             assert_never(options.role)
+
+
+def _at_hand(resume_from: str, folder: Path) -> Path:
+    """Where the checkpoint to start from lies on this disk; of a URL it is fetched."""
+    if not is_url(resume_from):
+        return Path(resume_from)
+    remote, step = find_resumed(resume_from)
+    with reaching(resume_from):
+        return remote.fetch(step, folder)
+
+
+async def _require_room(options: PeerOptions | CoordinatorOptions, config: Config) -> None:
+    """What the run takes fits here, before anything is fetched or started. A coordinator alone takes little."""
+    if isinstance(options, PeerOptions):
+        await in_thread(require_room, config, options.run_dir, has_loop=options.loop is not None)
 
 
 def _require_loop(options: PeerOptions | CoordinatorOptions, config: Config) -> None:

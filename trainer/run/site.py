@@ -6,7 +6,7 @@ Must not know what a training loop does next, nor how a peer ends.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -154,6 +154,7 @@ class PeerOverseer:
         holdings: keep what is committed.
         site, values: the workers.
         membership: hears how much gets done; set before the training begins.
+        is_leaving: whether this peer is to leave the run.
         inner_steps: of this start.
         num_rounds: commits of this start that hold work of this peer.
     """
@@ -164,6 +165,7 @@ class PeerOverseer:
     holdings: Holdings
     site: Site
     values: WorkerValues
+    is_leaving: Callable[[], bool]
     membership: Membership = field(init=False)
     inner_steps: int = 0
     num_rounds: int = 0
@@ -206,7 +208,7 @@ class PeerOverseer:
 
     async def landed(self, report: RoundReport) -> None:
         """See Overseer."""
-        await self.holdings.landed(report, self.values)
+        await self.holdings.landed(report, self.values, may_be_last=report.final or self.is_leaving())
         if self.site.has_loop:
             return
         step, view = report.outer_step, report.view
@@ -229,6 +231,7 @@ class PeerOverseer:
         """See Overseer."""
         self._evaluation.drop()
         await self.site.replace_workers(crash)
+        self.values.workers_replaced()
 
     def _judged(self, judged: Judged) -> None:
         text = self.start.text

@@ -5,15 +5,11 @@ import os
 import shutil
 import sys
 from importlib.util import find_spec
-from typing import Literal
 
 import torch
 
-from isthmus.trainer.config.job import Device, Precision
+from isthmus.trainer.config.job import Device, RealPrecision
 from isthmus.trainer.errors import EnvironmentFault
-
-RealPrecision = Literal["fp32", "bf16"]
-"""What "auto" comes to."""
 
 _PEAKS: tuple[tuple[str, float, float], ...] = (
     ("B200", 2250e12, 1125e12),
@@ -53,13 +49,6 @@ def choose_device(wanted: Device, num_workers: int) -> str:
             cure="set node.local_workers to the number of devices, or node.device to cpu",
         )
     return "cuda"
-
-
-def choose_precision(wanted: Precision, device_type: str) -> RealPrecision:
-    """bf16 on CUDA and fp32 elsewhere, unless something else is wanted."""
-    if wanted != "auto":
-        return wanted
-    return "bf16" if device_type == "cuda" else "fp32"
 
 
 def peak_flops(name: str, precision: RealPrecision, *, has_tf32: bool) -> float | None:

@@ -26,10 +26,9 @@ from isthmus.optim.fragments import FragmentTable
 from isthmus.optim.inner import build_inner_optimizer, can_skip, set_lr
 from isthmus.optim.outer import GRAD, PARAM
 from isthmus.optim.schedule import build_schedule, warmup
-from isthmus.trainer.config.job import TrainingJob
+from isthmus.trainer.config.job import TrainingJob, choose_precision
 from isthmus.trainer.data.corpus import TokenArray
 from isthmus.trainer.data.samples import SampleSource, Shards, validation_batches
-from isthmus.trainer.workers.devices import choose_precision
 from isthmus.trainer.workers.judge import Judge
 from isthmus.trainer.workers.loader import Indices, Loader, micro_batches
 from isthmus.trainer.workers.readout import Readout, Watch

@@ -10,10 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from isthmus.trainer.config.job import ActivationCheckpointing
+from isthmus.trainer.config.job import ActivationCheckpointing, RealPrecision
 from isthmus.trainer.model.language_model import LanguageModel, ModelDescription
 from isthmus.trainer.workers.blocks import prepare_blocks
-from isthmus.trainer.workers.devices import RealPrecision
 from isthmus.trainer.workers.shards import fill_shard
 
 

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from isthmus.trainer.config.job import WorkerJob
+from isthmus.trainer.config.job import RealPrecision, WorkerJob
 from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, TrainingFault, WorkerOutOfMemory
 from isthmus.trainer.workers import ipc
 from isthmus.trainer.workers.channel import DaemonChannel, DaemonGone
-from isthmus.trainer.workers.devices import RealPrecision, choose_device, peak_flops, require_compiler
+from isthmus.trainer.workers.devices import choose_device, peak_flops, require_compiler
 from isthmus.trainer.workers.inner_loop import InnerLoop
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 from isthmus.trainer.workers.step import PendingStep, StepResult

@@ -7,7 +7,7 @@ shared state. Workers are rows of tests/unit/optim/adam_lab.py, the ones that `o
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,6 +22,7 @@ from isthmus.elastic.state.digest import Hasher
 from isthmus.optim.outer import PARAM, Outer
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.engine.moments import Moments
+from isthmus.trainer.engine.own_state import OwnState
 from isthmus.trainer.engine.progress import Progress
 from isthmus.trainer.engine.sample_feed import SampleFeed
 from isthmus.trainer.engine.state_version import has_anchor
@@ -117,34 +118,41 @@ class Peer:
         self.reports: list[RoundReport] = []
         self.anchors: list[dict[str, torch.Tensor]] = []
         self._next_index = 0
-        plan = OuterPlan(site.outer)
-        pool = Pool(rows, row, places)
+        self.plan = OuterPlan(site.outer)
+        self._pool, self._hasher = Pool(rows, row, places), hasher
+        self._anchors = anchors
         self.feed = SampleFeed(self, stock=1000)
-        self.values = WorkerValues(
-            pool=pool,
-            mailbox=self.mailbox,
-            anchors=anchors,
-            outer=site.outer,
-            plan=plan,
-            state=site.state,
-            read_delivered=site.runner.exchanges.read_delivered,
-            moments=Moments(
-                mailbox=self.mailbox, hasher=hasher, are_shared=False, least_steps=0, has_trained=lambda: False
-            ),
-            first_parameters=None
-            if has_anchor(site.outer, site.state.fragments)
-            else partial(in_thread, INITIAL.clone),
-        )
+        self.values = self.new_values()
         self.loop = TrainingLoop(
             membership=self,
             runner=site.runner,
             state=site.state,
-            plan=plan,
+            plan=self.plan,
             values=self.values,
             feed=self.feed,
-            progress=Progress(plan, total_steps=plan.inner_step(coordinator.outer_steps)),
+            progress=Progress(self.plan, total_steps=self.plan.inner_step(coordinator.outer_steps)),
             terms=LoopTerms(batch_size=BATCH, outer_steps=coordinator.outer_steps, patience=1e9, follows_speed=False),
             overseer=self,
+        )
+
+    def new_values(self, recall: Callable[[Held], Awaitable[OwnState | None]] | None = None) -> WorkerValues:
+        """What a start of this peer has of its workers; `recall`: what its disk knows."""
+        site = self.site
+        return WorkerValues(
+            pool=self._pool,
+            mailbox=self.mailbox,
+            anchors=self._anchors,
+            outer=site.outer,
+            plan=self.plan,
+            state=site.state,
+            read_delivered=site.runner.exchanges.read_delivered,
+            moments=Moments(
+                mailbox=self.mailbox, hasher=self._hasher, are_shared=False, least_steps=0, has_trained=lambda: False
+            ),
+            first_parameters=None
+            if has_anchor(site.outer, site.state.fragments)
+            else partial(in_thread, INITIAL.clone),
+            recall=recall,
         )
 
     # trainer.engine.training_loop.Overseer

@@ -154,7 +154,7 @@ from pathlib import Path
 from isthmus.trainer.checkpoint import checkpoint
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 def save(moment):
-    if moment == "write": checkpoint._write_state = lambda path, *_: (path.write_bytes(b"half"), die())
+    if moment == "write": checkpoint.write_tensors = lambda path, *_: (path.write_bytes(b"half"), die())
     if moment == "fsync": os.fsync = die
     if moment == "rename": checkpoint.CheckpointStore._put_in_place = die
     store = checkpoint.CheckpointStore(Path(sys.argv[1]) / moment / "checkpoints", keep=1)

@@ -170,6 +170,8 @@ OWN: tuple[Event, ...] = (
     events.Evaluate(outer_step=3, loss=2.25),
     events.Checkpoint(outer_step=3, seconds=0.125),
     events.CheckpointFailed(cause="No space left on device"),
+    events.CheckpointCopied(outer_step=3, seconds=0.5),
+    events.CheckpointNotCopied(cause="Connection refused"),
     *map(crashed, CRASHES),
     events.OutOfMemory(micro_batch=2, cause="no room"),
     events.CoordinatorEnded(complete=True),
@@ -361,12 +363,23 @@ def test_a_commit_names_the_step_that_was_made_and_a_vote_the_one_it_starts_from
 def test_what_this_peer_does_is_told_with_its_figures(desk: Desk) -> None:
     desk.tell(*OWN)
     lines = {line["event"]: line for line in desk.lines() if line["event"] != "fault"}
-    assert list(lines) == ["started", "workers", "round", "trained", "evaluate", "checkpoint", "coordinator_ended"]
+    told = [
+        *("started", "workers", "round", "trained", "evaluate"),
+        *("checkpoint", "checkpoint_copied", "coordinator_ended"),
+    ]
+    assert list(lines) == told
     assert (lines["trained"]["step_s"], lines["trained"]["passes_s"], lines["trained"]["mfu"]) == (2.5, 2.0, 0.25)
     assert (lines["round"]["bytes_sent"], lines["round"]["bytes_received"]) == (100, 200)
     assert (lines["trained"]["loss"], lines["trained"]["tokens"], lines["trained"]["wait_s"]) == (2.5, 60, 1.0)
     faults = {line["kind"]: line for line in desk.lines() if line["event"] == "fault"}
-    assert list(faults) == ["checkpoint_failed", "worker_died", "worker_hung", "values_not_finite", "out_of_memory"]
+    assert list(faults) == [
+        "checkpoint_failed",
+        "checkpoint_not_copied",
+        "worker_died",
+        "worker_hung",
+        "values_not_finite",
+        "out_of_memory",
+    ]
     assert "No space left" in str(faults["checkpoint_failed"]["cause"])
     for name in ("checkpoint_failures_total", "checkpoints_total", "worker_deaths_total", "worker_hangs_total"):
         assert desk.sample(name) == 1.0

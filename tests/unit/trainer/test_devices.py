@@ -3,8 +3,9 @@
 
 import pytest
 
+from isthmus.trainer.config.job import choose_precision
 from isthmus.trainer.errors import EnvironmentFault
-from isthmus.trainer.workers.devices import choose_precision, peak_flops, require_compiler
+from isthmus.trainer.workers.devices import peak_flops, require_compiler
 
 
 @pytest.mark.parametrize(

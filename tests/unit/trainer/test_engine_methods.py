@@ -19,7 +19,9 @@ from isthmus.optim.run_facts import RunFacts
 from isthmus.optim.simulate import Trajectory, by_samples, simulate
 from isthmus.trainer.checkpoint.private_files import PrivateFiles
 from isthmus.trainer.engine.outer_state import OuterState
+from isthmus.trainer.engine.own_state import OwnState
 from isthmus.trainer.engine.state_version import tensor_name
+from isthmus.trainer.engine.worker_values import OWN_PARAMETERS
 from scripts.convergence.codec_wire import CodecWire
 from tests.unit.optim.adam_lab import AdamRows, OptimizerRows, Rows
 from tests.unit.optim.lab import INITIAL, TABLE
@@ -145,13 +147,20 @@ async def test_a_peer_that_comes_back_from_its_disk_sends_what_it_would_have_sen
             await files.offer(held, values.private)
             await files.drain()
             writing.cancel()
-        assert PrivateFiles(tmp_path / "private", "another run", keep=2).load(held) is None
-        remembered = files.load(held)
-        assert remembered is not None
-        before = {place: {k: v.clone() for k, v in state.items()} for place, state in values.private.items()}
+        assert files.recall(Held(held.outer_step, bytes(32))) is None, "of another state of this step"
+        elsewhere = PrivateFiles(tmp_path / "private", "a run that was resumed from this one", keep=2).recall(held)
+        assert elsewhere is not None
+        assert elsewhere.is_exact
+        # Own parameters (noloco) are where the workers begin; what they send then tells of them.
+        own = {place: state for place, state in values.private.items() if place != OWN_PARAMETERS}
+        before = {place: {k: v.clone() for k, v in state.items()} for place, state in own.items()}
         rounds, works = OuterPlan(outer).rounds(6), [Work(inner_steps=3, samples=12.0)] * len(outer.fragments(TABLE))
         sent = [item.emitted.payload.clone() for item in await values.emit(rounds, works)]
-        values.remember(held, remembered)
+
+        async def recall(wanted: Held) -> OwnState | None:
+            return files.recall(wanted)
+
+        values = peers[1].new_values(recall)
         await values.start_from(peers[1].site.state.pin())
         assert values.private.keys() == before.keys()
         for place, state in before.items():
@@ -172,15 +181,15 @@ async def test_private_state_that_was_changed_on_the_disk_begins_anew(tmp_path: 
         writing.cancel()
     path = tmp_path / "step-00000003.safetensors"
     assert await asyncio.to_thread(lambda: [entry.name for entry in tmp_path.iterdir()]) == [path.name]
-    found = files.load(held)
+    found = files.recall(held)
     assert found is not None
-    assert torch.equal(found[0]["residual"], torch.ones(5))
+    assert torch.equal(found.private[0]["residual"], torch.ones(5))
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert files.load(held) is None
+    assert files.recall(held) is None
     assert "it begins anew" in caplog.text
-    assert files.load(Held(OuterStep(4), bytes(32))) is None
+    assert files.recall(Held(OuterStep(4), bytes(32))) is None
 
 
 @pytest.mark.parametrize("name", ["data_parallel", "demo"])
