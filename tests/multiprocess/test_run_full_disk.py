@@ -21,10 +21,10 @@ ROOM_NBYTES = 256 << 10
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 4 MiB: the only honest way to run out of space."""
+    """A real file system of 12 MiB, in which a run fits: the only honest way to run out of space."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("mounting a tmpfs needs root")
     try:
