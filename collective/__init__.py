@@ -8,37 +8,36 @@ one for control messages and state transfer. No policy in here: who takes part i
 import importlib
 from typing import TYPE_CHECKING
 
-from isthmus.collective.core.types import (
-    Epoch,
-    Incarnation,
-    Instant,
-    Member,
-    OuterStep,
-    PeerId,
-    PeerRef,
-    RoundKey,
-    View,
-)
-from isthmus.collective.errors import (
-    AddressInUse,
-    CollectiveError,
-    ConnectionLost,
-    DeadlineExceeded,
-    HandshakeRefused,
-    NonFiniteInput,
-    OperationAborted,
-    PayloadCorrupted,
-    PeerUnreachable,
-    PlanMismatch,
-    RemoteProtocolError,
-    RoundRefused,
-    SecurityRefused,
-)
-
 if TYPE_CHECKING:
     from isthmus.collective.api.blocking import BlockingCommunicator
     from isthmus.collective.api.communicator import Communicator
     from isthmus.collective.api.standalone import open_communicator, view_of
+    from isthmus.collective.core.types import (
+        Epoch,
+        Incarnation,
+        Instant,
+        Member,
+        OuterStep,
+        PeerId,
+        PeerRef,
+        RoundKey,
+        View,
+    )
+    from isthmus.collective.errors import (
+        AddressInUse,
+        CollectiveError,
+        ConnectionLost,
+        DeadlineExceeded,
+        HandshakeRefused,
+        NonFiniteInput,
+        OperationAborted,
+        PayloadCorrupted,
+        PeerUnreachable,
+        PlanMismatch,
+        RemoteProtocolError,
+        RoundRefused,
+        SecurityRefused,
+    )
     from isthmus.collective.links.measurements import LinkReport
     from isthmus.collective.rounds.options import BulkOptions, RoundStats
     from isthmus.collective.rounds.replay import decode_result
@@ -83,8 +82,11 @@ __all__ = [
 
 if not TYPE_CHECKING:  # else every misspelt name of this package would pass for Any
     # Errors and values are wanted by programs that never touch a tensor or a socket; torch and the TLS library are
-    # loaded for those that do.
+    # loaded for those that do. Codecs are wanted where nothing but torch is installed (scripts/bench gpu).
+    _VALUES = ("Epoch", "Incarnation", "Instant", "Member", "OuterStep", "PeerId", "PeerRef", "RoundKey", "View")
     _LATE = {
+        **dict.fromkeys(__all__, "isthmus.collective.errors"),
+        **dict.fromkeys(_VALUES, "isthmus.collective.core.types"),
         **dict.fromkeys(("BulkOptions", "RoundStats"), "isthmus.collective.rounds.options"),
         "Communicator": "isthmus.collective.api.communicator",
         "decode_result": "isthmus.collective.rounds.replay",

@@ -35,16 +35,15 @@ from typing import Any, get_args
 
 import psutil
 import torch
-import torch.nn.functional as F
 
-from isthmus.optim.inner import build_inner_optimizer
 from isthmus.trainer.config.job import ActivationCheckpointing, OptimizerJob, ScheduleJob, TrainingJob
 from isthmus.trainer.data.corpus import Corpus, load_corpus
 from isthmus.trainer.data.samples import SampleSource
-from isthmus.trainer.model.decoder import preset
+from isthmus.trainer.model.decoder import ModelConfig, preset
 from isthmus.trainer.record.event_log import FILE_NAME, read_events
 from isthmus.trainer.workers.pool import WINDOW, WorkerPool, worker_pool
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
+from scripts.bare_training import BareTraining
 
 Row = dict[str, Any]
 TIMEOUT_S = 1800
@@ -173,23 +172,15 @@ def _bare(options: argparse.Namespace) -> None:
     """A turn for each line that is read; prints what it took."""
     torch.set_num_threads(options.threads)
     job = _job(options.model, options.batch)
-    model = job.model.build().to_empty(device="cpu")
-    model.init_buffers(torch.device("cpu"))
-    torch.nn.utils.vector_to_parameters(job.model.initial_parameters(SEED), model.parameters())
-    optimizer = build_inner_optimizer(model, lr=LR)
+    assert isinstance(job.model, ModelConfig), "a preset"
+    training = BareTraining(job.model, device=torch.device("cpu"), lr=LR, seed=SEED)
     samples = SampleSource(_corpus().train, job.seq_len, SEED)
     step = itertools.count()
     for _ in sys.stdin:
         began, had = time.perf_counter(), time.process_time()
         for _ in range(options.steps):
             at = next(step) * options.batch
-            inputs_BL, targets_BL = samples.batch(range(at, at + options.batch))
-            loss = F.cross_entropy(model(inputs_BL).flatten(0, 1), targets_BL.flatten())
-            torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            loss.item()
+            training.step(*samples.batch(range(at, at + options.batch))).item()
         took = {"wall_s": time.perf_counter() - began, "processor_s": time.process_time() - had}
         print(json.dumps(took), flush=True)
 

@@ -92,6 +92,15 @@ def _isthmus(millions: int, outer_steps: int) -> dict[str, float]:
 def run_pair(
     start: Callable[[int, str], subprocess.Popen[str]], words: Sequence[str]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """As `run_two`; what the founder prints last is JSON."""
+    told, events = run_two(start, words)
+    result: dict[str, float] = json.loads(told[0].strip().splitlines()[-1])
+    return result, events
+
+
+def run_two(
+    start: Callable[[int, str], subprocess.Popen[str]], words: Sequence[str]
+) -> tuple[list[str], list[dict[str, Any]]]:
     """Two peers on this machine.
 
     Args:
@@ -99,7 +108,7 @@ def run_pair(
         words: of the founder's command.
 
     Returns:
-        What the founder's loop prints last, and the events of its daemon.
+        What each of them prints, and the events of the founder's daemon.
     """
     with tempfile.TemporaryDirectory() as folder:
         ticket = Path(folder, "ticket")
@@ -113,8 +122,8 @@ def run_pair(
                 raise SystemExit("isthmus: the founder has not come up")
             time.sleep(0.05)
         joined = start(1, " ".join(["join", f"@{ticket}", *common, f"{folder}/1"]))
-        result = _ended(founder, joined)
-        return result, list(read_events(Path(folder, "0", FILE_NAME)))
+        told = _ended(founder, joined)
+        return told, list(read_events(Path(folder, "0", FILE_NAME)))
 
 
 def _both(role: str, millions: int, outer_steps: int) -> dict[str, float]:
@@ -129,7 +138,9 @@ def _both(role: str, millions: int, outer_steps: int) -> dict[str, float]:
         lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2)
         place["TORCHFT_LIGHTHOUSE"] = lighthouse.address().replace(socket.gethostname(), "127.0.0.1")
     try:
-        return _ended(*(_start(role, rank, millions, outer_steps, place) for rank in range(2)))
+        told = _ended(*(_start(role, rank, millions, outer_steps, place) for rank in range(2)))
+        result: dict[str, float] = json.loads(told[0].strip().splitlines()[-1])
+        return result
     finally:
         if lighthouse is not None:
             lighthouse.shutdown()
@@ -146,8 +157,8 @@ def _start(role: str, rank: int, millions: int, outer_steps: int, environment: d
     )
 
 
-def _ended(*processes: subprocess.Popen[str]) -> dict[str, float]:
-    """What the first one prints last, once all have ended."""
+def _ended(*processes: subprocess.Popen[str]) -> list[str]:
+    """What each of them prints, once all have ended."""
     told: list[str] = []
     try:
         for process in processes:
@@ -158,8 +169,7 @@ def _ended(*processes: subprocess.Popen[str]) -> dict[str, float]:
     finally:
         for process in processes:
             process.kill()
-    result: dict[str, float] = json.loads(told[0].strip().splitlines()[-1])
-    return result
+    return told
 
 
 # --------------------------------------------------------------------------------------------------- in a process

@@ -4,6 +4,7 @@
     lock_files.py FROM TO                     what uv has resolved → what is kept: all with hashes, torch apart
     lock_files.py --check FOLDER PYPROJECT    whether every requirement of the project is locked
     lock_files.py --audited FILE CODE         what pip-audit has found, in one line a fault
+    lock_files.py --carried FOLDER            of the lock what scripts/wheels collects
 
 torch has no hash: which of its builds is installed depends on the index (with CUDA, for a CPU, from a machine's own
 disk), and so do the libraries that it brings along. It names those by exact versions itself.
@@ -13,9 +14,15 @@ import json
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 _OF_TORCH = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
+_BROUGHT_BY_TORCH = re.compile("filelock|fsspec|jinja2|markupsafe|mpmath|networkx|setuptools|sympy|typing-extensions")
+_FOR_TESTS = re.compile(
+    "execnet|hypothesis|iniconfig|packaging|pluggy|pygments|pytest|pytest-asyncio|pytest-timeout|pytest-xdist"
+    "|sortedcontainers"
+)
 _LOCKED_EXTRAS = ("test", "check", "plot")
 _HEAD = "# Made by `scripts/dependencies lock` from pyproject.toml; not by hand.\n"
 
@@ -50,6 +57,25 @@ def missing(folder: Path, pyproject: Path) -> list[str]:
     ]
 
 
+def carried(folder: Path) -> str:
+    """What the project needs beside torch and what torch brings, and what its tests need, as a file for pip."""
+    needed = {name: package for name, package in _packages(folder / "run.txt") if not _BROUGHT_BY_TORCH.fullmatch(name)}
+    needed |= {name: package for name, package in _packages(folder / "dev.txt") if _FOR_TESTS.fullmatch(name)}
+    return "".join(needed.values())
+
+
+def _packages(path: Path) -> Iterator[tuple[str, str]]:
+    """(name, version with its hashes) of what Linux needs; of two versions the older one, which fits newer Pythons too.
+
+    pip would ask the Python that it runs in for conditions, and not the one that the packages are for.
+    """
+    for package in reversed(re.split(r"(?m)^(?=[^\s#])", path.read_text())):
+        pinned, _, hashes = package.partition("\\")
+        version, _, condition = pinned.partition(";")
+        if "==" in version and "win32" not in condition:
+            yield version.split("==")[0], f"{version.strip()} \\{hashes}"
+
+
 def _plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -79,6 +105,9 @@ def main(arguments: list[str]) -> int:
             return int(bool(lacking))
         case ["--audited", path, code]:
             return judge(Path(path), code)
+        case ["--carried", folder]:
+            print(carried(Path(folder)), end="")
+            return 0
         case [source, target]:
             split(Path(source), Path(target))
             return 0

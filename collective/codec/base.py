@@ -4,11 +4,13 @@
 Rules: everything works on flat contiguous tensors and into buffers that the caller gives; scratch is made once per
 codec and device, and follows the device of what is encoded. The length of a wire form follows from the number of
 elements alone, so nothing is ever sized by what a peer sent. The same wire bytes decode to the same bits on every
-machine: decoding is at most one rounded operation per element. No NaN and no infinity passes in either direction.
+machine: decoding is at most one rounded operation per element. The same values encode to the same bytes on every
+device and processor. No NaN and no infinity passes in either direction.
 A wire form begins at a multiple of 4 bytes; that of whole blocks has such a length, so that several lie end to end.
 It must not know: who sends, views, weights' meaning, sockets.
 """
 
+import functools
 import math
 import sys
 from typing import Protocol
@@ -92,6 +94,31 @@ def weighted_sum(base: Tensor, base_weight: float, other: Tensor, weight: float,
     if base_weight != 1.0:
         base = torch.mul(base, base_weight, out=total)
     torch.add(base, other, alpha=weight, out=total)
+
+
+def sum_of_rows(work: Tensor) -> Tensor:
+    """Sum each row of `work` [rows, width] by halves, which spoils it: the same bits wherever fp32 adds are rounded.
+
+    A library's own sum adds in an order that differs from one processor, and one device, to the next.
+
+    Returns:
+        [rows], a view of `work`.
+    """
+    width = work.shape[1]
+    while width > 1:
+        half = width // 2
+        work[:, :half].add_(work[:, width - half : width])
+        width -= half
+    return work[:, 0]
+
+
+@functools.lru_cache(maxsize=1024)
+def divisor(value: float, device: torch.device) -> Tensor:
+    """fp32 without dimensions on `device`; not to be written to.
+
+    CUDA multiplies by the reciprocal of a number that lies on the CPU, which is another rounding than a division.
+    """
+    return torch.tensor(value, dtype=torch.float32, device=device)
 
 
 def check_scales(scales: Tensor, highest: float) -> None:

@@ -14,9 +14,10 @@ refused.
 import torch
 from torch import Tensor
 
+from isthmus.collective.codec.base import divisor
 from isthmus.collective.codec.blocks import largest_magnitudes, settle_scales
 
-_LEVELS = torch.tensor(127.0)
+_LEVELS = 127.0
 _ONE = torch.tensor(1.0)
 
 
@@ -30,7 +31,7 @@ class Int8Kernel:
     def encode(self, source: Tensor, scales: Tensor, codes: Tensor, work: Tensor, block_numel: int) -> None:  # noqa: ARG002
         """Scales, then products with their inverses, rounded."""
         largest_magnitudes(source, scales)
-        inverse = settle_scales(scales.div_(_LEVELS), _ONE)
+        inverse = settle_scales(scales.div_(divisor(_LEVELS, scales.device)), _ONE)
         torch.mul(source, inverse, out=work)
         codes.view(torch.int8).copy_(work.round_())
 

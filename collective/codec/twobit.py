@@ -22,7 +22,7 @@ import math
 import torch
 from torch import Tensor
 
-from isthmus.collective.codec.base import BLOCK_NUMEL, NotFinite, Scratch, first_non_finite
+from isthmus.collective.codec.base import BLOCK_NUMEL, NotFinite, Scratch, divisor, first_non_finite, sum_of_rows
 from isthmus.collective.codec.blocks import settle_scales
 
 _TWO_BY_THRESHOLD = torch.tensor(2.0 / 1.2297)
@@ -51,29 +51,18 @@ def _quadruples_by_byte() -> Tensor:
     return magnitudes[codes].view(torch.complex128).view(-1)
 
 
-def _sum_of_rows(work: Tensor, sums: Tensor) -> None:
-    """Sum each row of `work` [B, 256] by halves, which spoils it: the same bits wherever fp32 adds are rounded."""
-    width = BLOCK_NUMEL // 2
-    while width > 1:
-        work[:, :width].add_(work[:, width : 2 * width])
-        width //= 2
-    torch.add(work[:, 0], work[:, 1], out=sums)
-
-
 def _write_means(source: Tensor, means: Tensor, work: Tensor, block_numel: int) -> None:
     """Mean magnitude of each block. Raises NotFinite."""
     torch.abs(source, out=work)
-    _sum_of_rows(work, means)
-    means.div_(block_numel)
+    torch.div(sum_of_rows(work), divisor(block_numel, work.device), out=means)
     if math.isfinite(means.sum().item()):
         return
     if first_non_finite(source.reshape(-1)) is not None:
         raise NotFinite("a block holds NaN or infinity")
     # Only a sum overflowed: again in smaller numbers. Rare, so it may be slow.
     torch.mul(source, 1.0 / _MANY, out=work)
-    smaller = torch.empty_like(means)
-    _sum_of_rows(work.abs_(), smaller)
-    torch.where(torch.isfinite(means), means, smaller.mul_(_MANY / block_numel), out=means)
+    smaller = sum_of_rows(work.abs_()).mul_(_MANY / block_numel)
+    torch.where(torch.isfinite(means), means, smaller, out=means)
 
 
 class TwoBitKernel:

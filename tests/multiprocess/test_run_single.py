@@ -68,7 +68,7 @@ def test_averaging_after_every_step_is_one_process_with_the_common_batch(
     assert told == pytest.approx(losses, rel=_CLOSE)
     assert losses[-1] < losses[0] - 0.5, "it learns"
     store = CheckpointStore(founder.directory / FOLDER_NAME, keep=1)
-    begun = initial_parameters(account.config.model.decoder_config(), account.config.run.seed)
+    begun = initial_parameters(account.config.model.description(), account.config.run.seed)
     found = store.load(_STEPS).tensors[ANCHOR]
     assert float((found - parameters).norm()) < _CLOSE * float((parameters - begun).norm())
 
@@ -89,7 +89,7 @@ def _single(account: Account, mesh: DeviceMesh) -> tuple[list[float], torch.Tens
         limit_nbytes=config.data.limit_nbytes,
     )
     loop = InnerLoop(training_job(config), mesh=mesh, train=corpus.train, validation=corpus.validation)
-    parameters = initial_parameters(config.model.decoder_config(), config.run.seed)
+    parameters = initial_parameters(config.model.description(), config.run.seed)
     loop.load(parameters)
     batches = zip(*(account.batches[peer] for peer in account.peers), strict=True)
     losses = [loop.step(sum(batch, ()), step).loss for step, batch in enumerate(batches, start=1)]

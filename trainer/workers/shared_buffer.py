@@ -10,14 +10,16 @@ import fcntl
 import mmap
 import os
 import tempfile
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus.trainer.data.corpus import TokenArray
 from isthmus.trainer.errors import EnvironmentFault
+
+if TYPE_CHECKING:
+    from isthmus.trainer.data.corpus import TokenArray
 
 MAILBOX: Final = 0
 """Place of the mailbox in a shared buffer."""
@@ -134,7 +136,7 @@ class SharedTokens:
         self.numel = numel
 
     @classmethod
-    def share(cls, tokens: TokenArray) -> Self:
+    def share(cls, tokens: "TokenArray") -> Self:
         """Make tokens, uint8 [n], available.
 
         Raises:
@@ -153,7 +155,7 @@ class SharedTokens:
             memory[: tokens.nbytes] = tokens.tobytes()
         return cls(fd, 0, len(tokens))
 
-    def tokens(self) -> TokenArray:
+    def tokens(self) -> "TokenArray":
         """The tokens, uint8 [numel], read-only: a map, not a copy."""
         if self.numel == 0:
             return np.empty(0, dtype=np.uint8)

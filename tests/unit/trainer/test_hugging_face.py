@@ -70,7 +70,7 @@ def test_a_worker_computes_what_transformers_computes(kind: str, tmp_path: Path,
     for name, parameter in model.trained_parameters():
         assert parameter.grad is not None
         assert grads[name] is not None
-        torch.testing.assert_close(parameter.grad.full_tensor(), grads[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(parameter.grad, grads[name], rtol=1e-4, atol=1e-6)
     kept = dict(reference.named_buffers())
     buffers = {name.removeprefix("network."): one for name, one in model.named_buffers()}
     assert buffers.keys() == kept.keys()
@@ -100,9 +100,7 @@ def test_adapters_begin_at_the_base_model_and_are_all_that_is_trained(tmp_path: 
     model(TOKENS, TARGETS).backward()
     frozen = [one for one in model.parameters() if not one.requires_grad]
     assert all(one.grad is None for one in frozen)
-    assert all(
-        one.grad is not None and one.grad.full_tensor().isfinite().all() for _, one in model.trained_parameters()
-    )
+    assert all(one.grad is not None and one.grad.isfinite().all() for _, one in model.trained_parameters())
 
 
 def test_an_adapter_adds_its_product_to_what_its_layer_makes(tmp_path: Path, mesh: DeviceMesh) -> None:
@@ -113,7 +111,7 @@ def test_an_adapter_adds_its_product_to_what_its_layer_makes(tmp_path: Path, mes
     with torch.no_grad():
         for name, parameter in model.trained_parameters():
             values = torch.randn(parameter.shape, generator=generator)
-            parameter.to_local().copy_(values)
+            parameter.copy_(values)
             layer, _, half = name.rpartition(".")
             if half == "lora_A":
                 a = values

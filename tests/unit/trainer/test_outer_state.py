@@ -333,7 +333,7 @@ def resident_nbytes() -> int:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell")
 async def test_memory_for_a_state_that_is_to_be_fetched_is_touched_by_what_arrives_only(hasher: Hasher) -> None:
     """To fill gigabytes first took seconds, in which the peer was silent."""
-    numel = 4 << 20
+    numel = 12 << 20  # 48 MiB: the allocator asks the system for so much at once
     donor, learner = outer_state(hasher, numel=numel), outer_state(hasher, numel=numel)
     await donor.found(torch.zeros(numel))
     before = resident_nbytes()

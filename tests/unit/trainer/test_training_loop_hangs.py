@@ -66,8 +66,8 @@ async def test_values_that_are_no_numbers_any_more_begin_anew_at_the_anchor(
     rig = Rig(hasher, outer_steps=4, streaming=streaming)
     step = rig.pool.step
 
-    async def goes_astray(indices: tuple[int, ...], *, inner_step: int) -> object:
-        done = await step(indices, inner_step=inner_step)
+    async def goes_astray(indices: tuple[int, ...], *, inner_step: int, position: float) -> object:
+        done = await step(indices, inner_step=inner_step, position=position)
         if inner_step == 4 and not rig.pool.num_hangs:
             rig.pool.local[9] = float("nan")
         return done

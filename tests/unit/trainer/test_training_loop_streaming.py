@@ -105,12 +105,12 @@ async def test_who_has_the_outcome_before_it_is_due_stands_still_for_nobody(hash
         rig.overseer.reports.append(report)
         committed.set()
 
-    async def last_step_waits(*args: object, inner_step: int) -> object:
+    async def last_step_waits(*args: object, inner_step: int, position: float) -> object:
         if inner_step > H and inner_step % H == 7:
             await committed.wait()
         if inner_step % H == 0:
             committed.clear()
-        return await step(*args, inner_step=inner_step)
+        return await step(*args, inner_step=inner_step, position=position)
 
     rig.overseer.committed, rig.pool.step = note, last_step_waits
     await asyncio.wait_for(rig.run(), 20.0)

@@ -183,7 +183,7 @@ def test_exchanges_keep_within_the_caps_of_this_machine() -> None:
 def test_the_vocabulary_of_the_own_decoder_follows_the_text_and_one_that_is_too_small_is_refused() -> None:
     bytes_, tokens = Config(), with_vocabulary(Config(), 32_000)
     assert with_vocabulary(bytes_, 256) == bytes_, "a run over bytes has the manifest that it always had"
-    assert tokens.model.decoder_config().vocab_size == 32_000
+    assert tokens.model.description().vocab_size == 32_000
     assert with_vocabulary(tokens, 32_000) == tokens
     padded = load_config(overrides=[Override("model.vocab_size", "32064", "--model.vocab_size")]).config
     assert with_vocabulary(padded, 32_000) == padded
@@ -193,7 +193,7 @@ def test_the_vocabulary_of_the_own_decoder_follows_the_text_and_one_that_is_too_
 
 def test_attention_stays_within_documents_where_that_is_asked_and_the_text_can_tell_them_apart() -> None:
     asked = load_config(overrides=[Override("data.document_masks", "true", "--data.document_masks")]).config
-    assert with_vocabulary(asked, 32_000, 7).model.decoder_config().document_end == 7
-    assert with_vocabulary(Config(), 32_000, 7).model.decoder_config().document_end is None
+    assert with_vocabulary(asked, 32_000, 7).model.description().document_end == 7
+    assert with_vocabulary(Config(), 32_000, 7).model.description().document_end is None
     with pytest.raises(ConfigError, match="prepare the text with a tokenizer"):
         with_vocabulary(asked, 256, None)
