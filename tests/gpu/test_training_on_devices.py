@@ -182,4 +182,4 @@ def test_a_worker_judges_the_held_out_text_as_the_cpu_does(mesh: DeviceMesh, mai
     tokens = torch.from_numpy(np.stack([sample for sample in samples if len(sample) == SEQ_LEN + 1]).astype(np.int64))
     with torch.no_grad():
         expected = decoder(tokens[:, :-1], tokens[:, 1:]).item()
-    assert loop.evaluate() == pytest.approx(expected, rel=1e-3)
+    assert loop.judge.evaluate()[0] == pytest.approx(expected, rel=1e-3)
