@@ -35,8 +35,9 @@ def _lie_as_worker(kind: str) -> None:
     import torch
 
     from isthmus.trainer.workers.inner_loop import InnerLoop
+    from isthmus.trainer.workers.step import PendingStep
 
-    step, store, load = InnerLoop.step, InnerLoop.store, InnerLoop.load
+    result, store, load = PendingStep.result, InnerLoop.store, InnerLoop.load
     began = torch.empty(0)
 
     def remember(self: InnerLoop, mailbox: torch.Tensor, *arguments: Any, **more: Any) -> int:
@@ -45,8 +46,8 @@ def _lie_as_worker(kind: str) -> None:
         began = mailbox.clone()
         return num_broken
 
-    def claim(self: InnerLoop, *arguments: Any, **more: Any) -> Any:
-        done = step(self, *arguments, **more)
+    def claim(self: PendingStep) -> Any:
+        done = result(self)
         return dataclasses.replace(done, num_tokens=HUGE_TOKENS) if kind == "weight" else done
 
     def spoil(self: InnerLoop, mailbox: torch.Tensor, *arguments: Any, **more: Any) -> None:
@@ -56,7 +57,8 @@ def _lie_as_worker(kind: str) -> None:
         else:
             mailbox.add_(torch.randn(mailbox.shape), alpha=NOISE)
 
-    InnerLoop.step, InnerLoop.store, InnerLoop.load = claim, spoil, remember  # type: ignore[method-assign, assignment]
+    PendingStep.result = claim  # type: ignore[method-assign]
+    InnerLoop.store, InnerLoop.load = spoil, remember  # type: ignore[method-assign, assignment]
 
 
 def forged(me: Any, sign: Any) -> Any:

@@ -53,7 +53,7 @@ _WORDS = (
     (r"127\.0\.0\.1:\d+", "ADDRESS"),
     (r"Python 3\.\d+\.\d+'s standard library", "LIBRARY"),
     (r"\b\d+:\d\d(:\d\d)?\b", "DURATION"),
-    (r"\b[\d.]+ (B|kB|MB)\b", "SIZE"),
+    (r"\b[\d.]+ (B|kB|MB|GB|TB)\b", "SIZE"),
     # Who dials depends on the ids, and the first round trip may not be measured yet.
     (r"(to|from) 127\.0\.0\.1(, [\d.]+ ms)?", "PATH"),
     (r": (training|exchanging)$", ": PHASE"),
@@ -68,7 +68,11 @@ DOCTOR = ["python", "device", "memory", "disk", "files", "bbr", "listen", "addre
 INVITATION = ["others join with (until DATE):", "", "  isthmus join TICKET", ""]
 LISTENING = "TIME INFO isthmus.trainer.run.daemon listening on='ADDRESS' address=ADDRESS run_id=RUN tls=auto"
 TEXT = "TIME INFO isthmus.trainer.record.chronicle text: SIZE, LIBRARY, from this machine"
+NEEDS = (
+    "TIME INFO isthmus.trainer.run.room this_run_needs memory='SIZE' memory_free='SIZE' disk='SIZE' disk_free='SIZE'"
+)
 READY = "TIME INFO isthmus.trainer.workers.pool workers_ready num_workers=N device=cpu (N thread)"
+MOMENTS = "TIME INFO isthmus.trainer.engine.moments moments_remembered outer_step=N own_steps=N"
 VIEW = "TIME INFO isthmus.collective.api.communicator view_installed epoch=N world_size=N"
 COMMITTED = "TIME INFO isthmus.trainer.record.chronicle committed outer_step=N epoch=N world_size=N loss=N wait_s=N"
 ADMITTED = "TIME INFO isthmus.trainer.contact.admission admitted peer_id=PEER by=PEER"
@@ -146,6 +150,7 @@ def _status(*members: str) -> list[str]:
         "train loss N, validation loss unknown",
         "N token, N a second, goodput N%",
         "sent SIZE, received SIZE",
+        "last inner step N s: N token a second (passes N%, clipping N%, update N%, waiting for text N%)",
         "last round N s (N s exchange, SIZE) with N peer",
         *members,
         "",
@@ -227,14 +232,14 @@ def _trains(hour: Hour) -> str:
     assert hour.types("leave", "--dir", other) == (0, ["left at outer step N", ""])
     assert hour.log_and_rest(joiner, join) == (
         20,
-        {LISTENING, TEXT, READY, VIEW, COMMITTED, _finished("left at outer step N")},
+        {LISTENING, TEXT, NEEDS, READY, VIEW, COMMITTED, _finished("left at outer step N")},
         _summary("was left", folder="runs/RUN", following="isthmus join --dir runs/RUN"),
     )
     assert hour.types("leave") == (0, [LAST_LEFT, ""])
     again = "isthmus up -c run.toml -c small.toml --listen HOME"
     assert hour.log_and_rest(founder, up) == (
         20,
-        {LISTENING, TEXT, READY, VIEW, COMMITTED, ADMITTED, _finished(LAST_LEFT)},
+        {LISTENING, TEXT, NEEDS, READY, VIEW, COMMITTED, ADMITTED, _finished(LAST_LEFT)},
         [*INVITATION, *_summary("was left", folder="runs/hour", following=again)],
     )
     for screen in (up, join):
@@ -259,7 +264,7 @@ def test_a_first_hour(tmp_path: Path) -> None:
         finished, up = hour.starts("up", "--resume", "runs/hour", "--run.outer_steps", steps, *AT_HOME, folder="hour")
         assert hour.log_and_rest(finished, up) == (
             0,
-            {LISTENING, TEXT, READY, VIEW, COMMITTED, ADOPTED, _finished("the run is complete")},
+            {LISTENING, TEXT, NEEDS, READY, VIEW, COMMITTED, ADOPTED, MOMENTS, _finished("the run is complete")},
             [
                 *INVITATION,
                 *_summary("is complete", folder="runs/hour", following="isthmus export --dir runs/hour"),

@@ -64,7 +64,7 @@ def test_a_member_that_works_against_the_others_harms_them_only_where_no_guard_i
     tmp_path: Path, guard: str, is_harmed: bool
 ) -> None:
     with running(tmp_path) as run:
-        flags = ("--outer.guard", guard, "--inner.schedule.type", "constant")
+        flags = ("--outer.guard", guard, "--inner.schedule.type", "constant", "--members.equal_steps", "true")
         # There must be something to lose; and beside veterans a newcomer that is guarded against is an outlier.
         honest, liar = three_honest_and(run, "against", *flags, after=30 if is_harmed else 0)
         run.until("liar", lambda: bool(liar.commits()))
