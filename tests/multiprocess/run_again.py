@@ -105,7 +105,8 @@ class Account:
         """What a peer had of its own after the last outer step, by place of the fragment."""
         files = PrivateFiles(process.directory / PRIVATE_NAME, self.run_id, keep=1)
         last = self.commits[-1]
-        return files.load(Held(last.outer_step, last.digest)) or {}
+        own = files.recall(Held(last.outer_step, last.digest))
+        return {} if own is None else own.private
 
 
 def _members_of(records: Sequence[Record], commits: Sequence[CommitRecord]) -> tuple[str, ...]:

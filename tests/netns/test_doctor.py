@@ -52,7 +52,7 @@ ON_ONE_NETWORK = """\
 ✓ called      the coordinator reaches this machine at 10.9.0.3:PORT
 ✓ member      MEMBER and this machine can call each other; it calls 10.9.0.3:PORT
 ✓ text        text.txt here is the run's text
-✓ run memory  takes about 1.0 GB, # free here"""
+✓ run memory  takes about #, # free here"""
 
 
 @dataclasses.dataclass
