@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from isthmus.optim.outer import GRAD
-
 if TYPE_CHECKING:
     from isthmus.optim.outer import Outer, Round
 
@@ -58,10 +56,17 @@ class OuterPlan:
             rounds = self._outer.plan(inner_step)
             if rounds:
                 self._scanned = inner_step
-                if self.steps_may_differ and any(round_.fragment.kind == GRAD for round_ in rounds):
-                    raise ValueError("a method that exchanges gradients must say that inner steps may not differ")
+                if self.steps_may_differ:
+                    _require_no_gradient(rounds)
                 return _checked(rounds)
         raise ValueError(f"{self._outer} plans no round in {_MAX_STRETCH} inner steps")
+
+
+def _require_no_gradient(rounds: tuple[Round, ...]) -> None:
+    from isthmus.optim.outer import GRAD  # here, since the simulator plans without torch
+
+    if any(round_.fragment.kind == GRAD for round_ in rounds):
+        raise ValueError("a method that exchanges gradients must say that inner steps may not differ")
 
 
 def _checked(rounds: tuple[Round, ...]) -> tuple[Round, ...]:

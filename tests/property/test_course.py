@@ -4,7 +4,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +26,7 @@ class Planned:
     """The inner step after which the first outer step is emitted."""
     steps: tuple[tuple[int, int, int], ...]
     """In turn: after so many more inner steps one is emitted, with this delay, of so many rounds."""
+    steps_may_differ: ClassVar = True
 
     def plan(self, inner_step: int) -> tuple[Round, ...]:
         at = self.first

@@ -10,7 +10,7 @@ import hashlib
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from isthmus.collective.core.types import RoundKey, View
 from isthmus.optim.outer_plan import OuterPlan
@@ -45,6 +45,8 @@ class Method:
     """The plan of the options: an outer step every `steps_per_round`, each of the next fragments in turn."""
 
     options: Options
+    steps_may_differ: ClassVar = False
+    """Of the engine's own accord none is left out here; a schedule says who hands in early."""
 
     def plan(self, inner_step: int) -> tuple[SymbolicRound, ...]:
         options = self.options
