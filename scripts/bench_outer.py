@@ -93,7 +93,7 @@ def run_pair(
     start: Callable[[int, str], subprocess.Popen[str]], words: Sequence[str]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """As `run_two`; what the founder prints last is JSON."""
-    told, events = run_two(start, words)
+    told, events = run_two(start, [*words, "--members.equal_steps", "true"])  # each outer step has its place then
     result: dict[str, float] = json.loads(told[0].strip().splitlines()[-1])
     return result, events
 

@@ -76,7 +76,7 @@ EQUAL = tuple(Size(name=f"equal {number}") for number in range(3))
 DIFFERENT = (
     Size(name="1 worker"),
     Size(name="2 workers", flags=("--node.local-workers", "2")),
-    Size(name="half the time", share=0.1),
+    Size(name="half the time", share=0.1, flags=("--node.micro-batch", "4")),
 )
 
 
