@@ -115,7 +115,9 @@ class _Hand:
                 self._send(lot)
                 if not self._listen():
                     return
-        except OSError:
+        except (OSError, msgspec.MsgspecError):  # whoever waits for words hears of it, whatever it was
+            assert self._process is not None, "it was started"
+            self._process.kill()
             self._words.put(self._gone())
 
     def _send(self, message: Task | Lot) -> None:

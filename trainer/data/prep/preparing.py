@@ -271,15 +271,7 @@ def _prepared(
     settings: Settings, plan: _Plan, lots: Sequence[Lot], threshold: float, tell: Callable[[Progress], None]
 ) -> list[LotRecord]:
     work = settings.out / _WORK
-    task = Task(
-        out=str(settings.out),
-        has_tokenizer=plan.tokenizer is not None or plan.train_tokenizer is not None,
-        end_of_document=plan.end_of_document,
-        field=plan.field,
-        weights=plan.weights,
-        threshold=threshold,
-        shard_nbytes=plan.shard_nbytes,
-    )
+    task = _task_of(settings, plan, threshold)
     records = {lot.number: record for lot in lots if (record := _kept(work, lot, threshold)) is not None}
     rest = [lot for lot in lots if lot.number not in records]
     total = sum(lot.nbytes for lot in lots)
@@ -294,6 +286,18 @@ def _prepared(
         write_atomically(_record_path(work, record.number), msgspec.json.encode(record))
         records[record.number] = record
     return [records[lot.number] for lot in lots]
+
+
+def _task_of(settings: Settings, plan: _Plan, threshold: float) -> Task:
+    return Task(
+        out=str(settings.out),
+        has_tokenizer=plan.tokenizer is not None or plan.train_tokenizer is not None,
+        end_of_document=plan.end_of_document,
+        field=plan.field,
+        weights=plan.weights,
+        threshold=threshold,
+        shard_nbytes=plan.shard_nbytes,
+    )
 
 
 def _record_path(work: Path, number: int) -> Path:
@@ -315,23 +319,13 @@ def _kept(work: Path, lot: Lot, threshold: float) -> LotRecord | None:
 
 def _write_index(settings: Settings, plan: _Plan, records: Sequence[LotRecord]) -> None:
     tokenizer_path = settings.out / TOKENIZER_NAME
-    has_tokenizer = plan.tokenizer is not None or plan.train_tokenizer is not None
-    tokenizer = tokenizer_of(
-        Task(
-            out=str(settings.out),
-            has_tokenizer=has_tokenizer,
-            end_of_document=plan.end_of_document,
-            field=plan.field,
-            weights=plan.weights,
-            threshold=plan.validation_fraction,
-            shard_nbytes=plan.shard_nbytes,
-        )
-    )
+    task = _task_of(settings, plan, plan.validation_fraction)
+    tokenizer = tokenizer_of(task)
     index = Index(
         dtype=dtype_of(tokenizer.vocab_size),
         vocab_size=tokenizer.vocab_size,
         end_of_document=tokenizer.end_of_document,
-        tokenizer=describe_part(tokenizer_path).digest.hex() if has_tokenizer else None,
+        tokenizer=describe_part(tokenizer_path).digest.hex() if task.has_tokenizer else None,
         validation_fraction=plan.validation_fraction,
         sources=tuple(
             SourceEntry(
