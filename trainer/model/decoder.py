@@ -296,18 +296,7 @@ class Decoder(LanguageModel):
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def forward(self, tokens_BL: Tensor, targets_BL: Tensor | None = None) -> Tensor:
-        """Scores of the next token at every position; with targets the mean loss instead.
-
-        Args:
-            tokens_BL: int64 tokens in [0, vocab_size), at most `max_seq_len` long.
-            targets_BL: int64, the tokens that come next.
-
-        Returns:
-            logits_BLV in the dtype of the parameters; or the loss in nats per token, a scalar in fp32.
-
-        Raises:
-            ValueError: the sequence is longer than `max_seq_len`.
-        """
+        """See `LanguageModel`. The logits are in the dtype of the parameters."""
         if tokens_BL.shape[1] > self.config.max_seq_len:
             raise ValueError(f"sequence of {tokens_BL.shape[1]} tokens, but max_seq_len is {self.config.max_seq_len}")
         x_BLD = self.embedding(tokens_BL)
