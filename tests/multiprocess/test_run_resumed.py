@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 SAVED_AT = 4
 FLAGS = ["--checkpoint.every", str(SAVED_AT), "--inner.lr", "1e-2", "--inner.schedule.warmup-steps", "2"]
 # Moments show from the second inner step of a round on, and on a busy machine a slow peer would leave it out.
-FLAGS += ["--members.equal-steps", "true", "--members.patience", "100"]
+FLAGS += ["--members.equal-steps", "true", "--members.patience", "100", "--outer.inner-steps", "8"]
 
 
 def test_two_peers_of_two_workers_go_on_exactly_where_three_of_one_worker_were(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_two_peers_of_two_workers_go_on_exactly_where_three_of_one_worker_were(t
                 expected = told.expected(begin.checkpoint, begin.own)
                 assert told.loss == pytest.approx(expected, rel=1e-5), "as if it had never stopped"
     fresh = before[0].expected(begins[0].checkpoint, None)
-    assert before[0].loss != pytest.approx(fresh, rel=5e-4), "moments matter"
+    assert before[0].loss != pytest.approx(fresh, rel=1e-4), "moments matter, ten times as much as may differ"
     for peer in resumed:
         assert f"moments_remembered outer_step={SAVED_AT} " in peer.console.with_suffix(".err").read_text()
     # Whoever left last has everything that it ended with: the same command goes on from there.
