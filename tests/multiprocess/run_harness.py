@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -413,6 +414,13 @@ def start_program(
         return subprocess.Popen(
             command, cwd=cwd, env=env, stdin=nothing, stdout=stdout, stderr=stderr, start_new_session=True
         )
+
+
+def leave_memory(pid: int, nbytes: int) -> None:
+    """From now on a process may have no more than so many bytes of address space beside what it has."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + nbytes
+    resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
 
 
 def at_home(address: str) -> str:

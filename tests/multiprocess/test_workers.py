@@ -3,7 +3,6 @@
 
 import asyncio
 import os
-import resource
 import select
 import signal
 import subprocess
@@ -28,6 +27,7 @@ from isthmus.trainer.workers.inquest import frames_of
 from isthmus.trainer.workers.pool import WorkerDied, WorkerPool, WorkerStalled, worker_pool
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 from isthmus.trainer.workers.start import STACK_SIGNAL, fork_server
+from tests.multiprocess.run_harness import leave_memory
 
 pytestmark = pytest.mark.multiprocess
 
@@ -402,7 +402,7 @@ async def test_a_worker_without_memory_is_replaced_by_one_that_takes_half_as_muc
         await pool.load()
         await pool.step(range(1), inner_step=1)  # what is needed in any case is there
         # One layer's activations of 16 samples alone are 134 MB: 16 * 512 * 4096 numbers.
-        _leave_memory(pool.pids[0], 200_000_000)
+        leave_memory(pool.pids[0], 200_000_000)
         with pytest.raises(WorkerOutOfMemory, match="can't allocate memory"):
             await pool.step(range(16), inner_step=2)
         assert pool.micro_batch.halve()
@@ -413,13 +413,6 @@ async def test_a_worker_without_memory_is_replaced_by_one_that_takes_half_as_muc
         assert (again.num_tokens, pool.ready[0].precision) == (16 * 512, "fp32")
         assert again.parts.passes_s > 0.0
     mailbox.close()
-
-
-def _leave_memory(pid: int, nbytes: int) -> None:
-    """No more than so many bytes beside what the process has."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + nbytes
-    resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
 
 
 async def test_a_text_that_is_too_short_is_the_operators_fault(mailbox: SharedBuffer, tmp_path: Path) -> None:
