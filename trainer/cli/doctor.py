@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isthmus.trainer.cli.config import AsJson, ConfigFiles, Dir, resolve
-from isthmus.trainer.cli.peers import (
+from isthmus.trainer.cli.flags import (
     Advertise,
     Device,
     Insecure,
