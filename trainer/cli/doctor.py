@@ -19,6 +19,9 @@ from isthmus.trainer.cli.flags import (
     MaxUpload,
     OwnCopy,
     Tls,
+    limit_flags,
+    net_flags,
+    node_flags,
     place_of,
 )
 from isthmus.trainer.cli.support import RUNS_FOLDER
@@ -58,17 +61,10 @@ def doctor(
     resolved = resolve(
         context,
         files=config,
-        flags={
-            "node.data": ("--data", place_of(data)),
-            "node.dir": ("--dir", directory),
-            "node.local_workers": ("--local-workers", local_workers),
-            "node.device": ("--device", device),
-            "node.listen": ("--listen", listen),
-            "node.advertise": ("--advertise", advertise),
-            "node.max_upload": ("--max-upload", max_upload),
-            "node.max_download": ("--max-download", max_download),
-            "net.tls": ("--insecure", "off") if insecure and tls is None else ("--tls", tls),
-        },
+        flags={"node.data": ("--data", place_of(data))}
+        | node_flags(directory, local_workers, device, listen, advertise)
+        | limit_flags(max_upload, max_download)
+        | net_flags(tls, None, insecure=insecure),
     )
     import msgspec
 

@@ -149,7 +149,7 @@ def node_flags(
 
 
 def limit_flags(
-    max_upload: str | None, max_download: str | None, *, ignore_memory: bool
+    max_upload: str | None, max_download: str | None, *, ignore_memory: bool = False
 ) -> dict[str, tuple[str, object]]:
     """What a peer that trains may take of its line and of its memory."""
     return {
