@@ -33,7 +33,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from isthmus.trainer.model.decoder import num_parameters
 from scripts.convergence import defaults
 from scripts.convergence.cases import CASES, Case, Tuned
 from scripts.convergence.report import as_dicts, judge, plot, print_claims, print_table, summarise
@@ -243,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     budget = QUICK_BUDGET if options.quick else Budget()
     text = load_text(options.text, length=budget.length)
-    numel = num_parameters(budget.model)
+    numel = budget.model.num_parameters()
     print(
         f"{text.description}: {len(text.train):,} bytes to train on, {len(text.held_out):,} held out;"
         f" {numel:,} parameters; {budget.num_steps * budget.tokens_per_step:,} tokens a worker in {budget.num_steps}"

@@ -14,7 +14,6 @@ from isthmus.optim.qsr import QSR
 from isthmus.optim.registry import build_outer
 from isthmus.optim.run_facts import RunFacts
 from isthmus.optim.simulate import simulate
-from isthmus.trainer.model.decoder import initial_parameters
 from scripts.convergence.cases import CASES
 from scripts.convergence.codec_wire import CodecWire
 from scripts.convergence.fleet import Architecture, Fleet, InnerSettings
@@ -105,7 +104,7 @@ def run_cell(cell: Cell, settings: Mapping[str, Any], text: Text, budget: Budget
         trajectory = simulate(
             outer,
             table=architecture.table,
-            initial=initial_parameters(budget.model, cell.seed),
+            initial=budget.model.initial_parameters(cell.seed),
             workers=WORKERS[: cell.members],
             workload=Fleet(architecture, rows=cell.members, inner=inner, batches=reader),
             num_inner_steps=num_steps + lag,

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from isthmus.optim.fragments import FragmentTable
 from isthmus.optim.outer import GRAD, PARAM
 from isthmus.optim.schedule import cosine
-from isthmus.trainer.model.decoder import RotaryTable, named_shapes
+from isthmus.trainer.model.layers import RotaryTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,7 +108,7 @@ class Architecture:
         if config.num_kv_heads != config.num_heads or not config.tie_embeddings:
             raise ValueError("a fleet has one key and value a head, and tied embeddings")
         self.config = config
-        self.table = FragmentTable.from_named_shapes(named_shapes(config))
+        self.table = FragmentTable.from_named_shapes(config.named_shapes())
         self._rotary = RotaryTable(head_dim=config.head_dim, max_seq_len=config.max_seq_len, theta=config.rope_theta)
         self._places = {spec.name: slice(spec.offset, spec.stop) for spec in self.table.specs}
 
@@ -186,7 +186,7 @@ def _linear(x_RTI: Tensor, weight_ROI: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, cos_LP: Tensor, sin_LP: Tensor) -> Tensor:
-    """Rotary positions, as trainer.model.decoder.rotate: [.., L, 2, N, H]."""
+    """Rotary positions, as trainer.model.layers.rotate: [.., L, 2, N, H]."""
     length = x.shape[1]
     cos, sin = cos_LP[:length, None, None], sin_LP[:length, None, None]
     first, second = x.chunk(2, dim=-1)

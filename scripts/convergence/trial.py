@@ -16,7 +16,7 @@ import torch
 from isthmus.collective.codec import NotFinite
 from isthmus.optim.registry import build_outer
 from isthmus.optim.simulate import shared_parameters, simulate
-from isthmus.trainer.model.decoder import ModelConfig, initial_parameters
+from isthmus.trainer.model.decoder import ModelConfig
 from scripts.convergence.cases import INNER_STEPS, WITHOUT_MEANS, Run
 from scripts.convergence.codec_wire import CodecWire
 from scripts.convergence.fleet import Architecture, Fleet, InnerSettings
@@ -159,7 +159,7 @@ def start(budget: Budget, seed: int, text: Text) -> Tensor:
     The outer optimizers are for the long way after the first, steep descent; their papers train for thousands of rounds
     or begin with a trained model as well.
     """
-    initial = initial_parameters(budget.model, seed)
+    initial = budget.model.initial_parameters(seed)
     if not budget.start_steps:
         return initial
     architecture = Architecture(budget.model)

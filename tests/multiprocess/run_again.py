@@ -35,7 +35,6 @@ from isthmus.trainer.config.wiring import training_job
 from isthmus.trainer.data.corpus import Corpus, load_corpus
 from isthmus.trainer.engine.progress import Progress
 from isthmus.trainer.engine.state_version import byte_view, name_tensors, with_chain
-from isthmus.trainer.model.decoder import initial_parameters
 from isthmus.trainer.workers.inner_loop import InnerLoop
 from scripts.convergence.codec_wire import CodecWire
 from tests.multiprocess.run_harness import Process, read_journal
@@ -253,7 +252,7 @@ def again(account: Account, mesh: DeviceMesh, *, num_workers: Mapping[str, int])
     )
     plan = OuterPlan(method.outer)
     loops = InnerLoops(account, plan, corpus, mesh, num_workers)
-    initial = initial_parameters(model, config.run.seed)
+    initial = model.initial_parameters(config.run.seed)
     trajectory = simulate(
         method.outer,
         table=fragment_table(config.model),

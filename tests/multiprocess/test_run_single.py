@@ -18,7 +18,6 @@ from isthmus.optim.outer import ANCHOR
 from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, CheckpointStore
 from isthmus.trainer.config.wiring import training_job
 from isthmus.trainer.data.corpus import load_corpus
-from isthmus.trainer.model.decoder import initial_parameters
 from isthmus.trainer.workers.inner_loop import InnerLoop
 from tests.multiprocess.run_again import Account
 from tests.multiprocess.run_harness import Process, assert_same_commits, running
@@ -68,7 +67,7 @@ def test_averaging_after_every_step_is_one_process_with_the_common_batch(
     assert told == pytest.approx(losses, rel=_CLOSE)
     assert losses[-1] < losses[0] - 0.5, "it learns"
     store = CheckpointStore(founder.directory / FOLDER_NAME, keep=1)
-    begun = initial_parameters(account.config.model.description(), account.config.run.seed)
+    begun = account.config.model.description().initial_parameters(account.config.run.seed)
     found = store.load(_STEPS).tensors[ANCHOR]
     assert float((found - parameters).norm()) < _CLOSE * float((parameters - begun).norm())
 
@@ -89,7 +88,7 @@ def _single(account: Account, mesh: DeviceMesh) -> tuple[list[float], torch.Tens
         limit_nbytes=config.data.limit_nbytes,
     )
     loop = InnerLoop(training_job(config), mesh=mesh, train=corpus.train, validation=corpus.validation)
-    parameters = initial_parameters(config.model.description(), config.run.seed)
+    parameters = config.model.description().initial_parameters(config.run.seed)
     loop.load(parameters)
     batches = zip(*(account.batches[peer] for peer in account.peers), strict=True)
     losses = [loop.step(sum(batch, ()), step).loss for step, batch in enumerate(batches, start=1)]

@@ -22,7 +22,7 @@ from isthmus.optim.inner import InnerType
 from isthmus.trainer.config.job import OptimizerJob, ScheduleJob, TrainingJob
 from isthmus.trainer.data.corpus import Corpus
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, TrainingFault, WorkerOutOfMemory
-from isthmus.trainer.model.decoder import ModelConfig, initial_parameters, named_shapes, num_parameters
+from isthmus.trainer.model.decoder import ModelConfig
 from isthmus.trainer.workers.inquest import frames_of
 from isthmus.trainer.workers.pool import WorkerDied, WorkerPool, WorkerStalled, worker_pool
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
@@ -32,7 +32,7 @@ from tests.multiprocess.run_harness import leave_memory
 pytestmark = pytest.mark.multiprocess
 
 MODEL = ModelConfig(dim=8, num_layers=2, num_heads=2, num_kv_heads=1, hidden_dim=13, max_seq_len=8)
-NUMEL = num_parameters(MODEL)
+NUMEL = MODEL.num_parameters()
 TEXT = np.frombuffer(b"Peers come and go; the run goes on. " * 40, dtype=np.uint8)
 CORPUS = Corpus.of(TEXT[:1000], TEXT[1000:], "")
 JOB = TrainingJob(
@@ -50,7 +50,7 @@ JOB = TrainingJob(
 @pytest.fixture
 def mailbox() -> Iterator[SharedBuffer]:
     buffer = SharedBuffer.create(NUMEL)
-    buffer.tensor.copy_(initial_parameters(MODEL, 0))
+    buffer.tensor.copy_(MODEL.initial_parameters(0))
     yield buffer
     buffer.close()
 
@@ -133,12 +133,12 @@ async def test_one_and_two_workers_train_to_equal_parameters(
     job = msgspec.structs.replace(JOB, optimizer=OptimizerJob(type=type_, lr=1e-2))
     losses, norms = await _train(1, mailbox, tmp_path, job)
     alone = mailbox.tensor.clone()
-    mailbox.tensor.copy_(initial_parameters(MODEL, 0))
+    mailbox.tensor.copy_(MODEL.initial_parameters(0))
     losses_of_two, norms_of_two = await _train(2, mailbox, tmp_path, job)
     assert losses_of_two == pytest.approx(losses, rel=rel)
     assert norms_of_two == pytest.approx(norms, rel=10 * rel)
     torch.testing.assert_close(mailbox.tensor, alone, rtol=1e-4, atol=atol)
-    assert not torch.equal(alone, initial_parameters(MODEL, 0))
+    assert not torch.equal(alone, MODEL.initial_parameters(0))
 
 
 async def test_load_and_store_of_two_workers(mailbox: SharedBuffer, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ async def test_moments_and_gradients_go_through_the_mailbox_by_span(
     num_workers: int, mailbox: SharedBuffer, tmp_path: Path
 ) -> None:
     job = msgspec.structs.replace(JOB, optimizer=OptimizerJob(type="muon", lr=1e-2))
-    table = FragmentTable.from_named_shapes(named_shapes(MODEL))
+    table = FragmentTable.from_named_shapes(MODEL.named_shapes())
     is_hidden = torch.zeros(NUMEL, dtype=torch.bool)
     for spec in table.specs:
         table.view(is_hidden, spec.name).fill_(spec.name.startswith("blocks") and len(spec.shape) == 2)
@@ -223,7 +223,7 @@ async def test_a_step_and_its_two_halves_give_equal_bits(
     ends = []
     async with _pool(mailbox, tmp_path, num_workers, job) as pool:
         for is_halved in (False, True):
-            mailbox.tensor.copy_(initial_parameters(MODEL, 0))
+            mailbox.tensor.copy_(MODEL.initial_parameters(0))
             await pool.load(reset_optimizer=True)
             told = []
             for inner_step, batch in enumerate([range(7), [14]], start=1):
@@ -240,7 +240,7 @@ async def test_a_step_and_its_two_halves_give_equal_bits(
     (told, whole), (told_of_halves, halves) = ends
     assert told_of_halves == told
     assert torch.equal(halves, whole)
-    assert not torch.equal(whole, initial_parameters(MODEL, 0))
+    assert not torch.equal(whole, MODEL.initial_parameters(0))
 
 
 async def test_values_that_are_not_finite_are_mended_by_the_mailbox_and_counted_over_all_workers(
@@ -357,7 +357,7 @@ async def test_workers_that_hang_or_die_are_replaced_and_train_on(mailbox: Share
                 with pytest.raises(crash):
                     await pool.step(range(4), inner_step=2)
             _wait_for_ends(pidfds)
-            mailbox.tensor.copy_(initial_parameters(MODEL, 0))
+            mailbox.tensor.copy_(MODEL.initial_parameters(0))
             await pool.renew()
             await pool.load()
             again = await pool.step(range(4), inner_step=1)
@@ -392,8 +392,8 @@ async def test_a_worker_without_memory_is_replaced_by_one_that_takes_half_as_muc
     job = msgspec.structs.replace(
         JOB, model=model, seq_len=512, micro_batch=16, halves_micro_batch=True, eval_batch=1, num_eval_batches=1
     )
-    mailbox = SharedBuffer.create(num_parameters(model))
-    mailbox.tensor.copy_(initial_parameters(model, 0))
+    mailbox = SharedBuffer.create(model.num_parameters())
+    mailbox.tensor.copy_(model.initial_parameters(0))
     pool = worker_pool(
         job, mailbox=mailbox, corpus=Corpus.of(text[:90_000], text[90_000:], ""), device="cpu", log_dir=tmp_path,
         num_threads=1,
@@ -510,7 +510,7 @@ def _wait_for_ends(pidfds: list[int]) -> None:
 async def _run_daemon(log_dir: Path) -> None:
     """A daemon with two workers that waits to be killed."""
     mailbox = SharedBuffer.create(NUMEL)
-    mailbox.tensor.copy_(initial_parameters(MODEL, 0))
+    mailbox.tensor.copy_(MODEL.initial_parameters(0))
     async with _pool(mailbox, log_dir, 2) as pool:
         await pool.load()
         print(*pool.pids, flush=True)

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that the trainer trains by default: a Llama-style decoder, every formula written out.
+"""The model that the trainer trains by default: a Llama-style decoder; its layers are in layers.py.
 
 Owns the architecture (`ModelConfig`, `Decoder`), the presets, the canonical order of the parameters and their
-initial values. Rules: modules compute and nothing else; the order of `named_shapes` is the order in which parameters
-are cut into fragments and sent, so it never depends on the device, on sharding or on the process. Must not know
-data, optimizers, process groups or files.
+initial values. Rules: the order of `named_shapes` is the order in which parameters are cut into fragments and sent, so
+it never depends on the device, on sharding or on the process. Must not know data, optimizers, process groups or files.
 
 Sharding: call `fully_shard` on every element of `Decoder.blocks`, then on the decoder itself. The embedding belongs
 to the root's group because a tied head reads its weight inside `Decoder.forward`.
 
-Shape suffixes of tensors::
-
-    B batch          L sequence length   V vocab_size   D dim
-    N query heads    K key-value heads   H head_dim     P = H / 2 rotated pairs    F hidden_dim
+Shape suffixes of tensors are those of layers.py.
 """
 
 import difflib
@@ -26,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isthmus.trainer.model.language_model import LanguageModel, NamedShapes
+from isthmus.trainer.model.layers import Block, RMSNorm, RotaryTable, document_mask
 from isthmus.trainer.model.loss import token_loss
 
 _INIT_STD = 0.02
@@ -85,21 +82,42 @@ class ModelConfig(
         return self.dim // self.num_heads
 
     def build(self) -> "Decoder":
-        """See `ModelDescription`; likewise below."""
+        """See `ModelDescription`."""
         with torch.device("meta"):
             return Decoder(self)
 
     def named_shapes(self) -> NamedShapes:
-        """What is trained: all of it."""
-        return named_shapes(self)
+        """Name and shape of every parameter in canonical order; allocates no weights. A tied weight appears once."""
+        return [(name, tuple(parameter.shape)) for name, parameter in self.build().trained_parameters()]
+
+    def num_parameters(self) -> int:
+        """Number of trained values; a tied weight counts once."""
+        return sum(math.prod(shape) for _, shape in self.named_shapes())
 
     def initial_parameters(self, seed: int) -> Tensor:
-        """Drawn by the seed."""
-        return initial_parameters(self, seed)
+        """The founder's first weights: one flat fp32 CPU tensor, parameters in canonical order without gaps.
+
+        The same seed gives the same bits on one machine only; see `Decoder.init_weights`.
+        """
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        flat = torch.empty(self.num_parameters(), dtype=torch.float32, device="cpu")
+        offset = 0
+        for name, shape in self.named_shapes():
+            numel = math.prod(shape)
+            _draw(name, flat[offset : offset + numel].view(shape), self, generator)
+            offset += numel
+        return flat
 
     def num_flops_per_token(self, seq_len: int) -> int:
-        """As counted for model FLOPs utilisation."""
-        return num_flops_per_token(self, seq_len)
+        """Floating point operations of one forward and backward, per token: 6 N + 12 · layers · dim · seq_len.
+
+        N counts the weights that take part in a matrix product: the head does, an untied embedding does not (it is a
+        look-up). The attention term is the full square, as is usual for model FLOPs utilisation (PaLM,
+        arXiv:2204.02311, appendix B).
+        """
+        lookup_only = 0 if self.tie_embeddings else self.vocab_size * self.dim
+        matmul_weights = self.num_parameters() - lookup_only
+        return 6 * matmul_weights + 12 * self.num_layers * self.dim * seq_len
 
 
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
@@ -137,143 +155,6 @@ def _unknown(kind: str, name: str, known: list[str]) -> str:
     return f"no {kind} is called {name!r}: {hint}Known are {', '.join(known)}."
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in fp32 (arXiv:1910.07467, eq. 4)."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        """Same shape and dtype as its input."""
-        x32_BLD = x_BLD.float()
-        scale_BL1 = torch.rsqrt(x32_BLD.square().mean(-1, keepdim=True) + self.eps)
-        return (x32_BLD * scale_BL1 * self.weight.float()).to(x_BLD.dtype)
-
-
-class RotaryTable:
-    """cos and sin of position × frequency, fp32; one table shared by all the layers of a decoder.
-
-    Deliberately neither parameter nor buffer: it follows from the config alone, so there is nothing to send, to shard
-    or to save; `to_empty` cannot leave garbage in it and `.bfloat16()` cannot round it. The first use on a device
-    builds it there.
-    """
-
-    def __init__(self, *, head_dim: int, max_seq_len: int, theta: float) -> None:
-        self._head_dim = head_dim
-        self._max_seq_len = max_seq_len
-        self._theta = theta
-        self._cos_LP: Tensor | None = None
-        self._sin_LP: Tensor | None = None
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(cos_LP, sin_LP) on `device`; angle[l, p] = l * theta ** (-2 p / H) (arXiv:2104.09864, eq. 15)."""
-        if self._cos_LP is None or self._sin_LP is None or self._cos_LP.device != device:
-            # Without this a table first built by an evaluation in inference mode would break the next backward.
-            with torch.inference_mode(False):
-                exponent_P = torch.arange(0, self._head_dim, 2, dtype=torch.float64, device="cpu") / self._head_dim
-                position_L = torch.arange(self._max_seq_len, dtype=torch.float64, device="cpu")
-                angle_LP = torch.outer(position_L, self._theta**-exponent_P)
-                self._cos_LP = angle_LP.cos().float().to(device)
-                self._sin_LP = angle_LP.sin().float().to(device)
-        return self._cos_LP, self._sin_LP
-
-
-def rotate(x_BLNH: Tensor, cos_LP: Tensor, sin_LP: Tensor) -> Tensor:
-    """Rotate the pairs (x[p], x[p + H/2]) of every head by their position's angle, in fp32.
-
-    Pairs are halves apart, not neighbours (the arrangement of Hugging Face's Llama weights), so that an export only
-    renames tensors.
-    """
-    length = x_BLNH.shape[1]
-    cos_L1P, sin_L1P = cos_LP[:length, None], sin_LP[:length, None]
-    first_BLNP, second_BLNP = x_BLNH.float().chunk(2, dim=-1)
-    rotated_BLNH = torch.cat(
-        (first_BLNP * cos_L1P - second_BLNP * sin_L1P, second_BLNP * cos_L1P + first_BLNP * sin_L1P), dim=-1
-    )
-    return rotated_BLNH.to(x_BLNH.dtype)
-
-
-class Attention(nn.Module):
-    """Causal softmax(QKᵀ / sqrt(H)) V with rotary positions; every key-value head serves N / K query heads."""
-
-    def __init__(self, config: ModelConfig, rotary: RotaryTable) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.is_grouped = config.num_kv_heads != config.num_heads
-        self.rotary = rotary
-        self.query = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=False)
-        self.key = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
-        self.value = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
-        self.output = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
-
-    def forward(self, x_BLD: Tensor, mask_B1LL: Tensor | None = None) -> Tensor:
-        """Mixes positions; the value at position l depends on positions 0..l only, of them on the mask's."""
-        cos_LP, sin_LP = self.rotary.on(x_BLD.device)
-        heads = (-1, self.head_dim)
-        q_BLNH = rotate(self.query(x_BLD).unflatten(-1, heads), cos_LP, sin_LP)
-        k_BLKH = rotate(self.key(x_BLD).unflatten(-1, heads), cos_LP, sin_LP)
-        v_BLKH = self.value(x_BLD).unflatten(-1, heads)
-        mixed_BNLH = F.scaled_dot_product_attention(
-            q_BLNH.transpose(1, 2),
-            k_BLKH.transpose(1, 2),
-            v_BLKH.transpose(1, 2),
-            attn_mask=mask_B1LL,
-            is_causal=mask_B1LL is None,
-            enable_gqa=self.is_grouped,
-        )
-        projected_BLD: Tensor = self.output(mixed_BNLH.transpose(1, 2).flatten(2))
-        return projected_BLD
-
-
-def document_mask(tokens_BL: Tensor, document_end: int) -> Tensor:
-    """What attention may look at where it stays within documents: bool [B, 1, L, L], [l, m] for position m from l.
-
-    A document's end belongs to it. Positions are relative (rotary), so they need not begin anew with a document.
-    """
-    ends_BL = (tokens_BL == document_end).int()
-    document_BL = ends_BL.cumsum(-1) - ends_BL
-    same_BLL = document_BL[:, :, None] == document_BL[:, None, :]
-    return same_BLL.tril()[:, None]
-
-
-class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv:2002.05202, eq. 6)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.up = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.down = nn.Linear(config.hidden_dim, config.dim, bias=False)
-
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        """Transforms every position alone."""
-        hidden_BLF = F.silu(self.gate(x_BLD)) * self.up(x_BLD)
-        projected_BLD: Tensor = self.down(hidden_BLF)
-        return projected_BLD
-
-
-class Block(nn.Module):
-    """Attention, then feed-forward, each normalised before and added to the residual stream after.
-
-    The unit of sharding, of activation checkpointing and of compilation.
-    """
-
-    def __init__(self, config: ModelConfig, rotary: RotaryTable) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config, rotary)
-        self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = FeedForward(config)
-
-    def forward(self, x_BLD: Tensor, mask_B1LL: Tensor | None = None) -> Tensor:
-        """The residual stream after this block; the mask is `Attention`'s."""
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), mask_B1LL)
-        residual_BLD: Tensor = x_BLD + self.feed_forward(self.feed_forward_norm(x_BLD))
-        return residual_BLD
-
-
 class Decoder(LanguageModel):
     """Embedding, blocks, norm, head.
 
@@ -290,7 +171,18 @@ class Decoder(LanguageModel):
         # Not drawn here: on the meta device that alone imports torch's compiler, more than a second of a peer's start.
         nothing_VD = torch.zeros(config.vocab_size, config.dim)
         self.embedding = nn.Embedding.from_pretrained(nothing_VD, freeze=False)  # type: ignore[no-untyped-call]
-        self.blocks = nn.ModuleList(Block(config, self.rotary) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            Block(
+                dim=config.dim,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                hidden_dim=config.hidden_dim,
+                norm_eps=config.norm_eps,
+                rotary=self.rotary,
+            )
+            for _ in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.dim, config.norm_eps)
         # A tied head is no module: one parameter, one name, one place in the canonical order.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -335,40 +227,3 @@ def _draw(name: str, values: Tensor, config: ModelConfig, generator: torch.Gener
     writes_residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
     std = _INIT_STD / math.sqrt(2 * config.num_layers) if writes_residual else _INIT_STD
     values.normal_(0.0, std, generator=generator)
-
-
-def named_shapes(config: ModelConfig) -> NamedShapes:
-    """Name and shape of every parameter in canonical order; allocates no weights. A tied weight appears once."""
-    return [(name, tuple(parameter.shape)) for name, parameter in config.build().trained_parameters()]
-
-
-def num_parameters(config: ModelConfig) -> int:
-    """Number of trained values; a tied weight counts once."""
-    return sum(math.prod(shape) for _, shape in named_shapes(config))
-
-
-def initial_parameters(config: ModelConfig, seed: int) -> Tensor:
-    """The founder's first weights: one flat fp32 CPU tensor, parameters in canonical order without gaps.
-
-    The same seed gives the same bits on one machine only; see `Decoder.init_weights`.
-    """
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    flat = torch.empty(num_parameters(config), dtype=torch.float32, device="cpu")
-    offset = 0
-    for name, shape in named_shapes(config):
-        numel = math.prod(shape)
-        _draw(name, flat[offset : offset + numel].view(shape), config, generator)
-        offset += numel
-    return flat
-
-
-def num_flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Floating point operations of one forward and backward, per token: 6 N + 12 · layers · dim · seq_len.
-
-    N counts the weights that take part in a matrix product: the head does, an untied embedding does not (it is a
-    look-up). The attention term is the full square, as is usual for model FLOPs utilisation (PaLM, arXiv:2204.02311,
-    appendix B).
-    """
-    lookup_only = 0 if config.tie_embeddings else config.vocab_size * config.dim
-    matmul_weights = num_parameters(config) - lookup_only
-    return 6 * matmul_weights + 12 * config.num_layers * config.dim * seq_len

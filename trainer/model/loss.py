@@ -6,7 +6,7 @@ are computed for some positions at a time, in fp32, turned into their part of th
 forgotten: the backward pass only scales what is there (as in Liger, arXiv:2410.10989, §3.2). The products are the same
 as without slices, and so is the loss but for the order of sums.
 
-Must not know a model's layers, nor who calls it. Shape suffixes are those of decoder.py; S positions of one slice,
+Must not know a model's layers, nor who calls it. Shape suffixes are those of layers.py; S positions of one slice,
 T = B · L.
 """
 

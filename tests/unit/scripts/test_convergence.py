@@ -13,7 +13,7 @@ from torch import nn
 from isthmus.collective.codec import NotFinite, codec_named
 from isthmus.optim import GRAD, PARAM, FragmentKey, FragmentTable, Op, Round, build_inner_optimizer, outer_types
 from isthmus.optim.schedule import cosine
-from isthmus.trainer.model.decoder import Decoder, ModelConfig, initial_parameters
+from isthmus.trainer.model.decoder import Decoder, ModelConfig
 from scripts import bench_convergence
 from scripts.convergence import defaults
 from scripts.convergence.cases import CASES, RUNS_PER_SWEEP, Case, Tuned
@@ -51,7 +51,7 @@ def random_tokens(*shape, seed=0):
 
 def random_rows(rows, dtype=torch.float32, seed=0):
     """Parameters of several workers that have nothing in common but their size."""
-    start = initial_parameters(CONFIG, seed=0).to(dtype)
+    start = CONFIG.initial_parameters(seed=0).to(dtype)
     noise = torch.randn(rows, start.numel(), generator=torch.Generator().manual_seed(seed), dtype=dtype)
     return start + 0.1 * noise
 
@@ -424,7 +424,7 @@ def test_who_is_slow_or_away_does_not_lessen_the_tokens(text):
 
 def test_all_start_from_the_same_trained_weights(text):
     assert torch.equal(start(BUDGET, 0, text), start(BUDGET, 0, text))
-    assert not torch.equal(start(BUDGET, 0, text), initial_parameters(BUDGET.model, 0))
+    assert not torch.equal(start(BUDGET, 0, text), BUDGET.model.initial_parameters(0))
     first, other = (train(name, text)["curve"][0] for name in ("diloco", "local_adam"))
     assert first == other
     assert first[1] < train("diloco", text, budget=dataclasses.replace(BUDGET, start_steps=0))["curve"][0][1]

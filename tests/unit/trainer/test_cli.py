@@ -27,7 +27,6 @@ from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.training import DecoderSection
 from isthmus.trainer.contact.ticket import decode_ticket, encode_ticket, make_ticket
 from isthmus.trainer.errors import ConfigError, ExitCode, IsthmusError, Refused, operator_error
-from isthmus.trainer.model.decoder import initial_parameters, num_parameters
 from isthmus.trainer.run.control_socket import ControlClient
 from isthmus.trainer.run.options import Founding
 
@@ -408,7 +407,7 @@ def test_config_show_as_json_is_one_object(isthmus: Isthmus) -> None:
 
 def saved_run(run_dir: Path, run_id: str = "demo-0123abcd", outer_step: int = 4) -> CheckpointStore:
     config = Config(model=MODEL)
-    anchor = initial_parameters(config.model.description(), seed=1)
+    anchor = config.model.description().initial_parameters(seed=1)
     store = CheckpointStore(run_dir / FOLDER_NAME, keep=3)
     meta = CheckpointMeta(
         run_id=run_id, outer_step=outer_step, digest=bytes(32), run_manifest=manifest_of(config), next_index=0
@@ -424,7 +423,7 @@ def test_export_then_sample_gives_text_on_stdout(isthmus: Isthmus, tmp_path: Pat
         "schema": "isthmus.export/1",
         "run_id": "demo-0123abcd",
         "outer_step": 4,
-        "num_parameters": num_parameters(MODEL.description()),
+        "num_parameters": MODEL.description().num_parameters(),
         "directory": "model",
     }
     sampled = isthmus("sample", "The sea", "--tokens", "5", "--temperature", "0")

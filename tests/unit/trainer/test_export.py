@@ -14,7 +14,6 @@ from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.training import DecoderSection
 from isthmus.trainer.config.wiring import fragments_of
 from isthmus.trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault
-from isthmus.trainer.model.decoder import initial_parameters
 from isthmus.trainer.model.exported import load_model
 from isthmus.trainer.model.generate import generate
 
@@ -24,7 +23,7 @@ CONFIG = Config(model=DecoderSection(preset="nano", num_layers=1, seq_len=16))
 def save(
     run_dir: Path, outer_step: int, tensors: dict[str, torch.Tensor] | None = None, config: Config = CONFIG
 ) -> CheckpointStore:
-    anchor = initial_parameters(CONFIG.model.description(), seed=outer_step)
+    anchor = CONFIG.model.description().initial_parameters(seed=outer_step)
     store = CheckpointStore(run_dir / FOLDER_NAME, keep=3)
     meta = CheckpointMeta(
         run_id="demo-0123abcd",
@@ -45,7 +44,7 @@ def test_newest_checkpoint_becomes_a_model_with_its_parameters(tmp_path: Path) -
 
     model = load_model(tmp_path / "model")
     flat = torch.cat([parameter.flatten() for parameter in model.parameters()])
-    assert torch.equal(flat, initial_parameters(CONFIG.model.description(), seed=2))
+    assert torch.equal(flat, CONFIG.model.description().initial_parameters(seed=2))
     assert flat.numel() == exported.num_parameters
     assert len(generate(model, b"The sea", max_new_tokens=5)) == 5
 
@@ -53,7 +52,7 @@ def test_newest_checkpoint_becomes_a_model_with_its_parameters(tmp_path: Path) -
 def test_the_fragments_of_a_streaming_run_become_one_model(tmp_path: Path) -> None:
     method = outer_section("streaming")(inner_steps=8, num_fragments=2)
     config = Config(model=DecoderSection(preset="nano", num_layers=3, seq_len=16), outer=method)
-    parameters = initial_parameters(config.model.description(), seed=1)
+    parameters = config.model.description().initial_parameters(seed=1)
     tensors = {}
     for fragment in fragments_of(config):
         anchor = fragment.gather(parameters, out=torch.empty(fragment.numel))

@@ -17,14 +17,14 @@ from isthmus.optim.inner import InnerType, build_inner_optimizer, state_names
 from isthmus.trainer.config.job import OptimizerJob, ScheduleJob, TrainingJob
 from isthmus.trainer.data.samples import SampleSource, validation_batches
 from isthmus.trainer.errors import ConfigError, TrainingFault
-from isthmus.trainer.model.decoder import Decoder, ModelConfig, initial_parameters, named_shapes
+from isthmus.trainer.model.decoder import Decoder, ModelConfig
 from isthmus.trainer.model.evaluate import evaluate
 from isthmus.trainer.workers import judge
 from isthmus.trainer.workers.inner_loop import InnerLoop
 from isthmus.trainer.workers.loader import shares
 
 MODEL = ModelConfig(dim=8, num_layers=2, num_heads=2, num_kv_heads=1, hidden_dim=12, max_seq_len=8)
-TABLE = FragmentTable.from_named_shapes(named_shapes(MODEL))
+TABLE = FragmentTable.from_named_shapes(MODEL.named_shapes())
 TEXT = np.frombuffer(b"Peers come and go; the run goes on. " * 40, dtype=np.uint8)
 TRAIN, VALIDATION = TEXT[:1000], TEXT[1000:]
 JOB = TrainingJob(
@@ -48,7 +48,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def _loop(mesh: DeviceMesh, job: TrainingJob = JOB, weights: Tensor | None = None) -> InnerLoop:
     loop = InnerLoop(job, mesh=mesh, train=TRAIN, validation=VALIDATION)
-    loop.load(initial_parameters(MODEL, 0) if weights is None else weights)
+    loop.load(MODEL.initial_parameters(0) if weights is None else weights)
     return loop
 
 
@@ -77,7 +77,7 @@ def test_shares_cover_a_batch_once_and_differ_by_one_at_most(num_samples: int, n
 def test_steps_equal_plain_pytorch(mesh: DeviceMesh, type_: InnerType) -> None:
     optimizer_job = OptimizerJob(type=type_, lr=1e-2)
     loop = _loop(mesh, msgspec.structs.replace(JOB, micro_batch=100, optimizer=optimizer_job))
-    decoder = _plain_decoder(initial_parameters(MODEL, 0))
+    decoder = _plain_decoder(MODEL.initial_parameters(0))
     optimizer = build_inner_optimizer(decoder, type=type_, lr=1e-2)
     samples = SampleSource(TRAIN, 8, 3)
     for inner_step in range(1, 5):
@@ -121,7 +121,7 @@ def test_who_comes_in_the_middle_of_a_run_warms_up_as_the_run_did(mesh: DeviceMe
     rates = [(fresh.step([0], inner_step).lr, settled.step([0], inner_step).lr) for inner_step in range(8, 14)]
     assert [own for own, _ in rates[:3]] == pytest.approx([0.0025, 0.005, 0.0075])
     assert all(own == usual for own, usual in rates[3:])
-    settled.load(initial_parameters(MODEL, 0), reset_optimizer=True)
+    settled.load(MODEL.initial_parameters(0), reset_optimizer=True)
     assert settled.step([0], 14).lr == pytest.approx(0.0025)
 
 
@@ -331,18 +331,18 @@ def test_the_gradient_is_clipped_and_its_norm_told_unclipped(mesh: DeviceMesh) -
 
 
 def test_a_loss_that_is_not_finite_is_a_fault_and_moves_nothing(mesh: DeviceMesh) -> None:
-    weights = initial_parameters(MODEL, 0)
+    weights = MODEL.initial_parameters(0)
     weights[5] = torch.inf
     loop = _loop(mesh, weights=weights)
     with pytest.raises(TrainingFault, match="inner step 3: loss nan"):
         loop.step(range(4), 3)
     assert torch.equal(_stored(loop), weights)
-    loop.load(initial_parameters(MODEL, 0))
+    loop.load(MODEL.initial_parameters(0))
     assert loop.step(range(4), 3).loss < 6.0
 
 
 def test_an_evaluation_equals_that_of_an_unsharded_decoder(mesh: DeviceMesh) -> None:
-    expected = evaluate(_plain_decoder(initial_parameters(MODEL, 0)), validation_batches(VALIDATION, 8, 3, 4))
+    expected = evaluate(_plain_decoder(MODEL.initial_parameters(0)), validation_batches(VALIDATION, 8, 3, 4))
     loss, num_tokens = _loop(mesh).judge.evaluate()
     assert loss == pytest.approx(expected, rel=1e-6)
     assert num_tokens == 96
@@ -353,7 +353,7 @@ def test_a_load_after_an_evaluation_is_seen_by_the_next_one(mesh: DeviceMesh) ->
     first = loop.judge.evaluate()
     loop.load(torch.zeros(TABLE.numel))
     assert loop.judge.evaluate()[0] == pytest.approx(np.log(256.0), rel=1e-6)
-    loop.load(initial_parameters(MODEL, 0))
+    loop.load(MODEL.initial_parameters(0))
     assert loop.judge.evaluate() == first
 
 
@@ -361,12 +361,12 @@ def test_a_load_after_an_evaluation_is_seen_by_the_next_one(mesh: DeviceMesh) ->
 def test_a_copy_is_judged_in_parts_while_training_goes_on_and_takes_nothing_from_it(
     mesh: DeviceMesh, is_given: bool
 ) -> None:
-    weights = initial_parameters(MODEL, 0)
+    weights = MODEL.initial_parameters(0)
     expected, num_tokens = _loop(mesh).judge.evaluate()
     judging, plain = _loop(mesh), _loop(mesh)
     if is_given:  # the workers have others by then
         for loop in (judging, plain):
-            loop.load(initial_parameters(MODEL, 1))
+            loop.load(MODEL.initial_parameters(1))
     assert judging.judge.keep(weights if is_given else None)
     parts = []
     for number in range(judging.judge.num_batches):
@@ -411,11 +411,11 @@ def test_a_reset_optimizer_steps_like_a_new_one(mesh: DeviceMesh) -> None:
     used = _loop(mesh)
     for inner_step in range(1, 4):
         used.step(range(4), inner_step)
-    used.load(initial_parameters(MODEL, 0), reset_optimizer=True)
+    used.load(MODEL.initial_parameters(0), reset_optimizer=True)
     kept = _loop(mesh)
     for inner_step in range(1, 4):
         kept.step(range(4), inner_step)
-    kept.load(initial_parameters(MODEL, 0))
+    kept.load(MODEL.initial_parameters(0))
     new = _loop(mesh)
     for loop in (used, kept, new):
         loop.step(range(4, 8), 4)
@@ -425,7 +425,7 @@ def test_a_reset_optimizer_steps_like_a_new_one(mesh: DeviceMesh) -> None:
 
 def test_bf16_computes_in_bf16_and_keeps_fp32(mesh: DeviceMesh) -> None:
     loop = _loop(mesh, msgspec.structs.replace(JOB, precision="bf16"))
-    assert torch.equal(_stored(loop), initial_parameters(MODEL, 0))
+    assert torch.equal(_stored(loop), MODEL.initial_parameters(0))
     exact = _loop(mesh).step(range(4), 1).loss
     rounded = loop.step(range(4), 1).loss
     assert rounded != exact
@@ -434,7 +434,7 @@ def test_bf16_computes_in_bf16_and_keeps_fp32(mesh: DeviceMesh) -> None:
 
 def test_nothing_is_trained_before_weights_have_come(mesh: DeviceMesh) -> None:
     loop = InnerLoop(JOB, mesh=mesh, train=TRAIN, validation=VALIDATION)
-    mailbox = initial_parameters(MODEL, 0)
+    mailbox = MODEL.initial_parameters(0)
     for act in (
         lambda: loop.judge,
         lambda: loop.step([0], 1),

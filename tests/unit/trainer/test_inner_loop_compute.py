@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from isthmus.optim.inner import can_skip
 from isthmus.trainer.config.job import ActivationCheckpointing, OptimizerJob
 from isthmus.trainer.errors import TrainingFault
-from isthmus.trainer.model.decoder import initial_parameters
 from isthmus.trainer.workers.blocks import prepare_blocks
 from isthmus.trainer.workers.inner_loop import InnerLoop
 from tests.unit.trainer.test_inner_loop import JOB, MODEL, TABLE, TRAIN, VALIDATION
@@ -38,7 +37,7 @@ def make(mesh):
     def make(weights=None, **changes):
         job = msgspec.structs.replace(JOB, **changes)
         loops.append(InnerLoop(job, mesh=mesh, train=TRAIN, validation=VALIDATION))
-        loops[-1].load(initial_parameters(MODEL, 0) if weights is None else weights)
+        loops[-1].load(MODEL.initial_parameters(0) if weights is None else weights)
         return loops[-1]
 
     yield make
@@ -65,7 +64,7 @@ def test_steps_that_are_read_late_are_the_same_bits(make, type_):
 
 @pytest.mark.parametrize("type_", ["adamw", "sgd"])
 def test_the_device_itself_leaves_out_a_step_that_is_no_number(make, type_):
-    weights = initial_parameters(MODEL, 0)
+    weights = MODEL.initial_parameters(0)
     weights[5] = torch.inf
     loop = make(weights, optimizer=OptimizerJob(type=type_, lr=1e-2))
     assert can_skip(loop._optimizer)
@@ -79,7 +78,7 @@ def test_the_device_itself_leaves_out_a_step_that_is_no_number(make, type_):
 
 @pytest.mark.parametrize("type_", ["adopt", "muon"])
 def test_an_optimizer_that_cannot_leave_out_a_step_is_asked_when_the_numbers_are_read(make, type_):
-    weights = initial_parameters(MODEL, 0)
+    weights = MODEL.initial_parameters(0)
     weights[5] = torch.inf
     loop = make(weights, optimizer=OptimizerJob(type=type_, lr=1e-2))
     with pytest.raises(TrainingFault, match="inner step 3: loss nan"):

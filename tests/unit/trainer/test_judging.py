@@ -23,7 +23,7 @@ from isthmus.trainer.data.prepared import PreparedText, tokens_of
 from isthmus.trainer.data.samples import validation_batches
 from isthmus.trainer.errors import ExitCode
 from isthmus.trainer.files import MEMBERSHIP_NAME
-from isthmus.trainer.model.decoder import Decoder, initial_parameters, named_shapes
+from isthmus.trainer.model.decoder import Decoder
 from isthmus.trainer.model.evaluate import evaluate
 from isthmus.trainer.run.judging import judge_model
 from tests.unit.trainer.prep_rig import documents, texts_in, write_jsonl
@@ -74,9 +74,9 @@ def leave_checkpoints(folder: Path, config: Config) -> Path:
 def expected(config: Config, *, seed: int, tokens: np.ndarray) -> float:
     """By all the windows of a decoder that is made of the parameters by hand."""
     shape = config.model.description()
-    decoder, flat = Decoder(shape), initial_parameters(shape, seed=seed)
+    decoder, flat = Decoder(shape), shape.initial_parameters(seed=seed)
     state, at = {}, 0
-    for name, size in named_shapes(shape):
+    for name, size in shape.named_shapes():
         numel = math.prod(size)
         state[name] = flat[at : at + numel].view(size)
         at += numel

@@ -13,22 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from isthmus.trainer.model.decoder import (
-    PRESETS,
-    Attention,
-    Decoder,
-    FeedForward,
-    ModelConfig,
-    RMSNorm,
-    RotaryTable,
-    initial_parameters,
-    named_shapes,
-    num_flops_per_token,
-    num_parameters,
-    preset,
-    rotate,
-)
+from isthmus.trainer.model.decoder import PRESETS, Decoder, ModelConfig, preset
 from isthmus.trainer.model.evaluate import evaluate
+from isthmus.trainer.model.layers import Attention, FeedForward, RMSNorm, RotaryTable, rotate
 
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=24, max_seq_len=12)
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 256
@@ -64,7 +51,7 @@ def test_rms_norm_of_bfloat16_is_computed_in_fp32():
 
 
 def test_feed_forward_is_swiglu():
-    layer = FeedForward(SMALL)
+    layer = FeedForward(dim=16, hidden_dim=24)
     x = torch.randn(2, 3, 16, generator=seeded())
     gate = x @ layer.gate.weight.T
     by_hand = (gate * torch.sigmoid(gate) * (x @ layer.up.weight.T)) @ layer.down.weight.T
@@ -97,9 +84,8 @@ def test_rotated_products_depend_only_on_the_distance_between_positions():
 
 
 def test_attention_equals_softmax_written_out():
-    config = ModelConfig(dim=16, num_layers=1, num_heads=2, num_kv_heads=2, hidden_dim=8, max_seq_len=7)
     rotary = RotaryTable(head_dim=8, max_seq_len=7, theta=10_000.0)
-    attention = Attention(config, rotary)
+    attention = Attention(dim=16, num_heads=2, num_kv_heads=2, head_dim=8, rotary=rotary)
     x = torch.randn(1, 7, 16, generator=seeded())
     cos, sin = rotary.on(x.device)
     q, k = (rotate(p(x).view(1, 7, 2, 8), cos, sin)[0] for p in (attention.query, attention.key))
@@ -168,8 +154,8 @@ def test_tied_head_is_the_embedding_itself():
 
 def test_untied_head_has_its_own_weight():
     untied = preset("nano", tie_embeddings=False)
-    assert num_parameters(untied) - num_parameters(preset("nano")) == 256 * 128
-    assert named_shapes(untied)[-1] == ("head.weight", (256, 128))
+    assert untied.num_parameters() - preset("nano").num_parameters() == 256 * 128
+    assert untied.named_shapes()[-1] == ("head.weight", (256, 128))
     decoder = Decoder(untied)
     decoder.embedding.weight.data.zero_()
     decoder.norm.weight.data.fill_(1.0)
@@ -261,8 +247,8 @@ def test_sharded_decoder_trains_and_evaluates_like_a_plain_one(tmp_path: Path, t
 
 def test_canonical_order_is_the_order_of_the_state():
     decoder = small_decoder()
-    assert named_shapes(SMALL) == [(name, tuple(value.shape)) for name, value in decoder.state_dict().items()]
-    assert [name for name, _ in named_shapes(SMALL)][:3] == [
+    assert SMALL.named_shapes() == [(name, tuple(value.shape)) for name, value in decoder.state_dict().items()]
+    assert [name for name, _ in SMALL.named_shapes()][:3] == [
         "embedding.weight",
         "blocks.0.attention_norm.weight",
         "blocks.0.attention.query.weight",
@@ -272,16 +258,16 @@ def test_canonical_order_is_the_order_of_the_state():
 def test_initial_parameters_are_the_initialised_decoder_laid_flat():
     decoder = Decoder(SMALL)
     decoder.init_weights(seeded(5))
-    flat = initial_parameters(SMALL, 5)
+    flat = SMALL.initial_parameters(5)
     assert flat.dtype == torch.float32
     assert torch.equal(flat, torch.cat([parameter.flatten() for parameter in decoder.parameters()]))
-    assert torch.equal(flat, initial_parameters(SMALL, 5))
-    assert not torch.equal(flat, initial_parameters(SMALL, 6))
+    assert torch.equal(flat, SMALL.initial_parameters(5))
+    assert not torch.equal(flat, SMALL.initial_parameters(6))
 
 
 def test_initial_parameters_leave_the_global_random_state_alone():
     before = torch.get_rng_state()
-    initial_parameters(SMALL, 0)
+    SMALL.initial_parameters(0)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -312,8 +298,8 @@ def test_preset_has_the_parameters_its_name_says(name, expected):
     config = preset(name)
     attention = config.dim * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     per_layer = attention + 3 * config.dim * config.hidden_dim + 2 * config.dim
-    assert num_parameters(config) == 256 * config.dim + config.num_layers * per_layer + config.dim
-    assert num_parameters(config) == pytest.approx(expected, rel=0.02)
+    assert config.num_parameters() == 256 * config.dim + config.num_layers * per_layer + config.dim
+    assert config.num_parameters() == pytest.approx(expected, rel=0.02)
 
 
 def test_every_preset_is_counted():
@@ -322,8 +308,8 @@ def test_every_preset_is_counted():
 
 def test_flops_are_six_per_matmul_weight_and_the_square_of_attention():
     tied, untied = preset("nano"), preset("nano", tie_embeddings=False)
-    assert num_flops_per_token(tied, 64) == 6 * num_parameters(tied) + 12 * 4 * 128 * 64
-    assert num_flops_per_token(untied, 64) == num_flops_per_token(tied, 64)
+    assert tied.num_flops_per_token(64) == 6 * tied.num_parameters() + 12 * 4 * 128 * 64
+    assert untied.num_flops_per_token(64) == tied.num_flops_per_token(64)
 
 
 def test_backward_takes_the_flops_that_are_counted():
@@ -338,8 +324,8 @@ def test_backward_takes_the_flops_that_are_counted():
     counting = FlopCounterMode(display=False, custom_mapping=in_place)
     with counting as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         decoder(TOKENS, TOKENS).backward()
-    num_norm_weights = sum(math.prod(shape) for name, shape in named_shapes(SMALL) if "norm" in name)
-    expected = num_flops_per_token(SMALL, seq_len=12) - 6 * num_norm_weights
+    num_norm_weights = sum(math.prod(shape) for name, shape in SMALL.named_shapes() if "norm" in name)
+    expected = SMALL.num_flops_per_token(seq_len=12) - 6 * num_norm_weights
     assert counter.get_total_flops() / TOKENS.numel() == pytest.approx(expected, rel=1e-6)
 
 
@@ -399,7 +385,7 @@ def test_gradient_reaches_every_parameter_and_matches_a_finite_difference():
 
 
 def test_a_peer_knows_its_shapes_without_torchs_compiler() -> None:
-    code = "import sys; from isthmus.trainer.model.decoder import *; named_shapes(ModelConfig(**CONFIG))"
+    code = "import sys; from isthmus.trainer.model.decoder import *; ModelConfig(**CONFIG).named_shapes()"
     code = code.replace("CONFIG", repr(msgspec.structs.asdict(SMALL))) + "; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0
 

@@ -23,7 +23,6 @@ from isthmus.trainer.config.wiring import (
     with_vocabulary,
 )
 from isthmus.trainer.errors import ConfigError
-from isthmus.trainer.model.decoder import initial_parameters
 
 SMALL = {"dim": 16, "num_layers": 1, "num_heads": 2, "hidden_dim": 32, "seq_len": 32}
 
@@ -77,8 +76,8 @@ def test_more_fragments_than_layers_are_told() -> None:
 def test_the_fragment_table_is_as_long_as_the_initial_parameters() -> None:
     section = config().model
     model = section.description()
-    assert fragment_table(section).numel == initial_parameters(model, 0).numel()
-    assert torch.equal(initial_parameters(model, 3), initial_parameters(model, 3))
+    assert fragment_table(section).numel == model.initial_parameters(0).numel()
+    assert torch.equal(model.initial_parameters(3), model.initial_parameters(3))
 
 
 @pytest.mark.parametrize(
