@@ -41,7 +41,9 @@ from isthmus.trainer.data.corpus import Corpus, load_corpus
 from isthmus.trainer.data.samples import SampleSource
 from isthmus.trainer.model.decoder import ModelConfig, preset
 from isthmus.trainer.record.event_log import FILE_NAME, read_events
-from isthmus.trainer.workers.pool import WINDOW, WorkerPool, worker_pool
+from isthmus.trainer.workers.link import WINDOW
+from isthmus.trainer.workers.make_pool import worker_pool
+from isthmus.trainer.workers.pool import WorkerPool
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 from scripts.bare_training import BareTraining
 

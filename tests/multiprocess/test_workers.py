@@ -24,7 +24,10 @@ from isthmus.trainer.data.corpus import Corpus
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, TrainingFault, WorkerOutOfMemory
 from isthmus.trainer.model.decoder import ModelConfig
 from isthmus.trainer.workers.inquest import frames_of
-from isthmus.trainer.workers.pool import WorkerDied, WorkerPool, WorkerStalled, worker_pool
+from isthmus.trainer.workers.link import WorkerStalled
+from isthmus.trainer.workers.make_pool import worker_pool
+from isthmus.trainer.workers.pool import WorkerPool
+from isthmus.trainer.workers.process import WorkerDied
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 from isthmus.trainer.workers.start import STACK_SIGNAL, fork_server
 from tests.multiprocess.run_harness import leave_memory

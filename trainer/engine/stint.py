@@ -27,7 +27,7 @@ from isthmus.trainer.engine.state_version import Version
 from isthmus.trainer.engine.tally import Emission, Tally
 from isthmus.trainer.engine.worker_values import Given, WorkerValues
 from isthmus.trainer.workers.ipc import BackwardDone, StepDone
-from isthmus.trainer.workers.pool import WINDOW
+from isthmus.trainer.workers.link import WINDOW
 
 if TYPE_CHECKING:
     from isthmus.trainer.engine.training_loop import RoundReport

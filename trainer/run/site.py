@@ -26,7 +26,9 @@ from isthmus.trainer.run.holdings import Holdings
 from isthmus.trainer.run.preparation import Start
 from isthmus.trainer.threads import in_thread
 from isthmus.trainer.workers.ipc import BackwardDone, StepDone
-from isthmus.trainer.workers.pool import WorkerDied, WorkerPool, loop_pool, worker_pool
+from isthmus.trainer.workers.make_pool import loop_pool, worker_pool
+from isthmus.trainer.workers.pool import WorkerPool
+from isthmus.trainer.workers.process import WorkerDied
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 
 _SIGN_OF_LIFE_S = 1.0

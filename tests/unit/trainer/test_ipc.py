@@ -111,7 +111,7 @@ def test_importing_the_messages_does_not_import_torch() -> None:
 
 def test_importing_the_pool_does_not_import_what_only_workers_need() -> None:
     code = (
-        "import sys, isthmus.trainer.workers.pool; "
+        "import sys, isthmus.trainer.workers.make_pool; "
         "sys.exit(any(m.startswith('torch.distributed.fsdp') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0
