@@ -481,7 +481,8 @@ async def test_an_error_in_the_body_ends_the_workers_at_once(mailbox: SharedBuff
 
 def test_workers_die_with_a_killed_daemon(tmp_path: Path, private_tmp: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, __file__, str(tmp_path)],
+        [sys.executable, "-m", __name__, str(tmp_path)],
+        cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         # torch makes a folder for what it compiles, unless it is given one: nothing that a daemon of ours tidies up.
         env=os.environ | {"TMPDIR": str(private_tmp), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")},

@@ -21,6 +21,8 @@ from isthmus.trainer.workers.pool import MicroBatch, WorkerPool
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 from isthmus.trainer.workers.text import text_for_workers
 
+_REQUEST_TIMEOUT_S = 600.0
+"""For the first answer to a kind of request; also for a worker's wait for the others."""
 _LOOP_TIMEOUT_S = 3600.0
 """Between two steps of its optimizer a loop may judge its model, or write it down. The run goes on without it."""
 
@@ -35,10 +37,7 @@ def worker_pool(
     device: Device = "auto",
     num_threads: int | None = None,
     log_dir: Path,
-    ready_timeout_s: float = 180.0,
-    request_timeout_s: float = 600.0,
     hang_timeout_s: float = 60.0,
-    stop_timeout_s: float = 10.0,
 ) -> WorkerPool:
     """A pool of processes of our own, which die with the thread that runs the event loop, at the latest.
 
@@ -52,8 +51,7 @@ def worker_pool(
         num_threads: CPU threads of each; None: this process's CPUs, divided.
         log_dir: existing folder of the peer, for their output, `worker-0.log` and so on; appended to. Copies of shards
             are in it.
-        ready_timeout_s, hang_timeout_s, stop_timeout_s: see `WorkerPool`.
-        request_timeout_s: likewise; also for a worker's wait for the others.
+        hang_timeout_s: see `WorkerRequests`.
     """
     if num_workers < 1:
         raise ValueError(f"a peer has at least one worker, not {num_workers}")
@@ -70,7 +68,7 @@ def worker_pool(
                 parent_pid=os.getpid(),
                 socket_path=str(folder / "socket"),
                 store_path=str(folder / "store"),
-                collective_timeout_s=request_timeout_s,
+                collective_timeout_s=_REQUEST_TIMEOUT_S,
                 mailbox_fd=mailbox.fd,
                 text=text,
             )
@@ -78,10 +76,8 @@ def worker_pool(
     return WorkerPool(
         lambda group: WorkerCrew(job, num_workers, log_dir, group),
         micro_batch=micro_batch,
-        ready_timeout_s=ready_timeout_s,
-        request_timeout_s=request_timeout_s,
+        request_timeout_s=_REQUEST_TIMEOUT_S,
         hang_timeout_s=hang_timeout_s,
-        stop_timeout_s=stop_timeout_s,
     )
 
 

@@ -36,6 +36,11 @@ from isthmus.trainer.workers.requests import WorkerRequests
 
 log = logging.getLogger(__name__)
 
+_READY_TIMEOUT_S = 180.0
+"""From the start to the last worker's `Ready`."""
+_STOP_TIMEOUT_S = 10.0
+"""For the workers' way out."""
+
 
 class Crew(Protocol):
     """One start of the workers: `WorkerCrew`, or `LoopCrew` of somebody's own loop."""
@@ -90,9 +95,7 @@ class WorkerPool(WorkerRequests):
         make_crew: who they are; the group owns its tasks.
         is_renewable: whether others can take the place of those that are gone.
         micro_batch: of the workers; None: they see to it themselves.
-        ready_timeout_s: from the start to the last worker's `Ready`.
         request_timeout_s, hang_timeout_s: see `WorkerRequests`.
-        stop_timeout_s: for the workers' way out.
     """
 
     def __init__(
@@ -101,17 +104,13 @@ class WorkerPool(WorkerRequests):
         *,
         is_renewable: bool = True,
         micro_batch: MicroBatch | None = None,
-        ready_timeout_s: float = 180.0,
-        request_timeout_s: float = 600.0,
-        hang_timeout_s: float = 60.0,
-        stop_timeout_s: float = 10.0,
+        request_timeout_s: float,
+        hang_timeout_s: float,
     ) -> None:
         super().__init__(request_timeout_s=request_timeout_s, hang_timeout_s=hang_timeout_s)
         self._make_crew = make_crew
         self._is_renewable = is_renewable
         self.micro_batch = micro_batch
-        self._ready_timeout_s = ready_timeout_s
-        self._stop_timeout_s = stop_timeout_s
         self._resources = contextlib.AsyncExitStack()
         self._group: asyncio.TaskGroup  # made on entry
         self._crew: Crew | None = None
@@ -159,7 +158,7 @@ class WorkerPool(WorkerRequests):
         """Stop the workers: in order after an orderly body, at once otherwise."""
         try:
             if error is None and self._crew is not None and self._crew.link.failure is None:
-                await self._crew.stop(timeout_s=self._stop_timeout_s)
+                await self._crew.stop(timeout_s=_STOP_TIMEOUT_S)
         finally:
             await self._close()
 
@@ -194,7 +193,7 @@ class WorkerPool(WorkerRequests):
     async def _start(self) -> None:
         self._crew = crew = self._make_crew(self._group)
         self._ask_over(crew.link)
-        self._ready = await crew.start(timeout_s=self._ready_timeout_s)
+        self._ready = await crew.start(timeout_s=_READY_TIMEOUT_S)
         log.info("workers_ready num_workers=%d devices=%s", len(self.devices), ",".join(self.devices))
 
     async def _close(self) -> None:
