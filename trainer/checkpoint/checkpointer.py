@@ -47,19 +47,21 @@ class Checkpointer:
 
     async def run(self) -> None:
         """Saves what is offered until cancelled."""
-        clock = asyncio.get_running_loop().time
         while True:
-            meta, version = await self._due.get()
-            began = clock()
-            try:
-                await in_thread(self._store.save, meta, version.tensors)
-                self._on_saved(meta.outer_step, clock() - began)
-            except CheckpointFailed as failure:
-                self._on_failed(failure)
-            finally:
-                version.release()
-                self._is_busy = False
-                self._due.task_done()
+            await self._save(*await self._due.get())  # in a frame of its own: until the next one nothing is held here
+            self._is_busy = False
+            self._due.task_done()
+
+    async def _save(self, meta: CheckpointMeta, version: Version) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            await in_thread(self._store.save, meta, version.tensors)
+            self._on_saved(meta.outer_step, clock() - began)
+        except CheckpointFailed as failure:
+            self._on_failed(failure)
+        finally:
+            version.release()
 
     async def drain(self) -> None:
         """Wait until everything offered is on the disk or has failed."""

@@ -159,17 +159,20 @@ class OuterState:
 
     async def found(self, parameters: Tensor) -> Held:
         """Make the run's first state from initial parameters, the flat vector."""
-        states = tuple(with_chain(self._outer.init(part, _first_value(part, parameters))) for part in self.fragments)
+        states = tuple(self._first_state(part, parameters) for part in self.fragments)
         manifest = await self._describe(0, name_tensors(self.fragments, states))
         return self._go_live(self._version(states, manifest))
 
-    def _new_state(self, fragment: Fragment) -> Tensors:
-        """Memory of a fragment's state, with any content. Its pages are made where they are written.
+    def _first_state(self, fragment: Fragment, parameters: Tensor) -> Tensors:
+        made = with_chain(self._outer.init(fragment, _first_value(fragment, parameters)))
+        state = self._spare.fresh(made)
+        for name, tensor in state.items():
+            tensor.copy_(made[name])
+        return state
 
-        To touch gigabytes here would take seconds, in which no heartbeat goes out and no byte comes in.
-        """
-        outline = with_chain(self._outer.init(fragment, torch.empty(fragment.numel, device="meta")))
-        return {name: torch.empty_like(part, device="cpu") for name, part in outline.items()}
+    def _new_state(self, fragment: Fragment) -> Tensors:
+        """Memory of a fragment's state, with any content."""
+        return self._spare.fresh(with_chain(self._outer.init(fragment, torch.empty(fragment.numel, device="meta"))))
 
     def _version(self, states: tuple[Tensors, ...], manifest: StateManifest) -> Version:
         return Version(fragments=self.fragments, states=states, manifest=manifest, when_idle=self._recycle)

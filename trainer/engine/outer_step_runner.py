@@ -74,8 +74,8 @@ class OuterStepRunner:
     _planned_s: float = field(default=0.0, init=False)
     _staged: tuple[CommitEntry, tuple[float, ...]] | None = field(default=None, init=False)
     """With what our payloads weigh in it, by round."""
-    outcomes: tuple[RoundOutcome, ...] = field(default=(), init=False)
-    """What the newest commit did, by round."""
+    _outcomes: tuple[RoundOutcome, ...] = field(default=(), init=False)
+    """What the newest commit did, by round, until it is taken."""
     own_weights: tuple[float, ...] = field(default=(), init=False)
     """What this peer's payloads weighed in it, by round."""
     speeds: tuple[float, ...] = field(default=(), init=False)
@@ -169,8 +169,13 @@ class OuterStepRunner:
         assert self._staged is not None, f"nothing is staged for {held}"
         (entry, self.own_weights), self._staged = self._staged, None
         previous = self.state.live.held.digest
-        self.outcomes = self.state.install_staged(held)
+        self._outcomes = self.state.install_staged(held)
         self.keeper.committed(previous, entry)
+
+    def take_outcomes(self) -> tuple[RoundOutcome, ...]:
+        """What the newest commit did, by round, once: the state before it is in there, a copy that must not stay."""
+        outcomes, self._outcomes = self._outcomes, ()
+        return outcomes
 
     def discard_staged(self, key: RoundKey) -> None:
         """The attempt was aborted: forget what it staged, keep the payloads."""

@@ -8,11 +8,12 @@ has needed at once. Anchors go to memory that is lent, if there is some: others 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from isthmus.elastic.state.digest import StateManifest
 from isthmus.optim.fragments import Fragment
-from isthmus.optim.outer import ANCHOR, Tensors, empty_like
+from isthmus.optim.outer import ANCHOR, Tensors
 
 _Shape: TypeAlias = tuple[tuple[str, int], ...]
 
@@ -49,22 +50,27 @@ class SpareMemory:
         """Whether there is memory for this fragment without asking the system."""
         return place in self._reserved or bool(self._free.get(self._shapes.get(place, ())))
 
+    def fresh(self, outline: Tensors) -> dict[str, Tensor]:
+        """New memory of these names and sizes, with any content: for an anchor what is lent, if it is idle.
+
+        Pages are made where they are written. To touch gigabytes here would take seconds, in which no heartbeat goes
+        out and no byte comes in.
+        """
+        state = {name: torch.empty_like(part, device="cpu") for name, part in outline.items()}
+        if self._idle and ANCHOR in state and state[ANCHOR].shape == self._idle[-1].shape:
+            state[ANCHOR] = self._idle.pop()
+        return state
+
     def reserve(self, place: int, *, like: Tensors) -> Tensors:
         """Memory for this fragment's next state, the same until it is `used`. It is about to be written."""
         self.content = None
         if place not in self._reserved:
             shape = self._shapes[place] = _shape_of(like)
             free = self._free.get(shape)
-            self._reserved[place] = free.pop() if free else self._made(like)
+            self._reserved[place] = free.pop() if free else self.fresh(like)
             num_reserved = sum(self._shapes[other] == shape for other in self._reserved)
             self._most[shape] = max(self._most.get(shape, 1), num_reserved)
         return self._reserved[place]
-
-    def _made(self, like: Tensors) -> Tensors:
-        state = empty_like(like)
-        if self._idle and ANCHOR in state and state[ANCHOR].shape == self._idle[-1].shape:
-            state[ANCHOR] = self._idle.pop()
-        return state
 
     def used(self, places: Iterable[int]) -> None:
         """What was reserved for these is part of a state now."""

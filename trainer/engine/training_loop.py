@@ -330,8 +330,7 @@ class TrainingLoop:
             position=committed.position,
         )
         weights = self.runner.own_weights or tuple(0.0 for _ in flight.payloads)
-        stint.committed(
-            outer_step, Arrival(version=live, outcomes=self.runner.outcomes, weights=weights, report=report)
-        )
+        outcomes = self.runner.take_outcomes()
+        stint.committed(outer_step, Arrival(version=live, outcomes=outcomes, weights=weights, report=report))
         self._patience.is_behind = False
         self.overseer.committed(report)

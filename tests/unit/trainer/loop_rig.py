@@ -93,6 +93,9 @@ class Runner:
         self.payloads = payloads
         self.told.append(planned_s)
 
+    def take_outcomes(self) -> tuple[RoundOutcome, ...]:
+        return self.outcomes
+
 
 @dataclass
 class Commit:

@@ -4,6 +4,7 @@
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from isthmus.elastic.state.digest import Hasher
 from isthmus.trainer.checkpoint.checkpoint import CheckpointMeta, CheckpointStore
 from isthmus.trainer.checkpoint.checkpointer import Checkpointer
 from isthmus.trainer.engine.outer_state import OuterState
+from isthmus.trainer.engine.state_version import Version
 from isthmus.trainer.errors import CheckpointFailed
 from tests.unit.trainer.rig import numbers, outer_state, stage_mean
 
@@ -81,6 +83,27 @@ async def test_what_was_offered_is_the_checkpoint_whatever_is_committed_meanwhil
     assert office.saved == [0]
     loaded = outer_state(hasher)
     assert (await loaded.adopt(0, store.load(0).tensors)).digest == digest
+
+
+class Watched(Version):
+    """A version of which is known whether anybody still has it."""
+
+
+async def test_nobody_has_a_version_any_more_once_it_is_saved(hasher: Hasher, tmp_path: Path) -> None:
+    """It was kept until the next one came, for many outer steps: two copies of the parameters."""
+    state = outer_state(hasher)
+    await state.found(numbers(0))
+    live = state.live
+    offered = Watched(
+        fragments=live.fragments, states=live.states, manifest=live.manifest, when_idle=lambda version: None
+    )
+    is_there = weakref.ref(offered)
+    async with working(CheckpointStore(tmp_path, keep=1)) as office:
+        assert office.checkpointer.offer(meta(state), offered)
+        del offered
+        await office.checkpointer.drain()
+        assert office.saved == [0]
+        assert is_there() is None
 
 
 async def test_while_one_is_being_saved_the_next_is_skipped_and_not_pinned(hasher: Hasher, tmp_path: Path) -> None:

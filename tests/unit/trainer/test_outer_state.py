@@ -187,6 +187,19 @@ async def test_a_version_released_before_it_is_replaced_is_recycled_again(hasher
     assert addresses(state.live) == home
 
 
+async def test_the_first_anchor_lies_in_lent_memory_whether_founded_adopted_or_fetched(hasher: Hasher) -> None:
+    founder, resumed, learner = states = [outer_state(hasher) for _ in range(3)]
+    lent = torch.zeros(3, 2, NUMEL)
+    for state, memory in zip(states, lent, strict=True):
+        state.lend(tuple(memory))
+    held = await founder.found(numbers(0))
+    assert await resumed.adopt(0, founder.live.tensors) == held
+    assert await restore(founder, learner) == held
+    for state, memory in zip(states, lent, strict=True):
+        assert state.live.tensors[ANCHOR].data_ptr() in {tensor.data_ptr() for tensor in memory}
+        assert torch.equal(state.live.tensors[ANCHOR], numbers(0))
+
+
 async def test_new_anchors_lie_in_lent_memory_and_are_there_again_after_a_version_was_pinned(hasher: Hasher) -> None:
     state = outer_state(hasher)
     lent = tuple(torch.zeros(2, NUMEL))

@@ -68,7 +68,8 @@ async def test_members_stage_the_same_digest_and_install_the_same_bits(hasher: H
         for site in sites:
             await site.runner.install_staged(key(0), held, final=True)
         assert all(torch.equal(site.state.live.tensors[ANCHOR], sites[0].state.live.tensors[ANCHOR]) for site in sites)
-        assert all(site.runner.outcomes[0].after[ANCHOR] is site.state.live.tensors[ANCHOR] for site in sites)
+        assert all(site.runner.take_outcomes()[0].after[ANCHOR] is site.state.live.tensors[ANCHOR] for site in sites)
+        assert not any(site.runner.take_outcomes() for site in sites), "the state before it is not kept"
         assert [site.exchanged for site in sites] == [[key(0)]] * 3
 
 
