@@ -74,10 +74,11 @@ class AsyncDiLoCo(Outer):
         ValueError: if a setting is out of its range.
     """
 
-    lr: float = 0.7
-    """Server's learning rate ε, > 0. DiLoCo's default; naive asynchronous Nesterov (buffer 1) needs a tenth of it."""
-    momentum: float = 0.9
-    """Server's momentum, in [0, 1)."""
+    lr: float = 1.0
+    """Server's learning rate ε, > 0: 1 without momentum is plain averaging. The paper: 0.7 with 0.9; naive asynchronous
+    Nesterov (buffer 1) needs a tenth of that."""
+    momentum: float = 0.0
+    """Server's momentum, in [0, 1). The paper: 0.9, for thousands of rounds; in short runs any may do harm."""
     buffer: int | None = None
     """N, arrivals between two moves of the momentum, >= 1. None: the number of peers that the run expects, which
     `fitted` works out; the paper has the number of workers. Where no run is known, it is 4."""

@@ -56,10 +56,11 @@ class Delayed(DiLoCo):
         ValueError: if a setting is out of its range.
     """
 
-    lr: float | None = 0.4
-    """Outer learning rate, > 0 and constant. Lower than what is best without delay, which None takes (see DiLoCo)."""
-    momentum: float = 0.9
-    """Outer Nesterov momentum, in [0, 1)."""
+    lr: float | None = 1.0
+    """Outer learning rate, > 0 and constant: 1 without momentum is plain averaging. The paper: 0.4 with 0.9. None: what
+    is best without delay (see DiLoCo)."""
+    momentum: float = 0.0
+    """Outer Nesterov momentum, in [0, 1). The paper: 0.9, for thousands of rounds; in short runs any does harm."""
     inner_steps: int = 30
     """H, inner steps between exchanges and inner steps that one may take, >= 1."""
     overlap: bool = True

@@ -191,9 +191,23 @@ CASES: Final = (
         abort_share=0.1,
         churns=True,
     ),
-    Case(name="delayed", type="delayed", settings=_H, sweep=outer_sweep("lr", (0.1, 0.2, 0.05)), source="2502.12996"),
-    Case(name="eager", type="eager", settings=_H, sweep=outer_sweep("lr", (0.2, 0.1, 0.05)), source="2502.12996"),
-    Case(name="co2", type="co2", settings=_H, sweep=outer_sweep("lr", (0.25, 0.5, 0.12)), source="2401.16265"),
+    Case(
+        name="delayed",
+        type="delayed",
+        settings=_NESTEROV,
+        sweep=outer_sweep("lr", (0.1, 0.2, 0.05)),
+        source="2502.12996",
+    ),
+    Case(
+        name="eager", type="eager", settings=_NESTEROV, sweep=outer_sweep("lr", (0.2, 0.1, 0.05)), source="2502.12996"
+    ),
+    Case(
+        name="co2",
+        type="co2",
+        settings={**_H, "momentum": 0.5},
+        sweep=outer_sweep("lr", (0.25, 0.5, 0.12)),
+        source="2401.16265",
+    ),
     Case(
         name="sparseloco",
         type="sparseloco",
@@ -235,7 +249,7 @@ CASES: Final = (
     Case(
         name="async",
         type="async",
-        settings={**_H, "dylu": True, "poll_steps": 5},
+        settings={**_NESTEROV, "dylu": True, "poll_steps": 5},
         fits=lambda run: {"buffer": run.num_workers},
         speeds=(1.0, 1.0, 0.75, 0.5),
         sweep=outer_sweep("lr", (0.4, 0.7, 0.2)),

@@ -88,7 +88,7 @@ def test_it_follows_a_server_to_which_workers_come_at_their_own_speed(buffer, sh
 
 
 def test_aborted_polls_cost_nothing_and_their_steps_arrive_later():
-    outer = AsyncDiLoCo(lr=0.4, buffer=4, inner_steps=4, poll_steps=2)
+    outer = AsyncDiLoCo(lr=0.4, momentum=0.9, buffer=4, inner_steps=4, poll_steps=2)
     trajectory = run(outer, 40, speeds=SPEEDS, aborted=lambda round_: round_.inner_step in (4, 6, 16))
     server = Server(INITIAL, 0.4, 0.9, 4, 0.0)
     history, _ = direct(server, 40, inner_steps=4, poll_steps=2, speeds=SPEEDS, aborted=(4, 6, 16))
@@ -126,7 +126,7 @@ def test_as_many_as_the_buffer_that_arrive_together_are_diloco():
 
 
 def test_it_does_not_matter_whether_arrivals_share_a_poll():
-    outer = AsyncDiLoCo(buffer=3, momentum_share=0.1)
+    outer = AsyncDiLoCo(lr=0.7, momentum=0.9, buffer=3, momentum_share=0.1)
     rows = differences(7)
     start = begin(outer, TABLE.whole(), INITIAL)
     together, alone = arrive(outer, arrive(outer, start, *rows[:2]).state, *rows[2:]).state, start
@@ -136,7 +136,7 @@ def test_it_does_not_matter_whether_arrivals_share_a_poll():
 
 
 def test_the_momentum_moves_with_every_nth_arrival_only():
-    outer = AsyncDiLoCo(buffer=3)
+    outer = AsyncDiLoCo(lr=0.7, momentum=0.9, buffer=3)
     state, moved, counts = begin(outer, TABLE.whole(), INITIAL), [], []
     for g in differences(7):
         stepped = arrive(outer, state, g).state
@@ -162,7 +162,7 @@ def test_the_share_moves_the_momentums_step_but_does_not_change_its_length():
 
 
 def test_only_who_has_done_its_steps_contributes():
-    outer = AsyncDiLoCo(inner_steps=4)
+    outer = AsyncDiLoCo(lr=0.7, momentum=0.9, inner_steps=4)
     state, out = begin(outer, TABLE.whole(), INITIAL), torch.empty(NUMEL)
     value = INITIAL - 1.0
     for steps, weight in ((0, 0.0), (3, 0.0), (4, 1.0), (9, 1.0)):
@@ -176,7 +176,7 @@ def contribution_of(weight):
 
 
 def test_who_arrived_pulls_and_the_others_are_left_alone():
-    outer = AsyncDiLoCo(buffer=4)
+    outer = AsyncDiLoCo(lr=0.7, momentum=0.9, buffer=4)
     state = begin(outer, TABLE.whole(), INITIAL)
     came, stayed, learner = (
         arrive(outer, state, torch.ones(NUMEL), mine=mine)
@@ -195,7 +195,7 @@ def test_who_arrived_pulls_and_the_others_are_left_alone():
 
 def test_whose_difference_was_not_counted_neither_pulls_nor_follows_the_anchor():
     """It counts from what it pulled, wherever the anchor is by now."""
-    outer = AsyncDiLoCo(buffer=4)
+    outer = AsyncDiLoCo(lr=0.7, momentum=0.9, buffer=4)
     state = begin(outer, TABLE.whole(), INITIAL)
     missed = after(outer, ROUND, None, state, contribution_of(1.0))
     assert missed.state.private is state.private
@@ -203,7 +203,7 @@ def test_whose_difference_was_not_counted_neither_pulls_nor_follows_the_anchor()
 
 
 def test_whoever_joins_or_leaves_shared_states_are_equal():
-    outer = AsyncDiLoCo(lr=0.4, buffer=3, momentum_share=0.1, inner_steps=4, poll_steps=2)
+    outer = AsyncDiLoCo(lr=0.4, momentum=0.9, buffer=3, momentum_share=0.1, inner_steps=4, poll_steps=2)
     speeds = {**SPEEDS, "elm": 0.5}
     trajectory = run(outer, 60, speeds=speeds, leaves={13: ["birch"], 30: ["ash"]}, joins={17: ["elm"], 40: ["fir"]})
     assert_parity(trajectory)
@@ -214,7 +214,7 @@ def test_whoever_joins_or_leaves_shared_states_are_equal():
 
 
 def test_a_joiner_counts_from_the_anchor_it_was_given():
-    trajectory = run(AsyncDiLoCo(inner_steps=4, poll_steps=4), 9, joins={9: ["elm"]})
+    trajectory = run(AsyncDiLoCo(lr=0.7, momentum=0.9, inner_steps=4, poll_steps=4), 9, joins={9: ["elm"]})
     state = trajectory.states["elm"][KEY]
     assert torch.equal(state.private[PULLED], state.shared[ANCHOR])
     assert torch.equal(trajectory.values["elm"], state.shared[ANCHOR])
@@ -254,21 +254,21 @@ def works_of(outer, num_steps, **settings):
 
 
 def test_with_dylu_all_speeds_arrive_at_once_with_their_own_number_of_steps():
-    arrivals, trajectory = works_of(AsyncDiLoCo(inner_steps=8, poll_steps=4, dylu=True), 40)
+    arrivals, trajectory = works_of(AsyncDiLoCo(lr=0.7, momentum=0.9, inner_steps=8, poll_steps=4, dylu=True), 40)
     assert [committed.members for committed in trajectory.committed] == [WORKERS] * 5
     steps = dylu_steps(8, SPEEDS)
     assert arrivals == [(step, worker, steps[worker]) for step in range(8, 41, 8) for worker in WORKERS]
 
 
 def test_without_dylu_the_slow_arrive_seldom():
-    arrivals, _ = works_of(AsyncDiLoCo(inner_steps=8, poll_steps=4), 64)
+    arrivals, _ = works_of(AsyncDiLoCo(lr=0.7, momentum=0.9, inner_steps=8, poll_steps=4), 64)
     came = {worker: sum(name == worker for _, name, _ in arrivals) for worker in WORKERS}
     assert came == {"ash": 8, "birch": 4, "cedar": 5, "dogwood": 2}
     assert all(steps >= 8 for _, _, steps in arrivals)
 
 
 def test_with_dylu_a_worker_has_done_at_least_one_step():
-    outer = AsyncDiLoCo(inner_steps=8, dylu=True)
+    outer = AsyncDiLoCo(lr=0.7, momentum=0.9, inner_steps=8, dylu=True)
     state = begin(outer, TABLE.whole(), INITIAL)
 
     def weight(inner_step, steps):
@@ -281,7 +281,10 @@ def test_with_dylu_a_worker_has_done_at_least_one_step():
 
 def test_a_worker_may_have_steps_of_its_own():
     """Methods that differ in `inner_steps` only: the same plan, the same server."""
-    methods = [AsyncDiLoCo(buffer=4, inner_steps=steps, poll_steps=2) for steps in dylu_steps(8, SPEEDS).values()]
+    methods = [
+        AsyncDiLoCo(lr=0.7, momentum=0.9, buffer=4, inner_steps=steps, poll_steps=2)
+        for steps in dylu_steps(8, SPEEDS).values()
+    ]
     assert len({method.plan(6) for method in methods}) == 1
     states = [begin(method, TABLE.whole(), INITIAL) for method in methods]
     states = [arrive(m, s, *differences(5)).state for m, s in zip(methods, states, strict=True)]
@@ -292,7 +295,7 @@ def test_a_worker_may_have_steps_of_its_own():
 
 
 def test_nothing_that_is_given_is_written():
-    outer = AsyncDiLoCo(buffer=2)
+    outer = AsyncDiLoCo(lr=0.7, momentum=0.9, buffer=2)
     state = arrive(outer, begin(outer, TABLE.whole(), INITIAL), *differences(3)).state
     rows = torch.stack(differences(3))
     result, mine = Result(value=rows, members=WORKERS[:3], weight_sum=3.0), contribution_of(1.0)
@@ -308,7 +311,7 @@ def test_nothing_that_is_given_is_written():
 @pytest.mark.parametrize("mine", [contribution_of(1.0), None])
 @pytest.mark.parametrize("name", [None, ANCHOR, MOMENTUM, ACCUMULATOR])
 def test_all_of_the_recycled_state_is_written_and_it_may_hold_a_lone_row(name, mine):
-    outer = AsyncDiLoCo(buffer=2)
+    outer = AsyncDiLoCo(lr=0.7, momentum=0.9, buffer=2)
     state = arrive(outer, begin(outer, TABLE.whole(), INITIAL), *differences(3)).state
     row = torch.full((NUMEL,), 0.5)
     result = Result(value=row.clone()[None], members=("ash",), weight_sum=1.0)
@@ -324,7 +327,7 @@ def test_all_of_the_recycled_state_is_written_and_it_may_hold_a_lone_row(name, m
 
 @pytest.mark.parametrize("kind", ["shared", "private"])
 def test_no_method_writes_over_the_state_it_is_given(kind):
-    outer = AsyncDiLoCo(buffer=4)
+    outer = AsyncDiLoCo(lr=0.7, momentum=0.9, buffer=4)
     state = begin(outer, TABLE.whole(), INITIAL)
     out = spare(state)._replace(**{kind: getattr(state, kind)})
     result = Result(value=torch.ones(1, NUMEL), members=("ash",), weight_sum=1.0)
@@ -341,7 +344,7 @@ def test_init_owns_its_memory():
 
 
 def test_a_poll_to_which_nobody_comes_changes_nothing():
-    trajectory = run(AsyncDiLoCo(inner_steps=50, poll_steps=2), 9)
+    trajectory = run(AsyncDiLoCo(lr=0.7, momentum=0.9, inner_steps=50, poll_steps=2), 9)
     alone = INITIAL.clone()
     for step in range(1, 10):
         sgd_step("ash", step, alone)
@@ -379,7 +382,7 @@ def test_the_buffer_is_as_many_as_the_run_expects_peers_unless_it_is_set():
     outer = AsyncDiLoCo()
     assert outer.fitted(TABLE, facts).buffer == 7
     assert outer.fitted(TABLE).buffer == 4
-    assert AsyncDiLoCo(buffer=3).fitted(TABLE, facts).buffer == 3
+    assert AsyncDiLoCo(lr=0.7, momentum=0.9, buffer=3).fitted(TABLE, facts).buffer == 3
     with pytest.raises(ValueError, match=r"momentum_share must be in \[0, 1/7\]"):
         AsyncDiLoCo(momentum_share=0.2).fitted(TABLE, facts)
     with pytest.raises(ValueError, match="call fitted"):

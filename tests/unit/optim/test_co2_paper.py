@@ -90,7 +90,7 @@ def test_it_follows_a_direct_implementation(settings, delay):
 def test_weights_and_aborted_rounds_are_those_of_the_direct_implementation():
     weights, aborted = (3.0, 1.0, 0.5, 1.5), (2, 5, 6)
     trajectory = run(
-        CO2(inner_steps=TAU, penalty=1.25),
+        CO2(momentum=0.5, inner_steps=TAU, penalty=1.25),
         48,
         weigh=lambda worker, _work: weights[WORKERS.index(worker)],
         aborted=lambda round_: round_.inner_step in (8, 20, 24),
@@ -122,14 +122,14 @@ def test_the_clip_clips_each_element_of_the_momentum_and_nothing_else():
 
 
 def test_the_clip_bounds_how_far_an_outer_step_goes():
-    found = anchors(run(CO2(inner_steps=TAU, clip=0.01), 40))
+    found = anchors(run(CO2(momentum=0.5, inner_steps=TAU, clip=0.01), 40))
     moved = [(after - before).abs().max().item() for before, after in itertools.pairwise(found)]
     assert max(moved) == pytest.approx(0.01, rel=1e-4)
 
 
 def test_the_penalty_divides_what_is_stale_but_not_the_momentum():
     mean, momentum = torch.full((TABLE.numel,), 0.5), torch.full((TABLE.numel,), 0.25)
-    assert step(CO2(penalty=4.0), mean, momentum)[MOMENTUM].unique().tolist() == [0.5 * 0.25 + 0.5 / 4]
+    assert step(CO2(momentum=0.5, penalty=4.0), mean, momentum)[MOMENTUM].unique().tolist() == [0.5 * 0.25 + 0.5 / 4]
 
 
 def test_bits_are_those_of_separately_rounded_operations():

@@ -67,12 +67,16 @@ def test_it_follows_a_direct_implementation(lr, mu):
 
 def test_weights_weigh_the_mean():
     weights = (3.0, 1.0, 0.5, 1.5)
-    trajectory = run(Delayed(inner_steps=H), 32, weigh=lambda worker, _work: weights[WORKERS.index(worker)])
+    trajectory = run(
+        Delayed(lr=0.4, momentum=0.9, inner_steps=H), 32, weigh=lambda worker, _work: weights[WORKERS.index(worker)]
+    )
     assert_same(committed_anchors(trajectory), direct_delayed(0.4, 0.9, 8, weights=weights), tolerance=1e-5)
 
 
 def test_aborted_rounds_are_those_of_the_direct_implementation():
-    trajectory = run(Delayed(inner_steps=H), 48, aborted=lambda round_: round_.inner_step in (8, 20, 24))
+    trajectory = run(
+        Delayed(lr=0.4, momentum=0.9, inner_steps=H), 48, aborted=lambda round_: round_.inner_step in (8, 20, 24)
+    )
     assert [round_.inner_step for round_ in trajectory.dropped] == [8, 20, 24]
     assert_same(committed_anchors(trajectory), direct_delayed(0.4, 0.9, 12, aborted=(2, 5, 6)), tolerance=1e-5)
 
@@ -89,7 +93,7 @@ def test_without_overlap_it_is_diloco(method):
 
 
 def test_the_first_block_only_sends_the_workers_back():
-    before, after = (run(Delayed(inner_steps=H), steps) for steps in (H - 1, H))
+    before, after = (run(Delayed(lr=0.4, momentum=0.9, inner_steps=H), steps) for steps in (H - 1, H))
     assert all((value - INITIAL).abs().max() > 1e-2 for value in before.values.values())
     assert all(torch.equal(value, INITIAL) for value in after.values.values())
 
@@ -163,7 +167,7 @@ def test_an_aborted_round_is_not_applied_and_its_workers_go_back(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_shared_state_is_equal_on_all_workers_through_joins_leaves_and_aborts(method):
     trajectory = run(
-        method(inner_steps=H),
+        method(momentum=0.5, inner_steps=H),
         60,
         leaves={13: ["birch"], 32: ["ash"]},
         joins={0: ["gum"], 8: ["fir"], 18: ["elm"], 33: ["hazel"]},
@@ -189,7 +193,7 @@ def test_a_joiner_hears_the_round_in_flight_and_sends_its_own_first_block(method
                 state.private[CARRIED].clone(),
             )
 
-    trajectory = run(method(inner_steps=H), 16, joins={when: ["elm"]}, on_step=look)
+    trajectory = run(method(momentum=0.5, inner_steps=H), 16, joins={when: ["elm"]}, on_step=look)
     assert_parity(trajectory)
     assert [("elm" in committed.members) for committed in trajectory.committed] == [False, False, False, True]
     for value, anchor, carried in seen.values():
@@ -207,7 +211,7 @@ def filled(method):
     def noise():
         return torch.randn(TABLE.numel, generator=generator)
 
-    names = begin(method(inner_steps=H), TABLE.whole(), INITIAL)
+    names = begin(method(momentum=0.5, inner_steps=H), TABLE.whole(), INITIAL)
     state = State(shared={n: noise() for n in names.shared}, private={n: noise() for n in names.private})
     payload = noise()
     mine = Contribution(
@@ -233,7 +237,12 @@ CASES = {
 def settled_as(method, case, state, round_, result, mine, *, out=None):
     has_result, has_given = CASES[case]
     return after(
-        method(inner_steps=H), round_, result if has_result else None, state, mine if has_given else None, out=out
+        method(momentum=0.5, inner_steps=H),
+        round_,
+        result if has_result else None,
+        state,
+        mine if has_given else None,
+        out=out,
     )
 
 
@@ -261,7 +270,7 @@ def test_a_round_is_the_same_in_recycled_memory_and_leaves_the_state_alone(metho
 
 @pytest.mark.parametrize("method", METHODS)
 def test_any_tensor_of_the_recycled_state_may_be_the_mean(method):
-    outer = method(inner_steps=H)
+    outer = method(momentum=0.5, inner_steps=H)
     state, round_, result, _mine = filled(method)
     expected = digest_of(outer.step(round_, result, state.shared))
     for name in state.shared:
@@ -272,7 +281,7 @@ def test_any_tensor_of_the_recycled_state_may_be_the_mean(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_of_the_state_is_never_written(method):
-    outer = method(inner_steps=H)
+    outer = method(momentum=0.5, inner_steps=H)
     state, round_, result, mine = filled(method)
     for name, tensor in state.shared.items():
         with pytest.raises(ValueError, match="never writes"):
@@ -303,7 +312,7 @@ def test_a_worker_that_was_not_counted_goes_where_the_others_went_and_brings_its
 
 @pytest.mark.parametrize("method", METHODS)
 def test_where_workers_wait_they_keep_what_was_not_counted(method):
-    outer = method(inner_steps=H, overlap=False)
+    outer = method(momentum=0.5, inner_steps=H, overlap=False)
     state, round_, _result, mine = filled(method)
     missed = after(outer, dataclasses.replace(round_, delay=0), None, state, mine)
     assert missed.keep == 1.0
@@ -312,7 +321,7 @@ def test_where_workers_wait_they_keep_what_was_not_counted(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_emit_may_write_over_the_value_but_not_the_state(method):
-    outer = method(inner_steps=H)
+    outer = method(momentum=0.5, inner_steps=H)
     state, round_, _result, _mine = filled(method)
     before, value = copies(state), torch.linspace(0.0, 1.0, TABLE.numel)
     expected = outer.start(*state) - value + state.private[CARRIED]
@@ -327,7 +336,7 @@ def test_emit_may_write_over_the_value_but_not_the_state(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_buffers_of_another_size_are_refused(method):
-    outer = method(inner_steps=H)
+    outer = method(momentum=0.5, inner_steps=H)
     state, round_, _result, _mine = filled(method)
     right, work = torch.zeros(TABLE.numel), Work(inner_steps=H, samples=H)
     for value, out in ((torch.zeros(3), right), (right, torch.zeros(3)), (right.double(), right)):
@@ -349,8 +358,8 @@ def test_without_a_rate_of_its_own_a_round_takes_the_best_one_for_those_who_gave
     for weights in ((1.0, 1.0), (1.0,) * 8):
         members = tuple(f"w{index}" for index in range(len(weights)))
         given = dataclasses.replace(result, members=members, weights=weights, weight_sum=sum(weights))
-        moved = method(lr=None, inner_steps=H).step(round_, given, state.shared)
-        best = method(lr=default_outer_lr(len(weights)), inner_steps=H).step(round_, given, state.shared)
+        moved = method(lr=None, momentum=0.5, inner_steps=H).step(round_, given, state.shared)
+        best = method(lr=default_outer_lr(len(weights)), momentum=0.5, inner_steps=H).step(round_, given, state.shared)
         assert digest_of(moved) == digest_of(best)
 
 

@@ -78,7 +78,7 @@ def test_every_worker_follows_the_papers_own_form(lr, mu):
 
 def test_a_workers_share_is_its_weight():
     weights = {name: WEIGHTS[name] for name in WORKERS}
-    _, values = record(Eager(inner_steps=H), 40, weigh=weigh)
+    _, values = record(Eager(lr=0.4, momentum=0.9, inner_steps=H), 40, weigh=weigh)
     for block, anchor in enumerate(direct_eager(0.4, 0.9, 10, weights), start=1):
         found = values[block * H]
         assert_same([found[name].double() for name in WORKERS], [anchor[name] for name in WORKERS], tolerance=1e-5)
@@ -98,8 +98,8 @@ def test_the_shared_anchor_is_delayed_dilocos_as_long_as_no_block_began_ahead():
 
 
 def test_the_rate_that_goes_by_the_members_is_a_rate_like_another_while_they_stay():
-    _, found = record(Eager(lr=None, inner_steps=H), 40)
-    _, expected = record(Eager(lr=default_outer_lr(4), inner_steps=H), 40)
+    _, found = record(Eager(lr=None, momentum=0.9, inner_steps=H), 40)
+    _, expected = record(Eager(lr=default_outer_lr(4), momentum=0.9, inner_steps=H), 40)
     assert_same([value["ash"] for value in found], [value["ash"] for value in expected], tolerance=1e-5)
 
 
@@ -178,7 +178,7 @@ def test_after_aborts_every_block_arrives_once_and_the_newest_own_one_early():
 
 @pytest.mark.parametrize("when", [5 * H, 5 * H + 3])
 def test_a_joiner_is_absent_from_the_mean_in_flight_and_level_with_the_others(when):
-    trajectory, values = record(Eager(inner_steps=H), 44, joins={when: ["elm"]})
+    trajectory, values = record(Eager(lr=0.4, momentum=0.9, inner_steps=H), 44, joins={when: ["elm"]})
     assert_parity(trajectory)
     by_due = {committed.round_.due_step: committed for committed in trajectory.committed}
     assert torch.equal(values[when]["elm"], by_due[5 * H].shared[ANCHOR])
@@ -192,7 +192,7 @@ def test_a_joiner_is_absent_from_the_mean_in_flight_and_level_with_the_others(wh
 
 
 def test_a_run_stands_for_its_shared_anchor():
-    outer = Eager(inner_steps=H)
+    outer = Eager(lr=0.4, momentum=0.9, inner_steps=H)
     trajectory = run(outer, 22)
     found = shared_parameters(trajectory, outer.fragments(TABLE), out=torch.empty(TABLE.numel))
     assert torch.equal(found, trajectory.committed[-1].shared[ANCHOR])
@@ -215,7 +215,7 @@ def one_block(outer, state, mean, sent, newer, *, peers=1):
 
 
 def test_a_worker_that_did_not_train_sends_nothing():
-    outer = Eager(inner_steps=H)
+    outer = Eager(lr=0.4, momentum=0.9, inner_steps=H)
     trajectory = run(outer, 5 * H)
     for worker in WORKERS:
         (state,) = trajectory.states[worker].values()
