@@ -16,7 +16,7 @@ own parameters. Weights of the members are not read: a pair is one half each.
 The payload is the parameters themselves, not a difference: a codec must be right to a small part of the largest value.
 8 bits or more; a sparse one would set most parameters to zero.
 
-Source: NoLoCo (arXiv:2506.10911), section 3, and its released code for the settings.
+Source: NoLoCo (arXiv:2506.10911), section 3, and its released code.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ _WHOLE: Final = FragmentKey(kind=PARAM, index=0)
 @register("noloco")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoLoCo(Outer):
-    """NoLoCo's settings; defaults are those of its released code. Private state: slow weights and momentum.
+    """NoLoCo's settings; defaults are a pair's plain mean. Private state: slow weights and momentum.
 
     Raises:
         ValueError: if a setting is out of its range.
     """
 
-    lr: float = 0.7
-    """Outer learning rate and pull of a pair to its mean, in (0, 2 * (1 + momentum)). Beyond, a pair drives apart."""
-    momentum: float = 0.5
-    """Outer heavy-ball momentum, in [0, 1)."""
+    lr: float = 1.0
+    """Outer learning rate and pull of a pair to its mean, in (0, 2 * (1 + momentum)). Beyond, a pair drives apart. The
+    released code: 0.7."""
+    momentum: float = 0.0
+    """Outer heavy-ball momentum, in [0, 1). The released code: 0.5; in short runs that does harm."""
     inner_steps: int = 50
     """H, inner steps between meetings, >= 1."""
 

@@ -245,7 +245,13 @@ CASES: Final = (
         sweep=tuple(Tuned(inner_lr=lr, inner={"omega": omega}) for omega in (0.9, 0.97, 0.7) for lr in (8e-3, 4e-3)),
         source="2510.05361",
     ),
-    Case(name="noloco", type="noloco", settings=_H, sweep=outer_sweep("lr", (0.7, 1.0, 0.4)), source="2506.10911"),
+    Case(
+        name="noloco",
+        type="noloco",
+        settings={**_H, "momentum": 0.5},
+        sweep=outer_sweep("lr", (0.7, 1.0, 0.4)),
+        source="2506.10911",
+    ),
     Case(
         name="async",
         type="async",
