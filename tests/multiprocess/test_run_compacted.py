@@ -54,6 +54,8 @@ def test_a_coordinator_that_compacts_is_killed_again_and_again_and_the_run_goes_
                 peers[1].kill()
                 peers[1] = run.join(folder=peers[1].directory)
         run.until_step(peers[0].step + 6, *peers)
+        known = len(archives_of(journal))
+        run.until("archive of a coordinator that lives on", lambda: len(archives_of(journal)) > known)
         report = report_of(run, coordinator, *peers)  # beside the live writer
         assert (report["holds"], report["exactly_once"], report["first_record"]) == (True, True, 0)
         for peer in peers:
