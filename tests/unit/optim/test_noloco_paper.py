@@ -134,13 +134,17 @@ def test_unpaired_workers_carry_their_steps_into_the_next_meeting():
 
 
 def test_two_aborted_meetings_are_one_of_three_times_the_steps():
-    trajectory = run(NoLoCo(lr=0.7, momentum=0.5, inner_steps=4), 24, aborted=lambda round_: round_.inner_step in (8, 12))
+    trajectory = run(
+        NoLoCo(lr=0.7, momentum=0.5, inner_steps=4), 24, aborted=lambda round_: round_.inner_step in (8, 12)
+    )
     assert [round_.inner_step for round_ in trajectory.dropped] == [8, 12]
     assert_follows(trajectory, direct_noloco(0.7, 0.5, (4, 16, 20, 24), 24))
 
 
 def test_whoever_joins_or_leaves_the_others_meet_on():
-    trajectory = run(NoLoCo(lr=0.7, momentum=0.5, inner_steps=3), 30, leaves={7: ["birch"], 15: ["ash"]}, joins={10: ["elm", "fir"]})
+    trajectory = run(
+        NoLoCo(lr=0.7, momentum=0.5, inner_steps=3), 30, leaves={7: ["birch"], 15: ["ash"]}, joins={10: ["elm", "fir"]}
+    )
     assert_parity(trajectory)
     assert trajectory.values.keys() == {"cedar", "dogwood", "elm", "fir"}
     assert all(value.isfinite().all() for value in trajectory.values.values())
