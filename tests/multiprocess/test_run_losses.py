@@ -45,6 +45,8 @@ _PARTS = 9
 """Days until all have been run."""
 _CLOSE = {"losses": 1e-5, "anchors": 1e-5, "other shared state": 1e-4, "own state": 1e-4}
 """What is no anchor is made of differences, in which what is alike cancels."""
+_CLOSE_AFTER_FEW_STEPS = _CLOSE | {"anchors": 1e-4, "other shared state": 1e-3}
+"""A single inner step makes a short outer difference, of which what two workers add up otherwise is a larger part."""
 _SAME = {"losses": 1e-14, "anchors": 0.0, "other shared state": 0.0, "own state": 0.0}
 """Losses of inner steps have the same bits; their sums are made in another order, in double precision."""
 _LEAST_FALL = 0.1
@@ -199,7 +201,7 @@ def test_peers_of_different_size_train_as_the_simulation_does(tmp_path: Path, me
         "other shared state": _between_states(founder, expected, anchors=False),
     }
     print(f"different sizes: {made}, " + ", ".join(f"{what} {distance:.1e}" for what, distance in apart.items()))
-    assert all(distance <= _CLOSE[what] for what, distance in apart.items()), apart
+    assert all(distance <= _CLOSE_AFTER_FEW_STEPS[what] for what, distance in apart.items()), apart
     _assert_losses_fall(losses)
 
 

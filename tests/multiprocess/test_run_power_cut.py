@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The power goes for all at once, and the same commands are given again: the run goes on, nobody types --resume."""
 
+import contextlib
 import os
 import random
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +22,28 @@ BACK_AGAIN_S = 60.0
 """Alone it takes 8 to 13 s, most of which are the processes' starts; before there was a disk log, ten minutes."""
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Nobody else gets this processor meanwhile, where root may say so."""
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    try:
+        yield
+    finally:
+        if os.sched_getscheduler(0) != os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
 def cut_power(processes: list[Process]) -> float:
     """SIGKILL to all within 50 ms; returns the wall clock's seconds."""
-    # Found before: to look through /proc takes longer than that on a busy machine.
+    # Found before: on a busy machine to look through /proc takes longer than that, and so does another process's turn.
     pids = [pid for process in processes for pid in (*process.worker_pids(), process.popen.pid)]
-    began = time.monotonic()
-    for pid in pids:
-        os.kill(pid, 9)
-    assert time.monotonic() - began < 0.05
+    with undisturbed():
+        began = time.monotonic()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        took_s = time.monotonic() - began
+    assert took_s < 0.05
     for process in processes:
         process.popen.wait()
         process.is_judged = True
