@@ -7,9 +7,9 @@
 The state of the inner optimizer stays with its worker and is never averaged. One fragment holds all parameters.
 Shared state: anchor and momentum. Private state: none.
 
-Without settings of its own a run begins with plain averaging (learning rate 1, no momentum). Over the first
-`WARM_UP_STEPS` inner steps it goes, in a line, to a momentum of 0.7 and the learning rate of those who give. The paper
-has 0.7 and 0.9 from the first step; optim/README.md, "Defaults", has what was measured.
+Without settings of its own a run begins with plain averaging (learning rate 1, no momentum). While it warms up (see
+`warm_up_steps`) it goes, in a line, to a momentum of 0.7 and the learning rate of those who give. The paper has 0.7 and
+0.9 from the first step; optim/README.md, "Defaults", has what was measured.
 
 Source: DiLoCo (arXiv:2311.08105), algorithm 1; learning rates by number of workers from its scaling laws
 (arXiv:2503.09799); a momentum that warms up from Pier (arXiv:2511.17849).
@@ -41,8 +41,8 @@ MOMENTUM: Final = "momentum"
 
 _WHOLE: Final = FragmentKey(kind=PARAM, index=0)
 
-WARM_UP_STEPS: Final = 160
-"""Inner steps until the defaults are what they stay. Without them short runs end up to 5 % worse (optim/README.md)."""
+_WARM_UP_ROUNDS: Final = 20
+_LEAST_WARM_UP_STEPS: Final = 160
 DEFAULT_MOMENTUM: Final = 0.7
 
 _BEST_LR: Final = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
@@ -63,7 +63,7 @@ class DiLoCo(Outer):
     reached as the momentum is: what is good for three takes a single one, whose work is noisier, too far."""
     momentum: float | None = None
     """Outer Nesterov momentum, in [0, 1) and constant; the paper: 0.9, for thousands of rounds. None: it rises from 0
-    to 0.7 over the first 160 inner steps of the run."""
+    to 0.7 over the first 20 rounds of the run, and at least 160 inner steps."""
     inner_steps: int = 100
     """H, inner steps between exchanges, >= 1; the paper: 500. Smaller is like data parallel and costs more bytes."""
 
@@ -116,14 +116,26 @@ class DiLoCo(Outer):
         lr = self.lr_of(result)
         if self.momentum is not None:
             return lr, self.momentum
-        warmth = min(1.0, round_.inner_step / WARM_UP_STEPS)
+        warmth = self.warmth(round_)
         if self.lr is None:
             lr = 1.0 - warmth * (1.0 - lr)
         return lr, warmth * DEFAULT_MOMENTUM
 
+    def warmth(self, round_: Round) -> float:
+        """How far the run has warmed up at a round: from 0 to 1, where it stays. 1 where a momentum is set."""
+        return 1.0 if self.momentum is not None else min(1.0, round_.inner_step / warm_up_steps(self.inner_steps))
+
     def lr_of(self, result: Result) -> float:
         """The outer learning rate for what these members have given, when all is warm."""
         return default_outer_lr(effective_number(result)) if self.lr is None else self.lr
+
+
+def warm_up_steps(inner_steps: int) -> int:
+    """Inner steps until the defaults are what they stay, where a round has so many: 20 rounds, and at least 160.
+
+    Without it short runs end up to 5 % worse; with 160 steps alone those of long rounds do (optim/README.md).
+    """
+    return max(_LEAST_WARM_UP_STEPS, _WARM_UP_ROUNDS * inner_steps)
 
 
 def anchor_and_momentum(value: Tensor) -> dict[str, Tensor]:

@@ -213,7 +213,7 @@ CASES: Final = (
         type="sparseloco",
         # A residual that is remembered for ten rounds of 48. A mean of lone entries is short: the public code divides
         # by the members that sent an element, up to four times longer steps at alpha = 1, we by all of them.
-        settings={**_H, "beta": 0.9},
+        settings={**_H, "beta": 0.9, "dense_steps": 0},
         sweep=outer_sweep("alpha", (5.0, 3.5, 7.0)),
         is_headline=True,
         source="2508.15706",
@@ -286,7 +286,7 @@ CASES: Final = (
     Case(
         name="powersgd",
         type="powersgd",
-        settings={**_H, "rank": 8},
+        settings={**_H, "rank": 8, "dense_steps": 0},
         sweep=outer_sweep("lr", (1.0, 0.7, 1.4)),
         source="1905.13727",
     ),

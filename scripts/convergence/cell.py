@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from isthmus.optim.outer import Outer
     from scripts.convergence.text import Text
 
-INNER_OF: Final = {case.type: case.inner for case in CASES if case.name in ("mtdao", "demo")}
-"""Those that need an inner optimizer of their own."""
+INNER_OF: Final = {case.type: case.inner for case in CASES if case.name == "demo"}
+"""Those that refuse the inner optimizer of the shipped configurations, AdamW."""
 BUDGET: Final = Budget(start_steps=0)
 
 

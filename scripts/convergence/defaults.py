@@ -5,7 +5,9 @@ Nothing is tuned: a method has its defaults, H, and what `fitted` makes of the r
 the inner settings of the shipped configurations (AdamW, 2e-3, cosine) and int8 on the wire, on two texts that
 no default was chosen with. Beside each method, with the same data:
 
-    averaging    every H inner steps the workers' mean, as Local SGD (DiLoCo with learning rate 1 and no momentum);
+    averaging    the workers' mean with the same exchanges, as Local SGD (DiLoCo with learning rate 1 and no momentum):
+                 every H inner steps; a round late where a method's exchanges are; where its rounds grow, as many
+                 rounds in as many inner steps, of even length;
     alone        one worker that trains for as many inner steps.
 
 The whole grid takes days on two cores. Choose a part of it:
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -28,7 +31,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from isthmus.optim.registry import outer_types
-from scripts.convergence.cell import BUDGET, Cell, run_cell
+from scripts.convergence.cell import BUDGET, Cell, fit, run_cell
+from scripts.convergence.fleet import Architecture
 from scripts.convergence.text import Text, installed_texts, load_text
 from scripts.convergence.trial import WORKERS
 
@@ -39,8 +43,10 @@ AVERAGING: Final = "averaging"
 ALONE: Final = "alone"
 MEAN: Final[Mapping[str, object]] = {"type": "diloco", "lr": 1.0, "momentum": 0.0}
 LATE_MEAN: Final[Mapping[str, object]] = {"type": "delayed", "lr": 1.0, "momentum": 0.0}
-BASELINES: Final = {"delayed": LATE_MEAN, "eager": LATE_MEAN, "co2": LATE_MEAN}
-"""Averaging with the exchanges of methods whose means come a whole round late; for all others it is `MEAN`."""
+LATE: Final = f"{AVERAGING}, a round late"
+AS_RARE: Final = f"{AVERAGING}, as rare as qsr"
+BASELINES: Final = {"delayed": LATE, "eager": LATE, "co2": LATE, "qsr": AS_RARE, "autoloco": AS_RARE}
+"""Averaging with the exchanges of methods that do not exchange every H inner steps, and train on when it is there."""
 MARGIN: Final = 0.005
 """How much worse than averaging a method may be."""
 
@@ -49,16 +55,22 @@ MARGIN: Final = 0.005
 
 def settings_of(cell: Cell) -> Mapping[str, object]:
     """Of the method that a cell names."""
-    if cell.method == ALONE:
-        return MEAN
-    if cell.method.startswith(AVERAGING):
-        return LATE_MEAN if cell.method != AVERAGING else MEAN
-    return {"type": cell.method}
+    if cell.method == LATE:
+        return LATE_MEAN
+    return MEAN if cell.method in (ALONE, AVERAGING, AS_RARE) else {"type": cell.method}
 
 
 def baseline_of(method: str) -> str:
     """The name of the averaging that a method is compared with."""
-    return f"{AVERAGING}, a round late" if method in BASELINES else AVERAGING
+    return BASELINES.get(method, AVERAGING)
+
+
+def as_run(cell: Cell) -> Cell:
+    """The same; if its rounds are to be as many as QSR's, with these and as many inner steps a round, rounded up."""
+    if cell.method != AS_RARE:
+        return cell
+    _, facts, num_steps = fit({"type": "qsr"}, Architecture(BUDGET.model).table, cell)
+    return dataclasses.replace(cell, h=-(-num_steps // facts.outer_steps), rounds=facts.outer_steps)
 
 
 def cells_of(options: argparse.Namespace, texts: Sequence[str]) -> list[Cell]:
@@ -135,7 +147,7 @@ def begin_process(paths: Mapping[str, Path]) -> None:
 
 def do(cell: Cell) -> dict[str, Any]:
     """Run one cell in a process that has begun."""
-    return run_cell(cell, settings_of(cell), _texts[cell.text])
+    return run_cell(as_run(cell), settings_of(cell), _texts[cell.text]) | {"h": cell.h, "rounds": cell.rounds}
 
 
 def _numbers(text: str) -> list[int]:

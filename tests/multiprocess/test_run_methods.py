@@ -56,6 +56,7 @@ class Case:
 def _cases() -> Iterator[Case]:
     steps = ("--outer.inner-steps", "6")
     layers = (*steps, *_FRAGMENTS)
+    dense = ("--outer.dense-steps", "12")
     for codec in (*_DENSE, "twobit"):
         feedback = ("--outer.error-feedback", "true") if codec == "twobit" else ()
         thirds = (*layers, "--outer.num-fragments", "3", *feedback)
@@ -69,12 +70,13 @@ def _cases() -> Iterator[Case]:
         yield Case(method="co2", codec=codec, flags=steps)
         yield Case(method="qsr", codec=codec, flags=steps)
         yield Case(method="autoloco", codec=codec, flags=steps)
-        yield Case(method="powersgd", codec=codec, flags=(*steps, "--outer.rank", "4"))
+        yield Case(method="powersgd", codec=codec, flags=(*steps, *dense, "--outer.rank", "4"))
         yield Case(method="desloc", codec=codec, flags=("--outer.inner-steps", "3"))
         yield Case(method="local_adam", codec=codec, flags=("--outer.inner-steps", "3"))
         yield Case(method="mtdao", codec=codec, flags=("--outer.inner-steps", "3", *_TWO_MOMENTS))
         yield Case(method="async", codec=codec, flags=("--outer.inner-steps", "6", "--outer.poll-steps", "3"))
-    yield Case(method="sparseloco", codec="raw", flags=steps)
+    for codec in ("raw", "int8"):
+        yield Case(method="sparseloco", codec=codec, flags=(*steps, *dense))
     for codec in ("raw", "bf16", "int8"):
         yield Case(method="noloco", codec=codec, flags=steps)
     means = ("--outer.resync-steps", "10")

@@ -35,11 +35,11 @@ METHODS = {
     "delayed": {},
     "eager": {},
     "co2": {},
-    "sparseloco": {},
+    "sparseloco": {"dense_steps": 6},
     "async": {"poll_steps": 2},
     "edit": {"num_fragments": 1},
     "decoupled": {"num_fragments": 2, "delay": 1},
-    "powersgd": {"rank": 1, "min_compression": 0.5},
+    "powersgd": {"rank": 1, "min_compression": 0.5, "dense_steps": 6},
     "qsr": FALLING,
     "autoloco": FALLING,
 }

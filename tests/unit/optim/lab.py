@@ -38,7 +38,7 @@ class TopKWire:
 
     def exchange(self, round_, fragment, payloads, weights):
         delivered = dict(payloads)
-        if round_.codec != "raw":
+        if round_.codec not in (None, "raw"):
             topk = int(round_.codec.removeprefix("topk:"))
             delivered = {
                 name: torch.cat([self.lossy(part, topk) for part in payload.split(4096)])

@@ -124,7 +124,7 @@ def test_embeddings_alone_at_equal_speeds_are_diloco():
 # ----------------------------------------------------------------------------------------------- RDA
 
 
-def merge(vectors, weights):
+def merge(vectors, weights, **how):
     """What a step would make of these, through unit vectors and notes."""
     lengths = [vector.double().norm().item() for vector in vectors]
     units = [vector / length if length else vector for vector, length in zip(vectors, lengths, strict=True)]
@@ -132,7 +132,7 @@ def merge(vectors, weights):
     notes = tuple((length,) for length in lengths)
     members = tuple(f"w{index}" for index in range(len(vectors)))
     result = Result(value=value, members=members, weight_sum=sum(weights), weights=tuple(weights), notes=notes)
-    return radial_directional(result)
+    return radial_directional(result, **how)
 
 
 def vectors(count, numel=64):
@@ -160,6 +160,24 @@ def test_orthogonal_vectors_do_not_shrink():
 def test_equal_vectors_are_what_they_are():
     vector = vectors(1)[0]
     torch.testing.assert_close(merge([vector] * 3, [1.0, 2.0, 0.3]), vector)
+
+
+@pytest.mark.parametrize(("warmth", "length"), [(0.0, 2.5 * 0.5**0.5), (0.5, 1.25 * (1 + 0.5**0.5)), (1.0, 2.5)])
+def test_while_it_warms_up_its_length_grows_from_that_of_the_mean_of_unit_vectors(warmth, length):
+    merged = merge([torch.tensor([3.0, 0.0]), torch.tensor([0.0, 2.0])], [1.0, 1.0], warmth=warmth)
+    assert merged.tolist() == pytest.approx([length / 2**0.5] * 2)
+
+
+@pytest.mark.parametrize(("settings", "length"), [({}, 0.5**0.5), ({"lr": 1.0, "momentum": 0.0}, 1.0)])
+def test_a_run_begins_with_short_steps_unless_it_has_a_momentum_of_its_own(settings, length):
+    outer = DecoupledDiLoCo(embeddings="", num_fragments=1, **settings)
+    shared = outer.init(TABLE.whole(), torch.zeros(NUMEL))
+    value = torch.zeros(NUMEL)
+    value[:2] = 0.5
+    result = Result(value=value, members=WORKERS[:2], weight_sum=2.0, weights=(1.0, 1.0), notes=((1.0,), (1.0,)))
+    early = Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=1, num_notes=1, weigh=Weigh.ALIKE)
+    moved = outer.step(early, result, shared)[ANCHOR]
+    assert moved.norm().item() == pytest.approx(length, rel=0.01)
 
 
 def test_its_direction_does_not_follow_the_longest():
@@ -293,14 +311,17 @@ def test_too_many_fragments_are_refused_and_fitted_ones_are_not():
         DecoupledDiLoCo(num_fragments=1, embeddings="layer0").fragments(TABLE)
 
 
-@pytest.mark.parametrize(("num_fragments", "inner_steps"), [(24, 24), (6, 24), (5, 24), (24, 10), (1, 3)])
-def test_every_fragment_is_sent_once_in_any_h_steps(num_fragments, inner_steps):
+@pytest.mark.parametrize(
+    ("num_fragments", "inner_steps", "delay"),
+    [(24, 24, 2), (6, 24, 2), (5, 100, 2), (24, 13, 2), (24, 12, 1), (6, 8, 1), (1, 3, 1), (1, 1, 0)],
+)
+def test_every_fragment_is_sent_once_in_any_h_steps_and_merged_soon_in_short_rounds(num_fragments, inner_steps, delay):
     outer = DecoupledDiLoCo(num_fragments=num_fragments, inner_steps=inner_steps)
     assert outer.plan(0) == ()
     for start in (1, 2, inner_steps, 5 * inner_steps + 3):
         rounds = [round_ for step in range(start, start + inner_steps) for round_ in outer.plan(step)]
         assert sorted(round_.fragment.index for round_ in rounds) == list(range(num_fragments))
-        assert all(round_.due_step == round_.inner_step + 2 for round_ in rounds)
+        assert all(round_.due_step == round_.inner_step + delay for round_ in rounds)
         assert all(round_.is_told and round_.weigh is Weigh.ALIKE for round_ in rounds)
     if num_fragments == inner_steps:
         assert all(len(outer.plan(step)) == 1 for step in range(1, 100))

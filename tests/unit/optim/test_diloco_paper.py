@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from isthmus.optim import ANCHOR, DiLoCo, FragmentTable, Op, Outcome, Result, Round, Work, default_outer_lr
-from isthmus.optim.diloco import MOMENTUM, WARM_UP_STEPS, effective_number
+from isthmus.optim.diloco import MOMENTUM, effective_number, warm_up_steps
 from isthmus.optim.outer import digest_of, empty_like
 from isthmus.optim.simulate import simulate
 from isthmus.optim.workload import OneByOne
@@ -241,6 +241,9 @@ def test_no_peers_have_no_learning_rate():
         default_outer_lr(0)
 
 
+WARM = warm_up_steps(DiLoCo().inner_steps)
+
+
 def result_of(*weights):
     members = WORKERS[: len(weights)]
     return Result(value=torch.ones(NUMEL), members=members, weight_sum=sum(weights), weights=weights)
@@ -255,7 +258,7 @@ def test_without_a_rate_of_its_own_a_round_takes_the_best_one_for_those_who_gave
     shared = DiLoCo().init(TABLE.whole(), INITIAL)
     best = default_outer_lr(len(weights))
     for given, momentum in ({}, 0.7), ({"momentum": 0.9}, 0.9):
-        stepped = DiLoCo(**given).step(round_at(WARM_UP_STEPS), result_of(*weights), shared)
+        stepped = DiLoCo(**given).step(round_at(WARM), result_of(*weights), shared)
         expected = DiLoCo(lr=best, momentum=momentum).step(ROUND, result_of(*weights), shared)
         assert digest_of(stepped) == digest_of(expected)
     assert DiLoCo(lr=0.3).lr_of(result_of(*weights)) == 0.3, "whoever says a rate means it"
@@ -264,14 +267,21 @@ def test_without_a_rate_of_its_own_a_round_takes_the_best_one_for_those_who_gave
 def test_without_settings_a_run_begins_with_plain_averaging_and_warms_up_in_a_line():
     three = result_of(1.0, 1.0, 1.0)
     assert DiLoCo().rates(round_at(0), three) == (1.0, 0.0)
-    assert DiLoCo().rates(round_at(WARM_UP_STEPS // 2), three) == pytest.approx((0.8, 0.35))
-    assert DiLoCo().rates(round_at(WARM_UP_STEPS), three) == pytest.approx((0.6, 0.7))
-    assert DiLoCo().rates(round_at(1000 * WARM_UP_STEPS), three) == pytest.approx((0.6, 0.7))
+    assert DiLoCo().rates(round_at(WARM // 2), three) == pytest.approx((0.8, 0.35))
+    assert DiLoCo().rates(round_at(WARM), three) == pytest.approx((0.6, 0.7))
+    assert DiLoCo().rates(round_at(1000 * WARM), three) == pytest.approx((0.6, 0.7))
+
+
+@pytest.mark.parametrize(("inner_steps", "warm_at"), [(1, 160), (8, 160), (30, 600), (100, 2000)])
+def test_a_run_is_warm_after_twenty_rounds_and_not_before_160_inner_steps(inner_steps, warm_at):
+    outer = DiLoCo(inner_steps=inner_steps)
+    assert [outer.warmth(round_at(step)) for step in (0, warm_at // 2, warm_at, 2 * warm_at)] == [0.0, 0.5, 1.0, 1.0]
+    assert DiLoCo(inner_steps=inner_steps, momentum=0.9).warmth(round_at(1)) == 1.0
 
 
 def test_what_is_set_holds_from_the_first_round_on():
     three = result_of(1.0, 1.0, 1.0)
-    for inner_step in (1, 10 * WARM_UP_STEPS):
+    for inner_step in (1, 10 * WARM):
         assert DiLoCo(lr=0.3, momentum=0.9).rates(round_at(inner_step), three) == (0.3, 0.9)
         assert DiLoCo(momentum=0.9).rates(round_at(inner_step), three) == (default_outer_lr(3), 0.9)
         assert DiLoCo(lr=0.3).rates(round_at(inner_step), three)[0] == 0.3

@@ -26,7 +26,7 @@ NESTEROV = {"lr": 0.7, "momentum": 0.9}
 
 
 def power_sgd(**settings):
-    return PowerSGD(**{"inner_steps": 4, "rank": 2} | NESTEROV | settings).fitted(MATRICES)
+    return PowerSGD(**{"inner_steps": 4, "rank": 2, "dense_steps": 0} | NESTEROV | settings).fitted(MATRICES)
 
 
 def run_matrices(outer, num_inner_steps=24, **settings):
@@ -94,20 +94,20 @@ def mean_residual(trajectory):
 
 
 def test_without_a_matrix_worth_compressing_it_is_diloco_bit_for_bit():
-    compressed = run(PowerSGD(inner_steps=4, rank=3, **NESTEROV).fitted(TABLE))
+    compressed = run(PowerSGD(inner_steps=4, rank=3, dense_steps=0, **NESTEROV).fitted(TABLE))
     assert_same(anchors(compressed), anchors(run(DiLoCo(inner_steps=4, **NESTEROV))), tolerance=0.0)
     assert LEFT not in compressed.committed[0].shared
     assert not mean_residual(compressed).any()
 
 
 def test_rounds_that_send_everything_are_diloco_bit_for_bit():
-    compressed = run_matrices(power_sgd(dense_rounds=6))
+    compressed = run_matrices(power_sgd(dense_steps=24))
     assert_same(anchors(compressed), anchors(run_matrices(DiLoCo(inner_steps=4, **NESTEROV))), tolerance=0.0)
     assert {committed.round_.numel for committed in compressed.committed} == {MATRICES.numel}
 
 
 def test_by_default_the_anchor_becomes_the_mean_of_what_arrived():
-    everything = run_matrices(PowerSGD(inner_steps=4, dense_rounds=6).fitted(MATRICES))
+    everything = run_matrices(PowerSGD(inner_steps=4).fitted(MATRICES))
     assert_same(anchors(everything), anchors(run_matrices(DiLoCo(inner_steps=4, lr=1.0, momentum=0.0))), tolerance=0.0)
 
 
@@ -210,7 +210,7 @@ def test_a_matrix_that_did_not_move_can_move_later():
 @pytest.mark.parametrize("rank", [1, 2])
 def test_shared_state_has_the_same_bits_whoever_joins_leaves_or_fails(rank):
     trajectory = run_matrices(
-        power_sgd(rank=rank, dense_rounds=1),
+        power_sgd(rank=rank, dense_steps=4),
         40,
         joins={9: ["elm"], 22: ["fir"]},
         leaves={14: ["birch"], 20: ["cedar"]},
@@ -330,7 +330,7 @@ def test_every_tensor_of_a_recycled_state_is_written(inner_step, learner):
 
 
 def test_the_results_memory_can_become_the_momentum():
-    outer = power_sgd(dense_rounds=9)
+    outer = power_sgd(dense_steps=36)
     round_, result, state, mine = committed_round(outer)
     expected, out = after(outer, round_, result, state, mine).state, spare(state)
     out.shared["momentum"] = result.value
@@ -354,7 +354,7 @@ def test_no_method_writes_over_the_state_it_is_given(name):
         ({"rank": 0}, "rank must be"),
         ({"min_compression": 0.0}, "min_compression must be"),
         ({"min_compression": float("nan")}, "min_compression must be"),
-        ({"dense_rounds": -1}, "dense_rounds must be"),
+        ({"dense_steps": -1}, "dense_steps must be"),
         ({"seed": 1 << 16}, "seed must be"),
         ({"seed": -1}, "seed must be"),
         ({"lr": 0.0}, "lr must be"),

@@ -31,7 +31,7 @@ METHODS = {
     "streaming": {"inner_steps": 6, "num_fragments": 3, "delay": 1},
     "edit": {"inner_steps": 4},
     "decoupled": {"inner_steps": 6, "num_fragments": 6, "delay": 2},
-    "powersgd": {"inner_steps": 4, "rank": 2, "min_compression": 0.5},
+    "powersgd": {"inner_steps": 4, "rank": 2, "min_compression": 0.5, "dense_steps": 0},
 }
 FITTING = [(name, guard) for name in METHODS for guard in GUARDS if (name, guard) != ("powersgd", "centred")]
 

@@ -36,6 +36,11 @@ ORDER = block_order(shapes_of(TABLE.whole()))
 SLOPES = {name: torch.sin(torch.arange(NUMEL) * (n + 1.3)) for n, name in enumerate((*WORKERS, "elm", "fir"))}
 
 
+def sparse_loco(**settings):
+    """Sparse from the first round on, as in the paper."""
+    return SparseLoCo(**{"dense_steps": 0} | settings)
+
+
 def sparsified(run, kept):
     """The k largest, as sign and one of two levels, in the dtype given."""
     places = run.abs().topk(kept).indices
@@ -112,19 +117,19 @@ def assert_follows(trajectory, expected):
 
 
 def test_it_follows_a_direct_implementation():
-    trajectory = run(SparseLoCo(alpha=1.0, inner_steps=4, norm_guard=False))
+    trajectory = run(sparse_loco(alpha=1.0, inner_steps=4, norm_guard=False))
     assert_follows(trajectory, direct_sparseloco([1.0] * 6, 0.95, 64, range(4, 25, 4)))
 
 
 def test_it_follows_a_direct_implementation_of_unequal_weights_and_a_late_alpha():
-    outer = SparseLoCo(inner_steps=4, topk=400, beta=0.7, alpha=0.9, late_alpha=0.5, late_step=16, norm_guard=False)
+    outer = sparse_loco(inner_steps=4, topk=400, beta=0.7, alpha=0.9, late_alpha=0.5, late_step=16, norm_guard=False)
     trajectory = run(outer, weigh=lambda worker, _work: {"ash": 3.0, "cedar": 0.5}.get(worker, 1.0))
     alphas = [0.9] * 3 + [0.5] * 3
     assert_follows(trajectory, direct_sparseloco(alphas, 0.7, 400, range(4, 25, 4), weights=(3.0, 1.0, 0.5)))
 
 
 def test_two_aborted_rounds_are_one_round_of_three_times_the_steps():
-    outer = SparseLoCo(alpha=1.0, inner_steps=4, norm_guard=False)
+    outer = sparse_loco(alpha=1.0, inner_steps=4, norm_guard=False)
     trajectory = run(outer, aborted=lambda round_: round_.inner_step in (12, 16))
     assert [round_.inner_step for round_ in trajectory.dropped] == [12, 16]
     assert_follows(trajectory, direct_sparseloco([1.0] * 4, 0.95, 64, [4, 8, 20, 24]))
@@ -132,7 +137,7 @@ def test_two_aborted_rounds_are_one_round_of_three_times_the_steps():
 
 @pytest.mark.parametrize("beta", [0.0, 0.95, 1.0])
 def test_sending_everything_is_diloco_without_momentum_for_any_beta(beta):
-    sparse = run(SparseLoCo(alpha=0.6, beta=beta, inner_steps=4, topk=4096, norm_guard=False))
+    sparse = run(sparse_loco(alpha=0.6, beta=beta, inner_steps=4, topk=4096, norm_guard=False))
     assert_follows(
         sparse, [a.double() for a in lab.anchors(run(DiLoCo(lr=0.6, momentum=0.0, inner_steps=4), wire=None))]
     )
@@ -140,12 +145,18 @@ def test_sending_everything_is_diloco_without_momentum_for_any_beta(beta):
         assert not state_of(sparse, worker).private[RESIDUAL].any()
 
 
-@pytest.mark.parametrize("alpha", [1.0, 0.5])
+def test_as_long_as_all_is_sent_it_is_the_mean_whatever_alpha_and_topk():
+    dense = run(SparseLoCo(inner_steps=4, norm_guard=False))
+    mean = run(DiLoCo(lr=1.0, momentum=0.0, inner_steps=4), wire=None)
+    assert_follows(dense, [anchor.double() for anchor in lab.anchors(mean)])
+
+
+@pytest.mark.parametrize(("alpha", "dense_steps"), [(1.0, 0), (0.5, 0), (1.0, 12)])
 @pytest.mark.parametrize("aborted", [(), (8, 24)])
-def test_beta_one_loses_nothing_also_to_quantisation_and_aborted_rounds(alpha, aborted):
+def test_beta_one_loses_nothing_also_to_quantisation_and_aborted_rounds(alpha, aborted, dense_steps):
     """A constant gradient: what was sent and what is left are together all the work done, of every worker."""
     wire = sparse_wire()
-    outer = SparseLoCo(alpha=alpha, beta=1.0, inner_steps=4, norm_guard=False)
+    outer = sparse_loco(alpha=alpha, beta=1.0, inner_steps=4, dense_steps=dense_steps, norm_guard=False)
     trajectory = run(outer, 40, inner_step=slope_step, wire=wire, aborted=lambda round_: round_.inner_step in aborted)
     assert len(trajectory.dropped) == len(aborted)
     residuals = []
@@ -162,7 +173,7 @@ def test_beta_one_loses_nothing_also_to_quantisation_and_aborted_rounds(alpha, a
 
 def test_a_beta_below_one_forgets():
     wire = sparse_wire()
-    trajectory = run(SparseLoCo(beta=0.9, inner_steps=4, norm_guard=False), 40, inner_step=slope_step, wire=wire)
+    trajectory = run(sparse_loco(beta=0.9, inner_steps=4, norm_guard=False), 40, inner_step=slope_step, wire=wire)
     work = ORDER.to_blocks(40 * SLOPES["ash"], out=torch.empty(NUMEL))
     assert (wire.sent["ash"] + state_of(trajectory, "ash").private[RESIDUAL] - work).abs().max() > 1.0
 
@@ -170,7 +181,7 @@ def test_a_beta_below_one_forgets():
 # ------------------------------------------------------------------------------------------------------ membership
 @pytest.mark.parametrize("norm_guard", [True, False])
 def test_shared_state_is_equal_whoever_joins_leaves_or_fails(norm_guard):
-    outer = SparseLoCo(inner_steps=3, norm_guard=norm_guard, late_step=12)
+    outer = sparse_loco(inner_steps=3, norm_guard=norm_guard, late_step=12)
     trajectory = run(
         outer,
         30,
@@ -189,7 +200,7 @@ def test_shared_state_is_equal_whoever_joins_leaves_or_fails(norm_guard):
 
 
 def test_a_joiner_begins_without_a_residual():
-    trajectory = run(SparseLoCo(inner_steps=4), 9, joins={9: ["elm"]})
+    trajectory = run(sparse_loco(inner_steps=4), 9, joins={9: ["elm"]})
     assert state_of(trajectory, "ash").private[RESIDUAL].any()
     assert not state_of(trajectory, "elm").private[RESIDUAL].any()
     assert digest(state_of(trajectory, "elm")) == digest(state_of(trajectory, "ash"))
@@ -227,7 +238,7 @@ def step_of(outer, rows):
 def test_what_one_member_alone_sent_is_divided_by_all_members():
     rows = torch.zeros(4, NUMEL)
     rows[0, 5], rows[:, 6] = 4.0, 4.0
-    step = step_of(SparseLoCo(alpha=1.0, norm_guard=False), rows)
+    step = step_of(sparse_loco(alpha=1.0, norm_guard=False), rows)
     assert step[5:7].tolist() == pytest.approx([1.0, 4.0], rel=1e-5)
 
 
@@ -235,21 +246,21 @@ def test_a_member_that_goes_further_is_scaled_to_the_median_norm():
     rows = mixed(5, NUMEL)
     rows *= (torch.tensor([1.0, 2.0, 3.0, 50.0, 1000.0]) / rows.norm(dim=1))[:, None]
     scaled = rows * torch.tensor([1.0, 1.0, 1.0, 3.0 / 50.0, 3.0 / 1000.0])[:, None]
-    torch.testing.assert_close(step_of(SparseLoCo(alpha=1.0), rows), scaled.mean(0), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(step_of(sparse_loco(alpha=1.0), rows), scaled.mean(0), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(
-        step_of(SparseLoCo(alpha=1.0, norm_guard=False), rows), rows.mean(0), rtol=1e-4, atol=1e-6
+        step_of(sparse_loco(alpha=1.0, norm_guard=False), rows), rows.mean(0), rtol=1e-4, atol=1e-6
     )
 
 
 def test_the_median_of_two_norms_lies_between_them():
     rows = torch.zeros(2, NUMEL)
     rows[0, 0], rows[1, 1] = 1.0, 3.0
-    assert step_of(SparseLoCo(alpha=1.0), rows)[:2].tolist() == pytest.approx([0.5, 1.0], rel=1e-5)
+    assert step_of(sparse_loco(alpha=1.0), rows)[:2].tolist() == pytest.approx([0.5, 1.0], rel=1e-5)
 
 
 @pytest.mark.parametrize("norm_guard", [True, False])
 def test_a_round_of_zeros_moves_nothing(norm_guard):
-    assert not step_of(SparseLoCo(norm_guard=norm_guard), torch.zeros(3, NUMEL)).any()
+    assert not step_of(sparse_loco(norm_guard=norm_guard), torch.zeros(3, NUMEL)).any()
 
 
 def contribution(weight=1.0):
@@ -259,27 +270,27 @@ def contribution(weight=1.0):
 
 def test_the_residual_is_what_was_sent_less_what_arrived():
     mine = contribution()
-    state = after(SparseLoCo(), ROUND, result_of(mixed(2, NUMEL)), some_state(), mine).state
+    state = after(sparse_loco(), ROUND, result_of(mixed(2, NUMEL)), some_state(), mine).state
     torch.testing.assert_close(state.private[RESIDUAL], mine.payload * 0.25)
 
 
 @pytest.mark.parametrize("mine", [None, contribution(weight=0.0)])
 def test_the_residual_of_who_is_no_member_stays(mine):
     state = some_state()
-    settled = after(SparseLoCo(), ROUND, result_of(mixed(2, NUMEL)), state, mine)
+    settled = after(sparse_loco(), ROUND, result_of(mixed(2, NUMEL)), state, mine)
     assert torch.equal(settled.state.private[RESIDUAL], state.private[RESIDUAL])
     assert settled.target is settled.state.shared[ANCHOR]
 
 
 def test_who_was_not_counted_keeps_its_residual_and_its_distance_from_the_anchor():
     state = some_state()
-    settled = after(SparseLoCo(), ROUND, None, state, contribution())
+    settled = after(sparse_loco(), ROUND, None, state, contribution())
     assert settled.state.private is state.private
     assert (settled.target, settled.keep) == (None, 1.0)
 
 
 def test_nothing_writes_to_the_state_or_the_result():
-    outer, state = SparseLoCo(), some_state()
+    outer, state = sparse_loco(), some_state()
     result, mine = result_of(mixed(3, NUMEL)), contribution()
     given = [*tensors_of(state), result.value, mine.payload]
     kept = [tensor.clone() for tensor in given]
@@ -292,7 +303,7 @@ def test_nothing_writes_to_the_state_or_the_result():
 
 
 def test_every_tensor_of_the_recycled_state_is_set():
-    outer, state, result = SparseLoCo(), some_state(), result_of(mixed(3, NUMEL))
+    outer, state, result = sparse_loco(), some_state(), result_of(mixed(3, NUMEL))
     fresh = after(outer, ROUND, result, state, contribution())
     out = spare(state)
     settled = after(outer, ROUND, result, state, contribution(), out=out)
@@ -310,11 +321,11 @@ def test_no_method_writes_over_the_state_it_is_given(name):
         if name in tensors:
             tensors[name] = old[name]
     with pytest.raises(ValueError, match="never writes"):
-        after(SparseLoCo(), ROUND, result_of(mixed(2, NUMEL)), state, contribution(), out=out)
+        after(sparse_loco(), ROUND, result_of(mixed(2, NUMEL)), state, contribution(), out=out)
 
 
 def test_emit_may_write_over_the_value():
-    outer, state, value = SparseLoCo(beta=0.5), some_state(), mixed(NUMEL, seed=5)
+    outer, state, value = sparse_loco(beta=0.5), some_state(), mixed(NUMEL, seed=5)
     expected = ORDER.to_blocks(state.shared[ANCHOR] - value, out=torch.empty(NUMEL)) + 0.5 * state.private[RESIDUAL]
     over = outer.emit(ROUND, value, *state, WORK, out=value)
     assert over.payload is value
@@ -326,23 +337,36 @@ def test_buffers_of_another_size_are_refused():
     state, right = some_state(), torch.zeros(NUMEL)
     for value, out in ((right[1:], right.clone()), (right, right[1:].clone()), (right.double(), right)):
         with pytest.raises(ValueError, match="contiguous fp32 CPU tensor"):
-            SparseLoCo().emit(ROUND, value, *state, WORK, out=out)
+            sparse_loco().emit(ROUND, value, *state, WORK, out=out)
     with pytest.raises(ValueError, match="initial value"):
-        SparseLoCo().init(TABLE.whole(), right[1:])
+        sparse_loco().init(TABLE.whole(), right[1:])
 
 
 # ------------------------------------------------------------------------------------------------------- settings
 def test_everybody_sends_to_everybody_after_every_h_steps():
-    outer = SparseLoCo(inner_steps=5)
+    outer = sparse_loco(inner_steps=5)
     assert [step for step in range(21) if outer.plan(step)] == [5, 10, 15, 20]
     assert outer.plan(5) == (Round(fragment=KEY, op=Op.GATHER, inner_step=5, codec="topk:64"),)
-    assert SparseLoCo(topk=4096).plan(30)[0].codec == "raw"
+    assert sparse_loco(topk=4096).plan(30)[0].codec == "raw"
     assert outer.fragments(TABLE) == (TABLE.whole(),)
 
 
-def test_defaults_are_those_of_covenant_72b_with_twice_the_step():
+@pytest.mark.parametrize(
+    ("settings", "codecs"),
+    [
+        ({"inner_steps": 5, "dense_steps": 12}, {5: None, 10: None, 15: "topk:64"}),
+        ({"inner_steps": 5}, {160: None, 165: "topk:64"}),
+        ({"inner_steps": 30}, {600: None, 630: "topk:64"}),
+    ],
+)
+def test_the_first_rounds_send_all_elements_by_the_runs_codec(settings, codecs):
+    outer = SparseLoCo(**settings)
+    assert {step: outer.plan(step)[0].codec for step in codecs} == codecs
+
+
+def test_defaults_are_those_of_covenant_72b_with_three_times_the_step():
     assert build_outer("sparseloco") == SparseLoCo(
-        inner_steps=30, topk=64, beta=0.95, alpha=2.0 * 1.0, late_alpha=2.0 * 0.65, late_step=None, norm_guard=True
+        inner_steps=30, topk=64, beta=0.95, alpha=3.0 * 1.0, late_alpha=1.95, late_step=None, norm_guard=True
     )
 
 
@@ -350,6 +374,7 @@ def test_defaults_are_those_of_covenant_72b_with_twice_the_step():
     ("name", "value"),
     [
         ("inner_steps", 0),
+        ("dense_steps", -1),
         ("topk", 0),
         ("topk", 4097),
         ("beta", -0.1),
