@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 SHAPES: Final = "shapes"
 """Name, in shared state, of what `shapes_of` gives."""
+ALL: Final = "raw"
+"""The codec that keeps all elements of a run."""
 RUN_NUMEL: Final = 4096
 """Consecutive elements of which a codec keeps the largest."""
 _MAX_SIDE: Final = 64
@@ -120,7 +122,7 @@ def topk_codec(kept: int) -> str:
     """
     if not 1 <= kept <= RUN_NUMEL:
         raise ValueError(f"topk must be from 1 to {RUN_NUMEL}, got {kept}")
-    return "raw" if kept == RUN_NUMEL else f"topk:{kept}"
+    return ALL if kept == RUN_NUMEL else f"topk:{kept}"
 
 
 @functools.lru_cache(maxsize=256)

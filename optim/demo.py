@@ -17,11 +17,12 @@ All this is about the gradient; the parameters are averaged now and then, see re
 the parameters. Private state: shapes, and momentum in the order of the blocks. After an aborted round nobody moves, but
 for the weight decay, and the momentum keeps the gradient.
 
-Where we leave public code on purpose: the learning rate enters once, in the step; in the code also the gradient is
-multiplied by it before it is added to d, so with sign only its changes count there, and without sign the step is lr².
-Errors of quantisation stay in d. If all coefficients are sent, each worker has sent each of them, zeros too. A vector's
-coefficients share the bytes with all others; the code sends 32 of every 64. Sums are in the order of the members, not
-in that of a GPU's threads.
+Where we leave public code on purpose: the first `warm_up_steps` send eight times as many coefficients, for what they
+hold back is too old when it is sent (optim/README.md). The learning rate enters once, in the step; in the code also the
+gradient is multiplied by it before it is added to d, so with sign only its changes count there, and without sign the
+step is lr². Errors of quantisation stay in d. If all coefficients are sent, each worker has sent each of them, zeros
+too. A vector's coefficients share the bytes with all others; the code sends 32 of every 64. Sums are in the order of
+the members, not in that of a GPU's threads.
 
 Source: DeMo (arXiv:2411.19870).
 """
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from isthmus.optim.blocks import RUN_NUMEL, SHAPES, block_order, shapes_of, topk_codec
+from isthmus.optim.blocks import ALL, RUN_NUMEL, SHAPES, block_order, shapes_of, topk_codec
 from isthmus.optim.dct import dct2, idct2
 from isthmus.optim.diloco import MOMENTUM
 from isthmus.optim.flat import require_flat
@@ -49,13 +50,14 @@ if TYPE_CHECKING:
     from isthmus.optim.outer import Outcome, Result, Tensors, Work
     from isthmus.optim.run_facts import RunFacts
 
+_EARLY_FACTOR: Final = 8
 _GRADIENT: Final = FragmentKey(kind=GRAD, index=0)
 
 
 @register("demo")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeMo(GradientMethod):
-    """DeMo's settings; defaults are those of its public code.
+    """DeMo's settings; defaults are those of its public code, but for the first steps.
 
     Raises:
         ValueError: if a setting is out of its range.
@@ -65,6 +67,8 @@ class DeMo(GradientMethod):
     """Share of the momentum that a step keeps, in [0, 1]."""
     topk: int = 32
     """k, coefficients sent of each 4096, from 1 to 4096; all of them travel as they are, without quantisation."""
+    warm_up_steps: int = 160
+    """Inner steps at the beginning that send eight times as many coefficients, >= 0. The public code: 0."""
     sign: bool = True
     """Whether the step has size lr in every element; else it is lr times the mean of what was sent."""
 
@@ -73,6 +77,8 @@ class DeMo(GradientMethod):
         if not 0.0 <= self.decay <= 1.0:
             raise ValueError(f"decay must be in [0, 1], got {self.decay}")
         topk_codec(self.topk)
+        if self.warm_up_steps < 0:
+            raise ValueError(f"warm_up_steps must be at least 0, got {self.warm_up_steps}")
 
     def fitted(self, _table: FragmentTable, run: RunFacts | None = None, /) -> DeMo:
         """The same.
@@ -90,7 +96,8 @@ class DeMo(GradientMethod):
 
     def gradient_round(self, inner_step: int) -> Round:
         """Everybody sends to everybody."""
-        codec = topk_codec(self.topk)
+        is_early = inner_step <= self.warm_up_steps
+        codec = topk_codec(min(_EARLY_FACTOR * self.topk, RUN_NUMEL) if is_early else self.topk)
         return Round(fragment=_GRADIENT, op=Op.GATHER, inner_step=inner_step, codec=codec, keeps_value=True)
 
     def emit(
@@ -124,7 +131,7 @@ class DeMo(GradientMethod):
         momentum = out[MOMENTUM].copy_(outcome.private[MOMENTUM] if mine is None else mine.payload)
         if result is None:
             return Settled.replaced(out, torch.zeros_like(momentum))
-        mean, scratch = self._mean(result)
+        mean, scratch = _mean(result, are_zeros_sent=outcome.round_.codec == ALL)
         if mine is not None and mine.weight > 0.0:
             mine.read_delivered(scratch)
             momentum.sub_(scratch)
@@ -134,11 +141,12 @@ class DeMo(GradientMethod):
         target = order.from_blocks(mean, out=scratch)
         return Settled.replaced(out, target.sign_() if self.sign else target)
 
-    def _mean(self, result: Result) -> tuple[Tensor, Tensor]:
-        """Per element the mean over those who sent it, 0 if nobody did: [numel]; and as much memory to write to."""
-        total, senders = torch.zeros_like(result.value[0]), torch.zeros_like(result.value[0])
-        scratch = torch.empty_like(total)
-        for row, weight in zip(result.value, result.weights, strict=True):
-            total += torch.mul(row, weight, out=scratch)
-            senders += weight if self.topk == RUN_NUMEL else scratch.copy_(row != 0.0).mul_(weight)
-        return total.div_(senders.masked_fill_(senders == 0.0, 1.0)), scratch
+
+def _mean(result: Result, *, are_zeros_sent: bool) -> tuple[Tensor, Tensor]:
+    """Per element the mean over those who sent it, 0 if nobody did: [numel]; and as much memory to write to."""
+    total, senders = torch.zeros_like(result.value[0]), torch.zeros_like(result.value[0])
+    scratch = torch.empty_like(total)
+    for row, weight in zip(result.value, result.weights, strict=True):
+        total += torch.mul(row, weight, out=scratch)
+        senders += weight if are_zeros_sent else scratch.copy_(row != 0.0).mul_(weight)
+    return total.div_(senders.masked_fill_(senders == 0.0, 1.0)), scratch

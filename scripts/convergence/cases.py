@@ -278,7 +278,7 @@ CASES: Final = (
     Case(
         name="demo",
         type="demo",
-        settings=WITHOUT_MEANS,
+        settings={**WITHOUT_MEANS, "warm_up_steps": 0},
         inner={"type": "sgd", "clip": None},
         sweep=inner_sweep((4e-3, 2.8e-3, 5.6e-3, 2e-3, 8e-3, 1.4e-3)),
         source="2411.19870",

@@ -5,8 +5,8 @@ Nothing is tuned: a method has its defaults, H, and what `fitted` makes of the r
 the inner settings of the shipped configurations (AdamW, 2e-3, cosine) and int8 on the wire, on two texts that
 no default was chosen with. Beside each method, with the same data:
 
-    averaging    the workers' mean with the same exchanges, as Local SGD (DiLoCo with learning rate 1 and no momentum):
-                 every H inner steps; a round late where a method's exchanges are; where its rounds grow, as many
+    averaging    the workers' mean with the same exchanges, as Local SGD (learning rate 1, no momentum): every H inner
+                 steps; in fragments or a round late where a method's exchanges are; where its rounds grow, as many
                  rounds in as many inner steps, of even length;
     alone        one worker that trains for as many inner steps.
 
@@ -41,12 +41,29 @@ if TYPE_CHECKING:
 
 AVERAGING: Final = "averaging"
 ALONE: Final = "alone"
-MEAN: Final[Mapping[str, object]] = {"type": "diloco", "lr": 1.0, "momentum": 0.0}
-LATE_MEAN: Final[Mapping[str, object]] = {"type": "delayed", "lr": 1.0, "momentum": 0.0}
-LATE: Final = f"{AVERAGING}, a round late"
 AS_RARE: Final = f"{AVERAGING}, as rare as qsr"
-BASELINES: Final = {"delayed": LATE, "eager": LATE, "co2": LATE, "qsr": AS_RARE, "autoloco": AS_RARE}
-"""Averaging with the exchanges of methods that do not exchange every H inner steps, and train on when it is there."""
+LATE: Final = f"{AVERAGING}, a round late"
+STREAMED: Final = f"{AVERAGING}, by streaming's fragments"
+DECOUPLED: Final = f"{AVERAGING}, by decoupled's fragments"
+_MEAN: Final[Mapping[str, object]] = {"type": "diloco", "lr": 1.0, "momentum": 0.0}
+BASELINES: Final[Mapping[str, Mapping[str, object]]] = {
+    ALONE: _MEAN,
+    AVERAGING: _MEAN,
+    AS_RARE: _MEAN,
+    LATE: {**_MEAN, "type": "delayed"},
+    STREAMED: {**_MEAN, "type": "streaming"},
+    DECOUPLED: {**_MEAN, "type": "decoupled", "embeddings": "."},  # all are merged by the mean, whatever their names
+}
+"""What is no method of its own, by the name of its cells."""
+_COMPARED_WITH: Final = {
+    "delayed": LATE,
+    "eager": LATE,
+    "co2": LATE,
+    "qsr": AS_RARE,
+    "autoloco": AS_RARE,
+    "streaming": STREAMED,
+    "decoupled": DECOUPLED,
+}
 MARGIN: Final = 0.005
 """How much worse than averaging a method may be."""
 
@@ -55,14 +72,12 @@ MARGIN: Final = 0.005
 
 def settings_of(cell: Cell) -> Mapping[str, object]:
     """Of the method that a cell names."""
-    if cell.method == LATE:
-        return LATE_MEAN
-    return MEAN if cell.method in (ALONE, AVERAGING, AS_RARE) else {"type": cell.method}
+    return BASELINES.get(cell.method, {"type": cell.method})
 
 
 def baseline_of(method: str) -> str:
     """The name of the averaging that a method is compared with."""
-    return BASELINES.get(method, AVERAGING)
+    return _COMPARED_WITH.get(method, AVERAGING)
 
 
 def as_run(cell: Cell) -> Cell:
@@ -91,7 +106,7 @@ def compared(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     }
     table = []
     for row in rows:
-        if row["method"] == ALONE or row["method"].startswith(AVERAGING):
+        if row["method"] in BASELINES:
             continue
         shape = (row["text"], row["h"], row["rounds"], row["seed"])
         averaging = losses.get((*shape, row["members"], baseline_of(row["method"])))
@@ -224,7 +239,7 @@ def _write(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> No
         "torch": torch.__version__,
         "inner_lr": options.inner_lr,
         "margin": MARGIN,
-        "baselines": [row for row in rows if row["method"] == ALONE or row["method"].startswith(AVERAGING)],
+        "baselines": [row for row in rows if row["method"] in BASELINES],
         "methods": compared(rows),
     }
     options.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -104,7 +104,7 @@ def _cases() -> Iterator[Case]:
     # Polls come by the count of inner steps and find everybody at the same one: nothing depends on time in a calm run.
     yield Case(method="async", outer_steps=12, flags=_steps(4, "--outer.poll-steps", "2"), is_exact=True)
     # The mean of its parameters is one of equal numbers, which has no order.
-    demo = ("--outer.resync-steps", "8", "--inner.type", "sgd")
+    demo = ("--outer.resync-steps", "8", "--outer.warm-up-steps", "12", "--inner.type", "sgd")
     yield Case(method="demo", outer_steps=24, flags=demo, is_exact=True)
     yield Case(method="diloco", outer_steps=8, flags=_steps(4), num_peers=2, is_exact=True)
 

@@ -82,7 +82,9 @@ def _cases() -> Iterator[Case]:
     means = ("--outer.resync-steps", "10")
     for codec in ("raw", "int8"):
         yield Case(method="data_parallel", codec=codec, flags=means, first_steps=25)
-    yield Case(method="demo", codec="raw", flags=(*means, "--inner.type", "sgd"), first_steps=25)
+    yield Case(
+        method="demo", codec="raw", flags=(*means, "--outer.warm-up-steps", "40", "--inner.type", "sgd"), first_steps=25
+    )
     for guard in ("norm", "trimmed", "centred"):
         yield Case(method="diloco", codec="int8", flags=steps, guard=guard)
 

@@ -162,6 +162,17 @@ def committed_round(outer):
     return outer.plan(end)[0], Result(value=value, members=WORKERS, weight_sum=4.0), shared
 
 
+@pytest.mark.parametrize(("rounds", "kept"), [(1, 0.7), (3, 0.343), (100, 0.0)])
+def test_by_default_a_long_round_which_keeps_little_momentum_goes_nearly_to_the_mean(rounds, kept):
+    facts = RunFacts(num_peers=4, outer_steps=1000, peak_lr=0.004, schedule="constant", warmup_steps=0)
+    outer = AutoLoCo(inner_steps=4).fitted(TABLE, facts)
+    at = outer.plan(4000)[0]
+    shared = outer.init(TABLE.whole(), torch.zeros(TABLE.numel)) | {COMMITTED_AT: torch.tensor([4000.0 - 4 * rounds])}
+    ones = Result(value=torch.ones(TABLE.numel), members=WORKERS, weight_sum=4.0, weights=(1.0,) * 4)
+    lr = 1.0 - 0.4 * kept / 0.7
+    assert (-outer.step(at, ones, shared)[ANCHOR]).tolist() == pytest.approx([lr * (1 + kept)] * TABLE.numel, rel=1e-3)
+
+
 def test_emit_and_step_never_write_to_the_state():
     outer = autoloco()
     round_, result, shared = committed_round(outer)

@@ -71,6 +71,11 @@ def quantised(run, topk):
     return (kept / step).round() * step
 
 
+def demo(**settings):
+    """As few coefficients from the first step on as later, as in the public code."""
+    return DeMo(**{"warm_up_steps": 0} | settings)
+
+
 def run(outer, num_inner_steps=12, workers=WORKERS, **settings):
     settings = {"wire": lab.TopKWire(quantised), "workload": Training(), **settings}
     return simulate(outer, table=TABLE, initial=INITIAL, workers=workers, num_inner_steps=num_inner_steps, **settings)
@@ -135,7 +140,7 @@ def direct_demo(decay, topk, num_inner_steps, weight_decay=0.0):
 @pytest.mark.parametrize(("topk", "decay"), [(32, 0.999), (500, 0.8)])
 def test_it_follows_a_direct_implementation(topk, decay):
     trajectory = run(
-        DeMo(topk=topk, decay=decay, sign=False), wire=lab.TopKWire(largest), workload=Training(weight_decay=0.5)
+        demo(topk=topk, decay=decay, sign=False), wire=lab.TopKWire(largest), workload=Training(weight_decay=0.5)
     )
     expected = direct_demo(decay, topk, 12, weight_decay=0.5)
     assert (expected - INITIAL).abs().max() > 0.05
@@ -148,7 +153,7 @@ def test_sending_everything_without_sign_is_sgd_on_the_mean_gradient(decay):
     value = INITIAL.double()
     for step in range(1, 13):
         value -= LR * sum(lab.gradient(worker, step, value) for worker in WORKERS) / len(WORKERS)
-    for local in run(DeMo(topk=4096, decay=decay, sign=False)).values.values():
+    for local in run(demo(topk=4096, decay=decay, sign=False)).values.values():
         torch.testing.assert_close(local.double(), value, rtol=0.0, atol=2e-6)
 
 
@@ -156,7 +161,7 @@ def test_sending_everything_divides_by_all_who_sent_zeros_as_well():
     def gradient(worker, _inner_step, value):
         return torch.full_like(value, 3.0 if worker == "ash" else 0.0)
 
-    trajectory = run(DeMo(topk=4096, sign=False), 1, workload=Training(gradient))
+    trajectory = run(demo(topk=4096, sign=False), 1, workload=Training(gradient))
     torch.testing.assert_close(trajectory.values["ash"], INITIAL - LR, rtol=0.0, atol=1e-6)
 
 
@@ -171,15 +176,15 @@ def test_sending_everything_alone_is_sign_sgd():
     for step in range(1, 13):
         sign = gradient("birch", step, value).sign()
         value = value * (1.0 - LR * 0.1) - LR * sign
-    trajectory = run(DeMo(topk=4096), workers=("birch",), workload=Training(gradient, weight_decay=0.1))
+    trajectory = run(demo(topk=4096), workers=("birch",), workload=Training(gradient, weight_decay=0.1))
     assert torch.equal(trajectory.values["birch"], value)
 
 
 def test_with_sign_every_element_moves_by_the_learning_rate():
-    trajectory = run(DeMo(), 1)
+    trajectory = run(demo(), 1)
     moved = (INITIAL - trajectory.values["ash"]) / LR
     torch.testing.assert_close(moved.abs(), torch.ones(NUMEL), rtol=0.0, atol=1e-4)
-    unsigned = (INITIAL - run(DeMo(sign=False), 1).values["ash"]) / LR
+    unsigned = (INITIAL - run(demo(sign=False), 1).values["ash"]) / LR
     assert ((moved > 0.0) == (unsigned > 0.0)).float().mean() > 0.999
 
 
@@ -189,7 +194,7 @@ def test_without_decay_no_gradient_is_lost_to_quantisation_or_aborted_rounds(abo
     slopes = {worker: torch.sin(torch.arange(NUMEL) * (n + 1.3)) for n, worker in enumerate(WORKERS)}
     wire = lab.TopKWire(quantised)
     trajectory = run(
-        DeMo(decay=1.0),
+        demo(decay=1.0),
         wire=wire,
         workload=Training(lambda worker, _inner_step, _value: slopes[worker]),
         aborted=lambda round_: round_.inner_step in aborted,
@@ -204,8 +209,8 @@ def test_without_decay_no_gradient_is_lost_to_quantisation_or_aborted_rounds(abo
 
 
 def test_after_an_aborted_round_nobody_moves_and_the_momentum_holds_the_gradient():
-    before = run(DeMo(decay=0.9), 4)
-    later = run(DeMo(decay=0.9), 5, aborted=lambda round_: round_.inner_step == 5)
+    before = run(demo(decay=0.9), 4)
+    later = run(demo(decay=0.9), 5, aborted=lambda round_: round_.inner_step == 5)
     for worker in WORKERS:
         assert torch.equal(later.values[worker], before.values[worker])
         gradient = forward(lab.gradient(worker, 5, before.values[worker]).double())
@@ -214,7 +219,7 @@ def test_after_an_aborted_round_nobody_moves_and_the_momentum_holds_the_gradient
 
 
 def test_an_aborted_round_still_decays_the_weights():
-    trajectory = run(DeMo(), 1, workload=Training(weight_decay=0.5), aborted=lambda _round: True)
+    trajectory = run(demo(), 1, workload=Training(weight_decay=0.5), aborted=lambda _round: True)
     torch.testing.assert_close(trajectory.values["ash"], INITIAL * (1.0 - LR * 0.5))
 
 
@@ -228,7 +233,7 @@ def test_parameters_are_equal_bit_for_bit_whoever_leaves_or_fails_and_a_joiners_
         apart[step] = {name for name, value in trajectory.values.items() if not torch.equal(value, first)}
 
     trajectory = run(
-        DeMo(topk=100, resync_steps=6),
+        demo(topk=100, resync_steps=6),
         20,
         joins={4: ["elm"], 11: ["fir"]},
         leaves={7: ["birch"], 15: ["elm"]},
@@ -246,10 +251,10 @@ def test_parameters_are_equal_bit_for_bit_whoever_leaves_or_fails_and_a_joiners_
 
 
 def test_a_joiner_begins_at_the_last_mean_of_the_parameters_and_without_momentum():
-    trajectory = run(DeMo(resync_steps=2), 3, joins={3: ["elm"]})
+    trajectory = run(demo(resync_steps=2), 3, joins={3: ["elm"]})
     assert momentum_of(trajectory, "ash").any()
     assert not momentum_of(trajectory, "elm").any()
-    after_one_step = run(DeMo(), 1).values["ash"]  # the second step's gradient was computed there
+    after_one_step = run(demo(), 1).values["ash"]  # the second step's gradient was computed there
     torch.testing.assert_close(trajectory.values["elm"], after_one_step, rtol=0.0, atol=1e-6)
     assert not torch.equal(trajectory.values["elm"], trajectory.values["ash"])
 
@@ -284,7 +289,7 @@ def test_each_coefficient_is_averaged_over_those_who_sent_it():
     rows[:, 1] = torch.tensor([0.0, 2.0, 6.0])
     rows[:, 2] = torch.tensor([0.0, 2.0, 0.0])
     for weights, expected in ((None, [3.0, 4.0, 2.0]), ((2.0, 1.0, 1.0), [2.5, 4.0, 2.0])):
-        direction = after(DeMo(sign=False), ROUND, result_of(rows, weights), some_state()).target
+        direction = after(demo(sign=False), ROUND, result_of(rows, weights), some_state()).target
         coefficients = ORDER.to_blocks(forward(direction.double()).float(), out=torch.empty(NUMEL))
         assert coefficients[:3].tolist() == pytest.approx(expected, rel=1e-5)
         assert coefficients[3:].abs().max() < 1e-5
@@ -292,30 +297,30 @@ def test_each_coefficient_is_averaged_over_those_who_sent_it():
 
 def test_what_did_not_arrive_stays_in_the_momentum():
     mine = contribution()
-    settled = after(DeMo(), ROUND, result_of(mixed(2, NUMEL)), some_state(), mine).state
+    settled = after(demo(), ROUND, result_of(mixed(2, NUMEL)), some_state(), mine).state
     torch.testing.assert_close(settled.private[MOMENTUM], mine.payload * 0.25)
 
 
 def test_who_is_no_member_keeps_all_of_its_momentum():
     state, result = some_state(), result_of(mixed(2, NUMEL))
-    silent = after(DeMo(), ROUND, result, state)
+    silent = after(demo(), ROUND, result, state)
     assert torch.equal(silent.state.private[MOMENTUM], state.private[MOMENTUM])
     mine = contribution(weight=0.0)
-    weightless = after(DeMo(), ROUND, result, state, mine)
+    weightless = after(demo(), ROUND, result, state, mine)
     assert torch.equal(weightless.state.private[MOMENTUM], mine.payload)
     assert torch.equal(weightless.target, silent.target)
 
 
 def test_who_gave_nothing_to_an_aborted_round_stands_still_too():
     state = some_state()
-    settled = after(DeMo(), ROUND, None, state)
+    settled = after(demo(), ROUND, None, state)
     assert torch.equal(settled.state.private[MOMENTUM], state.private[MOMENTUM])
     assert not settled.target.any()
     assert settled.keep == 0.0
 
 
 def test_nothing_writes_to_the_state_or_the_result():
-    outer, state = DeMo(), some_state()
+    outer, state = demo(), some_state()
     result, mine, gradient = result_of(mixed(3, NUMEL)), contribution(), mixed(NUMEL, seed=5)
     tensors = [*tensors_of(state), result.value, mine.payload, gradient]
     kept = [tensor.clone() for tensor in tensors]
@@ -327,7 +332,7 @@ def test_nothing_writes_to_the_state_or_the_result():
 
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_every_tensor_of_the_recycled_state_is_set(is_aborted):
-    outer, state, mine = DeMo(), some_state(), contribution()
+    outer, state, mine = demo(), some_state(), contribution()
     result = None if is_aborted else result_of(mixed(3, NUMEL))
     fresh, out = after(outer, ROUND, result, state, mine), spare(state)
     recycled = after(outer, ROUND, result, state, mine, out=out)
@@ -342,7 +347,7 @@ def test_every_tensor_of_the_recycled_state_is_set(is_aborted):
 def test_emit_may_write_over_the_gradient():
     state, gradient = some_state(), mixed(NUMEL, seed=5)
     coefficients = ORDER.to_blocks(forward(gradient.double()).float(), out=torch.empty(NUMEL))
-    over = DeMo(decay=0.5).emit(ROUND, gradient, *state, WORK, out=gradient)
+    over = demo(decay=0.5).emit(ROUND, gradient, *state, WORK, out=gradient)
     assert over.payload is gradient
     assert over.weight == 1.0
     torch.testing.assert_close(over.payload, coefficients + 0.5 * state.private[MOMENTUM], rtol=0.0, atol=1e-5)
@@ -352,38 +357,59 @@ def test_buffers_of_another_size_are_refused():
     state, right = some_state(), torch.zeros(NUMEL)
     for value, out in ((right[1:], right.clone()), (right, right[1:].clone()), (right.double(), right)):
         with pytest.raises(ValueError, match="contiguous fp32 CPU tensor"):
-            DeMo().emit(ROUND, value, *state, WORK, out=out)
+            demo().emit(ROUND, value, *state, WORK, out=out)
     with pytest.raises(ValueError, match="initial value"):
-        DeMo().init(TABLE.whole(GRAD), right[1:])
+        demo().init(TABLE.whole(GRAD), right[1:])
 
 
 # ------------------------------------------------------------------------------------------------------- settings
 def test_everybody_sends_to_everybody_in_every_step():
-    outer = DeMo()
+    outer = demo()
     assert outer.plan(0) == ()
     for step in (1, 2, 100):
         *means, round_ = outer.plan(step)
         assert means == [Round(fragment=TABLE.whole().key, op=Op.MEAN, inner_step=step, codec="raw")] * (step == 100)
         assert round_ == Round(fragment=KEY, op=Op.GATHER, inner_step=step, codec="topk:32", keeps_value=True)
-    assert DeMo(topk=4096).plan(1)[0].codec == "raw"
+    assert demo(topk=4096).plan(1)[0].codec == "raw"
     assert outer.fragments(TABLE) == (TABLE.whole(GRAD), TABLE.whole())
 
 
+def test_the_first_steps_send_eight_times_as_much():
+    codecs = {step: demo(topk=100, warm_up_steps=3).plan(step)[0].codec for step in (1, 3, 4)}
+    assert codecs == {1: "topk:800", 3: "topk:800", 4: "topk:100"}
+    assert demo(topk=1000, warm_up_steps=1).plan(1)[0].codec == "raw"
+    assert {step: DeMo().plan(step)[-1].codec for step in (160, 161)} == {160: "topk:256", 161: "topk:32"}
+
+
+def test_where_the_first_steps_send_all_their_zeros_count_as_well():
+    few = run(demo(topk=512, warm_up_steps=12, sign=False), 12)
+    everything = run(demo(topk=4096, sign=False), 12)
+    assert torch.equal(few.values["ash"], everything.values["ash"])
+
+
 def test_defaults_are_those_of_the_public_code():
-    assert build_outer("demo") == DeMo(decay=0.999, topk=32, sign=True, resync_steps=50)
+    assert build_outer("demo") == DeMo(decay=0.999, topk=32, sign=True, resync_steps=50, warm_up_steps=160)
 
 
 def test_any_other_inner_optimizer_than_plain_sgd_is_refused():
     facts = RunFacts(num_peers=2, outer_steps=10, peak_lr=1e-3)
     for known in (None, facts, dataclasses.replace(facts, inner_type="sgd")):
-        assert DeMo().fitted(TABLE, known) == DeMo()
+        assert demo().fitted(TABLE, known) == demo()
     with pytest.raises(ValueError, match="must be plain SGD"):
-        DeMo().fitted(TABLE, dataclasses.replace(facts, inner_type="adamw"))
+        demo().fitted(TABLE, dataclasses.replace(facts, inner_type="adamw"))
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("topk", 0), ("topk", 4097), ("resync_steps", 0), ("decay", -0.1), ("decay", 1.1), ("decay", float("nan"))],
+    [
+        ("topk", 0),
+        ("topk", 4097),
+        ("resync_steps", 0),
+        ("warm_up_steps", -1),
+        ("decay", -0.1),
+        ("decay", 1.1),
+        ("decay", float("nan")),
+    ],
 )
 def test_wrong_settings_are_refused(name, value):
     with pytest.raises(ValueError, match=f"^{name} must be"):

@@ -602,6 +602,16 @@ def test_a_run_has_the_length_that_its_rounds_need_and_the_method_knows_it():
     assert 40 < num_steps <= 80
 
 
+@pytest.mark.parametrize("method", ["diloco", "streaming", "decoupled", "delayed", "qsr"])
+def test_a_method_is_compared_with_averaging_by_as_many_exchanges(text, method):
+    own = run_cell(cell(method, rounds=8), {"type": method}, text, BUDGET)
+    baseline = defaults.as_run(cell(defaults.baseline_of(method), rounds=8))
+    averaged = run_cell(baseline, defaults.settings_of(baseline), text, BUDGET)
+    assert averaged["exchanges"] == own["exchanges"]
+    assert own["steps"] <= averaged["steps"] < own["steps"] + baseline.rounds
+    assert (baseline.rounds < 8) == (method == "qsr"), "rounds that grow are fewer"
+
+
 def test_what_cannot_run_is_a_cell_without_a_loss(text):
     found = run_cell(cell("diloco"), {"type": "diloco", "lr": 1e30}, text, BUDGET)
     assert found["loss"] is None
