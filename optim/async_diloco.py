@@ -117,6 +117,11 @@ class AsyncDiLoCo(Outer):
         """No: from the anchor that the worker pulled."""
         return False
 
+    @property
+    def reads_payloads(self) -> bool:
+        """All of them."""
+        return True
+
     def fragments(self, table: FragmentTable, /) -> tuple[Fragment, ...]:
         """One fragment: the whole flat vector."""
         return (table.whole(),)

@@ -273,6 +273,11 @@ class Outer(ABC):
         """
         return True
 
+    @property
+    def reads_payloads(self) -> bool:
+        """Whether `step` reads every member's payload in some rounds, which are gathers, and not their mean alone."""
+        return False
+
     def fitted(self, _table: FragmentTable, _run: RunFacts | None = None, /) -> Outer:
         """What an engine uses: the same method with all settings known that follow from the model or from the run.
 

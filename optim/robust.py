@@ -74,8 +74,6 @@ class Robust(Wrapper):
     """The method with its means guarded."""
 
     guard: Guard
-    op: Op = Op.MEAN
-    """What the method's own rounds are, which `fitted` finds out."""
 
     def fitted(self, table: FragmentTable, run: RunFacts | None = None, /) -> Self:
         """Around the method with all settings known.
@@ -91,11 +89,11 @@ class Robust(Wrapper):
             round_ = first_difference(outer, table)
         except ValueError as error:
             raise self._misfit(f'{error}; take guard = "none"') from error
-        if round_.op is Op.GATHER and self.guard != "norm":
+        if outer.reads_payloads and self.guard != "norm":
             raise self._misfit('its own step takes every payload; take guard = "norm"')
         if round_.numel is not None and self.guard == "centred":
             raise self._misfit('its payloads of one round say nothing of the next one\'s; take guard = "trimmed"')
-        return dataclasses.replace(self, outer=outer, op=round_.op)
+        return dataclasses.replace(self, outer=outer)
 
     def init(self, fragment: Fragment, value: Tensor, /) -> Tensors:
         """The method's shared state; with `centred`, zeros beside it."""
@@ -122,17 +120,17 @@ class Robust(Wrapper):
         Raises:
             ValueError: if `out` shares memory with `shared`, or a tensor has the wrong size.
         """
-        result = dataclasses.replace(result, notes=in_middle_range(result.notes))
-        if self.op is Op.GATHER:
+        result, own = dataclasses.replace(result, notes=in_middle_range(result.notes)), self._own(round_)
+        if own.op is Op.GATHER:
             scales = torch.tensor(scales_of([norm(row) for row in result.value])).unsqueeze(1)
             return self.outer.step(round_, dataclasses.replace(result, value=result.value * scales), shared, out=out)
         if self.guard != "centred":
             value = guarded_mean(self.guard, result, out=_room(result, out))
-            return self.outer.step(self._own(round_), dataclasses.replace(result, value=value), shared, out=out)
+            return self.outer.step(own, dataclasses.replace(result, value=value), shared, out=out)
         out = successor(shared, out)
         value = clip_around(shared[CENTRE], result, out=out[CENTRE])
         merged = dataclasses.replace(result, value=value)
-        stepped = self.outer.step(self._own(round_), merged, without(CENTRE, shared), out=without(CENTRE, out))
+        stepped = self.outer.step(own, merged, without(CENTRE, shared), out=without(CENTRE, out))
         copy_into(stepped, out)
         return out
 
@@ -147,7 +145,8 @@ class Robust(Wrapper):
         return self.outer.settle(bare, out=out)
 
     def _own(self, round_: Round) -> Round:
-        return dataclasses.replace(round_, op=self.op)
+        """As the method planned it."""
+        return next(own for own in self.outer.plan(round_.inner_step) if own.fragment == round_.fragment)
 
     def _misfit(self, problem: str) -> ValueError:
         return ValueError(f'guard = "{self.guard}" does not fit: {problem}')

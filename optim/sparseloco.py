@@ -16,9 +16,10 @@ Where we leave public code on purpose:
     * The mean is over all members, as the paper has it: with equal weights 1/R of the sum. The code divides each
       element by the number of those who sent it, so what one alone sent counts as if all had. Its α of 1 is too short a
       step here, and ours is 3: see the table.
-    * A run begins with rounds that send all elements (`dense_steps`), with α 1: plain averaging. What is not sent in
-      the first, steep descent is never caught up with. Deep gradient compression (arXiv:1712.01887) raises the
-      sparsity slowly for that reason.
+    * A run begins with dense rounds, `dense_steps` long: the mean of all elements, which is plain averaging. What is
+      not sent in the first, steep descent is never caught up with. Deep gradient compression (arXiv:1712.01887) raises
+      the sparsity slowly for that reason. A dense round with 4 bits sends as much as 4 sparse ones of 8 members, as 9
+      of 4.
     * α enters once; the code multiplies by it twice.
     * Small tensors share runs of 4096 (optim/blocks.py). Runs that end with each tensor, whose last keeps its part of
       the k, make the loss 0.6 % higher; the code's rule, that each run however short keeps k, 0.1 % lower with a fifth
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 RESIDUAL: Final = "residual"
 """Name, in private state, of what this worker wanted to send and could not."""
 
+_DENSE_CODEC: Final = "e3m0"
 _WHOLE: Final = FragmentKey(kind=PARAM, index=0)
 
 
@@ -81,14 +83,14 @@ class SparseLoCo(Outer):
     inner_steps: int = 30
     """H, inner steps between exchanges, >= 1."""
     dense_steps: int | None = None
-    """Inner steps at the beginning whose rounds send all elements, by the run's codec, >= 0. None: as long as DiLoCo's
-    defaults warm up, 20 rounds and at least 160. Covenant-72B: 0."""
+    """Inner steps at the beginning whose rounds are means of all elements, of 4 bits each, >= 0. None: as long as
+    DiLoCo's defaults warm up, 20 rounds and at least 160. Covenant-72B: 0."""
     topk: int = 64
     """k, elements sent of each 4096, from 1 to 4096; all of them travel as they are, without quantisation."""
     beta: float = 0.95
     """Share of the residual that is tried again, in [0, 1]; with 1 nothing is ever lost."""
     alpha: float = 3.0
-    """Outer learning rate of the sparse rounds, > 0. Where all is sent it is 1."""
+    """Outer learning rate of the sparse rounds, > 0. Of the dense ones it is 1."""
     late_alpha: float = 1.95
     """Outer learning rate from `late_step` on, > 0."""
     late_step: int | None = None
@@ -110,6 +112,11 @@ class SparseLoCo(Outer):
         if self.late_step is not None and self.late_step < 1:
             raise ValueError(f"late_step must be at least 1, got {self.late_step}")
 
+    @property
+    def reads_payloads(self) -> bool:
+        """Those of sparse rounds."""
+        return True
+
     def fragments(self, table: FragmentTable, /) -> tuple[Fragment, ...]:
         """One fragment: the whole flat vector."""
         return (table.whole(),)
@@ -124,38 +131,44 @@ class SparseLoCo(Outer):
         return {RESIDUAL: torch.zeros_like(value)}
 
     def plan(self, inner_step: int, /) -> tuple[Round, ...]:
-        """After every H-th inner step everybody sends to everybody, and waits."""
+        """After every H-th inner step everybody sends to everybody, and waits. The first rounds are means."""
         if inner_step == 0 or inner_step % self.inner_steps:
             return ()
-        codec = None if self._is_dense(inner_step) else topk_codec(self.topk)
-        return (Round(fragment=_WHOLE, op=Op.GATHER, inner_step=inner_step, codec=codec),)
+        if inner_step <= (warm_up_steps(self.inner_steps) if self.dense_steps is None else self.dense_steps):
+            return (Round(fragment=_WHOLE, op=Op.MEAN, inner_step=inner_step, codec=_DENSE_CODEC),)
+        return (Round(fragment=_WHOLE, op=Op.GATHER, inner_step=inner_step, codec=topk_codec(self.topk)),)
 
     def emit(
-        self, _round: Round, value: Tensor, shared: Tensors, private: Tensors, _work: Work, /, *, out: Tensor
+        self, round_: Round, value: Tensor, shared: Tensors, private: Tensors, _work: Work, /, *, out: Tensor
     ) -> Emitted:
-        """a = β e + (anchor - value), in the order of the blocks."""
+        """a = β e + (anchor - value), in the order of the blocks; of a dense round anchor - value."""
         anchor = shared[ANCHOR]
         require_flat(value, anchor.numel(), "the local value")
+        if round_.op is Op.MEAN:
+            return Emitted(payload=torch.sub(anchor, value, out=out))
         block_order(shared[SHAPES]).to_blocks(anchor - value, out=out)
         return Emitted(payload=out.add_(private[RESIDUAL], alpha=self.beta))
 
     def step(self, round_: Round, result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
         """Descend along the mean of what arrived.
 
-        The result is read row by row: [members, numel] is all that grows with the members.
+        A gather's result is read row by row: [members, numel] is all that grows with the members.
 
         Raises:
             ValueError: if `out` shares memory with `shared`, or a tensor has the wrong size.
         """
         out = successor(shared, out)
         anchor = shared[ANCHOR]
+        out[SHAPES].copy_(shared[SHAPES])
+        if round_.op is Op.MEAN:
+            torch.sub(anchor, result.value, out=out[ANCHOR])
+            return out
         total, scratch = torch.zeros_like(anchor), torch.empty_like(anchor)
         for row, share in zip(result.value, self._shares(result), strict=True):
             total += torch.mul(row, share, out=scratch)
         step = block_order(shared[SHAPES]).from_blocks(total, out=scratch)
         step *= self._alpha_at(round_.inner_step)
         torch.sub(anchor, step, out=out[ANCHOR])
-        out[SHAPES].copy_(shared[SHAPES])
         return out
 
     def settle(self, outcome: Outcome, /, *, out: Tensors | None = None) -> Settled:
@@ -164,7 +177,7 @@ class SparseLoCo(Outer):
         What was not counted stays as it is, work and residual, so that the next payload holds all that this one held.
         """
         mine = outcome.contribution
-        if outcome.result is None or mine is None or mine.weight == 0.0:
+        if outcome.result is None or mine is None or mine.weight == 0.0 or outcome.round_.op is Op.MEAN:
             return Outer.settle(self, outcome)
         out = successor(outcome.private, out)
         mine.read_delivered(out[RESIDUAL])
@@ -181,10 +194,5 @@ class SparseLoCo(Outer):
         return [scale * weight / result.weight_sum for scale, weight in zip(scales, result.weights, strict=True)]
 
     def _alpha_at(self, inner_step: int) -> float:
-        if self._is_dense(inner_step):
-            return 1.0
         is_late = self.late_step is not None and inner_step >= self.late_step
         return self.late_alpha if is_late else self.alpha
-
-    def _is_dense(self, inner_step: int) -> bool:
-        return inner_step <= (warm_up_steps(self.inner_steps) if self.dense_steps is None else self.dense_steps)

@@ -43,6 +43,11 @@ class Wrapper(Outer):
         """Whether they may under the method."""
         return self.outer.steps_may_differ
 
+    @property
+    def reads_payloads(self) -> bool:
+        """Whether the method does."""
+        return self.outer.reads_payloads
+
     def fitted(self, table: FragmentTable, run: RunFacts | None = None, /) -> Self:
         """The same around the method with all settings known."""
         return dataclasses.replace(self, outer=self.outer.fitted(table, run))

@@ -38,7 +38,7 @@ class TopKWire:
 
     def exchange(self, round_, fragment, payloads, weights):
         delivered = dict(payloads)
-        if round_.codec not in (None, "raw"):
+        if round_.codec is not None and round_.codec.startswith("topk:"):
             topk = int(round_.codec.removeprefix("topk:"))
             delivered = {
                 name: torch.cat([self.lossy(part, topk) for part in payload.split(4096)])

@@ -105,7 +105,7 @@ def test_with_the_defaults_a_liar_does_not_drive_the_run_away(name, guard):
 @pytest.mark.parametrize("about", [None, "payload"])
 def test_rows_that_a_method_gathers_itself_are_scaled(about):
     def last(guarded):
-        bare = build_outer("sparseloco", inner_steps=4, norm_guard=not guarded)
+        bare = build_outer("sparseloco", inner_steps=4, dense_steps=0, norm_guard=not guarded)
         outer = Lying(outer=bare, about=about, honest={})
         trajectory = run(Robust(outer=outer, guard="norm") if guarded else outer, 24)
         assert_parity(trajectory)

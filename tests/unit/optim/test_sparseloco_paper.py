@@ -22,6 +22,7 @@ from isthmus.optim import (
     build_outer,
 )
 from isthmus.optim.blocks import SHAPES, block_order, shapes_of
+from isthmus.optim.robust import Robust
 from isthmus.optim.simulate import State
 from isthmus.optim.sparseloco import RESIDUAL, SparseLoCo
 from tests.unit.optim import lab
@@ -145,18 +146,19 @@ def test_sending_everything_is_diloco_without_momentum_for_any_beta(beta):
         assert not state_of(sparse, worker).private[RESIDUAL].any()
 
 
-def test_as_long_as_all_is_sent_it_is_the_mean_whatever_alpha_and_topk():
+def test_dense_rounds_are_plain_averaging():
     dense = run(SparseLoCo(inner_steps=4, norm_guard=False))
     mean = run(DiLoCo(lr=1.0, momentum=0.0, inner_steps=4), wire=None)
     assert_follows(dense, [anchor.double() for anchor in lab.anchors(mean)])
+    assert not any(state_of(dense, worker).private[RESIDUAL].any() for worker in WORKERS)
 
 
-@pytest.mark.parametrize(("alpha", "dense_steps"), [(1.0, 0), (0.5, 0), (1.0, 12)])
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
 @pytest.mark.parametrize("aborted", [(), (8, 24)])
-def test_beta_one_loses_nothing_also_to_quantisation_and_aborted_rounds(alpha, aborted, dense_steps):
+def test_beta_one_loses_nothing_also_to_quantisation_and_aborted_rounds(alpha, aborted):
     """A constant gradient: what was sent and what is left are together all the work done, of every worker."""
     wire = sparse_wire()
-    outer = sparse_loco(alpha=alpha, beta=1.0, inner_steps=4, dense_steps=dense_steps, norm_guard=False)
+    outer = sparse_loco(alpha=alpha, beta=1.0, inner_steps=4, norm_guard=False)
     trajectory = run(outer, 40, inner_step=slope_step, wire=wire, aborted=lambda round_: round_.inner_step in aborted)
     assert len(trajectory.dropped) == len(aborted)
     residuals = []
@@ -352,16 +354,23 @@ def test_everybody_sends_to_everybody_after_every_h_steps():
 
 
 @pytest.mark.parametrize(
-    ("settings", "codecs"),
-    [
-        ({"inner_steps": 5, "dense_steps": 12}, {5: None, 10: None, 15: "topk:64"}),
-        ({"inner_steps": 5}, {160: None, 165: "topk:64"}),
-        ({"inner_steps": 30}, {600: None, 630: "topk:64"}),
-    ],
+    ("settings", "last_dense", "first_sparse"),
+    [({"inner_steps": 5, "dense_steps": 12}, 10, 15), ({"inner_steps": 5}, 160, 165), ({"inner_steps": 30}, 600, 630)],
 )
-def test_the_first_rounds_send_all_elements_by_the_runs_codec(settings, codecs):
+def test_the_first_rounds_are_means_of_all_elements(settings, last_dense, first_sparse):
     outer = SparseLoCo(**settings)
-    assert {step: outer.plan(step)[0].codec for step in codecs} == codecs
+    assert outer.plan(last_dense) == (Round(fragment=KEY, op=Op.MEAN, inner_step=last_dense, codec="e3m0"),)
+    assert outer.plan(first_sparse)[0].op is Op.GATHER
+
+
+def test_two_members_have_no_majority_so_a_guard_changes_neither_dense_nor_sparse_rounds():
+    outer = SparseLoCo(inner_steps=4, dense_steps=8, norm_guard=False)
+    guarded = run(Robust(outer=outer, guard="norm").fitted(TABLE), workers=WORKERS[:2])
+    assert {committed.round_.op for committed in guarded.committed} == {Op.GATHER}
+    lab.assert_parity(guarded)
+    lab.assert_same(lab.anchors(guarded), lab.anchors(run(outer, workers=WORKERS[:2])))
+    with pytest.raises(ValueError, match="takes every payload"):
+        Robust(outer=outer, guard="trimmed").fitted(TABLE)
 
 
 def test_defaults_are_those_of_covenant_72b_with_three_times_the_step():
