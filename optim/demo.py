@@ -17,7 +17,7 @@ All this is about the gradient; the parameters are averaged now and then, see re
 the parameters. Private state: shapes, and momentum in the order of the blocks. After an aborted round nobody moves, but
 for the weight decay, and the momentum keeps the gradient.
 
-Where we leave public code on purpose: the first `warm_up_steps` send eight times as many coefficients, for what they
+Where we leave public code on purpose: the first `warm_up_steps` send 16 times as many coefficients, for what they
 hold back is too old when it is sent (optim/README.md). The learning rate enters once, in the step; in the code also the
 gradient is multiplied by it before it is added to d, so with sign only its changes count there, and without sign the
 step is lr². Errors of quantisation stay in d. If all coefficients are sent, each worker has sent each of them, zeros
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from isthmus.optim.outer import Outcome, Result, Tensors, Work
     from isthmus.optim.run_facts import RunFacts
 
-_EARLY_FACTOR: Final = 8
+_EARLY_FACTOR: Final = 16
 _GRADIENT: Final = FragmentKey(kind=GRAD, index=0)
 
 
@@ -68,7 +68,7 @@ class DeMo(GradientMethod):
     topk: int = 32
     """k, coefficients sent of each 4096, from 1 to 4096; all of them travel as they are, without quantisation."""
     warm_up_steps: int = 160
-    """Inner steps at the beginning that send eight times as many coefficients, >= 0. The public code: 0."""
+    """Inner steps at the beginning that send 16 times as many coefficients, >= 0. The public code: 0."""
     sign: bool = True
     """Whether the step has size lr in every element; else it is lr times the mean of what was sent."""
 
