@@ -99,7 +99,9 @@ def _cases() -> Iterator[Case]:
     yield Case(method="edit", outer_steps=8, flags=_steps(4, *_FRAGMENTS))
     yield Case(method="powersgd", outer_steps=8, flags=_steps(4, "--outer.rank", "4", "--outer.dense-steps", "8"))
     yield Case(method="data_parallel", outer_steps=24, flags=("--outer.resync-steps", "8"))
-    yield Case(method="sparseloco", outer_steps=8, flags=_steps(4, "--outer.dense-steps", "8"), is_exact=True)
+    yield Case(method="sparseloco", outer_steps=8, flags=_steps(4, "--outer.dense-steps", "0"), is_exact=True)
+    begins_dense = _steps(4, "--outer.dense-steps", "12")
+    yield Case(method="sparseloco", outer_steps=8, flags=begins_dense, num_peers=2, is_exact=True)
     yield Case(method="noloco", outer_steps=8, flags=_steps(4), is_exact=True)
     # Polls come by the count of inner steps and find everybody at the same one: nothing depends on time in a calm run.
     yield Case(method="async", outer_steps=12, flags=_steps(4, "--outer.poll-steps", "2"), is_exact=True)
