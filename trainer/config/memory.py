@@ -29,8 +29,8 @@ from isthmus.trainer.config.worker_memory import workers_nbytes
 _NUMEL_NBYTES: Final = 4
 _PROGRAM_NBYTES: Final = 400 << 20
 """Of a process that has loaded torch."""
-_LOOKED_AT: Final = 64
-"""Outer steps of a plan, which repeats itself sooner."""
+_LOOKED_AT: Final = 256
+"""Outer steps of a plan, which repeats itself sooner, and whose first rounds may be others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +135,11 @@ def _payload_nbytes(round_: Round, fragment: Fragment) -> int:
 
 
 def _wire_nbytes(config: Config, round_: Round, fragment: Fragment) -> int:
-    """The newest result, and what an exchange hands on; of a gather the payloads of all."""
-    codec = codec_named(round_.codec or config.outer.codec)
-    num_parts = config.members.start_peers if round_.op is Op.GATHER else 1
-    return 2 * num_parts * codec.wire_nbytes(round_.numel or fragment.numel)
+    """The newest result, and what an exchange hands on; of a gather the payloads of all, also as they are read."""
+    codec, numel = codec_named(round_.codec or config.outer.codec), round_.numel or fragment.numel
+    if round_.op is not Op.GATHER:
+        return 2 * codec.wire_nbytes(numel)
+    return config.members.start_peers * (2 * codec.wire_nbytes(numel) + _NUMEL_NBYTES * numel)
 
 
 def _nbytes(tensors: Tensors) -> int:

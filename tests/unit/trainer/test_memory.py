@@ -66,6 +66,16 @@ def test_every_method_says_what_it_needs(name: str) -> None:
     assert needs.disk > 4 * copy
 
 
+@pytest.mark.parametrize("outer", [{"outer.type": "sparseloco"}, {"outer.type": "async"}, {"outer.guard": "trimmed"}])
+def test_who_reads_the_payloads_of_all_needs_a_copy_for_each_peer(outer: dict[str, str]) -> None:
+    three, eight = (
+        config_of(**{"model.preset": "150m", "members.start_peers": number, "run.outer_steps": 100, **outer})
+        for number in (3, 8)
+    )
+    more = copies(needs_of(eight, on_gpu=False), eight) - copies(needs_of(three, on_gpu=False), three)
+    assert 5.0 < more < 8.0
+
+
 def test_more_gpus_take_less_each_and_a_smaller_micro_batch_too() -> None:
     one = needs_of(config_of(**{"model.preset": "150m"}), on_gpu=True)
     assert one.device > needs_of(config_of(**{"model.preset": "150m", "node.local_workers": 4}), on_gpu=True).device
