@@ -137,7 +137,13 @@ TABLE = FragmentTable.from_named_shapes(
 )
 RUN = RunFacts(num_peers=3, outer_steps=12, peak_lr=0.001, schedule="cosine")
 FALLING = {"alpha": 0.01, "inner_steps": 200}
-SETTINGS = {"qsr": FALLING, "autoloco": FALLING}
+SETTINGS = {
+    "qsr": FALLING,
+    "autoloco": FALLING,
+    # Two rounds that send everything, then three that do not.
+    "sparseloco": {"inner_steps": 30, "dense_steps": 60},
+    "powersgd": {"inner_steps": 100, "dense_steps": 200},
+}
 MEMBERS = ("ash", "birch", "cedar")
 
 
