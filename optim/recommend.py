@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, assert_never
 
 from isthmus.optim.data_parallel import DataParallel
-from isthmus.optim.diloco import DEFAULT_MOMENTUM, default_outer_lr
+from isthmus.optim.diloco import DEFAULT_MOMENTUM, default_outer_lr, warm_up_steps
 from isthmus.optim.outer import Op
-from isthmus.optim.sparseloco import SparseLoCo
+from isthmus.optim.sparseloco import DENSE_CODEC, SparseLoCo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -214,6 +214,11 @@ def recommend(
         reasons.append("no setting of streaming is hidden here")
         if pick is sparse:
             lr, momentum = SparseLoCo().alpha, None
+            dense_s = exchange_s(Op.MEAN, model.num_parameters * CODEC_NBYTES[DENSE_CODEC], links, peers)
+            reasons.append(
+                f"its first {warm_up_steps(pick.inner_steps)} inner steps exchange all elements, in {dense_s:.3g} s a "
+                "round; dense_steps = 0 leaves that out, and costs loss in short runs"
+            )
             reasons.append(
                 f"lower the outer learning rate to {SparseLoCo().late_alpha:g} when the loss no longer falls"
             )

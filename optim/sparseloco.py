@@ -64,10 +64,11 @@ if TYPE_CHECKING:
     from isthmus.optim.fragments import Fragment, FragmentTable
     from isthmus.optim.outer import Outcome, Result, Tensors, Work
 
+DENSE_CODEC: Final = "e3m0"
+"""Of the means with which a run begins."""
 RESIDUAL: Final = "residual"
 """Name, in private state, of what this worker wanted to send and could not."""
 
-_DENSE_CODEC: Final = "e3m0"
 _WHOLE: Final = FragmentKey(kind=PARAM, index=0)
 
 
@@ -135,7 +136,7 @@ class SparseLoCo(Outer):
         if inner_step == 0 or inner_step % self.inner_steps:
             return ()
         if inner_step <= (warm_up_steps(self.inner_steps) if self.dense_steps is None else self.dense_steps):
-            return (Round(fragment=_WHOLE, op=Op.MEAN, inner_step=inner_step, codec=_DENSE_CODEC),)
+            return (Round(fragment=_WHOLE, op=Op.MEAN, inner_step=inner_step, codec=DENSE_CODEC),)
         return (Round(fragment=_WHOLE, op=Op.GATHER, inner_step=inner_step, codec=topk_codec(self.topk)),)
 
     def emit(

@@ -145,7 +145,11 @@ def test_payloads_are_sparse_where_no_streaming_is_hidden_and_they_make_the_work
     streaming = [c for c in recommendation.candidates if c.method == "streaming"]
     is_sparse = not any(c.is_hidden for c in streaming) and sparse.utilisation > streaming[-1].utilisation
     assert recommendation.pick.method == ("sparseloco" if is_sparse else "streaming")
-    assert (recommendation.outer_lr, recommendation.outer_momentum) == ((2.0, None) if is_sparse else (0.8, 0.7))
+    assert (recommendation.outer_lr, recommendation.outer_momentum) == ((3.0, None) if is_sparse else (0.8, 0.7))
+    (of_dense_rounds,) = [reason for reason in recommendation.reasons if "dense_steps" in reason] or [""]
+    dense_s = exchange_s(Op.MEAN, 0.516 * BILLION.num_parameters, megabits(rate), 8)
+    beginning = f"its first 600 inner steps exchange all elements, in {dense_s:.3g} s a round"
+    assert of_dense_rounds.startswith(beginning) == is_sparse
 
 
 def test_slow_links_are_sparse_and_fast_ones_stream():
