@@ -26,8 +26,9 @@ Where we leave public code on purpose:
       more bytes. A seed makes 0.5 % (three seeds, H 15, 48 rounds, β .9, α 5, a warm start).
     * The guard judges a fragment, not each tensor; what it takes away is not given back to the residual.
 
-Held-out loss against plain averaging, decoder of `scripts/bench convergence`, 4 workers, int8 where all is sent, from
-its first weights, inner rate 2e-3 (torch's C++ headers, then Python's library; H x rounds):
+Held-out loss against plain averaging, decoder of `scripts/bench convergence`, 4 workers, from its first weights, inner
+rate 2e-3, with 8 bits in the dense rounds (torch's C++ headers, then Python's library; H x rounds). The default's figures
+on other texts, with 4 bits, are in optim/README.md:
 
     dense rounds, k, α          8 x 10           8 x 40           30 x 10           30 x 40
     none, 64, 2             +4.6   +8.0 %    +3.4   +2.1 %    +10.6   +6.0 %
@@ -37,7 +38,7 @@ its first weights, inner rate 2e-3 (torch's C++ headers, then Python's library; 
     20 (5 of H 30), 64, 3   +0.3   +0.1      -2.3   -1.4       +1.6   +1.4       -0.6   +0.9
 
 With 2 and 8 workers the default is at -0.9 and -2.5 % (headers), -0.9 and -1.7 % (library) in 40 rounds of 8. Two bits
-in the dense rounds cost 0.5 to 1.2 % more.
+in the dense rounds cost up to 1.2 % more; four bits in all rounds: +0.4, +0.1 (8 x 10), +0.1, -1.0 (30 x 10).
 
 Source: SparseLoCo (arXiv:2508.15706); settings and guard from Covenant-72B (arXiv:2603.08163).
 """
