@@ -27,8 +27,8 @@ Where we leave public code on purpose:
     * The guard judges a fragment, not each tensor; what it takes away is not given back to the residual.
 
 Held-out loss against plain averaging, decoder of `scripts/bench convergence`, 4 workers, from its first weights, inner
-rate 2e-3, with 8 bits in the dense rounds (torch's C++ headers, then Python's library; H x rounds). The default's figures
-on other texts, with 4 bits, are in optim/README.md:
+rate 2e-3, with 8 bits in the dense rounds (torch's C++ headers, then Python's library; H x rounds). The default's
+figures on other texts, with 4 bits, are in optim/README.md:
 
     dense rounds, k, α          8 x 10           8 x 40           30 x 10           30 x 40
     none, 64, 2             +4.6   +8.0 %    +3.4   +2.1 %    +10.6   +6.0 %
