@@ -41,7 +41,7 @@ ON_ONE_NETWORK = """\
 ✓ addresses   10.9.0.3 (private)
 ✓ ticket      admits to RUN until DATE UTC
 ✓ coordinator answers at 10.9.0.1:PORT
-✓ version     isthmus 0.1.0 here, 0.1.0 there, protocol 6
+✓ version     isthmus 0.1.0 here, 0.1.0 there, protocol #
 ✓ run         0.0067 M parameters, diloco, 2 members
 ✓ clock       # s # the coordinator's (give or take # s)
 ✓ round trip  # ms (the longest # ms)
@@ -309,7 +309,8 @@ def test_rates_round_trip_and_loss_are_those_of_the_line(tmp_path: Path) -> None
         assert clean.code == 0
         for name, mbit in (("up", 12), ("down", 30)):
             measured = clean.checks[name]["facts"]["bytes_per_s"] * 8e-6
-            assert measured == pytest.approx(mbit * PAYLOAD_SHARE, rel=0.15)
+            # A second is what counts. On a busy machine what waited for a fifth of one is read in it too.
+            assert measured == pytest.approx(mbit * PAYLOAD_SHARE, rel=0.25)
         assert clean.checks["round_trip"]["facts"]["shortest_s"] == pytest.approx(0.040, abs=0.005)
         wan.set_link(1, 0, loss_percent=5)
         lossy = examine(run, wan.command(1, []))
