@@ -27,18 +27,19 @@ Where we leave public code on purpose:
     * The guard judges a fragment, not each tensor; what it takes away is not given back to the residual.
 
 Held-out loss against plain averaging, decoder of `scripts/bench convergence`, 4 workers, from its first weights, inner
-rate 2e-3, with 8 bits in the dense rounds (torch's C++ headers, then Python's library; H x rounds). The default's
-figures on other texts, with 4 bits, are in optim/README.md:
+rate 2e-3 (torch's C++ headers, then Python's library; H x rounds; empty: not run). In the first rows the dense rounds
+were gathers of 8 bits, which cost slow links too much; the default's are means of 4 bits. In 40 rounds of 30 that costs
+1.5 to 2.7 %:
 
     dense rounds, k, α          8 x 10           8 x 40           30 x 10           30 x 40
     none, 64, 2             +4.6   +8.0 %    +3.4   +2.1 %    +10.6   +6.0 %
     20, 64, 2               +0.3   +0.1      +0.0   +0.5
-    20, 64, 3: default      +0.3   +0.1      -2.9   -1.0       +0.3   +0.1       -2.4   -0.9 %
-    20, 128, 2              +0.3   +0.1      -2.1   -0.7       +0.3   +0.1       -2.6   -0.7
-    20 (5 of H 30), 64, 3   +0.3   +0.1      -2.3   -1.4       +1.6   +1.4       -0.6   +0.9
-
-With 2 and 8 workers the default is at -0.9 and -2.5 % (headers), -0.9 and -1.7 % (library) in 40 rounds of 8. Two bits
-in the dense rounds cost up to 1.2 % more; four bits in all rounds: +0.4, +0.1 (8 x 10), +0.1, -1.0 (30 x 10).
+    20, 64, 3               +0.3   +0.1      -2.9   -1.0                         -2.4   -0.9 %
+    20, 128, 2              +0.3   +0.1      -2.1   -0.7                         -2.6   -0.7
+    means of 8 bits:
+    20 (5 of H 30), 64, 3   +0.1   +0.0      -2.3   -1.4       +1.6   +1.4       -0.6   +0.9
+    means of 4 bits:
+    20, 64, 3: the default  -0.1   +0.1      -2.4   -0.6       +0.1   +0.1       +0.3   +0.6
 
 Source: SparseLoCo (arXiv:2508.15706); settings and guard from Covenant-72B (arXiv:2603.08163).
 """
