@@ -11,9 +11,7 @@ A trip is half a round trip time. Not in the prediction: codecs' time, shared tr
 Measured exchanges take 1.1 to 1.3 times as long. An exchange is hidden if the workers never wait for it: it is done
 before its delay is over, and all exchanges of a period fit into the period's compute.
 
-Losses are differences from data parallel, of the published setting nearest to the model; each says which one that was
-and how its source was read: [T] in the paper's own text, [C] in reference code, [S] in a secondary account, [M] from
-memory. Where nothing is published, or only a claim without figures, the loss is None.
+Losses are differences from data parallel, of the published setting nearest to the model (`published.py`).
 
 Rules: pure; nothing is measured here. It must not know: peers, sockets, configuration.
 """
@@ -24,9 +22,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, assert_never
 
+from isthmus.optim import published
 from isthmus.optim.data_parallel import DataParallel
 from isthmus.optim.diloco import DEFAULT_MOMENTUM, default_outer_lr, warm_up_steps
 from isthmus.optim.outer import Op
+from isthmus.optim.published import Penalty
 from isthmus.optim.sparseloco import DENSE_CODEC, SparseLoCo
 
 if TYPE_CHECKING:
@@ -75,27 +75,6 @@ class Model:
     def __post_init__(self) -> None:
         if self.num_parameters < 1 or self.num_layers < 1 or not 0.0 < self.inner_step_s < math.inf:
             raise ValueError(f"sizes must be at least 1, and a step's seconds positive and finite, got {self}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Penalty:
-    """How much higher a published loss is than data parallel's (cross entropy, nats a token)."""
-
-    loss: float | None
-    """None: no source gives a figure."""
-    setting: str
-    """Where the figure holds; or what the sources say instead."""
-    peers: int | None = None
-    """How many took part there; None: not told."""
-    source: str = ""
-    """arXiv id or name of the paper."""
-    evidence: str = ""
-    """One of T, C, S and M, see the module."""
-
-    def __str__(self) -> str:
-        figure = "unknown:" if self.loss is None else f"{self.loss:+.3f}"
-        setting = self.setting if self.peers is None else f"{self.setting}, {self.peers} peers"
-        return " ".join(filter(None, (figure, setting, self.source, self.evidence and f"[{self.evidence}]")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,9 +293,9 @@ def _candidates(links: Links, model: Model, peers: int) -> Iterator[Candidate]:
     means = CODEC_NBYTES["raw"] / CODEC_NBYTES["bf16"] / DataParallel().resync_steps
     yield candidate("data_parallel", 1, "bf16", Penalty(loss=0.0, setting="by definition"), vectors=1.0 + means)
     for codec in ("raw", "int8"):
-        yield candidate("diloco", 30, codec, _diloco_penalty(size, peers, codec))
+        yield candidate("diloco", 30, codec, published.of_diloco(size, peers, codec))
     yield candidate("diloco", 100, "int8", Penalty(loss=None, setting="a 10B run in production, without a twin"))
-    yield candidate("diloco", 500, "raw", _DILOCO_500)
+    yield candidate("diloco", 500, "raw", published.DILOCO_500)
     for inner_steps in (30, 100):
         num_fragments = min(math.ceil(model.num_layers / LAYERS_A_FRAGMENT), inner_steps)
         for codec in ("int8", "e3m0"):
@@ -326,85 +305,18 @@ def _candidates(links: Links, model: Model, peers: int) -> Iterator[Candidate]:
                 "streaming",
                 inner_steps,
                 codec,
-                _streaming_penalty(size, inner_steps, codec),
+                published.of_streaming(size, inner_steps, codec),
                 delay=min(max(steps, 1), MAX_DELAY),
                 num_fragments=num_fragments,
             )
-    yield candidate("eager", 30, "raw", _EAGER, delay=30)
-    yield candidate("delayed", 30, "raw", _DELAYED, delay=30)
-    yield candidate("sparseloco", 30, "topk:64", _SPARSELOCO, op=Op.GATHER)
+    yield candidate("eager", 30, "raw", published.EAGER, delay=30)
+    yield candidate("delayed", 30, "raw", published.DELAYED, delay=30)
+    yield candidate("sparseloco", 30, "topk:64", published.SPARSELOCO, op=Op.GATHER)
     # Parameters, first and second moments, every 256, 768 and 1536 steps: 1.5 vectors in 256.
-    yield candidate("desloc", 256, "raw", _DESLOC, vectors=1.5)
-    yield candidate("local_adam", 256, "raw", _LOCAL_ADAM, vectors=3.0)
-    yield candidate("noloco", 50, "raw", _NOLOCO, op=Op.PAIR)
+    yield candidate("desloc", 256, "raw", published.DESLOC, vectors=1.5)
+    yield candidate("local_adam", 256, "raw", published.LOCAL_ADAM, vectors=3.0)
+    yield candidate("noloco", 50, "raw", published.NOLOCO, op=Op.PAIR)
     # As a mean among peers; through a server, as in the paper, N b / H go up and as much comes down.
-    yield candidate("decoupled", 24, "bf16", _DECOUPLED, delay=2, num_fragments=24)
-    yield candidate("qsr", 500, "raw", _QSR)
-    yield candidate("autoloco", 500, "raw", _AUTOLOCO)
-
-
-# ------------------------------------------------------------------------------------------------ published losses
-
-_SCALING_LAWS: Final = {
-    35e6: (3.485, {1: 3.482, 2: 3.508, 4: 3.554, 8: 3.621}),
-    180e6: (2.950, {1: 2.943, 2: 2.957, 4: 2.981, 8: 3.019}),
-    550e6: (2.653, {1: 2.645, 2: 2.657, 4: 2.673, 8: 2.698}),
-    1.3e9: (2.460, {1: 2.451, 2: 2.464, 4: 2.472, 8: 2.493}),
-    2.4e9: (2.326, {1: 2.317, 2: 2.323, 4: 2.332, 8: 2.351}),
-    4e9: (2.224, {1: 2.219, 2: 2.220, 4: 2.230}),
-    10e9: (2.090, {1: 2.086, 2: 2.086, 4: 2.096}),
-}
-"""Parameters: (loss of data parallel, loss of DiLoCo by number of peers), H 30: arXiv:2503.09799."""
-
-_STREAMING: Final = {
-    30: {35e6: 0.02, 100e6: 0.02, 300e6: 0.01, 500e6: 0.00, 1e9: -0.01},
-    100: {35e6: 0.05, 100e6: 0.03, 300e6: 0.03, 500e6: 0.02, 1e9: 0.01, 4e9: 0.01},
-}
-"""H: parameters: loss above data parallel, 2 peers, e3m0: arXiv:2501.18512."""
-
-_DILOCO_500: Final = Penalty(loss=0.0787, setting="215M, 100 rounds", source="AutoLoCo", evidence="S")
-_QSR: Final = Penalty(loss=0.1560, setting="215M, 41 rounds", source="AutoLoCo", evidence="S")
-_AUTOLOCO: Final = Penalty(loss=0.0609, setting="215M, 73 rounds", source="AutoLoCo", evidence="S")
-_EAGER: Final = Penalty(loss=0.02, setting="500M and 1B", source="2502.12996", evidence="T")
-_DELAYED: Final = Penalty(loss=0.06, setting="500M, with a lower lr; +0.34 untuned", source="2502.12996", evidence="T")
-_SPARSELOCO: Final = Penalty(loss=None, setting="claimed better than DiLoCo at 512M", source="2508.15706", evidence="S")
-_DESLOC: Final = Penalty(
-    loss=None, setting="in-context average 51.6, data parallel 53.8, 1.7B", source="2505.22549", evidence="S"
-)
-_LOCAL_ADAM: Final = Penalty(
-    loss=None, setting="in-context average 51.8, data parallel 53.8, 1.7B", source="2505.22549", evidence="S"
-)
-_NOLOCO: Final = Penalty(loss=None, setting="claimed up to 4% faster than DiLoCo", source="2506.10911", evidence="S")
-_DECOUPLED: Final = Penalty(
-    loss=None, setting="claimed to match data parallel up to 9B", source="2604.21428", evidence="S"
-)
-
-
-def _diloco_penalty(size: int, peers: int, codec: str) -> Penalty:
-    """Of the nearest size, and the nearest number of peers that was trained at it."""
-    nearest = min(_SCALING_LAWS, key=lambda other: abs(math.log(other / size)))
-    baseline, losses = _SCALING_LAWS[nearest]
-    count = min(losses, key=lambda other: (abs(other - peers), other))
-    return Penalty(
-        loss=round(losses[count] - baseline, 3),
-        setting=_short(nearest) + ("" if codec == "raw" else ", raw"),
-        peers=count,
-        source="2503.09799",
-        evidence="T",
-    )
-
-
-def _streaming_penalty(size: int, inner_steps: int, codec: str) -> Penalty:
-    # int8 has no figures of its own; it is the finer codec, and the paper's finer ones did not differ.
-    nearest = min(_STREAMING[inner_steps], key=lambda other: abs(math.log(other / size)))
-    return Penalty(
-        loss=_STREAMING[inner_steps][nearest],
-        setting=_short(nearest) + ("" if codec == "e3m0" else ", e3m0"),
-        peers=2,
-        source="2501.18512",
-        evidence="T",
-    )
-
-
-def _short(size: float) -> str:
-    return f"{size / 1e9:g}B" if size >= 1e9 else f"{size / 1e6:g}M"
+    yield candidate("decoupled", 24, "bf16", published.DECOUPLED, delay=2, num_fragments=24)
+    yield candidate("qsr", 500, "raw", published.QSR)
+    yield candidate("autoloco", 500, "raw", published.AUTOLOCO)

@@ -116,6 +116,8 @@ BY_CHANCE = (
     "TIME INFO isthmus.trainer.record.chronicle view_decided ",
     "TIME INFO isthmus.trainer.record.chronicle learner ",
     "TIME INFO isthmus.trainer.record.chronicle excused ",
+    # An excused member follows its round, and has no loss of its own there.
+    COMMITTED.replace("loss=N", "loss=none"),
 )
 
 
