@@ -32,6 +32,10 @@ _TURNS = 4
 """Of members that are all new; with more of them, several share one."""
 _TRIPS_TO_FULL_SPEED = 6
 _LONGEST_TURN_S = 1.2
+_LEAST_PADDED_NBYTES = 10 * 1448
+"""What TCP sends before it has heard anything. Padding of which less arrives in a window says nothing of the line: its
+acknowledgements wait behind what goes the other way. Two peers with 8 Mbit/s and 60 ms, of which one had just fetched
+the state, took a line that showed a packet or two for one of 2 kB/s: the first exchange took 244 s instead of 0.6."""
 _PART_OF_ALL = 0.1
 """A member that sends less than this part of an equal share does not send."""
 _OWN_LIMIT = 0.35
@@ -103,20 +107,24 @@ class LinkMeter:
             self._begin(now)
             return
         sent, received = 0, []
-        waited: dict[Bundle, float] = {}
+        waited: dict[Bundle, float] = {}  # who had more to send all the while, and what got through
+        is_shown = False
         for ref, bundle in self._bundles.items():
             seen = self._seen.setdefault(ref, _Seen())
             moved = bundle.bytes_delivered() - seen.sent
             sent += max(0, moved)  # a stream that is new has not delivered what the old one had
             received.append(max(0, bundle.bytes_received - seen.received))
-            if seen.was_waiting and bundle.is_waiting and moved > 0:
-                waited[bundle] = moved / seconds
-                seen.rates.append(moved / seconds)
-                seen.is_only_padded &= is_padding
+            if seen.was_waiting and bundle.is_waiting and moved >= 0:
+                waited[bundle] = moved
+                if moved >= (_LEAST_PADDED_NBYTES if is_padding else 1):
+                    is_shown = True
+                    seen.rates.append(moved / seconds)
+                    seen.is_only_padded &= is_padding
         self._ease(waited, seconds)
-        if waited:
+        if is_shown:
             self._sent.window(sent / seconds, is_padding=is_padding)
-        if received and min(received) > _PART_OF_ALL * sum(received) / len(received):
+        least = _LEAST_PADDED_NBYTES if is_padding else 0
+        if received and min(received) > max(least, _PART_OF_ALL * sum(received) / len(received)):
             # What only some of them send is no limit of ours.
             self._received.window(sum(received) / seconds, is_padding=is_padding)
         for ref in [ref for ref in self._seen if ref not in self._bundles]:
@@ -127,14 +135,14 @@ class LinkMeter:
         """Raise the paces if they are all that holds us back.
 
         Args:
-            waited: who had more to send all the while, and what got through, bytes/s.
+            waited: who had more to send all the while, and how many bytes got through.
             seconds: how long the window was.
         """
         paced = {bundle: pace for bundle in self._bundles.values() if (pace := bundle.pace_now) is not None}
         if not paced or any(bundle not in waited for bundle in paced):
             self._brake.release()
         else:
-            carried = {bundle: seconds * waited[bundle] for bundle in paced}
+            carried = {bundle: waited[bundle] for bundle in paced}
             allowed = {bundle: seconds * pace for bundle, pace in paced.items()}
             for bundle in self._brake.window(carried, allowed):
                 bundle.raise_pace()

@@ -24,6 +24,8 @@ _AT_PACE = 0.95
 """Paces are above what the links should carry: who comes this near to them is held back by nothing else."""
 _WINDOWS = 3
 """In one window bytes may arrive that were sent in another."""
+_PACKET_NBYTES = 1500
+"""What a path may lack of its pace: where that lets a packet through in a second, most windows see none."""
 RAISE = 1.5
 """By what factor a pace that alone holds a path back is raised, about once a second."""
 FADING = 0.7
@@ -57,8 +59,11 @@ class Brake:
         self._num_windows += 1
         if self._num_windows < _WINDOWS:
             return []
-        is_all = self._carried.total() > _AT_PACE * self._allowed.total()
-        held_back = [path for path in allowed if is_all and self._carried[path] > _AT_PACE * self._allowed[path]]
+        lacking = len(allowed) * _PACKET_NBYTES
+        is_all = self._carried.total() + lacking > _AT_PACE * self._allowed.total()
+        held_back = [
+            path for path in allowed if is_all and self._carried[path] + _PACKET_NBYTES > _AT_PACE * self._allowed[path]
+        ]
         self.release()
         return held_back
 

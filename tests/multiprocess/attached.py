@@ -89,7 +89,7 @@ def main() -> None:
     with isthmus.attach(model, optimizer) as session:
         for indices in session:
             tell("at", session.inner_step, digest_of(model))
-            while session.inner_step == given.stand_still_at:
+            while given.stand_still_at is not None and session.inner_step >= given.stand_still_at:
                 time.sleep(3600)
             session.report(train(indices))
             optimizer.step()

@@ -23,6 +23,7 @@ from isthmus.trainer.cli import doctor as cli_doctor
 from isthmus.trainer.cli import models as cli_models
 from isthmus.trainer.cli import operator as cli_operator
 from isthmus.trainer.cli import peers as cli_peers
+from isthmus.trainer.cli import plan as cli_plan
 from isthmus.trainer.cli import top as cli_top
 from isthmus.trainer.cli import tracking as cli_tracking
 from isthmus.trainer.cli.completion import TakesConfig
@@ -48,6 +49,7 @@ app.add_typer(ckpt_app, name="ckpt")
 for command in (
     cli_config.init,
     cli_doctor.doctor,
+    cli_plan.plan,
     cli_peers.up,
     cli_peers.join,
     cli_peers.coordinator,

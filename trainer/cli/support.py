@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "isthmus"
 RUNS_FOLDER = Path("runs")
-TAKES_CONFIG = frozenset({"up", "join", "coordinator", "config", "show", "doctor"})
+TAKES_CONFIG = frozenset({"up", "join", "coordinator", "config", "show", "doctor", "plan"})
 """Commands with `--section.key` flags."""
 
 # A command line's mistakes, in every version of Typer (which moved them from one package to another).

@@ -56,14 +56,8 @@ def require_room(config: Config, run_dir: Path, *, has_loop: bool) -> None:
             back is not refused for its disk.
     """
     node = config.node
-    on_gpu = not has_loop and choose_device(node.device, node.local_workers) == "cuda"
-    needs = needs_of(config, on_gpu=on_gpu)
-    held_nbytes = sum(_nbytes_in(run_dir / name) for name in (CHECKPOINTS, PRIVATE, RESULTS))
-    room = Room(
-        host=memory_nbytes()[1],
-        device=_free_on_gpus(node.local_workers) if on_gpu else None,
-        disk=shutil.disk_usage(run_dir).free + held_nbytes,
-    )
+    on_gpu = not has_loop and computes_on_gpu(config)
+    needs, room = needs_of(config, on_gpu=on_gpu), room_here(config, run_dir, on_gpu=on_gpu)
     log.info("this_run_needs %s", described(needs, room))
     if misfit(needs, room) is None:
         return
@@ -72,10 +66,34 @@ def require_room(config: Config, run_dir: Path, *, has_loop: bool) -> None:
         log.warning("memory_is_tight; workers halve their micro-batches where it runs out")
         return
     # A disk that others have filled does not keep a peer out that comes back: it trains on without newer checkpoints.
-    comes_back = held_nbytes > 0 and misfit(needs, replace(room, disk=needs.disk)) is None
+    comes_back = _held_nbytes(run_dir) > 0 and misfit(needs, replace(room, disk=needs.disk)) is None
     if not (node.ignore_memory or comes_back):
         raise EnvironmentFault(problem[0], cure=f"{problem[1]}, or try all the same with --ignore-memory")
     log.warning("does_not_fit reason=%r; it is tried all the same", problem[0])
+
+
+def computes_on_gpu(config: Config) -> bool:
+    """Whether workers of our own compute on GPUs here.
+
+    Raises:
+        EnvironmentFault: there are not as many as `[node]` asks for.
+    """
+    return choose_device(config.node.device, config.node.local_workers) == "cuda"
+
+
+def room_here(config: Config, run_dir: Path, *, on_gpu: bool) -> Room:
+    """What is free. Blocks for a moment.
+
+    Args:
+        config: the run's, with this peer's own part.
+        run_dir: of the peer, existing; or the folder that it will be made in.
+        on_gpu: whether the workers compute on GPUs.
+    """
+    return Room(
+        host=memory_nbytes()[1],
+        device=_free_on_gpus(config.node.local_workers) if on_gpu else None,
+        disk=shutil.disk_usage(run_dir).free + _held_nbytes(run_dir),
+    )
 
 
 def described(needs: Needs, room: Room) -> str:
@@ -115,6 +133,11 @@ def _free_on_gpus(num_gpus: int) -> int | None:
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         log.warning("gpu_memory_unknown cause=%r", str(error))
         return None
+
+
+def _held_nbytes(run_dir: Path) -> int:
+    """What a peer's folder holds of a run."""
+    return sum(_nbytes_in(run_dir / name) for name in (CHECKPOINTS, PRIVATE, RESULTS))
 
 
 def _nbytes_in(folder: Path) -> int:

@@ -256,6 +256,7 @@ def _site(job: WorkerJob, rank: int, size: int) -> Iterator[DeviceMesh]:
 
 def _describe(mesh: DeviceMesh) -> str:
     if mesh.device_type != "cuda":
-        return f"cpu ({torch.get_num_threads()} threads)"
+        threads = torch.get_num_threads()
+        return f"cpu ({threads} thread{'s' if threads > 1 else ''})"
     index = torch.cuda.current_device()
     return f"cuda:{index} ({torch.cuda.get_device_name(index)})"

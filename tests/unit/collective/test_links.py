@@ -2,6 +2,7 @@
 """What a peer learns from its own transfers: rates, limits, whose turn it is. Bundles are mere counters."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,8 @@ from isthmus.collective.core.types import Incarnation, Member, PeerId
 from isthmus.collective.links.measurements import LinkMeter
 
 WINDOW_S = 0.25
-PACE = 1000.0
+PACE = 1e6
+PACKET_NBYTES = 1448
 
 
 class Path:
@@ -105,20 +107,58 @@ def test_a_window_with_a_pause_in_it_shows_nothing():
     assert raised_after(9, Path(), window_s=1.0) == [0]
 
 
+class Packets(Path):
+    """What its pace lets through, as far as the line carries it, in whole packets: often none in a window."""
+
+    def __init__(self, *, pace_now, line):
+        super().__init__(pace_now=pace_now)
+        self.line, self.allowed = line, 0.0
+
+    def pass_time(self, seconds):
+        self.allowed += min(self.pace_now, self.line) * seconds
+        self.delivered = self.allowed // PACKET_NBYTES * PACKET_NBYTES
+
+    def raise_pace(self):
+        self.pace_now *= 1.5
+
+
+@pytest.mark.parametrize("num_paths", [1, 3])
+def test_paces_a_thousand_times_too_low_are_soon_what_the_line_carries(num_paths):
+    """As after a survey that was taken while the line was full of something else."""
+    paths = [Packets(pace_now=1e3, line=PACE) for _ in range(num_paths)]
+    meter = meter_of(*paths)
+    for window in range(60):
+        meter.sample(window * WINDOW_S)
+        for path in paths:
+            path.pass_time(WINDOW_S)
+    assert all(path.pace_now > PACE for path in paths)
+
+
+def test_paces_of_a_line_that_is_as_slow_stay_near_it():
+    path = Packets(pace_now=8e3, line=8e3)
+    meter = meter_of(path)
+    for window in range(200):
+        meter.sample(window * WINDOW_S)
+        path.pass_time(WINDOW_S)
+    assert path.pace_now < 3 * path.line
+
+
 US = Member(PeerId("f" * 16), Incarnation(1), "")
 
 
 def seen_of(*windows, is_padding=False):
-    """What is told after windows in which each path carried so many bytes, the same both ways."""
+    """What is told after windows in which each path carried so many kilobytes, the same both ways; in kB/s."""
     paths = [Path() for _ in windows[0]]
     meter = meter_of(*paths)
     meter.sample(0.0)
     for number, moved in enumerate(windows, 1):
-        for path, nbytes in zip(paths, moved, strict=True):
-            path.delivered += nbytes
-            path.bytes_received += nbytes
+        for path, kilobytes in zip(paths, moved, strict=True):
+            path.delivered += 1000 * kilobytes
+            path.bytes_received += 1000 * kilobytes
         meter.sample(number * WINDOW_S, is_padding=is_padding)
-    return meter.observation([*members_of(len(paths)), US])
+    seen = meter.observation([*members_of(len(paths)), US])
+    sent_to = tuple(rate / 1000 for rate in seen.sent_to)
+    return replace(seen, sent=seen.sent / 1000, received=seen.received / 1000, sent_to=sent_to)
 
 
 def test_a_rate_is_what_was_held_over_several_windows_not_the_burst_after_a_gap():
@@ -139,9 +179,17 @@ def test_what_padding_showed_long_ago_is_forgotten():
     meter = meter_of(path)
     meter.sample(0.0)
     for window in range(1, 80):
-        path.delivered += 1000 if window < 10 else 100
+        path.delivered += 1e6 if window < 10 else 1e5
         meter.sample(window * WINDOW_S, is_padding=window < 10)
-    assert meter.observation([*members_of(1), US]).sent == pytest.approx(100 / WINDOW_S)
+    assert meter.observation([*members_of(1), US]).sent == pytest.approx(1e5 / WINDOW_S)
+
+
+def test_padding_of_which_a_packet_or_two_arrived_says_nothing_of_the_line():
+    """Acknowledgements wait behind what fills the line the other way."""
+    seen = seen_of((0, 0), (1.448, 0), (0, 2.896), is_padding=True)
+    assert (seen.sent, seen.received) == (0.0, 0.0)
+    assert seen.sent_to == (0.0, 0.0, 0.0)
+    assert seen_of((1.448, 0), (0, 2.896)).sent > 0.0, "of what was to be sent it counts"
 
 
 def test_what_is_received_while_only_some_send_is_no_limit():

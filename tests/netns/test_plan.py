@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `isthmus plan` says of a run is what comes of it, on emulated lines."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.wanlink.wan import Wan, WanError
+from tests.multiprocess.run_harness import OPEN_END, Process, Run, running
+from tests.netns.machines import MARKS
+
+ROUND_TRIP_MS, MBIT, PAYLOAD_SHARE = 60, 8, 1448 / 1514
+INNER_STEPS = 10
+CONFIG = f"""
+[inner]
+batch_size = 1
+[outer]
+inner_steps = {INNER_STEPS}
+[members]
+start_peers = 2
+equal_steps = true
+[checkpoint]
+every = 0
+[eval]
+every = 0
+[metrics]
+port = "none"
+"""
+
+
+def _why_no_wan() -> str | None:
+    try:
+        with Wan(peers=2):
+            return None
+    except WanError as error:
+        return str(error)
+
+
+NO_WAN = _why_no_wan()
+pytestmark = [*MARKS, pytest.mark.timeout(300), pytest.mark.skipif(NO_WAN is not None, reason=str(NO_WAN))]
+
+
+def _plan(run: Run, step_s: float, *flags: str) -> dict[str, Any]:
+    line = ("--link", f"{MBIT * PAYLOAD_SHARE}mbit/{ROUND_TRIP_MS}ms", "--step", f"{step_s}s")
+    planned = run.command("plan", "-c", str(run.config), *line, *flags, "--json")
+    assert planned.code == 0, planned.err
+    told: dict[str, Any] = json.loads(planned.out)
+    return told
+
+
+def _median(process: Process, event: str, key: str) -> float:
+    """Of the second half, when the lines are known."""
+    told = process.events(event)
+    return statistics.median(each[key] for each in told[len(told) // 2 :])
+
+
+@pytest.mark.parametrize(
+    ("flags", "outer_steps", "inner_steps"),
+    [
+        ((), 8, INNER_STEPS),
+        (("--outer.type", "streaming", "--outer.num-fragments", "2", "--outer.delay", "2"), 16, INNER_STEPS // 2),
+        (("--outer.type", "delayed", "--outer.codec", "e3m0"), 8, INNER_STEPS),
+    ],
+    ids=["diloco", "streaming", "delayed"],
+)
+def test_exchange_and_wait_are_as_long_as_planned(
+    tmp_path: Path, flags: tuple[str, ...], outer_steps: int, inner_steps: int
+) -> None:
+    with Wan(peers=2) as wan, running(tmp_path) as run:
+        wan.set_link("*", "*", delay_ms=ROUND_TRIP_MS / 2)
+        for peer in range(2):
+            wan.set_port(peer, up_mbit=MBIT, down_mbit=MBIT)
+        run.config.write_text(CONFIG)
+        founder = run.found("--outer-steps", str(OPEN_END), *flags, inside=wan.command(0, []))
+        run.wait_for_ticket()
+        joiner = run.join(inside=wan.command(1, []))
+        run.until_step(outer_steps, founder, joiner)
+        planned = _plan(run, _median(joiner, "trained", "train_s") / inner_steps, *flags)["last"]
+        assert planned["inner_steps"] == inner_steps
+        assert planned["sent_nbytes"] == pytest.approx(_median(joiner, "round", "bytes_sent"), rel=0.05)
+        assert planned["exchange_s"] == pytest.approx(_median(joiner, "round", "seconds"), rel=0.3)
+        assert planned["waiting_s"] == pytest.approx(_median(joiner, "trained", "wait_s"), rel=0.3, abs=0.1)
+        run.leave_all()
