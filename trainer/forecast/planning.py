@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from isthmus.optim.layers import layer_groups
+from isthmus.optim.published import Penalty
 from isthmus.optim.recommend import Candidate, Links, Model, recommend
 from isthmus.trainer.config.base_model import with_base_model
 from isthmus.trainer.config.memory import needs_of
@@ -116,7 +117,13 @@ def _better(config: Config, links: Links, model: Model, line: Timeline) -> Bette
     flags = " ".join(
         f"--outer.{key.replace('_', '-')} {value}" for key, value in {"type": pick.method, **settings}.items()
     )
-    return Better(flags=flags, goodput=goodput, loss=str(pick.penalty))
+    return Better(flags=flags, goodput=goodput, loss=_published(pick.penalty))
+
+
+def _published(penalty: Penalty) -> str:
+    peers = "" if penalty.peers is None else f"{penalty.peers} peers"
+    found = ", ".join(filter(None, (penalty.setting, peers, penalty.source)))
+    return found if penalty.loss is None else f"{penalty.loss:+.3f} beside data parallel ({found})"
 
 
 def _settings_of(pick: Candidate) -> dict[str, object]:

@@ -96,7 +96,7 @@ def render(plan: Plan) -> str:
     lines.append(("goodput", f"{plan.goodput:.1%} of the time goes into inner steps"))
     if plan.by_inner_steps:
         told = ", ".join(f"{other.inner_steps}: {other.goodput:.1%}" for other in plan.by_inner_steps)
-        lines.append(("H instead", told))
+        lines.append(("goodput by H", told))
     a_day = rounded_nbytes(round(plan.sent_nbytes / plan.seconds * _DAY_S))
     lines += [
         ("traffic", f"{a_day} a day sent by each peer, and as much received"),
@@ -109,7 +109,7 @@ def render(plan: Plan) -> str:
     ]
     if plan.better is not None:
         lines.append(("better here", f"{plan.better.goodput:.1%} with {plan.better.flags}"))
-        lines.append(("", f"its published loss, data parallel = 0: {plan.better.loss}"))
+        lines.append(("", f"published of its loss: {plan.better.loss}"))
     return "\n".join(name.ljust(_MARGIN) + text for name, text in lines)
 
 
