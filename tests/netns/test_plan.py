@@ -3,6 +3,7 @@
 
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,19 @@ def _plan(run: Run, step_s: float, *flags: str) -> dict[str, Any]:
     return told
 
 
-def _median(process: Process, event: str, key: str) -> float:
-    """Of the second half, when the lines are known."""
-    told = process.events(event)
-    return statistics.median(each[key] for each in told[len(told) // 2 :])
+def _typical(processes: Sequence[Process], event: str, key: str) -> float:
+    """Of the second half of the outer steps, when the lines are known; of both peers the one that came last to each."""
+    told: dict[int, list[float]] = {}
+    for process in processes:
+        for each in process.events(event):
+            told.setdefault(each["outer_step"], []).append(each[key])
+    by_both = [min(values) for _, values in sorted(told.items()) if len(values) == len(processes)]
+    return statistics.median(by_both[len(by_both) // 2 :])
+
+
+def _agrees(planned: float, measured: float) -> bool:
+    """A busy machine emulates the line, and does everything else, somewhat slower."""
+    return 0.7 * planned < measured < 1.6 * planned + 0.1
 
 
 @pytest.mark.parametrize(
@@ -78,9 +88,11 @@ def test_exchange_and_wait_are_as_long_as_planned(
         run.wait_for_ticket()
         joiner = run.join(inside=wan.command(1, []))
         run.until_step(outer_steps, founder, joiner)
-        planned = _plan(run, _median(joiner, "trained", "train_s") / inner_steps, *flags)["last"]
+        both = (founder, joiner)
+        planned = _plan(run, _typical(both, "trained", "train_s") / inner_steps, *flags)["last"]
         assert planned["inner_steps"] == inner_steps
-        assert planned["sent_nbytes"] == pytest.approx(_median(joiner, "round", "bytes_sent"), rel=0.05)
-        assert planned["exchange_s"] == pytest.approx(_median(joiner, "round", "seconds"), rel=0.3)
-        assert planned["waiting_s"] == pytest.approx(_median(joiner, "trained", "wait_s"), rel=0.3, abs=0.1)
+        assert planned["sent_nbytes"] == pytest.approx(_typical(both, "round", "bytes_sent"), rel=0.05)
+        for figure, event, key in (("exchange_s", "round", "seconds"), ("waiting_s", "trained", "wait_s")):
+            measured = _typical(both, event, key)
+            assert _agrees(planned[figure], measured), f"{figure} {planned[figure]:.3f}, measured {measured:.3f}"
         run.leave_all()
