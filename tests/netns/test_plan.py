@@ -91,7 +91,7 @@ def test_exchange_and_wait_are_as_long_as_planned(
         both = (founder, joiner)
         planned = _plan(run, _typical(both, "trained", "train_s") / inner_steps, *flags)["last"]
         assert planned["inner_steps"] == inner_steps
-        assert planned["sent_nbytes"] == pytest.approx(_typical(both, "round", "bytes_sent"), rel=0.05)
+        assert planned["sent_nbytes"] == pytest.approx(_typical(both, "round", "bytes_sent"), rel=0.1)
         for figure, event, key in (("exchange_s", "round", "seconds"), ("waiting_s", "trained", "wait_s")):
             measured = _typical(both, event, key)
             assert _agrees(planned[figure], measured), f"{figure} {planned[figure]:.3f}, measured {measured:.3f}"
